@@ -1,0 +1,23 @@
+"""Objectives as pure functions: ratios, advantages, surrogates, reductions, and a registry by name."""
+
+from stalewise.objectives.advantages import Advantages, group_advantages
+from stalewise.objectives.evaluation import ObjectiveResult, evaluate, micro_batch_loss
+from stalewise.objectives.reduce import constant_denominator, natural_denominator
+from stalewise.objectives.registry import OBJECTIVES, Objective, Settings, get_objective
+from stalewise.objectives.tokens import Tokens, make_tokens
+
+__all__ = [
+    "OBJECTIVES",
+    "Advantages",
+    "Objective",
+    "ObjectiveResult",
+    "Settings",
+    "Tokens",
+    "constant_denominator",
+    "evaluate",
+    "get_objective",
+    "group_advantages",
+    "make_tokens",
+    "micro_batch_loss",
+    "natural_denominator",
+]

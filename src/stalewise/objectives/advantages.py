@@ -1,0 +1,124 @@
+"""From rewards to advantages, group by group. Axes: N rollouts in any order, each with the number of its group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from stalewise.objectives.tokens import host_list
+
+AdvantageKind = Literal["group", "mean", "leave_one_out"]
+TruncatedRule = Literal["keep", "zero", "mask"]
+
+STD_EPSILON = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """Advantages and what became of each rollout.
+
+    `degenerate_N` marks rollouts of groups without variance: their advantage is exactly 0, and whoever averages can
+    leave them out. `keep_N` is False where the tokens leave the loss mask (truncated ones under the rule `mask`).
+    """
+
+    advantage_N: Tensor
+    degenerate_N: Tensor
+    keep_N: Tensor
+    groups: int
+    degenerate_groups: int
+
+
+def group_advantages(
+    reward: Tensor,
+    group: Tensor,
+    *,
+    kind: AdvantageKind = "group",
+    truncated: Tensor | None = None,
+    truncated_rule: TruncatedRule = "keep",
+) -> Advantages:
+    """Advantage of each rollout against its group.
+
+    `group`: (R − mean) / (std + 1e-6) with the population std; `mean`: R − mean (Dr. GRPO); `leave_one_out`: R − mean
+    of the others (RLOO). A group whose rewards are all equal has advantage exactly 0, and so has a group of one.
+
+    Truncated responses keep their reward in the group's mean under every rule. `keep` treats them as any other, `zero`
+    sets their advantage to 0 (their tokens stay in the denominator), `mask` takes their tokens out of the loss.
+
+    >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 0, 0])).advantage_N
+    tensor([ 1.0000, -1.0000, -1.0000,  1.0000])
+    >>> group_advantages(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([7, 7, 7]), kind="leave_one_out").advantage_N
+    tensor([ 1.0000, -0.5000, -0.5000])
+
+    Args:
+        reward: [N] finite rewards.
+        group: [N] integers; equal numbers answer the same prompt.
+        kind: which baseline and scale.
+        truncated: [N] bool; needed for the rules `zero` and `mask`.
+        truncated_rule: what becomes of truncated responses.
+    """
+    _check(reward, group, truncated, truncated_rule)
+    reward_N = reward.to(torch.promote_types(reward.dtype, torch.float32))
+    group_N = _numbered(group)
+    groups = int(group_N.max()) + 1
+
+    size_P = torch.bincount(group_N, minlength=groups).to(reward_N.dtype)
+    mean_P = reward_N.new_zeros(groups).index_add(0, group_N, reward_N) / size_P
+    centred_N = reward_N - mean_P[group_N]
+    spread_P = _group_spread(reward_N, group_N, groups)
+    # By the spread, not by the std: eight rewards of 0.1 have a rounded mean and would get a tiny, scaled-up advantage.
+    degenerate_P = spread_P == 0
+
+    if kind == "group":
+        variance_P = reward_N.new_zeros(groups).index_add(0, group_N, centred_N.square()) / size_P
+        advantage_N = centred_N / (variance_P.sqrt() + STD_EPSILON)[group_N]
+    elif kind == "leave_one_out":
+        advantage_N = centred_N * (size_P / (size_P - 1).clamp(min=1))[group_N]
+    else:
+        advantage_N = centred_N
+    advantage_N = advantage_N.masked_fill(degenerate_P[group_N], 0.0)
+
+    keep_N = torch.ones_like(reward_N, dtype=torch.bool)
+    if truncated is not None and truncated_rule == "zero":
+        advantage_N = advantage_N.masked_fill(truncated, 0.0)
+    if truncated is not None and truncated_rule == "mask":
+        keep_N = ~truncated
+    return Advantages(advantage_N, degenerate_P[group_N], keep_N, groups, int(degenerate_P.sum()))
+
+
+def _numbered(group: Tensor) -> Tensor:
+    """The same groups numbered 0, 1, 2 … without gaps."""
+    # torch's stubs leave the type of `unique` open.
+    return torch.unique(group, return_inverse=True)[1]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def _group_spread(reward_N: Tensor, group_N: Tensor, groups: int) -> Tensor:
+    """Largest minus smallest reward of each group."""
+    zeros_P = reward_N.new_zeros(groups)
+    largest_P = zeros_P.scatter_reduce(0, group_N, reward_N, "amax", include_self=False)
+    smallest_P = zeros_P.scatter_reduce(0, group_N, reward_N, "amin", include_self=False)
+    return largest_P - smallest_P
+
+
+def _check(reward: Tensor, group: Tensor, truncated: Tensor | None, truncated_rule: TruncatedRule) -> None:
+    if reward.ndim != 1 or len(reward) == 0:
+        raise ValueError(f"reward has shape {list(reward.shape)}; expected [N], one per rollout, N at least 1")
+    if group.shape != reward.shape:
+        raise ValueError(f"group has shape {list(group.shape)}; expected {list(reward.shape)}, the shape of reward")
+    if group.is_floating_point():
+        raise ValueError(f"group has dtype {group.dtype}; expected integers")
+    finite = torch.isfinite(reward)
+    if not bool(finite.all()):
+        places = host_list((~finite).nonzero().flatten()[:5])
+        raise ValueError(
+            f"reward has shape {list(reward.shape)} and {int((~finite).sum())} non-finite values, first at {places}; "
+            "expected rollouts whose verifier failed to be left out before"
+        )
+    if truncated is None and truncated_rule != "keep":
+        raise ValueError(f"truncated is None; truncated_rule {truncated_rule!r} expects a bool tensor of shape [N]")
+    if truncated is not None and truncated.shape != reward.shape:
+        raise ValueError(
+            f"truncated has shape {list(truncated.shape)}; expected {list(reward.shape)}, the shape of reward"
+        )

@@ -1,0 +1,137 @@
+"""Objectives by name, with typed parameters: the table that the learner, the command line and the documents share."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from stalewise.errors import nearest
+from stalewise.objectives import surrogates
+from stalewise.objectives.advantages import AdvantageKind
+from stalewise.objectives.batch_statistics import (
+    AnchorSums,
+    Mergeable,
+    SecondMomentSums,
+    WeightSums,
+    anchor_weights,
+    behaviour_weights,
+    harmful,
+)
+from stalewise.objectives.reduce import Reduction
+from stalewise.objectives.surrogates import TokenLoss
+from stalewise.objectives.tokens import Tokens
+
+Settings = Mapping[str, Any]
+"""Every parameter of one objective, defaults filled in and types checked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """One row of the table.
+
+    `measure` is phase one (None: the objective needs nothing of the whole batch); the fields below `reduction` say what
+    the method prescribes outside of its loss, for the learner to follow.
+    """
+
+    name: str
+    token_loss: Callable[..., TokenLoss]
+    measure: Callable[[Tokens, Settings], Mergeable] | None = None
+    statistics: type[Mergeable] | None = None  # what `measure` returns, to unpack it after a gather over ranks
+    needs_proximal: bool = False
+    reduction: Reduction = "token"
+    advantage: AdvantageKind = "group"
+    drops_degenerate_groups: bool = False
+    constant_denominator: bool = False
+
+    def parameters(self) -> dict[str, tuple[Any, Any]]:
+        """Type and default of each parameter, read off the function's signature."""
+        hints = get_type_hints(self.token_loss)
+        signature = inspect.signature(self.token_loss)
+        keywords = [p for p in signature.parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        return {p.name: (hints[p.name], p.default) for p in keywords}
+
+    def settings(self, params: Mapping[str, Any] | None = None) -> Settings:
+        """Defaults overridden by `params`; an unknown name or a wrong type is a ValueError that says which."""
+        known = self.parameters()
+        settings: dict[str, Any] = {name: default for name, (_, default) in known.items()}
+        for name, value in (params or {}).items():
+            if name not in known:
+                hint = nearest(name, known) if known else "it has none"
+                raise ValueError(f"objective {self.name} has no parameter {name!r}; {hint}")
+            settings[name] = _checked(f"{self.name}.{name}", value, known[name][0])
+        return settings
+
+    def first_pass(self, tokens: Tokens, settings: Settings) -> Mergeable | None:
+        """Phase one on one micro-batch; merge the results over all of them before phase two."""
+        self._check_proximal(tokens)
+        return None if self.measure is None else self.measure(tokens, settings)
+
+    def second_pass(self, tokens: Tokens, batch: Mergeable | None, settings: Settings) -> TokenLoss:
+        """Phase two on one micro-batch, given the merged results of phase one."""
+        self._check_proximal(tokens)
+        return self.token_loss(tokens, batch, **settings)
+
+    def _check_proximal(self, tokens: Tokens) -> None:
+        if self.needs_proximal and tokens.proximal_logp_BT is None:
+            shape = list(tokens.logp_BT.shape)
+            raise ValueError(f"proximal_logp is None; objective {self.name} expects a tensor of shape {shape}")
+
+
+def _checked(where: str, value: Any, expected: Any) -> Any:
+    if get_origin(expected) is Literal:
+        choices = get_args(expected)
+        if value not in choices:
+            raise ValueError(f"{where} is {value!r}; {nearest(str(value), choices)} (one of {', '.join(choices)})")
+        return value
+    # bool is an int in Python; a clip range of True is a slip, not a number.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{where} is {value!r}; expected a finite number")
+    return float(value)
+
+
+def _second_moments(tokens: Tokens, settings: Settings) -> SecondMomentSums:
+    threshold = settings["threshold"]
+    if not threshold > 0:
+        raise ValueError(f"m2po.threshold is {threshold}; expected a positive second moment")
+    return SecondMomentSums.of(tokens.log_ratio_BT.square(), harmful(tokens), threshold)
+
+
+def _table(*rows: Objective) -> dict[str, Objective]:
+    return {row.name: row for row in rows}
+
+
+OBJECTIVES: Mapping[str, Objective] = _table(
+    Objective(name="grpo", token_loss=surrogates.grpo),
+    Objective(name="dapo", token_loss=surrogates.dapo, drops_degenerate_groups=True),
+    Objective(name="dr_grpo", token_loss=surrogates.dr_grpo, advantage="mean", constant_denominator=True),
+    Objective(name="gspo", token_loss=surrogates.gspo, reduction="sequence"),
+    Objective(name="cispo", token_loss=surrogates.cispo),
+    Objective(name="tis", token_loss=surrogates.tis),
+    Objective(name="decoupled_ppo", token_loss=surrogates.decoupled_ppo, needs_proximal=True),
+    Objective(name="topr", token_loss=surrogates.topr),
+    Objective(name="m2po", token_loss=surrogates.m2po, measure=_second_moments, statistics=SecondMomentSums),
+    Objective(name="mu_grpo", token_loss=surrogates.mu_grpo),
+    Objective(
+        name="p3o",
+        token_loss=surrogates.p3o,
+        measure=lambda tokens, _: behaviour_weights(tokens),
+        statistics=WeightSums,
+    ),
+    Objective(
+        name="p3o_two_anchor",
+        token_loss=surrogates.p3o_two_anchor,
+        measure=lambda tokens, _: anchor_weights(tokens),
+        statistics=AnchorSums,
+        needs_proximal=True,
+    ),
+)
+
+
+def get_objective(name: str) -> Objective:
+    """The row of the table with this name; an unknown name is a ValueError that lists the near ones."""
+    if name not in OBJECTIVES:
+        raise ValueError(f"no objective is called {name!r}; {nearest(name, OBJECTIVES)}")
+    return OBJECTIVES[name]

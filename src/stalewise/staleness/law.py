@@ -1,0 +1,317 @@
+"""The staleness–learning-rate law: what its constants mean, and how they are estimated from runs.
+
+A run with staleness S, learning rate η, T updates and update norm per unit learning rate G is stable while
+
+    S·η·G <= R_batch    (drift inside one generation batch)    and    T·η·G <= R_crit    (drift over the whole run).
+
+docs/staleness.md derives the statistical model, with a worked example. Planning from a fit is in `plan`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from stalewise.errors import CalibrationError
+from stalewise.staleness.likelihood import (
+    NO_LIMIT,
+    SCATTER_RANGE,
+    Array,
+    arrange,
+    choose,
+    draw,
+    interval,
+    likelihood,
+    thresholds,
+)
+
+MINIMUM_RUNS = 6  # two per constant of the law (R_batch, R_crit, σ)
+ASSUMED_SCATTER = 0.5  # σ where the runs do not determine it: a 95% margin is then a factor exp(-0.82) = 0.44
+
+
+def require_positive(name: str, value: float) -> None:
+    """Raise ValueError, naming the field and its value, unless 0 < value < ∞."""
+    if not 0.0 < value < math.inf:  # NaN fails this comparison too
+        raise ValueError(f"{name} must be positive and finite, got {value}")
+
+
+def require_count(name: str, value: int) -> None:
+    """Raise ValueError, naming the field and its value, unless it is a whole number of at least 1."""
+    if value != int(value) or value < 1:
+        raise ValueError(f"{name} must be a whole number >= 1, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationIdentity:
+    """What a calibration belongs to; change any of these and its radii mean nothing. `batch`: rollouts per update."""
+
+    model: str
+    task: str
+    optimizer: str
+    batch: int
+    objective: str
+
+    def differences(self, other: CalibrationIdentity) -> tuple[str, ...]:
+        """List the fields that differ, each with both values: this one's, then the other's.
+
+        >>> mine = CalibrationIdentity("tiny", "arithmetic", "adamw", 64, "grpo")
+        >>> mine.differences(CalibrationIdentity("tiny", "arithmetic", "adamw", 32, "grpo"))
+        ('batch: 64 != 32',)
+        """
+        pairs = ((field.name, getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+        return tuple(f"{name}: {mine} != {theirs}" for name, mine, theirs in pairs if mine != theirs)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    """What a short probe measured: G = mean of ‖Δθ‖/η over its updates, and the standard deviation of that."""
+
+    update_norm_per_lr: float
+    spread: float
+    updates: int
+    identity: CalibrationIdentity
+
+    def __post_init__(self) -> None:
+        require_positive("update_norm_per_lr", self.update_norm_per_lr)
+        require_count("updates", self.updates)
+        if not 0.0 <= self.spread < math.inf:
+            raise ValueError(f"spread must be finite and not negative, got {self.spread}")
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One run of a sweep: its S, η, horizon T and G, and the update at which it collapsed (None: it survived).
+
+    >>> Observation(staleness=8, learning_rate=0.01, updates=100, collapsed_at=50, update_norm_per_lr=2.0).batch_drift
+    0.16
+    """
+
+    staleness: int
+    learning_rate: float
+    updates: int
+    collapsed_at: int | None
+    update_norm_per_lr: float
+
+    def __post_init__(self) -> None:
+        require_count("staleness", self.staleness)
+        require_positive("learning_rate", self.learning_rate)
+        require_count("updates", self.updates)
+        require_positive("update_norm_per_lr", self.update_norm_per_lr)
+        if self.collapsed_at is not None and self.collapsed_at not in range(1, self.updates + 1):
+            raise ValueError(f"collapsed_at must be in 1..updates = 1..{self.updates}, got {self.collapsed_at}")
+
+    @property
+    def batch_drift(self) -> float:
+        """S·η·G: drift of the policy over the lag of the oldest rollout."""
+        return self.staleness * self.learning_rate * self.update_norm_per_lr
+
+    @property
+    def horizon_drift(self) -> float:
+        """T·η·G: drift of the policy over the whole run."""
+        return self.updates * self.learning_rate * self.update_norm_per_lr
+
+    @property
+    def collapse_drift(self) -> float | None:
+        """t·η·G at the update t at which the run collapsed; None for a run that survived."""
+        if self.collapsed_at is None:
+            return None
+        return self.collapsed_at * self.learning_rate * self.update_norm_per_lr
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """The constants: medians R_batch and R_crit of the runs' radii, and σ, the scatter of their logarithms.
+
+    A radius of infinity says that there is no such constraint.
+    """
+
+    batch_radius: float
+    critical_radius: float
+    scatter: float
+
+    def __post_init__(self) -> None:
+        require_positive("scatter", self.scatter)
+        for name in ("batch_radius", "critical_radius"):
+            if not getattr(self, name) > 0.0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+    def parameters(self) -> Array:
+        """Return (log R_batch, log R_crit, log σ), the coordinates in which the likelihood is maximised."""
+        logarithms = np.log([self.batch_radius, self.critical_radius, self.scatter])
+        return np.minimum(logarithms, NO_LIMIT)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A radius with its interval; where the runs do not determine it, `value` is NaN and low, high only bound it."""
+
+    value: float
+    low: float
+    high: float
+    known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """Smallest and largest of everything that was tried: the fit holds between them and not outside."""
+
+    staleness: tuple[int, int]
+    learning_rate: tuple[float, float]
+    updates: tuple[int, int]
+    batch_drift: tuple[float, float]
+    horizon_drift: tuple[float, float]
+    runs: int
+    collapsed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What a sweep says about the law. `scatter` is `ASSUMED_SCATTER` where `scatter_known` is false."""
+
+    batch_radius: Estimate
+    critical_radius: Estimate
+    scatter: float
+    scatter_known: bool
+    domain: Domain
+    observations: int
+    confidence: float
+    log_likelihood: float
+
+    def describe(self) -> str:
+        """Say in a few sentences what is known and what is not."""
+        scatter = f"Scatter {self.scatter:.2g}" + ("." if self.scatter_known else ", assumed: not determined.")
+        parts = [f"{self.domain.runs} runs, {self.domain.collapsed} collapsed."]
+        for name, radius in (("R_batch", self.batch_radius), ("R_crit", self.critical_radius)):
+            if radius.known:
+                interval = f"{self.confidence:.0%} interval {radius.low:.3g} to {radius.high:.3g}"
+                parts.append(f"{name} = {radius.value:.3g} ({interval}).")
+            elif radius.low > 0.0:
+                parts.append(f"{name} is not determined: at least {radius.low:.3g}, the largest drift that survived.")
+            elif radius.high < math.inf:
+                limit = f"at most {radius.high:.3g} if it is what broke them"
+                parts.append(f"{name} is not determined: every run collapsed, so {limit}.")
+            else:
+                parts.append(f"{name} is not determined: no run survived, and none broke it.")
+        return " ".join([*parts, scatter])
+
+
+def _columns(observations: Sequence[Observation]) -> tuple[Array, Array, Array, Array]:
+    rows = [(o.staleness, o.learning_rate * o.update_norm_per_lr, o.updates, o.collapsed_at or 0) for o in observations]
+    staleness, rate, updates, collapsed_at = np.array(rows, dtype=np.float64).T
+    return staleness, rate, updates, collapsed_at
+
+
+def loglikelihood(law: Law, observations: Iterable[Observation]) -> float:
+    """Log-probability of what the runs did: with z(x) = log(x/R)/σ and Φ the normal distribution function,
+
+        survived:        log Φ(-z_batch(S·η·G)) + log Φ(-z_crit(T·η·G))
+        collapsed at t:  log( P/T + (1 - P)·[Φ(z_crit(t·η·G)) - Φ(z_crit((t-1)·η·G))] ),   P = Φ(z_batch(S·η·G))
+
+    The bracket is the probability that R_crit is crossed in update t: the density φ(z_crit(t·η·G))/(σ·t), integrated
+    over that update, so it is exact for the first updates too and bounded as σ goes to 0, which the density is not.
+
+    >>> survivor = Observation(8, 0.01, 100, None, 1.0)  # S·η·G = 0.08, T·η·G = 1
+    >>> round(log_likelihood(Law(0.08, 1.0, 0.3), [survivor]), 6) == round(2 * math.log(0.5), 6)
+    True
+    """
+    return likelihood(law.parameters(), arrange(*_columns(list(observations))))[0]
+
+
+def simulate(
+    law: Law,
+    *,
+    staleness: int,
+    learning_rate: float,
+    updates: int,
+    update_norm_per_lr: float,
+    generator: np.random.Generator,
+) -> Observation:
+    """Draw what one run does. Its own radii are R_batch·exp(σ·ε₁) and R_crit·exp(σ·ε₂), ε standard normal.
+
+    Where S·η·G is above the first, it collapses at an update drawn evenly from 1..T; otherwise at the first t with
+    t·η·G at or above the second, if that is within T.
+    """
+    run = Observation(staleness, learning_rate, updates, None, update_norm_per_lr)
+    columns = _columns([run])[:3]
+    collapsed_at = int(draw(law.parameters(), *columns, generator)[0])
+    return Observation(staleness, learning_rate, updates, collapsed_at or None, update_norm_per_lr)
+
+
+def _domain(runs: Sequence[Observation]) -> Domain:
+    def span(name: str) -> tuple[Any, Any]:
+        values = [getattr(run, name) for run in runs]
+        return min(values), max(values)
+
+    names = ("staleness", "learning_rate", "updates", "batch_drift", "horizon_drift")
+    collapsed = sum(run.collapsed_at is not None for run in runs)
+    return Domain(*(span(name) for name in names), runs=len(runs), collapsed=collapsed)
+
+
+def _undetermined(runs: Sequence[Observation], name: str, other_known: bool) -> Estimate:
+    """Bound a radius that is not determined by the largest drift that survived, or the smallest that did not."""
+    survived = [getattr(run, name) for run in runs if run.collapsed_at is None]
+    if survived:
+        return Estimate(math.nan, max(survived), math.inf, known=False)
+    if other_known:  # then the other constraint explains the collapses, and they say nothing about this one
+        return Estimate(math.nan, 0.0, math.inf, known=False)
+    at_collapse = "collapse_drift" if name == "horizon_drift" else name
+    return Estimate(math.nan, 0.0, min(getattr(run, at_collapse) for run in runs), known=False)
+
+
+def _require_sweep(runs: Sequence[Observation]) -> None:
+    if len(runs) < MINIMUM_RUNS:
+        raise CalibrationError(f"{len(runs)} runs cannot calibrate the law: at least {MINIMUM_RUNS} are needed")
+    if len({(run.staleness, run.learning_rate, run.updates, run.update_norm_per_lr) for run in runs}) == 1:
+        point = f"S = {runs[0].staleness}, η = {runs[0].learning_rate:g}, T = {runs[0].updates}"
+        raise CalibrationError(f"all {len(runs)} runs are at one point ({point}): vary the learning rate and staleness")
+
+
+def fit(observations: Iterable[Observation], *, confidence: float = 0.9, resamples: int = 200, seed: int = 0) -> Fit:
+    """Estimate (R_batch, R_crit, σ) by maximum likelihood, and say which of them the runs determine.
+
+    A radius is in the law where it raises the log-likelihood by more than 1 (Akaike). Its interval holds every value R
+    with max over the others of log L(R) >= log L(best) - threshold, the threshold from a parametric bootstrap; see
+    docs/staleness.md for why, with the coverage that was measured. `resamples=0` takes the large-sample threshold.
+    The order of the observations does not matter; `seed` is that of the bootstrap.
+    """
+    if not 0.0 < confidence < 1.0:
+        raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
+    if resamples < 0:
+        raise ValueError(f"resamples must not be negative, got {resamples}")
+    runs = sorted(
+        observations, key=lambda o: (o.staleness, o.learning_rate, o.updates, o.update_norm_per_lr, o.collapsed_at or 0)
+    )
+    _require_sweep(runs)
+    domain, found = _domain(runs), dict[int, Estimate]()
+    scatter, value = math.nan, 0.0  # nothing collapsed: certain under radii that are large enough
+    if domain.collapsed:
+        columns = _columns(runs)
+        data = arrange(*columns)
+        quantiles = [
+            np.quantile(column, (0.1, 0.5, 0.9)) for column in (np.log(columns[0] * columns[1]), data.collapsed_by)
+        ]
+        starts = [np.array([*radii, math.log(0.2)]) for radii in product(*quantiles)]
+        peak, box, radii = choose(data, starts)
+        falls = thresholds(peak, box, radii, columns[:3], confidence, resamples, seed)
+        for index, threshold in zip(radii, falls, strict=True):
+            low, high = interval(data, peak, box, index, threshold, starts)
+            if low > 0.0:
+                found[index] = Estimate(math.exp(peak.parameters[index]), low, high, known=True)
+        scatter, value = math.exp(peak.parameters[2]), peak.log_likelihood
+    # At the lower end of its range the scatter is not seen: the runs are told apart too cleanly, or are too few.
+    scatter_known = bool(found) and scatter > 1.01 * SCATTER_RANGE[0]
+    return Fit(
+        batch_radius=found.get(0) or _undetermined(runs, "batch_drift", bool(found)),
+        critical_radius=found.get(1) or _undetermined(runs, "horizon_drift", bool(found)),
+        scatter=scatter if scatter_known else ASSUMED_SCATTER,
+        scatter_known=scatter_known,
+        domain=domain,
+        observations=len(runs),
+        confidence=confidence,
+        log_likelihood=value,
+    )

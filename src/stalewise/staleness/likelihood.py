@@ -1,0 +1,180 @@
+"""Arithmetic of the staleness law on arrays: likelihood, its maximum and profile, and draws.
+
+`law` says what it means. Parameters are always (log R_batch, log R_crit, log σ); `rate` is η·G, the drift per
+update; a collapse index of 0 is a survivor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from statistics import NormalDist
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import scipy.optimize  # pyright: ignore[reportMissingTypeStubs]
+import scipy.special  # pyright: ignore[reportMissingTypeStubs]
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+NO_LIMIT = 700.0  # log of a radius that no run reaches; finite, so that gradients stay finite
+LOG_SQRT_TWO_PI = 0.5 * math.log(2.0 * math.pi)
+SCATTER_RANGE = (0.02, 2.0)  # σ is looked for here; an estimate at the lower end is "not determined"
+
+# scipy has no types; these are the three of its functions that are used, with the types of this use.
+log_ndtr: Callable[[Array], Array] = cast(Any, scipy.special).log_ndtr
+minimize: Callable[..., Any] = cast(Any, scipy.optimize).minimize
+brentq: Callable[..., float] = cast(Any, scipy.optimize).brentq
+
+
+class Drifts(NamedTuple):
+    """Logarithms of drifts, survivors and collapsed runs apart."""
+
+    survived_batch: Array
+    survived_horizon: Array
+    collapsed_batch: Array
+    collapsed_before: Array  # log((t - 1)·η·G): the run was still alive here …
+    collapsed_by: Array  # … and no longer here, log(t·η·G)
+    collapsed_log_updates: Array
+
+
+def arrange(staleness: Array, rate: Array, updates: Array, collapsed_at: Array) -> Drifts:
+    """Sort runs into `Drifts`; `rate` is η·G and `collapsed_at` 0 for a survivor."""
+    collapsed = collapsed_at > 0
+    batch, horizon = np.log(staleness * rate), np.log(updates * rate)
+    time, speed = collapsed_at[collapsed], rate[collapsed]
+    with np.errstate(divide="ignore"):  # a collapse at the first update was alive at drift 0, whose log is -inf
+        before = np.log((time - 1.0) * speed)
+    by, log_updates = np.log(time * speed), np.log(updates[collapsed])
+    return Drifts(batch[~collapsed], horizon[~collapsed], batch[collapsed], before, by, log_updates)
+
+
+def log_density_of(z: Array) -> Array:
+    """Return log φ(z) of the standard normal."""
+    return -0.5 * z * z - LOG_SQRT_TWO_PI
+
+
+def log_mass(low: Array, high: Array) -> Array:
+    """Logarithm of Φ(high) - Φ(low), in whichever tail the difference keeps its digits."""
+    upper = low > 0.0
+    near, far = np.where(upper, -low, high), np.where(upper, -high, low)
+    log_near = log_ndtr(near)
+    return log_near + np.log(-np.expm1(log_ndtr(far) - log_near))
+
+
+def likelihood(parameters: Array, data: Drifts) -> tuple[float, Array]:
+    """Log-likelihood of the runs, and its gradient in (log R_batch, log R_crit, log σ)."""
+    batch_centre, horizon_centre, scatter = parameters[0], parameters[1], math.exp(parameters[2])
+    # Survivors: both radii lie above the run's drifts.
+    batch, horizon = (data.survived_batch - batch_centre) / scatter, (data.survived_horizon - horizon_centre) / scatter
+    log_valid, log_alive = log_ndtr(-batch), log_ndtr(-horizon)
+    batch_slope, horizon_slope = np.exp(log_density_of(batch) - log_valid), np.exp(log_density_of(horizon) - log_alive)
+    total = float(np.sum(log_valid + log_alive))
+    gradient = np.array([batch_slope.sum(), horizon_slope.sum(), batch_slope @ batch + horizon_slope @ horizon])
+    # Collapsed: either the batch broke (any update of T alike), or it held and R_crit was crossed in this update.
+    batch = (data.collapsed_batch - batch_centre) / scatter
+    low, high = (data.collapsed_before - horizon_centre) / scatter, (data.collapsed_by - horizon_centre) / scatter
+    log_broken, log_valid, log_crossed = log_ndtr(batch), log_ndtr(-batch), log_mass(low, high)
+    log_by_batch, log_by_horizon = log_broken - data.collapsed_log_updates, log_valid + log_crossed
+    log_total = np.logaddexp(log_by_batch, log_by_horizon)
+    total += float(np.sum(log_total))
+    by_batch, by_horizon = np.exp(log_by_batch - log_total), np.exp(log_by_horizon - log_total)
+    log_density = log_density_of(batch)
+    batch_slope = by_horizon * np.exp(log_density - log_valid) - by_batch * np.exp(log_density - log_broken)
+    low_slope = by_horizon * np.exp(log_density_of(low) - log_crossed)
+    high_slope = by_horizon * np.exp(log_density_of(high) - log_crossed)
+    finite_low = np.where(np.isfinite(low), low, 0.0)  # its slope is 0 at -inf; 0·inf would be NaN
+    scatter_slope = batch_slope @ batch + low_slope @ finite_low - high_slope @ high
+    gradient += np.array([batch_slope.sum(), (low_slope - high_slope).sum(), scatter_slope])
+    return total, gradient / np.array([scatter, scatter, 1.0])
+
+
+def draw(parameters: Array, staleness: Array, rate: Array, updates: Array, generator: np.random.Generator) -> Array:
+    """Draw the update at which each run collapses, 0 where it survives."""
+    scatter, normals = math.exp(parameters[2]), generator.standard_normal((2, len(rate)))
+    broken = np.log(staleness * rate) > parameters[0] + scatter * normals[0]
+    any_update = generator.integers(1, updates.astype(np.int64), endpoint=True)
+    log_crossed_at = np.minimum(parameters[1] + scatter * normals[1] - np.log(rate), NO_LIMIT)
+    crossed_at = np.maximum(np.ceil(np.exp(log_crossed_at)), 1.0)
+    return np.where(broken, any_update, np.where(crossed_at <= updates, crossed_at, 0.0))
+
+
+class Peak(NamedTuple):
+    """A maximum of the likelihood and where it is."""
+
+    parameters: Array
+    log_likelihood: float
+
+
+def maximise(data: Drifts, box: Array, starts: Iterable[Array]) -> Peak:
+    """Find the best of the maxima that are reached from `starts`; a parameter whose bounds are equal stays there."""
+
+    def loss(parameters: Array) -> tuple[float, Array]:
+        value, gradient = likelihood(parameters, data)
+        return -value, -gradient
+
+    found = [minimize(loss, np.clip(start, *box.T), jac=True, method="L-BFGS-B", bounds=box) for start in starts]
+    best = min(found, key=lambda result: float(result.fun))
+    return Peak(best.x, -float(best.fun))
+
+
+def fixed(box: Array, index: int, value: float) -> Array:
+    """Return a copy of `box` that leaves one parameter no freedom."""
+    changed = box.copy()
+    changed[index] = value
+    return changed
+
+
+def choose(data: Drifts, starts: list[Array]) -> tuple[Peak, Array, list[int]]:
+    """Fit the law without R_batch, without R_crit and with both, and keep the one of least Akaike criterion.
+
+    The criterion: log-likelihood less the number of constants. Returns the peak, its box, and which radii are in it.
+    """
+    batch = np.concatenate([data.survived_batch, data.collapsed_batch])
+    horizon = np.concatenate([data.survived_horizon, data.collapsed_by])
+    reach = 3.0 * SCATTER_RANGE[1]  # beyond it a radius is as good as 0 or infinity, whatever the scatter
+    box = np.array([[x.min() - reach, x.max() + reach] for x in (batch, horizon)] + [np.log(SCATTER_RANGE)])
+    candidates = [(fixed(box, 0, NO_LIMIT), [1]), (fixed(box, 1, NO_LIMIT), [0]), (box, [0, 1])]
+    fitted = [(maximise(data, bounds, starts), bounds, radii) for bounds, radii in candidates]
+    return max(fitted, key=lambda candidate: candidate[0].log_likelihood - len(candidate[2]))
+
+
+def thresholds(
+    peak: Peak,
+    box: Array,
+    radii: list[int],
+    columns: tuple[Array, Array, Array],
+    confidence: float,
+    resamples: int,
+    seed: int,
+) -> Array:
+    """Say, per radius, how far the profile log-likelihood may fall inside the interval.
+
+    Half the χ²(1) quantile in the limit of many runs; in a sweep of a few, what the fall at the truth reached in
+    `resamples` data sets drawn from the fitted law itself, where that is more.
+    """
+    generator, falls = np.random.default_rng(seed), np.zeros((max(resamples, 1), len(radii)))
+    for row in falls[:resamples]:
+        data = arrange(*columns, draw(peak.parameters, *columns, generator))
+        top = maximise(data, box, [peak.parameters]).log_likelihood
+        for column, index in enumerate(radii):
+            at_truth = fixed(box, index, peak.parameters[index])
+            row[column] = top - maximise(data, at_truth, [peak.parameters]).log_likelihood
+    large_sample = 0.5 * NormalDist().inv_cdf(0.5 + 0.5 * confidence) ** 2
+    return np.maximum(large_sample, np.quantile(falls, confidence, axis=0))
+
+
+def interval(
+    data: Drifts, peak: Peak, box: Array, index: int, threshold: float, starts: list[Array]
+) -> tuple[float, float]:
+    """Find where the profile log-likelihood of one radius has fallen by `threshold`: 0 or ∞ where it never does."""
+
+    def excess(value: float, begin: Iterable[Array] = (peak.parameters,)) -> float:
+        return peak.log_likelihood - maximise(data, fixed(box, index, value), begin).log_likelihood - threshold
+
+    ends: list[float] = []
+    for limit, open_end in zip(box[index], (0.0, math.inf), strict=True):
+        bounded = excess(limit, [peak.parameters, *starts]) > 0.0
+        ends.append(math.exp(brentq(excess, peak.parameters[index], limit, xtol=1e-4)) if bounded else open_end)
+    return ends[0], ends[1]

@@ -1,0 +1,64 @@
+"""Rollouts on disk: Parquet shards, manifests written last, and the ledger of what was consumed. Imports no torch."""
+
+from stalewise.store.ledger import (
+    LedgerEntry,
+    append_entry,
+    consumed,
+    from_ranges,
+    ledger_path,
+    read_ledger,
+    to_ranges,
+    truncate_ledger,
+)
+from stalewise.store.manifest import (
+    BatchManifest,
+    BatchName,
+    ShardManifest,
+    batch_directories,
+    batch_directory,
+    committed_shards,
+    is_committed,
+    parse_batch_name,
+    read_batch_manifest,
+    shard_path,
+)
+from stalewise.store.reader import Batch, open_batch, verify_shard
+from stalewise.store.rows import Rows, concatenate
+from stalewise.store.schema import FORMAT, SCHEMA, rollouts_from_table, table_from_rollouts
+from stalewise.store.select import batches, rows_of
+from stalewise.store.writer import commit_batch, next_shard, write_shard
+
+__all__ = [
+    "FORMAT",
+    "SCHEMA",
+    "Batch",
+    "BatchManifest",
+    "BatchName",
+    "LedgerEntry",
+    "Rows",
+    "ShardManifest",
+    "append_entry",
+    "batch_directories",
+    "batch_directory",
+    "batches",
+    "commit_batch",
+    "committed_shards",
+    "concatenate",
+    "consumed",
+    "from_ranges",
+    "is_committed",
+    "ledger_path",
+    "next_shard",
+    "open_batch",
+    "parse_batch_name",
+    "read_batch_manifest",
+    "read_ledger",
+    "rollouts_from_table",
+    "rows_of",
+    "shard_path",
+    "table_from_rollouts",
+    "to_ranges",
+    "truncate_ledger",
+    "verify_shard",
+    "write_shard",
+]

@@ -1,0 +1,188 @@
+"""Manifests: the small JSON files that say a shard or a generation batch exists.
+
+What has no manifest does not exist.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from stalewise.errors import StoreError
+from stalewise.files import read_json
+from stalewise.store.schema import FORMAT
+from stalewise.types import SamplerSettings
+
+BATCH_MANIFEST = "manifest.json"
+_BATCH_NAME = re.compile(r"g(\d{6,})-v(\d{6,})")
+_SHARD_MANIFEST_NAME = re.compile(r"shard-(\d{5,})\.json")
+
+
+class BatchName(NamedTuple):
+    """Which generation batch of the run a directory holds, and the policy version that made it."""
+
+    generation_batch: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardManifest:
+    """What is known of a shard without opening it. Sums, not means: shards are added up."""
+
+    index: int
+    file: str
+    bytes: int
+    sha256: str
+    rows: int
+    tokens: int  # response tokens
+    prompt_tokens: int
+    rollout_first: int
+    rollout_last: int
+    version_first: int
+    version_last: int
+    reward_sum: float
+    reward_count: int  # rows whose verifier worked
+    truncated: int
+    verifier_errors: int
+    seconds: float  # spent generating
+    samplers: tuple[SamplerSettings, ...]  # the distinct ones, in order of first use
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    format: str = FORMAT
+
+
+@dataclass(frozen=True, slots=True)
+class BatchManifest:
+    """What is known of a generation batch without opening its shards."""
+
+    generation_batch: int
+    version: int  # the policy version the batch was generated with
+    task: str
+    rows: int
+    tokens: int  # response tokens
+    prompt_tokens: int
+    reward_mean: float | None  # over the rows whose verifier worked; None where it worked for none
+    truncated: int
+    verifier_errors: int
+    seconds: float  # spent generating, all shards together
+    samplers: tuple[SamplerSettings, ...]
+    shards: tuple[ShardManifest, ...]
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    format: str = FORMAT
+
+
+def batch_directory(root: str | Path, *, version: int, generation_batch: int) -> Path:
+    """Where a generation batch lives under `root`, the `rollouts` directory of a run.
+
+    The batch number comes first and makes the name unique and sortable: a pipelined schedule may generate more than one
+    batch from the same version.
+
+    >>> batch_directory("rollouts", version=64, generation_batch=3).as_posix()
+    'rollouts/g000003-v000064'
+    """
+    return Path(root) / f"g{generation_batch:06d}-v{version:06d}"
+
+
+def parse_batch_name(directory: str | Path) -> BatchName:
+    """Read generation batch and version from a directory's name."""
+    match = _BATCH_NAME.fullmatch(Path(directory).name)
+    if not match:
+        raise StoreError(f"{directory} is not a generation batch: its name should look like g000003-v000064")
+    return BatchName(int(match[1]), int(match[2]))
+
+
+def batch_directories(root: str | Path) -> list[Path]:
+    """Directories of generation batches under `root`, committed or not, in order of generation."""
+    root = Path(root)
+    entries = root.iterdir() if root.is_dir() else ()
+    return sorted((e for e in entries if e.is_dir() and _BATCH_NAME.fullmatch(e.name)), key=parse_batch_name)
+
+
+def shard_path(directory: str | Path, index: int) -> Path:
+    """The Parquet file of a shard."""
+    return Path(directory) / f"shard-{index:05d}.parquet"
+
+
+def shard_manifest_path(directory: str | Path, index: int) -> Path:
+    """The manifest of a shard."""
+    return shard_path(directory, index).with_suffix(".json")
+
+
+def committed_shards(directory: str | Path) -> list[ShardManifest]:
+    """Manifests of the committed shards, by index. A shard is committed when both its file and its manifest are there.
+
+    So a damaged shard that was moved away is simply missing, and the same command generates it again.
+    """
+    directory = Path(directory)
+    names = (entry.name for entry in directory.iterdir()) if directory.is_dir() else ()
+    indices = sorted(int(match[1]) for match in map(_SHARD_MANIFEST_NAME.fullmatch, names) if match)
+    return [read_shard_manifest(directory, i) for i in indices if shard_path(directory, i).is_file()]
+
+
+def read_shard_manifest(directory: str | Path, index: int) -> ShardManifest:
+    """Read the manifest of one shard."""
+    path = shard_manifest_path(directory, index)
+    return _shard_manifest(read_json(path), path)
+
+
+def read_batch_manifest(directory: str | Path) -> BatchManifest:
+    """Read the manifest of a generation batch; where there is none, the batch does not exist (yet)."""
+    path = Path(directory) / BATCH_MANIFEST
+    if not path.exists():
+        raise StoreError(
+            f"{directory} is no committed generation batch: {BATCH_MANIFEST} is missing; finish generating it"
+        )
+    record = _checked(read_json(path), path, BatchManifest)
+    record["shards"] = tuple(_shard_manifest(shard, path) for shard in record["shards"])
+    return BatchManifest(**_with_samplers(record, path))
+
+
+def is_committed(directory: str | Path) -> bool:
+    """Whether a generation batch is complete: its manifest is there and so is every shard it lists.
+
+    False again where a shard was moved away, or was generated anew and came out different: then the batch has to be
+    committed anew.
+    """
+    if not (Path(directory) / BATCH_MANIFEST).exists():
+        return False
+    listed = {shard.index: shard.sha256 for shard in read_batch_manifest(directory).shards}
+    return listed == {shard.index: shard.sha256 for shard in committed_shards(directory)}
+
+
+def manifest_record(manifest: ShardManifest | BatchManifest) -> dict[str, Any]:
+    """What is written as JSON."""
+    return asdict(manifest)
+
+
+def check_format(found: object, path: str | Path) -> None:
+    """Refuse another format than ours, naming both."""
+    if found != FORMAT:
+        raise StoreError(
+            f"{path} has format {found}, this stalewise reads {FORMAT}: use the stalewise release that wrote it"
+        )
+
+
+def _shard_manifest(record: dict[str, Any], path: Path) -> ShardManifest:
+    return ShardManifest(**_with_samplers(_checked(record, path, ShardManifest), path))
+
+
+def _checked(record: Any, path: Path, kind: type[ShardManifest] | type[BatchManifest]) -> dict[str, Any]:
+    """Keep the fields of `kind`; keys that a later stalewise added are passed over, missing ones are an error."""
+    if not isinstance(record, dict):
+        raise StoreError(f"{path} is corrupt: it should describe a shard with a JSON object")
+    check_format(record.get("format"), path)
+    names = [field.name for field in fields(kind)]
+    missing = [name for name in names if name not in record]
+    if missing:
+        raise StoreError(f"{path} is corrupt: {', '.join(missing)} missing")
+    return {name: record[name] for name in names}
+
+
+def _with_samplers(record: dict[str, Any], path: Path) -> dict[str, Any]:
+    try:
+        samplers = tuple(SamplerSettings(**settings) for settings in record["samplers"])
+    except TypeError as error:
+        raise StoreError(f"{path} is corrupt: samplers: {error}") from error
+    return {**record, "samplers": samplers}

@@ -1,0 +1,168 @@
+"""Reading a committed generation batch: streamed, by rollout id, or column by column."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stalewise.errors import StoreError, nearest
+from stalewise.files import sha256_file
+from stalewise.store.manifest import (
+    BatchManifest,
+    ShardManifest,
+    check_format,
+    parse_batch_name,
+    read_batch_manifest,
+    shard_path,
+)
+from stalewise.store.rows import ROW_COLUMNS, Rows, concatenate, numbers, rows_from_table
+from stalewise.store.schema import FORMAT_KEY, LIGHT_COLUMNS, SCHEMA, rollouts_from_table
+from stalewise.types import Rollout
+
+
+def open_batch(directory: str | Path, verify: bool = True) -> Batch:
+    """Open a committed generation batch.
+
+    Format and file sizes are always checked; with `verify` every byte is, against the manifest's checksums. A caller
+    that has verified the batch before may pass False.
+    """
+    directory = Path(directory)
+    manifest = read_batch_manifest(directory)
+    if (manifest.generation_batch, manifest.version) != parse_batch_name(directory):
+        raise StoreError(
+            f"{directory} holds generation batch {manifest.generation_batch} of version {manifest.version}: "
+            "the directory was renamed; give it its name back"
+        )
+    for shard in manifest.shards:
+        verify_shard(directory, shard, checksum=verify)
+    return Batch(directory, manifest)
+
+
+def verify_shard(directory: str | Path, shard: ShardManifest, checksum: bool = True) -> None:
+    """Compare a shard's file with its manifest."""
+    path = shard_path(directory, shard.index)
+    if not path.is_file():
+        raise StoreError(f"{path} is missing: run the same command again, it is generated again from its seeds")
+    if path.stat().st_size != shard.bytes or (checksum and sha256_file(path) != shard.sha256):
+        raise _damaged(path, "its content is not what its manifest says")
+
+
+class Batch:
+    """A committed generation batch. Made by `open_batch`.
+
+    Nothing is held but the manifest and the shards' footers: whatever the number of rollouts, streaming needs the
+    memory of one row group.
+    """
+
+    def __init__(self, directory: Path, manifest: BatchManifest) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self._footers: dict[int, pq.FileMetaData] = {}
+
+    def __len__(self) -> int:
+        return self.manifest.rows
+
+    def iter_tables(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+        """Stream Arrow tables, one row group each, in order of rollout id."""
+        wanted = _known(columns)
+        for shard in self.manifest.shards:
+            with self._open(shard) as file:
+                for row_group in range(file.num_row_groups):
+                    yield file.read_row_group(row_group, columns=wanted)
+
+    def iter_rollouts(self) -> Iterator[Rollout]:
+        """Stream whole `Rollout` records in order of rollout id."""
+        for table in self.iter_tables():
+            yield from rollouts_from_table(table)
+
+    def iter_records(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Stream the given columns as plain dictionaries, as Parquet has them: a failed verifier's reward is None."""
+        for table in self.iter_tables(columns):
+            yield from table.to_pylist()
+
+    def iter_rows(self) -> Iterator[Rows]:
+        """Stream `Rows`, one row group each, in order of rollout id."""
+        for table in self.iter_tables(ROW_COLUMNS):
+            yield rows_from_table(table)
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """One light column of all rollouts as a numpy array, without touching the tokens (null rewards are NaN)."""
+        if name not in LIGHT_COLUMNS:
+            raise StoreError(f"{name} is not a light column ({nearest(name, LIGHT_COLUMNS)}): use take or iter_tables")
+        column = pa.chunked_array([c for t in self.iter_tables([name]) for c in t.column(name).chunks])
+        if pa.types.is_string(column.type):
+            return column.to_numpy()
+        return numbers(column, SCHEMA.field(name).type.to_pandas_dtype())
+
+    def take(self, rollout_ids: npt.ArrayLike) -> Rows:
+        """Fetch the given rollouts in the given order; only row groups that hold one of them are decoded."""
+        asked = np.asarray(rollout_ids, dtype=np.int64).reshape(-1)
+        wanted = np.unique(asked)
+        parts = list(self._parts(wanted))
+        found = np.concatenate([part.rollout_id for part in parts]) if parts else np.empty(0, np.int64)
+        if len(found) != len(wanted):
+            missing = np.setdiff1d(wanted, found)
+            more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
+            raise StoreError(f"{self.directory} has no rollout {', '.join(map(str, missing[:5]))}{more}")
+        if not parts:
+            return rows_from_table(SCHEMA.empty_table())
+        return concatenate(parts).take(np.searchsorted(found, asked))
+
+    def _parts(self, wanted: npt.NDArray[np.int64]) -> Iterator[Rows]:
+        """The rows of `wanted` (sorted), row group by row group, so that no more than one is held whole."""
+        for shard in self.manifest.shards:
+            if not len(_between(wanted, shard.rollout_first, shard.rollout_last)):
+                continue
+            with self._open(shard) as file:
+                for row_group in range(file.num_row_groups):
+                    here = _between(wanted, *_id_range(file.metadata, row_group))
+                    if len(here):
+                        rows = rows_from_table(file.read_row_group(row_group, columns=list(ROW_COLUMNS)))
+                        yield rows.take(np.flatnonzero(np.isin(rows.rollout_id, here, assume_unique=True)))
+
+    @contextlib.contextmanager
+    def _open(self, shard: ShardManifest) -> Iterator[pq.ParquetFile]:
+        path = shard_path(self.directory, shard.index)
+        try:
+            with pq.ParquetFile(path, metadata=self._footers.get(shard.index)) as file:
+                if shard.index not in self._footers:
+                    found = (file.schema_arrow.metadata or {}).get(FORMAT_KEY, b"unknown").decode()
+                    check_format(found, path)
+                    self._footers[shard.index] = file.metadata
+                yield file
+        except FileNotFoundError:
+            raise StoreError(f"{path} is missing: run the same command again, it is generated again") from None
+        except (pa.ArrowException, OSError) as error:
+            raise _damaged(path, str(error)) from error
+
+
+def _damaged(path: Path, why: str) -> StoreError:
+    return StoreError(
+        f"{path} is damaged: {why}; move the shard away and run the same command again: "
+        "it is generated again from its seeds"
+    )
+
+
+def _known(columns: Sequence[str] | None) -> list[str] | None:
+    # pyarrow passes over a column it does not know, so a misspelt name would read as "no such data".
+    for name in columns or ():
+        if name not in SCHEMA.names:
+            raise StoreError(f"the store has no column {name}: {nearest(name, SCHEMA.names)}")
+    return None if columns is None else list(columns)
+
+
+def _between(ids: npt.NDArray[np.int64], first: int, last: int) -> npt.NDArray[np.int64]:
+    """The part of the sorted `ids` that lies in [first, last]."""
+    return ids[np.searchsorted(ids, first) : np.searchsorted(ids, last, side="right")]
+
+
+def _id_range(footer: pq.FileMetaData, row_group: int) -> tuple[int, int]:
+    statistics = footer.row_group(row_group).column(SCHEMA.get_field_index("rollout_id")).statistics
+    return statistics.min, statistics.max

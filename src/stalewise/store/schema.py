@@ -1,0 +1,189 @@
+"""The row of a rollout on disk, and the way between `Rollout` records and Arrow tables.
+
+Token columns are converted as flat arrays plus offsets, so no Python object is made per token on the way in, and none
+on the way out unless somebody asks for `Rollout` records.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from stalewise.errors import StoreError
+from stalewise.types import FinishReason, Rollout, SamplerSettings
+
+FORMAT = "stalewise.rollouts/1"
+FORMAT_KEY = b"stalewise.format"
+
+
+def _list_of(item: pa.DataType) -> pa.DataType:
+    return pa.list_(pa.field("element", item, nullable=False))
+
+
+SAMPLER = pa.struct(
+    [
+        pa.field("name", pa.string(), nullable=False),
+        pa.field("precision", pa.string(), nullable=False),
+        pa.field("temperature", pa.float64(), nullable=False),
+        pa.field("top_p", pa.float64(), nullable=False),
+        pa.field("top_k", pa.int32(), nullable=False),
+        pa.field("seed", pa.int64(), nullable=False),
+    ]
+)
+# A list of pairs and not an Arrow map: `datasets` cannot open a map, and DuckDB makes one with map_from_entries().
+REWARD_PARTS = _list_of(pa.struct([pa.field("name", pa.string()), pa.field("value", pa.float64())]))
+
+SCHEMA = pa.schema(
+    [
+        pa.field("rollout_id", pa.int64(), nullable=False),
+        pa.field("prompt_id", pa.string(), nullable=False),
+        pa.field("group", pa.int64(), nullable=False),
+        pa.field("prompt_ids", _list_of(pa.int32()), nullable=False),
+        pa.field("response_ids", _list_of(pa.int32()), nullable=False),
+        pa.field("behaviour_logp", _list_of(pa.float32()), nullable=False),
+        # The lengths say nothing new, but with them packing is planned without decoding a single token.
+        pa.field("prompt_length", pa.int32(), nullable=False),
+        pa.field("response_length", pa.int32(), nullable=False),
+        pa.field("reward", pa.float64()),  # null where the verifier failed
+        pa.field("reward_parts", REWARD_PARTS, nullable=False),
+        pa.field("reward_error", pa.string(), nullable=False),
+        pa.field("finish_reason", pa.string(), nullable=False),
+        pa.field("version_first", pa.int32(), nullable=False),
+        pa.field("version_last", pa.int32(), nullable=False),
+        pa.field("sampler", SAMPLER, nullable=False),
+        pa.field("text", pa.string(), nullable=False),
+    ],
+    metadata={FORMAT_KEY: FORMAT.encode()},
+)
+HEAVY_COLUMNS = ("prompt_ids", "response_ids", "behaviour_logp", "reward_parts", "sampler", "text")
+LIGHT_COLUMNS = tuple(name for name in SCHEMA.names if name not in HEAVY_COLUMNS)
+
+
+def table_from_rollouts(rollouts: Sequence[Rollout]) -> pa.Table:
+    """Make an Arrow table of the store's schema; a rollout that learning could not use is a StoreError.
+
+    Behaviour log-probabilities are stored as float32. Lone surrogates, which UTF-8 cannot hold, become U+FFFD in `text`
+    and `reward_error` (the exact response is in `response_ids`); in a `prompt_id`, which has to stay itself, they are
+    refused.
+    """
+    _check(rollouts)
+    prompt_ids = _lists("prompt_ids", [r.prompt_ids for r in rollouts], np.int32)
+    response_ids = _lists("response_ids", [r.response_ids for r in rollouts], np.int32)
+    behaviour_logp = _lists("behaviour_logp", [r.behaviour_logp for r in rollouts], np.float32)
+    _check_finite(rollouts, behaviour_logp)
+    rewards = [None if math.isnan(r.reward) else r.reward for r in rollouts]
+    columns: dict[str, pa.Array] = {
+        "rollout_id": _plain("rollout_id", (r.rollout_id for r in rollouts)),
+        "prompt_id": _plain("prompt_id", (r.prompt_id for r in rollouts)),
+        "group": _plain("group", (r.group for r in rollouts)),
+        "prompt_ids": prompt_ids,
+        "response_ids": response_ids,
+        "behaviour_logp": behaviour_logp,
+        "prompt_length": _plain("prompt_length", (len(r.prompt_ids) for r in rollouts)),
+        "response_length": _plain("response_length", (len(r.response_ids) for r in rollouts)),
+        "reward": _plain("reward", rewards),
+        "reward_parts": _reward_parts(rollouts),
+        "reward_error": _plain("reward_error", (_storable(r.reward_error) for r in rollouts)),
+        "finish_reason": _plain("finish_reason", (str(r.finish_reason) for r in rollouts)),
+        "version_first": _plain("version_first", (r.version_first for r in rollouts)),
+        "version_last": _plain("version_last", (r.version_last for r in rollouts)),
+        "sampler": _samplers(rollouts),
+        "text": _plain("text", (_storable(r.text) for r in rollouts)),
+    }
+    return pa.Table.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+
+
+def rollouts_from_table(table: pa.Table) -> Iterator[Rollout]:
+    """Make `Rollout` records of a table that has all columns of the schema."""
+    samplers: dict[tuple[Any, ...], SamplerSettings] = {}
+    names = [name for name in SCHEMA.names if name not in ("prompt_length", "response_length")]
+    for values in zip(*(table.column(name).to_pylist() for name in names), strict=True):
+        row = dict(zip(names, values, strict=True))
+        settings = row.pop("sampler")
+        seed = settings.pop("seed")
+        key = tuple(settings.values())
+        if key not in samplers:  # thousands of rows share one object
+            samplers[key] = SamplerSettings(**settings)
+        for name in ("prompt_ids", "response_ids", "behaviour_logp"):
+            row[name] = tuple(row[name])
+        row["reward"] = math.nan if row["reward"] is None else row["reward"]
+        row["reward_parts"] = {part["name"]: part["value"] for part in row["reward_parts"]}
+        row["finish_reason"] = FinishReason(row["finish_reason"])
+        yield Rollout(**row, sampler=samplers[key], seed=seed)
+
+
+def _check(rollouts: Sequence[Rollout]) -> None:
+    previous = None
+    for rollout in rollouts:
+        name = f"rollout {rollout.rollout_id}"
+        if len(rollout.behaviour_logp) != len(rollout.response_ids):
+            tokens, values = len(rollout.response_ids), len(rollout.behaviour_logp)
+            raise StoreError(f"{name} has {tokens} response tokens but {values} behaviour log-probabilities")
+        if math.isinf(rollout.reward):
+            raise StoreError(f"{name} has reward {rollout.reward}: give a finite number, or NaN and a reward_error")
+        if previous is not None and rollout.rollout_id <= previous:
+            raise StoreError(f"{name} comes after rollout {previous}: rollout ids must rise within a shard")
+        previous = rollout.rollout_id
+
+
+def _check_finite(rollouts: Sequence[Rollout], behaviour_logp: pa.ListArray) -> None:
+    finite = np.isfinite(behaviour_logp.values.to_numpy())
+    if not finite.all():
+        token = int(np.argmin(finite))
+        row = int(np.searchsorted(behaviour_logp.offsets.to_numpy(), token, side="right")) - 1
+        place = token - int(behaviour_logp.offsets[row].as_py())
+        name = f"rollout {rollouts[row].rollout_id}"
+        raise StoreError(f"{name}: the behaviour log-probability of response token {place} is not finite")
+
+
+def _convert(name: str, make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except (OverflowError, TypeError, ValueError) as error:  # pa.ArrowInvalid and UnicodeEncodeError are ValueErrors
+        raise StoreError(f"column {name} cannot hold a value of these rollouts: {error}") from error
+
+
+def _plain(name: str, values: Iterable[Any]) -> pa.Array:
+    return _convert(name, lambda: pa.array(list(values), SCHEMA.field(name).type))
+
+
+def _lists(name: str, lists: Sequence[Sequence[Any]], dtype: type) -> pa.ListArray:
+    offsets = np.zeros(len(lists) + 1, dtype=np.int64)
+    np.cumsum(np.fromiter(map(len, lists), dtype=np.int64, count=len(lists)), out=offsets[1:])
+    if offsets[-1] >= 2**31:
+        raise StoreError(f"column {name} would hold {offsets[-1]:,} tokens in one shard: use smaller shards")
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused as that
+        flat = _convert(name, lambda: np.fromiter(chain.from_iterable(lists), dtype=dtype, count=int(offsets[-1])))
+    values = pa.array(flat)
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values, type=SCHEMA.field(name).type)
+
+
+def _reward_parts(rollouts: Sequence[Rollout]) -> pa.Array:
+    parts = [[{"name": k, "value": v} for k, v in r.reward_parts.items()] for r in rollouts]
+    return _plain("reward_parts", parts)
+
+
+def _samplers(rollouts: Sequence[Rollout]) -> pa.StructArray:
+    fields = list(SAMPLER)
+    values = [
+        [r.seed for r in rollouts] if f.name == "seed" else [getattr(r.sampler, f.name) for r in rollouts]
+        for f in fields
+    ]
+    arrays = [
+        _convert(f"sampler.{f.name}", lambda v=v, f=f: pa.array(v, f.type)) for v, f in zip(values, fields, strict=True)
+    ]
+    return pa.StructArray.from_arrays(arrays, fields=fields)
+
+
+def _storable(text: str) -> str:
+    """Replace what UTF-8 cannot hold; two surrogates that make one character become that character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

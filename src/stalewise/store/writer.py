@@ -1,0 +1,146 @@
+"""Writing a generation batch: shards one by one, each committed by its own manifest, then the batch by `manifest.json`.
+
+A shard's content is determined by its index (shard k holds the prompts [k·n, (k + 1)·n) of the batch), so a generation
+that was interrupted goes on with `next_shard`. Nothing that is committed is ever written again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stalewise.errors import StoreError
+from stalewise.files import write_atomic, write_json_atomic
+from stalewise.store.manifest import (
+    BATCH_MANIFEST,
+    BatchManifest,
+    ShardManifest,
+    committed_shards,
+    is_committed,
+    manifest_record,
+    parse_batch_name,
+    shard_manifest_path,
+    shard_path,
+)
+from stalewise.store.schema import table_from_rollouts
+from stalewise.types import Rollout
+
+# The unit of reading. Small enough that an optimizer batch drawn from everywhere does not decode much for nothing,
+# large enough that compression and the footer are worth it.
+ROW_GROUP_ROWS = 256
+
+
+def write_shard(
+    directory: str | Path,
+    index: int,
+    rollouts: Sequence[Rollout],
+    *,
+    seconds: float = 0.0,
+    extra: Mapping[str, Any] | None = None,
+) -> ShardManifest:
+    """Write and commit shard `index`; rollout ids must rise. `seconds` is the time it took to generate it.
+
+    Once this returns, the shard survives a crash; if it does not return, the shard does not exist.
+    """
+    path, manifest_path = shard_path(directory, index), shard_manifest_path(directory, index)
+    if not rollouts:
+        raise StoreError(f"{path} would have no rollouts: a shard holds at least one")
+    if path.exists() and manifest_path.exists():
+        raise StoreError(f"{path} is committed already and is never written again: go on with the next missing shard")
+    data = _parquet(table_from_rollouts(rollouts))
+    # A manifest whose shard was moved away describes the old file: it must not vouch for the new one for an instant.
+    manifest_path.unlink(missing_ok=True)
+    write_atomic(path, data)
+    manifest = _describe(index, path.name, data, rollouts, seconds, extra or {})
+    write_json_atomic(manifest_path, manifest_record(manifest))
+    return manifest
+
+
+def next_shard(directory: str | Path) -> int:
+    """Index of the first shard that is missing: where an interrupted generation goes on."""
+    present = {shard.index for shard in committed_shards(directory)}
+    return next(index for index in range(len(present) + 1) if index not in present)
+
+
+def commit_batch(
+    directory: str | Path, *, shards: int, task: str, extra: Mapping[str, Any] | None = None
+) -> BatchManifest:
+    """Commit a generation batch of `shards` shards, all of which must be committed."""
+    directory = Path(directory)
+    name = parse_batch_name(directory)
+    if is_committed(directory):
+        raise StoreError(f"{directory} is committed already and is never written again")
+    parts = committed_shards(directory)
+    _check_parts(directory, parts, shards)
+    scored = sum(part.reward_count for part in parts)
+    manifest = BatchManifest(
+        generation_batch=name.generation_batch,
+        version=name.version,
+        task=task,
+        rows=sum(part.rows for part in parts),
+        tokens=sum(part.tokens for part in parts),
+        prompt_tokens=sum(part.prompt_tokens for part in parts),
+        reward_mean=math.fsum(part.reward_sum for part in parts) / scored if scored else None,
+        truncated=sum(part.truncated for part in parts),
+        verifier_errors=sum(part.verifier_errors for part in parts),
+        seconds=math.fsum(part.seconds for part in parts),
+        samplers=tuple(dict.fromkeys(sampler for part in parts for sampler in part.samplers)),
+        shards=tuple(parts),
+        extra=extra or {},
+    )
+    write_json_atomic(directory / BATCH_MANIFEST, manifest_record(manifest))
+    return manifest
+
+
+def _check_parts(directory: Path, parts: Sequence[ShardManifest], expected: int) -> None:
+    present = [part.index for part in parts]
+    if present != list(range(expected)) or not parts:
+        missing = sorted(set(range(expected)) - set(present))
+        surplus = sorted(set(present) - set(range(expected)))
+        what = f"missing {missing}" if missing else f"not expected {surplus}"
+        raise StoreError(f"{directory} cannot be committed: {expected} shards expected, {what}")
+    for before, after in itertools.pairwise(parts):
+        if after.rollout_first <= before.rollout_last:
+            raise StoreError(
+                f"{directory} cannot be committed: {after.file} starts at rollout {after.rollout_first}, "
+                f"but {before.file} ends at {before.rollout_last}"
+            )
+
+
+def _parquet(table: pa.Table) -> memoryview:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, row_group_size=ROW_GROUP_ROWS, compression="zstd")
+    return memoryview(sink.getvalue())
+
+
+def _describe(
+    index: int, file: str, data: memoryview, rollouts: Sequence[Rollout], seconds: float, extra: Mapping[str, Any]
+) -> ShardManifest:
+    rewards = [rollout.reward for rollout in rollouts if not math.isnan(rollout.reward)]
+    return ShardManifest(
+        index=index,
+        file=file,
+        bytes=data.nbytes,
+        sha256=hashlib.sha256(data).hexdigest(),
+        rows=len(rollouts),
+        tokens=sum(len(rollout.response_ids) for rollout in rollouts),
+        prompt_tokens=sum(len(rollout.prompt_ids) for rollout in rollouts),
+        rollout_first=rollouts[0].rollout_id,
+        rollout_last=rollouts[-1].rollout_id,
+        version_first=min(rollout.version_first for rollout in rollouts),
+        version_last=max(rollout.version_last for rollout in rollouts),
+        reward_sum=math.fsum(rewards),
+        reward_count=len(rewards),
+        truncated=sum(rollout.truncated for rollout in rollouts),
+        verifier_errors=len(rollouts) - len(rewards),
+        seconds=seconds,
+        samplers=tuple(dict.fromkeys(rollout.sampler for rollout in rollouts)),
+        extra=extra,
+    )

@@ -1,0 +1,29 @@
+"""Tasks: where prompts come from and how responses are scored. Imports neither torch nor any task until asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stalewise.tasks.base import CHAT, Task, Verifier
+from stalewise.tasks.options import build
+from stalewise.tasks.verifiers import ErrorCounts, count_errors, make_verifier
+
+__all__ = ["CHAT", "TASKS", "ErrorCounts", "Task", "Verifier", "count_errors", "make_task", "make_verifier"]
+
+TASKS = {
+    "arithmetic": "stalewise.tasks.arithmetic:Addition",
+    "arithmetic-chat": "stalewise.tasks.arithmetic:AdditionChat",
+    "arithmetic-steps": "stalewise.tasks.arithmetic:Steps",
+    "gym": "stalewise.tasks.gym:GymTask",
+    "hf": "stalewise.tasks.hf:HuggingFaceTask",
+    "jsonl": "stalewise.tasks.jsonl:JsonlTask",
+}
+
+
+def make_task(name: str, *, seed: int = 0, **options: Any) -> Task:
+    """Make a task by name; the options are those of its class. Unknown names and options are TaskErrors.
+
+    >>> make_task("arithmetic", seed=3).size
+    7151
+    """
+    return build("task", name, TASKS, {"seed": seed, **options})

@@ -1,0 +1,232 @@
+"""Built-in arithmetic: three tasks with no files, no dependencies and answers that can be checked exactly.
+
+`arithmetic` and `arithmetic-steps` are for a policy with one token per character. They know how to write a
+gold response (`solution`) and a plausibly wrong one (`spoiled_solution`), from which a policy can be made
+that is often wrong when sampled and mostly right when greedy: one that reinforcement learning improves soon.
+
+A question is held out when a hash of it says so, not by its index or by the seed: no seed can put it into
+training.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import accumulate, islice
+from itertools import count as count_from
+
+from stalewise.errors import TaskError
+from stalewise.tasks.base import (
+    CHAT,
+    FinitePrompts,
+    LocalVerifier,
+    below,
+    check_range,
+    first_distinct,
+    fraction_of,
+    pick,
+    stream,
+)
+from stalewise.tasks.verifiers.number import NumberVerifier
+from stalewise.types import Prompt, Reward
+
+MARKER = "#"
+"""Stands before the final answer of a worked-out response."""
+
+CHARACTERS = "0123456789+-=;" + MARKER
+"""Every character that prompts and responses of `arithmetic` and `arithmetic-steps` are made of."""
+
+_STEPS = re.compile(r"(?:[0-9]{1,2}[+-][0-9]=[0-9]{1,2};)+#[0-9]{1,2}")
+
+
+class AnswerVerifier(LocalVerifier):
+    """The whole response must be the answer.
+
+    Parts: `correct` (the value) and `format` (whether the response is digits and nothing else).
+    """
+
+    def judge(self, prompt: Prompt, response: str) -> Reward:
+        """Score one response."""
+        answer = response.strip()
+        correct = float(answer == prompt.answer)
+        well_formed = float(answer.isascii() and answer.isdigit())
+        return Reward(correct, {"correct": correct, "format": well_formed})
+
+
+class StepsVerifier(LocalVerifier):
+    """What stands after the last marker must be the answer; the steps before it are not checked.
+
+    Parts: `correct` (the value) and `format` (whether the response has the form of worked-out steps).
+    """
+
+    def judge(self, prompt: Prompt, response: str) -> Reward:
+        """Score one response."""
+        text = response.strip()
+        _, marker, answer = text.rpartition(MARKER)
+        correct = float(bool(marker) and answer == prompt.answer)
+        well_formed = float(_STEPS.fullmatch(text) is not None)
+        return Reward(correct, {"correct": correct, "format": well_formed})
+
+
+class Addition:
+    """`arithmetic`: two-digit addition. The prompt "47+38=" wants the response "85"."""
+
+    name = "arithmetic"
+    held_out = 1 / 8  # share of the questions that only evaluation sees
+    smallest, largest = 10, 99
+
+    def __init__(self, *, seed: int = 0):
+        self.seed = seed
+        self.verifier: LocalVerifier = AnswerVerifier()
+        self._training = FinitePrompts(self._questions(held_out=False), seed=seed, name=self.name)
+
+    @property
+    def size(self) -> int:
+        """The number of distinct training prompts."""
+        return len(self._training)
+
+    def prompts(self, start: int, count: int) -> list[Prompt]:
+        """Training prompts number `start` to `start + count - 1`; epochs are shuffled by the seed."""
+        return self._training.take(start, count)
+
+    def evaluation_prompts(self, count: int) -> list[Prompt]:
+        """The first `count` held-out prompts, the same for every seed; fewer where there are fewer."""
+        check_range(0, count)
+        return self._evaluation[:count]
+
+    def solution(self, prompt: Prompt) -> str:
+        """Write the gold response."""
+        return prompt.answer
+
+    def spoiled_solution(self, prompt: Prompt, rng: random.Random) -> str:
+        """Write a wrong response: as long as the gold one, with one or more of its digits changed."""
+        digits = list(prompt.answer)
+        changed = [place for place in range(len(digits)) if below(rng, 2)] or [below(rng, len(digits))]
+        for place in changed:
+            # A leading zero would be no plausible number, except where the answer has one digit.
+            choices = "123456789" if place == 0 and len(digits) > 1 else "0123456789"
+            digits[place] = pick(rng, [digit for digit in choices if digit != digits[place]])
+        return "".join(digits)
+
+    def _prompt(self, left: int, right: int) -> Prompt:
+        return Prompt(f"{self.name}/{left}+{right}", f"{left}+{right}=", str(left + right))
+
+    def _questions(self, *, held_out: bool) -> list[Prompt]:
+        terms = range(self.smallest, self.largest + 1)
+        return [
+            self._prompt(left, right) for left in terms for right in terms if self._is_held_out(left, right) is held_out
+        ]
+
+    def _is_held_out(self, left: int, right: int) -> bool:
+        # 47+38 and 38+47 go to the same side: one of them in training would give the other away.
+        return fraction_of(f"{self.name}/{min(left, right)}+{max(left, right)}") < self.held_out
+
+    @cached_property
+    def _evaluation(self) -> list[Prompt]:
+        questions = self._questions(held_out=True)
+        return sorted(questions, key=lambda prompt: fraction_of("order/" + prompt.prompt_id))
+
+
+class AdditionChat(Addition):
+    """`arithmetic-chat`: "What is 3+5?" for instruct models. The first number in the response counts."""
+
+    name = "arithmetic-chat"
+    held_out = 1 / 5
+    smallest, largest = 0, 9
+
+    def __init__(self, *, seed: int = 0):
+        super().__init__(seed=seed)
+        self.verifier = NumberVerifier(which="first")
+
+    def _prompt(self, left: int, right: int) -> Prompt:
+        return Prompt(f"{self.name}/{left}+{right}", f"What is {left}+{right}?", str(left + right), CHAT)
+
+
+class Steps:
+    """`arithmetic-steps`: chains of one-digit terms, worked out one step at a time.
+
+    The prompt "7+8-5+6-2+3=" wants "7+8=15;15-5=10;10+6=16;16-2=14;14+3=17;#17". Running totals stay within
+    0..`largest_total`, so there are few facts to learn; with 6 or 7 terms a gold response has 32 to 50
+    characters. The prompts have no end; one in eight is held out.
+    """
+
+    name = "arithmetic-steps"
+    size = None
+    held_out = 1 / 8
+
+    def __init__(self, *, seed: int = 0, fewest_terms: int = 6, most_terms: int = 7, largest_total: int = 19):
+        if not 2 <= fewest_terms <= most_terms:
+            raise TaskError(f"{self.name}: {fewest_terms=}, {most_terms=} must be 2 ≤ fewest ≤ most")
+        if not 9 <= largest_total <= 99:
+            raise TaskError(f"{self.name}: {largest_total=} must lie in 9..99")
+        self.seed, self.largest_total = seed, largest_total
+        self._lengths = range(fewest_terms, most_terms + 1)
+        self.verifier = StepsVerifier()
+
+    def prompts(self, start: int, count: int) -> list[Prompt]:
+        """Training prompts number `start` to `start + count - 1`."""
+        check_range(start, count)
+        return [
+            self._draw(stream(self.name, self.seed, index), held_out=False) for index in range(start, start + count)
+        ]
+
+    def evaluation_prompts(self, count: int) -> list[Prompt]:
+        """The first `count` held-out prompts, the same for every seed."""
+        check_range(0, count)
+        drawn: Iterator[Prompt] = (
+            self._draw(stream(self.name, "evaluation", index), held_out=True) for index in count_from()
+        )
+        # Very short chains have few held-out questions: the bound on the draws ends the search for more.
+        return first_distinct(islice(drawn, 100 * count), count)
+
+    def solution(self, prompt: Prompt) -> str:
+        """Write the gold response."""
+        terms = _terms(prompt.text)
+        return _worked_out(terms, list(accumulate(terms)))
+
+    def spoiled_solution(self, prompt: Prompt, rng: random.Random) -> str:
+        """Write a wrong response: one step gives a wrong total, and the steps after it go on from there.
+
+        Step and error are drawn evenly among those that keep every later total within the task's range, so
+        that a policy meets no total it has not seen in gold responses.
+        """
+        terms = _terms(prompt.text)
+        totals = list(accumulate(terms))
+        steps = [step for step in range(1, len(terms)) if self._errors(totals[step:])]
+        step = pick(rng, steps)
+        error = pick(rng, self._errors(totals[step:]))
+        return _worked_out(terms, totals[:step] + [total + error for total in totals[step:]])
+
+    def _errors(self, totals: list[int]) -> list[int]:
+        """Say which amounts could be added to all of these totals without leaving the range."""
+        return [error for error in range(-min(totals), self.largest_total - max(totals) + 1) if error]
+
+    def _draw(self, rng: random.Random, *, held_out: bool) -> Prompt:
+        while True:
+            chain = self._chain(rng)
+            if (fraction_of(f"{self.name}/{chain}") < self.held_out) is held_out:
+                answer = str(sum(_terms(chain + "=")))
+                return Prompt(f"{self.name}/{chain}", f"{chain}=", answer)
+
+    def _chain(self, rng: random.Random) -> str:
+        total = 1 + below(rng, 9)
+        chain = str(total)
+        for _ in range(pick(rng, self._lengths) - 1):
+            terms = [term for term in range(-9, 10) if term and 0 <= total + term <= self.largest_total]
+            term = pick(rng, terms)
+            total += term
+            chain += f"{term:+d}"
+        return chain
+
+
+def _terms(text: str) -> list[int]:
+    """Read the terms of a prompt: "7+8-5=" is [7, 8, -5]."""
+    return [int(term) for term in re.findall(r"[+-]?[0-9]", text)]
+
+
+def _worked_out(terms: list[int], totals: list[int]) -> str:
+    """Write the steps that lead through these running totals."""
+    steps = [f"{before}{term:+d}={after};" for before, term, after in zip(totals, terms[1:], totals[1:], strict=False)]
+    return "".join(steps) + f"{MARKER}{totals[-1]}"

@@ -1,0 +1,80 @@
+"""Tasks from Hugging Face datasets: by name from the hub, or from a directory that `save_to_disk` wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from stalewise.errors import TaskError, nearest
+from stalewise.tasks.base import Verifier
+from stalewise.tasks.options import need
+from stalewise.tasks.rows import PromptForm, Row, RowsTask
+
+
+class HuggingFaceTask(RowsTask):
+    """A task from the split `split` of a dataset, evaluated on `evaluation_split` or on a share held out of `split`.
+
+    `path` is a name on the hub (with `config` where the dataset has several) or a directory. The other options are
+    those of the JSONL task.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        seed: int = 0,
+        config: str | None = None,
+        split: str = "train",
+        evaluation_split: str | None = None,
+        held_out: float = 0.1,
+        exclude_ids: Collection[str] = (),
+        problem_field: str = "problem",
+        answer_field: str = "answer",
+        id_field: str = "id",
+        template: str = "{problem}",
+        chat: bool = False,
+        system: str = "",
+        verifier: str | Verifier = "number",
+        verifier_options: Mapping[str, Any] | None = None,
+    ):
+        need("datasets", "datasets", "the task hf")
+        super().__init__(
+            path.rstrip("/").rpartition("/")[2],
+            read_dataset(path, config, split),
+            seed=seed,
+            form=PromptForm(problem_field, answer_field, id_field, template, chat, system),
+            evaluation_rows=None if evaluation_split is None else read_dataset(path, config, evaluation_split),
+            held_out=held_out,
+            exclude_ids=exclude_ids,
+            verifier=verifier,
+            verifier_options=verifier_options,
+        )
+
+
+def read_dataset(path: str, config: str | None, split: str) -> Iterator[Row]:
+    """Read the rows of one split."""
+    try:
+        dataset = _load(path, config, split)
+    except TaskError:
+        raise
+    except Exception as problem:  # the library has dozens of ways to fail: network, names, scripts, formats
+        message = " ".join(str(problem).split())
+        raise TaskError(f"cannot load the split {split!r} of {path}: {type(problem).__name__}: {message}") from problem
+    for number, fields in enumerate(dataset):
+        yield Row(f"{path}, split {split}, row {number}", fields)
+
+
+def _load(path: str, config: str | None, split: str) -> Any:
+    import datasets  # imported here: it takes a second, and it is optional
+
+    if not any((Path(path) / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return datasets.load_dataset(path, config, split=split)
+    stored = datasets.load_from_disk(path)
+    if not isinstance(stored, datasets.DatasetDict):
+        if split != "train":
+            raise TaskError(f"{path} holds a single dataset and has no split {split!r}")
+        return stored
+    if split not in stored:
+        raise TaskError(f"{path} has no split {split!r}; {nearest(split, map(str, stored))}")
+    return stored[split]

@@ -1,0 +1,79 @@
+"""Tasks from JSONL files: one JSON object per line, with a problem and an answer."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from stalewise.errors import TaskError
+from stalewise.tasks.base import Verifier
+from stalewise.tasks.rows import PromptForm, Row, RowsTask
+
+
+class JsonlTask(RowsTask):
+    """A task from the file `path`, evaluated on the file `evaluation_path` or on a share held out of `path`.
+
+    `chat` makes each problem a user message (with `system` before it); otherwise the text goes to the tokenizer as
+    the template makes it. `verifier` is a verifier's name, with `verifier_options`, or a verifier.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        seed: int = 0,
+        evaluation_path: str | os.PathLike[str] | None = None,
+        held_out: float = 0.1,
+        exclude_ids: Collection[str] = (),
+        problem_field: str = "problem",
+        answer_field: str = "answer",
+        id_field: str = "id",
+        template: str = "{problem}",
+        chat: bool = False,
+        system: str = "",
+        verifier: str | Verifier = "number",
+        verifier_options: Mapping[str, Any] | None = None,
+    ):
+        super().__init__(
+            Path(path).stem,
+            read_jsonl(path),
+            seed=seed,
+            form=PromptForm(problem_field, answer_field, id_field, template, chat, system),
+            evaluation_rows=None if evaluation_path is None else read_jsonl(evaluation_path),
+            held_out=held_out,
+            exclude_ids=exclude_ids,
+            verifier=verifier,
+            verifier_options=verifier_options,
+        )
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Row]:
+    """Read the rows of a JSONL file. Empty lines are skipped; anything else that is no object is an error."""
+    empty = True
+    try:
+        with open(path, encoding="utf-8-sig") as file:  # Windows editors put a byte order mark first
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    empty = False
+                    yield _row(f"{path}, line {number}", line)
+    except FileNotFoundError:
+        raise TaskError(f"there is no file {path}") from None
+    except UnicodeDecodeError as problem:
+        raise TaskError(f"{path} is not UTF-8 text: {problem.reason} at byte {problem.start}") from None
+    except OSError as problem:
+        raise TaskError(f"{path} cannot be read: {problem.strerror}") from None
+    if empty:
+        raise TaskError(f"{path} is empty: write one JSON object per line")
+
+
+def _row(place: str, line: str) -> Row:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as problem:
+        raise TaskError(f"{place}: not JSON: {problem}") from None
+    if not isinstance(fields, dict):
+        raise TaskError(f"{place}: must be a JSON object, not {type(fields).__name__}")
+    return Row(place, fields)

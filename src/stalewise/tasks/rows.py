@@ -1,0 +1,175 @@
+"""Tasks over a finite set of rows with a problem and an answer each, wherever the rows come from."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from stalewise.errors import TaskError, nearest
+from stalewise.tasks.base import CHAT, FinitePrompts, Verifier, check_range, fraction_of
+from stalewise.tasks.verifiers import make_verifier
+from stalewise.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row and the place it stands at, which messages name."""
+
+    place: str
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PromptForm:
+    """Which fields of a row are used, and how they become a prompt."""
+
+    problem_field: str = "problem"
+    answer_field: str = "answer"
+    id_field: str = "id"
+    template: str = "{problem}"
+    chat: bool = False
+    system: str = ""
+    metadata: Mapping[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if "{problem}" not in self.template:
+            raise TaskError(f"template {self.template!r} must contain {{problem}}, where the problem goes")
+        if self.system and not self.chat:
+            raise TaskError("a system text needs chat=true; without a chat, write it into the template")
+        chat = {**CHAT, "system": self.system} if self.system else dict(CHAT)
+        object.__setattr__(self, "metadata", chat if self.chat else {})
+
+    def apply(self, problem: str) -> str:
+        """Put a problem into the template. Not with str.format: problems are full of braces."""
+        return self.template.replace("{problem}", problem)
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    row_id: str
+    named: bool  # whether the id is the row's own
+    problem: str
+    answer: str
+    place: str
+
+
+class RowsTask:
+    """A finite task made of rows.
+
+    Held out for evaluation are `evaluation_rows` or, without those, a share `held_out` of the rows, chosen by a hash
+    of their ids: adding rows moves few others across, and the seed none. A problem that stands in both sets is
+    left out of training. `exclude_ids` leaves rows out of both.
+
+    A row's own id is its prompt id ("evaluation/" before it where it comes from `evaluation_rows`, since files
+    are often numbered alike). A row without one gets an id made of its content, and repeated rows count once.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rows: Iterable[Row],
+        *,
+        seed: int,
+        form: PromptForm | None = None,
+        evaluation_rows: Iterable[Row] | None = None,
+        held_out: float = 0.1,
+        exclude_ids: Collection[str] = (),
+        verifier: str | Verifier = "number",
+        verifier_options: Mapping[str, Any] | None = None,
+    ):
+        self.name, self._form = name, form or PromptForm()
+        excluded = {str(row_id) for row_id in exclude_ids}
+        questions = self._read(rows, excluded)
+        if evaluation_rows is None:
+            training, evaluation = _split(questions, held_out, name)
+            prefix = ""
+        else:
+            training, evaluation, prefix = questions, self._read(evaluation_rows, excluded), "evaluation/"
+        seen = {question.problem.strip() for question in evaluation}
+        kept = [question for question in training if question.problem.strip() not in seen]
+        if not kept:
+            raise TaskError(f"{name}: every training problem is also an evaluation problem; nothing is left")
+        self.overlapping = len(training) - len(kept)
+        self._training = FinitePrompts([self._prompt(question) for question in kept], seed=seed, name=name)
+        self._evaluation = [self._prompt(question, prefix) for question in sorted(evaluation, key=_order)]
+        self.verifier = make_verifier(verifier, **(verifier_options or {})) if isinstance(verifier, str) else verifier
+
+    @property
+    def size(self) -> int:
+        """The number of distinct training prompts."""
+        return len(self._training)
+
+    def prompts(self, start: int, count: int) -> list[Prompt]:
+        """Training prompts number `start` to `start + count - 1`; epochs are shuffled by the seed."""
+        return self._training.take(start, count)
+
+    def evaluation_prompts(self, count: int) -> list[Prompt]:
+        """The first `count` held-out prompts, the same for every seed; fewer where there are fewer."""
+        check_range(0, count)
+        if count and not self._evaluation:
+            raise TaskError(f"{self.name} holds nothing out: set held_out above 0 or name evaluation rows")
+        return self._evaluation[:count]
+
+    def _read(self, rows: Iterable[Row], excluded: Collection[str]) -> list[_Question]:
+        """Check the rows, leave out the excluded ones, and refuse ids that occur twice."""
+        found: dict[str, _Question] = {}
+        for question in map(self._question, rows):
+            first = found.setdefault(question.row_id, question)
+            if question.named and first is not question:
+                raise TaskError(f"{question.place}: id {question.row_id!r} was already used by {first.place}")
+        if not found:
+            raise TaskError(f"{self.name} has no rows")
+        kept = [question for question in found.values() if question.row_id not in excluded]
+        if not kept:
+            raise TaskError(f"{self.name}: exclude_ids leaves none of its {len(found)} rows")
+        return kept
+
+    def _question(self, row: Row) -> _Question:
+        problem = _text(row, self._form.problem_field)
+        answer = _text(row, self._form.answer_field)
+        named = row.fields.get(self._form.id_field) is not None
+        if named:
+            row_id = _text(row, self._form.id_field)
+        else:
+            content = f"{problem}\0{answer}".encode("utf-8", "surrogatepass")
+            row_id = hashlib.sha256(content).hexdigest()[:16]
+        return _Question(row_id, named, problem, answer, row.place)
+
+    def _prompt(self, question: _Question, prefix: str = "") -> Prompt:
+        text = self._form.apply(question.problem)
+        return Prompt(prefix + question.row_id, text, question.answer, self._form.metadata)
+
+
+def _text(row: Row, name: str) -> str:
+    """Read a field that must hold text or a number."""
+    if name not in row.fields:
+        raise TaskError(f"{row.place}: there is no field {name!r}; {nearest(name, map(str, row.fields))}")
+    value = row.fields[name]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise TaskError(f"{row.place}: field {name!r} must be text or a number, not {type(value).__name__}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise TaskError(f"{row.place}: field {name!r} is {value}, which nothing can equal")
+    if not str(value).strip():
+        raise TaskError(f"{row.place}: field {name!r} is empty")
+    return str(value)
+
+
+def _split(questions: list[_Question], share: float, name: str) -> tuple[list[_Question], list[_Question]]:
+    """Hold out a share of the questions, at least one where the share is above 0."""
+    if not 0 <= share < 1:
+        raise TaskError(f"{name}: held_out={share} must be at least 0 and below 1")
+    number = max(1, round(share * len(questions))) if share else 0
+    if number and number >= len(questions):
+        raise TaskError(
+            f"{name}: {len(questions)} row(s) are too few to hold {number} out; add rows or set held_out = 0"
+        )
+    chosen = {question.row_id for question in sorted(questions, key=_order)[:number]}
+    training = [question for question in questions if question.row_id not in chosen]
+    return training, [question for question in questions if question.row_id in chosen]
+
+
+def _order(question: _Question) -> tuple[float, str]:
+    return fraction_of("held out/" + question.row_id), question.row_id

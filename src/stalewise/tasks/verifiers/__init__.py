@@ -1,0 +1,23 @@
+"""Ways of judging a response, by name. A verifier's module is imported when it is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stalewise.tasks.base import Verifier
+from stalewise.tasks.options import build
+from stalewise.tasks.verifiers.errors import ErrorCounts, count_errors
+
+__all__ = ["VERIFIERS", "ErrorCounts", "count_errors", "make_verifier"]
+
+VERIFIERS = {
+    "exact": "stalewise.tasks.verifiers.exact:ExactVerifier",
+    "math": "stalewise.tasks.verifiers.math:MathVerifier",
+    "number": "stalewise.tasks.verifiers.number:NumberVerifier",
+    "python": "stalewise.tasks.verifiers.python:PythonVerifier",
+}
+
+
+def make_verifier(name: str, **options: Any) -> Verifier:
+    """Make a verifier by name: exact, math, number or python."""
+    return build("verifier", name, VERIFIERS, options)

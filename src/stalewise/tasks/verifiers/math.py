@@ -1,0 +1,48 @@
+"""Compares mathematics with math-verify: 1/2, 0.5 and \\frac{1}{2} are the same answer."""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import lru_cache
+from typing import Any
+
+from stalewise.tasks.options import need
+from stalewise.tasks.verifiers.pool import ProcessVerifier
+from stalewise.tasks.verifiers.worker import Judge
+from stalewise.types import Prompt, Reward
+
+
+class MathVerifier(ProcessVerifier):
+    """The answer that math-verify finds in the response must equal the gold answer.
+
+    A response in which it finds none is worth 0, with the part `parsed` 0; a gold answer that it cannot parse is
+    an error. A gold answer is taken for LaTeX whether or not it stands between dollars or in a box.
+    """
+
+    def __init__(self, *, workers: int | None = None, limit_s: float = 5.0):
+        need("math_verify", "math", "the verifier math")
+        super().__init__(f"{__name__}:load_judge", workers=workers, limit_s=limit_s)
+
+
+def load_judge() -> Judge:
+    """Make the judge; runs in a worker."""
+    # Its own time limits are switched off, since the pool has a harder one, and it would warn of that.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    from math_verify import parse, verify
+
+    @lru_cache(maxsize=256)  # the responses of a group share their gold answer
+    def parse_gold(answer: str) -> list[Any]:
+        delimited = any(mark in answer for mark in ("$", r"\boxed", r"\(", r"\["))
+        # Undelimited LaTeX would be searched for plain numbers, and "x^2+1" has no reading at all.
+        return parse(answer if delimited else rf"\boxed{{{answer}}}", parsing_timeout=None)  # type: ignore[arg-type]
+
+    def judge(prompt: Prompt, response: str) -> Reward:
+        gold = parse_gold(prompt.answer)
+        if not gold:
+            return Reward(math.nan, error=f"unparseable gold answer: {prompt.answer[:80]!r}")
+        found = parse(response, parsing_timeout=None)  # type: ignore[arg-type]
+        correct = bool(found) and verify(gold, found, timeout_seconds=None)  # not symmetric: gold comes first
+        return Reward(float(correct), {"parsed": float(bool(found))})
+
+    return judge

@@ -1,0 +1,100 @@
+"""The other side of the pool: a process that loads a judge and scores one response after another.
+
+It imports nothing but the judge, so it starts quickly and never holds a second copy of torch.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import math
+import os
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any, SupportsFloat, SupportsIndex
+
+from stalewise.types import Prompt, Reward
+
+Judge = Callable[[Prompt, str], object]
+"""Returns a Reward, a number, or a mapping of numbers with the key "reward"; may raise."""
+
+_LONGEST_ERROR = 300
+
+
+def main(descriptor: int) -> None:
+    """Serve requests that come over the socket with this descriptor until the parent closes it."""
+    os.set_inheritable(descriptor, False)  # programs that a judge starts must not keep the socket open
+    os.dup2(2, 1)  # what a judge prints belongs to the log, not to the data on our parent's standard output
+    connection = Connection(descriptor)
+    try:
+        factory, options, limit = connection.recv()
+        try:
+            judge = load(factory)(**options)
+        except Exception as problem:
+            connection.send(describe(problem))
+            return
+        connection.send("")
+        with open(os.devnull, "w") as nowhere:
+            while True:
+                prompt, response = connection.recv()
+                # The parent kills a judge that is over its limit. Where the parent itself was killed, this
+                # timer ends the process; it runs outside of Python, so no judge can block it.
+                faulthandler.dump_traceback_later(2 * limit + 1, exit=True, file=nowhere)
+                reward = judged(judge, prompt, response)
+                faulthandler.cancel_dump_traceback_later()
+                connection.send((reward.value, dict(reward.parts), reward.error))
+    except (EOFError, OSError):
+        return  # the parent has gone or has closed the pool
+
+
+def load(reference: str) -> Callable[..., Any]:
+    """Import what a reference "module:function" names."""
+    module, _, function = reference.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def judged(judge: Judge, prompt: Prompt, response: str) -> Reward:
+    """Call a judge and make a Reward of what it returns or raises."""
+    try:
+        return reward_of(judge(prompt, response))
+    except BaseException as problem:  # sys.exit in a judge must not take the worker along
+        return Reward(math.nan, error=describe(problem))
+
+
+def reward_of(result: object) -> Reward:
+    """Make a Reward of what a judge returned.
+
+    >>> reward_of(True)
+    Reward(value=1.0, parts={}, error='')
+    >>> reward_of({"reward": 0.5, "length": 12})
+    Reward(value=0.5, parts={'length': 12.0}, error='')
+    """
+    if isinstance(result, Reward):
+        return result if result.error else _finite(result.value, result.parts)
+    if isinstance(result, Mapping):
+        if "reward" not in result:
+            return Reward(math.nan, error='no reward: a dict from a verifier must have the key "reward"')
+        parts = {str(name): value for name, value in result.items() if name != "reward"}
+        return _finite(result["reward"], parts)
+    return _finite(result, {})
+
+
+def _finite(value: object, parts: Mapping[str, object]) -> Reward:
+    numbers: dict[str, float] = {}
+    for name, item in {"reward": value, **parts}.items():
+        # float() alone would also read strings; this lets the scalars of numpy and torch through.
+        number = float(item) if isinstance(item, SupportsFloat | SupportsIndex) else None
+        if number is None or not math.isfinite(number):
+            shown = type(item).__name__ if number is None else str(number)
+            return Reward(math.nan, error=f"not a finite number: {name} is {shown}")
+        numbers[name] = number
+    return Reward(numbers.pop("reward"), numbers)
+
+
+def describe(problem: BaseException) -> str:
+    """Say on one line what was raised: class and message."""
+    try:
+        message = " ".join(str(problem).split())
+    except Exception:  # an exception of the user's whose own __str__ raises
+        message = "(no message)"
+    return f"{type(problem).__name__}: {message}"[:_LONGEST_ERROR]

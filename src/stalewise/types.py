@@ -1,0 +1,83 @@
+"""The records that pass between rooms. Frozen, plain Python, no torch: any room may import them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a response ended."""
+
+    STOP = "stop"  # the policy said so: an end-of-sequence token or a stop string
+    LENGTH = "length"  # the token limit cut it: the response is truncated
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question of a task.
+
+    `prompt_id` names the question for ever (it keys evaluation, ledgers and overlaps with training data); `text` is
+    what the tokenizer gets; `answer` is what the verifier compares with.
+    """
+
+    prompt_id: str
+    text: str
+    answer: str
+    metadata: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """What a verifier said of one response.
+
+    `error` is empty where the verifier worked. Where it raised, hung or returned no finite number, `error` says so and
+    `value` is NaN: such a rollout is counted and left out of training, never scored 0.
+    """
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerSettings:
+    """How the behaviour policy sampled, as far as its log-probabilities depend on it."""
+
+    name: str = "hf"
+    precision: str = "float32"
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One response with everything that learning from it later needs.
+
+    `behaviour_logp[i]` is the log-probability of `response_ids[i]` under the distribution it was drawn from, with the
+    sampler's precision, temperature and truncation. `version_first` and `version_last` are the policy versions (numbers
+    of optimizer updates) that made the first and the last token; the age is never stored, it is computed at use.
+    """
+
+    rollout_id: int  # position in the run: index of the prompt in the task's order × group size + place in the group
+    prompt_id: str
+    group: int  # rollouts with the same group answer the same prompt and share a baseline
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    behaviour_logp: tuple[float, ...]
+    reward: float  # NaN where the verifier failed
+    reward_parts: Mapping[str, float]
+    reward_error: str
+    finish_reason: FinishReason
+    version_first: int
+    version_last: int
+    sampler: SamplerSettings
+    seed: int
+    text: str
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the token limit cut the response."""
+        return self.finish_reason is FinishReason.LENGTH

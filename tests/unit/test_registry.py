@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from stalewise.objectives import OBJECTIVES, constant_denominator, get_objective
+
+
+def test_the_table_holds_the_objectives_of_the_methods_page() -> None:
+    names = "grpo dapo dr_grpo gspo cispo tis decoupled_ppo topr m2po mu_grpo p3o p3o_two_anchor"
+    assert list(OBJECTIVES) == names.split()
+    assert all(name == row.name for name, row in OBJECTIVES.items())
+
+
+def test_defaults_are_those_of_the_methods_page() -> None:
+    defaults = {name: dict(row.settings()) for name, row in OBJECTIVES.items()}
+    assert defaults == {
+        "grpo": {"clip_low": 0.8, "clip_high": 1.2},
+        "dapo": {"clip_low": 0.8, "clip_high": 1.28},
+        "dr_grpo": {"clip_low": 0.8, "clip_high": 1.2},
+        "gspo": {"clip_low": 0.9997, "clip_high": 1.0004},
+        "cispo": {"cap": 5.0},
+        "tis": {"cap": 2.0},
+        "decoupled_ppo": {"clip_low": 0.8, "clip_high": 1.2, "cap": 2.0},
+        "topr": {},
+        "m2po": {"variant": "paper", "threshold": 0.04},
+        "mu_grpo": {"clip_low": 0.0, "clip_high": 5.0, "kappa": 1e-4, "scope": "suffix"},
+        "p3o": {},
+        "p3o_two_anchor": {},
+    }
+
+
+def test_what_a_method_prescribes_outside_of_its_loss() -> None:
+    assert [n for n, row in OBJECTIVES.items() if row.needs_proximal] == ["decoupled_ppo", "p3o_two_anchor"]
+    assert [n for n, row in OBJECTIVES.items() if row.reduction == "sequence"] == ["gspo"]
+    assert [n for n, row in OBJECTIVES.items() if row.advantage != "group"] == ["dr_grpo"]
+    assert OBJECTIVES["dr_grpo"].advantage == "mean"
+    assert [n for n, row in OBJECTIVES.items() if row.drops_degenerate_groups] == ["dapo"]
+    assert [n for n, row in OBJECTIVES.items() if row.constant_denominator] == ["dr_grpo"]
+    assert [n for n, row in OBJECTIVES.items() if row.measure] == ["m2po", "p3o", "p3o_two_anchor"]
+    assert all((row.measure is None) == (row.statistics is None) for row in OBJECTIVES.values())
+
+
+def test_unknown_names_list_the_near_ones() -> None:
+    with pytest.raises(ValueError, match="no objective is called 'mu_gpro'; did you mean mu_grpo"):
+        get_objective("mu_gpro")
+    with pytest.raises(ValueError, match="no objective is called 'xyz'; known: cispo, dapo"):
+        get_objective("xyz")
+    with pytest.raises(ValueError, match="grpo has no parameter 'clip_hgih'; did you mean clip_high"):
+        get_objective("grpo").settings({"clip_hgih": 2.0})
+    with pytest.raises(ValueError, match="p3o has no parameter 'cap'; it has none"):
+        get_objective("p3o").settings({"cap": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("grpo", {"clip_low": "0.8"}, "grpo.clip_low is '0.8'; expected a finite number"),
+        ("grpo", {"clip_low": True}, "grpo.clip_low is True; expected a finite number"),
+        ("cispo", {"cap": math.inf}, "cispo.cap is inf; expected a finite number"),
+        ("mu_grpo", {"scope": "sufix"}, "mu_grpo.scope is 'sufix'; did you mean suffix"),
+        ("m2po", {"variant": 1}, "m2po.variant is 1; .*one of paper, released"),
+    ],
+)
+def test_wrong_types_are_named(name: str, params: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_objective(name).settings(params)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("grpo", {"clip_low": 1.1}, "clip_low and clip_high are 1.1 and 1.2; expected 0 <= clip_low <= 1 <= clip_high"),
+        ("grpo", {"clip_low": -0.1}, "expected 0 <= clip_low"),
+        ("grpo", {"clip_high": 0.9}, "expected 0 <= clip_low <= 1 <= clip_high"),
+        ("tis", {"cap": 0.0}, "cap is 0.0; expected a positive bound"),
+        ("mu_grpo", {"kappa": 0.0}, "kappa is 0.0; expected a ratio between 0 and 1"),
+        ("mu_grpo", {"kappa": 1.0}, "kappa is 1.0; expected a ratio between 0 and 1"),
+        ("m2po", {"threshold": 0.0}, "m2po.threshold is 0.0; expected a positive second moment"),
+    ],
+)
+def test_values_out_of_range_are_named(name: str, params: dict[str, float], message: str) -> None:
+    from batches import random_batch
+
+    from stalewise.objectives import evaluate
+
+    with pytest.raises(ValueError, match=message):
+        evaluate(name, **random_batch(), params=params)
+
+
+def test_integers_are_numbers() -> None:
+    assert get_objective("cispo").settings({"cap": 3}) == {"cap": 3.0}
+
+
+def test_constant_denominator() -> None:
+    assert constant_denominator(3, 7) == 21.0
+    assert constant_denominator(1, 1) == 1.0
+    for sequences, max_tokens in ((0, 7), (3, 0)):
+        with pytest.raises(ValueError, match=f"are {sequences} and {max_tokens}; expected at least 1"):
+            constant_denominator(sequences, max_tokens)
