@@ -193,9 +193,11 @@ def test_every_way_of_reading_agrees(batch: store.Batch) -> None:
     assert batch.column("response_length").tolist() == rows.response_lengths.tolist()
     assert batch.column("prompt_length").tolist() == rows.prompt_lengths.tolist()
     assert batch.column("finish_reason").tolist() == [str(r.finish_reason) for r in expected]
-    records = list(batch.iter_records(["rollout_id", "reward"]))
-    assert records[10] == {"rollout_id": 1010, "reward": float(1010 % 2)}
-    assert all(getattr(rows, f.name).flags.writeable for f in dataclasses.fields(rows))  # torch.from_numpy wants that
+    for record, rollout in zip(batch.iter_records(["rollout_id", "reward"]), expected, strict=True):
+        reward = None if math.isnan(rollout.reward) else rollout.reward
+        assert record == {"rollout_id": rollout.rollout_id, "reward": reward}
+    for part in (rows, next(batch.iter_rows()), batch.take([1000])):  # torch.from_numpy wants writable arrays
+        assert all(getattr(part, f.name).flags.writeable for f in dataclasses.fields(part))
 
 
 @settings(max_examples=25, deadline=None)
@@ -235,7 +237,7 @@ def test_asking_for_what_is_not_there(batch: store.Batch) -> None:
 
 def test_streaming_memory_does_not_grow(tmp_path: Path) -> None:
     def peak(shards: int, rows: int) -> tuple[int, int]:
-        opened = store.open_batch(make_batch(tmp_path / f"{shards}", shards, rows, tokens=60))
+        opened = store.open_batch(make_batch(tmp_path / f"{shards}", shards, rows, tokens=200))
         arrow, start = 0, pa.total_allocated_bytes()
         tracemalloc.start()
         for _ in opened.iter_rows():
@@ -247,8 +249,8 @@ def test_streaming_memory_does_not_grow(tmp_path: Path) -> None:
     peak(1, 512)  # imports and caches
     shutil.rmtree(tmp_path / "1")
     (arrow_small, python_small), (arrow_large, python_large) = peak(1, 512), peak(4, 2560)  # 20 times as many rows
-    assert arrow_large < 1.3 * arrow_small
-    assert python_large < 1.3 * python_small
+    assert arrow_large < 1.5 * arrow_small
+    assert python_large < 1.5 * python_small
 
 
 # ---------------------------------------------------------------- crashes and damage
@@ -272,10 +274,11 @@ def write(root):
     root.mkdir()
     with open(root / "said", "w") as said:
         for index in range(store.next_shard(directory), 4):
-            store.write_shard(directory, index, make_rollouts(index * 600, 600))
+            store.write_shard(directory, index, make_rollouts(index * 150, 150))
             print(index, file=said, flush=True)
         store.commit_batch(directory, shards=4, task="arithmetic")
         print("done", file=said, flush=True)
+store.table_from_rollouts(make_rollouts(0, 1))  # pyarrow imports pandas at first use: not once per fork
 os.fsync, os.replace = deadly(os.fsync), deadly(os.replace)
 for word in sys.argv[2:]:
     left, root = int(word), Path(sys.argv[1], word)
@@ -310,7 +313,7 @@ def check_after_kill(root: Path, reference: dict[int, str]) -> None:
         with pytest.raises(StoreError, match=r"no committed generation batch: manifest\.json is missing"):
             store.open_batch(directory)
         for index in range(store.next_shard(directory), 4):
-            store.write_shard(directory, index, make_rollouts(index * 600, 600))
+            store.write_shard(directory, index, make_rollouts(index * 150, 150))
         store.commit_batch(directory, shards=4, task="arithmetic")
     resumed = store.open_batch(directory)
     assert {shard.index: shard.sha256 for shard in resumed.manifest.shards} == reference
@@ -330,7 +333,7 @@ def test_kill_at_every_step_and_at_random_times(tmp_path: Path) -> None:
     for step in steps:
         check_after_kill(tmp_path / str(step), reference)
     chance = random.Random(0)
-    for attempt in range(4):
+    for attempt in range(3):
         root = tmp_path / f"random{attempt}"
         root.mkdir()
         process = start_writer(root, NEVER)
@@ -359,6 +362,29 @@ def test_flipped_byte_is_found_and_the_shard_can_be_made_again(tmp_path: Path, p
     store.write_shard(directory, 1, make_rollouts(1600, 600))
     assert store.is_committed(directory)  # the same bytes again: the manifest still holds
     assert len(list(store.open_batch(directory).iter_rollouts())) == 1800
+
+
+@pytest.mark.parametrize("leftover", ["parquet", "json"])
+@pytest.mark.parametrize("failing_rename", [0, 1])
+def test_no_leftover_is_vouched_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leftover: str, failing_rename: int
+) -> None:
+    # Left by an earlier crash: a shard without manifest; left by a user: the manifest of a shard that was moved away.
+    directory = make_batch(tmp_path, shards=1, rows=8)
+    (directory / "manifest.json").unlink()
+    for suffix in {"parquet", "json"} - {leftover}:
+        (directory / f"shard-00000.{suffix}").unlink()
+    renames, replace = iter(range(9)), os.replace
+
+    def fail(source: Path, target: Path) -> None:
+        if next(renames) == failing_rename:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(KeyboardInterrupt):
+        store.write_shard(directory, 0, make_rollouts(0, 8))
+    assert store.committed_shards(directory) == []
 
 
 def test_shard_that_comes_out_different_has_to_be_committed_anew(tmp_path: Path) -> None:
@@ -396,14 +422,14 @@ def test_nothing_committed_is_written_again(tmp_path: Path) -> None:
 def test_incomplete_or_overlapping_batches_are_not_committed(tmp_path: Path) -> None:
     directory = store.batch_directory(tmp_path, version=1, generation_batch=0)
     store.write_shard(directory, 0, make_rollouts(0, 8))
-    store.write_shard(directory, 2, make_rollouts(4, 8))
+    store.write_shard(directory, 2, make_rollouts(15, 8))
     assert store.next_shard(directory) == 1
     with pytest.raises(StoreError, match=r"3 shards expected, missing \[1\]"):
         store.commit_batch(directory, shards=3, task="t")
     store.write_shard(directory, 1, make_rollouts(8, 8))
     with pytest.raises(StoreError, match=r"2 shards expected, not expected \[2\]"):
         store.commit_batch(directory, shards=2, task="t")
-    with pytest.raises(StoreError, match=r"shard-00002.parquet starts at rollout 4, but .* ends at 15"):
+    with pytest.raises(StoreError, match=r"shard-00002.parquet starts at rollout 15, but .* ends at 15"):
         store.commit_batch(directory, shards=3, task="t")
     assert not store.is_committed(directory)
 

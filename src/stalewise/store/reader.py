@@ -57,8 +57,8 @@ def verify_shard(directory: str | Path, shard: ShardManifest, checksum: bool = T
 class Batch:
     """A committed generation batch. Made by `open_batch`.
 
-    Nothing is held but the manifest and the shards' footers: whatever the number of rollouts, streaming needs the
-    memory of one row group.
+    Whatever the number of rollouts, streaming needs the memory of one row group; `take` keeps the shards' footers (a
+    few kilobytes per row group), since every optimizer update looks into them again.
     """
 
     def __init__(self, directory: Path, manifest: BatchManifest) -> None:
@@ -75,7 +75,7 @@ class Batch:
         for shard in self.manifest.shards:
             with self._open(shard) as file:
                 for row_group in range(file.num_row_groups):
-                    yield file.read_row_group(row_group, columns=wanted)
+                    yield _decode(file, row_group, wanted)
 
     def iter_rollouts(self) -> Iterator[Rollout]:
         """Stream whole `Rollout` records in order of rollout id."""
@@ -121,10 +121,11 @@ class Batch:
             if not len(_between(wanted, shard.rollout_first, shard.rollout_last)):
                 continue
             with self._open(shard) as file:
+                self._footers[shard.index] = file.metadata
                 for row_group in range(file.num_row_groups):
                     here = _between(wanted, *_id_range(file.metadata, row_group))
                     if len(here):
-                        rows = rows_from_table(file.read_row_group(row_group, columns=list(ROW_COLUMNS)))
+                        rows = rows_from_table(_decode(file, row_group, list(ROW_COLUMNS)))
                         yield rows.take(np.flatnonzero(np.isin(rows.rollout_id, here, assume_unique=True)))
 
     @contextlib.contextmanager
@@ -135,7 +136,6 @@ class Batch:
                 if shard.index not in self._footers:
                     found = (file.schema_arrow.metadata or {}).get(FORMAT_KEY, b"unknown").decode()
                     check_format(found, path)
-                    self._footers[shard.index] = file.metadata
                 yield file
         except FileNotFoundError:
             raise StoreError(f"{path} is missing: run the same command again, it is generated again") from None
@@ -148,6 +148,11 @@ def _damaged(path: Path, why: str) -> StoreError:
         f"{path} is damaged: {why}; move the shard away and run the same command again: "
         "it is generated again from its seeds"
     )
+
+
+def _decode(file: pq.ParquetFile, row_group: int, columns: list[str] | None) -> pa.Table:
+    # Threads are no faster on so few rows, and theirs may hold the last row group a while longer than we do.
+    return file.read_row_group(row_group, columns=columns, use_threads=False)
 
 
 def _known(columns: Sequence[str] | None) -> list[str] | None:

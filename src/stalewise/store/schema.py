@@ -35,7 +35,7 @@ SAMPLER = pa.struct(
         pa.field("seed", pa.int64(), nullable=False),
     ]
 )
-# A list of pairs and not an Arrow map: `datasets` cannot open a map, and DuckDB makes one with map_from_entries().
+# A list of pairs and not an Arrow map, which `datasets` cannot open; nor a struct, whose fields would differ by task.
 REWARD_PARTS = _list_of(pa.struct([pa.field("name", pa.string()), pa.field("value", pa.float64())]))
 
 SCHEMA = pa.schema(
