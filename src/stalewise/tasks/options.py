@@ -17,11 +17,9 @@ def build(kind: str, name: str, known: Mapping[str, str], options: Mapping[str, 
         raise TaskError(f"unknown {kind} {name!r}; {nearest(name, known)}")
     module, _, function = known[name].partition(":")
     factory = getattr(importlib.import_module(module), function)
-    parameters = inspect.signature(factory).parameters.values()
-    named = {parameter.name: parameter for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
-    open_ended = len(named) < len(parameters)
+    named = inspect.signature(factory).parameters
     for option in options:
-        if option not in named and not open_ended:
+        if option not in named:
             advice = nearest(option, named) if named else "it takes none"
             raise TaskError(f"{kind} {name} has no option {option!r}; {advice}")
     for parameter in named.values():

@@ -45,4 +45,5 @@ def load_judge() -> Judge:
         correct = bool(found) and verify(gold, found, timeout_seconds=None)  # not symmetric: gold comes first
         return Reward(float(correct), {"parsed": float(bool(found))})
 
+    parse_gold("1")  # the first call builds the grammar, which should not count against a response's limit
     return judge
