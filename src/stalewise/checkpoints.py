@@ -1,0 +1,96 @@
+"""Versioned policies: each an ordinary Hugging Face directory with the learner's state beside it, manifest last.
+
+`checkpoints/v000064/` holds the policy after 64 updates. It is written under a temporary name and renamed as a whole,
+so it is either there with everything or not there.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from stalewise.errors import StoreError
+from stalewise.files import (
+    commit_directory,
+    explain_write_errors,
+    make_directory,
+    read_json,
+    sha256_file,
+    temporary_name,
+    write_json_atomic,
+)
+
+FORMAT = "stalewise.checkpoint/1"
+_NAME = re.compile(r"v(\d{6,})")
+
+
+def checkpoint_directory(run: str | Path, version: int) -> Path:
+    """Where the policy of a version lives.
+
+    >>> checkpoint_directory("runs/a", 64).as_posix()
+    'runs/a/checkpoints/v000064'
+    """
+    return Path(run) / "checkpoints" / f"v{version:06d}"
+
+
+def versions(run: str | Path) -> list[int]:
+    """Committed versions, oldest first."""
+    root = Path(run) / "checkpoints"
+    entries = root.iterdir() if root.is_dir() else ()
+    names = (_NAME.fullmatch(entry.name) for entry in entries if (entry / "manifest.json").is_file())
+    return sorted(int(match[1]) for match in names if match)
+
+
+def write_checkpoint(
+    run: str | Path, version: int, *, save: Callable[[Path], object], state: Mapping[str, Any]
+) -> Path:
+    """Let `save` fill a directory, add `state` and the manifest, and commit it."""
+    final = checkpoint_directory(run, version)
+    temporary = temporary_name(final)
+    make_directory(temporary)
+    try:
+        with explain_write_errors(final, 0):
+            save(temporary)
+        write_json_atomic(temporary / "state.json", {"version": version, **state})
+        files = {
+            path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+            for path in sorted(temporary.iterdir())
+        }
+        write_json_atomic(temporary / "manifest.json", {"format": FORMAT, "version": version, "files": files})
+        commit_directory(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return final
+
+
+def read_state(directory: str | Path) -> dict[str, Any]:
+    """The learner's numbers of a committed checkpoint, after its files were checked against the manifest."""
+    directory = Path(directory)
+    manifest = read_json(directory / "manifest.json")
+    if manifest.get("format") != FORMAT:
+        raise StoreError(f"{directory} has format {manifest.get('format')}; this release reads {FORMAT}")
+    for name, expected in manifest["files"].items():
+        path = directory / name
+        if not path.is_file() or sha256_file(path) != expected["sha256"]:
+            raise StoreError(
+                f"{path} is damaged or missing; move {directory} away and run the same command again: "
+                "it goes on from the checkpoint before"
+            )
+    return read_json(directory / "state.json")
+
+
+def prune(run: str | Path, *, keep: int, needed: Iterable[int] = ()) -> list[int]:
+    """Remove all but the `keep` newest checkpoints and the `needed` ones; say which went."""
+    kept = {*versions(run)[-keep:], *needed}
+    gone = [version for version in versions(run) if version not in kept]
+    for version in gone:
+        directory = checkpoint_directory(run, version)
+        # Renamed first: a crash within the removal must not leave half a checkpoint under its name.
+        doomed = temporary_name(directory)
+        directory.rename(doomed)
+        shutil.rmtree(doomed)
+    return gone

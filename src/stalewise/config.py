@@ -1,0 +1,292 @@
+"""One model of a run. TOML in, resolved JSON beside the run out; an unknown key is an error with the nearest name.
+
+Every field is a sentence. Contradictions are found here, before anything is loaded. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from stalewise.errors import ConfigError, nearest
+from stalewise.files import write_json_atomic
+from stalewise.staleness.schedule import Schedule, pipelined, staged, synchronous
+
+FORMAT = "stalewise.run/1"
+
+
+class Section(BaseModel):
+    """A table of the TOML file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelSection(Section):
+    """Which policy to train."""
+
+    path: str = Field(
+        default="auto", description="Hugging Face directory, hub name, or embedded policy; auto: the task's own."
+    )
+    precision: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="Forward and backward passes; weights stay float32. auto: bfloat16 on GPUs that have it.",
+    )
+    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
+
+
+class TaskSection(Section):
+    """What to train it on."""
+
+    name: str = Field(
+        default="arithmetic", description="arithmetic, arithmetic-steps, arithmetic-chat, jsonl, hf or gym."
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of that task; docs/tasks.md lists them.")
+
+
+class ScheduleSection(Section):
+    """When rollouts are made."""
+
+    kind: Literal["staged", "synchronous", "pipelined"] = Field(
+        default="staged",
+        description="A few large stages; a fresh batch every few updates; or generation ahead of learning.",
+    )
+    updates: int = Field(default=128, ge=1, description="Optimizer updates of the whole run.")
+    stages: int | None = Field(default=None, ge=1, description="Stages of a staged run; 4 unless said.")
+    updates_per_generation: int | None = Field(
+        default=None,
+        ge=1,
+        description="Updates on one generation batch (µ) of a synchronous or pipelined run; 4 unless said.",
+    )
+    lag: int | None = Field(
+        default=None, ge=1, description="Generation batches that a pipelined run is behind; 1 unless said."
+    )
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> Self:
+        allowed = {
+            "staged": {"stages"},
+            "synchronous": {"updates_per_generation"},
+            "pipelined": {"updates_per_generation", "lag"},
+        }[self.kind]
+        for name in ("stages", "updates_per_generation", "lag"):
+            if name not in allowed and getattr(self, name) is not None:
+                raise ValueError(f"{name} has no meaning in a {self.kind} schedule: remove it or change kind")
+        if self.stages is not None and self.stages > self.updates:
+            raise ValueError(f"stages is {self.stages} but there are only {self.updates} updates")
+        return self
+
+    def schedule(self) -> Schedule:
+        """The pure schedule that these settings mean."""
+        if self.kind == "staged":
+            return staged(self.updates, self.stages if self.stages is not None else min(4, self.updates))
+        per_generation = self.updates_per_generation or 4
+        if self.kind == "synchronous":
+            return synchronous(self.updates, per_generation)
+        return pipelined(self.updates, per_generation, self.lag or 1)
+
+
+class BatchSection(Section):
+    """How many rollouts one update learns from."""
+
+    prompts: int = Field(default=32, ge=1, description="Prompts per update.")
+    group_size: int = Field(default=8, ge=2, description="Rollouts per prompt.")
+
+
+class SamplerSection(Section):
+    """How rollouts are sampled."""
+
+    engine: Literal["hf"] = Field(default="hf", description="Which engine samples.")
+    temperature: float = Field(default=1.0, gt=0, description="Temperature of sampling; the learner's policy has 1.")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this probability."
+    )
+    top_k: int = Field(default=0, ge=0, description="Sample from this many most probable tokens; 0: from all.")
+    max_new_tokens: int = Field(default=64, ge=1, description="A response is cut (truncated) at this many tokens.")
+    rollouts_per_shard: int = Field(
+        default=2048, ge=1, description="Rollouts that are decoded together and committed at once."
+    )
+
+
+class ObjectiveSection(Section):
+    """What an update minimises."""
+
+    name: str = Field(default="mu_grpo", description="A name of docs/objectives.md.")
+    params: dict[str, Any] = Field(default_factory=dict, description="Its parameters; defaults where none is given.")
+    advantage: Literal["auto", "group", "mean", "leave_one_out"] = Field(
+        default="auto", description="Baseline and scale of advantages; auto: as the objective prescribes."
+    )
+    truncated: Literal["keep", "zero", "mask"] = Field(
+        default="keep", description="What becomes of truncated responses."
+    )
+    proximal_every: int = Field(
+        default=8, ge=1, description="Updates between snapshots of the proximal policy, for objectives that have one."
+    )
+
+
+class OptimizerSection(Section):
+    """How an update is taken."""
+
+    learning_rate: float = Field(default=1e-4, gt=0, description="Peak learning rate of AdamW.")
+    schedule: Literal["constant", "cosine", "linear"] = Field(default="constant", description="After warm-up.")
+    warmup_updates: int = Field(default=0, ge=0, description="Updates of linear warm-up.")
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW's averages.", strict=False)
+    epsilon: float = Field(default=1e-8, gt=0, description="AdamW's ε.")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decay.")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients with a larger norm are scaled down to it.")
+    step_control: Literal["none", "vcpo"] = Field(
+        default="none", description="vcpo: scale each step by the root of the effective sample size of its responses."
+    )
+
+
+class LearnerSection(Section):
+    """How the machine is used for learning."""
+
+    tokens_per_micro_batch: int = Field(
+        default=16384, ge=1, description="Padded tokens that pass through the model at once."
+    )
+    gradient_checkpointing: bool = Field(default=False, description="Recompute activations instead of keeping them.")
+
+
+class CheckpointSection(Section):
+    """What is kept of the policy."""
+
+    every: int = Field(default=32, ge=1, description="Updates between checkpoints; every stage also ends with one.")
+    keep: int = Field(default=2, ge=1, description="Newest checkpoints to keep; the final one is always among them.")
+
+
+class EvaluationSection(Section):
+    """How held-out accuracy is measured."""
+
+    every: int = Field(
+        default=0, ge=0, description="Updates between evaluations; 0: only before the first and after the last."
+    )
+    prompts: int = Field(default=128, ge=1, description="Held-out prompts.")
+    samples: int = Field(default=4, ge=1, description="Sampled responses per prompt, at temperature 1.")
+
+
+class RunConfig(Section):
+    """Everything that determines a run."""
+
+    name: str = Field(
+        default="run", description="Directory of the run under `runs`.", min_length=1, pattern=r"^[\w.\-]+$"
+    )
+    runs: str = Field(default="runs", description="Where run directories lie.")
+    seed: int = Field(default=0, ge=0, description="Prompts, sampling and order of batches follow from it.")
+    trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(
+        default_factory=list, description="Where metrics also go, through accelerate."
+    )
+    model: ModelSection = Field(default_factory=ModelSection)
+    task: TaskSection = Field(default_factory=TaskSection)
+    schedule: ScheduleSection = Field(default_factory=ScheduleSection)
+    batch: BatchSection = Field(default_factory=BatchSection)
+    sampler: SamplerSection = Field(default_factory=SamplerSection)
+    objective: ObjectiveSection = Field(default_factory=ObjectiveSection)
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    learner: LearnerSection = Field(default_factory=LearnerSection)
+    checkpoints: CheckpointSection = Field(default_factory=CheckpointSection)
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> Self:
+        if self.optimizer.warmup_updates > self.schedule.updates:
+            raise ValueError(
+                f"optimizer.warmup_updates is {self.optimizer.warmup_updates}, "
+                f"more than the {self.schedule.updates} updates of the run"
+            )
+        if self.sampler.rollouts_per_shard % self.batch.group_size:
+            raise ValueError(
+                f"sampler.rollouts_per_shard is {self.sampler.rollouts_per_shard}, no multiple of "
+                f"batch.group_size {self.batch.group_size}: a group must not be split over two shards"
+            )
+        return self
+
+    @property
+    def directory(self) -> Path:
+        """Where the run lives."""
+        return Path(self.runs) / self.name
+
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for a run to go on: everything but where it lies and who watches it."""
+        record = self.model_dump(mode="json")
+        for name in ("name", "runs", "trackers"):
+            del record[name]
+        return record
+
+
+def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """Read a TOML file; `overrides` are dotted keys with TOML values, as `--set optimizer.learning_rate=1e-5` gives."""
+    try:
+        record = tomllib.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; `stalewise init {path}` writes a commented one") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    for key, value in (overrides or {}).items():
+        _set(record, key, value)
+    return make_config(record, source=str(path))
+
+
+def make_config(record: Mapping[str, Any], *, source: str = "config") -> RunConfig:
+    """Check a nested mapping; every problem is a ConfigError that names key, value and what to do."""
+    try:
+        return RunConfig.model_validate(dict(record))
+    except ValidationError as error:
+        problems = [_explain(problem) for problem in error.errors()]
+        raise ConfigError(f"{source}: " + "; ".join(problems)) from None
+
+
+def write_resolved(config: RunConfig, path: str | Path) -> None:
+    """Write the config with every default filled in. JSON, since TOML has no null."""
+    write_json_atomic(path, {"format": FORMAT, **config.model_dump(mode="json")})
+
+
+def parse_override(text: str) -> tuple[str, Any]:
+    """Split `key=value`; the value is TOML, or a bare string.
+
+    >>> parse_override("optimizer.learning_rate=1e-5")
+    ('optimizer.learning_rate', 1e-05)
+    >>> parse_override("objective.name=p3o")
+    ('objective.name', 'p3o')
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {text}: expected key=value, as in optimizer.learning_rate=1e-5")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+
+
+def _set(record: dict[str, Any], key: str, value: Any) -> None:
+    *sections, last = key.split(".")
+    for section in sections:
+        record = record.setdefault(section, {})
+        if not isinstance(record, dict):
+            raise ConfigError(f"{key}: {section} is a value, not a table")
+    record[last] = value
+
+
+def _explain(problem: Any) -> str:
+    place = ".".join(str(part) for part in problem["loc"]) or "the whole"
+    if problem["type"] == "extra_forbidden":
+        *sections, key = problem["loc"]
+        return f"{place} is no setting; {nearest(str(key), _fields_of(sections))}"
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "value_error":
+        return f"{place}: {message}" if problem["loc"] else message
+    return f"{place} is {problem['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def _fields_of(sections: list[str]) -> list[str]:
+    model: type[BaseModel] = RunConfig
+    for section in sections:
+        annotation = model.model_fields[str(section)].annotation
+        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        model = annotation
+    return list(model.model_fields)

@@ -1,0 +1,1 @@
+"""From a checkpoint and a task to rollouts in the store. Never imports the learner."""

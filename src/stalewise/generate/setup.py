@@ -1,0 +1,73 @@
+"""From a config to what generation needs, and what to say of a batch that can teach nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from stalewise.config import RunConfig
+from stalewise.generate.hf import HFSampler
+from stalewise.generate.loop import BatchPlan
+from stalewise.models import pick_device, pick_precision
+from stalewise.store import Batch
+from stalewise.types import SamplerSettings
+
+
+def batch_plan(config: RunConfig, generation_batch: int) -> BatchPlan:
+    """Which rollouts a generation batch of this config holds."""
+    schedule = config.schedule.schedule()
+    updates = schedule.updates_of(generation_batch)
+    return BatchPlan(
+        generation_batch=generation_batch,
+        version=schedule.version_of(generation_batch),
+        first_prompt=updates.start * config.batch.prompts,
+        prompts=len(updates) * config.batch.prompts,
+        group_size=config.batch.group_size,
+        prompts_per_shard=config.sampler.rollouts_per_shard // config.batch.group_size,
+        seed=config.seed,
+    )
+
+
+def make_sampler(
+    config: RunConfig,
+    *,
+    sampling: SamplerSettings | None = None,
+    on_tokens: Callable[[int], object] = lambda count: None,
+) -> HFSampler:
+    """The sampler of this config; `sampling` overrides its temperature and truncation (evaluation has its own)."""
+    device = pick_device(config.model.device)
+    precision = pick_precision(config.model.precision, device)
+    settings = sampling or SamplerSettings(
+        name=config.sampler.engine,
+        precision=str(precision).removeprefix("torch."),
+        temperature=config.sampler.temperature,
+        top_p=config.sampler.top_p,
+        top_k=config.sampler.top_k,
+    )
+    return HFSampler(
+        settings,
+        max_new_tokens=config.sampler.max_new_tokens,
+        device=device,
+        dtype=precision,
+        on_tokens=on_tokens,
+    )
+
+
+def batch_problem(batch: Batch) -> str:
+    """Why nothing can be learned from a generation batch, or an empty string."""
+    manifest = batch.manifest
+    if manifest.verifier_errors == manifest.rows:
+        kinds = ", ".join(f"{kind} ({count})" for kind, count in manifest.extra["verifier_error_kinds"].items())
+        return f"the verifier failed on all {manifest.rows} responses: {kinds or 'see reward_error in the shards'}"
+    if manifest.truncated == manifest.rows:
+        return f"all {manifest.rows} responses are truncated (fraction 1.0): raise sampler.max_new_tokens"
+    group, reward = batch.column("group"), batch.column("reward")
+    known = ~np.isnan(reward)
+    distinct, group = np.unique(group[known], return_inverse=True)
+    largest, smallest = np.full(len(distinct), -np.inf), np.full(len(distinct), np.inf)
+    np.maximum.at(largest, group, reward[known])
+    np.minimum.at(smallest, group, reward[known])
+    if (largest == smallest).all():
+        return f"none of {len(distinct)} groups has variance; the mean reward is {manifest.reward_mean:.3f}"
+    return ""

@@ -1,0 +1,1 @@
+"""From rollouts in the store to the next policy. Never imports the sampler."""

@@ -1,0 +1,53 @@
+"""AdamW, its learning rate as a function of the update, and its state as plain tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def learning_rate(
+    update: int,
+    *,
+    peak: float,
+    updates: int,
+    warmup_updates: int = 0,
+    schedule: Literal["constant", "cosine", "linear"] = "constant",
+) -> float:
+    """Learning rate of the update with this index: linear warm-up, then constant or down to 0 at the end of the run.
+
+    >>> [round(learning_rate(u, peak=1.0, updates=8, warmup_updates=4, schedule="linear"), 3) for u in range(8)]
+    [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if update < warmup_updates:
+        return peak * (update + 1) / warmup_updates
+    if schedule == "constant":
+        return peak
+    done = (update - warmup_updates) / (updates - warmup_updates)
+    return peak * (0.5 * (1 + math.cos(math.pi * done)) if schedule == "cosine" else 1 - done)
+
+
+def moments_by_name(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+    """The optimizer's state as tensors by name, ready for safetensors."""
+    return {
+        f"{moment}.{names[parameter]}": state[moment].contiguous()
+        for parameter, state in optimizer.state.items()
+        for moment in _MOMENTS
+    }
+
+
+def restore_moments(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tensors: Mapping[str, Tensor], steps: int
+) -> None:
+    """The inverse of `moments_by_name`; `steps` is how many steps the optimizer had taken."""
+    for parameter, name in names.items():
+        state: dict[str, Any] = {"step": torch.tensor(float(steps), device=parameter.device)}
+        for moment in _MOMENTS:
+            state[moment] = tensors[f"{moment}.{name}"].to(parameter.device)
+        optimizer.state[parameter] = state

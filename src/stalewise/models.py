@@ -1,0 +1,145 @@
+"""Loading policies and tokenizers: any causal language model that transformers loads, from a directory or a name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from stalewise.errors import ModelError, nearest
+from stalewise.types import Prompt
+
+EMBEDDED = Path(__file__).parent / "policies"
+
+# Progress bars of transformers' loading would tear ours apart.
+transformers_logging.disable_progress_bar()
+
+
+def embedded_policies() -> list[str]:
+    """Names of the policies that come with the package."""
+    return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
+
+
+def resolve_model(path: str, task: str = "") -> str:
+    """Turn the config's `model.path` into what transformers loads; `auto` is the embedded policy of the task."""
+    if path == "auto":
+        if task not in embedded_policies():
+            raise ModelError(f'task {task} has no embedded policy: say model.path = "a directory or a hub name"')
+        return str(EMBEDDED / task)
+    if path in embedded_policies():
+        return str(EMBEDDED / path)
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        if not (directory / "config.json").is_file():
+            raise ModelError(f"{directory} has no config.json: it is no Hugging Face model directory, or half copied")
+        return str(directory)
+    if looks_local:
+        raise ModelError(f"{path} is no directory; embedded policies: {nearest(path, embedded_policies())}")
+    return path  # owner/name on a hub
+
+
+def pick_device(device: str) -> torch.device:
+    """`auto` is the first GPU where there is one."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        picked = torch.device(device)
+    except RuntimeError as error:
+        raise ModelError(f'model.device is {device!r}: expected "auto", "cpu", "cuda" or "cuda:N"') from error
+    if picked.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f'model.device is {device!r} but there is no GPU here: say "auto" or "cpu"')
+    return picked
+
+
+def pick_precision(precision: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on GPUs that have it, else float32 (bfloat16 on a CPU is slower by orders of magnitude)."""
+    if precision == "auto":
+        fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if fast else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[precision]
+
+
+def load_model(path: str, *, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+    """A causal language model with weights in `dtype`, in evaluation mode: dropout is off in both rooms."""
+    _check_weights(path)
+    try:
+        config = AutoConfig.from_pretrained(path)
+        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(f"{path} does not load as a causal language model: {first_line}") from error
+    model.to(device)  # pyright: ignore[reportArgumentType]  # the stubs take `to` for a method of the class
+    return model.eval()
+
+
+def _check_weights(path: str) -> None:
+    directory = Path(path)
+    if not directory.is_dir():
+        return
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        shards = set(json.loads(index.read_text())["weight_map"].values())
+        missing = sorted(shard for shard in shards if not (directory / shard).is_file())
+        if missing:
+            raise ModelError(f"{directory} is half copied: {', '.join(missing)} missing")
+    elif not list(directory.glob("*.safetensors")):
+        raise ModelError(f"{directory} has no *.safetensors: it is half copied, or its weights are in another format")
+
+
+def load_tokenizer(path: str) -> Any:
+    """A tokenizer with an end-of-sequence and a padding token; one without padding pads with end-of-sequence.
+
+    Padding is masked everywhere, so which token pads changes nothing.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{path} has no tokenizer that transformers can load: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"the tokenizer of {path} has no end-of-sequence token: responses could never end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def stop_token_ids(model_config: Any, generation_config: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Every token that ends a response: the tokenizer's, and those that the model's own configs name."""
+    found = {tokenizer.eos_token_id}
+    for config in (model_config, generation_config):
+        eos = getattr(config, "eos_token_id", None)
+        found.update(eos if isinstance(eos, list | tuple) else [eos] if eos is not None else [])
+    return tuple(sorted(found))
+
+
+def encode_prompts(prompts: list[Prompt], tokenizer: Any) -> list[list[int]]:
+    """Token ids of each prompt; those marked as chat go through the chat template, with the turn opened for a reply."""
+    chat = [prompt.metadata.get("format") == "chat" for prompt in prompts]
+    if any(chat) and not tokenizer.chat_template:
+        raise ModelError("the task asks for a chat template and the tokenizer has none: choose an instruct model")
+    texts = [
+        tokenizer.apply_chat_template(_messages(prompt), tokenize=False, add_generation_prompt=True)
+        if is_chat
+        else prompt.text
+        for prompt, is_chat in zip(prompts, chat, strict=True)
+    ]
+    # A chat template writes its own special tokens; a second beginning-of-sequence would be off the training data.
+    encoded: list[list[int]] = tokenizer(texts, add_special_tokens=not any(chat))["input_ids"]
+    empty = [prompt.prompt_id for prompt, ids in zip(prompts, encoded, strict=True) if not ids]
+    if empty:
+        raise ModelError(f"prompt {empty[0]} has no tokens: the first token of its response would have no context")
+    return encoded
+
+
+def _messages(prompt: Prompt) -> list[dict[str, str]]:
+    system = [{"role": "system", "content": prompt.metadata["system"]}] if "system" in prompt.metadata else []
+    return [*system, {"role": "user", "content": prompt.text}]
+
+
+def context_length(model_config: Any) -> int | None:
+    """Positions that the model has, or None where its config does not say."""
+    return getattr(model_config, "max_position_embeddings", None)

@@ -1,0 +1,251 @@
+"""The conductor: looks at the run directory and does what is next. It keeps no state of its own.
+
+What is next follows from the newest checkpoint v: evaluate it if that is due; make the generation batches whose policy
+exists by now; learn up to the next place where a checkpoint is due. Each of the three commits what it did, so after
+`kill -9` the same command goes on, and on a CPU ends in the same weights to the bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stalewise.checkpoints import checkpoint_directory, prune, read_state, versions, write_checkpoint
+from stalewise.config import RunConfig, write_resolved
+from stalewise.errors import TaskError
+from stalewise.evaluate import describe_evaluation, evaluate_checkpoint
+from stalewise.files import RunLock, append_line, read_jsonl, remove_temporaries, truncate_jsonl, write_json_atomic
+from stalewise.generate.loop import generate_batch
+from stalewise.generate.setup import batch_plan, batch_problem, make_sampler
+from stalewise.learn.learner import Learner
+from stalewise.models import load_model, load_tokenizer, pick_device, resolve_model
+from stalewise.objectives import get_objective
+from stalewise.rundirectory import RunResult, check_identity, environment, read_result
+from stalewise.store import (
+    Batch,
+    BatchManifest,
+    LedgerEntry,
+    append_entry,
+    batch_directory,
+    batches,
+    is_committed,
+    ledger_path,
+    open_batch,
+    rows_of,
+    to_ranges,
+    truncate_ledger,
+)
+from stalewise.tasks import make_task
+from stalewise.types import SamplerSettings
+from stalewise.watch import Silence, Watcher
+
+
+def run(config: RunConfig, watcher: Watcher | None = None) -> RunResult:
+    """Train as the config says, from wherever its run directory stands."""
+    get_objective(config.objective.name).settings(config.objective.params)  # before anything is loaded
+    with RunLock(config.directory):
+        conductor = Conductor(config, watcher or Silence())
+        try:
+            conductor.prepare()
+            while conductor.act():
+                pass
+            return conductor.result()
+        finally:
+            conductor.close()
+
+
+class Conductor:
+    """One sitting at a run directory. `act` does the next thing and says whether there was one."""
+
+    def __init__(self, config: RunConfig, watcher: Watcher) -> None:
+        self.config = config
+        self.watcher = watcher
+        self.directory = config.directory
+        self.schedule = config.schedule.schedule()
+        self.task = make_task(config.task.name, seed=config.seed, **config.task.options)
+        self.sampler = make_sampler(config, on_tokens=lambda count: None)
+        self.learner: Learner | None = None
+
+    def close(self) -> None:
+        """End the processes that the task's verifier owns."""
+        self.task.verifier.close()
+
+    # ------------------------------------------------------------ what is there
+
+    def prepare(self) -> None:
+        """Check that the directory belongs to this config, and put version 0 into it."""
+        remove_temporaries(self.directory)
+        check_identity(self.config)
+        write_resolved(self.config, self.directory / "config.resolved.json")
+        write_json_atomic(self.directory / "environment.json", self._environment())
+        if not versions(self.directory):
+            with self._timed("switch", reason="first checkpoint"):
+                self._write_first_checkpoint()
+
+    def _environment(self) -> dict[str, Any]:
+        device = pick_device(self.config.model.device)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        return environment(name, torch.get_num_threads())
+
+    def _write_first_checkpoint(self) -> None:
+        source = resolve_model(self.config.model.path, self.config.task.name)
+        model = load_model(source, device=torch.device("cpu"))
+        tokenizer = load_tokenizer(source)
+
+        def save(directory: Path) -> None:
+            model.save_pretrained(directory)
+            tokenizer.save_pretrained(directory)
+
+        state = {"steps": 0, "drift": 0.0, "source": self.config.model.path}
+        write_checkpoint(self.directory, 0, save=save, state=state)
+
+    def act(self) -> bool:
+        """Do the next thing. False: the run is complete."""
+        version = versions(self.directory)[-1]
+        if self._evaluation_is_due(version):
+            self._evaluate(version)
+        elif version == self.schedule.updates:
+            return False
+        elif (missing := self._missing_batch(version)) is not None:
+            self._generate(missing)
+        else:
+            self._learn(version, self._next_stop(version))
+        return True
+
+    def _evaluation_is_due(self, version: int) -> bool:
+        every = self.config.evaluation.every
+        due = version in (0, self.schedule.updates) or (every > 0 and version % every == 0)
+        done = {record["version"] for record in read_jsonl(self.directory / "eval.jsonl")}
+        return due and version not in done
+
+    def _missing_batch(self, version: int) -> int | None:
+        """The first generation batch that is not there though the policy that makes it is."""
+        current = self.schedule.at(version).generation_batch
+        last = min(current + self.schedule.lag, self.schedule.generation_batches - 1)
+        for generation_batch in range(current, last + 1):
+            if not is_committed(self._batch_directory(generation_batch)):
+                return generation_batch
+        return None
+
+    def _next_stop(self, version: int) -> int:
+        """Where the next checkpoint is due: the end of the stage, a multiple of `every`, or an evaluation."""
+        stops = [self.schedule.updates_of(self.schedule.at(version).generation_batch).stop]
+        for every in (self.config.checkpoints.every, self.config.evaluation.every):
+            if every:
+                stops.append((version // every + 1) * every)
+        return min(stops)
+
+    def _batch_directory(self, generation_batch: int) -> Path:
+        version = self.schedule.version_of(generation_batch)
+        return batch_directory(self.directory / "rollouts", version=version, generation_batch=generation_batch)
+
+    # ------------------------------------------------------------ the three things
+
+    def _evaluate(self, version: int) -> None:
+        settings = self.config.evaluation
+        self.watcher.begin("evaluate", settings.prompts * settings.samples)
+        result = evaluate_checkpoint(
+            checkpoint_directory(self.directory, version),
+            version=version,
+            task=self.task,
+            sampler=make_sampler(self.config, sampling=SamplerSettings()),
+            prompts=settings.prompts,
+            samples=settings.samples,
+            rows_at_once=self.config.sampler.rollouts_per_shard,
+        )
+        append_line(self.directory / "eval.jsonl", result.record())
+        self._journal("evaluate", result.seconds, version=version)
+        self.watcher.advance(result.prompts * result.samples)
+        self.watcher.say(describe_evaluation(result))
+
+    def _generate(self, generation_batch: int) -> None:
+        plan = batch_plan(self.config, generation_batch)
+        self.watcher.begin("generate", plan.prompts * plan.group_size)
+        with self._timed("generate", generation_batch=generation_batch, version=plan.version) as notes:
+            manifest = generate_batch(
+                plan,
+                checkpoint=checkpoint_directory(self.directory, plan.version),
+                rollouts=self.directory / "rollouts",
+                task=self.task,
+                sampler=self.sampler,
+                on_shard=self.watcher.advance,
+            )
+            notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens}
+        self._check_batch(manifest)
+
+    def _check_batch(self, manifest: BatchManifest) -> None:
+        """Say it where rollouts can teach nothing; stop where that is so from the start."""
+        problem = batch_problem(open_batch(self._batch_directory(manifest.generation_batch), verify=False))
+        if problem and manifest.version == 0:
+            raise TaskError(f"nothing can be learned from {self.task.name}: {problem}; the rollouts are kept")
+        if problem:
+            self.watcher.say(f"generation batch {manifest.generation_batch}: {problem}")
+
+    def _learn(self, version: int, stop: int) -> None:
+        with self._timed("switch", reason="learner"):
+            learner = self._learner_at(version)
+            batch = open_batch(self._batch_directory(self.schedule.at(version).generation_batch))
+        self.watcher.begin("learn", stop - version)
+        start = time.perf_counter()
+        for update in range(version, stop):
+            self._update(learner, batch, update)
+        self._journal("learn", time.perf_counter() - start, first=version, stop=stop)
+        with self._timed("switch", reason="checkpoint"):
+            write_checkpoint(self.directory, stop, save=learner.save, state=learner.state())
+            needed = {self.schedule.version_of(g) for g in self._batches_to_come(stop)}
+            prune(self.directory, keep=self.config.checkpoints.keep, needed=needed)
+
+    def _batches_to_come(self, version: int) -> Iterator[int]:
+        first = -(-version // self.schedule.updates_per_generation)
+        last = min(first + self.schedule.lag, self.schedule.generation_batches - 1)
+        return (g for g in range(first, last + 1) if self.schedule.version_of(g) <= version)
+
+    def _learner_at(self, version: int) -> Learner:
+        """The learner at this version: the one at hand, or one made from the checkpoint."""
+        truncate_jsonl(self.directory / "metrics.jsonl", lambda record: record["update"] < version)
+        truncate_ledger(ledger_path(self.directory), before=version)
+        if self.learner is None or self.learner.version != version:
+            checkpoint = checkpoint_directory(self.directory, version)
+            state = read_state(checkpoint)
+            self.learner = Learner(self.config, checkpoint)
+            self.learner.restore(checkpoint, state)
+        return self.learner
+
+    def _update(self, learner: Learner, batch: Batch, update: int) -> None:
+        start = time.perf_counter()
+        step = self.schedule.at(update)
+        groups = batch.column("group")
+        dealt = batches(groups, self.config.batch.prompts, seed=self.config.seed + step.generation_batch)
+        chosen = dealt[update - self.schedule.updates_of(step.generation_batch).start]
+        rollout_ids = batch.column("rollout_id")[rows_of(groups, chosen)]
+        metrics = learner.update(batch.take(rollout_ids))
+        seconds = time.perf_counter() - start
+        record = {"update": update, "generation_batch": step.generation_batch, **metrics, "seconds": seconds}
+        entry = LedgerEntry(update, step.generation_batch, step.version, step.age, to_ranges(rollout_ids))
+        append_entry(ledger_path(self.directory), entry)
+        append_line(self.directory / "metrics.jsonl", record)
+        self.watcher.metrics(update, record)
+        self.watcher.advance(1, f"reward {record['reward']:.3f}  ESS {record.get('ess', float('nan')):.3f}")
+
+    # ------------------------------------------------------------ what is written down
+
+    def _journal(self, event: str, seconds: float, **notes: Any) -> None:
+        append_line(
+            self.directory / "journal.jsonl", {"time": time.time(), "event": event, "seconds": seconds, **notes}
+        )
+
+    @contextlib.contextmanager
+    def _timed(self, event: str, **notes: Any) -> Iterator[dict[str, Any]]:
+        more: dict[str, Any] = {}
+        start = time.perf_counter()
+        yield more
+        self._journal(event, time.perf_counter() - start, **notes, **more)
+
+    def result(self) -> RunResult:
+        """What the directory holds now that the run is complete."""
+        return read_result(self.directory, self.schedule.updates)

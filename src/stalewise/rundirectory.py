@@ -1,0 +1,73 @@
+"""What lies in a run directory besides rollouts and checkpoints: who it belongs to, and what came of it."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from stalewise.config import FORMAT, RunConfig
+from stalewise.errors import StoreError
+from stalewise.files import read_json, read_jsonl
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a finished run came to."""
+
+    directory: Path
+    updates: int
+    evaluations: list[dict[str, Any]]  # records of eval.jsonl, oldest first
+    seconds: dict[str, float]  # generate, learn, switch, evaluate: over all sittings
+
+    @property
+    def accuracy(self) -> float:
+        """Held-out accuracy of the final policy."""
+        return self.evaluations[-1]["accuracy"]["value"]
+
+
+def read_result(directory: Path, updates: int) -> RunResult:
+    """Sum up a run directory."""
+    seconds: dict[str, float] = {"generate": 0.0, "learn": 0.0, "switch": 0.0, "evaluate": 0.0}
+    for record in read_jsonl(directory / "journal.jsonl"):
+        seconds[record["event"]] = seconds.get(record["event"], 0.0) + record["seconds"]
+    return RunResult(directory, updates, read_jsonl(directory / "eval.jsonl"), seconds)
+
+
+def check_identity(config: RunConfig) -> None:
+    """Refuse a run directory that was made by another config or another version of the format."""
+    path = config.directory / "config.resolved.json"
+    if not path.exists():
+        return
+    found = read_json(path)
+    if found.get("format") != FORMAT:
+        raise StoreError(f"{path} has format {found.get('format')}; this release reads {FORMAT}: choose another name")
+    old, new = _flat(found), _flat(config.identity())
+    differences = [f"{key} was {old.get(key)!r} and is {new[key]!r}" for key in new if old.get(key) != new[key]]
+    if differences:
+        raise StoreError(
+            f"{config.directory} belongs to another config ({'; '.join(differences[:3])}): choose another name, "
+            "or delete the directory to start anew"
+        )
+
+
+def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in record.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+def environment(device: str, threads: int) -> dict[str, Any]:
+    """What the numbers of a run may depend on besides its config."""
+    packages = ("stalewise", "torch", "transformers", "numpy", "pyarrow")
+    return {
+        "python": platform.python_version(),
+        **{package: version(package) for package in packages},
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "device": device,
+        "threads": threads,
+    }
