@@ -1,0 +1,205 @@
+"""The documents agree with the code, their links lead somewhere and their examples run."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+import re
+import subprocess
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from batches import random_batch
+from stalewise.diagnostics import age_statistics, drift_statistics
+from stalewise.objectives import OBJECTIVES, evaluate
+from stalewise.staleness.step_control import vcpo_factor
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGE_IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+def repository_files() -> list[Path]:
+    """Tracked files; outside of a checkout (in a source archive) there is nothing to ask."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+def sections(text: str) -> dict[str, str]:
+    """Text under each heading of the second level."""
+    parts = re.split(r"^## (.+)$", text, flags=re.MULTILINE)
+    return {name.strip("` "): body for name, body in zip(parts[1::2], parts[2::2], strict=True)}
+
+
+def first_two_cells(text: str) -> dict[str, str]:
+    """Rows of tables whose first cell is a name in backticks: that name and the second cell."""
+    return dict(re.findall(r"^\| `(\w+)` \| ((?:\\\||[^|])*?) \|", text, flags=re.MULTILINE))
+
+
+def parameter_rows(section: str) -> dict[str, str]:
+    tables = re.findall(r"^\| parameter \| default \|.*\n(?:\|.*\n)+", section, flags=re.MULTILINE)
+    return {name: default for table in tables for name, default in first_two_cells(table).items()}
+
+
+def disagreements(name: str, section: str) -> list[str]:
+    """How the section's table of parameters differs from the registry."""
+    known = OBJECTIVES[name].parameters()
+    documented = parameter_rows(section)
+    problems = [f"{name}.{parameter} is not a parameter" for parameter in documented.keys() - known.keys()]
+    for parameter, (kind, default) in known.items():
+        if parameter not in documented:
+            problems.append(f"{name}.{parameter} is not documented")
+        elif _value(documented[parameter]) != default:
+            problems.append(f"{name}.{parameter} is documented as {documented[parameter]}; its default is {default}")
+        choices = [c for c in get_args(kind) if isinstance(c, str)]
+        problems += [f"{name}.{parameter} = {c} is not documented" for c in choices if f"`{c}`" not in section]
+    return problems
+
+
+def _value(cell: str) -> Any:
+    cell = cell.strip("`")
+    return float(cell) if re.fullmatch(r"[-+.\deE]*\d[-+.\deE]*", cell) else cell
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub makes of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> list[str]:
+    return [slug(heading) for heading in re.findall(r"^#+ (.+)$", without_code(page.read_text()), re.MULTILINE)]
+
+
+def broken_links(page: Path) -> list[str]:
+    links = re.findall(r"\[[^\]]*\]\(([^)\s]+)\)", without_code(page.read_text()))
+    broken: list[str] = []
+    for link in links:
+        path, _, anchor = link.partition("#")
+        if re.match(r"[a-z]+:", link):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    return broken
+
+
+def doctest_failures(text: str, name: str) -> tuple[int, int]:
+    """(failed, attempted) of the python blocks with prompts, in one namespace."""
+    blocks = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    examples = doctest.DocTestParser().get_doctest("\n".join(b for b in blocks if ">>> " in b), {}, name, name, 0)
+    result = doctest.DocTestRunner(verbose=False).run(examples)
+    return result.failed, result.attempted
+
+
+OBJECTIVE_SECTIONS = sections((ROOT / "docs/objectives.md").read_text())
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_has_a_section_with_its_parameters(name: str) -> None:
+    assert name in OBJECTIVE_SECTIONS
+    section = OBJECTIVE_SECTIONS[name]
+    assert disagreements(name, section) == []
+    assert ("\nNo parameters." in section) == (not OBJECTIVES[name].parameters())
+    assert ("Needs `proximal_logp`" in section) == OBJECTIVES[name].needs_proximal
+    for part in ("**Source.**", "**On fresh data", "**Statistics.**", "**Conventions.**"):
+        assert part in section, part
+
+
+def test_no_section_describes_an_objective_that_is_not_there() -> None:
+    described = {name for name, body in OBJECTIVE_SECTIONS.items() if "**Source.**" in body}
+    assert described == {*OBJECTIVES, "vcpo"}
+
+
+def test_the_step_control_has_no_parameters() -> None:
+    assert list(inspect.signature(vcpo_factor).parameters) == ["sequence_weights"]
+    assert "\nNo parameters." in OBJECTIVE_SECTIONS["vcpo"]
+
+
+def test_every_metric_is_documented_and_no_other() -> None:
+    batch: dict[str, Any] = {**random_batch()}
+    reported = {
+        *evaluate("grpo", **batch).stats,
+        *drift_statistics(update_norm=1.0, learning_rate=1.0, drift_before=0.0),
+        *age_statistics(update=1, versions=torch.tensor([0])),
+    }
+    assert set(first_two_cells((ROOT / "docs/metrics.md").read_text())) == reported
+
+
+def test_files_speak_of_the_project_only() -> None:
+    # Written apart, so that this file does not find itself.
+    elsewhere = ["/" + "work/", "/" + "root/", ".." + "/shared"]
+    found: list[str] = []
+    for path in repository_files():
+        content = path.read_bytes()
+        if b"\0" in content:
+            continue
+        for number, line in enumerate(content.decode(errors="replace").splitlines(), start=1):
+            found += [f"{path.relative_to(ROOT)}:{number} {place}" for place in elsewhere if place in line]
+    assert found == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
+def test_examples_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failed, _ = doctest_failures(page.read_text(), page.name)
+    assert failed == 0, capsys.readouterr().out
+
+
+def test_the_worked_examples_are_among_them(capsys: pytest.CaptureFixture[str]) -> None:
+    for section in ("m2po", "p3o", "vcpo"):
+        assert ">>> " in OBJECTIVE_SECTIONS[section]
+    assert doctest_failures("```python\n>>> 1 + 1\n3\n\n```\n", "wrong") == (1, 1)
+    assert "Expected" in capsys.readouterr().out
+
+
+# The comparison itself must be able to fail.
+TABLE = "| parameter | default | meaning |\n|---|---|---|\n"
+RIGHT = TABLE + "| `clip_low` | 0.8 | x |\n| `clip_high` | 1.2 | x |\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "problems"),
+    [
+        ("grpo", RIGHT, []),
+        ("grpo", RIGHT.replace("1.2", "1.28"), ["grpo.clip_high is documented as 1.28; its default is 1.2"]),
+        (
+            "grpo",
+            RIGHT.replace("`clip_low`", "`low`"),
+            ["grpo.low is not a parameter", "grpo.clip_low is not documented"],
+        ),
+        ("tis", "", ["tis.cap is not documented"]),
+        (
+            "m2po",
+            TABLE + "| `variant` | `released` | x |\n| `threshold` | 0.04 | x |\n",
+            [
+                "m2po.variant is documented as `released`; its default is paper",
+                "m2po.variant = paper is not documented",
+            ],
+        ),
+    ],
+)
+def test_a_disagreement_is_found(name: str, section: str, problems: list[str]) -> None:
+    assert disagreements(name, section) == problems
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# The `one` title\n```\n# no title\n```\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Here\n[a](other.md) [b](other.md#the-one-title) [c](#here) [d](https://example.org/x)\n"
+        "[e](missing.md) [f](other.md#no-title) [g](#there)\n"
+    )
+    assert broken_links(page) == ["missing.md", "other.md#no-title", "#there"]
