@@ -3,9 +3,9 @@
     python scripts/make_tiny_policy.py arithmetic --output src/stalewise/policies/arithmetic
     python scripts/make_tiny_policy.py arithmetic-steps --output src/stalewise/policies/arithmetic-steps
 
-Supervised training on responses of which a share is spoiled: the policy learns to be right where it is surest (greedy)
-and to be wrong as often as its data (sampled). Reinforcement learning then has something to sharpen. With these defaults
-it takes two minutes on a GPU; on a CPU, take fewer steps.
+Supervised training on responses of which a share is spoiled: the policy learns to be right where it is surest
+(greedy) and to be wrong as often as its data (sampled). Reinforcement learning then has something to sharpen. With
+these defaults it takes two to five minutes on a GPU; on a CPU, take fewer steps.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -27,7 +28,7 @@ TASKS = {"arithmetic": Addition, "arithmetic-steps": Steps}
 IGNORED = -100  # label of tokens without a loss
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
+def make_tokenizer() -> Any:
     vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2, **{c: 3 + i for i, c in enumerate(CHARACTERS)}}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")  # pyright: ignore[reportAttributeAccessIssue]
@@ -42,7 +43,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, *, layers: int, width: int, context: int) -> LlamaForCausalLM:
+def make_model(tokenizer: Any, *, layers: int, width: int, context: int) -> Any:
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,
@@ -60,7 +61,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, *, layers: int, width: int, c
 
 
 def make_pool(
-    task: Addition | Steps, tokenizer: PreTrainedTokenizerFast, *, examples: int, spoiled: float, seed: int
+    task: Addition | Steps, tokenizer: Any, *, examples: int, spoiled: float, seed: int
 ) -> tuple[Tensor, Tensor]:
     """Token ids and labels [examples, longest], padded on the right; only response tokens have a label."""
     rng = random.Random(seed)
@@ -79,7 +80,7 @@ def make_pool(
     return padded(ids, tokenizer.pad_token_id), padded(labels, IGNORED)
 
 
-def train(model: LlamaForCausalLM, ids: Tensor, labels: Tensor, *, steps: int, batch: int, peak_lr: float) -> None:
+def train(model: Any, ids: Tensor, labels: Tensor, *, steps: int, batch: int, peak_lr: float) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, weight_decay=0.01, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, peak_lr, total_steps=steps, pct_start=0.05)
     start = time.time()
@@ -96,9 +97,7 @@ def train(model: LlamaForCausalLM, ids: Tensor, labels: Tensor, *, steps: int, b
 
 
 @torch.no_grad()
-def accuracy(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, task: Addition | Steps, *, sample: bool, count: int
-) -> float:
+def accuracy(model: Any, tokenizer: Any, task: Addition | Steps, *, sample: bool, count: int) -> float:
     prompts = task.evaluation_prompts(count)
     encoded = tokenizer([p.text for p in prompts], return_tensors="pt", padding=True, return_token_type_ids=False)
     encoded = encoded.to(model.device)

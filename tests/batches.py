@@ -20,7 +20,7 @@ SETTING_IDS = [f"{name}-{'-'.join(map(str, params.values()))}".rstrip("-") for n
 
 def random_batch(
     *, sequences: int = 16, tokens: int = 12, drift: float = 0.3, seed: int = 0, dtype: torch.dtype = torch.float64
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """Drifted log-probabilities of responses of different lengths, with a few tokens that the policy has given up."""
     generator = torch.Generator().manual_seed(seed)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -69,12 +70,39 @@ def load_model(path: str, *, device: torch.device, dtype: torch.dtype = torch.fl
     _check_weights(path)
     try:
         config = AutoConfig.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        # transformers would make up weights that are missing, and report it among its warnings.
+        model, loaded = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"{path} does not load as a causal language model: {first_line}") from error
+    if missing := sorted(loaded["missing_keys"]):
+        raise ModelError(
+            f"{path} lacks {len(missing)} weights of its architecture, the first {missing[0]}: copy it again"
+        )
     model.to(device)  # pyright: ignore[reportArgumentType]  # the stubs take `to` for a method of the class
-    return model.eval()
+    model.eval()
+    _check_causal(model, path)
+    return model
+
+
+@torch.inference_mode()
+def _check_causal(model: Any, path: str) -> None:
+    """Some encoders (BERT) load as language models that look at the tokens to come: nothing can be sampled from them."""
+    logits_RTV = model(input_ids=torch.tensor([[0, 0], [0, 1]], device=model.device)).logits.float()
+    difference = (logits_RTV[0, 0] - logits_RTV[1, 0]).abs().max()
+    tolerance = 1e-5 if model.dtype is torch.float32 else 0.02
+    if not difference <= tolerance * logits_RTV.abs().max():
+        raise ModelError(
+            f"{path} is not a causal language model: the output of {type(model).__name__} at a token depends on later ones"
+        )
+
+
+def vocabulary_size(path: str) -> int:
+    """Rows of the policy's embedding: token ids are below it."""
+    try:
+        return int(AutoConfig.from_pretrained(path).get_text_config().vocab_size)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{path} has no config that transformers can load: {error}") from error
 
 
 def _check_weights(path: str) -> None:

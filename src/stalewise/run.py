@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from stalewise.checkpoints import checkpoint_directory, prune, read_state, versions, write_checkpoint
@@ -26,6 +28,7 @@ from stalewise.learn.learner import Learner
 from stalewise.models import load_model, load_tokenizer, pick_device, resolve_model
 from stalewise.objectives import get_objective
 from stalewise.rundirectory import RunResult, check_identity, environment, read_result
+from stalewise.staleness.schedule import Step
 from stalewise.store import (
     Batch,
     BatchManifest,
@@ -48,8 +51,13 @@ from stalewise.watch import Silence, Watcher
 def run(config: RunConfig, watcher: Watcher | None = None) -> RunResult:
     """Train as the config says, from wherever its run directory stands."""
     get_objective(config.objective.name).settings(config.objective.params)  # before anything is loaded
-    with RunLock(config.directory):
-        conductor = Conductor(config, watcher or Silence())
+    return conduct(config.directory, lambda: Conductor(config, watcher or Silence()))
+
+
+def conduct(directory: Path, make_conductor: Callable[[], Conductor]) -> RunResult:
+    """Do what is next in a run directory until nothing is."""
+    with RunLock(directory):
+        conductor = make_conductor()
         try:
             conductor.prepare()
             while conductor.act():
@@ -68,32 +76,49 @@ class Conductor:
         self.directory = config.directory
         self.schedule = config.schedule.schedule()
         self.task = make_task(config.task.name, seed=config.seed, **config.task.options)
-        self.sampler = make_sampler(config, on_tokens=lambda count: None)
+        self.tokens = 0  # sampled since the watcher was last told that something begins
+        self.sampler = make_sampler(config, on_tokens=self._tell_tokens)
         self.learner: Learner | None = None
 
     def close(self) -> None:
         """End the processes that the task's verifier owns."""
         self.task.verifier.close()
 
+    def _begin(self, what: str, total: int) -> None:
+        self.tokens = 0
+        self.watcher.begin(what, total)
+
+    def _tell_tokens(self, count: int) -> None:
+        self.tokens += count
+        self.watcher.advance(0, f"{self.tokens:,} tokens")
+
     # ------------------------------------------------------------ what is there
 
     def prepare(self) -> None:
         """Check that the directory belongs to this config, and put version 0 into it."""
+        self.claim()
+        if not versions(self.directory):
+            with self._timed("switch", reason="first checkpoint"):
+                self._write_first_checkpoint()
+
+    def claim(self) -> None:
+        """Check that the directory belongs to this config, and write down whose it is."""
         remove_temporaries(self.directory)
         check_identity(self.config)
         write_resolved(self.config, self.directory / "config.resolved.json")
         write_json_atomic(self.directory / "environment.json", self._environment())
-        if not versions(self.directory):
-            with self._timed("switch", reason="first checkpoint"):
-                self._write_first_checkpoint()
 
     def _environment(self) -> dict[str, Any]:
         device = pick_device(self.config.model.device)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         return environment(name, torch.get_num_threads())
 
+    def _first_policy(self) -> str:
+        """Where the policy that becomes version 0 is loaded from."""
+        return resolve_model(self.config.model.path, self.config.task.name)
+
     def _write_first_checkpoint(self) -> None:
-        source = resolve_model(self.config.model.path, self.config.task.name)
+        source = self._first_policy()
         model = load_model(source, device=torch.device("cpu"))
         tokenizer = load_tokenizer(source)
 
@@ -111,8 +136,8 @@ class Conductor:
             self._evaluate(version)
         elif version == self.schedule.updates:
             return False
-        elif (missing := self._missing_batch(version)) is not None:
-            self._generate(missing)
+        elif (missing := self.missing_batch(version)) is not None:
+            self.generate(missing)
         else:
             self._learn(version, self._next_stop(version))
         return True
@@ -123,7 +148,7 @@ class Conductor:
         done = {record["version"] for record in read_jsonl(self.directory / "eval.jsonl")}
         return due and version not in done
 
-    def _missing_batch(self, version: int) -> int | None:
+    def missing_batch(self, version: int) -> int | None:
         """The first generation batch that is not there though the policy that makes it is."""
         current = self.schedule.at(version).generation_batch
         last = min(current + self.schedule.lag, self.schedule.generation_batches - 1)
@@ -148,12 +173,12 @@ class Conductor:
 
     def _evaluate(self, version: int) -> None:
         settings = self.config.evaluation
-        self.watcher.begin("evaluate", settings.prompts * settings.samples)
+        self._begin("evaluate", settings.prompts * settings.samples)
         result = evaluate_checkpoint(
             checkpoint_directory(self.directory, version),
             version=version,
             task=self.task,
-            sampler=make_sampler(self.config, sampling=SamplerSettings()),
+            sampler=make_sampler(self.config, sampling=SamplerSettings(), on_tokens=self._tell_tokens),
             prompts=settings.prompts,
             samples=settings.samples,
             rows_at_once=self.config.sampler.rollouts_per_shard,
@@ -163,45 +188,56 @@ class Conductor:
         self.watcher.advance(result.prompts * result.samples)
         self.watcher.say(describe_evaluation(result))
 
-    def _generate(self, generation_batch: int) -> None:
+    def generate(self, generation_batch: int, checkpoint: Path | None = None) -> BatchManifest:
+        """Make what is missing of a generation batch, with the policy at `checkpoint` or with this run's own."""
         plan = batch_plan(self.config, generation_batch)
-        self.watcher.begin("generate", plan.prompts * plan.group_size)
+        self._begin("generate", plan.prompts * plan.group_size)
         with self._timed("generate", generation_batch=generation_batch, version=plan.version) as notes:
             manifest = generate_batch(
                 plan,
-                checkpoint=checkpoint_directory(self.directory, plan.version),
+                checkpoint=checkpoint or checkpoint_directory(self.directory, plan.version),
                 rollouts=self.directory / "rollouts",
                 task=self.task,
                 sampler=self.sampler,
                 on_shard=self.watcher.advance,
             )
             notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens}
-        self._check_batch(manifest)
+        self._check_batch(open_batch(self._batch_directory(generation_batch), verify=False))
+        return manifest
 
-    def _check_batch(self, manifest: BatchManifest) -> None:
+    def _check_batch(self, batch: Batch) -> None:
         """Say it where rollouts can teach nothing; stop where that is so from the start."""
-        problem = batch_problem(open_batch(self._batch_directory(manifest.generation_batch), verify=False))
-        if problem and manifest.version == 0:
+        problem = batch_problem(batch)
+        if problem and versions(self.directory)[-1:] == [0]:
             raise TaskError(f"nothing can be learned from {self.task.name}: {problem}; the rollouts are kept")
         if problem:
-            self.watcher.say(f"generation batch {manifest.generation_batch}: {problem}")
+            self.watcher.say(f"{batch.directory.name}: {problem}")
+
+    def _open_batch(self, generation_batch: int) -> Batch:
+        return open_batch(self._batch_directory(generation_batch))
 
     def _learn(self, version: int, stop: int) -> None:
         with self._timed("switch", reason="learner"):
             learner = self._learner_at(version)
-            batch = open_batch(self._batch_directory(self.schedule.at(version).generation_batch))
-        self.watcher.begin("learn", stop - version)
+            batch = self._open_batch(self.schedule.at(version).generation_batch)
+            if version == 0:  # the sitting that generated it may have been told already, and have gone on all the same
+                self._check_batch(batch)
+            dealt = deal(batch, self.config)
+        self._begin("learn", stop - version)
         start = time.perf_counter()
         for update in range(version, stop):
-            self._update(learner, batch, update)
+            step = self.schedule.at(update)
+            rollout_ids = dealt[update - self.schedule.updates_of(step.generation_batch).start]
+            self._update(learner, step, batch, rollout_ids)
         self._journal("learn", time.perf_counter() - start, first=version, stop=stop)
         with self._timed("switch", reason="checkpoint"):
             write_checkpoint(self.directory, stop, save=learner.save, state=learner.state())
-            needed = {self.schedule.version_of(g) for g in self._batches_to_come(stop)}
+            needed = {self.schedule.version_of(g) for g in self._batches_in_use(stop)}
             prune(self.directory, keep=self.config.checkpoints.keep, needed=needed)
 
-    def _batches_to_come(self, version: int) -> Iterator[int]:
-        first = -(-version // self.schedule.updates_per_generation)
+    def _batches_in_use(self, version: int) -> Iterator[int]:
+        """Generation batches whose policy must stay: the next to be made; the current one, should it get damaged."""
+        first = version // self.schedule.updates_per_generation
         last = min(first + self.schedule.lag, self.schedule.generation_batches - 1)
         return (g for g in range(first, last + 1) if self.schedule.version_of(g) <= version)
 
@@ -216,20 +252,15 @@ class Conductor:
             self.learner.restore(checkpoint, state)
         return self.learner
 
-    def _update(self, learner: Learner, batch: Batch, update: int) -> None:
+    def _update(self, learner: Learner, step: Step, batch: Batch, rollout_ids: npt.NDArray[np.int64]) -> None:
         start = time.perf_counter()
-        step = self.schedule.at(update)
-        groups = batch.column("group")
-        dealt = batches(groups, self.config.batch.prompts, seed=self.config.seed + step.generation_batch)
-        chosen = dealt[update - self.schedule.updates_of(step.generation_batch).start]
-        rollout_ids = batch.column("rollout_id")[rows_of(groups, chosen)]
         metrics = learner.update(batch.take(rollout_ids))
         seconds = time.perf_counter() - start
-        record = {"update": update, "generation_batch": step.generation_batch, **metrics, "seconds": seconds}
-        entry = LedgerEntry(update, step.generation_batch, step.version, step.age, to_ranges(rollout_ids))
+        record = {"update": step.update, "generation_batch": step.generation_batch, **metrics, "seconds": seconds}
+        entry = LedgerEntry(step.update, step.generation_batch, step.version, step.age, to_ranges(rollout_ids))
         append_entry(ledger_path(self.directory), entry)
         append_line(self.directory / "metrics.jsonl", record)
-        self.watcher.metrics(update, record)
+        self.watcher.metrics(step.update, record)
         self.watcher.advance(1, f"reward {record['reward']:.3f}  ESS {record.get('ess', float('nan')):.3f}")
 
     # ------------------------------------------------------------ what is written down
@@ -249,3 +280,10 @@ class Conductor:
     def result(self) -> RunResult:
         """What the directory holds now that the run is complete."""
         return read_result(self.directory, self.schedule.updates)
+
+
+def deal(batch: Batch, config: RunConfig) -> list[npt.NDArray[np.int64]]:
+    """Rollout ids of each update on a generation batch: whole groups, in an order that follows from the seed."""
+    groups, rollout_ids = batch.column("group"), batch.column("rollout_id")
+    seed = config.seed + batch.manifest.generation_batch
+    return [rollout_ids[rows_of(groups, chosen)] for chosen in batches(groups, config.batch.prompts, seed)]

@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from stalewise.config import FORMAT, RunConfig
+from stalewise.config import FORMAT, RunConfig, make_config
 from stalewise.errors import StoreError
 from stalewise.files import read_json, read_jsonl
 
@@ -34,6 +34,17 @@ def read_result(directory: Path, updates: int) -> RunResult:
     for record in read_jsonl(directory / "journal.jsonl"):
         seconds[record["event"]] = seconds.get(record["event"], 0.0) + record["seconds"]
     return RunResult(directory, updates, read_jsonl(directory / "eval.jsonl"), seconds)
+
+
+def read_config(directory: str | Path) -> RunConfig:
+    """The config that a run directory was made by."""
+    path = Path(directory) / "config.resolved.json"
+    if not path.is_file():
+        raise StoreError(f"{directory} is no run directory: it has no config.resolved.json")
+    record = read_json(path)
+    if record.pop("format", None) != FORMAT:
+        raise StoreError(f"{path} has another format than {FORMAT}: use the stalewise release that wrote it")
+    return make_config(record, source=str(path))
 
 
 def check_identity(config: RunConfig) -> None:

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
-from batches import SETTING_IDS, SETTINGS, random_batch
 from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
 
+from batches import SETTING_IDS, SETTINGS, random_batch
 from stalewise.distributed import merge_over_ranks
 from stalewise.objectives import Tokens, get_objective, make_tokens, micro_batch_loss, natural_denominator
 
 WIDTH = 5  # parameters of the toy policy
 
 
-def policy_tokens(batch: dict[str, Tensor], parameters: Tensor, rows: Tensor) -> Tokens:
+def policy_tokens(batch: dict[str, Any], parameters: Tensor, rows: Tensor) -> Tokens:
     """A policy whose log-probabilities are linear in its parameters, on some rows of the batch."""
     features = torch.linspace(-1, 1, batch["logp"].numel() * WIDTH).reshape(*batch["logp"].shape, WIDTH)
     part = {name: value[rows] for name, value in batch.items()}
@@ -89,4 +89,4 @@ def test_two_ranks_give_the_gradient_of_one() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    multiprocessing.spawn(rank_main, args=(port,), nprocs=2)  # raises what a rank raised
+    start_processes(rank_main, args=(port,), nprocs=2, start_method="spawn")  # raises what a rank raised

@@ -1,9 +1,9 @@
 """Numbers that Trinity-RFT's own tests publish for its PPO and GSPO losses (tests/algorithm/policy_loss_test.py).
 
-Its inputs: `manual_seed(42)`, uniform [5, 20] tensors in [−1, 1], drawn in the order logprob, old, reference, mask > 0.5
-(uniform in [0, 1]), advantage. It has one advantage per token where we have one per response: for PPO each token becomes
-a response of its own; for GSPO −min(s·A, clip(s)·A) is linear in A on either side of 0, so each response is taken twice,
-with the sum of its positive and with the sum of its negative advantages.
+Its inputs: `manual_seed(42)`, uniform [5, 20] tensors in [−1, 1], drawn in the order logprob, old, reference, mask
+above 0.5 (uniform in [0, 1]), advantage. It has one advantage per token where we have one per response: for PPO each
+token becomes a response of its own; for GSPO −min(s·A, clip(s)·A) is linear in A on either side of 0, so each response
+is taken twice, with the sum of its positive and with the sum of its negative advantages.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from typing import Any
 
 import pytest
 import torch
-from batches import random_batch
 from torch import Tensor
 
+from batches import random_batch
 from stalewise.objectives import constant_denominator, evaluate
 
 with warnings.catch_warnings():

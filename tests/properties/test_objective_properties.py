@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from batches import SETTING_IDS, SETTINGS, random_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from batches import SETTING_IDS, SETTINGS, random_batch
 from stalewise.objectives import OBJECTIVES, evaluate
 from stalewise.objectives.batch_statistics import WeightSums
 
@@ -99,9 +99,7 @@ def test_masking_a_token_equals_removing_it(name: str, params: dict[str, Any], b
 @every_setting
 @some_examples
 @given(batches)
-def test_on_fresh_data_each_is_the_policy_gradient(
-    name: str, params: dict[str, Any], batch: dict[str, Tensor]
-) -> None:
+def test_on_fresh_data_each_is_the_policy_gradient(name: str, params: dict[str, Any], batch: dict[str, Tensor]) -> None:
     fresh = batch | {"behaviour_logp": batch["logp"], "proximal_logp": batch["logp"]}
     _, gradient = loss_and_gradient(name, params, fresh)
     mask = batch["mask"].double()

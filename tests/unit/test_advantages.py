@@ -85,3 +85,9 @@ def test_bad_input_is_named(arguments: dict[str, object], message: str) -> None:
     good: dict[str, object] = {"reward": torch.tensor([1.0, 0.0]), "group": torch.tensor([0, 0])}
     with pytest.raises(ValueError, match=message):
         group_advantages(**(good | arguments))  # type: ignore[arg-type]
+
+
+def test_the_first_five_bad_rewards_are_named_and_all_are_counted() -> None:
+    reward = torch.tensor([0.0] + [math.nan] * 6)
+    with pytest.raises(ValueError, match=r"and 6 non-finite values, first at \[1, 2, 3, 4, 5\];"):
+        group_advantages(reward, torch.zeros(7).long())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -44,6 +45,9 @@ def test_an_empty_part_changes_nothing() -> None:
     assert some.merge(empty).pack().tolist() == some.pack().tolist()
     assert empty.merge(some).pack().tolist() == some.pack().tolist()
     assert empty.merge(empty).effective_sample_size().isnan()
+    # Two empty parts are an empty part, and still change nothing.
+    assert empty.merge(empty).merge(some).pack().tolist() == some.pack().tolist()
+    assert some.merge(empty.merge(empty)).pack().tolist() == some.pack().tolist()
 
 
 def test_weights_that_would_overflow_have_an_effective_sample_size() -> None:
@@ -51,6 +55,14 @@ def test_weights_that_would_overflow_have_an_effective_sample_size() -> None:
     huge = torch.tensor([2000.0, 2000.0 - math.log(2)], dtype=torch.float64)
     assert WeightSums.of(huge, torch.ones(2).bool()).effective_sample_size().item() == pytest.approx(0.9)
     assert WeightSums.of(-huge, torch.ones(2).bool()).effective_sample_size().item() == pytest.approx(0.9)
+
+
+def test_rounding_does_not_lift_the_effective_sample_size_above_one() -> None:
+    # Three equal weights whose squares were summed to one unit in the last place less than 3: 3² / (3·(3 − 4.4e-16)).
+    total, squares = torch.tensor(3.0, dtype=torch.float64), math.nextafter(3.0, 0.0)
+    assert 9.0 / (3.0 * squares) > 1.0
+    rounded = replace(weights(1, 1, 1), total=total, total_squares=torch.tensor(squares, dtype=torch.float64))
+    assert rounded.effective_sample_size().item() == 1.0
 
 
 def test_unknown_is_never_fine() -> None:

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from batches import random_batch
 
+from batches import random_batch
 from stalewise.diagnostics import TokenSums, age_statistics, drift_statistics, token_sums
 from stalewise.objectives import make_tokens
 from stalewise.objectives.tokens import Tokens

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stalewise.objectives import evaluate
+from stalewise.objectives import evaluate, get_objective, make_tokens, micro_batch_loss
 
 
 def loss_and_gradient(
@@ -68,7 +68,11 @@ def test_grpo_bounds_are_bounds_on_the_ratio_itself() -> None:
 def test_a_ratio_exactly_on_the_bound_keeps_its_gradient() -> None:
     # r = 1 = clip_low = clip_high: both branches of the min are equal, and the slope inside is −A.
     _, gradient, stats = loss_and_gradient(
-        "grpo", ratio=[[1.0], [1.0]], logp=[[-1.0], [-1.0]], advantage=[1.0, -3.0], params={"clip_low": 1, "clip_high": 1}
+        "grpo",
+        ratio=[[1.0], [1.0]],
+        logp=[[-1.0], [-1.0]],
+        advantage=[1.0, -3.0],
+        params={"clip_low": 1, "clip_high": 1},
     )
     assert gradient == rows([-0.5], [1.5])
     assert stats["clip_fraction"] == 0
@@ -261,9 +265,7 @@ def test_veto_threshold_is_strict_and_off_by_default_above_kappa() -> None:
     for ratio, vetoed in ((0.99e-4, 1.0), (1.01e-4, 0.0)):
         _, _, stats = loss_and_gradient("mu_grpo", ratio=[[ratio]], logp=[[-1.0]], advantage=[-1.0])
         assert stats["veto_fraction"] == vetoed
-    _, _, stats = loss_and_gradient(
-        "mu_grpo", ratio=[[0.04]], logp=[[-1.0]], advantage=[-1.0], params={"kappa": 0.05}
-    )
+    _, _, stats = loss_and_gradient("mu_grpo", ratio=[[0.04]], logp=[[-1.0]], advantage=[-1.0], params={"kappa": 0.05})
     assert stats["veto_fraction"] == 1.0
 
 
@@ -328,5 +330,16 @@ def test_the_denominator_is_an_argument(denominator: float | Tensor) -> None:
 
 def test_denominator_must_be_positive() -> None:
     for bad in (0.0, -1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="denominator is .*; expected a positive number"):
+        with pytest.raises(ValueError, match=r"denominator is .*; expected a positive number"):
             loss_and_gradient("grpo", ratio=[[1.0]], logp=[[-1.0]], advantage=[1.0], denominator=bad)
+
+
+def test_the_learner_can_give_the_exact_entropy() -> None:
+    # Entropies {0.5, 1.5} on the two response tokens, mean 1; without them −r·ℓ = {1, 1·2}, mean 1.5.
+    logp = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
+    tokens = make_tokens(logp=logp, behaviour_logp=logp, advantage=torch.ones(1), mask=torch.ones(1, 2))
+    objective = get_objective("grpo")
+    arguments = (objective, tokens, None, objective.settings(), 2.0)
+    assert micro_batch_loss(*arguments)[1].summary()["entropy"] == 1.5
+    exact = torch.tensor([[0.5, 1.5]], dtype=torch.float64)
+    assert micro_batch_loss(*arguments, entropy_BT=exact)[1].summary()["entropy"] == 1.0

@@ -82,7 +82,6 @@ def test_wrong_types_are_named(name: str, params: dict[str, object], message: st
 )
 def test_values_out_of_range_are_named(name: str, params: dict[str, float], message: str) -> None:
     from batches import random_batch
-
     from stalewise.objectives import evaluate
 
     with pytest.raises(ValueError, match=message):

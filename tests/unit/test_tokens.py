@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from stalewise.objectives import evaluate, make_tokens
 
 
-def inputs(**changed: Tensor) -> dict[str, Tensor]:
+def inputs(**changed: Tensor) -> dict[str, Any]:
     good = {
         "logp": torch.full((2, 3), -1.0),
         "behaviour_logp": torch.full((2, 3), -1.0),
@@ -37,9 +38,9 @@ def with_value(row: int, column: int, value: float) -> Tensor:
         ({"behaviour_logp": torch.zeros(3, 2)}, r"behaviour_logp has shape \[3, 2\]; expected \[2, 3\]"),
         ({"mask": torch.ones(2, 4)}, r"mask has shape \[2, 4\]; expected \[2, 3\]"),
         ({"proximal_logp": torch.ones(2)}, r"proximal_logp has shape \[2\]; expected \[2, 3\]"),
-        ({"advantage": torch.zeros(2, 3)}, r"advantage has shape \[2, 3\]; expected \[2\] \(one advantage per sequence"),
+        ({"advantage": torch.zeros(2, 3)}, r"advantage has shape \[2, 3\]; expected \[2\] \(one advantage per seq"),
         ({"advantage": torch.zeros(3)}, r"advantage has shape \[3\]; expected \[2\]$"),
-        ({"mask": with_value(0, 0, 2.0)}, r"mask has shape \[2, 3\] and values from -1.0 to 2.0; expected only 0 and 1"),
+        ({"mask": with_value(0, 0, 2.0)}, r"mask has shape \[2, 3\] and values from -1.0 to 2.0; expected only"),
         ({"mask": torch.zeros(2, 3)}, r"mask has shape \[2, 3\] and no 1: the batch is empty"),
         ({"logp": with_value(1, 2, math.nan)}, r"logp has shape \[2, 3\] and 1 non-finite .* first at \[\[1, 2\]\]"),
         ({"behaviour_logp": with_value(0, 1, -math.inf)}, r"behaviour_logp has .* 1 non-finite .* \[\[0, 1\]\]"),
@@ -53,6 +54,11 @@ def with_value(row: int, column: int, value: float) -> Tensor:
 def test_bad_input_is_named(changed: dict[str, Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         evaluate("grpo", **inputs(**changed))
+
+
+def test_the_first_five_bad_places_are_named_and_all_are_counted() -> None:
+    with pytest.raises(ValueError, match=r"and 6 non-finite .* \[\[0, 0\], \[0, 1\], \[0, 2\], \[1, 0\], \[1, 1\]\];"):
+        evaluate("grpo", **inputs(logp=torch.full((2, 3), math.nan)))
 
 
 def test_a_missing_proximal_policy_is_named() -> None:

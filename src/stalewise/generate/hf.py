@@ -57,8 +57,12 @@ class HFSampler:
             stop_ids = stop_token_ids(self._model.config, self._model.generation_config, self._tokenizer)
             self._stop_ids = torch.tensor(stop_ids, device=self._device)
             return
-        # Tied weights are stored once: what is missing is tied to what is there.
-        self._model.load_state_dict(load_file(weights, device=str(self._device)), strict=False)
+        # Not strict, since tied weights are stored once; but a name that the model does not have is another model's.
+        unknown = self._model.load_state_dict(
+            load_file(weights, device=str(self._device)), strict=False
+        ).unexpected_keys
+        if unknown:
+            raise ModelError(f"{weights} belongs to another architecture: it has {unknown[0]}")
 
     @property
     def tokenizer(self) -> Any:

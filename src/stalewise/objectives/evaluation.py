@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stalewise.diagnostics import TokenSums, token_sums
+# The module, not its names: diagnostics reads the lower half of this package, and may be the first to be imported.
+from stalewise import diagnostics
 from stalewise.objectives.batch_statistics import Mergeable
 from stalewise.objectives.reduce import natural_denominator, reduced
 from stalewise.objectives.registry import Objective, Settings, get_objective
@@ -79,9 +80,11 @@ def micro_batch_loss(
     denominator: float | Tensor,
     *,
     entropy_BT: Tensor | None = None,
-) -> tuple[Tensor, TokenSums]:
+) -> tuple[Tensor, diagnostics.TokenSums]:
     """This micro-batch's share of the loss, and its sums for the diagnostics. Reads nothing back from the device."""
     token_loss = objective.second_pass(tokens, batch, settings)
     loss = reduced(token_loss.loss_BT, tokens, objective.reduction, denominator)
-    sums = token_sums(tokens, clipped_BT=token_loss.clipped_BT, vetoed_BT=token_loss.vetoed_BT, entropy_BT=entropy_BT)
+    sums = diagnostics.token_sums(
+        tokens, clipped_BT=token_loss.clipped_BT, vetoed_BT=token_loss.vetoed_BT, entropy_BT=entropy_BT
+    )
     return loss, sums

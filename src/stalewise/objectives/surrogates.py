@@ -180,17 +180,21 @@ def _bounded(tokens: Tokens, log_ratio_BT: Tensor, clipped_BT: Tensor, bound_BT:
 
 def _capped(log_weight_BT: Tensor, cap: float | Tensor) -> Tensor:
     """sg(min(exp(log_weight), cap)), without overflow on the way."""
-    log_cap = cap.log() if isinstance(cap, Tensor) else math.log(cap)
-    return log_weight_BT.detach().clamp(max=log_cap).exp()
+    return log_weight_BT.detach().clamp(max=_log_cap(cap)).exp()
+
+
+def _log_cap(cap: float | Tensor) -> float | Tensor:
+    if isinstance(cap, Tensor):
+        return cap.log()
+    if not cap > 0:
+        raise ValueError(f"cap is {cap}; expected a positive bound on the ratio")
+    return math.log(cap)
 
 
 def _weighted(tokens: Tokens, log_weight_BT: Tensor, cap: float | Tensor) -> TokenLoss:
     """−sg(min(exp(log_weight), cap))·A·ℓ."""
-    if not isinstance(cap, Tensor) and not cap > 0:
-        raise ValueError(f"cap is {cap}; expected a positive bound on the ratio")
     weight_BT = _capped(log_weight_BT, cap)
-    log_cap = cap.log() if isinstance(cap, Tensor) else math.log(cap)
-    clipped_BT = tokens.mask_BT & (log_weight_BT.detach() > log_cap)
+    clipped_BT = tokens.mask_BT & (log_weight_BT.detach() > _log_cap(cap))
     loss_BT = -weight_BT * tokens.advantage_BT * tokens.logp_BT
     return TokenLoss(loss_BT, clipped_BT, torch.zeros_like(clipped_BT))
 

@@ -15,7 +15,11 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Collapse:
-    """When and how a run collapsed. `update` is the first one below the line, not the one at which it was certain."""
+    """When and how a run collapsed.
+
+    `update` is the index of the first value below the line, not of the one at which it was certain; it is an update
+    where one value per update is observed.
+    """
 
     update: int
     reason: Literal["below half of best", "not finite"]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -25,8 +24,11 @@ from stalewise.staleness.likelihood import (
     arrange,
     choose,
     draw,
+    fall,
     interval,
+    large_sample_threshold,
     likelihood,
+    starting_points,
     thresholds,
 )
 
@@ -171,7 +173,7 @@ class Domain:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What a sweep says about the law. `scatter` is `ASSUMED_SCATTER` where `scatter_known` is false."""
+    """What a sweep says about the law. `scatter` is `ASSUMED_SCATTER` or more where `scatter_known` is false."""
 
     batch_radius: Estimate
     critical_radius: Estimate
@@ -206,7 +208,7 @@ def _columns(observations: Sequence[Observation]) -> tuple[Array, Array, Array, 
     return staleness, rate, updates, collapsed_at
 
 
-def loglikelihood(law: Law, observations: Iterable[Observation]) -> float:
+def log_likelihood(law: Law, observations: Iterable[Observation]) -> float:
     """Log-probability of what the runs did: with z(x) = log(x/R)/σ and Φ the normal distribution function,
 
         survived:        log Φ(-z_batch(S·η·G)) + log Φ(-z_crit(T·η·G))
@@ -288,14 +290,11 @@ def fit(observations: Iterable[Observation], *, confidence: float = 0.9, resampl
     )
     _require_sweep(runs)
     domain, found = _domain(runs), dict[int, Estimate]()
-    scatter, value = math.nan, 0.0  # nothing collapsed: certain under radii that are large enough
+    scatter, scatter_known, value = 0.0, False, 0.0  # nothing collapsed: certain under radii that are large enough
     if domain.collapsed:
         columns = _columns(runs)
         data = arrange(*columns)
-        quantiles = [
-            np.quantile(column, (0.1, 0.5, 0.9)) for column in (np.log(columns[0] * columns[1]), data.collapsed_by)
-        ]
-        starts = [np.array([*radii, math.log(0.2)]) for radii in product(*quantiles)]
+        starts = starting_points(np.log(columns[0] * columns[1]), data.collapsed_by)
         peak, box, radii = choose(data, starts)
         falls = thresholds(peak, box, radii, columns[:3], confidence, resamples, seed)
         for index, threshold in zip(radii, falls, strict=True):
@@ -303,12 +302,13 @@ def fit(observations: Iterable[Observation], *, confidence: float = 0.9, resampl
             if low > 0.0:
                 found[index] = Estimate(math.exp(peak.parameters[index]), low, high, known=True)
         scatter, value = math.exp(peak.parameters[2]), peak.log_likelihood
-    # At the lower end of its range the scatter is not seen: the runs are told apart too cleanly, or are too few.
-    scatter_known = bool(found) and scatter > 1.01 * SCATTER_RANGE[0]
+        # Runs that a law without scatter explains as well are told apart too cleanly, or are too few, to show any.
+        without = fall(data, peak, box, 2, math.log(SCATTER_RANGE[0]), starts)
+        scatter_known = bool(found) and without > large_sample_threshold(confidence)
     return Fit(
         batch_radius=found.get(0) or _undetermined(runs, "batch_drift", bool(found)),
         critical_radius=found.get(1) or _undetermined(runs, "horizon_drift", bool(found)),
-        scatter=scatter if scatter_known else ASSUMED_SCATTER,
+        scatter=scatter if scatter_known else max(scatter, ASSUMED_SCATTER),
         scatter_known=scatter_known,
         domain=domain,
         observations=len(runs),

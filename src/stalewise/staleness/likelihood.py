@@ -7,7 +7,8 @@ update; a collapse index of 0 is a survivor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from itertools import product
 from statistics import NormalDist
 from typing import Any, NamedTuple, cast
 
@@ -20,7 +21,7 @@ Array = NDArray[np.float64]
 
 NO_LIMIT = 700.0  # log of a radius that no run reaches; finite, so that gradients stay finite
 LOG_SQRT_TWO_PI = 0.5 * math.log(2.0 * math.pi)
-SCATTER_RANGE = (0.02, 2.0)  # σ is looked for here; an estimate at the lower end is "not determined"
+SCATTER_RANGE = (0.02, 2.0)  # σ is looked for here; runs that allow the lower end do not determine it
 
 # scipy has no types; these are the three of its functions that are used, with the types of this use.
 log_ndtr: Callable[[Array], Array] = cast(Any, scipy.special).log_ndtr
@@ -107,14 +108,15 @@ class Peak(NamedTuple):
     log_likelihood: float
 
 
-def maximise(data: Drifts, box: Array, starts: Iterable[Array]) -> Peak:
+def maximise(data: Drifts, box: Array, starts: list[Array]) -> Peak:
     """Find the best of the maxima that are reached from `starts`; a parameter whose bounds are equal stays there."""
 
     def loss(parameters: Array) -> tuple[float, Array]:
         value, gradient = likelihood(parameters, data)
         return -value, -gradient
 
-    found = [minimize(loss, np.clip(start, *box.T), jac=True, method="L-BFGS-B", bounds=box) for start in starts]
+    inside = np.unique(np.clip(np.array(starts), *box.T), axis=0)  # where a parameter is held, many starts are one
+    found = [minimize(loss, start, jac=True, method="L-BFGS-B", bounds=box) for start in inside]
     best = min(found, key=lambda result: float(result.fun))
     return Peak(best.x, -float(best.fun))
 
@@ -124,6 +126,12 @@ def fixed(box: Array, index: int, value: float) -> Array:
     changed = box.copy()
     changed[index] = value
     return changed
+
+
+def starting_points(batch: Array, collapsed_by: Array) -> list[Array]:
+    """Return nine starts, σ = 0.2 in each: a mixture has more than one maximum, and a radius lies among the drifts."""
+    batch_radii, critical_radii = (np.quantile(drifts, (0.1, 0.5, 0.9)) for drifts in (batch, collapsed_by))
+    return [np.array([*radii, math.log(0.2)]) for radii in product(batch_radii, critical_radii)]
 
 
 def choose(data: Drifts, starts: list[Array]) -> tuple[Peak, Array, list[int]]:
@@ -138,6 +146,15 @@ def choose(data: Drifts, starts: list[Array]) -> tuple[Peak, Array, list[int]]:
     candidates = [(fixed(box, 0, NO_LIMIT), [1]), (fixed(box, 1, NO_LIMIT), [0]), (box, [0, 1])]
     fitted = [(maximise(data, bounds, starts), bounds, radii) for bounds, radii in candidates]
     return max(fitted, key=lambda candidate: candidate[0].log_likelihood - len(candidate[2]))
+
+
+def large_sample_threshold(confidence: float) -> float:
+    """Return half the χ² quantile with one degree of freedom, z((1 + confidence)/2)²/2.
+
+    >>> round(large_sample_threshold(0.9), 4)  # 1.6449² / 2
+    1.3528
+    """
+    return 0.5 * NormalDist().inv_cdf(0.5 + 0.5 * confidence) ** 2
 
 
 def thresholds(
@@ -161,8 +178,12 @@ def thresholds(
         for column, index in enumerate(radii):
             at_truth = fixed(box, index, peak.parameters[index])
             row[column] = top - maximise(data, at_truth, [peak.parameters]).log_likelihood
-    large_sample = 0.5 * NormalDist().inv_cdf(0.5 + 0.5 * confidence) ** 2
-    return np.maximum(large_sample, np.quantile(falls, confidence, axis=0))
+    return np.maximum(large_sample_threshold(confidence), np.quantile(falls, confidence, axis=0))
+
+
+def fall(data: Drifts, peak: Peak, box: Array, index: int, value: float, starts: list[Array]) -> float:
+    """Return how far the maximum falls where one parameter is held at `value`, the others free: its profile."""
+    return peak.log_likelihood - maximise(data, fixed(box, index, value), [peak.parameters, *starts]).log_likelihood
 
 
 def interval(
@@ -170,11 +191,11 @@ def interval(
 ) -> tuple[float, float]:
     """Find where the profile log-likelihood of one radius has fallen by `threshold`: 0 or ∞ where it never does."""
 
-    def excess(value: float, begin: Iterable[Array] = (peak.parameters,)) -> float:
-        return peak.log_likelihood - maximise(data, fixed(box, index, value), begin).log_likelihood - threshold
+    def excess(value: float) -> float:
+        return fall(data, peak, box, index, value, []) - threshold
 
     ends: list[float] = []
     for limit, open_end in zip(box[index], (0.0, math.inf), strict=True):
-        bounded = excess(limit, [peak.parameters, *starts]) > 0.0
+        bounded = fall(data, peak, box, index, limit, starts) > threshold
         ends.append(math.exp(brentq(excess, peak.parameters[index], limit, xtol=1e-4)) if bounded else open_end)
     return ends[0], ends[1]

@@ -1,0 +1,163 @@
+"""Kill a run with SIGKILL again and again, and see that nothing is lost.
+
+    python scripts/soak.py [--kills 200] [--seed 0] [--objective p3o]
+
+A reference run is never stopped. The victim, with the same config, is killed at random moments (every other time within
+a commit: before one of its fsyncs) and started again, until it is done. Then weights must be equal to the bit, metrics,
+ledger and evaluations equal but for times, and no committed shard may ever have been written again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from stalewise.checkpoints import checkpoint_directory
+from stalewise.config import RunConfig, make_config
+from stalewise.files import read_jsonl
+from stalewise.run import run
+
+TIMES = {"seconds", "time"}
+
+
+def tiny_config(runs: Path, name: str, objective: str) -> RunConfig:
+    """A run of a few seconds that does everything a run can do, several times."""
+    return make_config(
+        {
+            "name": name,
+            "runs": str(runs),
+            "schedule": {"kind": "staged", "updates": 12, "stages": 3},
+            "batch": {"prompts": 4, "group_size": 4},
+            "sampler": {"max_new_tokens": 6, "rollouts_per_shard": 16},
+            "objective": {"name": objective, "proximal_every": 3},
+            "optimizer": {"learning_rate": 1e-3},
+            "learner": {"tokens_per_micro_batch": 60},
+            "checkpoints": {"every": 2},
+            "evaluation": {"every": 4, "prompts": 8, "samples": 2},
+        }
+    )
+
+
+def start(config: RunConfig, fsyncs_to_live: int | None = None) -> int:
+    """Run in a forked child, which may kill itself before its n-th fsync; its process id."""
+    child = os.fork()
+    if child:
+        return child
+    import torch
+
+    torch.set_num_threads(1)
+    if fsyncs_to_live is not None:
+        _kill_before_fsync(fsyncs_to_live)
+    status = 1
+    try:
+        run(config)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _kill_before_fsync(count: int) -> None:
+    real, left = os.fsync, [count]
+
+    def fsync(descriptor: int) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(descriptor)
+
+    os.fsync = fsync
+
+
+def wait(child: int, limit: float | None = None) -> bool:
+    """Whether the child ended well; after `limit` seconds it is killed."""
+    deadline = None if limit is None else time.monotonic() + limit
+    while True:
+        done, status = os.waitpid(child, os.WNOHANG if deadline else 0)
+        if done:
+            if os.WIFEXITED(status) and os.WEXITSTATUS(status) != 0:
+                raise SystemExit("a run failed by itself: see the traceback above")
+            return os.WIFEXITED(status)
+        if deadline and time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            deadline = None
+        time.sleep(0.001)
+
+
+def committed_shards(directory: Path) -> dict[str, tuple[int, int]]:
+    """Inode and modification time of every shard that has a manifest: a second writing would change them."""
+    shards = directory.glob("rollouts/*/shard-*.parquet")
+    stats = {shard: shard.stat() for shard in shards if shard.with_suffix(".json").exists()}
+    return {str(shard.relative_to(directory)): (stat.st_ino, stat.st_mtime_ns) for shard, stat in stats.items()}
+
+
+def outcome(config: RunConfig) -> dict[str, Any]:
+    """All that two runs must have in common."""
+    directory = config.directory
+    final = checkpoint_directory(directory, config.schedule.updates)
+    files = [
+        *directory.glob("rollouts/*/shard-*.parquet"),
+        final / "model.safetensors",
+        final / "optimizer.safetensors",
+    ]
+    lines = ("metrics.jsonl", "ledger/updates.jsonl", "eval.jsonl")
+    return {
+        "files": {str(f.relative_to(directory)): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(files)},
+        **{name: json.dumps([_timeless(record) for record in read_jsonl(directory / name)]) for name in lines},
+    }
+
+
+def _timeless(record: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in TIMES}
+
+
+def soak(runs: Path, *, kills: int, seed: int, objective: str) -> dict[str, Any]:
+    """Run reference and victims; AssertionError where they differ. A victim that is done makes way for another."""
+    rng = random.Random(seed)
+    reference = tiny_config(runs, "reference", objective)
+    began = time.monotonic()
+    assert wait(start(reference))
+    whole = time.monotonic() - began
+    expected = outcome(reference)
+    done = victims = 0
+    while done < kills:
+        victims += 1
+        victim = tiny_config(runs, f"victim-{victims}", objective)
+        finished, seen = False, {}
+        while not finished:
+            last_chance = done >= kills
+            within_commit = not last_chance and done % 2 == 1
+            child = start(victim, rng.randrange(40) if within_commit else None)
+            finished = wait(child, None if last_chance or within_commit else rng.uniform(0, 0.4 * whole))
+            done += not finished
+            now = committed_shards(victim.directory)
+            assert seen.items() <= now.items(), "a committed shard was lost or written again"
+            seen = now
+        found = outcome(victim)
+        for part, value in expected.items():
+            assert found[part] == value, f"{part} differs in {victim.directory}"
+    return {"kills": done, "victims": victims, "seconds_of_one_run": round(whole, 2), "identical": True}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--objective", default="p3o")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as runs:
+        figures = soak(Path(runs), kills=arguments.kills, seed=arguments.seed, objective=arguments.objective)
+    print(json.dumps(figures))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The main job in minutes on two cores: GRPO as others run it, against two methods that learn in a few large stages.
+
+All three start from the embedded policy of the task `arithmetic`, take the same number of updates on the same number of
+rollouts, and differ in when those are made and in what an update minimises.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from stalewise.config import RunConfig, make_config
+from stalewise.files import read_jsonl
+from stalewise.report import write_report
+from stalewise.run import run
+from stalewise.rundirectory import RunResult
+from stalewise.watch import Silence, Watcher
+
+UPDATES = 128
+STAGES = 4
+RUNS: dict[str, dict[str, Any]] = {
+    "grpo": {"kind": "synchronous", "updates": UPDATES, "updates_per_generation": 4},
+    "mu_grpo": {"kind": "staged", "updates": UPDATES, "stages": STAGES},
+    "p3o": {"kind": "staged", "updates": UPDATES, "stages": STAGES},
+}
+
+
+def demo_config(name: str, runs: Path) -> RunConfig:
+    """The config of one of the three runs."""
+    return make_config(
+        {
+            "name": name,
+            "runs": str(runs),
+            "task": {"name": "arithmetic"},
+            "schedule": RUNS[name],
+            "objective": {"name": name},
+            "optimizer": {"learning_rate": 3e-4},
+            "sampler": {"max_new_tokens": 8},
+            "evaluation": {"prompts": 256, "samples": 4},
+        }
+    )
+
+
+def run_demo(runs: Path, watcher: Watcher | None = None) -> dict[str, RunResult]:
+    """All three runs, one after the other; what an earlier call finished is not done again."""
+    results: dict[str, RunResult] = {}
+    for name in RUNS:
+        (watcher or Silence()).say(f"{name}: {describe_schedule(name)}")
+        results[name] = run(demo_config(name, runs), watcher)
+    return results
+
+
+def describe_schedule(name: str) -> str:
+    """What a run does, in words."""
+    schedule = demo_config(name, Path()).schedule.schedule()
+    per_generation = schedule.updates_per_generation
+    return (
+        f"{schedule.updates} updates, {schedule.generation_batches} generations of rollouts for {per_generation} each"
+    )
+
+
+def summary(results: dict[str, RunResult]) -> dict[str, Any]:
+    """What `stalewise demo --json` prints."""
+    base = next(iter(results.values())).evaluations[0]["accuracy"]["value"]
+    return {
+        "base_accuracy": base,
+        "runs": {name: summary_of(result) for name, result in results.items()},
+    }
+
+
+def summary_of(result: RunResult) -> dict[str, Any]:
+    """Accuracy and cost of one run. `seconds` is all of it but evaluation, which is the same in each."""
+    seconds = result.seconds
+    interval = result.evaluations[-1]["accuracy"]
+    last = read_jsonl(result.directory / "metrics.jsonl")[-1]
+    return {
+        "accuracy": result.accuracy,
+        "accuracy_low": interval["low"],
+        "accuracy_high": interval["high"],
+        "seconds": seconds["generate"] + seconds["learn"] + seconds["switch"],
+        "generate_seconds": seconds["generate"],
+        "learn_seconds": seconds["learn"],
+        "switch_seconds": seconds["switch"],
+        "updates": result.updates,
+        "final_ess": last.get("ess"),
+        "directory": str(result.directory),
+    }
+
+
+def table(figures: dict[str, Any]) -> Table:
+    """The same for a person."""
+    rows = Table(title=f"arithmetic: {UPDATES} updates from a base accuracy of {figures['base_accuracy']:.3f}")
+    for column in ("run", "accuracy", "95% interval", "seconds", "generate", "learn", "switch", "last ESS"):
+        rows.add_column(column, justify="left" if column == "run" else "right")
+    for name, run_figures in figures["runs"].items():
+        rows.add_row(
+            name,
+            f"{run_figures['accuracy']:.3f}",
+            f"{run_figures['accuracy_low']:.3f} – {run_figures['accuracy_high']:.3f}",
+            *(f"{run_figures[key]:.1f}" for key in ("seconds", "generate_seconds", "learn_seconds", "switch_seconds")),
+            f"{run_figures['final_ess']:.3f}",
+        )
+    return rows
+
+
+def main(*, as_json: bool, runs: Path, watcher: Watcher | None = None) -> None:
+    """Run the demo and print it: a table and the report's path, or one JSON object."""
+    results = run_demo(runs, watcher)
+    figures = summary(results)
+    report = write_report([result.directory for result in results.values()], runs / "report.html")
+    if as_json:
+        print(json.dumps({**figures, "report": str(report)}))
+        return
+    console = Console()
+    console.print(table(figures))
+    console.print(f"report: {report}", soft_wrap=True)

@@ -1,0 +1,142 @@
+"""The page: tables and figures into one HTML file that opens from disk, with nothing to load."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from plotly.offline import get_plotlyjs, get_plotlyjs_version
+
+from stalewise import __version__
+from stalewise.config import RunConfig
+from stalewise.files import write_atomic
+from stalewise.report.figures import BUCKETS, LONGEST_CURVE, MOST_STAGE_LINES, bucket_width, draw_charts, draw_time
+from stalewise.report.read import ACTIVITIES, IDLE, Run, differing, flatten, read_runs
+from stalewise.report.summary import counted, duration, interval, summarise
+from stalewise.report.words import CHARTS, METRICS
+
+MOST_ROWS = 64  # of a table of stages or evaluations
+UNIMPORTANT = {"format", "name", "runs", "trackers"}  # of a config: where a run lies and who watches it
+
+
+def write_report(directories: Sequence[Path], output: Path | None = None) -> Path:
+    """Write the report on one run, or on several that are compared, and return its path.
+
+    By default that of one run is `<run>/report/index.html`, and a comparison is `<first run>/report/comparison.html`.
+    An `output` that is a directory gets an `index.html`.
+    """
+    runs = read_runs(directories)
+    if output is None:
+        output = runs[0].directory / "report" / ("index.html" if len(runs) == 1 else "comparison.html")
+    elif output.is_dir():
+        output = output / "index.html"
+    write_atomic(output, render(runs))
+    return output
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The page as text. It depends on the run directories alone: no date, no random names."""
+    loader = jinja2.FunctionLoader(lambda name: files("stalewise.report").joinpath(name).read_text(encoding="utf-8"))
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"interval": interval, "duration": duration, "shown": shown, "counted": counted}
+    figures = draw_charts(runs)
+    return environment.get_template("template.html").render(
+        title=" and ".join(run.label for run in runs) if len(runs) < 4 else f"{len(runs)} runs",
+        release=__version__,
+        runs=[(run, summarise(run)) for run in runs],
+        charts=[chart for chart in CHARTS if chart.name in figures],
+        missing=[chart.title for chart in CHARTS if chart.name not in figures],
+        words=METRICS,
+        figures={**figures, "time": draw_time(runs)},
+        activities=[*ACTIVITIES, IDLE],
+        most_rows=MOST_ROWS,
+        thinning=thinning(runs),
+        has_stage_lines=len(runs) == 1 and 1 < runs[0].schedule.generation_batches <= MOST_STAGE_LINES + 1,
+        comparison=comparison(runs) if len(runs) > 1 else None,
+        config=config_table(runs),
+        environment=environment_table(runs),
+        library=packed_library(),
+        library_version=get_plotlyjs_version(),
+    )
+
+
+def thinning(runs: Sequence[Run]) -> str:
+    """How the curves were thinned, to be said on the page; empty where none was."""
+    widths = {run.label: bucket_width(run.updates) for run in runs if run.updates > LONGEST_CURVE}
+    if not widths:
+        return ""
+    several = "; ".join(f"{width} updates in {label}" for label, width in widths.items())
+    return (
+        f"Curves of more than {LONGEST_CURVE} updates are drawn with at most {BUCKETS} points. A point stands for "
+        f"consecutive updates ({several}): the line is their mean, the band goes from their minimum to their maximum."
+    )
+
+
+def comparison(runs: Sequence[Run]) -> dict[str, list[tuple[str, list[Any]]]]:
+    """Settings and environments that differ: rows of a name and one value per run."""
+    configs = [{key: value for key, value in run.config.items() if key not in UNIMPORTANT} for run in runs]
+    return {
+        "settings": [(key, [table.get(key) for table in configs]) for key in differing(configs)],
+        "environment": [
+            (key, [run.environment.get(key) for run in runs]) for key in differing([run.environment for run in runs])
+        ],
+    }
+
+
+def config_table(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """All settings, in the order of the config: key, what it means, one value per run, and whether it is no default."""
+    described = descriptions(RunConfig)
+    defaults = flatten(RunConfig().model_dump(mode="json"))
+    keys = dict.fromkeys(key for run in runs for key in run.config)
+    rows: list[dict[str, Any]] = []
+    for key in keys:
+        values = [run.config.get(key) for run in runs]
+        is_set = key not in UNIMPORTANT and any(value != defaults.get(key) for value in values)
+        rows.append({"key": key, "words": described.get(key, ""), "values": values, "is_set": is_set})
+    return rows
+
+
+def environment_table(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:
+    """What the numbers may depend on besides the config."""
+    keys = dict.fromkeys(key for run in runs for key in run.environment)
+    return [(key, [run.environment.get(key) for run in runs]) for key in keys]
+
+
+def descriptions(model: type[Any], prefix: str = "") -> dict[str, str]:
+    """The sentence that every field of the config is, by dotted key."""
+    found: dict[str, str] = {}
+    for name, field in model.model_fields.items():
+        found[f"{prefix}{name}"] = field.description or ""
+        if hasattr(field.annotation, "model_fields"):
+            found |= descriptions(field.annotation, f"{prefix}{name}.")
+    return found
+
+
+def shown(value: Any) -> str:
+    """A value of a config as one reads it there.
+
+    >>> shown(None), shown("grpo"), shown(True), shown(0.0003), shown([0.9, 0.999])
+    ('–', 'grpo', 'true', '0.0003', '[0.9, 0.999]')
+    """
+    if value is None:
+        return "\N{EN DASH}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+@cache
+def packed_library() -> str:
+    """plotly.js, gzipped and in base64: 2 MB instead of 4.8, so that the page with its curves stays below 5 MB.
+
+    The browser unpacks it (DecompressionStream: Chrome 80, Firefox 113, Safari 16.4). No time stamp goes in, so the
+    same run gives the same page.
+    """
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), compresslevel=9, mtime=0)).decode()

@@ -1,0 +1,26 @@
+"""`kill -9` at any moment loses nothing: the run goes on to bit-identical weights. `make soak` does this 200 times."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOAK = Path(__file__).parents[2] / "scripts" / "soak.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("objective", "kills"), [("p3o", 14), ("decoupled_ppo", 6)])
+def test_killed_runs_end_as_if_they_had_never_been_stopped(objective: str, kills: int) -> None:
+    command = [sys.executable, str(SOAK), "--kills", str(kills), "--seed", "1", "--objective", objective]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert figures["identical"]
+    assert figures["kills"] >= kills

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import math
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stalewise.errors import TaskError
+from stalewise.evaluate import average, bootstrap, describe_evaluation, evaluate_checkpoint, pass_at_k
+from stalewise.generate.hf import HFSampler
+from stalewise.models import EMBEDDED
+from stalewise.tasks import make_task
+from stalewise.types import SamplerSettings
+
+
+def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_answer() -> None:
+    score = np.array([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]])
+    for k in range(1, 5):
+        by_hand = [np.mean([max(row[list(chosen)]) for chosen in combinations(range(4), k)]) for row in score]
+        assert pass_at_k(score, k).value == pytest.approx(np.mean(by_hand))
+    # k = 2: 1 − C(2,2)/C(4,2) = 5/6; 0; 1 − C(3,2)/C(4,2) = 1/2.
+    assert pass_at_k(score, 2).value == pytest.approx((5 / 6 + 0 + 1 / 2) / 3)
+    for k in (0, 5):
+        with pytest.raises(ValueError, match=f"k is {k}; expected 1 to 4"):
+            pass_at_k(score, k)
+
+
+def test_partial_credit_does_not_pass() -> None:
+    assert pass_at_k(np.array([[0.5, 0.9]]), 2).value == 0.0
+
+
+def test_samples_without_a_score_are_left_out_of_the_average_and_never_pass() -> None:
+    score = np.array([[1.0, math.nan], [0.0, 1.0], [math.nan, math.nan]])
+    assert average(score).value == pytest.approx((1.0 + 0.5) / 2)
+    assert pass_at_k(score, 1).value == pytest.approx((0.5 + 0.5 + 0.0) / 3)
+
+
+def test_bootstrap_intervals_have_the_width_of_the_standard_error() -> None:
+    values = np.random.default_rng(0).random(400)
+    interval = bootstrap(values)
+    standard_error = values.std() / math.sqrt(400)
+    assert interval.value == values.mean()
+    assert interval.high - interval.low == pytest.approx(2 * 1.96 * standard_error, rel=0.1)
+    assert bootstrap(values) == interval  # the same data, the same interval
+    assert bootstrap(np.full(9, 0.25)) == type(interval)(0.25, 0.25, 0.25)
+
+
+def sampler() -> HFSampler:
+    return HFSampler(SamplerSettings(), max_new_tokens=8, device=torch.device("cpu"), dtype=torch.float32)
+
+
+def test_the_embedded_policy_has_the_accuracy_that_it_was_made_with() -> None:
+    result = evaluate_checkpoint(
+        EMBEDDED / "arithmetic", version=0, task=make_task("arithmetic"), sampler=sampler(), prompts=200, samples=4
+    )
+    assert 0.33 < result.accuracy.low < result.accuracy.value < result.accuracy.high < 0.50
+    assert result.pass_at[1].value == pytest.approx(result.accuracy.value)
+    assert result.pass_at[1].value < result.pass_at[2].value < result.pass_at[4].value
+    assert list(result.pass_at) == [1, 2, 4]
+    assert (result.prompts, result.samples, result.truncated_fraction, result.verifier_errors) == (200, 4, 0.0, 0)
+    assert describe_evaluation(result).startswith(f"version 0: accuracy {result.accuracy.value:.3f} [")
+
+
+def test_excluded_prompts_are_not_evaluated() -> None:
+    task = make_task("arithmetic")
+    ids = [prompt.prompt_id for prompt in task.evaluation_prompts(10)]
+    result = evaluate_checkpoint(
+        EMBEDDED / "arithmetic", version=0, task=task, sampler=sampler(), prompts=10, samples=1, exclude_ids=ids[:4]
+    )
+    assert result.prompts == 6
+    with pytest.raises(TaskError, match="no held-out prompts left"):
+        evaluate_checkpoint(
+            EMBEDDED / "arithmetic", version=0, task=task, sampler=sampler(), prompts=10, samples=1, exclude_ids=ids
+        )
+
+
+def test_a_verifier_that_always_fails_stops_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_verifier.py").write_text("def score(prompt, response):\n    raise ValueError('broken')\n")
+    (tmp_path / "data.jsonl").write_text(
+        "\n".join(f'{{"problem": "{i}+{i}=", "answer": "{2 * i}"}}' for i in range(40))
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    options = {"path": str(tmp_path / "data.jsonl"), "held_out": 0.5, "verifier": "python"}
+    task = make_task("jsonl", **options, verifier_options={"function": "broken_verifier:score"})
+    try:
+        with pytest.raises(TaskError, match=r"failed on all .* ValueError"):
+            evaluate_checkpoint(EMBEDDED / "arithmetic", version=0, task=task, sampler=sampler(), prompts=8, samples=1)
+    finally:
+        task.verifier.close()

@@ -1,0 +1,263 @@
+"""One update: log-probabilities, advantages, gradient, step, and everything that must not depend on how it is split."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stalewise.config import RunConfig, make_config
+from stalewise.learn.batching import micro_batches
+from stalewise.learn.learner import Learner, NonFiniteUpdate
+from stalewise.learn.logp import output_layer_is_plain, response_logp
+from stalewise.learn.optimizer import learning_rate
+from stalewise.models import EMBEDDED, load_model
+from stalewise.objectives import OBJECTIVES
+from stalewise.store import Rows
+
+POLICY = EMBEDDED / "arithmetic-steps"
+CPU = torch.device("cpu")
+
+
+def config(**sections: Any) -> RunConfig:
+    return make_config({"sampler": {"max_new_tokens": 64}, "optimizer": {"learning_rate": 1e-3}} | sections)
+
+
+def rollouts(groups: int = 3, size: int = 4, *, seed: int = 0, drift: float = 0.3) -> Rows:
+    """Made-up rollouts of different lengths, with behaviour log-probabilities near those of the policy."""
+    rng = np.random.default_rng(seed)
+    count = groups * size
+    prompt_lengths, response_lengths = rng.integers(2, 9, count), rng.integers(1, 20, count)
+    rows = Rows(
+        rollout_id=np.arange(count),
+        group=np.repeat(np.arange(groups), size),
+        reward=rng.integers(0, 2, count).astype(np.float64),
+        truncated=rng.random(count) < 0.3,
+        version_first=np.zeros(count, dtype=np.int32),
+        version_last=np.zeros(count, dtype=np.int32),
+        prompt_ids=rng.integers(3, 18, prompt_lengths.sum()).astype(np.int32),
+        prompt_offsets=np.r_[0, prompt_lengths.cumsum()],
+        response_ids=rng.integers(3, 18, response_lengths.sum()).astype(np.int32),
+        behaviour_logp=np.zeros(response_lengths.sum(), dtype=np.float32),
+        response_offsets=np.r_[0, response_lengths.cumsum()],
+    )
+    rows.reward[::size], rows.reward[1::size] = 1.0, 0.0  # no group without variance
+    rows.behaviour_logp[:] = plain_logp(rows) + drift * rng.normal(size=len(rows.response_ids)).astype(np.float32)
+    return rows
+
+
+def plain_logp(rows: Rows) -> np.ndarray:
+    """Row by row through the whole model: the slow way."""
+    model = load_model(str(POLICY), device=CPU)
+    pieces = []
+    for row in range(len(rows)):
+        ids = torch.from_numpy(np.r_[rows.prompt(row), rows.response(row)].astype(np.int64))[None]
+        with torch.no_grad():
+            logp = model(input_ids=ids).logits[0, len(rows.prompt(row)) - 1 : -1].log_softmax(-1)
+        pieces.append(logp.gather(1, torch.from_numpy(rows.response(row).astype(np.int64))[:, None])[:, 0].numpy())
+    return np.concatenate(pieces)
+
+
+@pytest.mark.parametrize("token_budget", [1, 60, 10_000])
+@pytest.mark.parametrize("chunk_elements", [18, 100, 1 << 24])
+def test_log_probabilities_equal_a_plain_forward_pass(token_budget: int, chunk_elements: int) -> None:
+    rows, model = rollouts(), load_model(str(POLICY), device=CPU)
+    expected, found = plain_logp(rows), np.full(len(rows.response_ids), np.nan)
+    seen: list[int] = []
+    for part in micro_batches(rows, token_budget=token_budget, pad_id=0, device=CPU):
+        logp_BT, entropy_BT = response_logp(model, part, chunk_elements=chunk_elements)
+        assert part.input_ids_BW.numel() <= max(token_budget, part.input_ids_BW.shape[1])
+        assert (entropy_BT[part.mask_BT] > 0).all()
+        assert (entropy_BT <= math.log(18)).all()
+        for place, row in enumerate(part.rows):
+            length = rows.response_lengths[row]
+            found[rows.response_offsets[row] : rows.response_offsets[row + 1]] = logp_BT[place, :length].detach()
+            assert part.mask_BT[place].sum() == length
+            assert part.behaviour_logp_BT[place, :length].numpy() == pytest.approx(rows.logp(int(row)))
+            seen.append(int(row))
+    assert sorted(seen) == list(range(len(rows)))
+    # 1e-5, or the rounding of float32 where a made-up token is as improbable as e^−17.
+    assert found == pytest.approx(expected, abs=1e-5, rel=2e-6)
+
+
+def gradient_after_update(name: str, token_budget: int, **objective: Any) -> tuple[torch.Tensor, dict[str, float]]:
+    settings = config(
+        objective={"name": name, **objective},
+        learner={"tokens_per_micro_batch": token_budget},
+        optimizer={"learning_rate": 1e-5},
+    )
+    learner = Learner(settings, POLICY)
+    learner.update(rollouts(seed=1))
+    metrics = learner.update(rollouts(seed=2))
+    return torch.cat([parameter.grad.flatten() for parameter in learner.names if parameter.grad is not None]), metrics
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_token_budget_changes_gradients_only_by_rounding(name: str) -> None:
+    whole, whole_metrics = gradient_after_update(name, 100_000)
+    split, split_metrics = gradient_after_update(name, 40)
+    assert whole.norm() > 1e-3
+    assert (split - whole).norm() <= 2e-4 * whole.norm()
+    assert split_metrics == pytest.approx(whole_metrics, rel=1e-3, abs=1e-4, nan_ok=True)
+
+
+def test_chunked_logits_change_gradients_only_by_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = gradient_after_update("grpo", 100_000)
+    monkeypatch.setattr("stalewise.learn.logp.response_logp.__kwdefaults__", {"chunk_elements": 90})
+    chunked, _ = gradient_after_update("grpo", 100_000)
+    assert (chunked - whole).norm() <= 2e-4 * whole.norm()
+
+
+def test_an_update_says_what_happened() -> None:
+    learner = Learner(config(objective={"name": "grpo"}), POLICY)
+    before = [parameter.detach().clone() for parameter in learner.names]
+    rows = rollouts()
+    metrics = learner.update(rows)
+    change = math.sqrt(sum(((p - b) ** 2).sum().item() for p, b in zip(learner.names, before, strict=True)))
+    assert metrics["update_norm"] == pytest.approx(change, rel=1e-5)
+    assert metrics["update_norm_per_lr"] == pytest.approx(change / 1e-3, rel=1e-5)
+    assert metrics["drift"] == learner.drift == metrics["update_norm"]
+    assert metrics["reward"] == rows.reward.mean()
+    assert metrics["truncated_fraction"] == rows.truncated.mean()
+    assert metrics["tokens"] == len(rows.response_ids)
+    assert (metrics["age_mean"], metrics["age_max"], metrics["taken"], learner.version) == (0.0, 0.0, 1.0, 1)
+    assert learner.update(rows)["age_max"] == 1.0
+
+
+def test_the_gradient_norm_is_limited() -> None:
+    learner = Learner(config(optimizer={"learning_rate": 1e-3, "max_grad_norm": 0.01}), POLICY)
+    metrics = learner.update(rollouts())
+    clipped = math.sqrt(sum((p.grad**2).sum().item() for p in learner.names if p.grad is not None))
+    assert metrics["grad_norm"] > 0.01
+    assert clipped == pytest.approx(0.01, rel=1e-3)
+
+
+def test_vcpo_shortens_the_step_by_the_root_of_the_sequence_ess() -> None:
+    optimizer = {"learning_rate": 1e-3, "step_control": "vcpo"}
+    metrics = Learner(config(optimizer=optimizer), POLICY).update(rollouts())
+    assert 0 < metrics["step_factor"] < 0.99
+    assert metrics["step_factor"] == pytest.approx(math.sqrt(metrics["ess_sequence"]))
+    full = Learner(config(), POLICY).update(rollouts())
+    assert metrics["update_norm"] == pytest.approx(metrics["step_factor"] * full["update_norm"], rel=1e-3)
+
+
+def test_rollouts_without_a_reward_are_left_out_and_counted() -> None:
+    rows = rollouts()
+    rows.reward[5] = math.nan
+    metrics = Learner(config(), POLICY).update(rows)
+    assert metrics["verifier_error_fraction"] == pytest.approx(1 / 12)
+    kept = [row for row in range(12) if row != 5]
+    assert metrics["loss"] == pytest.approx(Learner(config(), POLICY).update(rows.take(kept))["loss"], rel=1e-4)
+    assert metrics["reward"] == pytest.approx(np.nanmean(rows.reward))
+
+
+def test_a_batch_that_teaches_nothing_changes_nothing() -> None:
+    learner = Learner(config(objective={"name": "p3o"}), POLICY)
+    before = [parameter.detach().clone() for parameter in learner.names]
+    rows = rollouts()
+    rows.reward[:] = 1.0
+    assert learner.update(rows)["taken"] == 0.0
+    rows.reward[:] = math.nan
+    assert learner.update(rows)["taken"] == 0.0
+    assert learner.version == 2
+    assert all(torch.equal(p, b) for p, b in zip(learner.names, before, strict=True))
+
+
+def test_dapo_drops_groups_without_variance_from_the_denominator() -> None:
+    rows = rollouts()
+    rows.reward[:4] = 1.0
+    dapo = Learner(config(objective={"name": "dapo"}), POLICY).update(rows)
+    grpo = Learner(config(objective={"name": "grpo"}), POLICY).update(rows)
+    assert dapo["tokens"] == rows.response_lengths[4:].sum()
+    assert grpo["tokens"] == rows.response_lengths.sum()
+    assert dapo["degenerate_fraction"] == grpo["degenerate_fraction"] == pytest.approx(1 / 3)
+
+
+def test_truncated_responses_can_be_masked() -> None:
+    rows = rollouts()
+    metrics = Learner(config(objective={"truncated": "mask"}), POLICY).update(rows)
+    assert metrics["tokens"] == rows.response_lengths[~rows.truncated].sum()
+
+
+def test_dr_grpo_divides_by_a_constant() -> None:
+    rows = rollouts(drift=0.0)
+    learner = Learner(config(objective={"name": "dr_grpo"}), POLICY)
+    metrics = learner.update(rows)
+    centred = rows.reward - np.repeat(rows.reward.reshape(3, 4).mean(axis=1), 4)
+    # Fresh data: r = 1, so the loss is −Σ_tokens A / (12 · 64).
+    assert metrics["loss"] == pytest.approx(-(centred * rows.response_lengths).sum() / (12 * 64), abs=1e-5)
+
+
+def test_non_finite_updates_stop_and_change_nothing() -> None:
+    learner = Learner(config(), POLICY)
+    rows = rollouts()
+    rows.behaviour_logp[3] = -500.0  # a ratio of e^497
+    before = [parameter.detach().clone() for parameter in learner.names]
+    with pytest.raises(NonFiniteUpdate, match="update 0: 1 tokens with a non-finite ratio"):
+        learner.update(rows)
+    assert all(torch.equal(p, b) for p, b in zip(learner.names, before, strict=True))
+    assert learner.version == 0
+
+
+@pytest.mark.parametrize("name", ["mu_grpo", "p3o_two_anchor"])
+def test_going_on_from_a_checkpoint_is_exact(name: str, tmp_path: Path) -> None:
+    settings = config(objective={"name": name, "proximal_every": 3})
+    batches = [rollouts(seed=seed) for seed in range(5)]
+    straight = Learner(settings, POLICY)
+    for rows in batches:
+        straight.update(rows)
+    first = Learner(settings, POLICY)
+    for rows in batches[:2]:
+        first.update(rows)
+    first.save(tmp_path)
+    second = Learner(settings, tmp_path)
+    second.restore(tmp_path, {"version": 2, **first.state()})
+    for rows in batches[2:]:
+        second.update(rows)
+    assert all(torch.equal(a, b) for a, b in zip(straight.names, second.names, strict=True))
+    assert straight.drift == second.drift
+
+
+def test_the_proximal_policy_is_a_snapshot_of_every_few_updates() -> None:
+    learner = Learner(config(objective={"name": "decoupled_ppo", "proximal_every": 2}), POLICY)
+    snapshots = []
+    for seed in range(4):
+        learner.update(rollouts(seed=seed))
+        snapshots.append(torch.cat([tensor.flatten() for tensor in learner.proximal.values()]).clone())
+    assert torch.equal(snapshots[0], snapshots[1])
+    assert not torch.equal(snapshots[1], snapshots[2])
+    assert torch.equal(snapshots[2], snapshots[3])
+
+
+def test_learning_rate_schedules() -> None:
+    # Warm-up of 2: ½, 1. Cosine over the 8 that follow: 1 at its first, ½ in the middle.
+    rates = [learning_rate(u, peak=2.0, updates=10, warmup_updates=2, schedule="cosine") for u in range(10)]
+    assert rates[:3] == [1.0, 2.0, 2.0]
+    assert rates[6] == pytest.approx(1.0)
+    assert rates[9] == pytest.approx(1 + math.cos(7 / 8 * math.pi))
+    assert [learning_rate(u, peak=2.0, updates=4, schedule="linear") for u in range(4)] == [2.0, 1.5, 1.0, 0.5]
+    assert learning_rate(3, peak=2.0, updates=4) == 2.0
+
+
+def test_models_that_change_their_logits_are_recognised() -> None:
+    model = load_model(str(POLICY), device=CPU)
+    assert output_layer_is_plain(model)
+    forward = model.forward
+
+    def scaled(*arguments: Any, **named: Any) -> Any:
+        output = forward(*arguments, **named)
+        output.logits = output.logits * 0.5
+        return output
+
+    model.forward = scaled
+    assert not output_layer_is_plain(model)
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    plain = Learner(config(), POLICY)
+    saving = Learner(config(learner={"gradient_checkpointing": True}), POLICY)
+    assert saving.update(rollouts()) == pytest.approx(plain.update(rollouts()), rel=1e-5, nan_ok=True)

@@ -1,0 +1,140 @@
+"""Tokens are drawn from the stated distribution, and their log-probabilities are of exactly that one."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from stalewise.errors import ModelError
+from stalewise.generate.hf import HFSampler
+from stalewise.generate.sampler import Request
+from stalewise.generate.sampling import draw, rollout_seed, sampling_logp, uniforms
+from stalewise.models import EMBEDDED, encode_prompts, load_model, load_tokenizer
+from stalewise.tasks import make_task
+from stalewise.types import FinishReason, SamplerSettings
+
+LOGITS = torch.tensor([[math.log(0.5), math.log(0.3), math.log(0.2)]])
+
+
+def probabilities(**settings: float) -> list[float]:
+    return sampling_logp(LOGITS, SamplerSettings(**settings)).exp()[0].tolist()  # type: ignore[arg-type]
+
+
+def test_the_convention_of_temperature_and_truncation() -> None:
+    assert probabilities() == pytest.approx([0.5, 0.3, 0.2])
+    # Temperature ½ squares the probabilities: .25 : .09 : .04, sum .38.
+    assert probabilities(temperature=0.5) == pytest.approx([0.25 / 0.38, 0.09 / 0.38, 0.04 / 0.38])
+    assert probabilities(top_k=2) == pytest.approx([0.5 / 0.8, 0.3 / 0.8, 0.0])
+    assert probabilities(top_k=3) == probabilities(top_k=99) == probabilities()
+    # The smallest set with probability ≥ .6 is {.5, .3}; a bound that the first token reaches alone leaves it alone.
+    assert probabilities(top_p=0.6) == pytest.approx([0.5 / 0.8, 0.3 / 0.8, 0.0])
+    assert probabilities(top_p=0.5) == pytest.approx([1.0, 0.0, 0.0])
+    assert probabilities(top_p=0.01) == pytest.approx([1.0, 0.0, 0.0])
+    # Temperature comes first: at ½ the first token has .658 and reaches .6 alone.
+    assert probabilities(temperature=0.5, top_p=0.6) == pytest.approx([1.0, 0.0, 0.0])
+    # top_k comes before top_p: of {.5, .3} renormalised, .625 reaches .6.
+    assert probabilities(top_k=2, top_p=0.6) == pytest.approx([1.0, 0.0, 0.0])
+
+
+def test_draws_invert_the_distribution_function() -> None:
+    logp = sampling_logp(LOGITS, SamplerSettings()).expand(5, 3)
+    uniform = torch.tensor([0.0, 0.499, 0.501, 0.799, 0.999999])
+    assert draw(logp, uniform).tolist() == [0, 0, 1, 1, 2]
+
+
+def test_a_token_that_was_cut_away_is_never_drawn() -> None:
+    logp = sampling_logp(LOGITS.flip(1), SamplerSettings(top_k=1)).expand(3, 3)
+    assert draw(logp, torch.tensor([0.0, 0.5, 1.0 - 1e-12], dtype=torch.float64)).tolist() == [2, 2, 2]
+
+
+def test_draws_have_the_stated_frequencies() -> None:
+    count = 50_000
+    uniform = torch.from_numpy(uniforms([7], count)[0])
+    logp = sampling_logp(LOGITS, SamplerSettings(temperature=0.5))
+    drawn = draw(logp.expand(count, 3), uniform)
+    frequency = np.bincount(drawn.numpy(), minlength=3) / count
+    # Four standard errors of a frequency near ½: 4·√(¼/50,000) = .009.
+    assert frequency == pytest.approx(logp.exp()[0].numpy(), abs=0.009)
+
+
+def test_seeds_differ_by_run_rollout_and_purpose_and_fit_the_store() -> None:
+    seeds = {rollout_seed(run, rollout, purpose) for run in range(4) for rollout in range(50) for purpose in (0, 1)}
+    assert len(seeds) == 400
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert uniforms([5, 6], 3)[1].tolist() == uniforms([6], 3)[0].tolist()
+
+
+def make(settings: SamplerSettings | None = None, max_new_tokens: int = 64) -> HFSampler:
+    settings = settings or SamplerSettings()
+    sampler = HFSampler(settings, max_new_tokens=max_new_tokens, device=torch.device("cpu"), dtype=torch.float32)
+    sampler.load(EMBEDDED / "arithmetic-steps")
+    return sampler
+
+
+def requests(sampler: HFSampler, count: int) -> list[Request]:
+    prompts = make_task("arithmetic-steps", seed=0).prompts(0, count)
+    return [Request(ids, seed) for seed, ids in enumerate(encode_prompts(prompts, sampler.tokenizer))]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [SamplerSettings(), SamplerSettings(temperature=0.7), SamplerSettings(temperature=1.3, top_p=0.9, top_k=5)],
+)
+def test_recorded_log_probabilities_are_those_of_a_plain_forward_pass(settings: SamplerSettings) -> None:
+    sampler = make(settings)
+    asked = requests(sampler, 6)
+    model = load_model(str(EMBEDDED / "arithmetic-steps"), device=torch.device("cpu"))
+    for request, response in zip(asked, sampler.sample(asked), strict=True):
+        ids = torch.tensor([[*request.prompt_ids, *response.token_ids]])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1]
+        expected = sampling_logp(logits, settings).gather(1, torch.tensor(response.token_ids)[:, None])[:, 0]
+        assert torch.tensor(response.logp) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_response_does_not_depend_on_what_else_is_in_the_batch() -> None:
+    sampler = make()
+    asked = requests(sampler, 24)
+    together = sampler.sample(asked)
+    alone = sampler.sample([asked[17]])[0]
+    assert alone.token_ids == together[17].token_ids
+    assert alone.logp == pytest.approx(together[17].logp, abs=1e-5)
+    assert sampler.sample(asked) == together  # the same batch again: to the bit
+    assert [response.text for response in sampler.sample(asked[::-1])] == [r.text for r in reversed(together)]
+
+
+def test_finish_reasons_and_end_tokens() -> None:
+    sampler = make()
+    eos = sampler.tokenizer.eos_token_id
+    responses = sampler.sample(requests(sampler, 8))
+    assert all(r.finish_reason is FinishReason.STOP and r.token_ids[-1] == eos for r in responses)
+    assert all(eos not in r.token_ids[:-1] and "<" not in r.text for r in responses)
+    cut = make(max_new_tokens=5).sample(requests(sampler, 8))
+    assert all(r.finish_reason is FinishReason.LENGTH and len(r.token_ids) == len(r.logp) == 5 for r in cut)
+
+
+def test_new_weights_replace_the_old_ones(tmp_path: Path) -> None:
+    model = load_model(str(EMBEDDED / "arithmetic-steps"), device=torch.device("cpu"))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    model.save_pretrained(tmp_path)
+    load_tokenizer(str(EMBEDDED / "arithmetic-steps")).save_pretrained(tmp_path)
+    sampler = make()
+    asked = requests(sampler, 4)
+    before = sampler.sample(asked)
+    sampler.load(tmp_path)
+    after = sampler.sample(asked)
+    fresh = HFSampler(SamplerSettings(), max_new_tokens=64, device=torch.device("cpu"), dtype=torch.float32)
+    fresh.load(tmp_path)
+    assert fresh.sample(asked) == after != before
+
+
+def test_a_prompt_that_leaves_no_room_is_refused() -> None:
+    sampler = make(max_new_tokens=120)
+    with pytest.raises(ModelError, match=r"longest prompt has \d+ tokens; .* over the model's context of 128"):
+        sampler.sample(requests(sampler, 2))
