@@ -419,7 +419,8 @@ def run_tests(file: str, source: bytes, report: Path) -> int:
         report.write_text(f"import: {type(error).__name__}")
         return 1
     tests = [f"tests/{name}" for name in dict.fromkeys(TESTS[file])]
-    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    # The fixtures of conftest.py are those of whole runs: the tests of the pure rooms need none, nor their imports.
+    options = ["-x", "-q", "--tb=no", "--noconftest", "-p", "no:cacheprovider", "-p", "no:xdist"]
     # hypothesis is imported before pytest could rewrite its assertions; warnings are errors here.
     options.append("-Wignore::pytest.PytestAssertRewriteWarning")
     deselected = [f"--deselect={name}" for name in LEFT_OUT]

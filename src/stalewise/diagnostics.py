@@ -93,7 +93,6 @@ def token_sums(
     # An infinite ratio would make every mean infinite: such tokens are counted, named `nonfinite`, and in no other sum.
     finite_BT = tokens.mask_BT & ratio_BT.isfinite() & log_ratio_BT.isfinite()
     log_ratio_BT = log_ratio_BT.where(finite_BT, 0.0)
-    ratio_BT = ratio_BT.where(finite_BT, 1.0)
     excess_BT = torch.expm1(log_ratio_BT)  # r − 1 without cancellation
     positive_BT = finite_BT & (tokens.advantage_BT > 0)
     negative_BT = finite_BT & (tokens.advantage_BT < 0)

@@ -45,6 +45,15 @@ def test_a_group_without_variance_is_exactly_zero_and_counted(kind: str) -> None
     assert (result.groups, result.degenerate_groups) == (2, 1)
 
 
+def test_equal_rewards_are_degenerate_whatever_their_sign() -> None:
+    # Group 0: −2, −2; group 1: 3, 3; group 2: −1, 0, which differ.
+    reward = torch.tensor([-2.0, -2.0, 3.0, 3.0, -1.0, 0.0])
+    result = group_advantages(reward, torch.tensor([0, 0, 1, 1, 2, 2]), kind="mean")
+    assert result.degenerate_N.tolist() == [True, True, True, True, False, False]
+    assert result.advantage_N.tolist() == [0, 0, 0, 0, -0.5, 0.5]
+    assert result.degenerate_groups == 2
+
+
 def test_a_group_of_one_is_degenerate() -> None:
     result = group_advantages(torch.tensor([3.0]), torch.tensor([0]), kind="leave_one_out")
     assert result.advantage_N.tolist() == [0.0]

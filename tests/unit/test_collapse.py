@@ -63,6 +63,7 @@ def test_non_finite_values_are_collapse_at_once() -> None:
     found = find_collapse([math.nan])
     assert found is not None
     assert math.isnan(found.best)
+    assert CollapseDetector().observe(0.5).observe(math.nan).seen == 2  # the bad value was seen, too
 
 
 def test_the_floor_is_where_half_is_measured_from() -> None:

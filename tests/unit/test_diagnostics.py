@@ -54,6 +54,12 @@ def test_every_statistic_by_hand() -> None:
     assert stats == pytest.approx(expected, rel=1e-12)
 
 
+def test_the_largest_log_ratio_may_be_a_negative_one() -> None:
+    # r = {2, 1/8}: |log r| = {log 2, 3·log 2}.
+    stats = token_sums(tokens_with([[2.0, 0.125]], [1.0], [[1, 1]])).summary()
+    assert stats["log_ratio_max_abs"] == pytest.approx(3 * math.log(2))
+
+
 def test_exact_entropy_is_taken_where_it_is_given() -> None:
     tokens = tokens_with([[2.0, 1.0]], [1.0], [[1, 1]])
     entropy = torch.tensor([[0.5, 1.5]], dtype=torch.float64)

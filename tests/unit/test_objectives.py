@@ -78,6 +78,14 @@ def test_a_ratio_exactly_on_the_bound_keeps_its_gradient() -> None:
     assert stats["clip_fraction"] == 0
 
 
+def test_without_an_advantage_nothing_counts_as_clipped() -> None:
+    # A = 0: neither bound applies, however far r is from [0.8, 1.2]; the loss is 0 in any case.
+    loss, gradient, stats = loss_and_gradient("grpo", ratio=[[0.01, 9.0]], logp=[[-1.0, -1.0]], advantage=[0.0])
+    assert loss == 0
+    assert gradient == rows([0.0, 0.0])
+    assert stats["clip_fraction"] == 0
+
+
 def test_the_default_bounds_of_the_clipped_family() -> None:
     # A = 1 at r = 1.25: grpo and dr_grpo cut at 1.2, dapo at 1.28. A = −1 at r = 0.5: all cut at 0.8.
     for name, high in (("grpo", 1.2), ("dr_grpo", 1.2), ("dapo", 1.25)):

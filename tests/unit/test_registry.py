@@ -34,6 +34,7 @@ def test_defaults_are_those_of_the_methods_page() -> None:
 def test_what_a_method_prescribes_outside_of_its_loss() -> None:
     assert [n for n, row in OBJECTIVES.items() if row.needs_proximal] == ["decoupled_ppo", "p3o_two_anchor"]
     assert [n for n, row in OBJECTIVES.items() if row.reduction == "sequence"] == ["gspo"]
+    assert all(row.reduction == "token" for name, row in OBJECTIVES.items() if name != "gspo")
     assert [n for n, row in OBJECTIVES.items() if row.advantage != "group"] == ["dr_grpo"]
     assert OBJECTIVES["dr_grpo"].advantage == "mean"
     assert [n for n, row in OBJECTIVES.items() if row.drops_degenerate_groups] == ["dapo"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stalewise.objectives import evaluate, make_tokens
+from stalewise.objectives import evaluate, get_objective, make_tokens
 
 
 def inputs(**changed: Tensor) -> dict[str, Any]:
@@ -67,6 +67,14 @@ def test_a_missing_proximal_policy_is_named() -> None:
             evaluate(name, **inputs())
 
 
+def test_each_phase_alone_refuses_a_missing_proximal_policy() -> None:
+    objective, tokens = get_objective("decoupled_ppo"), make_tokens(**inputs())
+    with pytest.raises(ValueError, match="proximal_logp is None; objective decoupled_ppo"):
+        objective.first_pass(tokens, objective.settings())
+    with pytest.raises(ValueError, match="proximal_logp is None; objective decoupled_ppo"):
+        objective.second_pass(tokens, None, objective.settings())
+
+
 def test_negative_masks_are_refused() -> None:
     with pytest.raises(ValueError, match="mask"):
         evaluate("grpo", **inputs(mask=-torch.ones(2, 3)))
@@ -82,6 +90,16 @@ def test_padding_may_hold_anything() -> None:
     assert result.loss.item() == clean.loss.item()
     assert gradient.isfinite().all()
     assert gradient[0, 2] == 0
+
+
+def test_off_the_mask_every_tensor_is_zero() -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    tokens = make_tokens(**inputs(mask=mask, proximal_logp=torch.full((2, 3), -3.0)))
+    assert tokens.proximal_logp_BT is not None
+    # On the mask logp and behaviour_logp are −1, so their ratio is 0 there, too.
+    assert tokens.logp_BT.tolist() == tokens.behaviour_logp_BT.tolist() == [[-1, -1, 0], [-1, 0, 0]]
+    assert tokens.proximal_logp_BT.tolist() == [[-3, -3, 0], [-3, 0, 0]]
+    assert tokens.log_ratio_BT.tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
 def test_an_advantage_of_a_row_without_tokens_is_not_looked_at() -> None:

@@ -194,7 +194,7 @@ def _log_cap(cap: float | Tensor) -> float | Tensor:
 def _weighted(tokens: Tokens, log_weight_BT: Tensor, cap: float | Tensor) -> TokenLoss:
     """−sg(min(exp(log_weight), cap))·A·ℓ."""
     weight_BT = _capped(log_weight_BT, cap)
-    clipped_BT = tokens.mask_BT & (log_weight_BT.detach() > _log_cap(cap))
+    clipped_BT = tokens.mask_BT & (log_weight_BT > _log_cap(cap))
     loss_BT = -weight_BT * tokens.advantage_BT * tokens.logp_BT
     return TokenLoss(loss_BT, clipped_BT, torch.zeros_like(clipped_BT))
 
@@ -208,7 +208,7 @@ def _vetoed(tokens: Tokens, kappa: float, scope: VetoScope) -> Tensor:
     """Tokens that the negative-advantage veto takes out, bool [B, T]."""
     if not 0 < kappa < 1:
         raise ValueError(f"kappa is {kappa}; expected a ratio between 0 and 1")
-    trigger_BT = tokens.mask_BT & (tokens.advantage_BT < 0) & (tokens.log_ratio_BT.detach() < math.log(kappa))
+    trigger_BT = tokens.mask_BT & (tokens.advantage_BT < 0) & (tokens.log_ratio_BT < math.log(kappa))
     if scope == "trigger":
         return trigger_BT
     if scope == "sequence":
