@@ -7,7 +7,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: install test lint types unit demo mutation benchmark clean
+.PHONY: install test lint types unit demo soak mutation benchmark clean
 
 install: $(STAMP)
 
@@ -36,6 +36,10 @@ demo: install
 # A random sample of mutants of the pure rooms; the share killed is printed last.
 mutation: install
 	$(BIN)/python scripts/mutation.py --sample 200 --seed 0
+
+# A run is killed 200 times and must end as if it never had been.
+soak: install
+	$(BIN)/python scripts/soak.py --kills 200
 
 benchmark: install
 	$(BIN)/python benchmarks/objectives.py

@@ -10,17 +10,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from stalewise.config import RunConfig, make_config
+from stalewise.evaluate import describe_evaluation
 from stalewise.files import read_jsonl
 from stalewise.report import write_report
 from stalewise.run import run
 from stalewise.rundirectory import RunResult
+from stalewise.verbs import evaluate
 from stalewise.watch import Silence, Watcher
 
-UPDATES = 128
+UPDATES = 384
 STAGES = 4
 RUNS: dict[str, dict[str, Any]] = {
     "grpo": {"kind": "synchronous", "updates": UPDATES, "updates_per_generation": 4},
@@ -38,6 +41,7 @@ def demo_config(name: str, runs: Path) -> RunConfig:
             "task": {"name": "arithmetic"},
             "schedule": RUNS[name],
             "objective": {"name": name},
+            "batch": {"prompts": 4, "group_size": 8},
             "optimizer": {"learning_rate": 3e-4},
             "sampler": {"max_new_tokens": 8},
             "evaluation": {"prompts": 256, "samples": 4},
@@ -47,9 +51,13 @@ def demo_config(name: str, runs: Path) -> RunConfig:
 
 def run_demo(runs: Path, watcher: Watcher | None = None) -> dict[str, RunResult]:
     """All three runs, one after the other; what an earlier call finished is not done again."""
+    watcher = watcher or Silence()
+    # Also warms everything up: the first run would pay for imports and first calls, and look slower than it is.
+    base = evaluate("arithmetic", task="arithmetic", prompts=256, samples=4)
+    watcher.say(f"base policy, {describe_evaluation(base)}")
     results: dict[str, RunResult] = {}
     for name in RUNS:
-        (watcher or Silence()).say(f"{name}: {describe_schedule(name)}")
+        watcher.say(f"{name}: {describe_schedule(name)}")
         results[name] = run(demo_config(name, runs), watcher)
     return results
 
@@ -93,14 +101,14 @@ def summary_of(result: RunResult) -> dict[str, Any]:
 
 def table(figures: dict[str, Any]) -> Table:
     """The same for a person."""
-    rows = Table(title=f"arithmetic: {UPDATES} updates from a base accuracy of {figures['base_accuracy']:.3f}")
-    for column in ("run", "accuracy", "95% interval", "seconds", "generate", "learn", "switch", "last ESS"):
-        rows.add_column(column, justify="left" if column == "run" else "right")
+    title = f"arithmetic: {UPDATES} updates, base accuracy {figures['base_accuracy']:.3f}; times in seconds, last ESS"
+    rows = Table(title=title, box=SIMPLE_HEAD)
+    for column in ("run", "accuracy [95%]", "total", "generate", "learn", "switch", "ESS"):
+        rows.add_column(column, justify="left" if column == "run" else "right", no_wrap=True)
     for name, run_figures in figures["runs"].items():
         rows.add_row(
             name,
-            f"{run_figures['accuracy']:.3f}",
-            f"{run_figures['accuracy_low']:.3f} – {run_figures['accuracy_high']:.3f}",
+            "{accuracy:.3f} [{accuracy_low:.3f}, {accuracy_high:.3f}]".format(**run_figures),
             *(f"{run_figures[key]:.1f}" for key in ("seconds", "generate_seconds", "learn_seconds", "switch_seconds")),
             f"{run_figures['final_ess']:.3f}",
         )

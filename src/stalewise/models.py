@@ -71,30 +71,31 @@ def load_model(path: str, *, device: torch.device, dtype: torch.dtype = torch.fl
     try:
         config = AutoConfig.from_pretrained(path)
         # transformers would make up weights that are missing, and report it among its warnings.
-        model, loaded = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+        model, report = loaded
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(f"{path} does not load as a causal language model: {first_line}") from error
-    if missing := sorted(loaded["missing_keys"]):
+    if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"{path} lacks {len(missing)} weights of its architecture, the first {missing[0]}: copy it again"
         )
-    model.to(device)  # pyright: ignore[reportArgumentType]  # the stubs take `to` for a method of the class
+    model.to(device)
     model.eval()
     _check_causal(model, path)
     return model
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _check_causal(model: Any, path: str) -> None:
-    """Some encoders (BERT) load as language models that look at the tokens to come: nothing can be sampled from them."""
+    """Refuse encoders (BERT) that load as language models: they look at the tokens to come."""
     logits_RTV = model(input_ids=torch.tensor([[0, 0], [0, 1]], device=model.device)).logits.float()
     difference = (logits_RTV[0, 0] - logits_RTV[1, 0]).abs().max()
+    if not difference.isfinite():
+        raise ModelError(f"{path} has weights that are not finite: copy it again, or choose an earlier checkpoint")
     tolerance = 1e-5 if model.dtype is torch.float32 else 0.02
-    if not difference <= tolerance * logits_RTV.abs().max():
-        raise ModelError(
-            f"{path} is not a causal language model: the output of {type(model).__name__} at a token depends on later ones"
-        )
+    if difference > tolerance * logits_RTV.abs().max():
+        raise ModelError(f"{path} is not a causal language model: {type(model).__name__} looks at the tokens to come")
 
 
 def vocabulary_size(path: str) -> int:

@@ -27,7 +27,7 @@ from stalewise.errors import ConfigError, ModelError, StoreError
 from stalewise.files import read_json, write_json_atomic
 from stalewise.models import load_tokenizer, resolve_model, vocabulary_size
 from stalewise.run import Conductor
-from stalewise.rundirectory import read_config
+from stalewise.rundirectory import is_started, read_config
 from stalewise.staleness.schedule import Schedule, Step
 from stalewise.store import Batch, BatchManifest, Rows, batch_directories, is_committed, open_batch, read_batch_manifest
 from stalewise.watch import Watcher
@@ -117,9 +117,7 @@ class SourceBatch(Batch):
 class Relearner(Conductor):
     """One sitting at a run that learns from `sources`."""
 
-    def __init__(
-        self, config: RunConfig, sources: Sequence[Source], checkpoint: Path | None, watcher: Watcher
-    ) -> None:
+    def __init__(self, config: RunConfig, sources: Sequence[Source], checkpoint: Path | None, watcher: Watcher) -> None:
         super().__init__(config, watcher)
         self.sources = tuple(sources)
         self.checkpoint = checkpoint
@@ -130,12 +128,13 @@ class Relearner(Conductor):
         start = str(self.checkpoint.resolve()) if self.checkpoint else None
         record = {"format": FORMAT, "checkpoint": start, "batches": [source.record() for source in self.sources]}
         path = self.directory / FILE
-        if path.exists() and _without_places(read_json(path)) != _without_places(record):
+        started = is_started(self.directory)
+        if started and path.exists() and _without_places(read_json(path)) != _without_places(record):
             raise StoreError(
                 f"{self.directory} learned from other rollouts or from another checkpoint ({path} says which): "
                 "choose another name for the new run"
             )
-        if not path.exists() and (self.directory / "config.resolved.json").exists():
+        if started and not path.exists():
             raise StoreError(f"{self.directory} is a run with rollouts of its own: choose another name for the new run")
         super().claim()
         write_json_atomic(path, record)

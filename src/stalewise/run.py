@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from stalewise.checkpoints import checkpoint_directory, prune, read_state, versions, write_checkpoint
 from stalewise.config import RunConfig, write_resolved
-from stalewise.errors import TaskError
+from stalewise.errors import ConfigError, TaskError
 from stalewise.evaluate import describe_evaluation, evaluate_checkpoint
 from stalewise.files import RunLock, append_line, read_jsonl, remove_temporaries, truncate_jsonl, write_json_atomic
 from stalewise.generate.loop import generate_batch
@@ -35,11 +35,10 @@ from stalewise.store import (
     LedgerEntry,
     append_entry,
     batch_directory,
-    batches,
+    deal,
     is_committed,
     ledger_path,
     open_batch,
-    rows_of,
     to_ranges,
     truncate_ledger,
 )
@@ -50,8 +49,16 @@ from stalewise.watch import Silence, Watcher
 
 def run(config: RunConfig, watcher: Watcher | None = None) -> RunResult:
     """Train as the config says, from wherever its run directory stands."""
-    get_objective(config.objective.name).settings(config.objective.params)  # before anything is loaded
+    check_objective(config)  # before anything is loaded
     return conduct(config.directory, lambda: Conductor(config, watcher or Silence()))
+
+
+def check_objective(config: RunConfig) -> Mapping[str, Any]:
+    """The objective's parameters with defaults filled in; a name or value that is not known is a ConfigError."""
+    try:
+        return get_objective(config.objective.name).settings(config.objective.params)
+    except ValueError as error:
+        raise ConfigError(f"objective: {error}") from error
 
 
 def conduct(directory: Path, make_conductor: Callable[[], Conductor]) -> RunResult:
@@ -222,7 +229,7 @@ class Conductor:
             batch = self._open_batch(self.schedule.at(version).generation_batch)
             if version == 0:  # the sitting that generated it may have been told already, and have gone on all the same
                 self._check_batch(batch)
-            dealt = deal(batch, self.config)
+            dealt = rollouts_of_updates(batch, self.config)
         self._begin("learn", stop - version)
         start = time.perf_counter()
         for update in range(version, stop):
@@ -282,8 +289,7 @@ class Conductor:
         return read_result(self.directory, self.schedule.updates)
 
 
-def deal(batch: Batch, config: RunConfig) -> list[npt.NDArray[np.int64]]:
-    """Rollout ids of each update on a generation batch: whole groups, in an order that follows from the seed."""
-    groups, rollout_ids = batch.column("group"), batch.column("rollout_id")
-    seed = config.seed + batch.manifest.generation_batch
-    return [rollout_ids[rows_of(groups, chosen)] for chosen in batches(groups, config.batch.prompts, seed)]
+def rollouts_of_updates(batch: Batch, config: RunConfig) -> list[npt.NDArray[np.int64]]:
+    """Rollout ids of each update on a generation batch: whole groups, in the order they were generated."""
+    rollout_ids = batch.column("rollout_id")
+    return [rollout_ids[rows] for rows in deal(batch.column("group"), config.batch.prompts)]

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from stalewise import __version__
 from stalewise.config import FORMAT, RunConfig, make_config
 from stalewise.errors import StoreError
 from stalewise.files import read_json, read_jsonl
@@ -47,6 +48,12 @@ def read_config(directory: str | Path) -> RunConfig:
     return make_config(record, source=str(path))
 
 
+def is_started(directory: Path) -> bool:
+    """Whether a run directory holds a checkpoint or a generation batch, whole or in the making."""
+    places = [directory / "checkpoints", directory / "rollouts"]
+    return any(not entry.name.startswith(".") for place in places if place.is_dir() for entry in place.iterdir())
+
+
 def check_identity(config: RunConfig) -> None:
     """Refuse a run directory that was made by another config or another version of the format."""
     path = config.directory / "config.resolved.json"
@@ -55,8 +62,14 @@ def check_identity(config: RunConfig) -> None:
     found = read_json(path)
     if found.get("format") != FORMAT:
         raise StoreError(f"{path} has format {found.get('format')}; this release reads {FORMAT}: choose another name")
-    old, new = _flat(found), _flat(config.identity())
-    differences = [f"{key} was {old.get(key)!r} and is {new[key]!r}" for key in new if old.get(key) != new[key]]
+    if not is_started(config.directory):
+        return  # a start that failed, on a wrong model for example, does not bind what comes after it
+    identity = config.identity()
+    old, new = flat({key: found.get(key) for key in identity}), flat(identity)
+    # Of both: an option that was taken out of the config is a difference, too.
+    differences = [
+        f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in {**new, **old} if old.get(key) != new.get(key)
+    ]
     if differences:
         raise StoreError(
             f"{config.directory} belongs to another config ({'; '.join(differences[:3])}): choose another name, "
@@ -64,17 +77,19 @@ def check_identity(config: RunConfig) -> None:
         )
 
 
-def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as one, with dotted keys."""
+    found: dict[str, Any] = {}
     for key, value in record.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
 
 
 def environment(device: str, threads: int) -> dict[str, Any]:
     """What the numbers of a run may depend on besides its config."""
-    packages = ("stalewise", "torch", "transformers", "numpy", "pyarrow")
+    packages = ("torch", "transformers", "numpy", "pyarrow")
     return {
+        "stalewise": __version__,
         "python": platform.python_version(),
         **{package: version(package) for package in packages},
         "platform": platform.platform(),

@@ -130,6 +130,9 @@ def test_every_metric_is_documented_and_no_other() -> None:
         *evaluate("grpo", **batch).stats,
         *drift_statistics(update_norm=1.0, learning_rate=1.0, drift_before=0.0),
         *age_statistics(update=1, versions=torch.tensor([0])),
+        # What the learner and the conductor add; tests/unit/test_run.py compares a real run with the page.
+        *("update", "generation_batch", "rollouts", "reward", "truncated_fraction", "degenerate_fraction"),
+        *("verifier_error_fraction", "taken", "loss", "grad_norm", "learning_rate", "step_factor", "seconds"),
     }
     assert set(first_two_cells((ROOT / "docs/metrics.md").read_text())) == reported
 

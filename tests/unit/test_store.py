@@ -28,7 +28,6 @@ from hypothesis import strategies as st
 from stalewise import store
 from stalewise.errors import StoreError
 from stalewise.store.schema import HEAVY_COLUMNS, LIGHT_COLUMNS
-from stalewise.store.select import hash_keys
 from stalewise.types import FinishReason, Rollout, SamplerSettings
 
 SOURCE = str(Path(store.__file__).parents[2])
@@ -517,42 +516,20 @@ def test_ranges_hold_exactly_the_ids(ids: set[int]) -> None:
 group_ids = st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 50), max_size=60)
 
 
-@given(group_ids, st.integers(1, 9), st.integers(), st.randoms(use_true_random=False))
-def test_every_group_is_dealt_once_whatever_the_order(
-    groups: list[int], per_update: int, seed: int, shuffler: random.Random
-) -> None:
-    dealt = [batch.tolist() for batch in store.batches(groups, per_update, seed)]
-    flat = [group for batch in dealt for group in batch]
-    assert sorted(flat) == sorted(set(groups))
-    assert all(len(batch) == per_update for batch in dealt[:-1])
-    shuffler.shuffle(groups)
-    assert [batch.tolist() for batch in store.batches(groups, per_update, seed)] == dealt
-    if flat:  # a group that drops out moves no other past another
-        fewer = store.batches([group for group in groups if group != flat[0]], per_update, seed)
-        assert [group for batch in fewer for group in batch.tolist()] == flat[1:]
+@given(group_ids, st.integers(1, 9))
+def test_every_group_is_dealt_whole_and_once_in_order(groups: list[int], per_update: int) -> None:
+    dealt = [rows.tolist() for rows in store.deal(groups, per_update)]
+    order = [list(dict.fromkeys(groups[row] for row in rows)) for rows in dealt]
+    assert [group for update in order for group in update] == sorted(set(groups))
+    assert all(len(update) == per_update for update in order[:-1])
+    assert sorted(row for rows in dealt for row in rows) == list(range(len(groups)))
+    for rows in dealt:
+        assert rows == sorted(rows, key=lambda row: (groups[row], row))
 
 
-def test_order_is_splitmix64_and_depends_on_the_seed() -> None:
-    # The published first outputs of SplitMix64 seeded with 1234567.
-    published = [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-        16408922859458223821,
-    ]
-    assert hash_keys(np.arange(5), 1234567).tolist() == published
-    orders = {tuple(store.batches(range(5), 5, seed)[0].tolist()) for seed in range(1000)}
-    assert len(orders) == 120  # all permutations of five come up
+def test_an_update_without_groups_is_refused() -> None:
     with pytest.raises(ValueError, match="per_update is 0"):
-        store.batches([1], 0, 0)
-
-
-@given(st.lists(st.integers(0, 9), max_size=40), st.sets(st.integers(0, 12)))
-def test_rows_of_finds_whole_groups_in_order(column: list[int], chosen: set[int]) -> None:
-    order = sorted(chosen, reverse=True)
-    expected = [i for group in order for i, g in enumerate(column) if g == group]
-    assert store.rows_of(column, order).tolist() == expected
+        store.deal([1], 0)
 
 
 def test_store_imports_without_torch() -> None:

@@ -86,18 +86,15 @@ class HFSampler:
         # Longest first, ties in order: rows of one length lie together and the padding is small.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i].prompt_ids))
         ids_RT, logp_RT, length_R = self._decode([requests[i] for i in order])
-        texts = self._tokenizer.batch_decode(
-            [row[:length] for row, length in zip(ids_RT, length_R, strict=True)], skip_special_tokens=True
-        )
+        ids = [row[:length].tolist() for row, length in zip(ids_RT, length_R, strict=True)]
+        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
         responses: list[Response | None] = [None] * len(requests)
         stop_ids = set(self._stop_ids.tolist())
         for place, row in enumerate(order):
-            length = int(length_R[place])
-            ids = ids_RT[place, :length].tolist()
-            ended = ids[-1] in stop_ids
+            ended = ids[place][-1] in stop_ids
             responses[row] = Response(
-                token_ids=tuple(ids),
-                logp=tuple(logp_RT[place, :length].tolist()),
+                token_ids=tuple(ids[place]),
+                logp=tuple(logp_RT[place, : len(ids[place])].tolist()),
                 text=texts[place],
                 finish_reason=FinishReason.STOP if ended else FinishReason.LENGTH,
             )
@@ -113,19 +110,9 @@ class HFSampler:
         active_R = torch.arange(rows, device=self._device)  # rows still in the batch
         alive_R = torch.ones(rows, dtype=torch.bool, device=self._device)
 
-        input_ids, attention = self._padded(requests)
-        cache = DynamicCache(config=self._model.config)
-        positions = (attention.cumsum(dim=1) - 1).clamp(min=0)
+        logits_RV, cache, attention, positions = self._prefill(requests)
         for step in range(steps):
-            output = self._model(
-                input_ids=input_ids,
-                attention_mask=attention,
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            logp_RV = sampling_logp(output.logits[:, -1], self.settings)
+            logp_RV = sampling_logp(logits_RV, self.settings)
             token_R = draw(logp_RV, uniform_RT[active_R, step])
             ids_RT[active_R, step] = token_R
             logp_RT[active_R, step] = logp_RV.gather(1, token_R.unsqueeze(1)).squeeze(1)
@@ -140,17 +127,41 @@ class HFSampler:
                 cache.batch_select_indices(keep)
                 active_R, token_R, attention = active_R[keep], token_R[keep], attention[keep]
                 positions, alive_R = positions[keep], alive_R[keep]
-            input_ids = token_R.unsqueeze(1)
             attention = torch.cat([attention, attention.new_ones(len(attention), 1)], dim=1)
             positions = positions[:, -1:] + 1
+            if step + 1 < steps:
+                logits_RV = self._forward(token_R.unsqueeze(1), cache, attention, positions)
         return ids_RT.cpu().numpy(), logp_RT.cpu().numpy(), length_R.cpu().numpy()
 
-    def _padded(self, requests: list[Request]) -> tuple[Tensor, Tensor]:
-        width = max(len(request.prompt_ids) for request in requests)
-        ids = np.full((len(requests), width), self._tokenizer.pad_token_id, dtype=np.int64)
-        mask = np.zeros((len(requests), width), dtype=np.int64)
-        for row, request in enumerate(requests):
-            start = width - len(request.prompt_ids)
-            ids[row, start:] = request.prompt_ids
-            mask[row, start:] = 1
+    def _forward(self, input_ids: Tensor, cache: DynamicCache, attention: Tensor, positions: Tensor) -> Tensor:
+        """Logits [R, V] after the last of these tokens; the cache grows by them."""
+        output = self._model(
+            input_ids=input_ids,
+            attention_mask=attention,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]
+
+    def _prefill(self, requests: list[Request]) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
+        """Logits, cache, attention mask and positions after the prompts. Each distinct prompt is read only once."""
+        places: dict[tuple[int, ...], int] = {}
+        distinct_R = [places.setdefault(tuple(request.prompt_ids), len(places)) for request in requests]
+        input_ids, attention = self._padded(list(places))
+        cache = DynamicCache(config=self._model.config)
+        positions = (attention.cumsum(dim=1) - 1).clamp(min=0)
+        logits = self._forward(input_ids, cache, attention, positions)
+        spread = torch.tensor(distinct_R, device=self._device)
+        cache.batch_select_indices(spread)
+        return logits[spread], cache, attention[spread], positions[spread]
+
+    def _padded(self, prompts: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+        width = max(map(len, prompts))
+        ids = np.full((len(prompts), width), self._tokenizer.pad_token_id, dtype=np.int64)
+        mask = np.zeros((len(prompts), width), dtype=np.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = prompt
+            mask[row, width - len(prompt) :] = 1
         return torch.from_numpy(ids).to(self._device), torch.from_numpy(mask).to(self._device)

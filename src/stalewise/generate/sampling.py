@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from stalewise.splitmix import uniform
 from stalewise.types import SamplerSettings
 
 
@@ -45,10 +47,9 @@ def draw(logp_RV: Tensor, uniform_R: Tensor) -> Tensor:
     return token_R.clamp(max=logp_RV.shape[1] - 1)
 
 
-def uniforms(seeds: list[int], count: int) -> np.ndarray:
+def uniforms(seeds: list[int], count: int) -> npt.NDArray[np.float64]:
     """`count` uniform numbers in [0, 1) for each seed, [R, count]; a row depends on its own seed alone."""
-    rows = [np.random.Generator(np.random.Philox(key=seed)).random(count) for seed in seeds]
-    return np.stack(rows)
+    return uniform(np.array(seeds, dtype=np.uint64)[:, None], np.arange(count, dtype=np.uint64)[None, :])
 
 
 def rollout_seed(run_seed: int, rollout_id: int, purpose: int = 0) -> int:

@@ -58,7 +58,7 @@ def batch_problem(batch: Batch) -> str:
     """Why nothing can be learned from a generation batch, or an empty string."""
     manifest = batch.manifest
     if manifest.verifier_errors == manifest.rows:
-        kinds = ", ".join(f"{kind} ({count})" for kind, count in manifest.extra["verifier_error_kinds"].items())
+        kinds = ", ".join(f"{kind} ({count})" for kind, count in manifest.extra.get("verifier_error_kinds", {}).items())
         return f"the verifier failed on all {manifest.rows} responses: {kinds or 'see reward_error in the shards'}"
     if manifest.truncated == manifest.rows:
         return f"all {manifest.rows} responses are truncated (fraction 1.0): raise sampler.max_new_tokens"

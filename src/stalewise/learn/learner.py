@@ -49,9 +49,6 @@ class UpdateBatch:
     rows: Rows
     advantage: Tensor  # [B]
     keep: Tensor  # [B] bool; False: the tokens are out of the loss
-    degenerate_groups: int
-    groups: int
-    verifier_errors: int
 
 
 class Learner:
@@ -114,13 +111,13 @@ class Learner:
 
     # ------------------------------------------------------------ one update
 
-    def prepare(self, rows: Rows) -> UpdateBatch | None:
-        """Advantages of the rollouts of one update; None where nothing is left to learn from."""
+    def prepare(self, rows: Rows) -> tuple[UpdateBatch | None, dict[str, float]]:
+        """Advantages of the rollouts of one update, None where nothing is left to learn from; and what was left out."""
         scored = torch.from_numpy(rows.reward).isfinite()
-        verifier_errors = int((~scored).sum())
+        left_out = {"verifier_error_fraction": 1 - float(scored.double().mean()), "degenerate_fraction": float("nan")}
         rows = rows.take(scored.nonzero().squeeze(1).numpy())
         if len(rows) == 0:
-            return None
+            return None, left_out
         kind = self.config.objective.advantage
         found = group_advantages(
             torch.from_numpy(rows.reward).float(),
@@ -129,32 +126,26 @@ class Learner:
             truncated=torch.from_numpy(rows.truncated),
             truncated_rule=self.config.objective.truncated,
         )
+        left_out["degenerate_fraction"] = found.degenerate_groups / found.groups
         chosen = torch.ones(len(rows), dtype=torch.bool)
         if self.objective.drops_degenerate_groups:
             chosen = ~found.degenerate_N
         if not bool((found.advantage_N[chosen] * found.keep_N[chosen]).any()):
-            return None
-        return UpdateBatch(
+            return None, left_out
+        batch = UpdateBatch(
             rows=rows.take(chosen.nonzero().squeeze(1).numpy()),
             advantage=found.advantage_N[chosen],
             keep=found.keep_N[chosen],
-            degenerate_groups=found.degenerate_groups,
-            groups=found.groups,
-            verifier_errors=verifier_errors,
         )
+        return batch, left_out
 
     def update(self, rows: Rows) -> dict[str, float]:
         """Take one update on these rollouts and say what happened. The version rises by one in any case."""
-        described = _describe(rows, self.version)
-        batch = self.prepare(rows)
+        batch, left_out = self.prepare(rows)
+        described = _describe(rows, self.version) | left_out
         if self.version % self.config.objective.proximal_every == 0:
             self._snapshot_proximal()
         metrics = {"taken": 0.0} if batch is None else {"taken": 1.0, **self._step(batch)}
-        if batch is not None:
-            described |= {
-                "degenerate_fraction": batch.degenerate_groups / batch.groups,
-                "verifier_error_fraction": batch.verifier_errors / len(rows),
-            }
         self.version += 1
         return described | metrics
 

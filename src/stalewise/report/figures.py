@@ -16,8 +16,8 @@ from stalewise.report.words import ACCURACY, CHARTS, Chart
 
 LONGEST_CURVE = 1000  # points; a chart is about 600 pixels wide
 BUCKETS = 500
-FEW_POINTS = 64  # with so few, every update gets a marker
-MOST_STAGE_LINES = 16
+FEW_POINTS = 32  # with so few, every update gets a marker
+MOST_STAGE_LINES = 8
 X_TITLE = "update (count, from 0)"
 
 # Told apart on a light and on a dark ground, and by people who see few colours (with the dashes).
@@ -39,7 +39,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a curve looks: runs differ in colour, the metrics of a run in dashes; a single run has colours for both."""
+    """How a curve looks: metrics differ in dashes, since equal curves lie on each other, and runs in colour."""
 
     colour: str
     dash: str
@@ -85,12 +85,15 @@ def draw(chart: Chart, runs: Sequence[Run]) -> go.Figure:
     for i, run in enumerate(runs):
         for j, key in enumerate(chart.keys):
             style = style_of(i, j, is_single=len(runs) == 1)
-            # The legend shows text as HTML; a run's name is no HTML.
+            # plotly takes text for HTML, and a run's name is none.
             name = key if len(runs) == 1 else f"{html.escape(run.label)}: {key}"
-            if key == ACCURACY:
-                figure.add_traces(accuracy_traces(run, name, style))
-            else:
-                figure.add_traces(metric_traces(run, key, name, style))
+            traces = accuracy_traces(run, name, style) if key == ACCURACY else metric_traces(run, key, name, style)
+            figure.add_traces([trace.update(meta={"run": i}) for trace in traces])  # the page shows and hides runs
+    # Bands of several runs lie on each other.
+    figure.update_traces(opacity=0.25 if len(runs) == 1 else 0.12, selector={"fill": "toself"})
+    # All of the run to come, and the same in every chart, so that they can be read against each other.
+    horizon = max(run.schedule.updates for run in runs)
+    figure.update_xaxes(range=[-0.02 * horizon, 1.02 * horizon])
     if chart.is_share:
         figure.update_yaxes(range=[-0.03, 1.03])
     else:
@@ -101,10 +104,8 @@ def draw(chart: Chart, runs: Sequence[Run]) -> go.Figure:
 
 
 def style_of(run: int, metric: int, *, is_single: bool) -> Style:
-    """Colour and dash of a curve."""
-    if is_single:
-        return Style(COLOURS[metric % len(COLOURS)], "solid")
-    return Style(COLOURS[run % len(COLOURS)], DASHES[metric % len(DASHES)])
+    """Colour and dash of a curve. Where there is one run, colours are free to tell its metrics apart as well."""
+    return Style(COLOURS[(metric if is_single else run) % len(COLOURS)], DASHES[metric % len(DASHES)])
 
 
 def metric_traces(run: Run, key: str, name: str, style: Style) -> list[go.Scatter]:
@@ -120,27 +121,26 @@ def metric_traces(run: Run, key: str, name: str, style: Style) -> list[go.Scatte
         mode="lines+markers" if len(curve.y) <= FEW_POINTS else "lines",
         line={"color": style.colour, "dash": style.dash, "width": 1.7},
         marker={"size": 4},
-        legendgroup=name,
     )
     return [line] if curve.low is None else [_band(curve, name, style), line]
 
 
 def _band(curve: Curve, name: str, style: Style) -> go.Scatter:
-    """A closed outline: along the maxima and back along the minima."""
+    """Closed outlines, one for each stretch without a gap: along the maxima and back along the minima."""
     assert curve.low is not None and curve.high is not None
-    known = ~np.isnan(curve.y)
-    x, low, high = curve.x[known], curve.low[known], curve.high[known]
+    known = np.flatnonzero(~np.isnan(curve.y))
+    x, y = [], []
+    for stretch in np.split(known, np.flatnonzero(np.diff(known) > 1) + 1):
+        x += [curve.x[stretch], curve.x[stretch[::-1]], [np.nan]]
+        y += [curve.high[stretch], curve.low[stretch[::-1]], [np.nan]]
     return go.Scatter(
-        x=small(np.concatenate([x, x[::-1]])),
-        y=small(np.concatenate([high, low[::-1]])),
+        x=small(np.concatenate(x)),
+        y=small(np.concatenate(y)),
         fill="toself",
         fillcolor=style.colour,
-        opacity=0.25,
         mode="lines",
         line={"width": 0},
         hoverinfo="skip",
-        showlegend=False,
-        legendgroup=name,
         name=f"{name}, minimum to maximum",
     )
 
@@ -185,25 +185,30 @@ def draw_time(runs: Sequence[Run]) -> dict[str, Any]:
             orientation="h",
             marker={"color": ACTIVITY_COLOURS.get(name, IDLE_COLOUR), "line": {"width": 0}},
         )
-    # hovermode "y": all parts of the bar that is pointed at. The first run is on top, as in the tables.
-    figure.update_layout(barmode="stack", hovermode="y unified", height=150 + 34 * len(runs))
+    legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
+    figure.update_layout(
+        barmode="stack", hovermode="y unified", height=150 + 34 * len(runs), showlegend=True, legend=legend
+    )
     figure.update_xaxes(title="wall-clock time (seconds)", rangemode="tozero")
-    figure.update_yaxes(autorange="reversed", type="category", hoverformat=None)
+    figure.update_yaxes(autorange="reversed", type="category")  # the first run on top, as in the tables
     return as_json(figure)
 
 
 def layout(y_title: str) -> go.Layout:
-    """What all figures have in common. The page adds colours, since only it knows whether it is dark."""
+    """What all figures have in common. The page adds colours, since only it knows whether it is dark.
+
+    It also has the legend: with several runs in a chart plotly's would take more room than the curves.
+    """
     axis = {"zeroline": False, "automargin": True, "linewidth": 1, "ticks": "outside", "ticklen": 4}
+    axis["exponentformat"] = "power"  # 3×10⁻⁴ where plotly would write 300µ
     return go.Layout(
         template="none",
         height=310,
-        margin={"l": 60, "r": 16, "t": 12, "b": 48},
+        margin={"l": 64, "r": 16, "t": 28, "b": 52},
         xaxis={**axis, "title": X_TITLE},
         yaxis={**axis, "title": y_title, "hoverformat": ".4~g"},
         hovermode="x unified",
-        showlegend=True,
-        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": {"size": 11}},
+        showlegend=False,
     )
 
 

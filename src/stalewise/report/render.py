@@ -6,7 +6,7 @@ import base64
 import gzip
 import json
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,17 @@ from plotly.offline import get_plotlyjs, get_plotlyjs_version
 from stalewise import __version__
 from stalewise.config import RunConfig
 from stalewise.files import write_atomic
-from stalewise.report.figures import BUCKETS, LONGEST_CURVE, MOST_STAGE_LINES, bucket_width, draw_charts, draw_time
+from stalewise.report.figures import (
+    BUCKETS,
+    LONGEST_CURVE,
+    MOST_STAGE_LINES,
+    bucket_width,
+    draw_charts,
+    draw_time,
+    style_of,
+)
 from stalewise.report.read import ACTIVITIES, IDLE, Run, differing, flatten, read_runs
-from stalewise.report.summary import counted, duration, interval, summarise
+from stalewise.report.summary import interval, joined, ranking, summarise
 from stalewise.report.words import CHARTS, METRICS
 
 MOST_ROWS = 64  # of a table of stages or evaluations
@@ -47,15 +55,17 @@ def render(runs: Sequence[Run]) -> str:
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"interval": interval, "duration": duration, "shown": shown, "counted": counted}
+    environment.filters |= {"interval": interval, "shown": shown}
     figures = draw_charts(runs)
     return environment.get_template("template.html").render(
-        title=" and ".join(run.label for run in runs) if len(runs) < 4 else f"{len(runs)} runs",
+        title=joined([run.label for run in runs]) if len(runs) < 4 else f"{len(runs)} runs",
         release=__version__,
         runs=[(run, summarise(run)) for run in runs],
         charts=[chart for chart in CHARTS if chart.name in figures],
         missing=[chart.title for chart in CHARTS if chart.name not in figures],
         words=METRICS,
+        style_of=partial(style_of, is_single=len(runs) == 1),
+        ranking=ranking(runs) if len(runs) > 1 else "",
         figures={**figures, "time": draw_time(runs)},
         activities=[*ACTIVITIES, IDLE],
         most_rows=MOST_ROWS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,7 @@ def progress_of(run: Run) -> str:
     tokens = sum(batch.tokens for batch in run.batches)
     made = f"{len(run.batches)} of {counted(schedule.generation_batches, 'generation batch', 'generation batches')}"
     sentence = (
-        f"{run.updates} of {counted(schedule.updates, 'update')} with {run.config.get('objective.name', 'unknown')} "
+        f"{run.updates:,} of {counted(schedule.updates, 'update')} with {run.config.get('objective.name', 'unknown')} "
         f"are done, on {made} ({counted(rollouts, 'rollout')}, {counted(tokens, 'response token')})."
     )
     return sentence if run.is_complete else f"The run is not finished: {sentence}"
@@ -76,6 +76,22 @@ def cost_of(run: Run) -> str:
     parts = [f"{seconds / run.total_seconds:.0%} {PRESENT_PARTICIPLE.get(name, name)}" for name, seconds in busy]
     parts.append(f"{run.seconds[IDLE] / run.total_seconds:.0%} idle")
     return f"It took {duration(run.total_seconds)}: {', '.join(parts)}."
+
+
+def ranking(runs: Sequence[Run]) -> str:
+    """Which run came out best, and which others may be as good."""
+    known = [run for run in runs if run.evaluations and math.isfinite(run.evaluations[-1]["accuracy"]["value"])]
+    if len({run.evaluations[-1]["task"] for run in known}) > 1:
+        return "The runs have different tasks: their accuracies cannot be compared."
+    if len(known) < 2:
+        return "Fewer than two of the runs have been evaluated."
+    last = {run.label: run.evaluations[-1]["accuracy"] for run in known}
+    best = max(last, key=lambda label: last[label]["value"])
+    near = [label for label in last if label != best and last[label]["high"] >= last[best]["low"]]
+    sentence = f"{best} has the highest last accuracy, {interval(last[best])}"
+    return (
+        f"{sentence}; the intervals of {joined(near)} overlap with it." if near else f"{sentence}, clear of all others."
+    )
 
 
 def warnings_of(run: Run) -> list[str]:
@@ -154,6 +170,15 @@ def interval(record: Mapping[str, Any]) -> str:
     """
     value, low, high = (record[key] for key in ("value", "low", "high"))
     return f"{value:.3f} [{low:.3f}, {high:.3f}]" if math.isfinite(value) else "unknown"
+
+
+def joined(names: Sequence[str]) -> str:
+    """A list in a sentence.
+
+    >>> joined(["a"]), joined(["a", "b", "c"])
+    ('a', 'a, b and c')
+    """
+    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
 def counted(number: int, one: str, more: str = "") -> str:

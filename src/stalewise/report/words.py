@@ -69,8 +69,8 @@ CHARTS = (
         ("truncated_fraction", "degenerate_fraction", "verifier_error_fraction"),
         is_share=True,
     ),
-    Chart("drift", "Drift", "Σ‖Δθ‖", "norm of weights", ("drift",)),
+    Chart("drift", "Drift", "Σ‖Δθ‖", "Euclidean norm", ("drift",)),
     Chart("rate", "Learning rate", "learning rate", "per update", ("learning_rate",)),
-    Chart("gradient", "Gradient norm", "‖gradient‖", "loss per weight", ("grad_norm",)),
+    Chart("gradient", "Gradient norm", "‖gradient‖", "loss per unit of weight", ("grad_norm",)),
     Chart("seconds", "Time per update", "time", "seconds", ("seconds",)),
 )

@@ -25,7 +25,7 @@ from stalewise.store.manifest import (
 from stalewise.store.reader import Batch, open_batch, verify_shard
 from stalewise.store.rows import Rows, concatenate
 from stalewise.store.schema import FORMAT, SCHEMA, rollouts_from_table, table_from_rollouts
-from stalewise.store.select import batches, rows_of
+from stalewise.store.select import deal
 from stalewise.store.writer import commit_batch, next_shard, write_shard
 
 __all__ = [
@@ -40,11 +40,11 @@ __all__ = [
     "append_entry",
     "batch_directories",
     "batch_directory",
-    "batches",
     "commit_batch",
     "committed_shards",
     "concatenate",
     "consumed",
+    "deal",
     "from_ranges",
     "is_committed",
     "ledger_path",
@@ -54,7 +54,6 @@ __all__ = [
     "read_batch_manifest",
     "read_ledger",
     "rollouts_from_table",
-    "rows_of",
     "shard_path",
     "table_from_rollouts",
     "to_ranges",

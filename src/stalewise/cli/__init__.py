@@ -1,0 +1,276 @@
+"""The command line: parse, call, print. Data goes to stdout, everything else to stderr.
+
+Nothing heavy is imported before a command needs it, so `stalewise --help` is quick.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from stalewise import __version__
+from stalewise.errors import ConfigError, StalewiseError, StoreError
+
+INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
+CAN_GO_ON = ("demo", "train", "generate", "learn")
+
+
+class Group(TyperGroup):
+    """Prints errors that are the input's fault as one line; others are ours and keep their traceback."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Keep the words of the command, to be able to repeat them."""
+        ctx.meta["stalewise.words"] = list(args)
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Call the command."""
+        try:
+            return super().invoke(ctx)
+        except StalewiseError as error:
+            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(error.exit_code) from error
+        except KeyboardInterrupt:
+            words = ctx.meta["stalewise.words"]
+            typer.echo("interrupted", err=True, nl=False)
+            if words and words[0] in CAN_GO_ON:
+                again = shlex.join(["stalewise", *words])
+                typer.echo(": what was committed is kept; run the same command again to go on:", err=True)
+                typer.echo(f"  {again}", err=True, nl=False)
+            typer.echo("", err=True)
+            raise typer.Exit(INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=Group,
+    help="Reinforcement-learning post-training of language models on stale rollouts, in a few large stages.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """Run the command line."""
+    app(prog_name="stalewise")
+
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file; `stalewise init` writes one.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, as in optimizer.learning_rate=1e-5."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for a script.")]
+
+
+def _config(path: Path, settings: Sequence[str] | None) -> Any:
+    from stalewise.config import load_config, parse_override
+
+    return load_config(path, dict(parse_override(text) for text in settings or ()))
+
+
+def _print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:
+    typer.echo(json.dumps(record))
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False):
+    if version:
+        typer.echo(f"stalewise {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def demo(
+    as_json: AsJson = False,
+    runs: Annotated[Path, typer.Option(help="Where the runs of the demo lie.")] = Path("runs/demo"),
+) -> None:
+    """Train the embedded policy in minutes: GRPO against two methods that learn in a few large stages."""
+    from stalewise.demo import main as run_demo
+    from stalewise.progress import watching
+
+    with watching() as watcher:
+        run_demo(as_json=as_json, runs=runs, watcher=watcher)
+
+
+@app.command()
+def init(
+    path: Annotated[Path, typer.Argument(help="File to write.")] = Path("stalewise.toml"),
+    task: Annotated[str, typer.Option(help="Task to write it for.")] = "arithmetic",
+) -> None:
+    """Write a commented config."""
+    from stalewise.files import write_atomic
+    from stalewise.template import config_template
+
+    text = config_template(task, name=_run_name(path))
+    if path.exists():
+        raise ConfigError(f"{path} exists already and is not overwritten: name another file or delete it")
+    write_atomic(path, text)
+    typer.echo(str(path))
+    typer.echo(f"next: stalewise doctor {path}; then stalewise train {path}", err=True)
+
+
+def _run_name(path: Path) -> str:
+    name = "".join(character if character.isalnum() or character in "._-" else "_" for character in path.stem)
+    return "run" if path.stem in ("", "stalewise") else name
+
+
+@app.command()
+def train(config: ConfigFile, settings: Settings = None, as_json: AsJson = False) -> None:
+    """Train as a config says, from wherever its run directory stands."""
+    checked = _config(config, settings)
+    from stalewise.cli.show import print_result
+    from stalewise.progress import watching
+    from stalewise.run import run
+
+    with watching(checked) as watcher:
+        result = run(checked, watcher)
+    print_result(result, as_json)
+
+
+@app.command()
+def generate(
+    config: ConfigFile,
+    batch: Annotated[int | None, typer.Option(help="Batch to make; the next missing one unless said.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Checkpoint of this run, wherever it lies: make the batches of its version.")
+    ] = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fill the store with rollouts, without learning."""
+    if batch is not None and checkpoint is not None:
+        raise ConfigError("--batch and --checkpoint both say which batch to make: give one of them")
+    checked = _config(config, settings)
+    from stalewise.progress import watching
+    from stalewise.store.manifest import manifest_record
+    from stalewise.verbs import generate
+
+    with watching(checked) as watcher:
+        manifests = generate(checked, batch=batch, checkpoint=checkpoint, watcher=watcher)
+    if as_json:
+        _print_json([manifest_record(manifest) for manifest in manifests])
+    for manifest in manifests if not as_json else ():
+        reward = "unknown" if manifest.reward_mean is None else f"{manifest.reward_mean:.3f}"
+        name = f"generation batch {manifest.generation_batch} of version {manifest.version}"
+        typer.echo(f"{name}: {manifest.rows:,} rollouts, {manifest.tokens:,} tokens, mean reward {reward}")
+    if not manifests:
+        typer.echo("nothing to generate: every batch whose policy exists is there", err=True)
+
+
+@app.command()
+def learn(
+    config: ConfigFile,
+    rollouts: Annotated[
+        list[Path], typer.Option(help="Run directory or generation batch to learn from; may be given again.")
+    ],
+    checkpoint: Annotated[Path | None, typer.Option(help="Policy to start from, instead of model.path.")] = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Learn once through rollouts that exist already, with any objective, in a new run directory."""
+    checked = _config(config, settings)
+    from stalewise.cli.show import print_result
+    from stalewise.progress import watching
+    from stalewise.verbs import learn
+
+    with watching(checked) as watcher:
+        result = learn(checked, rollouts, checkpoint=checkpoint, watcher=watcher)
+    print_result(result, as_json)
+
+
+@app.command(name="eval")
+def evaluate(
+    model_or_run: Annotated[str, typer.Argument(help="Run directory, checkpoint, model directory or hub name.")],
+    task: Annotated[str | None, typer.Option(help="Task to evaluate on; a run's own unless said.")] = None,
+    option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the task.")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Held-out prompts.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Responses per prompt.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens after which a response is cut.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure accuracy on held-out prompts: avg@k and pass@k with intervals."""
+    from stalewise.cli.show import print_evaluation
+    from stalewise.config import parse_override
+    from stalewise.progress import watching
+    from stalewise.verbs import evaluate
+
+    if wrong := [text for text in option or () if "=" not in text]:
+        raise ConfigError(f"--option {wrong[0]}: expected key=value, as in path=test.jsonl")
+    options = dict(parse_override(text) for text in option or ())
+    with watching() as watcher:
+        result = evaluate(
+            model_or_run,
+            task=task,
+            options=options,
+            prompts=prompts,
+            samples=samples,
+            max_new_tokens=max_new_tokens,
+            watcher=watcher,
+        )
+    _print_json(result.record()) if as_json else print_evaluation(result)
+
+
+@app.command()
+def inspect(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    rollout: Annotated[int | None, typer.Option(help="Show this rollout, token by token.")] = None,
+    group: Annotated[int | None, typer.Option(help="Show the rollouts of this group.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare every shard with its checksum.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show what is in a run: batches, checkpoints, updates, where time went; or one rollout."""
+    from stalewise.cli import show
+    from stalewise.inspection import inspect_group, inspect_rollout, inspect_run
+
+    if rollout is not None:
+        record: Any = inspect_rollout(run, rollout)
+        _print_json(record) if as_json else show.print_rollout(record)
+    elif group is not None:
+        record = inspect_group(run, group)
+        _print_json(record) if as_json else show.print_group(record)
+    else:
+        record = inspect_run(run, verify=verify)
+        _print_json(record) if as_json else show.print_run(record)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run directories, to be compared where there are several.")],
+    output: Annotated[Path | None, typer.Option(help="File to write.")] = None,
+) -> None:
+    """Write an HTML report of one run or of several."""
+    for directory in runs:
+        if not (directory / "config.resolved.json").is_file():
+            raise StoreError(f"{directory} is no run directory: it has no config.resolved.json")
+    from stalewise.report import write_report
+
+    typer.echo(str(write_report(runs, output)))
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="Config to check; the default one unless said.")] = None,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what would go wrong with a config on this machine. Exit code 1 if anything would."""
+    from stalewise.cli.show import print_checks
+    from stalewise.config import RunConfig
+
+    problem = ""
+    checked = RunConfig()
+    try:
+        checked = _config(config, settings) if config is not None else checked
+    except ConfigError as error:
+        problem = str(error)
+    if not print_checks(checked, problem, as_json):
+        sys.exit(1)

@@ -1,0 +1,336 @@
+"""Bad input is met with one line that says what, where and what to do; nothing is lost, and nothing half made stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stalewise.checkpoints import versions
+from stalewise.config import RunConfig
+from stalewise.files import RunLock, read_json, read_jsonl, write_json_atomic
+from stalewise.models import EMBEDDED
+from stalewise.store import batch_directories, shard_path
+from tiny import call, refused, tiny_record, write_config
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    """A copy of the embedded policy, to be damaged."""
+    shutil.copytree(EMBEDDED / "arithmetic", tmp_path / "policy")
+    return tmp_path / "policy"
+
+
+def config_file(tmp_path: Path, **sections: Any) -> Path:
+    return write_config(tmp_path / "config.toml", tiny_record(tmp_path / "runs", **sections))
+
+
+def rows_task(tmp_path: Path, rows: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
+    """Sections for the embedded policy on rows of a file."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"model": {"path": "arithmetic"}, "task": {"name": "jsonl", "options": {"path": str(path), **options}}}
+
+
+def sums(answer: str = "") -> list[dict[str, str]]:
+    return [{"problem": f"{a}+{a}=", "answer": answer or str(2 * a)} for a in range(10, 50)]
+
+
+# ---------------------------------------------------------------- config
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("optimizer.learning_rat=1e-4", "optimizer.learning_rat is no setting; did you mean learning_rate?"),
+        ("schedule.updates=many", "schedule.updates is 'many': input should be a valid integer"),
+        ("schedule.lag=2", "lag has no meaning in a staged schedule: remove it or change kind"),
+        ("objective.name=grop", "objective: no objective is called 'grop'; did you mean grpo"),
+        ("objective.params={clip=3.0}", "objective mu_grpo has no parameter 'clip'"),
+        ("task.name=arithmetics", "unknown task 'arithmetics'; did you mean arithmetic"),
+        ("task.options={terms=3}", "task arithmetic has no option 'terms'"),
+        ("model.device=cuda:99", "model.device is 'cuda:99'"),
+        ("model.device=gpu", "model.device is 'gpu'"),
+        ("seed", "--set seed: expected key=value"),
+    ],
+)
+def test_a_setting_that_is_wrong(tmp_path: Path, setting: str, message: str) -> None:
+    assert message in refused("train", config_file(tmp_path), "--set", setting)
+    assert not list((tmp_path / "runs").rglob("*.safetensors"))
+
+
+def test_a_config_that_is_not_there(tmp_path: Path) -> None:
+    message = refused("train", tmp_path / "none.toml")
+    assert (
+        message == f"{tmp_path}/none.toml does not exist; `stalewise init {tmp_path}/none.toml` writes a commented one"
+    )
+
+
+# ---------------------------------------------------------------- model
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    message = refused("train", config_file(tmp_path, model={"path": "./none"}))
+    assert message.startswith("./none is no directory; embedded policies: ")
+    (tmp_path / "empty").mkdir()
+    message = refused("train", config_file(tmp_path, model={"path": str(tmp_path / "empty")}))
+    assert "has no config.json" in message
+
+
+def test_a_model_that_was_copied_in_part(tmp_path: Path, policy: Path) -> None:
+    config = config_file(tmp_path, model={"path": str(policy)})
+    weights = policy / "model.safetensors"
+    data = weights.read_bytes()
+    weights.unlink()
+    assert "has no *.safetensors: it is half copied" in refused("train", config)
+    weights.write_bytes(data[: len(data) // 2])
+    assert "does not load as a causal language model" in refused("train", config)
+    weights.write_bytes(data)
+    index = {"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    write_json_atomic(policy / "model.safetensors.index.json", index)
+    assert "is half copied: model-00001-of-00002.safetensors missing" in refused("train", config)
+    assert versions(tmp_path / "runs" / "tiny") == []
+
+
+def test_a_model_that_lacks_weights_is_not_filled_up_with_random_ones(tmp_path: Path, policy: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(policy / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, policy / "model.safetensors", metadata={"format": "pt"})
+    message = refused("train", config_file(tmp_path, model={"path": str(policy)}))
+    assert "lacks 1 weights of its architecture, the first model.layers.1.mlp.up_proj.weight" in message
+
+
+def test_a_model_with_weights_that_are_not_finite(tmp_path: Path, policy: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(policy / "model.safetensors")
+    weights["model.norm.weight"][3] = float("nan")
+    save_file(weights, policy / "model.safetensors", metadata={"format": "pt"})
+    message = refused("train", config_file(tmp_path, model={"path": str(policy)}))
+    assert "has weights that are not finite" in message
+
+
+def make_encoder(directory: Path) -> None:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 16,
+    }
+    BertForMaskedLM(BertConfig(vocab_size=18, **sizes)).save_pretrained(directory)
+
+
+def make_encoder_decoder(directory: Path) -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes: dict[str, Any] = {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_heads": 2, "d_kv": 8}
+    T5ForConditionalGeneration(T5Config(vocab_size=18, **sizes)).save_pretrained(directory)
+
+
+@pytest.mark.parametrize("make", [make_encoder, make_encoder_decoder])
+def test_a_model_that_is_not_causal(tmp_path: Path, policy: Path, make: Any) -> None:
+    make(policy)
+    message = refused("train", config_file(tmp_path, model={"path": str(policy)}))
+    assert "causal language model" in message
+
+
+def test_a_tokenizer_without_an_end(tmp_path: Path, policy: Path) -> None:
+    settings = read_json(policy / "tokenizer_config.json")
+    del settings["eos_token"]
+    write_json_atomic(policy / "tokenizer_config.json", settings)
+    config = config_file(tmp_path, model={"path": str(policy)})
+    assert "has no end-of-sequence token: responses could never end" in refused("train", config)
+    doctor = call("doctor", config)
+    assert doctor.exit_code == 1
+    assert "bad     tokenizer" in doctor.stdout
+    (policy / "tokenizer.json").unlink()
+    (policy / "tokenizer_config.json").unlink()
+    assert "has no tokenizer that transformers can load" in refused("train", config)
+
+
+def test_a_tokenizer_without_padding_pads_with_the_end(tmp_path: Path, policy: Path, tiny_run: RunConfig) -> None:
+    settings = read_json(policy / "tokenizer_config.json")
+    del settings["pad_token"]
+    write_json_atomic(policy / "tokenizer_config.json", settings)
+    write_json_atomic(policy / "tokenizer.json", read_json(policy / "tokenizer.json") | {"padding": None})
+    config = config_file(tmp_path, model={"path": str(policy)})
+    assert "having no token for it" in call("doctor", config).stdout
+    result = call("train", config, "--json")
+    assert result.exit_code == 0, result.stderr
+    # Padding is masked everywhere: which token pads must change nothing.
+    expected = read_jsonl(tiny_run.directory / "metrics.jsonl")
+    found = read_jsonl(tmp_path / "runs" / "tiny" / "metrics.jsonl")
+    assert [line["reward"] for line in found] == [line["reward"] for line in expected]
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in expected], abs=1e-6)
+
+
+# ---------------------------------------------------------------- task
+
+
+def test_a_dataset_that_is_empty(tmp_path: Path) -> None:
+    assert "is empty: write one JSON object per line" in refused(
+        "train", config_file(tmp_path, **rows_task(tmp_path, []))
+    )
+    none = {"model": {"path": "arithmetic"}, "task": {"name": "jsonl", "options": {"path": str(tmp_path / "none")}}}
+    assert f"there is no file {tmp_path}/none" in refused("train", config_file(tmp_path, **none))
+
+
+def test_a_prompt_that_is_longer_than_the_context(tmp_path: Path) -> None:
+    long = [{"problem": "1" * 125 + f"{a}+1=", "answer": "2"} for a in range(10, 40)]
+    message = refused("train", config_file(tmp_path, **rows_task(tmp_path, long)))
+    assert "the longest prompt has 130 tokens" in message
+    assert "over the model's context of 128" in message
+
+
+def test_responses_that_are_all_truncated(tmp_path: Path) -> None:
+    config = config_file(tmp_path, sampler={"max_new_tokens": 1})
+    for _ in range(2):  # the rollouts are there at the second time, and still teach nothing
+        message = refused("train", config)
+        assert "all 32 responses are truncated" in message
+        assert "raise sampler.max_new_tokens; the rollouts are kept" in message
+    assert len(batch_directories(tmp_path / "runs" / "tiny" / "rollouts")) == 1
+    assert versions(tmp_path / "runs" / "tiny") == [0]
+
+
+def test_groups_that_all_have_no_variance(tmp_path: Path) -> None:
+    sections = rows_task(tmp_path, sums(answer="no such thing"), verifier="exact")
+    message = refused("train", config_file(tmp_path, **sections))
+    assert message.startswith("nothing can be learned from rows: none of 8 groups has variance")
+    assert "the mean reward is 0.000" in message
+
+
+def test_a_verifier_that_always_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_judge.py").write_text("def judge(prompt, response):\n    raise ValueError('no judge today')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"verifier": "python", "verifier_options": {"function": "broken_judge:judge", "workers": 1}}
+    config = config_file(tmp_path, **rows_task(tmp_path, sums(), **options))
+    message = refused("train", config)
+    assert message == (
+        "the verifier of rows failed on all 8 responses: "
+        "8 of 8 responses could not be scored: 8 × ValueError (no judge today)"
+    )
+    assert "failed on all 32 responses: ValueError (32)" in refused("generate", config)
+    missing = {**options, "verifier_options": {"function": "no_such_judge:judge"}}
+    assert "there is no module 'no_such_judge'" in refused(
+        "train", config_file(tmp_path, **rows_task(tmp_path, sums(), **missing))
+    )
+
+
+# ---------------------------------------------------------------- run directories
+
+
+def test_a_shard_with_a_flipped_byte_is_named_and_can_be_made_again(tmp_path: Path) -> None:
+    config = config_file(tmp_path)
+    assert call("generate", config).exit_code == 0
+    shard = shard_path(batch_directories(tmp_path / "runs" / "tiny" / "rollouts")[0], 1)
+    right = shard.read_bytes()
+    wrong = bytearray(right)
+    wrong[len(wrong) // 2] ^= 1
+    shard.write_bytes(wrong)
+    message = refused("train", config)
+    assert message.startswith(f"{shard} is damaged")
+    assert "move the shard away and run the same command again" in message
+    assert f"{shard} is damaged" in refused("inspect", tmp_path / "runs" / "tiny", "--verify")
+    shard.rename(tmp_path / "damaged.parquet")
+    assert call("train", config).exit_code == 0
+    assert shard.read_bytes() == right
+
+
+def test_a_run_directory_of_another_config_is_left_alone(tmp_path: Path, tiny_run: RunConfig) -> None:
+    shutil.copytree(tiny_run.directory, tmp_path / "runs" / "tiny")
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    message = refused("train", config_file(tmp_path, checkpoints={"keep": 8}, optimizer={"learning_rate": 1e-5}))
+    assert "belongs to another config (optimizer.learning_rate was 0.0003 and is 1e-05)" in message
+    assert "choose another name" in message
+    message = refused("train", config_file(tmp_path, checkpoints={"keep": 8}, objective={"params": {"clip_high": 4.0}}))
+    assert "objective.params.clip_high was None and is 4.0" in message
+    changed = {path.name for path, modified in files.items() if path.stat().st_mtime_ns != modified}
+    assert changed <= {"run.lock"}
+
+
+def test_an_option_that_was_taken_out_is_another_config(tmp_path: Path) -> None:
+    config = config_file(tmp_path, objective={"params": {"clip_high": 4.0}})
+    assert call("generate", config).exit_code == 0
+    assert "objective.params.clip_high was 4.0 and is None" in refused("generate", config_file(tmp_path))
+
+
+def test_a_run_directory_of_another_format_is_left_alone(tmp_path: Path, tiny_run: RunConfig) -> None:
+    directory = tmp_path / "runs" / "tiny"
+    shutil.copytree(tiny_run.directory, directory)
+    record = read_json(directory / "config.resolved.json") | {"format": "stalewise.run/2"}
+    write_json_atomic(directory / "config.resolved.json", record)
+    message = refused("train", config_file(tmp_path, checkpoints={"keep": 8}))
+    assert "has format stalewise.run/2; this release reads stalewise.run/1" in message
+    assert "has another format" in refused("inspect", directory)
+    assert "has another format" in refused("eval", directory)
+
+
+def test_a_checkpoint_that_is_damaged_is_named(tmp_path: Path) -> None:
+    config = config_file(tmp_path, checkpoints={"keep": 8})
+    assert call("generate", config).exit_code == 0
+    weights = tmp_path / "runs" / "tiny" / "checkpoints" / "v000000" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    message = refused("train", config)
+    assert message.startswith(f"{weights} is damaged or missing")
+
+
+def test_a_second_process_is_told_who_has_the_run(tmp_path: Path) -> None:
+    config = config_file(tmp_path)
+    with RunLock(tmp_path / "runs" / "tiny"):
+        for command in ("train", "generate"):
+            message = refused(command, config)
+            assert f"is in use by process {os.getpid()} on " in message
+            assert "then run the same command again" in message
+
+
+# Ctrl-C in the middle of update 5, in a process of its own.
+INTERRUPTED = """
+import os, signal
+from stalewise.cli import main
+from stalewise.learn.learner import Learner
+
+def update(self, rows, *more):
+    if self.version == 5:
+        os.kill(os.getpid(), signal.SIGINT)
+    return whole_update(self, rows, *more)
+
+whole_update, Learner.update = Learner.update, update
+main()
+"""
+
+
+def test_ctrl_c_in_the_middle_and_on_again(tmp_path: Path) -> None:
+    schedule = {"kind": "staged", "updates": 8, "stages": 2}
+    config = config_file(tmp_path, schedule=schedule, checkpoints={"every": 2})
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, "train", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert (done.returncode, done.stdout) == (130, ""), done.stderr
+    *_, said, again = done.stderr.splitlines()
+    assert said == "interrupted: what was committed is kept; run the same command again to go on:"
+    assert again == f"  stalewise train {config}"
+    directory = tmp_path / "runs" / "tiny"
+    assert [record["update"] for record in read_jsonl(directory / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    assert versions(directory)[-1] == 4
+    result = call("train", config)
+    assert result.exit_code == 0, result.stderr
+    assert [record["update"] for record in read_jsonl(directory / "metrics.jsonl")] == list(range(8))
+    learned = [record for record in read_jsonl(directory / "journal.jsonl") if record["event"] == "learn"]
+    assert [(record["first"], record["stop"]) for record in learned] == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert versions(directory)[-1] == 8
