@@ -84,7 +84,8 @@ def summary_of(result: RunResult) -> dict[str, Any]:
     """Accuracy and cost of one run. `seconds` is all of it but evaluation, which is the same in each."""
     seconds = result.seconds
     interval = result.evaluations[-1]["accuracy"]
-    last = read_jsonl(result.directory / "metrics.jsonl")[-1]
+    # Of the last update that was taken: one whose groups all had no variance measured nothing.
+    ess = [record["ess"] for record in read_jsonl(result.directory / "metrics.jsonl") if record["taken"]]
     return {
         "accuracy": result.accuracy,
         "accuracy_low": interval["low"],
@@ -94,7 +95,7 @@ def summary_of(result: RunResult) -> dict[str, Any]:
         "learn_seconds": seconds["learn"],
         "switch_seconds": seconds["switch"],
         "updates": result.updates,
-        "final_ess": last.get("ess"),
+        "final_ess": ess[-1],
         "directory": str(result.directory),
     }
 

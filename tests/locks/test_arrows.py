@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "run": DATA | PURE | ROOMS | {"rundirectory", "watch"},
     "relearn": DATA | PURE | ROOMS | {"rundirectory", "watch", "run"},
     "verbs": DATA | PURE | ROOMS | {"rundirectory", "watch", "run", "relearn"},
-    "demo": DATA | ROOMS | {"rundirectory", "watch", "run"},
+    "demo": DATA | ROOMS | {"rundirectory", "watch", "run", "verbs"},
     "inspection": DATA | {"rundirectory"},
     "template": BASE | {"config", "tasks"},
     "trackers": BASE | {"files", "config", "rundirectory"},

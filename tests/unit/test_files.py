@@ -281,10 +281,10 @@ import os, sys, time
 from stalewise.files import RunLock
 lock = RunLock(sys.argv[1])
 lock.acquire()
-if sys.argv[2] == "fork" and (child := os.fork()) == 0:
-    time.sleep(60)
-    os._exit(0)
-print(child if sys.argv[2] == "fork" else "locked", flush=True)
+if sys.argv[2] == "alone":
+    print("locked", flush=True)
+elif os.fork() == 0:
+    print(os.getpid(), flush=True)  # by the child itself: only now is it sure to have run its at-fork handlers
 time.sleep(60)
 """
 
