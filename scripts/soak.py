@@ -103,11 +103,7 @@ def outcome(config: RunConfig) -> dict[str, Any]:
     """All that two runs must have in common."""
     directory = config.directory
     final = checkpoint_directory(directory, config.schedule.updates)
-    files = [
-        *directory.glob("rollouts/*/shard-*.parquet"),
-        final / "model.safetensors",
-        final / "optimizer.safetensors",
-    ]
+    files = [*directory.glob("rollouts/*/shard-*.parquet"), *final.glob("*.safetensors"), final / "state.json"]
     lines = ("metrics.jsonl", "ledger/updates.jsonl", "eval.jsonl")
     return {
         "files": {str(f.relative_to(directory)): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(files)},

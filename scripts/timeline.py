@@ -1,6 +1,6 @@
 """Draw when each run generated, learned and switched, as one SVG. The picture of the README:
 
-    stalewise demo --runs runs/demo && python scripts/timeline.py runs/demo/{grpo,mu_grpo,p3o} > docs/images/demo.svg
+stalewise demo --runs runs/demo && python scripts/timeline.py runs/demo/{grpo,mu_grpo,p3o} > docs/images/demo.svg
 """
 
 from __future__ import annotations

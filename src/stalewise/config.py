@@ -8,7 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -19,10 +19,13 @@ from stalewise.staleness.schedule import Schedule, pipelined, staged, synchronou
 FORMAT = "stalewise.run/1"
 
 
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Section(BaseModel):
     """A table of the TOML file."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
@@ -36,6 +39,9 @@ class ModelSection(Section):
         description="Forward and backward passes; weights stay float32. auto: bfloat16 on GPUs that have it.",
     )
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
+    threads: int = Field(
+        default=0, ge=0, description="CPU threads; 0: torch decides. Runs are equal to the bit at equal threads only."
+    )
 
 
 class TaskSection(Section):
@@ -133,7 +139,7 @@ class OptimizerSection(Section):
     learning_rate: float = Field(default=1e-4, gt=0, description="Peak learning rate of AdamW.")
     schedule: Literal["constant", "cosine", "linear"] = Field(default="constant", description="After warm-up.")
     warmup_updates: int = Field(default=0, ge=0, description="Updates of linear warm-up.")
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW's averages.", strict=False)
+    betas: tuple[Share, Share] = Field(default=(0.9, 0.999), description="AdamW's averages.", strict=False)
     epsilon: float = Field(default=1e-8, gt=0, description="AdamW's ε.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decay.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients with a larger norm are scaled down to it.")
@@ -172,7 +178,7 @@ class RunConfig(Section):
     """Everything that determines a run."""
 
     name: str = Field(
-        default="run", description="Directory of the run under `runs`.", min_length=1, pattern=r"^[\w.\-]+$"
+        default="run", description="Directory of the run under `runs`.", min_length=1, pattern=r"^\w[\w.\-]*$"
     )
     runs: str = Field(default="runs", description="Where run directories lie.")
     seed: int = Field(default=0, ge=0, description="Prompts, sampling and order of batches follow from it.")

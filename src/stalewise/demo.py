@@ -39,6 +39,7 @@ def demo_config(name: str, runs: Path) -> RunConfig:
             "name": name,
             "runs": str(runs),
             "task": {"name": "arithmetic"},
+            "model": {"threads": 1},  # so small a model gains little from a second, and loses much on a busy machine
             "schedule": RUNS[name],
             "objective": {"name": name},
             "batch": {"prompts": 4, "group_size": 8},
@@ -95,7 +96,7 @@ def summary_of(result: RunResult) -> dict[str, Any]:
         "learn_seconds": seconds["learn"],
         "switch_seconds": seconds["switch"],
         "updates": result.updates,
-        "final_ess": ess[-1],
+        "final_ess": ess[-1] if ess else float("nan"),
         "directory": str(result.directory),
     }
 

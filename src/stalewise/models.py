@@ -172,3 +172,13 @@ def _messages(prompt: Prompt) -> list[dict[str, str]]:
 def context_length(model_config: Any) -> int | None:
     """Positions that the model has, or None where its config does not say."""
     return getattr(model_config, "max_position_embeddings", None)
+
+
+def turn_dropout_off(model: Any) -> None:
+    """Make training mode deterministic: dropout is a module in some architectures and a number in others."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0

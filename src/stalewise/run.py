@@ -25,6 +25,7 @@ from stalewise.files import RunLock, append_line, read_jsonl, remove_temporaries
 from stalewise.generate.loop import generate_batch
 from stalewise.generate.setup import batch_plan, batch_problem, make_sampler
 from stalewise.learn.learner import Learner
+from stalewise.learn.logp import check_output_layer
 from stalewise.models import load_model, load_tokenizer, pick_device, resolve_model
 from stalewise.objectives import get_objective
 from stalewise.rundirectory import RunResult, check_identity, environment, read_result
@@ -79,13 +80,18 @@ class Conductor:
 
     def __init__(self, config: RunConfig, watcher: Watcher) -> None:
         self.config = config
+        if config.model.threads:
+            torch.set_num_threads(config.model.threads)
         self.watcher = watcher
         self.directory = config.directory
         self.schedule = config.schedule.schedule()
         self.task = make_task(config.task.name, seed=config.seed, **config.task.options)
         self.tokens = 0  # sampled since the watcher was last told that something begins
         self.sampler = make_sampler(config, on_tokens=self._tell_tokens)
+        self.evaluation_sampler = make_sampler(config, sampling=SamplerSettings(), on_tokens=self._tell_tokens)
         self.learner: Learner | None = None
+        self.states: dict[int, dict[str, Any]] = {}  # of checkpoints whose files were compared with their checksums
+        self.open_batches: dict[int, Batch] = {}  # likewise
 
     def close(self) -> None:
         """End the processes that the task's verifier owns."""
@@ -127,6 +133,7 @@ class Conductor:
     def _write_first_checkpoint(self) -> None:
         source = self._first_policy()
         model = load_model(source, device=torch.device("cpu"))
+        check_output_layer(model)  # now, and not when a whole stage has been generated
         tokenizer = load_tokenizer(source)
 
         def save(directory: Path) -> None:
@@ -182,10 +189,10 @@ class Conductor:
         settings = self.config.evaluation
         self._begin("evaluate", settings.prompts * settings.samples)
         result = evaluate_checkpoint(
-            checkpoint_directory(self.directory, version),
+            self._checkpoint(version),
             version=version,
             task=self.task,
-            sampler=make_sampler(self.config, sampling=SamplerSettings(), on_tokens=self._tell_tokens),
+            sampler=self.evaluation_sampler,
             prompts=settings.prompts,
             samples=settings.samples,
             rows_at_once=self.config.sampler.rollouts_per_shard,
@@ -202,7 +209,7 @@ class Conductor:
         with self._timed("generate", generation_batch=generation_batch, version=plan.version) as notes:
             manifest = generate_batch(
                 plan,
-                checkpoint=checkpoint or checkpoint_directory(self.directory, plan.version),
+                checkpoint=checkpoint or self._checkpoint(plan.version),
                 rollouts=self.directory / "rollouts",
                 task=self.task,
                 sampler=self.sampler,
@@ -226,7 +233,7 @@ class Conductor:
     def _learn(self, version: int, stop: int) -> None:
         with self._timed("switch", reason="learner"):
             learner = self._learner_at(version)
-            batch = self._open_batch(self.schedule.at(version).generation_batch)
+            batch = self._batch_at(version)
             if version == 0:  # the sitting that generated it may have been told already, and have gone on all the same
                 self._check_batch(batch)
             dealt = rollouts_of_updates(batch, self.config)
@@ -248,15 +255,31 @@ class Conductor:
         last = min(first + self.schedule.lag, self.schedule.generation_batches - 1)
         return (g for g in range(first, last + 1) if self.schedule.version_of(g) <= version)
 
+    def _checkpoint(self, version: int) -> Path:
+        """Where this version lies, once its files are known to be whole: nothing may be made by a damaged policy."""
+        directory = checkpoint_directory(self.directory, version)
+        if version not in self.states:
+            self.states[version] = read_state(directory)
+        return directory
+
+    def _batch_at(self, version: int) -> Batch:
+        """The generation batch that this version learns from; its checksums are compared once in a sitting."""
+        generation_batch = self.schedule.at(version).generation_batch
+        if generation_batch not in self.open_batches:
+            self.open_batches = {generation_batch: self._open_batch(generation_batch)}
+        return self.open_batches[generation_batch]
+
     def _learner_at(self, version: int) -> Learner:
-        """The learner at this version: the one at hand, or one made from the checkpoint."""
-        truncate_jsonl(self.directory / "metrics.jsonl", lambda record: record["update"] < version)
-        truncate_ledger(ledger_path(self.directory), before=version)
+        """The learner at this version: the one at hand, or one made from the checkpoint.
+
+        In the second case a sitting before this one may have gone further; what it recorded will happen again.
+        """
         if self.learner is None or self.learner.version != version:
-            checkpoint = checkpoint_directory(self.directory, version)
-            state = read_state(checkpoint)
+            checkpoint = self._checkpoint(version)
+            truncate_jsonl(self.directory / "metrics.jsonl", lambda record: record["update"] < version)
+            truncate_ledger(ledger_path(self.directory), before=version)
             self.learner = Learner(self.config, checkpoint)
-            self.learner.restore(checkpoint, state)
+            self.learner.restore(checkpoint, self.states[version])
         return self.learner
 
     def _update(self, learner: Learner, step: Step, batch: Batch, rollout_ids: npt.NDArray[np.int64]) -> None:

@@ -142,7 +142,9 @@ def _policy(name: str, task: str | None) -> tuple[Path, int, RunConfig]:
         found = versions(path)
         if not found:
             raise StoreError(f"{path} has no checkpoint yet")
-        return checkpoint_directory(path, found[-1]), found[-1], read_config(path)
+        checkpoint = checkpoint_directory(path, found[-1])
+        read_state(checkpoint)  # compares its files with their checksums
+        return checkpoint, found[-1], read_config(path)
     run = path.resolve().parent.parent
     if (path / "state.json").is_file() and (run / "config.resolved.json").is_file():
         return path, read_state(path)["version"], read_config(run)

@@ -88,6 +88,9 @@ def test_half_precision_rewards_are_raised() -> None:
         ({"reward": torch.tensor([math.nan, 1.0])}, r"reward has shape \[2\] and 1 non-finite values, first at \[0\]"),
         ({"truncated_rule": "zero"}, "truncated is None; truncated_rule 'zero' expects"),
         ({"truncated": torch.zeros(3).bool()}, r"truncated has shape \[3\]; expected \[2\]"),
+        ({"truncated": torch.zeros(2).long()}, "truncated has dtype torch.int64; expected bool"),
+        ({"kind": "nope"}, "kind is 'nope'; expected one of group, mean, leave_one_out"),
+        ({"truncated_rule": "nope"}, "truncated_rule is 'nope'; expected one of keep, zero, mask"),
     ],
 )
 def test_bad_input_is_named(arguments: dict[str, object], message: str) -> None:

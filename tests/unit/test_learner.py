@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from stalewise.config import RunConfig, make_config
 from stalewise.learn.batching import micro_batches
 from stalewise.learn.learner import Learner, NonFiniteUpdate
 from stalewise.learn.logp import output_layer_is_plain, response_logp
 from stalewise.learn.optimizer import learning_rate
-from stalewise.models import EMBEDDED, load_model
+from stalewise.models import EMBEDDED, load_model, load_tokenizer
 from stalewise.objectives import OBJECTIVES
 from stalewise.store import Rows
 
@@ -197,7 +198,7 @@ def test_non_finite_updates_stop_and_change_nothing() -> None:
     rows = rollouts()
     rows.behaviour_logp[3] = -500.0  # a ratio of e^497
     before = [parameter.detach().clone() for parameter in learner.names]
-    with pytest.raises(NonFiniteUpdate, match="update 0: 1 tokens with a non-finite ratio"):
+    with pytest.raises(NonFiniteUpdate, match=r"update 0: 1 tokens with a non-finite ratio \(rollout 0 token 3\)"):
         learner.update(rows)
     assert all(torch.equal(p, b) for p, b in zip(learner.names, before, strict=True))
     assert learner.version == 0
@@ -261,3 +262,20 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     plain = Learner(config(), POLICY)
     saving = Learner(config(learner={"gradient_checkpointing": True}), POLICY)
     assert saving.update(rollouts()) == pytest.approx(plain.update(rollouts()), rel=1e-5, nan_ok=True)
+
+
+def test_gradient_checkpointing_keeps_dropout_off(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(POLICY))
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=18, n_embd=32, n_layer=2, n_head=2, n_positions=64, eos_token_id=1))
+    assert gpt2.config.attn_pdrop == 0.1
+    gpt2.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    learner = Learner(config(learner={"gradient_checkpointing": True}), tmp_path)
+    (part,) = micro_batches(rollouts(), token_budget=10_000, pad_id=0, device=CPU)
+    assert torch.equal(learner._forward(part)[0], learner._forward(part)[0])
+
+
+def test_squashed_logits_are_refused_by_their_settings(tmp_path: Path) -> None:
+    model = load_model(str(POLICY), device=CPU)
+    model.config.final_logit_softcapping = 30.0
+    assert not output_layer_is_plain(model)

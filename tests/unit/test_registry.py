@@ -72,10 +72,10 @@ def test_wrong_types_are_named(name: str, params: dict[str, object], message: st
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [
-        ("grpo", {"clip_low": 1.1}, "clip_low and clip_high are 1.1 and 1.2; expected 0 <= clip_low <= 1 <= clip_high"),
-        ("grpo", {"clip_low": -0.1}, "expected 0 <= clip_low"),
-        ("grpo", {"clip_high": 0.9}, "expected 0 <= clip_low <= 1 <= clip_high"),
-        ("tis", {"cap": 0.0}, "cap is 0.0; expected a positive bound"),
+        ("grpo", {"clip_low": 1.1}, "grpo.clip_low is 1.1; expected a bound on the ratio from 0 to 1"),
+        ("grpo", {"clip_low": -0.1}, "grpo.clip_low is -0.1; expected a bound on the ratio from 0 to 1"),
+        ("grpo", {"clip_high": 0.9}, "grpo.clip_high is 0.9; expected a bound on the ratio of at least 1"),
+        ("tis", {"cap": 0.0}, "tis.cap is 0.0; expected a positive bound"),
         ("mu_grpo", {"kappa": 0.0}, "kappa is 0.0; expected a ratio between 0 and 1"),
         ("mu_grpo", {"kappa": 1.0}, "kappa is 1.0; expected a ratio between 0 and 1"),
         ("m2po", {"threshold": 0.0}, "m2po.threshold is 0.0; expected a positive second moment"),

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+import stalewise
 from stalewise.checkpoints import checkpoint_directory, read_state, versions
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import StoreError, TaskError
 from stalewise.files import RunLock, read_jsonl
+from stalewise.learn.learner import NonFiniteUpdate
 from stalewise.models import load_tokenizer
 from stalewise.run import run
 from stalewise.rundirectory import read_result
@@ -219,6 +221,38 @@ def test_rollouts_that_teach_nothing_stop_the_run_and_are_kept(
     with pytest.raises(TaskError, match=message):
         run(settings)
     assert len(open_batch(batch_directories(settings.directory / "rollouts")[0])) == 48
+
+
+def test_nothing_is_made_or_measured_by_a_damaged_policy(tmp_path: Path) -> None:
+    settings = config(tmp_path, schedule={"kind": "staged", "updates": 4, "stages": 2}, evaluation={"prompts": 8})
+
+    class Stop(Silence):
+        batches = 0
+
+        def begin(self, what: str, total: int) -> None:
+            self.batches += what == "generate"
+            if self.batches == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(settings, Stop())
+    weights = checkpoint_directory(settings.directory, 2) / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-5] ^= 64
+    weights.write_bytes(content)
+    with pytest.raises(StoreError, match=r"model\.safetensors is damaged or missing"):
+        run(settings)
+    assert len(batch_directories(settings.directory / "rollouts")) == 1
+    with pytest.raises(StoreError, match=r"model\.safetensors is damaged or missing"):
+        stalewise.evaluate(settings.directory)
+
+
+def test_a_step_to_infinity_is_never_committed(tmp_path: Path) -> None:
+    settings = config(tmp_path, optimizer={"learning_rate": 1e38, "weight_decay": 10.0})
+    with pytest.raises(NonFiniteUpdate, match=r"update 0 at learning rate 1e\+38 made weights that are not finite"):
+        run(settings)
+    assert versions(settings.directory) == [0]
+    assert not (settings.directory / "metrics.jsonl").exists()
 
 
 @pytest.mark.slow

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from stalewise.errors import ModelError
 from stalewise.generate.hf import HFSampler
@@ -132,6 +136,36 @@ def test_new_weights_replace_the_old_ones(tmp_path: Path) -> None:
     fresh = HFSampler(SamplerSettings(), max_new_tokens=64, device=torch.device("cpu"), dtype=torch.float32)
     fresh.load(tmp_path)
     assert fresh.sample(asked) == after != before
+
+
+def test_a_checkpoint_without_all_weights_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(EMBEDDED / "arithmetic-steps", tmp_path / "policy")
+    weights = load_file(tmp_path / "policy" / "model.safetensors")
+    del weights["model.layers.0.self_attn.q_proj.weight"]
+    save_file(weights, tmp_path / "policy" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="q_proj"):
+        make().load(tmp_path / "policy")
+
+
+def test_architectures_stored_under_other_names_are_loaded_anew(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(EMBEDDED / "arithmetic-steps"))
+    sampler = HFSampler(SamplerSettings(), max_new_tokens=5, device=torch.device("cpu"), dtype=torch.float32)
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        shape: dict[str, Any] = {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }
+        experts: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1, "num_key_value_heads": 2}
+        model = MixtralForCausalLM(MixtralConfig(vocab_size=18, **shape, **experts, eos_token_id=1, bos_token_id=None))
+        model.save_pretrained(tmp_path / str(seed))
+        tokenizer.save_pretrained(tmp_path / str(seed))
+        sampler.load(tmp_path / str(seed))
+        found.append(sampler.sample(requests(sampler, 3)))
+    assert found[0] != found[1]
 
 
 def test_a_prompt_that_leaves_no_room_is_refused() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import DynamicCache
@@ -24,6 +25,12 @@ from stalewise.types import FinishReason, SamplerSettings
 
 # Rows that have ended are dropped once they are this share of the batch: dropping copies the cache.
 DROP_SHARE = 0.25
+
+
+def tensor_names(weights: Path) -> frozenset[str]:
+    """Names of the tensors in a safetensors file; only its header is read."""
+    with safe_open(weights, framework="pt") as file:
+        return frozenset(file.keys())
 
 
 class HFSampler:
@@ -45,24 +52,25 @@ class HFSampler:
         self._device = device
         self._dtype = dtype
         self._model: Any = None
+        self._replaceable: frozenset[str] = frozenset()  # names of the tensors that a later checkpoint must have
         self._tokenizer: Any = None
         self._stop_ids = torch.empty(0, dtype=torch.long, device=device)
 
     def load(self, checkpoint: Path) -> None:
         """Sample from this checkpoint. The first loads a model; later ones only replace its weights."""
         weights = checkpoint / "model.safetensors"
-        if self._model is None or not weights.is_file():
+        names = tensor_names(weights) if weights.is_file() else frozenset()
+        if self._model is None or not names or names != self._replaceable:
+            self._model = None  # two models at once may not fit
             self._model = load_model(str(checkpoint), device=self._device, dtype=self._dtype)
             self._tokenizer = load_tokenizer(str(checkpoint))
             stop_ids = stop_token_ids(self._model.config, self._model.generation_config, self._tokenizer)
             self._stop_ids = torch.tensor(stop_ids, device=self._device)
+            # Some architectures are stored under other names than they have in memory: those are loaded anew each time.
+            self._replaceable = names if names <= self._model.state_dict().keys() else frozenset()
             return
-        # Not strict, since tied weights are stored once; but a name that the model does not have is another model's.
-        unknown = self._model.load_state_dict(
-            load_file(weights, device=str(self._device)), strict=False
-        ).unexpected_keys
-        if unknown:
-            raise ModelError(f"{weights} belongs to another architecture: it has {unknown[0]}")
+        # Not strict, since tied weights are stored once; the names are those of a file that was found complete.
+        self._model.load_state_dict(load_file(weights), strict=False)
 
     @property
     def tokenizer(self) -> Any:

@@ -7,6 +7,7 @@ depend on the token budget. Everything it holds is in the checkpoint: loading on
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
@@ -19,11 +20,11 @@ from torch import Tensor
 
 from stalewise.config import RunConfig
 from stalewise.diagnostics import TokenSums, age_statistics, drift_statistics
-from stalewise.errors import ModelError, StalewiseError
+from stalewise.errors import StalewiseError
 from stalewise.learn.batching import MicroBatch, micro_batches
-from stalewise.learn.logp import output_layer_is_plain, response_logp
+from stalewise.learn.logp import check_output_layer, response_logp
 from stalewise.learn.optimizer import learning_rate, moments_by_name, restore_moments
-from stalewise.models import load_model, load_tokenizer, pick_device, pick_precision
+from stalewise.models import load_model, load_tokenizer, pick_device, pick_precision, turn_dropout_off
 from stalewise.objectives import (
     Tokens,
     constant_denominator,
@@ -62,13 +63,11 @@ class Learner:
         self.precision = pick_precision(config.model.precision, self.device)
         self.model = load_model(str(checkpoint), device=self.device)
         self.tokenizer = load_tokenizer(str(checkpoint))
-        if not output_layer_is_plain(self.model):
-            raise ModelError(
-                f"{type(self.model).__name__} changes its logits after the output layer: the learner cannot follow that"
-            )
+        check_output_layer(self.model)
         if config.learner.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
-            self.model.train()  # transformers checkpoints in training mode only; the models here have no dropout
+            self.model.train()  # transformers recomputes activations in training mode only
+            turn_dropout_off(self.model)
         self.names = {parameter: name for name, parameter in self.model.named_parameters()}
         optimizer = config.optimizer
         self.optimizer = torch.optim.AdamW(
@@ -156,8 +155,9 @@ class Learner:
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self.names, self.config.optimizer.max_grad_norm))
         if stats["nonfinite"] or not torch.isfinite(torch.tensor([grad_norm, loss])).all():
             raise NonFiniteUpdate(
-                f"update {self.version}: {int(stats['nonfinite'])} tokens with a non-finite ratio, gradient norm "
-                f"{grad_norm}, loss {loss}; nothing was changed: lower optimizer.learning_rate or refresh more often"
+                f"update {self.version}: {int(stats['nonfinite'])} tokens with a non-finite ratio"
+                f"{self._name_nonfinite(batch)}, gradient norm {grad_norm:g}, loss {loss:g}; nothing was changed: "
+                "start a new run with a lower optimizer.learning_rate or more stages"
             )
         rate = learning_rate(
             self.version,
@@ -168,6 +168,11 @@ class Learner:
         )
         factor = float(vcpo_factor(sums.sequence_weights)) if self.config.optimizer.step_control == "vcpo" else 1.0
         norm = self._take_step(rate * factor)
+        if not math.isfinite(norm):
+            raise NonFiniteUpdate(
+                f"update {self.version} at learning rate {rate * factor:g} made weights that are not finite; "
+                "the last checkpoint is whole: start a new run with a lower optimizer.learning_rate"
+            )
         drift = drift_statistics(norm, rate * factor, self.drift)
         self.drift = drift["drift"]
         return {
@@ -191,16 +196,9 @@ class Learner:
 
     def _backward(self, batch: UpdateBatch) -> tuple[float, TokenSums]:
         """Both phases over all micro-batches; gradients are left on the parameters."""
-        parts = list(
-            micro_batches(
-                batch.rows,
-                token_budget=self.config.learner.tokens_per_micro_batch,
-                pad_id=self.tokenizer.pad_token_id,
-                device=self.device,
-            )
-        )
+        parts = list(self._micro_batches(batch))
         proximal = [self._proximal_logp(part) for part in parts]
-        denominator = self._denominator(batch, parts)
+        denominator = self._denominator(batch)
         statistics = None
         if self.objective.measure is not None and len(parts) > 1:
             with torch.no_grad():
@@ -222,7 +220,26 @@ class Learner:
             total, all_sums = total + loss.detach(), [*all_sums, sums]
         return float(total), reduce(lambda merged, more: merged.merge(more), all_sums)
 
-    def _denominator(self, batch: UpdateBatch, parts: list[MicroBatch]) -> float:
+    def _name_nonfinite(self, batch: UpdateBatch) -> str:
+        """Where the first tokens with a non-finite ratio are, by rollout and place in the response."""
+        places: list[str] = []
+        for part in self._micro_batches(batch):
+            with torch.no_grad():
+                tokens = self._tokens(part, batch, None, self._forward(part)[0])
+            bad = ~tokens.log_ratio_BT.exp().isfinite() & tokens.mask_BT
+            ids = batch.rows.rollout_id[part.rows]
+            places += [f"rollout {ids[row]} token {column}" for row, column in bad.nonzero().tolist()]
+        return f" ({', '.join(places[:3])})" if places else ""
+
+    def _micro_batches(self, batch: UpdateBatch) -> Iterator[MicroBatch]:
+        return micro_batches(
+            batch.rows,
+            token_budget=self.config.learner.tokens_per_micro_batch,
+            pad_id=self.tokenizer.pad_token_id,
+            device=self.device,
+        )
+
+    def _denominator(self, batch: UpdateBatch) -> float:
         if self.objective.constant_denominator:
             return constant_denominator(int(batch.keep.sum()), self.config.sampler.max_new_tokens)
         if self.objective.reduction == "sequence":

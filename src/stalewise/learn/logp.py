@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from stalewise.errors import ModelError
 from stalewise.learn.batching import MicroBatch
 
 # Logits of one chunk: 2^24 float32 numbers are 64 MiB.
@@ -50,11 +51,22 @@ def _chunk_logp(head: Any, hidden_NH: Tensor, target_N: Tensor) -> tuple[Tensor,
     return logp_NV.gather(1, target_N.unsqueeze(1)).squeeze(1), entropy_N
 
 
+def check_output_layer(model: Any) -> None:
+    """Refuse a model whose log-probabilities `response_logp` would get wrong."""
+    if not output_layer_is_plain(model):
+        name = type(model).__name__
+        raise ModelError(f"{name} changes its logits after the output layer, which the learner cannot follow yet")
+
+
 def output_layer_is_plain(model: Any) -> bool:
     """Whether logits are just the output layer of the last hidden state.
 
     Some architectures scale or squash their logits afterwards; for those `response_logp` would be wrong.
     """
+    # Squashing may not show on small logits, so the settings of the known architectures are looked at as well.
+    changes = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+    if any(getattr(model.config, name, None) not in (None, 1, 1.0) for name in changes):
+        return False
     ids = torch.arange(8, device=model.device).unsqueeze(0) % model.get_output_embeddings().weight.shape[0]
     with torch.no_grad():
         expected = model(input_ids=ids, use_cache=False).logits.float()

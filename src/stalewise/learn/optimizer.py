@@ -47,6 +47,8 @@ def restore_moments(
 ) -> None:
     """The inverse of `moments_by_name`; `steps` is how many steps the optimizer had taken."""
     for parameter, name in names.items():
+        if f"{_MOMENTS[0]}.{name}" not in tensors:  # it never had a gradient
+            continue
         state: dict[str, Any] = {"step": torch.tensor(float(steps), device=parameter.device)}
         for moment in _MOMENTS:
             state[moment] = tensors[f"{moment}.{name}"].to(parameter.device)

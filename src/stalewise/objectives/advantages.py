@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ def group_advantages(
         truncated: [N] bool; needed for the rules `zero` and `mask`.
         truncated_rule: what becomes of truncated responses.
     """
-    _check(reward, group, truncated, truncated_rule)
+    _check(reward, group, kind, truncated, truncated_rule)
     reward_N = reward.to(torch.promote_types(reward.dtype, torch.float32))
     group_N = _numbered(group)
     groups = int(group_N.max()) + 1
@@ -102,7 +102,15 @@ def _group_spread(reward_N: Tensor, group_N: Tensor, groups: int) -> Tensor:
     return largest_P - smallest_P
 
 
-def _check(reward: Tensor, group: Tensor, truncated: Tensor | None, truncated_rule: TruncatedRule) -> None:
+def _check(
+    reward: Tensor, group: Tensor, kind: AdvantageKind, truncated: Tensor | None, truncated_rule: TruncatedRule
+) -> None:
+    for name, value, known in (
+        ("kind", kind, get_args(AdvantageKind)),
+        ("truncated_rule", truncated_rule, get_args(TruncatedRule)),
+    ):
+        if value not in known:
+            raise ValueError(f"{name} is {value!r}; expected one of {', '.join(known)}")
     if reward.ndim != 1 or len(reward) == 0:
         raise ValueError(f"reward has shape {list(reward.shape)}; expected [N], one per rollout, N at least 1")
     if group.shape != reward.shape:
@@ -118,6 +126,8 @@ def _check(reward: Tensor, group: Tensor, truncated: Tensor | None, truncated_ru
         )
     if truncated is None and truncated_rule != "keep":
         raise ValueError(f"truncated is None; truncated_rule {truncated_rule!r} expects a bool tensor of shape [N]")
+    if truncated is not None and truncated.dtype is not torch.bool:
+        raise ValueError(f"truncated has dtype {truncated.dtype}; expected bool")
     if truncated is not None and truncated.shape != reward.shape:
         raise ValueError(
             f"truncated has shape {list(truncated.shape)}; expected {list(reward.shape)}, the shape of reward"

@@ -62,6 +62,10 @@ class Objective:
                 hint = nearest(name, known) if known else "it has none"
                 raise ValueError(f"objective {self.name} has no parameter {name!r}; {hint}")
             settings[name] = _checked(f"{self.name}.{name}", value, known[name][0])
+        for name, value in settings.items():
+            within, expected = _RANGES.get(name, (_anything, ""))
+            if not within(value):
+                raise ValueError(f"{self.name}.{name} is {value}; expected {expected}")
         return settings
 
     def first_pass(self, tokens: Tokens, settings: Settings) -> Mergeable | None:
@@ -80,6 +84,20 @@ class Objective:
             raise ValueError(f"proximal_logp is None; objective {self.name} expects a tensor of shape {shape}")
 
 
+def _anything(value: Any) -> bool:
+    return True
+
+
+# What a parameter may be, by its name: it means the same in every objective that has it.
+_RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "clip_low": (lambda low: 0 <= low <= 1, "a bound on the ratio from 0 to 1"),
+    "clip_high": (lambda high: high >= 1, "a bound on the ratio of at least 1"),
+    "cap": (lambda cap: cap > 0, "a positive bound on the ratio"),
+    "kappa": (lambda kappa: 0 < kappa < 1, "a ratio between 0 and 1"),
+    "threshold": (lambda threshold: threshold > 0, "a positive second moment"),
+}
+
+
 def _checked(where: str, value: Any, expected: Any) -> Any:
     if get_origin(expected) is Literal:
         choices = get_args(expected)
@@ -93,10 +111,7 @@ def _checked(where: str, value: Any, expected: Any) -> Any:
 
 
 def _second_moments(tokens: Tokens, settings: Settings) -> SecondMomentSums:
-    threshold = settings["threshold"]
-    if not threshold > 0:
-        raise ValueError(f"m2po.threshold is {threshold}; expected a positive second moment")
-    return SecondMomentSums.of(tokens.log_ratio_BT.square(), harmful(tokens), threshold)
+    return SecondMomentSums.of(tokens.log_ratio_BT.square(), harmful(tokens), settings["threshold"])
 
 
 def _table(*rows: Objective) -> dict[str, Objective]:

@@ -84,7 +84,7 @@ def synchronous(updates: int, updates_per_generation: int = 4) -> Schedule:
 
 
 def staged(updates: int, stages: int = 4) -> Schedule:
-    """A few large stages: µ = updates / stages, rounded up.
+    """A few large stages: µ = updates / stages, rounded up, so the last may be shorter, or not needed.
 
     >>> staged(updates=4096, stages=4).updates_per_generation
     1024
