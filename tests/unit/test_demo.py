@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stalewise import demo
+
+
+def test_the_demo_prints_what_scripts_rely_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short: dict[str, dict[str, Any]] = {
+        name: {**schedule, "updates": 8, **({"stages": 2} if schedule["kind"] == "staged" else {})}
+        for name, schedule in demo.RUNS.items()
+    }
+    monkeypatch.setattr(demo, "RUNS", short)
+    demo.main(as_json=True, runs=tmp_path)
+    printed = json.loads(capsys.readouterr().out)
+    assert 0.3 < printed["base_accuracy"] < 0.5
+    assert list(printed["runs"]) == ["grpo", "mu_grpo", "p3o"]
+    for name, figures in printed["runs"].items():
+        assert {"accuracy", "seconds", "generate_seconds", "learn_seconds", "updates"} <= figures.keys()
+        assert figures["updates"] == 8
+        parts = figures["generate_seconds"] + figures["learn_seconds"] + figures["switch_seconds"]
+        assert figures["seconds"] == pytest.approx(parts)
+        assert len(list((tmp_path / name / "rollouts").iterdir())) == 2
+    assert Path(printed["report"]).is_file()
+    demo.main(as_json=False, runs=tmp_path)  # done already: only the table is new
+    table = capsys.readouterr().out
+    assert "mu_grpo" in table
+    assert str(Path(printed["report"])) in table.replace("\n", "")
