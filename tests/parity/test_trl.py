@@ -3,7 +3,8 @@
 TRL's own `_compute_loss` runs here; only the model's forward pass is replaced by the log-probabilities at hand.
 Differences in convention, each stated where it is bridged:
 - its `grpo` takes a mean per response and then over responses; ours is the token mean, so theirs is `bnpo`;
-- its `dapo` and `cispo` divide by the tokens of the generation batch; with one micro-batch that is our token mean;
+- its `dapo` and `cispo` divide by the tokens of the generation batch, scaled to one accumulation window; with one
+  micro-batch per generation that is our token mean;
 - its bounds are distances from 1 (`epsilon`), ours are bounds on the ratio; its cispo cap is absolute, as ours is;
 - its `dr_grpo` divides by B · max_completion_length: our `constant_denominator`;
 - GSPO is `importance_sampling_level="sequence"` with the `grpo` reduction;
