@@ -21,12 +21,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stalewise.checkpoints import checkpoint_directory
+from stalewise.checkpoints import checkpoint_directory, versions
 from stalewise.config import RunConfig, make_config
 from stalewise.files import read_jsonl
 from stalewise.run import run
 
 TIMES = {"seconds", "time"}
+FSYNCS = 160  # a run makes some more: a kill before one of them falls into any part of it
 
 
 def tiny_config(runs: Path, name: str, objective: str) -> RunConfig:
@@ -124,6 +125,7 @@ def soak(runs: Path, *, kills: int, seed: int, objective: str) -> dict[str, Any]
     whole = time.monotonic() - began
     expected = outcome(reference)
     done = victims = 0
+    killed_at: list[int] = []  # newest checkpoint when a sitting was killed
     while done < kills:
         victims += 1
         victim = tiny_config(runs, f"victim-{victims}", objective)
@@ -131,16 +133,23 @@ def soak(runs: Path, *, kills: int, seed: int, objective: str) -> dict[str, Any]
         while not finished:
             last_chance = done >= kills
             within_commit = not last_chance and done % 2 == 1
-            child = start(victim, rng.randrange(40) if within_commit else None)
-            finished = wait(child, None if last_chance or within_commit else rng.uniform(0, 0.4 * whole))
+            child = start(victim, rng.randrange(FSYNCS) if within_commit else None)
+            finished = wait(child, None if last_chance or within_commit else rng.uniform(0, whole))
             done += not finished
+            killed_at.append((versions(victim.directory) or [0])[-1] if not finished else 0)
             now = committed_shards(victim.directory)
             assert seen.items() <= now.items(), "a committed shard was lost or written again"
             seen = now
         found = outcome(victim)
         for part, value in expected.items():
             assert found[part] == value, f"{part} differs in {victim.directory}"
-    return {"kills": done, "victims": victims, "seconds_of_one_run": round(whole, 2), "identical": True}
+    return {
+        "kills": done,
+        "victims": victims,
+        "kills_after_learning_began": sum(version > 0 for version in killed_at),
+        "seconds_of_one_run": round(whole, 2),
+        "identical": True,
+    }
 
 
 def main() -> None:

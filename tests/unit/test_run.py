@@ -131,6 +131,7 @@ def test_a_finished_run_is_not_run_again(finished: tuple[RunConfig, Recorder]) -
     assert before == {path: path.stat().st_mtime_ns for path in finished[0].directory.rglob("*.parquet")}
     assert result.accuracy == result.evaluations[-1]["accuracy"]["value"]
     assert set(result.seconds) == {"generate", "learn", "switch", "evaluate"}
+    assert min(result.seconds.values()) > 0
     assert result == read_result(finished[0].directory, 6)
 
 
@@ -170,7 +171,10 @@ def test_two_processes_cannot_share_a_run(finished: tuple[RunConfig, Recorder]) 
 def test_a_pipelined_run_learns_from_batches_made_ahead(tmp_path: Path) -> None:
     schedule = {"kind": "pipelined", "updates": 6, "updates_per_generation": 2, "lag": 1}
     settings = config(tmp_path, schedule=schedule, checkpoints={"every": 32, "keep": 1})
-    run(settings)
+    recorder = Recorder()
+    run(settings, recorder)
+    made = [event.split()[0] for event in recorder.events if event.startswith(("generate", "learn"))]
+    assert made == ["generate", "generate", "learn", "generate", "learn", "learn", "learn"]
     names = [directory.name for directory in batch_directories(settings.directory / "rollouts")]
     assert names == ["g000000-v000000", "g000001-v000000", "g000002-v000002"]
     assert [entry.age for entry in read_ledger(ledger_path(settings.directory))] == [0, 1, 2, 3, 2, 3]
@@ -221,6 +225,25 @@ def test_rollouts_that_teach_nothing_stop_the_run_and_are_kept(
     with pytest.raises(TaskError, match=message):
         run(settings)
     assert len(open_batch(batch_directories(settings.directory / "rollouts")[0])) == 48
+
+
+def test_the_policy_of_the_current_stage_stays_so_that_a_lost_shard_can_be_made_again(tmp_path: Path) -> None:
+    settings = config(tmp_path, checkpoints={"every": 1, "keep": 1}, evaluation={"prompts": 8})
+
+    class Stop(Silence):
+        def metrics(self, update: int, record: dict[str, Any]) -> None:
+            if update == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(settings, Stop())
+    assert versions(settings.directory) == [0, 2]
+    shard = next(settings.directory.glob("rollouts/*/shard-00001.parquet"))
+    original = shard.read_bytes()
+    shard.unlink()
+    run(settings)
+    assert shard.read_bytes() == original
+    assert versions(settings.directory) == [6]
 
 
 def test_nothing_is_made_or_measured_by_a_damaged_policy(tmp_path: Path) -> None:
