@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stalewise.config import RunConfig, make_config
-from stalewise.evaluate import describe_evaluation
+from stalewise.evaluate import Evaluation, describe_evaluation
 from stalewise.files import read_jsonl
 from stalewise.report import write_report
 from stalewise.run import run
@@ -24,15 +24,15 @@ from stalewise.verbs import evaluate
 from stalewise.watch import Silence, Watcher
 
 UPDATES = 384
-STAGES = 4
+PROMPTS = 4
 RUNS: dict[str, dict[str, Any]] = {
-    "grpo": {"kind": "synchronous", "updates": UPDATES, "updates_per_generation": 4},
-    "mu_grpo": {"kind": "staged", "updates": UPDATES, "stages": STAGES},
-    "p3o": {"kind": "staged", "updates": UPDATES, "stages": STAGES},
+    "grpo": {"kind": "synchronous", "updates_per_generation": 4},
+    "mu_grpo": {"kind": "staged", "stages": 4},
+    "p3o": {"kind": "staged", "stages": 4},
 }
 
 
-def demo_config(name: str, runs: Path) -> RunConfig:
+def demo_config(name: str, runs: Path, *, prompts: int = PROMPTS, updates: int = UPDATES) -> RunConfig:
     """The config of one of the three runs."""
     return make_config(
         {
@@ -40,9 +40,9 @@ def demo_config(name: str, runs: Path) -> RunConfig:
             "runs": str(runs),
             "task": {"name": "arithmetic"},
             "model": {"threads": 1},  # so small a model gains little from a second, and loses much on a busy machine
-            "schedule": RUNS[name],
+            "schedule": {**RUNS[name], "updates": updates},
             "objective": {"name": name},
-            "batch": {"prompts": 4, "group_size": 8},
+            "batch": {"prompts": prompts, "group_size": 8},
             "optimizer": {"learning_rate": 3e-4},
             "sampler": {"max_new_tokens": 8},
             "evaluation": {"prompts": 256, "samples": 4},
@@ -53,14 +53,17 @@ def demo_config(name: str, runs: Path) -> RunConfig:
 def run_demo(runs: Path, watcher: Watcher | None = None) -> dict[str, RunResult]:
     """All three runs, one after the other; what an earlier call finished is not done again."""
     watcher = watcher or Silence()
-    # Also warms everything up: the first run would pay for imports and first calls, and look slower than it is.
-    base = evaluate("arithmetic", task="arithmetic", prompts=256, samples=4)
-    watcher.say(f"base policy, {describe_evaluation(base)}")
+    watcher.say(f"base policy, {describe_evaluation(warm_up())}")
     results: dict[str, RunResult] = {}
     for name in RUNS:
         watcher.say(f"{name}: {describe_schedule(name)}")
         results[name] = run(demo_config(name, runs), watcher)
     return results
+
+
+def warm_up() -> Evaluation:
+    """Measure the base policy; without this the first run would pay for imports and first calls, and look slower."""
+    return evaluate("arithmetic", task="arithmetic", prompts=256, samples=4)
 
 
 def describe_schedule(name: str) -> str:

@@ -13,10 +13,11 @@ def test_the_demo_prints_what_scripts_rely_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     short: dict[str, dict[str, Any]] = {
-        name: {**schedule, "updates": 8, **({"stages": 2} if schedule["kind"] == "staged" else {})}
+        name: {**schedule, **({"stages": 2} if schedule["kind"] == "staged" else {})}
         for name, schedule in demo.RUNS.items()
     }
     monkeypatch.setattr(demo, "RUNS", short)
+    monkeypatch.setitem(demo.demo_config.__kwdefaults__, "updates", 8)
     demo.main(as_json=True, runs=tmp_path)
     printed = json.loads(capsys.readouterr().out)
     assert 0.3 < printed["base_accuracy"] < 0.5
