@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from stalewise import demo
 from stalewise.run import run
@@ -21,7 +22,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as runs:
         demo.warm_up()
         for prompts, updates in SIZES:
-            figures = {"prompts": prompts, "group_size": 8, "updates": updates}
+            figures: dict[str, Any] = {"prompts": prompts, "group_size": 8, "updates": updates}
             for name in demo.RUNS:
                 config = demo.demo_config(name, Path(runs) / str(prompts), prompts=prompts, updates=updates)
                 summary = demo.summary_of(run(config))

@@ -17,7 +17,7 @@ def test_the_demo_prints_what_scripts_rely_on(
         for name, schedule in demo.RUNS.items()
     }
     monkeypatch.setattr(demo, "RUNS", short)
-    monkeypatch.setitem(demo.demo_config.__kwdefaults__, "updates", 8)
+    monkeypatch.setattr(demo.demo_config, "__kwdefaults__", {"prompts": 4, "updates": 8})
     demo.main(as_json=True, runs=tmp_path)
     printed = json.loads(capsys.readouterr().out)
     assert 0.3 < printed["base_accuracy"] < 0.5
