@@ -18,8 +18,7 @@ from safetensors import safe_open
 from stalewise.checkpoints import versions
 from stalewise.config import RunConfig
 from stalewise.errors import StalewiseError
-from stalewise.generate.hf import HFSampler
-from stalewise.generate.sampler import Request
+from stalewise.generate.sampler import Request, Sampler
 from stalewise.generate.setup import batch_plan, make_sampler
 from stalewise.models import encode_prompts, load_tokenizer, pick_device, pick_precision, resolve_model
 from stalewise.run import check_objective
@@ -240,7 +239,7 @@ def _task(config: RunConfig, result: _Result) -> Check:
     return Check("task", "ok", figures)
 
 
-def _prompts(config: RunConfig, task: Task, sampler: HFSampler) -> Check:
+def _prompts(config: RunConfig, task: Task, sampler: Sampler) -> Check:
     looked_at = min(PROMPTS, task.size or PROMPTS)
     prompts = [*task.prompts(0, looked_at), *task.evaluation_prompts(config.evaluation.prompts)]
     encoded = encode_prompts(prompts, sampler.tokenizer)
@@ -272,7 +271,7 @@ def gold_response(task: Task, prompt: Prompt) -> str:
     return prompt.answer if solution is None else solution(prompt)
 
 
-def _sampling(task: Task, sampler: HFSampler) -> Check:
+def _sampling(task: Task, sampler: Sampler) -> Check:
     encoded = encode_prompts(task.prompts(0, 1), sampler.tokenizer)
     limit, sampler.max_new_tokens = sampler.max_new_tokens, 1
     response = sampler.sample([Request(encoded[0], seed=0)])[0]

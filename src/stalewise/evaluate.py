@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stalewise.errors import TaskError
-from stalewise.generate.hf import HFSampler
 from stalewise.generate.loop import sample_for_evaluation
+from stalewise.generate.sampler import Sampler
 from stalewise.tasks import Task, count_errors
 from stalewise.types import FinishReason
 
@@ -57,7 +57,7 @@ def evaluate_checkpoint(
     *,
     version: int,
     task: Task,
-    sampler: HFSampler,
+    sampler: Sampler,
     prompts: int,
     samples: int,
     seed: int = 0,

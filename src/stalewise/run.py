@@ -44,7 +44,6 @@ from stalewise.store import (
     truncate_ledger,
 )
 from stalewise.tasks import make_task
-from stalewise.types import SamplerSettings
 from stalewise.watch import Silence, Watcher
 
 
@@ -88,13 +87,13 @@ class Conductor:
         self.task = make_task(config.task.name, seed=config.seed, **config.task.options)
         self.tokens = 0  # sampled since the watcher was last told that something begins
         self.sampler = make_sampler(config, on_tokens=self._tell_tokens)
-        self.evaluation_sampler = make_sampler(config, sampling=SamplerSettings(), on_tokens=self._tell_tokens)
         self.learner: Learner | None = None
         self.states: dict[int, dict[str, Any]] = {}  # of checkpoints whose files were compared with their checksums
         self.open_batches: dict[int, Batch] = {}  # likewise
 
     def close(self) -> None:
-        """End the processes that the task's verifier owns."""
+        """End the processes that the task's verifier and the sampler own."""
+        self.sampler.close()
         self.task.verifier.close()
 
     def _begin(self, what: str, total: int) -> None:
@@ -192,7 +191,7 @@ class Conductor:
             self._checkpoint(version),
             version=version,
             task=self.task,
-            sampler=self.evaluation_sampler,
+            sampler=self.sampler,
             prompts=settings.prompts,
             samples=settings.samples,
             rows_at_once=self.config.sampler.rollouts_per_shard,

@@ -21,7 +21,6 @@ from stalewise.run import Conductor, check_objective, conduct
 from stalewise.rundirectory import RunResult, read_config
 from stalewise.store import BatchManifest
 from stalewise.tasks import make_task
-from stalewise.types import SamplerSettings
 from stalewise.watch import Silence, Watcher
 
 
@@ -117,6 +116,7 @@ def evaluate(
     checkpoint, version, config = _policy(str(model_or_run), task)
     config = _with_settings(config, task, options, prompts, samples, max_new_tokens)
     chosen = make_task(config.task.name, seed=config.seed, **config.task.options)
+    sampler = make_sampler(config)
     watcher = watcher or Silence()
     watcher.begin("evaluate", config.evaluation.prompts * config.evaluation.samples)
     try:
@@ -124,12 +124,13 @@ def evaluate(
             checkpoint,
             version=version,
             task=chosen,
-            sampler=make_sampler(config, sampling=SamplerSettings()),
+            sampler=sampler,
             prompts=config.evaluation.prompts,
             samples=config.evaluation.samples,
             rows_at_once=config.sampler.rollouts_per_shard,
         )
     finally:
+        sampler.close()
         chosen.verifier.close()
     watcher.advance(result.prompts * result.samples)
     return result

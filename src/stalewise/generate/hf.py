@@ -72,6 +72,10 @@ class HFSampler:
         # Not strict, since tied weights are stored once; the names are those of a file that was found complete.
         self._model.load_state_dict(load_file(weights), strict=False)
 
+    def close(self) -> None:
+        """Let go of the model."""
+        self._model = None
+
     @property
     def tokenizer(self) -> Any:
         """Tokenizer of the loaded policy."""
@@ -88,12 +92,12 @@ class HFSampler:
             )
 
     @torch.inference_mode()
-    def sample(self, requests: Sequence[Request]) -> list[Response]:
+    def sample(self, requests: Sequence[Request], settings: SamplerSettings | None = None) -> list[Response]:
         """Responses in the order of the requests."""
         self.check_lengths([request.prompt_ids for request in requests])
         # Longest first, ties in order: rows of one length lie together and the padding is small.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i].prompt_ids))
-        ids_RT, logp_RT, length_R = self._decode([requests[i] for i in order])
+        ids_RT, logp_RT, length_R = self._decode([requests[i] for i in order], settings or self.settings)
         ids = [row[:length].tolist() for row, length in zip(ids_RT, length_R, strict=True)]
         texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
         responses: list[Response | None] = [None] * len(requests)
@@ -108,7 +112,7 @@ class HFSampler:
             )
         return [response for response in responses if response is not None]
 
-    def _decode(self, requests: list[Request]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _decode(self, requests: list[Request], settings: SamplerSettings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Token ids and log-probabilities [R, T] and lengths [R] of all responses, in the order of `requests`."""
         rows, steps = len(requests), self.max_new_tokens
         uniform_RT = torch.from_numpy(uniforms([request.seed for request in requests], steps)).to(self._device)
@@ -120,7 +124,7 @@ class HFSampler:
 
         logits_RV, cache, attention, positions = self._prefill(requests)
         for step in range(steps):
-            logp_RV = sampling_logp(logits_RV, self.settings)
+            logp_RV = sampling_logp(logits_RV, settings)
             token_R = draw(logp_RV, uniform_RT[active_R, step])
             ids_RT[active_R, step] = token_R
             logp_RT[active_R, step] = logp_RV.gather(1, token_R.unsqueeze(1)).squeeze(1)

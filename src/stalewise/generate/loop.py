@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stalewise.generate.hf import HFSampler
-from stalewise.generate.sampler import Request, Response
+from stalewise.generate.sampler import Request, Response, Sampler
 from stalewise.generate.sampling import rollout_seed
 from stalewise.models import encode_prompts
 from stalewise.store import BatchManifest, batch_directory, commit_batch, is_committed, read_batch_manifest, write_shard
 from stalewise.store.manifest import committed_shards
 from stalewise.tasks import ErrorCounts, Task, count_errors
-from stalewise.types import Prompt, Reward, Rollout
+from stalewise.types import Prompt, Reward, Rollout, SamplerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ def generate_batch(
     checkpoint: Path,
     rollouts: Path,
     task: Task,
-    sampler: HFSampler,
+    sampler: Sampler,
     on_shard: Callable[[int], object] = lambda rollouts: None,
 ) -> BatchManifest:
     """Make what is missing of a generation batch and commit it. What was committed before is not made again."""
@@ -70,7 +69,7 @@ def generate_batch(
     return commit_batch(directory, shards=plan.shards, task=task.name, extra=extra)
 
 
-def _make_shard(plan: BatchPlan, shard: int, task: Task, sampler: HFSampler) -> tuple[list[Rollout], ErrorCounts]:
+def _make_shard(plan: BatchPlan, shard: int, task: Task, sampler: Sampler) -> tuple[list[Rollout], ErrorCounts]:
     indices = plan.prompt_range(shard)
     prompts = task.prompts(indices.start, len(indices))
     prompt_ids = encode_prompts(prompts, sampler.tokenizer)
@@ -93,7 +92,7 @@ def _make_shard(plan: BatchPlan, shard: int, task: Task, sampler: HFSampler) -> 
 def _rollout(
     rollout_id: int,
     plan: BatchPlan,
-    sampler: HFSampler,
+    sampler: Sampler,
     prompt: Prompt,
     request: Request,
     response: Response,
@@ -119,9 +118,19 @@ def _rollout(
 
 
 def sample_for_evaluation(
-    prompts: Sequence[Prompt], *, samples: int, seed: int, sampler: HFSampler, rows_at_once: int
+    prompts: Sequence[Prompt],
+    *,
+    samples: int,
+    seed: int,
+    sampler: Sampler,
+    rows_at_once: int,
+    settings: SamplerSettings | None = None,
 ) -> tuple[list[Prompt], list[Response]]:
-    """`samples` responses to each prompt, prompt by prompt, for whoever measures accuracy; nothing is stored."""
+    """`samples` responses to each prompt, prompt by prompt, for whoever measures accuracy; nothing is stored.
+
+    They come from the whole distribution at temperature 1 unless `settings` say otherwise.
+    """
+    settings = settings or SamplerSettings()
     prompt_ids = encode_prompts(list(prompts), sampler.tokenizer)
     requests = [
         Request(ids, rollout_seed(seed, row * samples + place, purpose=1))
@@ -130,5 +139,5 @@ def sample_for_evaluation(
     ]
     responses: list[Response] = []
     for start in range(0, len(requests), rows_at_once):
-        responses += sampler.sample(requests[start : start + rows_at_once])
+        responses += sampler.sample(requests[start : start + rows_at_once], settings)
     return [prompt for prompt in prompts for _ in range(samples)], responses

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from stalewise.types import FinishReason, SamplerSettings
 
@@ -31,12 +31,29 @@ class Response:
 class Sampler(Protocol):
     """An engine that samples from one policy at a time."""
 
-    settings: SamplerSettings
+    settings: SamplerSettings  # what training rollouts are sampled with
+    max_new_tokens: int
+
+    @property
+    def tokenizer(self) -> Any:
+        """Tokenizer of the loaded policy."""
+        ...
 
     def load(self, checkpoint: Path) -> None:
         """Sample from this checkpoint from now on."""
         ...
 
-    def sample(self, requests: Sequence[Request]) -> list[Response]:
-        """Responses in the order of the requests; the same requests give the same responses."""
+    def check_lengths(self, prompt_ids: Sequence[Sequence[int]]) -> None:
+        """Refuse prompts that leave no room for a response."""
+        ...
+
+    def sample(self, requests: Sequence[Request], settings: SamplerSettings | None = None) -> list[Response]:
+        """Responses in the order of the requests; the same requests give the same responses.
+
+        Evaluation gives its own `settings`; the sampler's are used where none are given.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of processes, connections and device memory; `load` makes it ready again."""
         ...

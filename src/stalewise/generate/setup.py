@@ -9,6 +9,7 @@ import numpy as np
 from stalewise.config import RunConfig
 from stalewise.generate.hf import HFSampler
 from stalewise.generate.loop import BatchPlan
+from stalewise.generate.sampler import Sampler
 from stalewise.models import pick_device, pick_precision
 from stalewise.store import Batch
 from stalewise.types import SamplerSettings
@@ -29,16 +30,11 @@ def batch_plan(config: RunConfig, generation_batch: int) -> BatchPlan:
     )
 
 
-def make_sampler(
-    config: RunConfig,
-    *,
-    sampling: SamplerSettings | None = None,
-    on_tokens: Callable[[int], object] = lambda count: None,
-) -> HFSampler:
-    """The sampler of this config; `sampling` overrides its temperature and truncation (evaluation has its own)."""
+def make_sampler(config: RunConfig, *, on_tokens: Callable[[int], object] = lambda count: None) -> Sampler:
+    """The sampler of this config; `on_tokens` is told how many tokens were sampled, now and then."""
     device = pick_device(config.model.device)
     precision = pick_precision(config.model.precision, device)
-    settings = sampling or SamplerSettings(
+    settings = SamplerSettings(
         name=config.sampler.engine,
         precision=str(precision).removeprefix("torch."),
         temperature=config.sampler.temperature,
