@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from stalewise.generate.loop import generate_batch
 from stalewise.generate.setup import batch_plan, batch_problem, make_sampler
 from stalewise.learn.learner import Learner
 from stalewise.learn.logp import check_output_layer
+from stalewise.learn.pending import PendingUpdate
 from stalewise.models import load_model, load_tokenizer, pick_device, resolve_model
 from stalewise.objectives import get_objective
 from stalewise.rundirectory import RunResult, check_identity, environment, read_result
@@ -237,11 +239,16 @@ class Conductor:
                 self._check_batch(batch)
             dealt = rollouts_of_updates(batch, self.config)
         self._begin("learn", stop - version)
-        start = time.perf_counter()
+        start = last = time.perf_counter()
+        waiting: deque[tuple[Step, npt.NDArray[np.int64], PendingUpdate]] = deque()
+        # A GPU works on an update while the one before it is read and written down.
+        ahead = 1 if learner.device.type == "cuda" else 0
         for update in range(version, stop):
             step = self.schedule.at(update)
             rollout_ids = dealt[update - self.schedule.updates_of(step.generation_batch).start]
-            self._update(learner, step, batch, rollout_ids)
+            waiting.append((step, rollout_ids, learner.enqueue(batch.take(rollout_ids))))
+            while len(waiting) > (ahead if update + 1 < stop else 0):
+                last = self._record(*waiting.popleft(), since=last)
         self._journal("learn", time.perf_counter() - start, first=version, stop=stop)
         with self._timed("switch", reason="checkpoint"):
             write_checkpoint(self.directory, stop, save=learner.save, state=learner.state())
@@ -277,20 +284,21 @@ class Conductor:
             checkpoint = self._checkpoint(version)
             truncate_jsonl(self.directory / "metrics.jsonl", lambda record: record["update"] < version)
             truncate_ledger(ledger_path(self.directory), before=version)
-            self.learner = Learner(self.config, checkpoint)
+            self.learner = Learner(self.config, checkpoint, say=self.watcher.say)
             self.learner.restore(checkpoint, self.states[version])
         return self.learner
 
-    def _update(self, learner: Learner, step: Step, batch: Batch, rollout_ids: npt.NDArray[np.int64]) -> None:
-        start = time.perf_counter()
-        metrics = learner.update(batch.take(rollout_ids))
-        seconds = time.perf_counter() - start
-        record = {"update": step.update, "generation_batch": step.generation_batch, **metrics, "seconds": seconds}
+    def _record(self, step: Step, rollout_ids: npt.NDArray[np.int64], pending: PendingUpdate, *, since: float) -> float:
+        """Wait for an update and write down what happened; the time at which it was over."""
+        metrics = pending.metrics()
+        now = time.perf_counter()
+        record = {"update": step.update, "generation_batch": step.generation_batch, **metrics, "seconds": now - since}
         entry = LedgerEntry(step.update, step.generation_batch, step.version, step.age, to_ranges(rollout_ids))
         append_entry(ledger_path(self.directory), entry)
         append_line(self.directory / "metrics.jsonl", record)
         self.watcher.metrics(step.update, record)
         self.watcher.advance(1, f"reward {record['reward']:.3f}  ESS {record.get('ess', float('nan')):.3f}")
+        return now
 
     # ------------------------------------------------------------ what is written down
 

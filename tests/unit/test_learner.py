@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from stalewise.attention import PACKED
 from stalewise.config import RunConfig, make_config
 from stalewise.learn.batching import micro_batches
 from stalewise.learn.learner import Learner, NonFiniteUpdate
@@ -67,11 +68,13 @@ def plain_logp(rows: Rows) -> np.ndarray:
 @pytest.mark.parametrize("chunk_elements", [18, 100, 1 << 24])
 def test_log_probabilities_equal_a_plain_forward_pass(token_budget: int, chunk_elements: int) -> None:
     rows, model = rollouts(), load_model(str(POLICY), device=CPU)
+    model.set_attn_implementation(PACKED)
     expected, found = plain_logp(rows), np.full(len(rows.response_ids), np.nan)
     seen: list[int] = []
-    for part in micro_batches(rows, token_budget=token_budget, pad_id=0, device=CPU):
+    for part in micro_batches(rows, token_budget=token_budget, device=CPU):
         logp_BT, entropy_BT = response_logp(model, part, chunk_elements=chunk_elements)
-        assert part.input_ids_BW.numel() <= max(token_budget, part.input_ids_BW.shape[1])
+        assert part.input_ids_XW.numel() == (rows.prompt_lengths + rows.response_lengths)[part.rows].sum()
+        assert part.input_ids_XW.numel() <= token_budget or len(part.rows) == 1
         assert (entropy_BT[part.mask_BT] > 0).all()
         assert (entropy_BT <= math.log(18)).all()
         for place, row in enumerate(part.rows):
@@ -271,7 +274,7 @@ def test_gradient_checkpointing_keeps_dropout_off(tmp_path: Path) -> None:
     gpt2.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     learner = Learner(config(learner={"gradient_checkpointing": True}), tmp_path)
-    (part,) = micro_batches(rollouts(), token_budget=10_000, pad_id=0, device=CPU)
+    (part,) = micro_batches(rollouts(), token_budget=10_000, device=CPU)
     assert torch.equal(learner._forward(part)[0], learner._forward(part)[0])
 
 

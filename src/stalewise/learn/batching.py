@@ -1,28 +1,34 @@
-"""Micro-batches: rows sorted by length, padded on the right, as many as fit the token budget.
+"""Micro-batches: as many sequences as fit the token budget, packed one after the other without padding.
 
-Axes: B rows, W positions of prompt and response, T response tokens of the longest response, N all response tokens.
+Models whose architecture cannot be packed get one row per sequence, padded on the right, instead.
+
+Axes: B sequences, T response tokens of the longest response, N all response tokens, [X, W] what the model is given:
+[1, all tokens] packed, [B, tokens of the longest] padded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from stalewise.attention import packed_arguments, to_device
 from stalewise.store import Rows
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Rows that pass through the model together."""
+    """Sequences that pass through the model together."""
 
     rows: np.ndarray  # [B] positions in the optimizer batch
-    input_ids_BW: Tensor
-    row_N: Tensor  # row of each response token
-    source_N: Tensor  # position whose output predicts it
+    input_ids_XW: Tensor
+    arguments: Mapping[str, Any]  # what the model's forward takes beside the ids
+    source_N: Tensor  # place in the flattened [X, W] whose output predicts each response token
+    row_N: Tensor  # sequence of each response token
     column_N: Tensor  # its place in the response
     target_N: Tensor  # its token id
     behaviour_logp_BT: Tensor
@@ -34,44 +40,48 @@ class MicroBatch:
         return grid_BT.index_put((self.row_N, self.column_N), value_N)
 
 
-def micro_batches(rows: Rows, *, token_budget: int, pad_id: int, device: torch.device) -> Iterator[MicroBatch]:
-    """All rows, longest first, in micro-batches of at most `token_budget` padded tokens (at least one row each)."""
+def micro_batches(
+    rows: Rows, *, token_budget: int, device: torch.device, packed: bool = True, pad_id: int = 0
+) -> Iterator[MicroBatch]:
+    """All rows, longest first, in micro-batches of at most `token_budget` tokens (at least one row each)."""
     length_B = rows.prompt_lengths + rows.response_lengths
     order = np.argsort(-length_B, kind="stable")
     start = 0
     while start < len(order):
-        fits = max(1, token_budget // int(length_B[order[start]]))
-        yield _collate(rows, order[start : start + fits], pad_id, device)
+        length = length_B[order[start:]]
+        # A padded row costs as much as the longest of its micro-batch, which is the first.
+        cost = np.cumsum(length) if packed else length[0] * np.arange(1, len(length) + 1)
+        fits = max(1, int(np.searchsorted(cost, token_budget, side="right")))
+        yield _collate(rows, order[start : start + fits], device, packed, pad_id)
         start += fits
 
 
-def _collate(rows: Rows, chosen: np.ndarray, pad_id: int, device: torch.device) -> MicroBatch:
+def _collate(rows: Rows, chosen: np.ndarray, device: torch.device, packed: bool, pad_id: int) -> MicroBatch:
     part = rows.take(chosen)
     prompt_B, response_B = part.prompt_lengths, part.response_lengths
-    width, tokens = int((prompt_B + response_B).max()), int(response_B.max())
-    row_N = np.repeat(np.arange(len(part)), response_B)
-    column_N = np.arange(len(row_N)) - np.repeat(part.response_offsets[:-1], response_B)
-    place_N = prompt_B[row_N] + column_N
+    length_B = prompt_B + response_B
+    width, tokens = int(length_B.max()), int(response_B.max())
+    start_B = np.cumsum(length_B) - length_B if packed else np.arange(len(part)) * width
 
-    input_ids_BW = np.full((len(part), width), pad_id, dtype=np.int64)
+    row_N = np.repeat(np.arange(len(part)), response_B)
+    column_N = np.arange(len(row_N)) - part.response_offsets[:-1][row_N]
+    place_N = start_B[row_N] + prompt_B[row_N] + column_N
     prompt_row = np.repeat(np.arange(len(part)), prompt_B)
-    prompt_column = np.arange(len(prompt_row)) - np.repeat(part.prompt_offsets[:-1], prompt_B)
-    input_ids_BW[prompt_row, prompt_column] = part.prompt_ids
-    input_ids_BW[row_N, place_N] = part.response_ids
+    prompt_place = start_B[prompt_row] + np.arange(len(prompt_row)) - part.prompt_offsets[:-1][prompt_row]
+    input_ids = np.full(int(length_B.sum()) if packed else len(part) * width, pad_id, dtype=np.int64)
+    input_ids[prompt_place] = part.prompt_ids
+    input_ids[place_N] = part.response_ids
     behaviour_BT = np.zeros((len(part), tokens), dtype=np.float32)
     behaviour_BT[row_N, column_N] = part.behaviour_logp
-    mask_BT = np.arange(tokens) < response_B[:, None]
-
-    def on_device(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
 
     return MicroBatch(
         rows=chosen,
-        input_ids_BW=on_device(input_ids_BW),
-        row_N=on_device(row_N),
-        source_N=on_device(place_N - 1),
-        column_N=on_device(column_N),
-        target_N=on_device(part.response_ids.astype(np.int64)),
-        behaviour_logp_BT=on_device(behaviour_BT),
-        mask_BT=on_device(mask_BT),
+        input_ids_XW=to_device(input_ids.reshape(1 if packed else len(part), -1), device),
+        arguments=packed_arguments(length_B, device) if packed else {},
+        source_N=to_device(place_N - 1, device),
+        row_N=to_device(row_N, device),
+        column_N=to_device(column_N, device),
+        target_N=to_device(part.response_ids.astype(np.int64), device),
+        behaviour_logp_BT=to_device(behaviour_BT, device),
+        mask_BT=to_device(np.arange(tokens) < response_B[:, None], device),
     )

@@ -8,31 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Callable, Iterator
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from stalewise.attention import PACKED, packs, to_device
 from stalewise.config import RunConfig
 from stalewise.diagnostics import TokenSums, age_statistics, drift_statistics
-from stalewise.errors import StalewiseError
+from stalewise.errors import ModelError, StalewiseError
 from stalewise.learn.batching import MicroBatch, micro_batches
-from stalewise.learn.logp import check_output_layer, response_logp
+from stalewise.learn.compilation import compile_layers, compiling_pays
+from stalewise.learn.logp import PLAIN_KERNELS, check_output_layer, compiled_kernels, response_logp
 from stalewise.learn.optimizer import learning_rate, moments_by_name, restore_moments
+from stalewise.learn.pending import PendingUpdate, Read, to_host
+from stalewise.learn.update_batch import UpdateBatch, loss_denominator, make_update_batch
 from stalewise.models import load_model, load_tokenizer, pick_device, pick_precision, turn_dropout_off
-from stalewise.objectives import (
-    Tokens,
-    constant_denominator,
-    get_objective,
-    group_advantages,
-    make_tokens,
-    micro_batch_loss,
-)
+from stalewise.objectives import Tokens, get_objective, make_tokens, micro_batch_loss
 from stalewise.staleness.step_control import vcpo_factor
 from stalewise.store import Rows
 
@@ -43,20 +40,14 @@ class NonFiniteUpdate(StalewiseError, ArithmeticError):
     exit_code = 4
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateBatch:
-    """The rollouts of one update, with advantages; rollouts that cannot teach anything are already gone."""
-
-    rows: Rows
-    advantage: Tensor  # [B]
-    keep: Tensor  # [B] bool; False: the tokens are out of the loss
-
-
 class Learner:
     """Holds policy and optimizer between updates. `version` counts the updates that made the policy."""
 
-    def __init__(self, config: RunConfig, checkpoint: Path) -> None:
+    def __init__(self, config: RunConfig, checkpoint: Path, say: Callable[[str], object] = lambda text: None) -> None:
+        """`say` is told what a person should know."""
         self.config = config
+        self.say = say
+        self.token_budget = config.learner.tokens_per_micro_batch
         self.objective = get_objective(config.objective.name)
         self.settings = self.objective.settings(config.objective.params)
         self.device = pick_device(config.model.device)
@@ -68,6 +59,13 @@ class Learner:
             self.model.gradient_checkpointing_enable()
             self.model.train()  # transformers recomputes activations in training mode only
             turn_dropout_off(self.model)
+        self.packed = packs(self.model)
+        if self.packed:
+            self.model.set_attn_implementation(PACKED)
+        self.kernels = PLAIN_KERNELS
+        if compiling_pays(config, self.model):
+            compile_layers(self.model)
+            self.kernels = compiled_kernels()
         self.names = {parameter: name for name, parameter in self.model.named_parameters()}
         optimizer = config.optimizer
         self.optimizer = torch.optim.AdamW(
@@ -110,55 +108,50 @@ class Learner:
 
     # ------------------------------------------------------------ one update
 
-    def prepare(self, rows: Rows) -> tuple[UpdateBatch | None, dict[str, float]]:
-        """Advantages of the rollouts of one update, None where nothing is left to learn from; and what was left out."""
-        scored = torch.from_numpy(rows.reward).isfinite()
-        left_out = {"verifier_error_fraction": 1 - float(scored.double().mean()), "degenerate_fraction": float("nan")}
-        rows = rows.take(scored.nonzero().squeeze(1).numpy())
-        if len(rows) == 0:
-            return None, left_out
-        kind = self.config.objective.advantage
-        found = group_advantages(
-            torch.from_numpy(rows.reward).float(),
-            torch.from_numpy(rows.group),
-            kind=self.objective.advantage if kind == "auto" else kind,
-            truncated=torch.from_numpy(rows.truncated),
-            truncated_rule=self.config.objective.truncated,
-        )
-        left_out["degenerate_fraction"] = found.degenerate_groups / found.groups
-        chosen = torch.ones(len(rows), dtype=torch.bool)
-        if self.objective.drops_degenerate_groups:
-            chosen = ~found.degenerate_N
-        if not bool((found.advantage_N[chosen] * found.keep_N[chosen]).any()):
-            return None, left_out
-        batch = UpdateBatch(
-            rows=rows.take(chosen.nonzero().squeeze(1).numpy()),
-            advantage=found.advantage_N[chosen],
-            keep=found.keep_N[chosen],
-        )
-        return batch, left_out
-
     def update(self, rows: Rows) -> dict[str, float]:
-        """Take one update on these rollouts and say what happened. The version rises by one in any case."""
-        batch, left_out = self.prepare(rows)
-        described = _describe(rows, self.version) | left_out
+        """Take one update on these rollouts and say what happened."""
+        before = self.version, self.steps
+        try:
+            return self.enqueue(rows).metrics()
+        except NonFiniteUpdate:
+            self.version, self.steps = before
+            raise
+
+    def enqueue(self, rows: Rows) -> PendingUpdate:
+        """Take one update on these rollouts, without waiting for the device. The version rises by one in any case."""
+        batch, described = make_update_batch(rows, self.config, self.objective)
+        described |= age_statistics(self.version, torch.from_numpy(rows.version_first))
         if self.version % self.config.objective.proximal_every == 0:
             self._snapshot_proximal()
-        metrics = {"taken": 0.0} if batch is None else {"taken": 1.0, **self._step(batch)}
+        finish = None if batch is None else self._step_within_memory(batch)
         self.version += 1
-        return described | metrics
+        return PendingUpdate(described, finish)
 
-    def _step(self, batch: UpdateBatch) -> dict[str, float]:
+    def _step_within_memory(self, batch: UpdateBatch) -> Callable[[], dict[str, float]]:
+        """One step; where the device runs out of memory on the way, once with half the token budget from here on."""
+        try:
+            return self._step(batch)
+        except torch.OutOfMemoryError:
+            if self.token_budget < self.config.learner.tokens_per_micro_batch:
+                raise ModelError(
+                    f"out of memory with {self.token_budget} tokens a micro-batch: lower "
+                    "learner.tokens_per_micro_batch, or set learner.gradient_checkpointing"
+                ) from None
+        # Out of the handler, whose traceback would keep the activations alive.
+        self.token_budget //= 2
+        self.say(f"out of memory: from here on {self.token_budget} tokens a micro-batch, half of what the config says")
         self.optimizer.zero_grad(set_to_none=True)
-        loss, sums = self._backward(batch)
-        stats = sums.summary()
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.names, self.config.optimizer.max_grad_norm))
-        if stats["nonfinite"] or not torch.isfinite(torch.tensor([grad_norm, loss])).all():
-            raise NonFiniteUpdate(
-                f"update {self.version}: {int(stats['nonfinite'])} tokens with a non-finite ratio"
-                f"{self._name_nonfinite(batch)}, gradient norm {grad_norm:g}, loss {loss:g}; nothing was changed: "
-                "start a new run with a lower optimizer.learning_rate or more stages"
-            )
+        torch.cuda.empty_cache()
+        return self._step(batch)
+
+    def _step(self, batch: UpdateBatch) -> Callable[[], dict[str, float]]:
+        """Enqueue one step; the result waits for it and says what happened."""
+        self.optimizer.zero_grad(set_to_none=True)
+        parts = list(self._micro_batches(batch))
+        loss, sums, places = self._backward(batch, parts)
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.names, self.config.optimizer.max_grad_norm)
+        # Decided on the device, where waiting would leave it idle: a step on such numbers changes nothing.
+        unusable = ~(torch.stack([loss, grad_norm]).isfinite().all() & (places < 0).all())
         rate = learning_rate(
             self.version,
             peak=self.config.optimizer.learning_rate,
@@ -166,11 +159,30 @@ class Learner:
             warmup_updates=self.config.optimizer.warmup_updates,
             schedule=self.config.optimizer.schedule,
         )
-        factor = float(vcpo_factor(sums.sequence_weights)) if self.config.optimizer.step_control == "vcpo" else 1.0
-        norm = self._take_step(rate * factor)
+        controlled = self.config.optimizer.step_control == "vcpo"
+        factor = vcpo_factor(sums.sequence_weights) if controlled else loss.new_ones(())
+        norm = self._take_step(rate * factor if controlled else rate, unusable)
+        numbers = torch.stack([x.double() for x in (loss, grad_norm, factor, norm)])
+        read = to_host(torch.cat([numbers, places.double(), sums.pack()]))
+        ids = [batch.rows.rollout_id[part.rows] for part in parts]
+        widths = [part.mask_BT.shape[1] for part in parts]
+        return partial(self._read_step, read, self.version, rate, ids, widths)
+
+    def _read_step(
+        self, read: Read, update: int, rate: float, ids: list[np.ndarray], widths: list[int]
+    ) -> dict[str, float]:
+        numbers, places, packed = read().tensor_split([4, 4 + len(ids)])
+        loss, grad_norm, factor, norm = numbers.tolist()
+        stats = TokenSums.unpack(packed).summary()
+        if stats["nonfinite"] or not (math.isfinite(grad_norm) and math.isfinite(loss)):
+            raise NonFiniteUpdate(
+                f"update {update}: {int(stats['nonfinite'])} tokens with a non-finite ratio"
+                f"{_name_places(ids, widths, places.tolist())}, gradient norm {grad_norm:g}, loss {loss:g}; nothing "
+                "was changed: start a new run with a lower optimizer.learning_rate or more stages"
+            )
         if not math.isfinite(norm):
             raise NonFiniteUpdate(
-                f"update {self.version} at learning rate {rate * factor:g} made weights that are not finite; "
+                f"update {update} at learning rate {rate * factor:g} made weights that are not finite; "
                 "the last checkpoint is whole: start a new run with a lower optimizer.learning_rate"
             )
         drift = drift_statistics(norm, rate * factor, self.drift)
@@ -184,21 +196,25 @@ class Learner:
             **drift,
         }
 
-    def _take_step(self, rate: float) -> float:
-        """One optimizer step at this rate; the norm of the change of all weights."""
+    def _take_step(self, rate: float | Tensor, unusable: Tensor) -> Tensor:
+        """One optimizer step at this rate, none where it is unusable; the norm of the change of all weights."""
         before = [parameter.detach().clone() for parameter in self.names]
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        # The name under which torch's gradient scaler tells a fused optimizer to leave everything as it is.
+        vars(self.optimizer)["found_inf"] = unusable.float()
         self.optimizer.step()
         self.steps += 1
         norms = [torch.linalg.vector_norm(p.detach() - b) for p, b in zip(self.names, before, strict=True)]
-        return float(torch.linalg.vector_norm(torch.stack(norms).double()))
+        return torch.linalg.vector_norm(torch.stack(norms).double())
 
-    def _backward(self, batch: UpdateBatch) -> tuple[float, TokenSums]:
-        """Both phases over all micro-batches; gradients are left on the parameters."""
-        parts = list(self._micro_batches(batch))
+    def _backward(self, batch: UpdateBatch, parts: list[MicroBatch]) -> tuple[Tensor, TokenSums, Tensor]:
+        """Both phases over all micro-batches; gradients are left on the parameters.
+
+        The last is, for each micro-batch, the place of its first token with a non-finite ratio, or −1.
+        """
         proximal = [self._proximal_logp(part) for part in parts]
-        denominator = self._denominator(batch)
+        denominator = loss_denominator(batch, self.config, self.objective)
         statistics = None
         if self.objective.measure is not None and len(parts) > 1:
             with torch.no_grad():
@@ -207,7 +223,7 @@ class Learner:
                     for part, near in zip(parts, proximal, strict=True)
                 ]
             statistics = reduce(lambda merged, more: merged.merge(more), measured)
-        total, all_sums = 0.0, []
+        losses, all_sums, places = [], [], []
         for part, near in zip(parts, proximal, strict=True):
             logp_BT, entropy_BT = self._forward(part)
             tokens = self._tokens(part, batch, near, logp_BT)
@@ -217,47 +233,31 @@ class Learner:
                 self.objective, tokens, statistics, self.settings, denominator, entropy_BT=entropy_BT
             )
             loss.backward()
-            total, all_sums = total + loss.detach(), [*all_sums, sums]
-        return float(total), reduce(lambda merged, more: merged.merge(more), all_sums)
-
-    def _name_nonfinite(self, batch: UpdateBatch) -> str:
-        """Where the first tokens with a non-finite ratio are, by rollout and place in the response."""
-        places: list[str] = []
-        for part in self._micro_batches(batch):
-            with torch.no_grad():
-                tokens = self._tokens(part, batch, None, self._forward(part)[0])
-            bad = ~tokens.log_ratio_BT.exp().isfinite() & tokens.mask_BT
-            ids = batch.rows.rollout_id[part.rows]
-            places += [f"rollout {ids[row]} token {column}" for row, column in bad.nonzero().tolist()]
-        return f" ({', '.join(places[:3])})" if places else ""
+            losses.append(loss.detach())
+            all_sums.append(sums)
+            places.append(_first_nonfinite(tokens))
+        return torch.stack(losses).sum(), reduce(lambda merged, more: merged.merge(more), all_sums), torch.stack(places)
 
     def _micro_batches(self, batch: UpdateBatch) -> Iterator[MicroBatch]:
         return micro_batches(
             batch.rows,
-            token_budget=self.config.learner.tokens_per_micro_batch,
-            pad_id=self.tokenizer.pad_token_id,
+            token_budget=self.token_budget,
             device=self.device,
+            packed=self.packed,
+            pad_id=self.tokenizer.pad_token_id,
         )
-
-    def _denominator(self, batch: UpdateBatch) -> float:
-        if self.objective.constant_denominator:
-            return constant_denominator(int(batch.keep.sum()), self.config.sampler.max_new_tokens)
-        if self.objective.reduction == "sequence":
-            return float(batch.keep.sum())
-        lengths = torch.from_numpy(batch.rows.response_lengths)
-        return float(lengths[batch.keep].sum())
 
     def _forward(self, part: MicroBatch) -> tuple[Tensor, Tensor]:
         enabled = self.precision is not torch.float32
         with torch.autocast(self.device.type, dtype=self.precision, enabled=enabled):
-            return response_logp(self.model, part)
+            return response_logp(self.model, part, dtype=self.precision, kernels=self.kernels)
 
     def _tokens(self, part: MicroBatch, batch: UpdateBatch, proximal_logp: Tensor | None, logp_BT: Tensor) -> Tokens:
         return make_tokens(
             logp=logp_BT,
             behaviour_logp=part.behaviour_logp_BT,
-            advantage=batch.advantage[part.rows].to(self.device),
-            mask=part.mask_BT & batch.keep[part.rows].to(self.device).unsqueeze(1),
+            advantage=to_device(batch.advantage[part.rows].numpy(), self.device),
+            mask=part.mask_BT & to_device(batch.keep[part.rows].numpy(), self.device).unsqueeze(1),
             proximal_logp=proximal_logp,
             check_values=False,
         )
@@ -287,12 +287,17 @@ class Learner:
                 parameter.data = current[name]
 
 
-def _describe(rows: Rows, version: int) -> dict[str, float]:
-    reward = torch.from_numpy(rows.reward)
-    reward = reward[reward.isfinite()]
-    return {
-        "rollouts": float(len(rows)),
-        "reward": float(reward.mean()) if len(reward) else float("nan"),
-        "truncated_fraction": float(rows.truncated.mean()),
-        **age_statistics(version, torch.from_numpy(rows.version_first)),
-    }
+def _first_nonfinite(tokens: Tokens) -> Tensor:
+    """Place in the flattened [B, T] of the first token whose ratio is not a finite number, −1 where there is none."""
+    bad = (tokens.mask_BT & ~tokens.log_ratio_BT.detach().exp().isfinite()).flatten()
+    return torch.where(bad.any(), bad.int().argmax(), -1)
+
+
+def _name_places(ids: list[np.ndarray], widths: list[int], places: list[float]) -> str:
+    """Name the first bad token of each micro-batch by rollout and place in the response."""
+    named = [
+        f"rollout {rollouts[int(place) // width]} token {int(place) % width}"
+        for rollouts, width, place in zip(ids, widths, places, strict=True)
+        if place >= 0
+    ]
+    return f" ({', '.join(named[:3])})" if named else ""

@@ -1,61 +1,149 @@
 """Log-probabilities of response tokens without ever holding tokens × vocabulary.
 
 The body of the model runs on whole sequences; its last hidden states at the positions that predict response tokens then
-pass through the output layer in chunks, and each chunk's logits are recomputed in the backward pass.
+pass through the output layer in chunks, and each chunk's logits are computed again in the backward pass.
+Axes: N response tokens, C of one chunk, H hidden numbers, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from stalewise.errors import ModelError
 from stalewise.learn.batching import MicroBatch
 
-# Logits of one chunk: 2^24 float32 numbers are 64 MiB.
-CHUNK_ELEMENTS = 1 << 24
+# Logits of one chunk, in numbers. A GPU wants large products: 2^27 are 256 MiB in bfloat16, and twice that in float32.
+CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
+
+
+def chunk_statistics(logits_CV: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log of the normaliser, log-probability of the target and entropy, each [C] in float32."""
+    logits_CV = logits_CV.float()
+    lse_C = logits_CV.logsumexp(dim=1)
+    chosen_C = logits_CV.gather(1, target_C.unsqueeze(1)).squeeze(1)
+    # Σ p·(lse − logit), with 0 · (−inf) = 0 for tokens that a model rules out.
+    surprise_CV = lse_C.unsqueeze(1) - logits_CV
+    entropy_C = torch.where(surprise_CV < torch.inf, (-surprise_CV).exp() * surprise_CV, 0.0).sum(dim=1)
+    return lse_C, chosen_C - lse_C, entropy_C
+
+
+def chunk_gradient(logits_CV: Tensor, lse_C: Tensor, target_C: Tensor, gradient_C: Tensor) -> Tensor:
+    """Gradient of the logits, [C, V] in their dtype: (1 at the target − softmax) · gradient of the log-probability."""
+    gradient_C1 = gradient_C.unsqueeze(1)
+    gradient_CV = (logits_CV.float() - lse_C.unsqueeze(1)).exp().mul(-gradient_C1)
+    return gradient_CV.scatter_add(1, target_C.unsqueeze(1), gradient_C1).to(logits_CV.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The two functions that read logits; everything else of the output layer is matrix products."""
+
+    statistics: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    gradient: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+PLAIN_KERNELS = Kernels(chunk_statistics, chunk_gradient)
+
+
+@cache
+def compiled_kernels() -> Kernels:
+    """The same functions, each fused into few passes over the logits."""
+    return Kernels(torch.compile(chunk_statistics, dynamic=True), torch.compile(chunk_gradient, dynamic=True))
 
 
 def response_logp(
-    model: Any, micro_batch: MicroBatch, *, chunk_elements: int = CHUNK_ELEMENTS
+    model: Any,
+    micro_batch: MicroBatch,
+    *,
+    chunk_elements: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    kernels: Kernels = PLAIN_KERNELS,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities [B, T] of the response tokens with a gradient, and the policy's entropy [B, T] without one.
 
-    Rows are padded on the right and attention is causal, so padding never reaches a response token and needs no mask.
+    `dtype` is that of the output layer's product; everything after it is float32.
     """
-    hidden_BWH = model.base_model(input_ids=micro_batch.input_ids_BW, use_cache=False).last_hidden_state
-    hidden_NH = hidden_BWH[micro_batch.row_N, micro_batch.source_N]
+    body = model.base_model(input_ids=micro_batch.input_ids_XW, use_cache=False, **micro_batch.arguments)
+    hidden_NH = body.last_hidden_state.flatten(0, 1)[micro_batch.source_N]
     head = model.get_output_embeddings()
-    vocabulary = head.weight.shape[0]
-    rows_at_once = max(1, chunk_elements // vocabulary)
-    pieces: list[tuple[Tensor, Tensor]] = []
-    for start in range(0, len(hidden_NH), rows_at_once):
-        chunk = slice(start, start + rows_at_once)
-        if len(hidden_NH) > rows_at_once and torch.is_grad_enabled():
-            piece = checkpoint(_chunk_logp, head, hidden_NH[chunk], micro_batch.target_N[chunk], use_reentrant=False)
-        else:
-            piece = _chunk_logp(head, hidden_NH[chunk], micro_batch.target_N[chunk])
-        pieces.append(piece)  # pyright: ignore[reportArgumentType]
-    logp_N = torch.cat([logp for logp, _ in pieces])
-    entropy_N = torch.cat([entropy for _, entropy in pieces])
+    elements = chunk_elements or CHUNK_ELEMENTS.get(hidden_NH.device.type, 1 << 24)
+    rows_at_once = max(1, elements // head.weight.shape[0])
+    logp_N, entropy_N = OutputLayerLogp.apply(
+        hidden_NH, head.weight, head.bias, micro_batch.target_N, rows_at_once, dtype, kernels
+    )  # pyright: ignore[reportGeneralTypeIssues]
     return micro_batch.to_response_grid(logp_N), micro_batch.to_response_grid(entropy_N)
 
 
-def _chunk_logp(head: Any, hidden_NH: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-    logp_NV = head(hidden_NH).float().log_softmax(dim=1)
-    with torch.no_grad():
-        entropy_N = torch.special.entr(logp_NV.exp()).sum(dim=1)
-    return logp_NV.gather(1, target_N.unsqueeze(1)).squeeze(1), entropy_N
+class OutputLayerLogp(torch.autograd.Function):
+    """log softmax(hidden · Wᵀ + bias) at the targets, and the entropy of that distribution, chunk by chunk.
+
+    Gradients of the weight are added up in float32 over the chunks, so that their number changes only the rounding.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        target_N: Tensor,
+        rows_at_once: int,
+        dtype: torch.dtype,
+        kernels: Kernels,
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies, each [N]."""
+        hidden_low, weight_low = hidden_NH.to(dtype), weight_VH.to(dtype)
+        logp_N, entropy_N, lse_N = (torch.empty(len(hidden_NH), device=hidden_NH.device) for _ in range(3))
+        for chunk in _chunks(len(hidden_NH), rows_at_once):
+            logits_CV = _logits(hidden_low[chunk], weight_low, bias_V)
+            lse_N[chunk], logp_N[chunk], entropy_N[chunk] = kernels.statistics(logits_CV, target_N[chunk])
+        ctx.save_for_backward(hidden_low, weight_low, bias_V, target_N, lse_N)
+        ctx.rows_at_once, ctx.kernels = rows_at_once, kernels
+        ctx.hidden_dtype, ctx.weight_dtype = hidden_NH.dtype, weight_VH.dtype
+        ctx.mark_non_differentiable(entropy_N)
+        return logp_N, entropy_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of hidden states, weight and bias; logits are computed again."""
+        hidden_NH, weight_VH, bias_V, target_N, lse_N = ctx.saved_tensors
+        wants_weight, wants_bias = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
+        hidden_grad_NH = torch.empty_like(hidden_NH)
+        weight_grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
+        bias_grad_V = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias else None
+        for chunk in _chunks(len(hidden_NH), ctx.rows_at_once):
+            logits_CV = _logits(hidden_NH[chunk], weight_VH, bias_V)
+            grad_CV = ctx.kernels.gradient(logits_CV, lse_N[chunk], target_N[chunk], gradients[0][chunk])
+            hidden_grad_NH[chunk] = grad_CV @ weight_VH
+            if weight_grad_VH is not None:
+                weight_grad_VH += grad_CV.T @ hidden_NH[chunk]
+            if bias_grad_V is not None:
+                bias_grad_V += grad_CV.sum(dim=0, dtype=torch.float32)
+        weight_grad = None if weight_grad_VH is None else weight_grad_VH.to(ctx.weight_dtype)
+        return hidden_grad_NH.to(ctx.hidden_dtype), weight_grad, bias_grad_V, None, None, None, None
+
+
+def _chunks(length: int, rows_at_once: int) -> Iterator[slice]:
+    return (slice(start, start + rows_at_once) for start in range(0, length, rows_at_once))
+
+
+def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(hidden_CH, weight_VH, None if bias_V is None else bias_V.to(hidden_CH.dtype))
 
 
 def check_output_layer(model: Any) -> None:
     """Refuse a model whose log-probabilities `response_logp` would get wrong."""
     if not output_layer_is_plain(model):
         name = type(model).__name__
-        raise ModelError(f"{name} changes its logits after the output layer, which the learner cannot follow yet")
+        raise ModelError(
+            f"{name} changes its logits after a plain output layer, or has none, which the learner cannot follow"
+        )
 
 
 def output_layer_is_plain(model: Any) -> bool:
@@ -63,6 +151,8 @@ def output_layer_is_plain(model: Any) -> bool:
 
     Some architectures scale or squash their logits afterwards; for those `response_logp` would be wrong.
     """
+    if type(model.get_output_embeddings()) is not torch.nn.Linear:
+        return False
     # Squashing may not show on small logits, so the settings of the known architectures are looked at as well.
     changes = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
     if any(getattr(model.config, name, None) not in (None, 1, 1.0) for name in changes):

@@ -1,0 +1,39 @@
+"""Compiling the layers of a model, where that pays: a minute's work for a GPU that trains for many."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import torch
+from torch.utils._triton import has_triton
+
+from stalewise.config import RunConfig
+
+# Below these a run is over before compiled layers have earned the time that compiling takes.
+WORTHWHILE_PARAMETERS = 50_000_000
+WORTHWHILE_UPDATES = 64
+
+
+def compiling_pays(config: RunConfig, model: Any) -> bool:
+    """What `learner.compile` says; `auto`: on a GPU, for a model and a run that are large enough."""
+    if config.learner.compile != "auto":
+        return config.learner.compile == "always"
+    large = sum(parameter.numel() for parameter in model.parameters()) >= WORTHWHILE_PARAMETERS
+    long = config.schedule.updates >= WORTHWHILE_UPDATES
+    return model.device.type == "cuda" and large and long and _can_compile()
+
+
+def _can_compile() -> bool:
+    """Triton compiles its launchers with a C compiler, which not every machine has."""
+    return has_triton() and any(map(shutil.which, ("cc", "gcc", "clang")))
+
+
+def compile_layers(model: Any) -> None:
+    """Compile each layer by itself: they are alike, so one compilation serves all. Names of weights do not change."""
+    # Layers differ in their index, which dynamo would otherwise compile for one by one.
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    for module in model.modules():
+        if type(module).__name__ in names:
+            module.compile(dynamic=True)

@@ -1,0 +1,44 @@
+"""An update that is enqueued on the device and not waited for, and how its numbers come home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Read = Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingUpdate:
+    """An update that is enqueued; `metrics` waits for it and says what happened.
+
+    A GPU stays busy where the next update is enqueued before the metrics of this one are read. Read updates in order.
+    """
+
+    described: dict[str, float]  # what is known of the rollouts alone
+    finish: Callable[[], dict[str, float]] | None  # None: there was nothing to learn from
+
+    def metrics(self) -> dict[str, float]:
+        """What happened; raises NonFiniteUpdate where the update went wrong."""
+        if self.finish is None:
+            return self.described | {"taken": 0.0}
+        return self.described | {"taken": 1.0} | self.finish()
+
+
+def to_host(vector: Tensor) -> Read:
+    """Enqueue a copy to the host; calling the result waits for it, and for nothing enqueued after it."""
+    if vector.device.type != "cuda":
+        return lambda: vector
+    copy = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
+    copy.copy_(vector, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> Tensor:
+        copied.synchronize()
+        return copy
+
+    return read
