@@ -1,14 +1,17 @@
-"""Attention over packed sequences, as one of transformers' attention implementations.
+"""Attention over packed segments and over slots of a cache, as two of transformers' attention implementations.
 
-Several sequences lie one after the other in a single row [1, T], without padding; a token sees the earlier tokens of
-its own sequence. On a GPU in half precision this is torch's built-in variable-length attention. Elsewhere queries, keys
-and values (and nothing else of the model) are put into a padded grid for causal attention, and its output taken out.
+Segments of tokens lie one after the other in a single row [1, T], without padding. A segment has its own queries and a
+list of keys that ends with its own tokens: a prompt sees itself, each of its responses sees the prompt (which is there
+once for all of them) and then itself. On a GPU in half precision this is torch's built-in variable-length attention.
+Elsewhere queries, keys and values (and nothing else of the model) are put into padded grids, and the output taken out.
 
-Axes: T tokens of all sequences, B sequences, W tokens of the longest, H heads, K key-value heads, D numbers per head.
+Axes: T tokens of all segments, S segments, W queries and L keys of the longest, M keys of all segments, H heads,
+K key-value heads, D numbers per head.
 """
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, TypedDict
 
 import numpy as np
@@ -16,35 +19,60 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._triton import has_triton
 from transformers import AttentionInterface
 
 PACKED = "stalewise_packed"
+SLOTS = "stalewise_slots"
+# torch 2.11 takes fewer key-value heads than query heads as they are, later releases want to be told.
+GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 class PackedArguments(TypedDict):
-    """What a model's forward takes beside the ids [1, T]; the first two names are those of transformers."""
+    """What a model's forward takes beside the ids [1, T]; names without axes are those of transformers."""
 
-    position_ids: Tensor  # [1, T], from 0 in each sequence
-    cu_seq_lens_q: Tensor  # [B + 1] int32, where each sequence begins, and the end
+    position_ids: Tensor  # [1, T]
+    cu_seq_lens_q: Tensor  # [S + 1] int32, where the queries of each segment begin, and the end
+    cu_seq_lens_k: Tensor  # [S + 1] int32, the same for keys
     max_length_q: int
-    grid_BW: Tensor  # token at each place of the padded grid; any token of the sequence where there is none
-    place_T: Tensor  # place of each token in the flattened grid
+    max_length_k: int
+    key_M: Tensor  # token of each key
+    # Grids, for where there is no variable-length attention; empty elsewhere.
+    query_SW: Tensor  # token of each query; any token of the segment where there is none
+    key_SL: Tensor
+    mask_SWL: Tensor  # which keys a query sees; a query that is not there sees some, so that nothing is NaN
+    place_T: Tensor  # place of each token in the flattened grid of queries
 
 
-def packed_arguments(length_B: np.ndarray, device: torch.device) -> PackedArguments:
-    """Arguments for sequences of these lengths."""
-    start_B = np.cumsum(length_B) - length_B
-    width = int(length_B.max())
-    row_T = np.repeat(np.arange(len(length_B)), length_B)
-    column_T = np.arange(len(row_T)) - start_B[row_T]
-    grid_BW = start_B[:, None] + np.minimum(np.arange(width), length_B[:, None] - 1)
+def packed_arguments(
+    query_S: np.ndarray, key_S: np.ndarray, key_M: np.ndarray, device: torch.device, *, grids: bool
+) -> PackedArguments:
+    """Arguments for segments with so many queries and keys; `key_M` says which tokens the keys are of."""
+    query_start, key_start = np.cumsum(query_S) - query_S, np.cumsum(key_S) - key_S
+    segment_T = np.repeat(np.arange(len(query_S)), query_S)
+    column_T = np.arange(len(segment_T)) - query_start[segment_T]
+    width, depth = int(query_S.max()), int(key_S.max())
+    queries, keys = np.arange(width), np.arange(depth)
+    if grids:
+        query_SW = query_start[:, None] + np.minimum(queries, query_S[:, None] - 1)
+        key_SL = key_M[key_start[:, None] + np.minimum(keys, key_S[:, None] - 1)]
+        # The last query of a segment sees its last key, the one before it all but that one, and so on.
+        last_seen_SW = queries + (key_S - query_S)[:, None]
+        mask_SWL = (keys <= last_seen_SW[:, :, None]) & (keys < key_S[:, None])[:, None, :]
+    else:
+        query_SW = key_SL = mask_SWL = np.zeros((0, 0), dtype=np.int64)
     return PackedArguments(
-        position_ids=to_device(column_T[None], device),
-        cu_seq_lens_q=to_device(np.append(start_B, len(row_T)).astype(np.int32), device),
+        position_ids=to_device((column_T + (key_S - query_S)[segment_T])[None], device),
+        cu_seq_lens_q=to_device(np.append(query_start, query_S.sum()).astype(np.int32), device),
+        cu_seq_lens_k=to_device(np.append(key_start, key_S.sum()).astype(np.int32), device),
         # Rounded up, so that a compiled layer meets few different values.
         max_length_q=1 << (width - 1).bit_length(),
-        grid_BW=to_device(grid_BW, device),
-        place_T=to_device(row_T * width + column_T, device),
+        max_length_k=1 << (depth - 1).bit_length(),
+        key_M=to_device(key_M, device),
+        query_SW=to_device(query_SW, device),
+        key_SL=to_device(key_SL, device),
+        mask_SWL=to_device(mask_SWL.astype(np.bool_), device),
+        place_T=to_device(segment_T * width + column_T if grids else np.zeros(0, dtype=np.int64), device),
     )
 
 
@@ -52,6 +80,11 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """A tensor with the numbers of `array`; the copy to a GPU is enqueued, not waited for."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def needs_grids(device: torch.device, precision: torch.dtype) -> bool:
+    """Whether attention goes through padded grids there."""
+    return device.type != "cuda" or precision is torch.float32
 
 
 def packed_attention(
@@ -62,47 +95,93 @@ def packed_attention(
     attention_mask: None,
     *,
     cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor,
     max_length_q: int,
-    grid_BW: Tensor,
+    max_length_k: int,
+    key_M: Tensor,
+    query_SW: Tensor,
+    key_SL: Tensor,
+    mask_SWL: Tensor,
     place_T: Tensor,
     scaling: float | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence, [1, T, H, D]."""
+    """Attention within each segment, [1, T, H, D]."""
     refuse_unknown(others)
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
-    if query_THD.is_cuda and query_THD.dtype is not torch.float32:
-        window = (-1 if sliding_window is None else sliding_window - 1, 0)
-        gqa = query_THD.shape[1] != key_TKD.shape[1]
-        length = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
+    if query_THD.is_cuda and value_TKD.dtype is not torch.float32:
+        # Under autocast, values have the low precision while rotated queries and keys do not.
+        low = value_TKD.dtype
         output: Any = varlen_attn(
-            query_THD, key_TKD, value_TKD, *length, scale=scaling, window_size=window, enable_gqa=gqa
+            query_THD.to(low),
+            key_TKD.to(low).index_select(0, key_M),
+            value_TKD.index_select(0, key_M),
+            cu_seq_lens_q,
+            cu_seq_lens_k,
+            max_length_q,
+            max_length_k,
+            scale=scaling,
+            window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+            **GQA,
         )
         return output.unsqueeze(0), None
-    return _grid_attention(query_THD, key_TKD, value_TKD, grid_BW, place_T, scaling, sliding_window), None
-
-
-def _grid_attention(
-    query_THD: Tensor,
-    key_TKD: Tensor,
-    value_TKD: Tensor,
-    grid_BW: Tensor,
-    place_T: Tensor,
-    scaling: float | None,
-    sliding_window: int | None,
-) -> Tensor:
-    # Padding is on the right, so causal attention never lets a token see it.
-    query, key, value = (x[grid_BW].transpose(1, 2) for x in (query_THD, key_TKD, value_TKD))
-    width, mask = grid_BW.shape[1], None
-    if sliding_window is not None and sliding_window < width:
-        mask = torch.ones(width, width, dtype=torch.bool, device=query.device).tril()
-        mask = mask & ~mask.tril(-sliding_window)
-    output_BHWD = scaled_dot_product_attention(
-        query, key, value, mask, is_causal=mask is None, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    if sliding_window is not None and sliding_window < key_SL.shape[1]:
+        mask_SWL = mask_SWL & _within(mask_SWL, sliding_window)
+    output_SHWD = scaled_dot_product_attention(
+        query_THD[query_SW].transpose(1, 2),
+        key_TKD[key_SL].transpose(1, 2),
+        value_TKD[key_SL].transpose(1, 2),
+        mask_SWL.unsqueeze(1),
+        scale=scaling,
+        enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
     )
-    return output_BHWD.transpose(1, 2).flatten(0, 1)[place_T].unsqueeze(0)
+    return output_SHWD.transpose(1, 2).flatten(0, 1)[place_T].unsqueeze(0), None
+
+
+def _within(mask_SWL: Tensor, window: int) -> Tensor:
+    """Keys that are less than `window` places before the last one that a query sees."""
+    seen_SW1 = mask_SWL.sum(dim=2, keepdim=True)
+    return torch.arange(mask_SWL.shape[2], device=mask_SWL.device) >= seen_SW1 - window
+
+
+def slot_attention(
+    module: Any,
+    query_RH1D: Tensor,
+    key_SLKD: Tensor,
+    value_SLKD: Tensor,
+    attention_mask: None,
+    *,
+    slot_R: Tensor,
+    length_R: Tensor,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    dropout: float = 0.0,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """One new token of each row against the keys of its slot, [R, 1, H, D].
+
+    S slots have room for L tokens each; row r reads the first `length_R[r]` of slot `slot_R[r]`.
+    """
+    refuse_unknown(others)
+    if query_RH1D.is_cuda and value_SLKD.dtype is not torch.float32 and has_triton():
+        from stalewise.decode_kernel import decode_attention  # Triton comes with torch for GPUs alone
+
+        scale = query_RH1D.shape[-1] ** -0.5 if scaling is None else scaling
+        output_RHD = decode_attention(
+            query_RH1D.squeeze(2), key_SLKD, value_SLKD, slot_R, length_R, scale=scale, window=sliding_window
+        )
+        return output_RHD.unsqueeze(1), None
+    key_RKLD, value_RKLD = (x[slot_R].transpose(1, 2) for x in (key_SLKD, value_SLKD))
+    place_L = torch.arange(key_SLKD.shape[1], device=slot_R.device)
+    seen_RL = place_L < length_R.unsqueeze(1)
+    if sliding_window is not None:
+        seen_RL = seen_RL & (place_L >= length_R.unsqueeze(1) - sliding_window)
+    output_RH1D = scaled_dot_product_attention(
+        query_RH1D, key_RKLD, value_RKLD, seen_RL[:, None, None, :], scale=scaling, enable_gqa=True
+    )
+    return output_RH1D.transpose(1, 2), None
 
 
 def refuse_unknown(others: dict[str, Any]) -> None:
@@ -113,22 +192,36 @@ def refuse_unknown(others: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def packs(model: Any) -> bool:
-    """Whether two sequences in one row come out as they do alone: some architectures mix tokens in other ways, too."""
+def packs(model: Any, precision: torch.dtype = torch.float32) -> bool:
+    """Whether a prompt and two responses in one row come out as they do alone.
+
+    Some architectures mix tokens in other ways, too, or ask for more than plain attention.
+    """
+    grids = needs_grids(model.device, precision)
+    with torch.autocast(model.device.type, dtype=precision, enabled=precision is not torch.float32):
+        return _packs(model, grids, tolerance=1e-4 if precision is torch.float32 else 0.05)
+
+
+def _packs(model: Any, grids: bool, tolerance: float) -> bool:
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    ids = [torch.arange(n, device=model.device).unsqueeze(0) * 7 % vocabulary for n in (5, 9)]
+    prompt, *responses = (
+        torch.arange(n, device=model.device) * step % vocabulary for n, step in ((5, 7), (4, 3), (8, 5))
+    )
+    alone = [model(input_ids=torch.cat([prompt, x]).unsqueeze(0), use_cache=False).logits[0] for x in responses]
+    expected = torch.cat([alone[0][:5], *(logits[5:] for logits in alone)]).float()
     before = model.config._attn_implementation
-    expected = torch.cat([model(input_ids=x, use_cache=False).logits for x in ids], dim=1).float()
     try:
         model.set_attn_implementation(PACKED)
-        arguments = packed_arguments(np.array([5, 9]), model.device)
-        found = model(input_ids=torch.cat(ids, dim=1), use_cache=False, **arguments).logits.float()
+        keys = np.r_[0:5, 0:9, 0:5, 9:17]
+        arguments = packed_arguments(np.array([5, 4, 8]), np.array([5, 9, 13]), keys, model.device, grids=grids)
+        ids = torch.cat([prompt, *responses]).unsqueeze(0)
+        found = model(input_ids=ids, use_cache=False, **arguments).logits[0].float()
     except (NotImplementedError, ValueError, TypeError, RuntimeError):
         return False
     finally:
         model.set_attn_implementation(before)
-    scale = expected.abs().max()
-    return bool((found - expected).abs().max() <= (1e-4 if model.dtype is torch.float32 else 0.05) * scale)
+    return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
 
 
 AttentionInterface.register(PACKED, packed_attention)
+AttentionInterface.register(SLOTS, slot_attention)

@@ -21,6 +21,7 @@ MEANS = {
     "veto_response_fraction": ("vetoed_responses", "responses"),
     "kl_behaviour_policy": ("kl_behaviour_policy", "tokens_finite"),
     "kl_policy_behaviour": ("kl_policy_behaviour", "tokens_finite"),
+    "log_ratio_mean_abs": ("log_ratio_abs", "tokens_finite"),
     "entropy": ("entropy", "tokens_entropy"),
     "response_length": ("tokens", "responses"),
 }
@@ -119,6 +120,7 @@ def token_sums(
         "vetoed_responses": _count(vetoed_BT.any(dim=1)),
         "kl_behaviour_policy": _total(excess_BT - log_ratio_BT, finite_BT),
         "kl_policy_behaviour": _total(ratio_BT * log_ratio_BT - excess_BT, finite_BT),
+        "log_ratio_abs": _total(log_ratio_BT.abs(), finite_BT),
         "entropy": _total(entropy_BT, entropy_finite_BT),
         "tokens_entropy": _count(entropy_finite_BT),
     }

@@ -19,8 +19,8 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 BASE = frozenset({"errors", "types"})
 PURE = frozenset({"objectives", "diagnostics", "staleness"})
-DATA = BASE | {"files", "config", "tasks", "store", "checkpoints"}
-ROOMS = frozenset({"models", "distributed", "generate", "learn", "evaluate", "report"})
+DATA = BASE | {"files", "sections", "config", "tasks", "store", "checkpoints"}
+ROOMS = frozenset({"models", "distributed", "generate", "learn", "memory", "evaluate", "report"})
 
 # In the order in which data goes: tasks → generate → store → learn → checkpoints → evaluate → report.
 MAY_IMPORT: dict[str, frozenset[str]] = {
@@ -30,7 +30,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "diagnostics": BASE | {"objectives"},
     "staleness": BASE | {"objectives", "diagnostics"},
     "files": BASE,
-    "config": BASE | PURE | {"files", "tasks"},
+    "sections": frozenset(),
+    "config": BASE | PURE | {"files", "tasks", "sections"},
     "tasks": BASE,
     "splitmix": frozenset(),
     "store": BASE | {"files", "splitmix"},
@@ -38,16 +39,19 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "smollm2": BASE | {"files"},
     "models": BASE | {"files", "config", "smollm2"},
     "checkpoints": BASE | {"files", "config", "models"},
-    "attention": frozenset(),
+    "attention": frozenset({"decode_kernel"}),
+    "decode_kernel": frozenset(),
     "generate": DATA | {"models", "attention", "staleness", "splitmix"},
     "learn": DATA | PURE | {"models", "attention", "distributed"},
+    "memory": BASE | {"config", "models", "objectives", "learn"},
     "evaluate": DATA | {"models", "generate", "diagnostics", "staleness"},
     "report": DATA | PURE,
     "watch": frozenset(),
     "rundirectory": BASE | {"files", "config"},
+    "exclusion": DATA | {"rundirectory"},
     "run": DATA | PURE | ROOMS | {"rundirectory", "watch"},
     "relearn": DATA | PURE | ROOMS | {"rundirectory", "watch", "run"},
-    "verbs": DATA | PURE | ROOMS | {"rundirectory", "watch", "run", "relearn"},
+    "verbs": DATA | PURE | ROOMS | {"rundirectory", "watch", "run", "relearn", "exclusion"},
     "demo": DATA | ROOMS | {"rundirectory", "watch", "run", "verbs"},
     "inspection": DATA | {"rundirectory"},
     "template": BASE | {"config", "tasks"},
@@ -76,7 +80,7 @@ IMPURE_ATTRIBUTES = frozenset(
 # The package itself is the room "": it reaches others only when a verb is asked for.
 WITHOUT_TORCH = frozenset(
     {
-        *("", "errors", "types", "files", "config", "tasks", "store", "report"),
+        *("", "errors", "types", "files", "sections", "config", "tasks", "store", "report"),
         *("splitmix", "watch", "rundirectory", "inspection", "template", "progress", "cli", "__main__"),
     }
 )

@@ -37,6 +37,7 @@ def test_every_statistic_by_hand() -> None:
         "ratio_max_positive": 2.0,
         "ratio_max_negative": 4.0,
         "log_ratio_max_abs": 2 * log2,
+        "log_ratio_mean_abs": log2,  # {log 2, log 2, 2 log 2, 0}
         "m2_harmful": log2**2,  # r = 2 at A > 0 alone: r = 4 at A < 0 is harmless
         "clip_fraction": 1 / 4,
         "veto_fraction": 3 / 4,

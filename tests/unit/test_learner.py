@@ -9,11 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
-from stalewise.attention import PACKED
+from stalewise.attention import PACKED, packs
 from stalewise.config import RunConfig, make_config
-from stalewise.learn.batching import micro_batches
+from stalewise.errors import ModelError
+from stalewise.learn.batching import Layout, micro_batches
+from stalewise.learn.compilation import compile_layers
 from stalewise.learn.learner import Learner, NonFiniteUpdate
 from stalewise.learn.logp import output_layer_is_plain, response_logp
 from stalewise.learn.optimizer import learning_rate
@@ -29,11 +40,18 @@ def config(**sections: Any) -> RunConfig:
     return make_config({"sampler": {"max_new_tokens": 64}, "optimizer": {"learning_rate": 1e-3}} | sections)
 
 
-def rollouts(groups: int = 3, size: int = 4, *, seed: int = 0, drift: float = 0.3) -> Rows:
-    """Made-up rollouts of different lengths, with behaviour log-probabilities near those of the policy."""
+def rollouts(groups: int = 3, size: int = 4, *, seed: int = 0, drift: float = 0.3, shared: bool = True) -> Rows:
+    """Made-up rollouts of different lengths, with behaviour log-probabilities near those of the policy.
+
+    A group shares its prompt, as it does in life, unless told otherwise.
+    """
     rng = np.random.default_rng(seed)
     count = groups * size
     prompt_lengths, response_lengths = rng.integers(2, 9, count), rng.integers(1, 20, count)
+    prompts = [rng.integers(3, 18, length) for length in prompt_lengths]
+    if shared:
+        prompts = [prompts[row - row % size] for row in range(count)]
+        prompt_lengths = np.array([len(prompt) for prompt in prompts])
     rows = Rows(
         rollout_id=np.arange(count),
         group=np.repeat(np.arange(groups), size),
@@ -41,7 +59,7 @@ def rollouts(groups: int = 3, size: int = 4, *, seed: int = 0, drift: float = 0.
         truncated=rng.random(count) < 0.3,
         version_first=np.zeros(count, dtype=np.int32),
         version_last=np.zeros(count, dtype=np.int32),
-        prompt_ids=rng.integers(3, 18, prompt_lengths.sum()).astype(np.int32),
+        prompt_ids=np.concatenate(prompts).astype(np.int32),
         prompt_offsets=np.r_[0, prompt_lengths.cumsum()],
         response_ids=rng.integers(3, 18, response_lengths.sum()).astype(np.int32),
         behaviour_logp=np.zeros(response_lengths.sum(), dtype=np.float32),
@@ -66,15 +84,18 @@ def plain_logp(rows: Rows) -> np.ndarray:
 
 @pytest.mark.parametrize("token_budget", [1, 60, 10_000])
 @pytest.mark.parametrize("chunk_elements", [18, 100, 1 << 24])
-def test_log_probabilities_equal_a_plain_forward_pass(token_budget: int, chunk_elements: int) -> None:
-    rows, model = rollouts(), load_model(str(POLICY), device=CPU)
+@pytest.mark.parametrize(("shared", "step"), [(True, 1), (True, 128), (False, 1)])
+def test_log_probabilities_equal_a_plain_forward_pass(
+    token_budget: int, chunk_elements: int, shared: bool, step: int
+) -> None:
+    rows, model = rollouts(shared=shared), load_model(str(POLICY), device=CPU)
     model.set_attn_implementation(PACKED)
     expected, found = plain_logp(rows), np.full(len(rows.response_ids), np.nan)
     seen: list[int] = []
-    for part in micro_batches(rows, token_budget=token_budget, device=CPU):
+    for part in micro_batches(rows, Layout(token_budget, step=step), CPU):
         logp_BT, entropy_BT = response_logp(model, part, chunk_elements=chunk_elements)
-        assert part.input_ids_XW.numel() == (rows.prompt_lengths + rows.response_lengths)[part.rows].sum()
-        assert part.input_ids_XW.numel() <= token_budget or len(part.rows) == 1
+        assert part.input_ids_XW.numel() == -(-part.tokens // step) * step
+        assert part.tokens <= token_budget or len(part.rows) == 1
         assert (entropy_BT[part.mask_BT] > 0).all()
         assert (entropy_BT <= math.log(18)).all()
         for place, row in enumerate(part.rows):
@@ -274,7 +295,7 @@ def test_gradient_checkpointing_keeps_dropout_off(tmp_path: Path) -> None:
     gpt2.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     learner = Learner(config(learner={"gradient_checkpointing": True}), tmp_path)
-    (part,) = micro_batches(rollouts(), token_budget=10_000, device=CPU)
+    (part,) = micro_batches(rollouts(), Layout(10_000), CPU)
     assert torch.equal(learner._forward(part)[0], learner._forward(part)[0])
 
 
@@ -282,3 +303,106 @@ def test_squashed_logits_are_refused_by_their_settings(tmp_path: Path) -> None:
     model = load_model(str(POLICY), device=CPU)
     model.config.final_logit_softcapping = 30.0
     assert not output_layer_is_plain(model)
+
+
+def test_a_shared_prompt_passes_once_and_last_tokens_do_not_pass() -> None:
+    rows = rollouts(groups=3, size=4)
+    (part,) = micro_batches(rows, Layout(10_000), CPU)
+    assert part.tokens == rows.prompt_lengths[::4].sum() + (rows.response_lengths - 1).sum()
+    (alone,) = micro_batches(rollouts(groups=3, size=4, shared=False), Layout(10_000), CPU)
+    assert alone.tokens == (rollouts(shared=False).prompt_lengths + rows.response_lengths - 1).sum()
+
+
+def test_padding_makes_few_sizes() -> None:
+    sizes = set()
+    for seed in range(20):
+        (part,) = micro_batches(rollouts(groups=12, seed=seed), Layout(10_000, step=128, grids=False), CPU)
+        arguments = part.arguments
+        assert arguments["cu_seq_lens_q"][-1] == part.input_ids_XW.numel()
+        assert arguments["cu_seq_lens_k"][-1] == len(arguments["key_M"])
+        assert len(arguments["key_M"]) % 128 == part.input_ids_XW.numel() % 128 == 0
+        assert arguments["cu_seq_lens_q"].diff().max() <= arguments["max_length_q"]
+        assert (arguments["cu_seq_lens_k"].diff()[:-1] <= arguments["max_length_k"]).all()
+        sizes.add((part.input_ids_XW.numel(), len(arguments["cu_seq_lens_q"])))
+    assert len(sizes) <= 4
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_packed_and_padded_sequences_give_the_same_gradient(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = gradient_after_update("p3o", 100_000)
+    monkeypatch.setattr("stalewise.learn.learner.packs", lambda model, precision: packed)
+    found, _ = gradient_after_update("p3o", 60)
+    assert (found - whole).norm() <= 2e-4 * whole.norm()
+
+
+def tiny(kind: str) -> Any:
+    size: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "vocab_size": 50,
+        "pad_token_id": 0,
+    }
+    size |= {"bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    if kind == "mistral":  # its window is shorter than the sequences
+        return MistralForCausalLM(
+            MistralConfig(**size, intermediate_size=32, num_key_value_heads=2, sliding_window=4)
+        ).eval()
+    if kind == "gemma2":  # attention scores are squashed
+        return Gemma2ForCausalLM(Gemma2Config(**size, intermediate_size=32, num_key_value_heads=2, head_dim=8)).eval()
+    return MambaForCausalLM(MambaConfig(num_hidden_layers=2, hidden_size=32, vocab_size=50)).eval()
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
+@pytest.mark.parametrize(("kind", "expected"), [("mistral", True), ("gemma2", False), ("mamba", False)])
+def test_only_what_packs_is_packed(kind: str, expected: bool) -> None:
+    model = tiny(kind)
+    before = model.config._attn_implementation
+    assert packs(model) is expected
+    assert model.config._attn_implementation == before
+
+
+def test_half_the_token_budget_after_running_out_of_memory_and_then_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest, told = [60], []
+
+    def limited(model: Any, part: Any, **options: Any) -> Any:
+        if part.input_ids_XW.numel() > largest[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return response_logp(model, part, **options)
+
+    monkeypatch.setattr("stalewise.learn.learner.response_logp", limited)
+    settings = config(learner={"tokens_per_micro_batch": 100}, objective={"name": "grpo"})
+    learner = Learner(settings, POLICY, say=told.append)
+    metrics = learner.update(rollouts())
+    assert told == ["out of memory: from here on 50 tokens a micro-batch, half of what the config says"]
+    monkeypatch.undo()
+    plain = Learner(config(objective={"name": "grpo"}), POLICY).update(rollouts())
+    assert metrics["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
+    monkeypatch.setattr("stalewise.learn.learner.response_logp", limited)
+    largest[0] = 20
+    with pytest.raises(ModelError, match="out of memory with 50 tokens a micro-batch: lower learner"):
+        learner.update(rollouts())
+
+
+def test_updates_can_be_enqueued_before_they_are_read() -> None:
+    one, other = Learner(config(), POLICY), Learner(config(), POLICY)
+    batches = [rollouts(seed=seed) for seed in range(3)]
+    pending = [one.enqueue(rows) for rows in batches]
+    assert [p.metrics() for p in pending] == [other.update(rows) for rows in batches]
+
+
+def test_the_mismatch_of_the_engines_is_that_of_fresh_rollouts() -> None:
+    learner = Learner(config(), POLICY)
+    rows = rollouts(drift=0.0)
+    first, second = learner.update(rows), learner.update(rows)
+    assert 0 < first["mismatch_mean"] <= first["mismatch_max"] < 1e-4
+    assert math.isnan(second["mismatch_mean"]) and second["log_ratio_mean_abs"] > first["mismatch_mean"]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about itself
+def test_compiled_layers_give_the_same_gradient() -> None:
+    plain, compiled = Learner(config(), POLICY), Learner(config(), POLICY)
+    compile_layers(compiled.model, backend="eager")  # traced like any other, without a minute of code generation
+    assert plain.update(rollouts())["grad_norm"] == pytest.approx(compiled.update(rollouts())["grad_norm"], rel=1e-5)
+    assert list(compiled.model.state_dict()) == list(plain.model.state_dict())

@@ -10,9 +10,10 @@ from torch.utils._triton import has_triton
 
 from stalewise.config import RunConfig
 
-# Below these a run is over before compiled layers have earned the time that compiling takes.
+# Below these a run is over before compiled layers have earned the time that compiling takes: on an H200 some 25 s, and
+# 0.05 s less for each update of 18,000 tokens through SmolLM2-135M.
 WORTHWHILE_PARAMETERS = 50_000_000
-WORTHWHILE_UPDATES = 64
+WORTHWHILE_UPDATES = 512
 
 
 def compiling_pays(config: RunConfig, model: Any) -> bool:
@@ -29,11 +30,11 @@ def _can_compile() -> bool:
     return has_triton() and any(map(shutil.which, ("cc", "gcc", "clang")))
 
 
-def compile_layers(model: Any) -> None:
+def compile_layers(model: Any, backend: str = "inductor") -> None:
     """Compile each layer by itself: they are alike, so one compilation serves all. Names of weights do not change."""
     # Layers differ in their index, which dynamo would otherwise compile for one by one.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     names = set(getattr(model, "_no_split_modules", None) or ())
     for module in model.modules():
         if type(module).__name__ in names:
-            module.compile(dynamic=True)
+            module.compile(dynamic=True, backend=backend)

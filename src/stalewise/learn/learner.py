@@ -18,17 +18,19 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from stalewise.attention import PACKED, packs, to_device
+from stalewise.attention import PACKED, needs_grids, packs, to_device
 from stalewise.config import RunConfig
 from stalewise.diagnostics import TokenSums, age_statistics, drift_statistics
 from stalewise.errors import ModelError, StalewiseError
-from stalewise.learn.batching import MicroBatch, micro_batches
+from stalewise.learn.batching import Layout, MicroBatch, micro_batches
 from stalewise.learn.compilation import compile_layers, compiling_pays
+from stalewise.learn.graphs import GraphedBody
 from stalewise.learn.logp import PLAIN_KERNELS, check_output_layer, compiled_kernels, response_logp
-from stalewise.learn.optimizer import learning_rate, moments_by_name, restore_moments
+from stalewise.learn.lora import load_policy
+from stalewise.learn.optimizer import copies, distance, learning_rate, moments_by_name, restore_moments
 from stalewise.learn.pending import PendingUpdate, Read, to_host
 from stalewise.learn.update_batch import UpdateBatch, loss_denominator, make_update_batch
-from stalewise.models import load_model, load_tokenizer, pick_device, pick_precision, turn_dropout_off
+from stalewise.models import load_tokenizer, pick_device, pick_precision, turn_dropout_off
 from stalewise.objectives import Tokens, get_objective, make_tokens, micro_batch_loss
 from stalewise.staleness.step_control import vcpo_factor
 from stalewise.store import Rows
@@ -52,21 +54,24 @@ class Learner:
         self.settings = self.objective.settings(config.objective.params)
         self.device = pick_device(config.model.device)
         self.precision = pick_precision(config.model.precision, self.device)
-        self.model = load_model(str(checkpoint), device=self.device)
+        self.model, self.adapters = load_policy(config, checkpoint, self.device)
         self.tokenizer = load_tokenizer(str(checkpoint))
         check_output_layer(self.model)
         if config.learner.gradient_checkpointing:
             self.model.gradient_checkpointing_enable()
             self.model.train()  # transformers recomputes activations in training mode only
             turn_dropout_off(self.model)
-        self.packed = packs(self.model)
+        self.packed = packs(self.model, self.precision)
         if self.packed:
             self.model.set_attn_implementation(PACKED)
         self.kernels = PLAIN_KERNELS
-        if compiling_pays(config, self.model):
+        if compiled := compiling_pays(config, self.model):
             compile_layers(self.model)
             self.kernels = compiled_kernels()
-        self.names = {parameter: name for name, parameter in self.model.named_parameters()}
+        self.names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        self.body: GraphedBody | None = None
+        if compiled and self.packed and self._can_be_graphed():
+            self.body = GraphedBody(self.model, list(self.names), self.precision, self.token_budget)
         optimizer = config.optimizer
         self.optimizer = torch.optim.AdamW(
             self.names,
@@ -82,6 +87,11 @@ class Learner:
         self.proximal: dict[str, Tensor] = {}
         self._snapshot_proximal()
 
+    def _can_be_graphed(self) -> bool:
+        """Recomputed activations and float32 attention do things that a graph cannot hold."""
+        low = self.precision is not torch.float32
+        return self.device.type == "cuda" and low and not self.config.learner.gradient_checkpointing
+
     # ------------------------------------------------------------ checkpoints
 
     def restore(self, checkpoint: Path, state: dict[str, Any]) -> None:
@@ -95,7 +105,7 @@ class Learner:
 
     def save(self, directory: Path) -> None:
         """Write policy, tokenizer and optimizer state; the caller commits the directory."""
-        self.model.save_pretrained(directory)
+        (self.model.save_pretrained if self.adapters is None else self.adapters.save)(directory)
         self.tokenizer.save_pretrained(directory)
         if self.steps:
             save_file(moments_by_name(self.optimizer, self.names), directory / "optimizer.safetensors")
@@ -139,6 +149,7 @@ class Learner:
                 ) from None
         # Out of the handler, whose traceback would keep the activations alive.
         self.token_budget //= 2
+        self.body = None
         self.say(f"out of memory: from here on {self.token_budget} tokens a micro-batch, half of what the config says")
         self.optimizer.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
@@ -146,7 +157,7 @@ class Learner:
 
     def _step(self, batch: UpdateBatch) -> Callable[[], dict[str, float]]:
         """Enqueue one step; the result waits for it and says what happened."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=self.body is None)
         parts = list(self._micro_batches(batch))
         loss, sums, places = self._backward(batch, parts)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.names, self.config.optimizer.max_grad_norm)
@@ -198,15 +209,15 @@ class Learner:
 
     def _take_step(self, rate: float | Tensor, unusable: Tensor) -> Tensor:
         """One optimizer step at this rate, none where it is unusable; the norm of the change of all weights."""
-        before = [parameter.detach().clone() for parameter in self.names]
+        weights = [parameter.detach() for parameter in self.names]
+        before = copies(weights)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         # The name under which torch's gradient scaler tells a fused optimizer to leave everything as it is.
         vars(self.optimizer)["found_inf"] = unusable.float()
         self.optimizer.step()
         self.steps += 1
-        norms = [torch.linalg.vector_norm(p.detach() - b) for p, b in zip(self.names, before, strict=True)]
-        return torch.linalg.vector_norm(torch.stack(norms).double())
+        return distance(before, weights)
 
     def _backward(self, batch: UpdateBatch, parts: list[MicroBatch]) -> tuple[Tensor, TokenSums, Tensor]:
         """Both phases over all micro-batches; gradients are left on the parameters.
@@ -219,13 +230,15 @@ class Learner:
         if self.objective.measure is not None and len(parts) > 1:
             with torch.no_grad():
                 measured = [
-                    self.objective.measure(self._tokens(part, batch, near, self._forward(part)[0]), self.settings)
+                    self.objective.measure(
+                        self._tokens(part, batch, near, self._forward(part, self.body)[0]), self.settings
+                    )
                     for part, near in zip(parts, proximal, strict=True)
                 ]
             statistics = reduce(lambda merged, more: merged.merge(more), measured)
         losses, all_sums, places = [], [], []
         for part, near in zip(parts, proximal, strict=True):
-            logp_BT, entropy_BT = self._forward(part)
+            logp_BT, entropy_BT = self._forward(part, self.body)
             tokens = self._tokens(part, batch, near, logp_BT)
             if len(parts) == 1:  # the batch in one piece needs no pass of its own for its statistics
                 statistics = self.objective.first_pass(tokens, self.settings)
@@ -239,18 +252,19 @@ class Learner:
         return torch.stack(losses).sum(), reduce(lambda merged, more: merged.merge(more), all_sums), torch.stack(places)
 
     def _micro_batches(self, batch: UpdateBatch) -> Iterator[MicroBatch]:
-        return micro_batches(
-            batch.rows,
+        layout = Layout(
             token_budget=self.token_budget,
-            device=self.device,
             packed=self.packed,
+            grids=needs_grids(self.device, self.precision),
+            step=1 if self.body is None else self.body.step,
             pad_id=self.tokenizer.pad_token_id,
         )
+        return micro_batches(batch.rows, layout, self.device)
 
-    def _forward(self, part: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _forward(self, part: MicroBatch, body: GraphedBody | None = None) -> tuple[Tensor, Tensor]:
         enabled = self.precision is not torch.float32
         with torch.autocast(self.device.type, dtype=self.precision, enabled=enabled):
-            return response_logp(self.model, part, dtype=self.precision, kernels=self.kernels)
+            return response_logp(self.model, part, dtype=self.precision, kernels=self.kernels, body=body)
 
     def _tokens(self, part: MicroBatch, batch: UpdateBatch, proximal_logp: Tensor | None, logp_BT: Tensor) -> Tokens:
         return make_tokens(
@@ -272,7 +286,7 @@ class Learner:
         if not self.proximal:
             return None
         with torch.no_grad(), self._weights(self.proximal):
-            return self._forward(part)[0]
+            return self._forward(part)[0]  # without graphs, which know the policy's own weights alone
 
     @contextlib.contextmanager
     def _weights(self, weights: dict[str, Tensor]) -> Iterator[None]:

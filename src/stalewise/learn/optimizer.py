@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+# Operations on many tensors in few launches: torch's own optimizers are made of them, its type stubs leave them out.
+_foreach: Any = torch
+
+
+def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A copy of each tensor."""
+    return list(_foreach._foreach_mul(tensors, 1.0))
+
+
+def distance(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
+    """‖after − before‖ over all numbers; `before` is used up."""
+    _foreach._foreach_sub_(before, after)
+    return torch.linalg.vector_norm(torch.stack(_foreach._foreach_norm(before, 2, dtype=torch.float32)).double())
+
+
+def add_to(totals: Sequence[Tensor], amounts: Sequence[Tensor]) -> None:
+    """Add each amount to its total, in place."""
+    _foreach._foreach_add_(totals, amounts)
 
 
 def learning_rate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,7 +26,14 @@ class PendingUpdate:
         """What happened; raises NonFiniteUpdate where the update went wrong."""
         if self.finish is None:
             return self.described | {"taken": 0.0}
-        return self.described | {"taken": 1.0} | self.finish()
+        found = self.finish()
+        # At age 0 policy and behaviour have the same weights: what their log-probabilities differ by is the engines'.
+        fresh = self.described["age_max"] == 0
+        mismatch = {
+            "mismatch_mean": found["log_ratio_mean_abs"] if fresh else math.nan,
+            "mismatch_max": found["log_ratio_max_abs"] if fresh else math.nan,
+        }
+        return self.described | {"taken": 1.0} | found | mismatch
 
 
 def to_host(vector: Tensor) -> Read:

@@ -161,8 +161,8 @@ def _clipped(tokens: Tokens, log_ratio_BT: Tensor, low: float, high: float) -> T
     log_low = math.log(low) if low > 0 else -math.inf
     too_high_BT = positive_BT & (log_ratio_BT > math.log(high))
     too_low_BT = negative_BT & (log_ratio_BT < log_low)
-    # Python numbers alone would make a float32 tensor, whatever the dtype of the batch.
-    bound_BT = torch.where(positive_BT, log_ratio_BT.new_tensor(high), low)
+    # Python numbers alone would make a float32 tensor, whatever the dtype of the batch; `new_tensor` waits for a GPU.
+    bound_BT = torch.where(positive_BT, log_ratio_BT.new_full((), high), low)
     return _bounded(tokens, log_ratio_BT, too_high_BT | too_low_BT, bound_BT)
 
 
