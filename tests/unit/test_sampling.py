@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from stalewise.errors import ModelError
 from stalewise.generate.hf import HFSampler
 from stalewise.generate.sampler import Request
-from stalewise.generate.sampling import draw, rollout_seed, sampling_logp, uniforms
+from stalewise.generate.sampling import device_uniforms, draw, rollout_seed, sampling_logp, uniforms
+from stalewise.generate.slots import slots_problem
 from stalewise.models import EMBEDDED, encode_prompts, load_model, load_tokenizer
 from stalewise.tasks import make_task
 from stalewise.tasks.arithmetic import Steps
@@ -49,19 +50,19 @@ def test_the_convention_of_temperature_and_truncation() -> None:
 def test_draws_invert_the_distribution_function() -> None:
     logp = sampling_logp(LOGITS, SamplerSettings()).expand(5, 3)
     uniform = torch.tensor([0.0, 0.499, 0.501, 0.799, 0.999999])
-    assert draw(logp, uniform).tolist() == [0, 0, 1, 1, 2]
+    assert draw(logp, uniform)[0].tolist() == [0, 0, 1, 1, 2]
 
 
 def test_a_token_that_was_cut_away_is_never_drawn() -> None:
     logp = sampling_logp(LOGITS.flip(1), SamplerSettings(top_k=1)).expand(3, 3)
-    assert draw(logp, torch.tensor([0.0, 0.5, 1.0 - 1e-12], dtype=torch.float64)).tolist() == [2, 2, 2]
+    assert draw(logp, torch.tensor([0.0, 0.5, 1.0 - 1e-12], dtype=torch.float64))[0].tolist() == [2, 2, 2]
 
 
 def test_draws_have_the_stated_frequencies() -> None:
     count = 50_000
     uniform = torch.from_numpy(uniforms([7], count)[0])
     logp = sampling_logp(LOGITS, SamplerSettings(temperature=0.5))
-    drawn = draw(logp.expand(count, 3), uniform)
+    drawn, _ = draw(logp.expand(count, 3), uniform)
     frequency = np.bincount(drawn.numpy(), minlength=3) / count
     # Four standard errors of a frequency near ½: 4·√(¼/50,000) = .009.
     assert frequency == pytest.approx(logp.exp()[0].numpy(), abs=0.009)
@@ -181,3 +182,72 @@ def test_a_prompt_that_leaves_no_room_is_refused() -> None:
     sampler = make(max_new_tokens=120)
     with pytest.raises(ModelError, match=r"longest prompt has \d+ tokens; .* over the model's context of 128"):
         sampler.sample(requests(sampler, 2))
+
+
+def test_uniform_numbers_are_the_same_on_the_device() -> None:
+    seeds = [rollout_seed(0, i) for i in range(50)]
+    expected = uniforms(seeds, 7)
+    for position in range(7):
+        found = device_uniforms(torch.tensor(seeds), torch.full((50,), position))
+        assert found.tolist() == expected[:, position].tolist()
+
+
+def test_draws_go_through_blocks_of_a_large_vocabulary() -> None:
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(64, 1000)
+    uniform = torch.rand(64, dtype=torch.float64)
+    token, logp = draw(logits, uniform)
+    cumulative = logits.double().softmax(1).cumsum(1)
+    assert token.tolist() == torch.searchsorted(cumulative, uniform[:, None], right=True).squeeze(1).tolist()
+    assert logp.tolist() == pytest.approx(logits.log_softmax(1).gather(1, token[:, None]).squeeze(1).tolist(), abs=1e-5)
+
+
+def in_slots(settings: SamplerSettings | None = None, max_new_tokens: int = 64) -> HFSampler:
+    cpu = torch.device("cpu")
+    sampler = HFSampler(
+        settings or SamplerSettings(), max_new_tokens=max_new_tokens, device=cpu, dtype=torch.float32, slots=True
+    )
+    sampler.load(EMBEDDED / "arithmetic-steps")
+    assert sampler.slots_problem == ""
+    return sampler
+
+
+@pytest.mark.parametrize(
+    "settings", [SamplerSettings(), SamplerSettings(temperature=0.7, top_k=5), SamplerSettings(top_p=0.8)]
+)
+def test_slots_that_are_refilled_say_what_the_growing_cache_says(
+    settings: SamplerSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stalewise.generate.slots.MOST_SLOTS", 16)
+    monkeypatch.setattr("stalewise.generate.slots.FEWEST_ROWS", 4)
+    monkeypatch.setattr("stalewise.generate.slots.PREFILL_TOKENS", 60)
+    plain, slotted = make(settings), in_slots(settings)
+    wanted = requests(plain, 40)
+    counted: list[int] = []
+    slotted.on_tokens = counted.append
+    expected, found = plain.sample(wanted), slotted.sample(wanted)
+    assert slotted._decoder is not None and slotted._decoder.slots == 16
+    assert set(slotted._decoder.rows_of) > {16}  # fewer rows at the end
+    assert [response.token_ids for response in found] == [response.token_ids for response in expected]
+    assert [response.finish_reason for response in found] == [response.finish_reason for response in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.logp == pytest.approx(theirs.logp, abs=2e-5)
+    assert sum(counted) == sum(len(response.token_ids) for response in found)
+
+
+def test_slots_are_cut_at_the_limit_and_made_anew_for_longer_prompts() -> None:
+    sampler = in_slots(max_new_tokens=5)
+    short = sampler.sample(requests(sampler, 8))
+    assert {len(response.token_ids) for response in short} == {5}
+    assert {response.finish_reason for response in short} == {FinishReason.LENGTH}
+    before = sampler._decoder
+    assert sampler.sample(requests(sampler, 8)) == short and sampler._decoder is before
+    long = [Request([*request.prompt_ids] * 6, request.seed) for request in requests(sampler, 2)]
+    assert [len(response.token_ids) for response in sampler.sample(long)] == [5, 5]
+    assert sampler._decoder is not before
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
+def test_a_cache_that_is_more_than_keys_and_values_is_not_put_into_slots() -> None:
+    model = MambaForCausalLM(MambaConfig(num_hidden_layers=2, hidden_size=32, vocab_size=50)).eval()
+    assert slots_problem(model)

@@ -1,12 +1,13 @@
 """The embedded engine: transformers' forward pass with a key-value cache, decoded in large batches.
 
-Requests are sorted by prompt length and padded on the left; a row leaves the batch when its response ends, so the last
-long responses do not drag the finished ones along. Every row draws with its own random numbers.
+On a GPU responses are decoded in slots (`slots.py`), elsewhere with a cache that grows (`growing.py`). Every response
+is drawn with its own random numbers, so neither the batch nor the way of decoding decides what it says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,18 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor
-from transformers import DynamicCache
 
 from stalewise.errors import ModelError
+from stalewise.generate.growing import decode_growing
 from stalewise.generate.sampler import Request, Response
-from stalewise.generate.sampling import draw, sampling_logp, uniforms
+from stalewise.generate.slots import Ended, SlotDecoder, slots_problem
 from stalewise.models import context_length, load_model, load_tokenizer, stop_token_ids
 from stalewise.types import FinishReason, SamplerSettings
 
-# Rows that have ended are dropped once they are this share of the batch: dropping copies the cache.
-DROP_SHARE = 0.25
+# Room in slots is a multiple of this, so that slots made for one pool of prompts mostly fit the next.
+ROOM_STEP = 64
+POOL = 32_768
+SLEEP_SHARE = 0.1  # slots that take more of a GPU's memory than this make way for the learner
 
 
 def tensor_names(weights: Path) -> frozenset[str]:
@@ -44,37 +46,52 @@ class HFSampler:
         device: torch.device,
         dtype: torch.dtype,
         on_tokens: Callable[[int], object] = lambda count: None,
+        slots: bool | None = None,
     ) -> None:
-        """`on_tokens` is told the number of tokens after every decoding step."""
+        """`on_tokens` is told the number of tokens after every few steps; `slots`: None is on GPUs, where they fit."""
         self.settings = settings
         self.max_new_tokens = max_new_tokens
         self.on_tokens = on_tokens
+        # A GPU is at its best with a large pool; on a CPU what is decoded together must not depend on what was there.
+        self.appetite = POOL if device.type == "cuda" else 1
         self._device = device
         self._dtype = dtype
         self._model: Any = None
         self._replaceable: frozenset[str] = frozenset()  # names of the tensors that a later checkpoint must have
         self._tokenizer: Any = None
         self._stop_ids = torch.empty(0, dtype=torch.long, device=device)
+        self._slots_wanted = device.type == "cuda" if slots is None else slots
+        self.slots_problem = "not loaded"  # empty: responses are decoded in slots
+        self._decoder: SlotDecoder | None = None
 
     def load(self, checkpoint: Path) -> None:
         """Sample from this checkpoint. The first loads a model; later ones only replace its weights."""
         weights = checkpoint / "model.safetensors"
         names = tensor_names(weights) if weights.is_file() else frozenset()
         if self._model is None or not names or names != self._replaceable:
-            self._model = None  # two models at once may not fit
+            self.close()  # two models at once may not fit
             self._model = load_model(str(checkpoint), device=self._device, dtype=self._dtype)
             self._tokenizer = load_tokenizer(str(checkpoint))
             stop_ids = stop_token_ids(self._model.config, self._model.generation_config, self._tokenizer)
             self._stop_ids = torch.tensor(stop_ids, device=self._device)
             # Some architectures are stored under other names than they have in memory: those are loaded anew each time.
             self._replaceable = names if names <= self._model.state_dict().keys() else frozenset()
+            self.slots_problem = slots_problem(self._model) if self._slots_wanted else "not wanted"
             return
         # Not strict, since tied weights are stored once; the names are those of a file that was found complete.
         self._model.load_state_dict(load_file(weights), strict=False)
 
     def close(self) -> None:
-        """Let go of the model."""
-        self._model = None
+        """Let go of the model and of the memory for its cache."""
+        self._model, self._decoder = None, None
+
+    def sleep(self) -> None:
+        """Give the memory of the slots back until the next pool, where the learner may want it."""
+        if self._decoder is not None and self._device.type == "cuda":
+            total = torch.cuda.mem_get_info(self._device)[1]
+            if self._decoder.cache.nbytes > SLEEP_SHARE * total:
+                self._decoder = None
+                torch.cuda.empty_cache()
 
     @property
     def tokenizer(self) -> Any:
@@ -91,89 +108,78 @@ class HFSampler:
                 f"over the model's context of {limit}: shorten prompts or lower max_new_tokens"
             )
 
-    @torch.inference_mode()
     def sample(self, requests: Sequence[Request], settings: SamplerSettings | None = None) -> list[Response]:
         """Responses in the order of the requests."""
+        settings = settings or self.settings
         self.check_lengths([request.prompt_ids for request in requests])
-        # Longest first, ties in order: rows of one length lie together and the padding is small.
-        order = sorted(range(len(requests)), key=lambda i: -len(requests[i].prompt_ids))
-        ids_RT, logp_RT, length_R = self._decode([requests[i] for i in order], settings or self.settings)
-        ids = [row[:length].tolist() for row, length in zip(ids_RT, length_R, strict=True)]
-        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
         responses: list[Response | None] = [None] * len(requests)
-        stop_ids = set(self._stop_ids.tolist())
-        for place, row in enumerate(order):
-            ended = ids[place][-1] in stop_ids
-            responses[row] = Response(
-                token_ids=tuple(ids[place]),
-                logp=tuple(logp_RT[place, : len(ids[place])].tolist()),
-                text=texts[place],
-                finish_reason=FinishReason.STOP if ended else FinishReason.LENGTH,
-            )
+        # One thread turns tokens into text while the device goes on decoding.
+        with ThreadPoolExecutor(max_workers=1) as reader:
+            read = [reader.submit(self._responses, ended) for ended in self._decode(requests, settings)]
+            for made in read:
+                for index, response in made.result():
+                    responses[index] = response
         return [response for response in responses if response is not None]
 
-    def _decode(self, requests: list[Request], settings: SamplerSettings) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Token ids and log-probabilities [R, T] and lengths [R] of all responses, in the order of `requests`."""
-        rows, steps = len(requests), self.max_new_tokens
-        uniform_RT = torch.from_numpy(uniforms([request.seed for request in requests], steps)).to(self._device)
-        ids_RT = torch.zeros(rows, steps, dtype=torch.long, device=self._device)
-        logp_RT = torch.zeros(rows, steps, device=self._device)
-        length_R = torch.zeros(rows, dtype=torch.long, device=self._device)
-        active_R = torch.arange(rows, device=self._device)  # rows still in the batch
-        alive_R = torch.ones(rows, dtype=torch.bool, device=self._device)
-
-        logits_RV, cache, attention, positions = self._prefill(requests)
-        for step in range(steps):
-            logp_RV = sampling_logp(logits_RV, settings)
-            token_R = draw(logp_RV, uniform_RT[active_R, step])
-            ids_RT[active_R, step] = token_R
-            logp_RT[active_R, step] = logp_RV.gather(1, token_R.unsqueeze(1)).squeeze(1)
-            length_R[active_R] += alive_R.long()
-            self.on_tokens(int(alive_R.sum()))
-            alive_R = alive_R & ~torch.isin(token_R, self._stop_ids)
-            ended = 1 - alive_R.float().mean().item()
-            if ended == 1:
-                break
-            if ended > DROP_SHARE:
-                keep = alive_R.nonzero().squeeze(1)
-                cache.batch_select_indices(keep)
-                active_R, token_R, attention = active_R[keep], token_R[keep], attention[keep]
-                positions, alive_R = positions[keep], alive_R[keep]
-            attention = torch.cat([attention, attention.new_ones(len(attention), 1)], dim=1)
-            positions = positions[:, -1:] + 1
-            if step + 1 < steps:
-                logits_RV = self._forward(token_R.unsqueeze(1), cache, attention, positions)
-        return ids_RT.cpu().numpy(), logp_RT.cpu().numpy(), length_R.cpu().numpy()
-
-    def _forward(self, input_ids: Tensor, cache: DynamicCache, attention: Tensor, positions: Tensor) -> Tensor:
-        """Logits [R, V] after the last of these tokens; the cache grows by them."""
-        output = self._model(
-            input_ids=input_ids,
-            attention_mask=attention,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
+    def _decode(self, requests: Sequence[Request], settings: SamplerSettings) -> Iterator[Ended]:
+        if not self.slots_problem:
+            decoder = self._slot_decoder(requests, settings)
+            yield from decoder.decode(requests, self.on_tokens)
+            return
+        # Longest first, ties in order: rows of one length lie together and the padding is small.
+        order = sorted(range(len(requests)), key=lambda i: -len(requests[i].prompt_ids))
+        decoded = decode_growing(
+            self._model,
+            [requests[i] for i in order],
+            settings,
+            new_tokens=self.max_new_tokens,
+            stop_ids=self._stop_ids,
+            pad_id=self._tokenizer.pad_token_id,
+            on_tokens=self.on_tokens,
         )
-        return output.logits[:, -1]
+        yield Ended(np.array(order), *decoded)
 
-    def _prefill(self, requests: list[Request]) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
-        """Logits, cache, attention mask and positions after the prompts. Each distinct prompt is read only once."""
-        places: dict[tuple[int, ...], int] = {}
-        distinct_R = [places.setdefault(tuple(request.prompt_ids), len(places)) for request in requests]
-        input_ids, attention = self._padded(list(places))
-        cache = DynamicCache(config=self._model.config)
-        positions = (attention.cumsum(dim=1) - 1).clamp(min=0)
-        logits = self._forward(input_ids, cache, attention, positions)
-        spread = torch.tensor(distinct_R, device=self._device)
-        cache.batch_select_indices(spread)
-        return logits[spread], cache, attention[spread], positions[spread]
+    def _slot_decoder(self, requests: Sequence[Request], settings: SamplerSettings) -> SlotDecoder:
+        """Slots with room enough: those of the last time where they fit, since making them costs a second."""
+        needed = max(len(request.prompt_ids) for request in requests) + self.max_new_tokens
+        decoder = self._decoder
+        if (
+            decoder is None
+            or decoder.room < needed
+            or decoder.new_tokens != self.max_new_tokens
+            or _shape(decoder.settings) != _shape(settings)
+            or decoder.slots < min(len(requests), decoder.most_slots)
+        ):
+            self._decoder = decoder = None  # its memory is needed for the next
+            room = -(-needed // ROOM_STEP) * ROOM_STEP
+            self._decoder = decoder = SlotDecoder(
+                self._model,
+                requests=len(requests),
+                room=room,
+                new_tokens=self.max_new_tokens,
+                settings=settings,
+                stop_ids=self._stop_ids,
+            )
+        return decoder
 
-    def _padded(self, prompts: list[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
-        width = max(map(len, prompts))
-        ids = np.full((len(prompts), width), self._tokenizer.pad_token_id, dtype=np.int64)
-        mask = np.zeros((len(prompts), width), dtype=np.int64)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = prompt
-            mask[row, width - len(prompt) :] = 1
-        return torch.from_numpy(ids).to(self._device), torch.from_numpy(mask).to(self._device)
+    def _responses(self, ended: Ended) -> list[tuple[int, Response]]:
+        ids = [row[:length].tolist() for row, length in zip(ended.ids, ended.lengths, strict=True)]
+        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+        stop_ids = set(self._stop_ids.tolist())
+        return [
+            (
+                int(index),
+                Response(
+                    token_ids=tuple(tokens),
+                    logp=tuple(logp[: len(tokens)].tolist()),
+                    text=text,
+                    finish_reason=FinishReason.STOP if tokens[-1] in stop_ids else FinishReason.LENGTH,
+                ),
+            )
+            for index, tokens, logp, text in zip(ended.requests, ids, ended.logp, texts, strict=True)
+        ]
+
+
+def _shape(settings: SamplerSettings) -> tuple[float, ...]:
+    """What of the settings a decoding step depends on."""
+    return settings.temperature, settings.top_p, settings.top_k

@@ -1,10 +1,12 @@
-"""Filling the store: one generation batch, shard by shard, each decoded, verified and committed at once."""
+"""Filling the store: one generation batch, shard by shard, each sampled, verified and committed."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from stalewise.generate.sampler import Request, Response, Sampler
@@ -54,45 +56,87 @@ def generate_batch(
         return read_batch_manifest(directory)
     sampler.load(checkpoint)
     present = {shard.index for shard in committed_shards(directory)}
-    errors = ErrorCounts()
-    for shard in range(plan.shards):
-        if shard not in present:
-            start = time.perf_counter()
-            made, found = _make_shard(plan, shard, task, sampler)
-            errors += found
-            write_shard(directory, shard, made, seconds=time.perf_counter() - start)
+    for shard in present:
         on_shard(len(plan.prompt_range(shard)) * plan.group_size)
+    missing = [shard for shard in range(plan.shards) if shard not in present]
+    at_once = max(1, sampler.appetite // (plan.prompts_per_shard * plan.group_size))
+    errors = ErrorCounts()
+    # One thread verifies and writes what was sampled last while the next is being sampled.
+    with ThreadPoolExecutor(max_workers=1) as worker:
+        waiting: Future[ErrorCounts] | None = None
+        for first in range(0, len(missing), at_once):
+            start, shards = time.perf_counter(), missing[first : first + at_once]
+            sampled = _sample(plan, shards, task, sampler)
+            if waiting is not None:
+                errors += waiting.result()
+            waiting = worker.submit(_finish, plan, directory, task, sampler.settings, sampled, start, on_shard)
+        if waiting is not None:
+            errors += waiting.result()
     if is_committed(directory):  # a damaged shard was made again, and came out the same
         return read_batch_manifest(directory)
     # Only of the shards made now: counts of all of them are in the manifest, the words are for whoever watches.
-    extra = {"verifier_error_kinds": dict(errors.kinds), "verifier_error_examples": dict(errors.examples)}
-    return commit_batch(directory, shards=plan.shards, task=task.name, extra=extra)
+    return commit_batch(directory, shards=plan.shards, task=task.name, extra=errors.record())
 
 
-def _make_shard(plan: BatchPlan, shard: int, task: Task, sampler: Sampler) -> tuple[list[Rollout], ErrorCounts]:
-    indices = plan.prompt_range(shard)
-    prompts = task.prompts(indices.start, len(indices))
-    prompt_ids = encode_prompts(prompts, sampler.tokenizer)
-    requests = [
-        Request(ids, rollout_seed(plan.seed, index * plan.group_size + place))
-        for index, ids in zip(indices, prompt_ids, strict=True)
-        for place in range(plan.group_size)
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """One shard before its responses are verified; prompts are repeated, one for each response."""
+
+    shard: int
+    prompts: list[Prompt]
+    requests: list[Request]
+    responses: list[Response]
+
+
+def _sample(plan: BatchPlan, shards: list[int], task: Task, sampler: Sampler) -> list[_Sampled]:
+    """Sample some shards together."""
+    planned: list[tuple[int, list[Prompt], list[Request]]] = []
+    for shard in shards:
+        indices = plan.prompt_range(shard)
+        prompts = task.prompts(indices.start, len(indices))
+        prompt_ids = encode_prompts(prompts, sampler.tokenizer)
+        requests = [
+            Request(ids, rollout_seed(plan.seed, index * plan.group_size + place))
+            for index, ids in zip(indices, prompt_ids, strict=True)
+            for place in range(plan.group_size)
+        ]
+        planned.append((shard, [prompt for prompt in prompts for _ in range(plan.group_size)], requests))
+    responses = iter(sampler.sample([request for _, _, requests in planned for request in requests]))
+    return [
+        _Sampled(shard, prompts, requests, list(islice(responses, len(requests))))
+        for shard, prompts, requests in planned
     ]
-    responses = sampler.sample(requests)
-    repeated = [prompt for prompt in prompts for _ in range(plan.group_size)]
-    rewards = task.verifier.score(repeated, [response.text for response in responses])
-    first = indices.start * plan.group_size
-    made = [
-        _rollout(first + i, plan, sampler, repeated[i], requests[i], responses[i], rewards[i])
-        for i in range(len(requests))
-    ]
-    return made, count_errors(rewards)
+
+
+def _finish(
+    plan: BatchPlan,
+    directory: Path,
+    task: Task,
+    settings: SamplerSettings,
+    sampled: list[_Sampled],
+    start: float,
+    on_shard: Callable[[int], object],
+) -> ErrorCounts:
+    """Verify and write shards; `start` is when their sampling began."""
+    errors = ErrorCounts()
+    for one in sampled:
+        texts = [response.text for response in one.responses]
+        rewards = task.verifier.score(one.prompts, texts)
+        errors += count_errors(rewards, one.prompts, texts)
+        first = plan.prompt_range(one.shard).start * plan.group_size
+        made = [
+            _rollout(first + i, plan, settings, one.prompts[i], one.requests[i], one.responses[i], rewards[i])
+            for i in range(len(one.requests))
+        ]
+        write_shard(directory, one.shard, made, seconds=(time.perf_counter() - start) / len(sampled))
+        on_shard(len(made))
+    return errors
 
 
 def _rollout(
     rollout_id: int,
     plan: BatchPlan,
-    sampler: Sampler,
+    settings: SamplerSettings,
     prompt: Prompt,
     request: Request,
     response: Response,
@@ -111,7 +155,7 @@ def _rollout(
         finish_reason=response.finish_reason,
         version_first=plan.version,
         version_last=plan.version,
-        sampler=sampler.settings,
+        sampler=settings,
         seed=request.seed,
         text=response.text,
     )
@@ -138,6 +182,7 @@ def sample_for_evaluation(
         for place in range(samples)
     ]
     responses: list[Response] = []
+    rows_at_once = max(rows_at_once, sampler.appetite)
     for start in range(0, len(requests), rows_at_once):
         responses += sampler.sample(requests[start : start + rows_at_once], settings)
     return [prompt for prompt in prompts for _ in range(samples)], responses

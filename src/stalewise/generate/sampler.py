@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from stalewise.types import FinishReason, SamplerSettings
 
@@ -33,6 +33,7 @@ class Sampler(Protocol):
 
     settings: SamplerSettings  # what training rollouts are sampled with
     max_new_tokens: int
+    appetite: int  # requests that it likes to get at once: shards are sampled together up to this many
 
     @property
     def tokenizer(self) -> Any:
@@ -56,4 +57,13 @@ class Sampler(Protocol):
 
     def close(self) -> None:
         """Let go of processes, connections and device memory; `load` makes it ready again."""
+        ...
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """An engine that holds device memory in a process of its own and can lend it to the learner."""
+
+    def sleep(self) -> None:
+        """Give the memory back until the next `load`."""
         ...
