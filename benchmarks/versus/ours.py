@@ -1,0 +1,307 @@
+"""stalewise's side: rollouts for the learners, the learner alone, the learning phase under the profiler, whole runs."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import itertools
+import json
+import os
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stalewise.checkpoints import checkpoint_directory
+from stalewise.config import RunConfig
+from stalewise.files import read_jsonl
+from stalewise.learn.learner import Learner
+from stalewise.learn.pending import PendingUpdate
+from stalewise.models import load_model
+from stalewise.run import rollouts_of_updates, run
+from stalewise.store import Batch, Rows, batch_directories, open_batch
+from stalewise.verbs import generate
+from stalewise.watch import Silence
+
+from .clock import highest, matmul_rate, model_shape, peak, reset_peak, set_up, synchronised
+from .figures import ModelShape, device_intervals, gaps, journal_clock, training_flops, union
+from .settings import Settings, our_config
+
+STAGE = "stage"  # the run whose rollouts both learners learn from
+
+
+# ---------------------------------------------------------------- rollouts for both learners
+
+
+def stage_config(settings: Settings, work: Path) -> RunConfig:
+    updates = settings.learner_warmup + settings.learner_updates
+    return our_config(settings, work, STAGE, changes={"schedule": {"updates": updates, "stages": 1}})
+
+
+def base_checkpoint(work: Path) -> Path:
+    """The policy that everything starts from: an ordinary Hugging Face directory with float32 weights."""
+    return checkpoint_directory(work / "runs" / STAGE, 0)
+
+
+def stage_batch(work: Path) -> Batch:
+    return open_batch(batch_directories(work / "runs" / STAGE / "rollouts")[0], verify=False)
+
+
+def prepare(settings: Settings, work: Path) -> dict[str, Any]:
+    """Write the base policy and one generation batch, sampled from it."""
+    set_up(settings.device, settings.threads)
+    (manifest,) = generate(stage_config(settings, work))
+    lengths = np.concatenate([rows.response_lengths for rows in stage_batch(work).iter_rows()])
+    return {
+        "rollouts": manifest.rows,
+        "prompt_tokens": manifest.prompt_tokens,
+        "response_tokens": manifest.tokens,
+        "response_length_quantiles": np.quantile(lengths, [0, 0.25, 0.5, 0.75, 1]).tolist(),
+        "truncated": manifest.truncated,
+        "reward_mean": manifest.reward_mean,
+    }
+
+
+def with_mixed_rewards(rows: Rows) -> Rows:
+    """The same tokens, each second rollout of a group right: no group is left out for want of variance by anyone."""
+    reward = np.arange(len(rows)) % 2
+    return replace(rows, reward=reward.astype(np.float64))
+
+
+def stage_rows(settings: Settings, work: Path) -> list[Rows]:
+    """The rollouts of each update, warm-up first."""
+    batch = stage_batch(work)
+    return [with_mixed_rewards(batch.take(ids)) for ids in rollouts_of_updates(batch, stage_config(settings, work))]
+
+
+def tokens_of(rows: Rows) -> int:
+    """Prompt and response tokens without padding."""
+    return int(rows.prompt_offsets[-1] + rows.response_offsets[-1])
+
+
+# ---------------------------------------------------------------- the learner alone
+
+
+def learn(held: Learner, parts: Iterable[Rows]) -> tuple[list[float], dict[str, float]]:
+    """Take updates as the conductor does: on a GPU the next one is enqueued before the last one's numbers are read.
+
+    The one place here that knows how updates are asked for. Returns when each was over, and the numbers of the last.
+    """
+    marks: list[float] = []
+    metrics: dict[str, float] = {}
+    waiting: deque[PendingUpdate] = deque()
+    ahead = 1 if held.device.type == "cuda" else 0
+
+    def wait() -> None:
+        nonlocal metrics
+        metrics = waiting.popleft().metrics()
+        marks.append(time.perf_counter())
+
+    for part in parts:
+        waiting.append(held.enqueue(part))
+        if len(waiting) > ahead:
+            wait()
+    while waiting:
+        wait()
+    return marks, metrics
+
+
+def learner(settings: Settings, work: Path, whole: bool = False) -> dict[str, Any]:
+    """Time updates on rollouts that lie in memory, in chunks of as many as TRL takes on one generation batch.
+
+    With `whole`, an update passes through the model in one piece: for the memory at equal tokens at once.
+    """
+    place = set_up(settings.device, settings.threads)
+    rows = stage_rows(settings, work)
+    padded = max(len(part) * int((part.prompt_lengths + part.response_lengths).max()) for part in rows)
+    budget = {"tokens_per_micro_batch": padded} if whole else {}
+    schedule = {"updates": settings.steady_updates or settings.updates}
+    config = our_config(settings, work, "learner", changes={"learner": budget, "schedule": schedule})
+    start = synchronised()
+    held = Learner(config, base_checkpoint(work))
+    loading = synchronised() - start
+    start = synchronised()
+    learn(held, rows[: settings.learner_warmup])
+    warming = synchronised() - start
+    warm = peak()
+    reset_peak()
+    timed = rows[settings.learner_warmup :]
+    start, working = synchronised(), time.process_time()
+    marks, last = learn(held, timed)
+    seconds, working = synchronised() - start, time.process_time() - working
+    memory = highest(warm, peak())
+    ends = [start, *marks[settings.trl_mu - 1 : -1 : settings.trl_mu], start + seconds]
+    tokens = sum(map(tokens_of, timed))
+    shape = model_shape(held.model)
+    flops = sum(training_flops(ModelShape(**shape), part.prompt_lengths, part.response_lengths) for part in timed)
+    precision, budget_left = held.precision, held.token_budget
+    del held
+    rate = matmul_rate(place, precision, settings.matmul_size)
+    return {
+        "config": config.model_dump(mode="json"),
+        "load_seconds": loading,
+        "warmup_seconds": warming,
+        "chunk_updates": settings.trl_mu,
+        "chunk_seconds": [after - before for before, after in itertools.pairwise(ends)],
+        "seconds": seconds,
+        "cpu_seconds": working,  # of all threads: on a busy machine the clock says less
+        "updates": len(timed),
+        "rollouts_per_update": len(timed[0]),
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        **memory,
+        "token_budget": budget_left,  # less than the config's where the device ran out of memory
+        "precision": str(precision),
+        "shape": shape,
+        "flops": flops,
+        "matmul_flops_per_second": rate,
+        "mfu": flops / seconds / rate,
+        "last_metrics": last,
+    }
+
+
+# ---------------------------------------------------------------- idle share
+
+
+class Enough(BaseException):
+    """Everything was seen; the run need not go on. Nobody's `except Exception` is to keep it going."""
+
+
+class PhaseWatcher(Silence):
+    """Times three learning phases of a run, each from its `begin` to the advance that ends it; profiles the last."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.profiler: Any = None
+        self._left = 0
+        self._start = 0.0
+
+    def begin(self, what: str, total: int) -> None:
+        """A learning phase: the profiler first, the clock last."""
+        self._left = total if what == "learn" else 0
+        if what != "learn":
+            return
+        if len(self.seconds) == 2 and torch.cuda.is_available():
+            self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self.profiler.start()
+            torch.ones(1, device="cuda").add_(1)  # the first launch under a profiler takes longer than any other
+        self._start = synchronised()
+
+    def advance(self, amount: int, note: str = "") -> None:
+        """The last update of the phase stops the clock, then the profiler."""
+        if not self._left or not amount:
+            return
+        self._left -= amount
+        if self._left <= 0:
+            self.seconds.append(synchronised() - self._start)
+            if len(self.seconds) == 3:
+                if self.profiler is not None:
+                    self.profiler.stop()
+                raise Enough
+
+
+def idle(settings: Settings, work: Path) -> dict[str, Any]:
+    """Three learning phases of a real run: warm-up, plain and profiled; rows from the store, ledger and metrics."""
+    set_up(settings.device, settings.threads)
+    each = settings.idle_updates
+    # A long run, since a short one would not be compiled; it is left after three phases.
+    updates = max(settings.steady_updates or settings.updates, 3 * each)
+    changes = {
+        "schedule": {"updates": updates, "stages": updates // (3 * each)},
+        "checkpoints": {"every": each, "keep": 1},
+    }
+    watcher = PhaseWatcher()
+    with tempfile.TemporaryDirectory(dir=work) as runs:
+        config = our_config(settings, Path(runs), "idle", model=str(base_checkpoint(work)), changes=changes)
+        with contextlib.suppress(Enough):
+            run(config, watcher)
+        batch = open_batch(batch_directories(config.directory / "rollouts")[0], verify=False)
+        tokens = [tokens_of(batch.take(ids)) for ids in rollouts_of_updates(batch, config)]
+    if len(watcher.seconds) != 3:
+        raise RuntimeError(f"expected three learning phases, saw {len(watcher.seconds)}: has the watcher changed?")
+    phases = [
+        {"seconds": seconds, "tokens": sum(tokens[place * each : (place + 1) * each])}
+        for place, seconds in enumerate(watcher.seconds)
+    ]
+    found: dict[str, Any] = {"config": config.model_dump(mode="json"), "updates": each, "phases": phases}
+    if watcher.profiler is None:
+        return {**found, "idle_share": None}
+    with tempfile.NamedTemporaryFile(suffix=".json", dir=work) as file:
+        watcher.profiler.export_chrome_trace(file.name)
+        trace = json.loads(Path(file.name).read_text(errors="replace"))
+    return {**found, **_idle_figures(device_intervals(trace), plain=phases[1], profiled=phases[2])}
+
+
+def _idle_figures(
+    intervals: list[tuple[float, float, str]], *, plain: dict[str, Any], profiled: dict[str, Any]
+) -> dict[str, Any]:
+    """Idle share of the profiled phase; also with the plain phase's clock, since the profiler itself takes time."""
+    if not intervals:
+        raise RuntimeError("the profiler saw no kernel: may this process trace the device (CUPTI)?")
+    spans = [(start, end) for start, end, _ in intervals]
+    busy = union(spans) / 1e6
+    ms: dict[str, float] = {}
+    for start, end, name in intervals:
+        ms[name] = ms.get(name, 0.0) + (end - start) / 1e3
+    calls = Counter(name for _, _, name in intervals)
+    longest = sorted(ms, key=lambda name: -ms[name])[:15]
+    holes = gaps(spans)
+    buckets = {f"over_{bound}_us": [hole for hole in holes if hole > bound] for bound in (10, 100, 1000, 10_000)}
+    return {
+        "idle_share": 1 - busy / profiled["seconds"],
+        "idle_share_plain_clock": 1 - (busy / profiled["tokens"]) / (plain["seconds"] / plain["tokens"]),
+        "busy_seconds": busy,
+        "kernels": len(intervals),
+        "gaps": {name: {"count": len(found), "ms": sum(found) / 1e3} for name, found in buckets.items()},
+        "top_kernels": [{"name": name[:120], "ms": round(ms[name], 3), "calls": calls[name]} for name in longest],
+    }
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+def train(settings: Settings, work: Path, seed: int, name: str) -> dict[str, Any]:
+    """One staged run from base policy to the last update, with a checkpoint wherever accuracy is to be measured."""
+    set_up(settings.device, settings.threads)
+    # Imports are in no one's clock: TRL's come with the making of its trainer.
+    load_model(str(base_checkpoint(work)), device=torch.device("cpu"))
+    total = settings.updates_of("stalewise")
+    changes = {
+        "checkpoints": {"every": settings.evaluate_every, "keep": total + 1},
+        "schedule": {"updates": total, "stages": settings.stages + settings.extra_stages},
+    }
+    config = our_config(settings, work, name, model=str(base_checkpoint(work)), seed=seed, changes=changes)
+    compiled_before = _kernels_are_cached()
+    start = time.time()
+    run(config)
+    wall = time.time() - start
+    journal = read_jsonl(config.directory / "journal.jsonl")
+    schedule = config.schedule.schedule()
+    ends = [schedule.updates_of(g).stop for g in range(schedule.generation_batches)]
+    clock = journal_clock(journal, start, ends)
+    updates = settings.evaluated("stalewise")
+    return {
+        "config": config.model_dump(mode="json"),
+        "seconds": clock["at"][settings.updates],
+        "by_event": clock["spent"][settings.updates],
+        "run_seconds": wall,
+        "compiled_before": compiled_before,
+        "excluded_seconds": clock["excluded"],
+        "journal": journal,
+        "updates": updates,
+        "times": [0.0, *(clock["at"][update] for update in updates[1:])],
+    }
+
+
+def _kernels_are_cached() -> bool:
+    """Whether an earlier process left compiled kernels, which then need not be compiled within the clock."""
+    directory = (
+        os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+    )
+    return any(Path(directory).glob("*"))
