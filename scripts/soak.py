@@ -1,6 +1,6 @@
 """Kill a run with SIGKILL again and again, and see that nothing is lost.
 
-    python scripts/soak.py [--kills 200] [--seed 0] [--objective p3o]
+    python scripts/soak.py [--kills 200] [--seed 0] [--objective p3o] [--rank 0]
 
 A reference run is never stopped. The victim, with the same config, is killed at random moments (every other time within
 a commit: before one of its fsyncs) and started again, until it is done. Then weights must be equal to the bit, metrics,
@@ -30,12 +30,13 @@ TIMES = {"seconds", "time"}
 FSYNCS = 160  # a run makes some more: a kill before one of them falls into any part of it
 
 
-def tiny_config(runs: Path, name: str, objective: str) -> RunConfig:
+def tiny_config(runs: Path, name: str, objective: str, rank: int = 0) -> RunConfig:
     """A run of a few seconds that does everything a run can do, several times."""
     return make_config(
         {
             "name": name,
             "runs": str(runs),
+            "model": {"lora": {"rank": rank}},
             "schedule": {"kind": "staged", "updates": 12, "stages": 3},
             "batch": {"prompts": 4, "group_size": 4},
             "sampler": {"max_new_tokens": 6, "rollouts_per_shard": 16},
@@ -104,7 +105,7 @@ def outcome(config: RunConfig) -> dict[str, Any]:
     """All that two runs must have in common."""
     directory = config.directory
     final = checkpoint_directory(directory, config.schedule.updates)
-    files = [*directory.glob("rollouts/*/shard-*.parquet"), *final.glob("*.safetensors"), final / "state.json"]
+    files = [*directory.glob("rollouts/*/shard-*.parquet"), *final.rglob("*.safetensors"), final / "state.json"]
     lines = ("metrics.jsonl", "ledger/updates.jsonl", "eval.jsonl")
     return {
         "files": {str(f.relative_to(directory)): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(files)},
@@ -116,10 +117,10 @@ def _timeless(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in TIMES}
 
 
-def soak(runs: Path, *, kills: int, seed: int, objective: str) -> dict[str, Any]:
+def soak(runs: Path, *, kills: int, seed: int, objective: str, rank: int = 0) -> dict[str, Any]:
     """Run reference and victims; AssertionError where they differ. A victim that is done makes way for another."""
     rng = random.Random(seed)
-    reference = tiny_config(runs, "reference", objective)
+    reference = tiny_config(runs, "reference", objective, rank)
     began = time.monotonic()
     assert wait(start(reference))
     whole = time.monotonic() - began
@@ -128,7 +129,7 @@ def soak(runs: Path, *, kills: int, seed: int, objective: str) -> dict[str, Any]
     killed_at: list[int] = []  # newest checkpoint when a sitting was killed
     while done < kills:
         victims += 1
-        victim = tiny_config(runs, f"victim-{victims}", objective)
+        victim = tiny_config(runs, f"victim-{victims}", objective, rank)
         finished, seen = False, {}
         while not finished:
             last_chance = done >= kills
@@ -157,9 +158,10 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--objective", default="p3o")
+    parser.add_argument("--rank", type=int, default=0, help="of adapters; 0: all weights are trained")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as runs:
-        figures = soak(Path(runs), kills=arguments.kills, seed=arguments.seed, objective=arguments.objective)
+        figures = soak(Path(runs), **vars(arguments))
     print(json.dumps(figures))
     sys.stdout.flush()
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 from stalewise.errors import StoreError
 from stalewise.files import (
@@ -54,10 +57,12 @@ def write_checkpoint(
     try:
         with explain_write_errors(final, 0):
             save(temporary)
+        _write_index(temporary)
         write_json_atomic(temporary / "state.json", {"version": version, **state})
+        paths = sorted(path for path in temporary.rglob("*") if path.is_file())
         files = {
-            path.name: {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-            for path in sorted(temporary.iterdir())
+            path.relative_to(temporary).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
+            for path, digest in zip(paths, _digests(paths), strict=True)
         }
         write_json_atomic(temporary / "manifest.json", {"format": FORMAT, "version": version, "files": files})
         commit_directory(temporary, final)
@@ -67,15 +72,31 @@ def write_checkpoint(
     return final
 
 
+def _digests(paths: list[Path]) -> list[str]:
+    """SHA-256 of each file, side by side; empty for one that is not there."""
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(lambda path: sha256_file(path) if path.is_file() else "", paths))
+
+
+def _write_index(directory: Path) -> None:
+    """Say which file holds the policy: vLLM and others would take the learner's *.safetensors for its weights, too."""
+    weights, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if weights.is_file() and not index.exists():
+        with safe_open(weights, framework="numpy") as file:
+            names = sorted(file.keys())
+        places = dict.fromkeys(names, weights.name)
+        write_json_atomic(index, {"metadata": {"total_size": weights.stat().st_size}, "weight_map": places})
+
+
 def read_state(directory: str | Path) -> dict[str, Any]:
     """The learner's numbers of a committed checkpoint, after its files were checked against the manifest."""
     directory = Path(directory)
     manifest = read_json(directory / "manifest.json")
     if manifest.get("format") != FORMAT:
         raise StoreError(f"{directory} has format {manifest.get('format')}; this release reads {FORMAT}")
-    for name, expected in manifest["files"].items():
-        path = directory / name
-        if not path.is_file() or sha256_file(path) != expected["sha256"]:
+    paths = [directory / name for name in manifest["files"]]
+    for path, digest, expected in zip(paths, _digests(paths), manifest["files"].values(), strict=True):
+        if digest != expected["sha256"]:
             raise StoreError(
                 f"{path} is damaged or missing; move {directory} away and run the same command again: "
                 "it goes on from the checkpoint before"

@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from stalewise.errors import ConfigError, nearest
 from stalewise.files import write_json_atomic
+from stalewise.sections import SamplerSection, Section
 from stalewise.staleness.schedule import Schedule, pipelined, staged, synchronous
 
 FORMAT = "stalewise.run/1"
@@ -22,26 +24,54 @@ FORMAT = "stalewise.run/1"
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
-class Section(BaseModel):
-    """A table of the TOML file."""
+class LoraSection(Section):
+    """Low-rank adapters, trained instead of all weights; docs/models.md."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    rank: int = Field(default=0, ge=0, description="Rank of the adapters; 0: there are none, all weights are trained.")
+    alpha: float = Field(default=32.0, gt=0, description="An adapter's product is scaled by alpha / rank.")
+    targets: list[str] = Field(
+        default_factory=list,
+        description="Last names of the linear layers that get one, as in q_proj; empty: all but the output layer.",
+    )
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> Self:
+        if self.rank == 0 and (self.targets or self.alpha != type(self).model_fields["alpha"].default):
+            raise ValueError("alpha and targets have no meaning without a rank: set rank above 0 or remove them")
+        return self
 
 
 class ModelSection(Section):
     """Which policy to train."""
 
     path: str = Field(
-        default="auto", description="Hugging Face directory, hub name, or embedded policy; auto: the task's own."
-    )
-    precision: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="Forward and backward passes; weights stay float32. auto: bfloat16 on GPUs that have it.",
+        description="Hugging Face directory, hub name, smollm2, or embedded policy; auto: the task's own.",
+    )
+    adapter: str = Field(
+        default="", description="Directory of a PEFT adapter for that model, to start from and to go on training."
+    )
+    precision: Literal["auto", "float32", "bfloat16", "bfloat16-only"] = Field(
+        default="auto",
+        description="Forward and backward passes; weights stay float32, but for bfloat16-only. "
+        "auto: bfloat16 on GPUs that have it.",
     )
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
     threads: int = Field(
         default=0, ge=0, description="CPU threads; 0: torch decides. Runs are equal to the bit at equal threads only."
     )
+    lora: LoraSection = Field(default_factory=LoraSection)
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> Self:
+        if self.adapter and self.lora.rank:
+            raise ValueError("adapter brings its own rank, alpha and targets: remove the table lora")
+        return self
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether adapters are trained, and not all weights."""
+        return bool(self.lora.rank or self.adapter)
 
 
 class TaskSection(Section):
@@ -102,21 +132,6 @@ class BatchSection(Section):
     group_size: int = Field(default=8, ge=2, description="Rollouts per prompt.")
 
 
-class SamplerSection(Section):
-    """How rollouts are sampled."""
-
-    engine: Literal["hf"] = Field(default="hf", description="Which engine samples.")
-    temperature: float = Field(default=1.0, gt=0, description="Temperature of sampling; the learner's policy has 1.")
-    top_p: float = Field(
-        default=1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this probability."
-    )
-    top_k: int = Field(default=0, ge=0, description="Sample from this many most probable tokens; 0: from all.")
-    max_new_tokens: int = Field(default=64, ge=1, description="A response is cut (truncated) at this many tokens.")
-    rollouts_per_shard: int = Field(
-        default=2048, ge=1, description="Rollouts that are decoded together and committed at once."
-    )
-
-
 class ObjectiveSection(Section):
     """What an update minimises."""
 
@@ -151,10 +166,11 @@ class OptimizerSection(Section):
 class LearnerSection(Section):
     """How the machine is used for learning."""
 
-    tokens_per_micro_batch: int = Field(
-        default=16384, ge=1, description="Padded tokens that pass through the model at once."
-    )
+    tokens_per_micro_batch: int = Field(default=16384, ge=1, description="Tokens that pass through the model at once.")
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations instead of keeping them.")
+    compile: Literal["auto", "always", "never"] = Field(
+        default="auto", description="Compile the model's layers; auto: on a GPU, where the run is long enough to gain."
+    )
 
 
 class CheckpointSection(Section):
@@ -216,11 +232,24 @@ class RunConfig(Section):
         return Path(self.runs) / self.name
 
     def identity(self) -> dict[str, Any]:
-        """What must be equal for a run to go on: everything but where it lies and who watches it."""
-        record = self.model_dump(mode="json")
-        for name in ("name", "runs", "trackers"):
-            del record[name]
-        return record
+        """What must be equal for a run to go on: everything but where it lies, who watches it and which engine samples.
+
+        Each rollout records the engine that made it.
+        """
+        return identity_of(self.model_dump(mode="json"))
+
+
+def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a resolved config that must stay the same while a run goes on."""
+    kept = {key: value for key, value in record.items() if key not in ("format", "name", "runs", "trackers")}
+    engine = ("engine", *(key for key, field in SamplerSection.model_fields.items() if is_section(field)))
+    kept["sampler"] = {key: value for key, value in record.get("sampler", {}).items() if key not in engine}
+    return kept
+
+
+def is_section(field: FieldInfo) -> bool:
+    """Whether a setting is a table of its own."""
+    return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 
 
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:

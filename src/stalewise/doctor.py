@@ -6,20 +6,19 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 import torch
 from packaging.requirements import Requirement
-from safetensors import safe_open
 
 from stalewise.checkpoints import versions
 from stalewise.config import RunConfig
 from stalewise.errors import StalewiseError
 from stalewise.generate.sampler import Request, Sampler
 from stalewise.generate.setup import batch_plan, make_sampler
+from stalewise.learn.lora import need_peft, read_adapter_config
+from stalewise.memory import GIB, ModelShape, estimate, free_bytes, ways_out
 from stalewise.models import encode_prompts, load_tokenizer, pick_device, pick_precision, resolve_model
 from stalewise.run import check_objective
 from stalewise.rundirectory import check_identity
@@ -30,9 +29,8 @@ from stalewise.types import Prompt
 
 Status = Literal["ok", "warning", "bad"]
 PROMPTS = 256  # training prompts that are looked at
-GIB = 2**30
-# float32 weights, gradients and two moments in the learner; in a checkpoint weights and moments.
-LEARNER_BYTES, CHECKPOINT_BYTES = 16, 12
+# Weights, and two moments of each that is trained.
+WEIGHT_BYTES, MOMENT_BYTES = 4, 8
 # A stored token is an id and a log-probability; compression makes about this of it.
 TOKEN_BYTES = 6
 
@@ -54,20 +52,22 @@ def examine(config: RunConfig) -> Iterator[Check]:
     if config.trackers:
         yield _guarded("trackers", lambda: _trackers(config))
     yield (device := _guarded("device", lambda: _device(config)))
-    model = _Result()
-    if device.status != "bad":
-        yield from _examine_model(config, model)
-    task = _Result()
-    yield _guarded("task", lambda: _task(config, task))
-    if task.value is None:
-        return
+    model, task = _Result(), _Result()
     try:
+        if device.status != "bad":
+            yield from _examine_model(config, model)
+        yield _guarded("task", lambda: _task(config, task))
+        if task.value is None:
+            return
         yield _guarded("verifier", lambda: _verifier(task.value))
         if model.value is not None:
             yield _guarded("prompts", lambda: _prompts(config, task.value, model.value))
             yield _guarded("sampling", lambda: _sampling(task.value, model.value))
     finally:
-        task.value.verifier.close()
+        if model.value is not None:
+            model.value.close()
+        if task.value is not None:
+            task.value.verifier.close()
 
 
 class _Result:
@@ -109,10 +109,13 @@ def installation() -> Iterator[Check]:
 def _device(config: RunConfig) -> Check:
     device = pick_device(config.model.device)
     precision = str(pick_precision(config.model.precision, device)).removeprefix("torch.")
+    if config.model.precision == "bfloat16-only" and not config.model.trains_adapters:
+        advice = "small updates are lost to rounding: say bfloat16, which keeps float32 weights, where they fit"
+        return Check("device", "warning", f"weights in bfloat16 have 8 bits, and {advice}")
     if device.type == "cuda":
         name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)
         return Check("device", "ok", f"{name}, {memory[0] / GIB:.1f} of {memory[1] / GIB:.1f} GiB free, {precision}")
-    if config.model.precision == "bfloat16":
+    if precision == "bfloat16":
         return Check("device", "warning", "bfloat16 on a CPU is slower by orders of magnitude: say float32 or auto")
     return Check("device", "ok", f"CPU, {torch.get_num_threads()} threads, {precision}")
 
@@ -148,48 +151,42 @@ def _examine_model(config: RunConfig, model: _Result) -> Iterator[Check]:
     yield _guarded("model directory", resolve)
     if source.value is None:
         return
-    parameters = count_parameters(Path(source.value))
-    if parameters:
-        yield _memory(config, parameters)
-        yield _disk(config, parameters)
+    needed = _Result()
+    yield (memory := _guarded("memory", lambda: _memory(config, source.value, needed)))
+    if needed.value is not None:
+        yield _disk(config, needed.value.shape)
+    if config.model.trains_adapters:
+        yield _guarded("adapters", lambda: _adapters(config, source.value))
     yield _guarded("tokenizer", lambda: _tokenizer(source.value))
-    yield _guarded("model", lambda: _load(config, source.value, model))
+    if memory.status != "bad":
+        yield _guarded("model", lambda: _load(config, source.value, model))
 
 
-def count_parameters(directory: Path) -> int:
-    """Numbers in the safetensors files, from their headers; 0 where there are none here (a hub name)."""
-    total = 0
-    for path in sorted(directory.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                total += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-        except Exception:  # damaged: loading the model will say so
-            return 0
-    return total
+def _memory(config: RunConfig, source: str, result: _Result) -> Check:
+    result.value = needed = estimate(config, source)
+    if needed is None:
+        return Check("memory", "warning", f"unknown: the config of {source} does not say how large the model is")
+    free = free_bytes(pick_device(config.model.device))
+    figures = f"{needed}; {free / GIB:.2f} GiB are free"
+    if needed.total <= free:
+        return Check("memory", "ok", figures)
+    return Check("memory", "bad" if needed.least > free else "warning", f"{figures}: {ways_out(config, needed, free)}")
 
 
-def _memory(config: RunConfig, parameters: int) -> Check:
-    device = pick_device(config.model.device)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    sampler = parameters * pick_precision(config.model.precision, device).itemsize
-    needed = parameters * LEARNER_BYTES + sampler
-    figures = (
-        f"{parameters / 1e6:,.1f} M parameters need {needed / GIB:.2f} GiB for learner and sampler, activations not "
-        f"counted; {free / GIB:.2f} GiB are free"
-    )
-    if needed > free:
-        return Check("memory", "bad", f"{figures}: choose a smaller model or a larger device")
-    if needed > 0.6 * free:
-        advice = "lower learner.tokens_per_micro_batch, or set learner.gradient_checkpointing"
-        return Check("memory", "warning", f"{figures}: if it runs out, {advice}")
-    return Check("memory", "ok", figures)
+def _adapters(config: RunConfig, source: str) -> Check:
+    if config.model.adapter:
+        found = read_adapter_config(Path(config.model.adapter).expanduser(), source)
+        return Check("adapters", "ok", f"{config.model.adapter}, of rank {found.r}, goes on being trained")
+    need_peft()
+    return Check("adapters", "ok", f"new ones of rank {config.model.lora.rank} are trained, and nothing else")
 
 
-def _disk(config: RunConfig, parameters: int) -> Check:
+def _disk(config: RunConfig, shape: ModelShape) -> Check:
     schedule = config.schedule.schedule()
     rollouts = schedule.updates * config.batch.prompts * config.batch.group_size
     checkpoints = config.checkpoints.keep + schedule.lag + 2  # those that batches to come need, and one being written
-    needed = checkpoints * parameters * CHECKPOINT_BYTES + rollouts * config.sampler.max_new_tokens * TOKEN_BYTES
+    checkpoint = shape.parameters * WEIGHT_BYTES + shape.trained * MOMENT_BYTES
+    needed = checkpoints * checkpoint + rollouts * config.sampler.max_new_tokens * TOKEN_BYTES
     place = config.directory.absolute()
     while not place.exists():
         place = place.parent

@@ -31,6 +31,10 @@ class StoreError(StalewiseError, RuntimeError):
     """Rollouts, checkpoints or a run directory that are corrupt, half written, busy or of another format."""
 
 
+class EngineError(StalewiseError, RuntimeError):
+    """An engine that is not there, does not answer, lacks what learning needs, or has other weights than it should."""
+
+
 class CalibrationError(StalewiseError, LookupError):
     """The law is asked about a model, or about a place in the (S, T) plane, for which it was never fitted."""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from stalewise.errors import TaskError
 from stalewise.generate.loop import sample_for_evaluation
 from stalewise.generate.sampler import Sampler
-from stalewise.tasks import Task, count_errors
+from stalewise.tasks import Seen, Task, count_errors
 from stalewise.types import FinishReason
 
 CONFIDENCE = 0.95
@@ -46,6 +46,10 @@ class Evaluation:
     verifier_errors: int
     verifier_error_kinds: dict[str, int]
     seconds: float
+    excluded: int = 0  # held-out prompts that were left out, since training has seen them or a list names them
+    verifier_error_prompts: dict[str, list[str]] = field(default_factory=dict)  # ids, by kind of error
+    unparsed: int = 0  # responses in which the verifier found no answer: worth 0
+    unparsed_examples: list[dict[str, str]] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
         """What is written to `eval.jsonl`."""
@@ -62,21 +66,29 @@ def evaluate_checkpoint(
     samples: int,
     seed: int = 0,
     rows_at_once: int = 2048,
-    exclude_ids: Sequence[str] = (),
+    exclude: Seen | None = None,
     on_load: Callable[[float], object] = lambda seconds: None,
 ) -> Evaluation:
-    """Sample `samples` responses to each held-out prompt and score them. The seeds do not depend on the checkpoint."""
+    """Sample `samples` responses to each held-out prompt and score them. The seeds do not depend on the checkpoint.
+
+    Of the first `prompts` held-out prompts those in `exclude` are left out, and counted.
+    """
     start = time.perf_counter()
     sampler.load(checkpoint)
     on_load(time.perf_counter() - start)
-    held_out = [p for p in task.evaluation_prompts(prompts) if p.prompt_id not in set(exclude_ids)]
+    found = task.evaluation_prompts(prompts)
+    held_out = [prompt for prompt in found if exclude is None or prompt not in exclude]
+    excluded = len(found) - len(held_out)
     if not held_out:
-        raise TaskError(f"task {task.name} has no held-out prompts left to evaluate on")
+        why = f": training has seen all {excluded}, or they are excluded by their ids" if excluded else ""
+        raise TaskError(f"task {task.name} has no held-out prompts left to evaluate on{why}")
     repeated, responses = sample_for_evaluation(
         held_out, samples=samples, seed=seed, sampler=sampler, rows_at_once=rows_at_once
     )
-    rewards = task.verifier.score(repeated, [response.text for response in responses])
-    errors = count_errors(rewards)
+    texts = [response.text for response in responses]
+    rewards = task.verifier.score(repeated, texts)
+    errors = count_errors(rewards, repeated, texts)
+    listed = errors.record()
     if errors.failed == len(rewards):
         raise TaskError(f"the verifier of {task.name} failed on all {len(rewards)} responses: {errors}")
     score_PK = np.array([reward.value for reward in rewards]).reshape(len(held_out), samples)
@@ -92,6 +104,10 @@ def evaluate_checkpoint(
         verifier_errors=errors.failed,
         verifier_error_kinds=dict(errors.kinds),
         seconds=time.perf_counter() - start,
+        excluded=excluded,
+        verifier_error_prompts=listed["verifier_error_prompts"],
+        unparsed=errors.unparsed,
+        unparsed_examples=listed["unparsed_examples"],
     )
 
 
@@ -136,6 +152,10 @@ def describe_evaluation(result: Evaluation) -> str:
     line = f"version {result.version}: accuracy {accuracy.value:.3f} [{accuracy.low:.3f}, {accuracy.high:.3f}]"
     if result.truncated_fraction > 0.5:
         line += f", {result.truncated_fraction:.0%} truncated"
+    if result.excluded:
+        line += f", {result.excluded} prompts left out"
+    if result.unparsed > 0.5 * result.prompts * result.samples:
+        line += f", no answer found in {result.unparsed} responses"
     if result.verifier_errors:
         line += f", {result.verifier_errors} verifier errors {result.verifier_error_kinds}"
     return line

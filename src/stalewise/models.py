@@ -12,6 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from stalewise.errors import ModelError, nearest
+from stalewise.smollm2 import NAME as SMOLLM2
+from stalewise.smollm2 import smollm2_directory
 from stalewise.types import Prompt
 
 EMBEDDED = Path(__file__).parent / "policies"
@@ -33,6 +35,8 @@ def resolve_model(path: str, task: str = "") -> str:
         return str(EMBEDDED / task)
     if path in embedded_policies():
         return str(EMBEDDED / path)
+    if path == SMOLLM2:
+        return str(smollm2_directory())
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     directory = Path(path).expanduser()
     if directory.is_dir():
@@ -40,7 +44,7 @@ def resolve_model(path: str, task: str = "") -> str:
             raise ModelError(f"{directory} has no config.json: it is no Hugging Face model directory, or half copied")
         return str(directory)
     if looks_local:
-        raise ModelError(f"{path} is no directory; embedded policies: {nearest(path, embedded_policies())}")
+        raise ModelError(f"{path} is no directory; embedded policies: {nearest(path, [*embedded_policies(), SMOLLM2])}")
     return path  # owner/name on a hub
 
 
@@ -62,7 +66,12 @@ def pick_precision(precision: str, device: torch.device) -> torch.dtype:
     if precision == "auto":
         fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
         return torch.bfloat16 if fast else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[precision]
+    return torch.float32 if precision == "float32" else torch.bfloat16
+
+
+def pick_weights_dtype(precision: str) -> torch.dtype:
+    """What the learner holds its weights in. Only `bfloat16-only` loses updates to rounding."""
+    return torch.bfloat16 if precision == "bfloat16-only" else torch.float32
 
 
 def load_model(path: str, *, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
@@ -152,6 +161,7 @@ def encode_prompts(prompts: list[Prompt], tokenizer: Any) -> list[list[int]]:
         raise ModelError("the task asks for a chat template and the tokenizer has none: choose an instruct model")
     texts = [
         tokenizer.apply_chat_template(_messages(prompt), tokenize=False, add_generation_prompt=True)
+        + prompt.metadata.get("prefill", "")
         if is_chat
         else prompt.text
         for prompt, is_chat in zip(prompts, chat, strict=True)

@@ -171,6 +171,8 @@ def plan_sources(
     config: RunConfig, rollouts: Sequence[Path], checkpoint: Path | None
 ) -> tuple[RunConfig, list[Source]]:
     """The batches to learn from with the updates of each, and the config with the schedule that follows."""
+    if checkpoint is not None and config.model.adapter:
+        raise ConfigError(f"model.adapter is for model.path, but {checkpoint} is to be started from: remove one")
     directories = [batch for path in rollouts for batch in _batches_of(path)]
     if len({directory.resolve() for directory in directories}) < len(directories):
         raise StoreError("a generation batch is named twice: one pass reads each rollout once")
@@ -219,8 +221,8 @@ def _start_in(run: Path | None, config: RunConfig, checkpoint: Path | None) -> i
         inside = checkpoint.resolve().parent == run / "checkpoints"
         return read_state(checkpoint)["version"] if inside else None
     theirs = read_config(run)
-    same = resolve_model(theirs.model.path, theirs.task.name) == resolve_model(config.model.path, config.task.name)
-    return 0 if same else None
+    policies = [(resolve_model(c.model.path, c.task.name), c.model.adapter) for c in (theirs, config)]
+    return 0 if policies[0] == policies[1] else None
 
 
 def open_rollouts(directory: Path) -> Batch:

@@ -24,10 +24,13 @@ from stalewise.errors import ConfigError, TaskError
 from stalewise.evaluate import describe_evaluation, evaluate_checkpoint
 from stalewise.files import RunLock, append_line, read_jsonl, remove_temporaries, truncate_jsonl, write_json_atomic
 from stalewise.generate.loop import generate_batch
+from stalewise.generate.sampler import Sleeper
 from stalewise.generate.setup import batch_plan, batch_problem, make_sampler
 from stalewise.learn.learner import Learner
 from stalewise.learn.logp import check_output_layer
+from stalewise.learn.lora import base_directory, save_first
 from stalewise.learn.pending import PendingUpdate
+from stalewise.memory import check_memory
 from stalewise.models import load_model, load_tokenizer, pick_device, resolve_model
 from stalewise.objectives import get_objective
 from stalewise.rundirectory import RunResult, check_identity, environment, read_result
@@ -68,6 +71,7 @@ def conduct(directory: Path, make_conductor: Callable[[], Conductor]) -> RunResu
     with RunLock(directory):
         conductor = make_conductor()
         try:
+            conductor.check_memory()
             conductor.prepare()
             while conductor.act():
                 pass
@@ -115,6 +119,15 @@ class Conductor:
             with self._timed("switch", reason="first checkpoint"):
                 self._write_first_checkpoint()
 
+    def check_memory(self) -> None:
+        """Stop before anything is loaded where the model is too large for the device; say it where it may be."""
+        found = versions(self.directory)[-1:]
+        if found == [self.schedule.updates]:
+            return
+        source = str(checkpoint_directory(self.directory, found[0])) if found else self._first_policy()
+        if warning := check_memory(self.config, source):
+            self.watcher.say(warning)
+
     def claim(self) -> None:
         """Check that the directory belongs to this config, and write down whose it is."""
         remove_temporaries(self.directory)
@@ -138,7 +151,7 @@ class Conductor:
         tokenizer = load_tokenizer(source)
 
         def save(directory: Path) -> None:
-            model.save_pretrained(directory)
+            save_first(self.config, model, source, directory)
             tokenizer.save_pretrained(directory)
 
         state = {"steps": 0, "drift": 0.0, "source": self.config.model.path}
@@ -233,6 +246,8 @@ class Conductor:
 
     def _learn(self, version: int, stop: int) -> None:
         with self._timed("switch", reason="learner"):
+            if isinstance(self.sampler, Sleeper):
+                self.sampler.sleep()
             learner = self._learner_at(version)
             batch = self._batch_at(version)
             if version == 0:  # the sitting that generated it may have been told already, and have gone on all the same
@@ -251,8 +266,11 @@ class Conductor:
                 last = self._record(*waiting.popleft(), since=last)
         self._journal("learn", time.perf_counter() - start, first=version, stop=stop)
         with self._timed("switch", reason="checkpoint"):
-            write_checkpoint(self.directory, stop, save=learner.save, state=learner.state())
+            state = learner.state()
+            write_checkpoint(self.directory, stop, save=learner.save, state=state)
+            self.states[stop] = {"version": stop, **state}  # whole, since this sitting wrote it
             needed = {self.schedule.version_of(g) for g in self._batches_in_use(stop)}
+            needed |= {0} if self.config.model.trains_adapters else set()  # what lies beneath the adapters
             prune(self.directory, keep=self.config.checkpoints.keep, needed=needed)
 
     def _batches_in_use(self, version: int) -> Iterator[int]:
@@ -282,6 +300,9 @@ class Conductor:
         """
         if self.learner is None or self.learner.version != version:
             checkpoint = self._checkpoint(version)
+            if self.config.model.trains_adapters:
+                base_directory(checkpoint)
+                self._checkpoint(0)  # what lies beneath the adapters must be there, and whole
             truncate_jsonl(self.directory / "metrics.jsonl", lambda record: record["update"] < version)
             truncate_ledger(ledger_path(self.directory), before=version)
             self.learner = Learner(self.config, checkpoint, say=self.watcher.say)

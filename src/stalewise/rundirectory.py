@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stalewise import __version__
-from stalewise.config import FORMAT, RunConfig, make_config
+from stalewise.config import FORMAT, RunConfig, identity_of, make_config
 from stalewise.errors import StoreError
 from stalewise.files import read_json, read_jsonl
 
@@ -64,8 +64,7 @@ def check_identity(config: RunConfig) -> None:
         raise StoreError(f"{path} has format {found.get('format')}; this release reads {FORMAT}: choose another name")
     if not is_started(config.directory):
         return  # a start that failed, on a wrong model for example, does not bind what comes after it
-    identity = config.identity()
-    old, new = flat({key: found.get(key) for key in identity}), flat(identity)
+    old, new = flat(identity_of(found)), flat(config.identity())
     # Of both: an option that was taken out of the config is a difference, too.
     differences = [
         f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in {**new, **old} if old.get(key) != new.get(key)

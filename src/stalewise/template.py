@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from stalewise.config import RunConfig
+from stalewise.config import RunConfig, is_section
 from stalewise.errors import TaskError, nearest
 from stalewise.tasks import TASKS
 
@@ -27,7 +27,14 @@ _LANGUAGE_MODEL: dict[str, Any] = {
 SUGGESTIONS: dict[str, dict[str, Any]] = {
     "arithmetic": {"sampler.max_new_tokens": 8, "optimizer.learning_rate": 3e-4},
     "arithmetic-steps": {"optimizer.learning_rate": 3e-4},
-    "arithmetic-chat": _LANGUAGE_MODEL,
+    "arithmetic-chat": {
+        "model.path": "smollm2",
+        "task.options": {"largest": 12},
+        "sampler.max_new_tokens": 48,
+        "optimizer.learning_rate": 4e-6,
+        "evaluation.prompts": 31,
+        "evaluation.samples": 16,
+    },
     "jsonl": {**_LANGUAGE_MODEL, "task.options": {"path": "train.jsonl", "chat": True}},
     "hf": {
         **_LANGUAGE_MODEL,
@@ -45,22 +52,22 @@ def config_template(task: str = "arithmetic", name: str = "run") -> str:
     lines = [f"# {RunConfig.__doc__}", "# Delete what you do not change: these are the defaults, unless noted.", ""]
     sections: list[str] = []
     for key, field in RunConfig.model_fields.items():
-        if _is_section(field):
+        if is_section(field):
             sections += _section(key, field.annotation, suggested)  # pyright: ignore[reportArgumentType]
         else:
             lines += _setting("", key, field, suggested)
     return "\n".join([*lines, *sections]) + "\n"
 
 
-def _is_section(field: FieldInfo) -> bool:
-    return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
-
-
 def _section(name: str, model: type[BaseModel], suggested: dict[str, Any]) -> list[str]:
     lines = ["", f"[{name}]  # {model.__doc__}"]
+    tables: list[str] = []  # after the plain settings: TOML has no way back from a table within
     for key, field in model.model_fields.items():
-        lines += _setting(f"{name}.", key, field, suggested)
-    return [*lines, *_task_options(suggested["task.name"])] if name == "task" else lines
+        if is_section(field):
+            tables += _section(f"{name}.{key}", field.annotation, suggested)  # pyright: ignore[reportArgumentType]
+        else:
+            lines += _setting(f"{name}.", key, field, suggested)
+    return [*lines, *(_task_options(suggested["task.name"]) if name == "task" else []), *tables]
 
 
 def _setting(prefix: str, key: str, field: FieldInfo, suggested: dict[str, Any]) -> list[str]:

@@ -5,14 +5,17 @@ The command line calls these and prints what they return.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stalewise.checkpoints import checkpoint_directory, read_state, versions
-from stalewise.config import RunConfig, make_config
+from stalewise.config import RunConfig, TaskSection, make_config
 from stalewise.errors import StoreError, TaskError
 from stalewise.evaluate import Evaluation, evaluate_checkpoint
+from stalewise.exclusion import seen_in_training
 from stalewise.files import RunLock
 from stalewise.generate.setup import make_sampler
 from stalewise.models import embedded_policies, resolve_model
@@ -20,7 +23,8 @@ from stalewise.relearn import Relearner, plan_sources
 from stalewise.run import Conductor, check_objective, conduct
 from stalewise.rundirectory import RunResult, read_config
 from stalewise.store import BatchManifest
-from stalewise.tasks import make_task
+from stalewise.tasks import Seen, make_evaluation_file, make_task
+from stalewise.tasks.overlap import read_ids
 from stalewise.watch import Silence, Watcher
 
 
@@ -102,42 +106,65 @@ def evaluate(
     model_or_run: str | Path,
     *,
     task: str | None = None,
+    file: str | Path | None = None,
     options: Mapping[str, Any] | None = None,
     prompts: int | None = None,
     samples: int | None = None,
     max_new_tokens: int | None = None,
+    exclude_ids: str | Path | None = None,
     watcher: Watcher | None = None,
 ) -> Evaluation:
     """Accuracy on held-out prompts of a model, of a checkpoint, or of a run's newest checkpoint. Nothing is written.
 
     A run, or a checkpoint in one, brings its task and settings along; for another model `task` has to be said, unless
-    it is the embedded policy of one.
+    it is the embedded policy of one. `file` evaluates on all rows of a JSONL file instead, in the form of a run that
+    was trained on rows. Prompts that a run was trained on are left out and counted, and so are those whose ids
+    the file `exclude_ids` lists.
     """
-    checkpoint, version, config = _policy(str(model_or_run), task)
-    config = _with_settings(config, task, options, prompts, samples, max_new_tokens)
-    chosen = make_task(config.task.name, seed=config.seed, **config.task.options)
-    sampler = make_sampler(config)
     watcher = watcher or Silence()
-    watcher.begin("evaluate", config.evaluation.prompts * config.evaluation.samples)
+    policy = _policy(str(model_or_run), "jsonl" if file is not None else task)
+    own = policy.config.task
+    config = _with_settings(policy.config, task, {} if file is not None else options, prompts, samples, max_new_tokens)
+    exclude = Seen() if exclude_ids is None else read_ids(exclude_ids)
+    if file is not None:
+        chosen = make_evaluation_file(str(file), **{**_form_of(own), **(options or {})})
+    else:
+        chosen = make_task(config.task.name, seed=config.seed, **config.task.options)
+    sampler = make_sampler(config)
     try:
+        if policy.run is not None and (file is not None or config.task != own):  # a task keeps its own prompts apart
+            exclude |= seen_in_training(policy.run, watcher.say)
+        count = config.evaluation.prompts if file is None or prompts is not None else sys.maxsize
+        count = len(chosen.evaluation_prompts(count))
+        watcher.begin("evaluate", count * config.evaluation.samples)
         result = evaluate_checkpoint(
-            checkpoint,
-            version=version,
+            policy.checkpoint,
+            version=policy.version,
             task=chosen,
             sampler=sampler,
-            prompts=config.evaluation.prompts,
+            prompts=count,
             samples=config.evaluation.samples,
             rows_at_once=config.sampler.rollouts_per_shard,
+            exclude=exclude,
         )
     finally:
         sampler.close()
         chosen.verifier.close()
-    watcher.advance(result.prompts * result.samples)
+    watcher.advance((result.prompts + result.excluded) * result.samples)
     return result
 
 
-def _policy(name: str, task: str | None) -> tuple[Path, int, RunConfig]:
-    """Where the policy lies, which version it is, and the config it comes with."""
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """Where a policy lies, which version it is, and the config it comes with; and its run, where it has one."""
+
+    checkpoint: Path
+    version: int
+    config: RunConfig
+    run: Path | None
+
+
+def _policy(name: str, task: str | None) -> _Policy:
     path = Path(name).expanduser()
     if (path / "config.resolved.json").is_file():
         found = versions(path)
@@ -145,13 +172,20 @@ def _policy(name: str, task: str | None) -> tuple[Path, int, RunConfig]:
             raise StoreError(f"{path} has no checkpoint yet")
         checkpoint = checkpoint_directory(path, found[-1])
         read_state(checkpoint)  # compares its files with their checksums
-        return checkpoint, found[-1], read_config(path)
+        return _Policy(checkpoint, found[-1], read_config(path), path)
     run = path.resolve().parent.parent
     if (path / "state.json").is_file() and (run / "config.resolved.json").is_file():
-        return path, read_state(path)["version"], read_config(run)
+        return _Policy(path, read_state(path)["version"], read_config(run), run)
     if task is None and name not in embedded_policies():
         raise TaskError(f"{name} is no run directory: say which task to evaluate it on, as in --task arithmetic")
-    return Path(resolve_model(name)), 0, make_config({"model": {"path": name}, "task": {"name": task or name}})
+    config = make_config({"model": {"path": name}, "task": {"name": task or name}})
+    return _Policy(Path(resolve_model(name)), 0, config, None)
+
+
+def _form_of(task: TaskSection) -> dict[str, Any]:
+    """How a run's own task makes prompts of rows, where it does: another file is read in the same way."""
+    form = ("problem_field", "answer_field", "id_field", "template", "chat", "system", "verifier", "verifier_options")
+    return {key: task.options[key] for key in form if task.name in ("jsonl", "hf") and key in task.options}
 
 
 def _with_settings(

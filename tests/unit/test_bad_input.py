@@ -162,6 +162,17 @@ def test_a_tokenizer_without_an_end(tmp_path: Path, policy: Path) -> None:
     assert "has no tokenizer that transformers can load" in refused("train", config)
 
 
+def test_a_tokenizer_without_a_chat_template(tmp_path: Path) -> None:
+    sections = {"model": {"path": "arithmetic"}, "task": {"name": "arithmetic-chat"}}
+    config = config_file(tmp_path, **sections)
+    message = "the task asks for a chat template and the tokenizer has none: choose an instruct model"
+    assert refused("train", config) == message
+    doctor = call("doctor", config)
+    assert doctor.exit_code == 1
+    assert f"bad     prompts         {message}" in doctor.stdout
+    assert list((tmp_path / "runs").rglob("*.parquet")) == []
+
+
 def test_a_tokenizer_without_padding_pads_with_the_end(tmp_path: Path, policy: Path, tiny_run: RunConfig) -> None:
     settings = read_json(policy / "tokenizer_config.json")
     del settings["pad_token"]
@@ -305,12 +316,12 @@ import os, signal
 from stalewise.cli import main
 from stalewise.learn.learner import Learner
 
-def update(self, rows, *more):
+def enqueue(self, rows, *more):
     if self.version == 5:
         os.kill(os.getpid(), signal.SIGINT)
-    return whole_update(self, rows, *more)
+    return whole_enqueue(self, rows, *more)
 
-whole_update, Learner.update = Learner.update, update
+whole_enqueue, Learner.enqueue = Learner.enqueue, enqueue
 main()
 """
 

@@ -20,6 +20,7 @@ from stalewise.cli import app
 from stalewise.config import RunConfig, load_config, make_config
 from stalewise.errors import ConfigError
 from stalewise.files import explain_write_errors, read_jsonl
+from stalewise.memory import ModelShape
 from stalewise.progress import Bars, Lines, Several, watching
 from stalewise.store import batch_directories, write_shard
 from stalewise.tasks import TASKS
@@ -294,7 +295,8 @@ def test_doctor_says_what_would_go_wrong(tmp_path: Path, monkeypatch: pytest.Mon
     rows.write_text("\n".join(json.dumps({"problem": f"{a}+1=", "answer": "twelve"}) for a in range(30)))
     sections = {"model": {"path": "arithmetic"}, "task": {"name": "jsonl", "options": {"path": str(rows)}}}
     assert "answer is not a number" in bad(**sections)["verifier"]
-    monkeypatch.setattr("stalewise.doctor.count_parameters", lambda directory: 10**15)
+    shape = ModelShape(10**15, 10**15, layers=1, hidden=1, inner=1, keys=1, vocabulary=1)
+    monkeypatch.setattr("stalewise.memory.model_shape", lambda source, config: shape)
     assert set(bad()) == {"memory", "disk"}
     text = call("doctor", tmp_path / "none.toml")
     assert text.exit_code == 1

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stalewise.config import RunConfig, load_config, make_config, parse_override, write_resolved
+from stalewise.config import RunConfig, is_section, load_config, make_config, parse_override, write_resolved
 from stalewise.errors import ConfigError
 from stalewise.tasks import TASKS
 from stalewise.template import SUGGESTIONS, config_template, toml
@@ -51,16 +51,18 @@ def test_the_template_is_the_defaults_and_what_it_notes(task: str) -> None:
 
 def test_the_template_explains_every_setting() -> None:
     text = config_template()
-    for name, field in RunConfig.model_fields.items():
-        model: Any = field.annotation
-        if not hasattr(model, "model_fields"):
-            assert f"# {field.description}" in text
-            continue
-        assert f"[{name}]  # {model.__doc__}" in text
+
+    def explained(model: Any, prefix: str) -> None:
         for key, setting in model.model_fields.items():
-            assert setting.description, f"{name}.{key} has no description"
+            if is_section(setting):
+                assert f"[{prefix}{key}]  # {setting.annotation.__doc__}" in text
+                explained(setting.annotation, f"{prefix}{key}.")
+                continue
+            assert setting.description, f"{prefix}{key} has no description"
             assert f"# {setting.description}" in text
             assert re.search(rf"^(# )?{key} =", text, flags=re.MULTILINE)
+
+    explained(RunConfig, "")
 
 
 @pytest.mark.parametrize(

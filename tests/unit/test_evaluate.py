@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from stalewise.errors import TaskError
 from stalewise.evaluate import average, bootstrap, describe_evaluation, evaluate_checkpoint, pass_at_k
 from stalewise.generate.hf import HFSampler
 from stalewise.models import EMBEDDED
-from stalewise.tasks import make_task
+from stalewise.tasks import Seen, make_task
 from stalewise.types import SamplerSettings
 
 
@@ -67,14 +68,12 @@ def test_the_embedded_policy_has_the_accuracy_that_it_was_made_with() -> None:
 def test_excluded_prompts_are_not_evaluated() -> None:
     task = make_task("arithmetic")
     ids = [prompt.prompt_id for prompt in task.evaluation_prompts(10)]
-    result = evaluate_checkpoint(
-        EMBEDDED / "arithmetic", version=0, task=task, sampler=sampler(), prompts=10, samples=1, exclude_ids=ids[:4]
-    )
-    assert result.prompts == 6
-    with pytest.raises(TaskError, match="no held-out prompts left"):
-        evaluate_checkpoint(
-            EMBEDDED / "arithmetic", version=0, task=task, sampler=sampler(), prompts=10, samples=1, exclude_ids=ids
-        )
+    settings: dict[str, Any] = {"version": 0, "task": task, "sampler": sampler(), "prompts": 10, "samples": 1}
+    result = evaluate_checkpoint(EMBEDDED / "arithmetic", **settings, exclude=Seen(frozenset(ids[:4])))
+    assert (result.prompts, result.excluded) == (6, 4)
+    assert "4 prompts left out" in describe_evaluation(result)
+    with pytest.raises(TaskError, match="no held-out prompts left to evaluate on: training has seen all 10, or they"):
+        evaluate_checkpoint(EMBEDDED / "arithmetic", **settings, exclude=Seen(frozenset(ids)))
 
 
 def test_a_verifier_that_always_fails_stops_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -201,12 +202,47 @@ def test_steps_verifier_looks_only_behind_the_last_marker(response: str, value: 
     assert (reward.value, reward.parts["format"]) == (value, form)
 
 
-def test_chat_prompts_are_marked_and_the_first_number_counts() -> None:
+def test_chat_prompts_are_marked_and_the_last_number_counts() -> None:
     task = AdditionChat()
     prompt = next(prompt for prompt in task.prompts(0, 100) if prompt.answer == "8")
     assert prompt.metadata == {"format": "chat"}
-    responses = ["8", "The answer is 8.", "It is 9, no, 8", "eight", "8.0", "-8"]
+    responses = ["8", "3 + 5 = 8.", "It is 8, no, 9", "eight", "8.0", "-8"]
     assert [r.value for r in task.verifier.score([prompt] * 6, responses)] == [1, 1, 0, 0, 1, 0]
+
+
+def test_chat_prompts_with_the_beginning_of_the_reply() -> None:
+    task = AdditionChat(prefill=True)
+    (prompt,) = task.evaluation_prompts(1)
+    assert (prompt.text, prompt.answer) == ("What is 5+9?", "14")
+    assert prompt.metadata == {"format": "chat", "prefill": "5 + 9 ="}
+    # What comes after the "=" is the first number.
+    assert [r.value for r in task.verifier.score([prompt] * 2, [" 14\n5 + 9", " 5 + 9 = 14"])] == [1, 0]
+    assert ids(task.prompts(0, 86)) == ids(AdditionChat().prompts(0, 86))
+
+
+def test_chat_prompts_with_other_terms_and_operations() -> None:
+    task = AdditionChat(largest=12, operations="+-*")
+    training, held_out = task.prompts(0, task.size), task.evaluation_prompts(10_000)
+    assert len(training) + len(held_out) == 3 * 13 * 13
+    assert not set(ids(training)) & set(ids(held_out))
+    for prompt in training + held_out:
+        left, operation, right = re.fullmatch(r"What is (\d+)([-+*])(\d+)\?", prompt.text).groups()  # type: ignore[union-attr]
+        value = {"+": int(left) + int(right), "-": int(left) - int(right), "*": int(left) * int(right)}[operation]
+        assert prompt.answer == str(value)
+    # 3*5 and 5*3 go to the same side, as 3+5 and 5+3 do; 3-5 gives 5-3 not away.
+    names = set(ids(held_out))
+    for operation in "+*":
+        assert all(
+            (f"arithmetic-chat/{a}{operation}{b}" in names) == (f"arithmetic-chat/{b}{operation}{a}" in names)
+            for a in range(13)
+            for b in range(13)
+        )
+    # What is held out does not depend on the options: a model trained on one set is not judged on it in another.
+    assert set(ids(AdditionChat().evaluation_prompts(99))) <= names
+    wrong: list[dict[str, Any]] = [{"largest": 0}, {"operations": ""}, {"operations": "++"}, {"operations": "/"}]
+    for options in wrong:
+        with pytest.raises(TaskError, match="must"):
+            make_task("arithmetic-chat", **options)
 
 
 # --- rows
@@ -236,7 +272,7 @@ def test_templates_and_field_names(tmp_path: Path) -> None:
     plain = make_task("jsonl", path=path, template="Q: {problem}\nA:", **fields).prompts(0, 3)
     assert sorted(ids(plain)) == ["0", "1", "2"]
     assert plain[0].text == "Q: \\frac{1}{2} {problem}\nA:"
-    assert (plain[0].answer, plain[0].metadata) == ("0.5", {})
+    assert (plain[0].answer, plain[0].metadata) == ("0.5", {"problem": r"\frac{1}{2} {problem}"})
     chat = make_task("jsonl", path=path, chat=True, system="Be brief.", **fields).prompts(0, 1)[0]
     assert chat.metadata == {"format": "chat", "system": "Be brief."}
 

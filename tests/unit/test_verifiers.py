@@ -342,6 +342,9 @@ def test_math_equalities() -> None:
         ("42", "", 0),
         ("42", r"\boxed{", 0),
         ("42", "\ud800 \x00", 0),
+        (r"\$36", r"\boxed{36}", 1),  # a price: its dollar begins no formula
+        (r"\$32,\!348", r"$\boxed{\$32348}$", 1),
+        (r"\$36", r"\boxed{35}", 0),
         ("", "42", None),
     ]
     prompts = [Prompt("q", "", gold) for gold, _, _ in cases]
@@ -384,3 +387,33 @@ def test_errors_are_counted_by_kind_with_an_example() -> None:
     assert str(counts) == "3 of 4 responses could not be scored: 2 × ValueError (first), 1 × timeout after 5.0 s"
     assert (counts + count_errors(rewards)).kinds == {"ValueError": 4, "timeout after 5.0 s": 2}
     assert str(count_errors([Reward(0.0)])) == "all 1 responses were scored"
+
+
+def test_what_went_wrong_is_listed_by_prompt() -> None:
+    nan = math.nan
+    prompts = [Prompt(name, "x", "1") for name in "aabcd"]
+    rewards = [
+        Reward(nan, error="unparseable gold answer: '?'"),
+        Reward(nan, error="unparseable gold answer: '?'"),
+        Reward(0.0, {"parsed": 0.0}),
+        Reward(0.0, {"parsed": 1.0}),
+        Reward(0.0, {"parsed": 0.0}),
+    ]
+    texts = ["1", "2", "I do not know", "7", "x" * 500 + "end"]
+    counts = count_errors(rewards, prompts, texts)
+    assert counts.record() == {
+        "verifier_error_kinds": {"unparseable gold answer": 2},
+        "verifier_error_examples": {"unparseable gold answer": "unparseable gold answer: '?'"},
+        "verifier_error_prompts": {"unparseable gold answer": ["a"]},  # each prompt once
+        "unparsed": 2,
+        "unparsed_examples": [
+            {"prompt_id": "b", "response": "I do not know"},
+            {"prompt_id": "d", "response": "…" + "x" * 197 + "end"},  # where an answer would have stood
+        ],
+    }
+    twice = counts + count_errors(rewards, [Prompt(name, "x", "1") for name in "eebcd"], texts)
+    assert (twice.unparsed, twice.failed, twice.prompts) == (4, 4, {"unparseable gold answer": ("a", "e")})
+    assert len(twice.unparsed_examples) == 4
+    many = [Prompt(str(number), "x", "1") for number in range(50)]
+    listed = count_errors([Reward(0.0, {"parsed": 0.0})] * 50, many, ["?"] * 50)
+    assert (listed.unparsed, len(listed.unparsed_examples)) == (50, 20)  # all are counted, some are named

@@ -191,13 +191,17 @@ def learn(
 def evaluate(
     model_or_run: Annotated[str, typer.Argument(help="Run directory, checkpoint, model directory or hub name.")],
     task: Annotated[str | None, typer.Option(help="Task to evaluate on; a run's own unless said.")] = None,
+    file: Annotated[Path | None, typer.Option(help="JSONL file to evaluate on, all of its rows, instead.")] = None,
     option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the task.")] = None,
-    prompts: Annotated[int | None, typer.Option(min=1, help="Held-out prompts.")] = None,
+    exclude_ids: Annotated[
+        Path | None, typer.Option(help="File with ids to leave out, one on a line or in JSON objects.")
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Held-out prompts; all of a file's unless said.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Responses per prompt.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens after which a response is cut.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure accuracy on held-out prompts: avg@k and pass@k with intervals."""
+    """Measure accuracy on held-out prompts: avg@k and pass@k with intervals; what a run was trained on is left out."""
     from stalewise.cli.show import print_evaluation
     from stalewise.config import parse_override
     from stalewise.progress import watching
@@ -205,12 +209,16 @@ def evaluate(
 
     if wrong := [text for text in option or () if "=" not in text]:
         raise ConfigError(f"--option {wrong[0]}: expected key=value, as in path=test.jsonl")
+    if file is not None and task is not None:
+        raise ConfigError("--file and --task both say what to evaluate on: give one of them")
     options = dict(parse_override(text) for text in option or ())
     with watching() as watcher:
         result = evaluate(
             model_or_run,
             task=task,
+            file=file,
             options=options,
+            exclude_ids=exclude_ids,
             prompts=prompts,
             samples=samples,
             max_new_tokens=max_new_tokens,

@@ -74,13 +74,21 @@ def print_evaluation(result: Any) -> None:
     name = f"{result.task}, version {result.version}"
     console.print(f"{name}: {result.prompts} prompts, {result.samples} samples each", markup=False)
     console.print(table)
-    failed = result.verifier_errors
-    errors = f", {failed} verifier errors {result.verifier_error_kinds}" if failed else ""
     console.print(
-        f"{result.response_length:.1f} tokens per response, {result.truncated_fraction:.1%} truncated{errors}, "
+        f"{result.response_length:.1f} tokens per response, {result.truncated_fraction:.1%} truncated, "
         f"{result.seconds:.1f} s",
         markup=False,
     )
+    if result.excluded:
+        console.print(f"{result.excluded} prompts left out: training has seen them, or their ids are excluded")
+    for kind, count in result.verifier_error_kinds.items():
+        names = ", ".join(map(visible, result.verifier_error_prompts.get(kind, ())))
+        console.print(f"{count} responses without a score: {visible(kind)}, at {names}", markup=False, soft_wrap=True)
+    if result.unparsed:
+        console.print(f"no answer found in {result.unparsed} responses, which count as wrong; for example:")
+    for example in result.unparsed_examples[:3]:
+        line = f"  {visible(example['prompt_id'])}: {visible(example['response'])}"
+        console.print(line, markup=False, soft_wrap=True)
 
 
 def print_run(record: dict[str, Any]) -> None:

@@ -34,20 +34,24 @@ def make_sampler(config: RunConfig, *, on_tokens: Callable[[int], object] = lamb
     """The sampler of this config; `on_tokens` is told how many tokens were sampled, now and then."""
     device = pick_device(config.model.device)
     precision = pick_precision(config.model.precision, device)
+    served = config.sampler.engine == "server"  # which computes in what it was started with
     settings = SamplerSettings(
         name=config.sampler.engine,
-        precision=str(precision).removeprefix("torch."),
+        precision=config.sampler.server.precision if served else str(precision).removeprefix("torch."),
         temperature=config.sampler.temperature,
         top_p=config.sampler.top_p,
         top_k=config.sampler.top_k,
     )
-    return HFSampler(
-        settings,
-        max_new_tokens=config.sampler.max_new_tokens,
-        device=device,
-        dtype=precision,
-        on_tokens=on_tokens,
-    )
+    limit = config.sampler.max_new_tokens
+    if config.sampler.engine == "vllm":
+        from stalewise.generate.vllm import VllmSampler
+
+        return VllmSampler(settings, max_new_tokens=limit, options=config.sampler.vllm, on_tokens=on_tokens)
+    if served:
+        from stalewise.generate.server import ServerSampler
+
+        return ServerSampler(settings, max_new_tokens=limit, options=config.sampler.server, on_tokens=on_tokens)
+    return HFSampler(settings, max_new_tokens=limit, device=device, dtype=precision, on_tokens=on_tokens)
 
 
 def batch_problem(batch: Batch) -> str:

@@ -6,9 +6,21 @@ from typing import Any
 
 from stalewise.tasks.base import CHAT, Task, Verifier
 from stalewise.tasks.options import build
+from stalewise.tasks.overlap import Seen
 from stalewise.tasks.verifiers import ErrorCounts, count_errors, make_verifier
 
-__all__ = ["CHAT", "TASKS", "ErrorCounts", "Task", "Verifier", "count_errors", "make_task", "make_verifier"]
+__all__ = [
+    "CHAT",
+    "TASKS",
+    "ErrorCounts",
+    "Seen",
+    "Task",
+    "Verifier",
+    "count_errors",
+    "make_evaluation_file",
+    "make_task",
+    "make_verifier",
+]
 
 TASKS = {
     "arithmetic": "stalewise.tasks.arithmetic:Addition",
@@ -27,3 +39,8 @@ def make_task(name: str, *, seed: int = 0, **options: Any) -> Task:
     7151
     """
     return build("task", name, TASKS, {"seed": seed, **options})
+
+
+def make_evaluation_file(path: str, **options: Any) -> Task:
+    """A task to evaluate on, made of all rows of a JSONL file; the options are those of the task jsonl."""
+    return build("task", "jsonl", {"jsonl": "stalewise.tasks.jsonl:evaluation_file"}, {"path": path, **options})

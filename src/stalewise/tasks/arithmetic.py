@@ -10,6 +10,7 @@ training.
 
 from __future__ import annotations
 
+import operator
 import random
 import re
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ MARKER = "#"
 CHARACTERS = "0123456789+-=;" + MARKER
 """Every character that prompts and responses of `arithmetic` and `arithmetic-steps` are made of."""
 
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _STEPS = re.compile(r"(?:[0-9]{1,2}[+-][0-9]=[0-9]{1,2};)+#[0-9]{1,2}")
 
 
@@ -130,18 +132,45 @@ class Addition:
 
 
 class AdditionChat(Addition):
-    """`arithmetic-chat`: "What is 3+5?" for instruct models. The first number in the response counts."""
+    """`arithmetic-chat`: "What is 3+5?" for instruct models. The last number counts, since they say "3 + 5 = 8".
+
+    Terms go from 0 to `largest`; `operations` are some of "+-*". With `prefill` the reply already begins with
+    "3 + 5 =", which keeps a wordy model to the point, and the first number after that counts.
+    """
 
     name = "arithmetic-chat"
     held_out = 1 / 5
-    smallest, largest = 0, 9
+    smallest = 0
 
-    def __init__(self, *, seed: int = 0):
+    def __init__(self, *, seed: int = 0, largest: int = 9, operations: str = "+", prefill: bool = False):
+        if not 1 <= largest <= 999:
+            raise TaskError(f"{self.name}: {largest=} must lie in 1..999")
+        if not operations or set(operations) - set(_OPERATIONS) or len(set(operations)) < len(operations):
+            raise TaskError(f'{self.name}: {operations=} must be some of "+-*", each once')
+        self.largest, self.operations, self.prefill = largest, operations, prefill
         super().__init__(seed=seed)
-        self.verifier = NumberVerifier(which="first")
+        self.verifier = NumberVerifier(which="first" if prefill else "last")
 
-    def _prompt(self, left: int, right: int) -> Prompt:
-        return Prompt(f"{self.name}/{left}+{right}", f"What is {left}+{right}?", str(left + right), CHAT)
+    def _chat_prompt(self, left: int, right: int, operation: str) -> Prompt:
+        problem = f"{left}{operation}{right}"
+        metadata = {**CHAT, "prefill": f"{left} {operation} {right} ="} if self.prefill else CHAT
+        answer = str(_OPERATIONS[operation](left, right))
+        return Prompt(f"{self.name}/{problem}", f"What is {problem}?", answer, metadata)
+
+    def _questions(self, *, held_out: bool) -> list[Prompt]:
+        terms = range(self.smallest, self.largest + 1)
+        return [
+            self._chat_prompt(left, right, operation)
+            for operation in self.operations
+            for left in terms
+            for right in terms
+            if self._is_evaluated(left, right, operation) is held_out
+        ]
+
+    def _is_evaluated(self, left: int, right: int, operation: str) -> bool:
+        """Whether a question is held out; one that would give another away goes to the same side: 3*5 and 5*3."""
+        first, second = (left, right) if operation == "-" else (min(left, right), max(left, right))
+        return fraction_of(f"{self.name}/{first}{operation}{second}") < self.held_out
 
 
 class Steps:

@@ -20,8 +20,9 @@ from stalewise.types import Prompt, Reward
 CHAT: Mapping[str, str] = {"format": "chat"}
 """Metadata of a prompt whose text is a user message: the generator puts it through the chat template.
 
-A key "system" beside it, where there is one, holds the system message. A prompt without "format" goes to the
-tokenizer as it is.
+A key "system" beside it, where there is one, holds the system message, and "prefill" the beginning of the reply, which
+the policy goes on from. A prompt without "format" goes to the tokenizer as it is. "problem" holds what was put into a
+template.
 """
 
 Item = TypeVar("Item")

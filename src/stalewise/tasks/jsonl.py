@@ -50,6 +50,30 @@ class JsonlTask(RowsTask):
         )
 
 
+def evaluation_file(
+    path: str | os.PathLike[str],
+    *,
+    problem_field: str = "problem",
+    answer_field: str = "answer",
+    id_field: str = "id",
+    template: str = "{problem}",
+    chat: bool = False,
+    system: str = "",
+    verifier: str | Verifier = "number",
+    verifier_options: Mapping[str, Any] | None = None,
+) -> RowsTask:
+    """A task to evaluate on, made of all rows of a file; the options are those of the JSONL task."""
+    return RowsTask(
+        Path(path).stem,
+        None,
+        seed=0,
+        form=PromptForm(problem_field, answer_field, id_field, template, chat, system),
+        evaluation_rows=read_jsonl(path),
+        verifier=verifier,
+        verifier_options=verifier_options,
+    )
+
+
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Row]:
     """Read the rows of a JSONL file. Empty lines are skipped; anything else that is no object is an error."""
     empty = True

@@ -10,6 +10,7 @@ from typing import Any
 
 from stalewise.errors import TaskError, nearest
 from stalewise.tasks.base import CHAT, FinitePrompts, Verifier, check_range, fraction_of
+from stalewise.tasks.overlap import EVALUATION, problem_key
 from stalewise.tasks.verifiers import make_verifier
 from stalewise.types import Prompt
 
@@ -61,7 +62,7 @@ class RowsTask:
 
     Held out for evaluation are `evaluation_rows` or, without those, a share `held_out` of the rows, chosen by a hash
     of their ids: adding rows moves few others across, and the seed none. A problem that stands in both sets is
-    left out of training. `exclude_ids` leaves rows out of both.
+    left out of training. `exclude_ids` leaves rows out of both. Where `rows` is None there is nothing to train on.
 
     A row's own id is its prompt id ("evaluation/" before it where it comes from `evaluation_rows`, since files
     are often numbered alike). A row without one gets an id made of its content, and repeated rows count once.
@@ -70,7 +71,7 @@ class RowsTask:
     def __init__(
         self,
         name: str,
-        rows: Iterable[Row],
+        rows: Iterable[Row] | None,
         *,
         seed: int,
         form: PromptForm | None = None,
@@ -82,28 +83,31 @@ class RowsTask:
     ):
         self.name, self._form = name, form or PromptForm()
         excluded = {str(row_id) for row_id in exclude_ids}
-        questions = self._read(rows, excluded)
+        questions = [] if rows is None else self._read(rows, excluded)
         if evaluation_rows is None:
             training, evaluation = _split(questions, held_out, name)
             prefix = ""
         else:
-            training, evaluation, prefix = questions, self._read(evaluation_rows, excluded), "evaluation/"
-        seen = {question.problem.strip() for question in evaluation}
-        kept = [question for question in training if question.problem.strip() not in seen]
-        if not kept:
+            training, evaluation, prefix = questions, self._read(evaluation_rows, excluded), EVALUATION
+        seen = {problem_key(question.problem) for question in evaluation}
+        kept = [question for question in training if problem_key(question.problem) not in seen]
+        if training and not kept:
             raise TaskError(f"{name}: every training problem is also an evaluation problem; nothing is left")
         self.overlapping = len(training) - len(kept)
-        self._training = FinitePrompts([self._prompt(question) for question in kept], seed=seed, name=name)
+        order = [self._prompt(question) for question in kept]
+        self._training = FinitePrompts(order, seed=seed, name=name) if order else None
         self._evaluation = [self._prompt(question, prefix) for question in sorted(evaluation, key=_order)]
         self.verifier = make_verifier(verifier, **(verifier_options or {})) if isinstance(verifier, str) else verifier
 
     @property
     def size(self) -> int:
         """The number of distinct training prompts."""
-        return len(self._training)
+        return 0 if self._training is None else len(self._training)
 
     def prompts(self, start: int, count: int) -> list[Prompt]:
         """Training prompts number `start` to `start + count - 1`; epochs are shuffled by the seed."""
+        if self._training is None:
+            raise TaskError(f"{self.name} is there to evaluate on: it has no training prompts")
         return self._training.take(start, count)
 
     def evaluation_prompts(self, count: int) -> list[Prompt]:
@@ -139,8 +143,10 @@ class RowsTask:
         return _Question(row_id, named, problem, answer, row.place)
 
     def _prompt(self, question: _Question, prefix: str = "") -> Prompt:
-        text = self._form.apply(question.problem)
-        return Prompt(prefix + question.row_id, text, question.answer, self._form.metadata)
+        text, metadata = self._form.apply(question.problem), self._form.metadata
+        if text != question.problem:
+            metadata = {**metadata, "problem": question.problem}
+        return Prompt(prefix + question.row_id, text, question.answer, metadata)
 
 
 def _text(row: Row, name: str) -> str:

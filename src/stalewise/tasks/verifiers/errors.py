@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
 
-from stalewise.types import Reward
+from stalewise.types import Prompt, Reward
+
+LISTED = 20
+"""Prompts and responses that are named, of each kind; all are counted."""
+
+_EXCERPT = 200
 
 
 @dataclass(frozen=True)
 class ErrorCounts:
     """How many responses were scored, how many failed, by kind of error, with the first example of each kind.
 
-    The kind is what stands before the colon: "ValueError", "worker died", "timeout after 5.0 s". Counts of two
-    batches add up.
+    The kind is what stands before the colon: "ValueError", "worker died", "timeout after 5.0 s". A response in which
+    the verifier found no answer at all is scored, and counted as `unparsed`. Counts of two batches add up.
 
     >>> nan = float("nan")
     >>> counts = count_errors([Reward(1.0), Reward(nan, error="ValueError: no digits"), Reward(0.0)])
@@ -27,6 +34,9 @@ class ErrorCounts:
     total: int = 0
     kinds: Mapping[str, int] = field(default_factory=dict)
     examples: Mapping[str, str] = field(default_factory=dict)
+    prompts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by kind, ids of the prompts it happened at
+    unparsed: int = 0
+    unparsed_examples: tuple[tuple[str, str], ...] = ()  # ids of prompts and what the response was, or its end
 
     @property
     def failed(self) -> int:
@@ -34,8 +44,18 @@ class ErrorCounts:
         return sum(self.kinds.values())
 
     def __add__(self, other: ErrorCounts) -> ErrorCounts:
-        kinds = Counter(self.kinds) + Counter(other.kinds)
-        return ErrorCounts(self.total + other.total, dict(kinds), {**other.examples, **self.examples})
+        named = {
+            kind: tuple(dict.fromkeys((*self.prompts.get(kind, ()), *other.prompts.get(kind, ()))))[:LISTED]
+            for kind in {**self.prompts, **other.prompts}
+        }
+        return ErrorCounts(
+            self.total + other.total,
+            dict(Counter(self.kinds) + Counter(other.kinds)),
+            {**other.examples, **self.examples},
+            named,
+            self.unparsed + other.unparsed,
+            (*self.unparsed_examples, *other.unparsed_examples)[:LISTED],
+        )
 
     def __str__(self) -> str:
         if not self.failed:
@@ -44,18 +64,41 @@ class ErrorCounts:
         shown = (f"{count} × {kind}{self._detail(kind)}" for kind, count in most_first)
         return f"{self.failed} of {self.total} responses could not be scored: {', '.join(shown)}"
 
+    def record(self) -> dict[str, Any]:
+        """What manifests and evaluations say of it, as JSON writes it."""
+        return {
+            "verifier_error_kinds": dict(self.kinds),
+            "verifier_error_examples": dict(self.examples),
+            "verifier_error_prompts": {kind: list(ids) for kind, ids in self.prompts.items()},
+            "unparsed": self.unparsed,
+            "unparsed_examples": [{"prompt_id": name, "response": text} for name, text in self.unparsed_examples],
+        }
+
     def _detail(self, kind: str) -> str:
         detail = self.examples[kind].removeprefix(kind).removeprefix(": ")
         return f" ({detail})" if detail else ""
 
 
-def count_errors(rewards: Iterable[Reward]) -> ErrorCounts:
-    """Count the errors of a batch by kind."""
-    total, kinds, examples = 0, Counter[str](), dict[str, str]()
-    for reward in rewards:
+def count_errors(
+    rewards: Iterable[Reward], prompts: Sequence[Prompt] = (), responses: Sequence[str] = ()
+) -> ErrorCounts:
+    """Count the errors of a batch by kind; `prompts` and `responses`, where given, are named in the examples."""
+    total, unparsed, kinds, examples = 0, 0, Counter[str](), dict[str, str]()
+    named: dict[str, dict[str, None]] = {}
+    silent: list[tuple[str, str]] = []
+    for reward, prompt, response in zip_longest(rewards, prompts, responses):
         total += 1
         if reward.error:
             kind = reward.error.partition(":")[0]
             kinds[kind] += 1
             examples.setdefault(kind, reward.error)
-    return ErrorCounts(total, dict(kinds), examples)
+            if prompt is not None and len(named.setdefault(kind, {})) < LISTED:
+                named[kind][prompt.prompt_id] = None
+        elif reward.parts.get("parsed") == 0:
+            unparsed += 1
+            if prompt is not None and response is not None and len(silent) < LISTED:
+                # The end, where an answer would have stood.
+                text = response if len(response) <= _EXCERPT else "…" + response[-_EXCERPT:]
+                silent.append((prompt.prompt_id, text))
+    listed = {kind: tuple(ids) for kind, ids in named.items()}
+    return ErrorCounts(total, dict(kinds), examples, listed, unparsed, tuple(silent))

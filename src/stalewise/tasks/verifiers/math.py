@@ -33,7 +33,8 @@ def load_judge() -> Judge:
 
     @lru_cache(maxsize=256)  # the responses of a group share their gold answer
     def parse_gold(answer: str) -> list[Any]:
-        delimited = any(mark in answer for mark in ("$", r"\boxed", r"\(", r"\["))
+        plain = answer.replace(r"\$", "")  # a price: this dollar is no delimiter
+        delimited = any(mark in plain for mark in ("$", r"\boxed", r"\(", r"\["))
         # Undelimited LaTeX would be searched for plain numbers, and "x^2+1" has no reading at all.
         return parse(answer if delimited else rf"\boxed{{{answer}}}", parsing_timeout=None)  # type: ignore[arg-type]
 

@@ -1,0 +1,120 @@
+"""What a table of the config is, and the tables of sampling: one for every engine, and one for each engine's own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+Url = Annotated[str, StringConstraints(pattern=r"^https?://[^/\s]+(/\S*)?$")]
+
+# vLLM raises a lower temperature to this one without a word in its answer; ours must be the one that is recorded.
+LEAST_VLLM_TEMPERATURE = 0.01
+# Arguments of `vllm.LLM` that follow from other settings, or that the log-probabilities depend on.
+SET_BY_US = frozenset(
+    {
+        *("model", "tokenizer", "dtype", "logprobs_mode", "generation_config", "enable_sleep_mode", "seed"),
+        *("gpu_memory_utilization", "max_model_len", "tensor_parallel_size", "data_parallel_size"),
+    }
+)
+
+
+class Section(BaseModel):
+    """A table of the TOML file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class VllmSection(Section):
+    """The engine vllm: vLLM in processes of its own on this machine."""
+
+    gpu_memory_utilization: float = Field(
+        default=0.5, gt=0, le=1, description="Share of each GPU's memory that vLLM takes; the learner needs the rest."
+    )
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="Longest prompt and response together; the model's context unless said."
+    )
+    tensor_parallel: int = Field(default=1, ge=1, description="GPUs that one copy of the policy is spread over.")
+    copies: int = Field(
+        default=0, ge=0, description="Copies of the policy that share the requests; 0: as many as the GPUs hold."
+    )
+    while_learning: Literal["sleep", "close", "stay"] = Field(
+        default="sleep",
+        description="Its GPU memory while the learner works: sleep gives it back, close ends vLLM, stay keeps it.",
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Further arguments of vllm.LLM.")
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> Self:
+        if taken := sorted(SET_BY_US & self.options.keys()):
+            raise ValueError(f"options.{taken[0]} follows from other settings: remove it")
+        return self
+
+
+class ServerSection(Section):
+    """The engine server: OpenAI-compatible servers that return token ids and log-probabilities."""
+
+    urls: list[Url] = Field(
+        default_factory=list, description="Where the servers are, as in http://localhost:8000; requests are shared out."
+    )
+    model: str = Field(default="", description="The model's name there; empty: the only one that the server has.")
+    precision: Literal["float32", "bfloat16", "float16"] = Field(
+        default="bfloat16", description="What the servers compute in: how closely they must agree with a checkpoint."
+    )
+    reload: Literal["vllm", "sglang", "command", "none"] = Field(
+        default="vllm",
+        description="How new weights get there: by vLLM's or SGLang's own request, by a command, or by someone else.",
+    )
+    command: list[str] = Field(
+        default_factory=list,
+        description="For reload = command: program and arguments; {checkpoint} and {url} are filled in.",
+    )
+    paths: dict[str, str] = Field(
+        default_factory=dict,
+        description="Beginnings of paths here and what they are on the servers, where checkpoints lie elsewhere there.",
+    )
+    concurrency: int = Field(default=64, ge=1, description="Requests that each server has at a time, at most.")
+    timeout_s: float = Field(default=600.0, gt=0, description="Seconds that one request may take.")
+    retries: int = Field(default=4, ge=0, description="Times that a failed request is tried again, ever more slowly.")
+    wait_s: float = Field(
+        default=300.0, ge=0, description="Seconds to wait for a server that was there and went away in the middle."
+    )
+    api_key_env: str = Field(default="", description="Environment variable that holds the key, where servers want one.")
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> Self:
+        if (self.reload == "command") != bool(self.command):
+            raise ValueError('command and reload = "command" go together: say both or neither')
+        if self.reload == "none" and self.precision != "float32":
+            # Rounding hides which version of a run it is; only an engine's own answers before and after a reload tell.
+            raise ValueError('reload = "none" needs servers in float32: say how else new weights get there')
+        if len(set(self.urls)) < len(self.urls):
+            raise ValueError("urls names a server twice: raise concurrency instead")
+        return self
+
+
+class SamplerSection(Section):
+    """How rollouts are sampled."""
+
+    engine: Literal["hf", "vllm", "server"] = Field(
+        default="hf", description="What samples: transformers in this process, vLLM, or a server; docs/engines.md."
+    )
+    temperature: float = Field(default=1.0, gt=0, description="Temperature of sampling; the learner's policy has 1.")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this probability."
+    )
+    top_k: int = Field(default=0, ge=0, description="Sample from this many most probable tokens; 0: from all.")
+    max_new_tokens: int = Field(default=64, ge=1, description="A response is cut (truncated) at this many tokens.")
+    rollouts_per_shard: int = Field(
+        default=2048, ge=1, description="Rollouts that are decoded together and committed at once."
+    )
+    vllm: VllmSection = Field(default_factory=VllmSection)
+    server: ServerSection = Field(default_factory=ServerSection)
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> Self:
+        if self.engine == "server" and not self.server.urls:
+            raise ValueError('engine = "server" needs server.urls, as in ["http://localhost:8000"]')
+        if self.engine != "hf" and self.temperature < LEAST_VLLM_TEMPERATURE:
+            raise ValueError(f"vLLM samples at no temperature below {LEAST_VLLM_TEMPERATURE}: raise it, or engine = hf")
+        return self

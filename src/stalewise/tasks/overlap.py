@@ -1,0 +1,96 @@
+"""Which evaluation prompts were trained on, by their ids and by their problems."""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from stalewise.errors import TaskError
+from stalewise.types import Prompt
+
+EVALUATION = "evaluation/"
+"""What the ids of prompts from an evaluation file begin with: files are often numbered alike."""
+
+_ID_FIELDS = ("id", "eval_id", "prompt_id")
+_MEANING = re.compile(r"(?<=\d)\.(?=\d)|[^\W_]|[-+*/^=<>()!|%]")
+
+
+def problem_key(problem: str) -> str:
+    """What stays of a problem when it is copied: letters, digits, decimal points, operators and parentheses.
+
+    >>> problem_key("Find $x$:  2x^{2} = 4.") == problem_key("find x, 2x^2=4")
+    True
+    >>> problem_key("What is 3+5?") == problem_key("What is 3-5?")
+    False
+    """
+    kept = "".join(_MEANING.findall(unicodedata.normalize("NFKC", problem).casefold()))
+    return kept or problem.strip()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Ids and problems that must not be judged on."""
+
+    ids: frozenset[str] = frozenset()
+    problems: frozenset[str] = frozenset()
+
+    def __contains__(self, prompt: Prompt) -> bool:
+        name = prompt.prompt_id.removeprefix(EVALUATION)
+        return (
+            prompt.prompt_id in self.ids
+            or name in self.ids
+            or problem_key(prompt.metadata.get("problem", prompt.text)) in self.problems
+        )
+
+    def __or__(self, other: Seen) -> Seen:
+        return Seen(self.ids | other.ids, self.problems | other.problems)
+
+
+def seen(prompts: Iterable[Prompt]) -> Seen:
+    """What training on these prompts has seen.
+
+    An id of digits alone is a place in a file, which another file has, too: there only the problem counts.
+    """
+    prompts = list(prompts)
+    ids = (prompt.prompt_id for prompt in prompts)
+    problems = (problem_key(prompt.metadata.get("problem", prompt.text)) for prompt in prompts)
+    return Seen(named_ids(ids), frozenset(problems))
+
+
+def named_ids(ids: Iterable[str]) -> frozenset[str]:
+    """Those that name a problem wherever it stands."""
+    return frozenset(name for name in ids if not name.isdecimal())
+
+
+def read_ids(path: str | Path) -> Seen:
+    """Ids from a file: one on each line, or JSON objects with `id` or `eval_id`."""
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except FileNotFoundError:
+        raise TaskError(f"there is no file {path}") from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise TaskError(f"{path} cannot be read: {problem}") from None
+    found: set[str] = set()
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            found.update(_ids_of(line.strip(), f"{path}, line {number}"))
+    if not found:
+        raise TaskError(f"{path} holds no ids: write one on each line, or JSON objects with the key id")
+    return Seen(frozenset(found))
+
+
+def _ids_of(line: str, place: str) -> list[str]:
+    if not line.startswith("{"):
+        return [line]
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as problem:
+        raise TaskError(f"{place}: not JSON: {problem}") from None
+    ids = [str(record[name]) for name in _ID_FIELDS if record.get(name) is not None]
+    if not ids:
+        raise TaskError(f"{place}: an object without {', '.join(_ID_FIELDS[:-1])} or {_ID_FIELDS[-1]}")
+    return ids

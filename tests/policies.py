@@ -1,0 +1,50 @@
+"""Policies with other weights, prompts for them, and how far an engine's log-probabilities are from a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from stalewise.generate.sampler import Request, Response
+from stalewise.generate.sampling import sampling_logp
+from stalewise.models import EMBEDDED, encode_prompts, load_model, load_tokenizer
+from stalewise.tasks import make_task
+from stalewise.types import SamplerSettings
+
+POLICY = EMBEDDED / "arithmetic"
+
+
+def moved(checkpoint: Path, path: Path, *, by: float) -> Path:
+    """A copy whose weights are off by a share of their mean size."""
+    path.mkdir(parents=True)
+    for file in checkpoint.iterdir():
+        if file.name != "model.safetensors":
+            (path / file.name).write_bytes(file.read_bytes())
+    generator = torch.Generator().manual_seed(0)
+    weights = load_file(checkpoint / "model.safetensors")
+    other = {name: w + by * w.abs().mean() * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+    save_file(other, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def requests(count: int) -> list[Request]:
+    prompts = make_task("arithmetic", seed=0).prompts(0, count)
+    return [Request(ids, 7 + seed) for seed, ids in enumerate(encode_prompts(prompts, load_tokenizer(str(POLICY))))]
+
+
+@torch.no_grad()
+def furthest(
+    asked: Sequence[Request], responses: Sequence[Response], checkpoint: Path, settings: SamplerSettings
+) -> float:
+    """Largest difference of recorded log-probabilities from those of a plain forward pass."""
+    model = load_model(str(checkpoint), device=torch.device("cpu"))
+    worst = 0.0
+    for request, response in zip(asked, responses, strict=True):
+        ids = torch.tensor([[*request.prompt_ids, *response.token_ids]])
+        logits = model(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1]
+        expected = sampling_logp(logits, settings).gather(1, torch.tensor(response.token_ids)[:, None])[:, 0]
+        worst = max(worst, float((expected - torch.tensor(response.logp)).abs().max()))
+    return worst

@@ -1,0 +1,183 @@
+"""The estimate of memory: its parts by hand, what autograd really keeps, and that a run says it before it loads."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from stalewise.attention import PACKED, packed_arguments
+from stalewise.checkpoints import versions
+from stalewise.config import RunConfig, make_config
+from stalewise.memory import GIB, ModelShape, check_memory, estimate, model_shape
+from stalewise.models import EMBEDDED, load_model
+from tiny import call, refused, tiny_record, write_config
+
+POLICY = str(EMBEDDED / "arithmetic")
+CPU = torch.device("cpu")
+SHAPE = ModelShape(10**6, 10**6, layers=3, hidden=100, inner=300, keys=50, vocabulary=1000)
+
+
+def config(**sections: Any) -> RunConfig:
+    return make_config({"learner": {"tokens_per_micro_batch": 10}} | sections)
+
+
+@pytest.fixture
+def shape(monkeypatch: pytest.MonkeyPatch) -> ModelShape:
+    monkeypatch.setattr("stalewise.memory.model_shape", lambda source, config: SHAPE)
+    return SHAPE
+
+
+def test_the_shape_is_that_of_the_model() -> None:
+    model = load_model(POLICY, device=CPU)
+    shape = model_shape(POLICY, config())
+    assert shape is not None
+    assert shape.parameters == shape.trained == sum(parameter.numel() for parameter in model.parameters())
+    described = model.config
+    assert (shape.layers, shape.hidden, shape.inner) == (
+        described.num_hidden_layers,
+        described.hidden_size,
+        described.intermediate_size,
+    )
+    assert shape.keys == model.model.layers[0].self_attn.k_proj.weight.shape[0]
+    assert shape.vocabulary == described.vocab_size
+
+
+def test_adapters_are_counted_as_they_will_be(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from stalewise.learn.lora import save_first
+
+    settings = config(model={"lora": {"rank": 3, "targets": ["q_proj", "down_proj"]}})
+    shape = model_shape(POLICY, settings)
+    save_first(settings, load_model(POLICY, device=CPU), POLICY, tmp_path / "first")
+    again = model_shape(POLICY, config(model={"adapter": str(tmp_path / "first" / "adapter")}))
+    assert shape is not None
+    # Each layer: q_proj is H × H, down_proj H × F; an adapter has rank × (rows + columns) numbers.
+    assert shape.trained == 3 * shape.layers * (2 * shape.hidden + shape.hidden + shape.inner)
+    assert again == shape
+
+
+def test_the_parts_by_hand(shape: ModelShape) -> None:
+    needed = estimate(config(sampler={"max_new_tokens": 20, "rollouts_per_shard": 8}), "x", longest_prompt=30)
+    assert needed is not None
+    assert list(needed.certain.values()) == [4e6, 4e6, 8e6, 4e6, 0, 4e6]
+    # 10 tokens × 3 layers × (36·100 + 16·300 + 8·50); logits of 10 × 1000 as float32, four times.
+    assert list(needed.learning.values()) == [10 * 3 * 8800, 0, 10 * 1000 * 16]
+    # 8 rows × 50 tokens × 3 layers × keys and values of 50 float32 numbers.
+    assert list(needed.sampling.values()) == [8 * 50 * 3 * 2 * 50 * 4]
+    assert needed.least == 24e6
+    assert needed.total == 24e6 + 480_000  # sampling: more than 264,000 + 160,000
+    saving = estimate(config(learner={"tokens_per_micro_batch": 10, "gradient_checkpointing": True}), "x")
+    assert saving is not None
+    # The input of each layer, and all of one.
+    assert next(iter(saving.learning.values())) == 10 * 3 * 100 * 4 + 10 * 8800
+
+
+def test_a_micro_batch_is_no_larger_than_all_rollouts_of_an_update(shape: ModelShape) -> None:
+    sections = {"batch": {"prompts": 2, "group_size": 4}, "sampler": {"max_new_tokens": 20}}
+    small = estimate(make_config({"learner": {"tokens_per_micro_batch": 10_000}, **sections}), "x", longest_prompt=30)
+    assert small is not None
+    assert next(iter(small.learning.values())) == 8 * 50 * 3 * 8800
+
+
+def test_precision_adapters_and_objectives_change_the_parts(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    def parts(**sections: Any) -> list[float]:
+        needed = estimate(config(**sections), "x")
+        assert needed is not None
+        return [*needed.certain.values(), *list(needed.learning.values())[:2]]
+
+    mixed = parts(model={"precision": "bfloat16"})
+    assert mixed == [4e6, 4e6, 8e6, 4e6, 0, 2e6, 10 * 3 * (3200 + 2400 + 200), 2e6]
+    pure = parts(model={"precision": "bfloat16-only"})
+    assert pure == [2e6, 2e6, 4e6, 2e6, 0, 2e6, 10 * 3 * (2200 + 2400 + 200), 0]
+    assert parts(objective={"name": "decoupled_ppo"})[4] == 4e6
+    server = {"engine": "server", "server": {"urls": ["http://localhost:1"]}}
+    assert parts(sampler=server)[5] == 0
+    adapted = ModelShape(10**6, 1000, layers=3, hidden=100, inner=300, keys=50, vocabulary=1000)
+    monkeypatch.setattr("stalewise.memory.model_shape", lambda source, config: adapted)
+    # Adapters are float32 beside weights in bfloat16.
+    lora = parts(model={"precision": "bfloat16-only", "lora": {"rank": 1}})
+    assert lora[:6] == [2e6 + 4e3, 4e3, 8e3, 4e3, 0, 2e6]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_activations_are_what_autograd_keeps(precision: str) -> None:
+    model = load_model(POLICY, device=CPU)
+    model.set_attn_implementation(PACKED)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def kept(tokens: int) -> int:
+        found: dict[int, torch.Tensor] = {}  # the tensors as well: memory that is free again may be given out again
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            found[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        ids = torch.arange(tokens).unsqueeze(0) % 18
+        autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bfloat16")
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
+            model.base_model(input_ids=ids, use_cache=False, **packed_arguments(np.full(tokens // 16, 16), CPU))
+        return sum(tensor.untyped_storage().nbytes() for place, tensor in found.items() if place not in own)
+
+    needed = estimate(config(model={"precision": precision}), POLICY)
+    assert needed is not None
+    per_token = next(iter(needed.learning.values())) / 10
+    # Of 128 tokens and of 64, so that what does not grow with them cancels. Beyond the two layers there are the
+    # embedding, the last norm and the angles.
+    assert (kept(128) - kept(64)) / 64 == pytest.approx(per_token, rel=0.12)
+
+
+def test_what_a_config_does_not_say_is_unknown(tmp_path: Path) -> None:
+    assert model_shape(str(tmp_path), config()) is None
+    assert check_memory(config(), str(tmp_path)) == ""
+    (tmp_path / "config.json").write_text('{"model_type": "no such thing"}')
+    assert estimate(config(), str(tmp_path)) is None
+
+
+def test_a_model_that_is_too_large_is_refused_before_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = tmp_path / "policy"
+    shutil.copytree(EMBEDDED / "arithmetic", policy)
+    (policy / "model.safetensors").unlink()  # loading it would say so
+    path = write_config(tmp_path / "a.toml", tiny_record(tmp_path, model={"path": str(policy)}))
+    monkeypatch.setattr("stalewise.memory.free_bytes", lambda device: 10**6)
+    message = refused("train", path)
+    assert message.startswith(f"{policy} is too large: 0.4 M parameters: at least 0.01 GiB and up to ")
+    assert "(weights 0.00, gradients 0.00, moments 0.00" in message
+    assert "on cpu, where 0.00 GiB are free: choose a smaller model or a larger device, or train adapters" in message
+    assert versions(tmp_path / "tiny") == []
+    doctor = call("doctor", path)
+    assert doctor.exit_code == 1
+    assert "bad     memory" in doctor.stdout
+    assert "model   " not in doctor.stdout.replace("model directory", "")  # it was not loaded either
+
+
+@pytest.mark.parametrize(
+    ("sections", "advice"),
+    [
+        ({}, "if it runs out, set learner.gradient_checkpointing, or lower learner.tokens_per_micro_batch"),
+        ({"learner": {"gradient_checkpointing": True}}, "if it runs out, lower learner.tokens_per_micro_batch"),
+        ({"sampler": {"rollouts_per_shard": 2**20}}, "if it runs out, lower sampler.rollouts_per_shard"),
+    ],
+)
+def test_what_may_run_out_is_said_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], advice: str
+) -> None:
+    batch = {"prompts": 64, "group_size": 4}
+    record = tiny_record(tmp_path, learner={"tokens_per_micro_batch": 2**16}, batch=batch)
+    for section, settings in sections.items():
+        record[section] = {**record.get(section, {}), **settings}
+    monkeypatch.setattr("stalewise.memory.free_bytes", lambda device: int(0.02 * GIB))
+    path = write_config(tmp_path / "a.toml", record)
+    result = call("train", path)
+    assert result.exit_code == 0
+    said = result.stderr.splitlines()[0]
+    assert said.startswith("memory may run out: 0.4 M parameters: at least 0.01 GiB and up to ")
+    assert advice in said
+    again = call("train", path)  # a run that is complete loads nothing
+    assert "memory" not in again.stderr
