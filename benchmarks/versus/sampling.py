@@ -82,14 +82,14 @@ class Generator:
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in chosen])
         return {"input_ids": ids.to(self.place), "attention_mask": mask.to(self.place)}
 
-    def generate(self, batch: dict[str, Tensor], *, tokens: int = 0, scores: bool = False) -> Any:
+    def generate(self, batch: dict[str, Tensor], *, scores: bool = False) -> Any:
         return self.model.generate(
             **batch,
             do_sample=True,
             temperature=1.0,
             top_k=0,
             top_p=1.0,
-            max_new_tokens=tokens or self.settings.max_new_tokens,
+            max_new_tokens=self.settings.max_new_tokens,
             eos_token_id=self.stops.tolist(),
             pad_token_id=self.tokenizer.pad_token_id,
             return_dict_in_generate=True,
@@ -136,7 +136,8 @@ def generate(settings: Settings, work: Path, batch: int) -> dict[str, Any]:
     place = set_up(settings.device, settings.threads)
     generator = Generator(settings, base_checkpoint(work), place)
     torch.manual_seed(0)
-    generator.generate(generator.batch(0, batch), tokens=4)  # kernels are loaded, memory is there
+    # The whole length: kernels are chosen, and memory found, for each length of the cache anew.
+    generator.generate(generator.batch(0, batch))
     batches = max(1, settings.generate_rows // batch)
     found: dict[str, Any] = {"batch": batch, "batches": batches, "ways": {}}
     # The one that may run out of memory comes last.

@@ -120,7 +120,9 @@ def test_activations_are_what_autograd_keeps(precision: str) -> None:
         ids = torch.arange(tokens).unsqueeze(0) % 18
         autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bfloat16")
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
-            model.base_model(input_ids=ids, use_cache=False, **packed_arguments(np.full(tokens // 16, 16), CPU))
+            sixteen = np.full(tokens // 16, 16)
+            arguments = packed_arguments(sixteen, sixteen, np.arange(tokens), CPU, grids=True)
+            model.base_model(input_ids=ids, use_cache=False, **arguments)
         return sum(tensor.untyped_storage().nbytes() for place, tensor in found.items() if place not in own)
 
     needed = estimate(config(model={"precision": precision}), POLICY)
