@@ -35,6 +35,12 @@ def requests(count: int) -> list[Request]:
     return [Request(ids, 7 + seed) for seed, ids in enumerate(encode_prompts(prompts, load_tokenizer(str(POLICY))))]
 
 
+def long_requests(count: int) -> list[Request]:
+    """Prompts that begin with the same 64 tokens, two blocks of a prefix cache, and leave open what comes next."""
+    begin = torch.randint(3, 18, (64,), generator=torch.Generator().manual_seed(0)).tolist()
+    return [Request([*begin, 3 + place % 10], 100 + place) for place in range(count)]
+
+
 @torch.no_grad()
 def furthest(
     asked: Sequence[Request], responses: Sequence[Response], checkpoint: Path, settings: SamplerSettings

@@ -38,7 +38,7 @@ class Behaviour:
     reloads: bool = True  # knows /collective_rpc
     deaf: bool = False  # says that it reloaded, and did not
     cache_is_reset: bool = True
-    models: tuple[str, ...] = ("policy",)
+    models: tuple[str, ...] | None = ("policy",)
     change_prompt: bool = False
     end_tokens: bool = True
     not_json: bool = False
@@ -123,7 +123,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.paths.append(self.path)
-        self.answer(200, {"data": [{"id": name} for name in self.server.behaviour.models]})
+        names = self.server.behaviour.models
+        self.answer(200, {"data": [{"id": name} for name in names]} if names is not None else {"hello": "world"})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

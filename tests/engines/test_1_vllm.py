@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from policies import furthest, requests
+from policies import furthest, long_requests, requests
 from stalewise.generate.sampler import Request
 from stalewise.generate.vllm import VllmSampler
 from stalewise.sections import VllmSection
@@ -52,9 +52,7 @@ def test_a_later_checkpoint_replaces_the_weights_in_place(
     sampler: VllmSampler, untied: Path, untied_moved: Path
 ) -> None:
     sampler.load(untied)
-    # Short prompts, and prompts that fill two blocks of the prefix cache.
-    base = [token for request in requests(12) for token in request.prompt_ids][:64]
-    asked = [*requests(16), *(Request([*base, 3 + place // 4], 100 + place) for place in range(16))]
+    asked = [*requests(16), *long_requests(16)]
     process = sampler._copies[0].process.pid
     assert furthest(asked, sampler.sample(asked), untied, PLAIN) < 1e-5
     sampler.load(untied_moved)

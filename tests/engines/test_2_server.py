@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from servers import VllmServer
 
-from policies import furthest, requests
+from policies import furthest, long_requests, requests
 from stalewise.errors import EngineError
-from stalewise.generate.sampler import Request
 from stalewise.generate.server import ServerSampler
 from stalewise.sections import ServerSection
 from stalewise.types import SamplerSettings
@@ -42,8 +41,7 @@ def test_log_probabilities_are_those_of_a_plain_forward_pass(
 def test_a_later_checkpoint_replaces_the_weights(server: VllmServer, untied: Path, untied_moved: Path) -> None:
     sampler = make(server)
     sampler.load(untied)
-    base = [token for request in requests(12) for token in request.prompt_ids][:40]
-    asked = [*requests(8), *(Request([*base, 3 + place], place) for place in range(8))]
+    asked = [*requests(8), *long_requests(8)]
     assert furthest(asked, sampler.sample(asked), untied, PLAIN) < 1e-5
     sampler.load(untied_moved)
     after = sampler.sample(asked)

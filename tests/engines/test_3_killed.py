@@ -80,8 +80,8 @@ def test_the_embedded_policy_and_its_tied_output_layer(interrupted: Interrupted,
         difference = furthest(asked, sampler.sample(asked), POLICY, SamplerSettings())
         print(f"embedded policy: {difference:.2g}")
         assert difference < 1e-5
-        # vLLM 0.32 leaves the output layer as it was on a CPU, and says that all went well. The probe tells. Where it no
-        # longer does, vLLM has learned it, and the sampler need not start it anew for such models.
+        # vLLM 0.32 leaves the output layer as it was on a CPU, and says that all went well. The probe tells. Where it
+        # no longer does, vLLM has learned it, and the sampler need not start it anew for such models.
         sampler._all("reload", str(other))
         assert "are off by" in sampler._problem(read_policy_files(other))
     finally:

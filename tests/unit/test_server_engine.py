@@ -302,6 +302,8 @@ def test_an_engine_that_gives_the_same_digits_for_another_checkpoint_did_not_loa
         ({"change_prompt": True}, "changed the tokens of a prompt"),
         ({"end_tokens": False}, "none of the end tokens|0 tokens and 0 log-probabilities|answers without"),
         ({"models": ("a", "b")}, r"has the models a, b: name one in sampler\.server\.model"),
+        ({"models": ()}, r"name one in sampler\.server\.model"),
+        ({"models": None}, "lists no models: is this an OpenAI-compatible server"),
         ({"not_json": True}, "answered with something that is no JSON"),
     ],
 )

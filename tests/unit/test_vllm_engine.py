@@ -140,6 +140,7 @@ def test_where_a_reload_does_not_work_the_engine_is_started_anew(
     first, second = notes(tmp_path, "start")
     assert first["model"] == str(POLICY)
     assert second["model"] == str(other)
+    assert list(tmp_path.glob("stalewise-vllm-*.log")) == [sampler._copies[0].log]  # a reload that failed leaves none
     assert first["pid"] != second["pid"]
     assert not psutil.pid_exists(first["pid"])
 
@@ -246,9 +247,10 @@ def test_a_death_in_the_middle_is_one_message_with_its_last_words(make: Make, mo
     monkeypatch.setenv("FAKE_VLLM_FAULTS", "die")
     sampler = make()
     sampler.load(POLICY)
-    with pytest.raises(EngineError, match=r"vLLM ended by itself \(3\): RuntimeError: out of everything"):
+    with pytest.raises(EngineError, match=r"vLLM ended by itself \(3\): RuntimeError: out of everything") as died:
         sampler.sample(requests(2))
     sampler.close()
+    assert "out of everything" in Path(str(died.value).partition("its log: ")[2].rstrip(")")).read_text()
     monkeypatch.delenv("FAKE_VLLM_FAULTS")
     sampler.load(POLICY)  # and can be started again
     assert len(sampler.sample(requests(2))) == 2

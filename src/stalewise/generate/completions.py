@@ -72,9 +72,14 @@ class Server:
         """See that it is there, and find out what it calls its model."""
         listed = self.endpoint.get("/v1/models")
         self.met = True
-        names = [model["id"] for model in listed["data"]]
-        self._model = self.options.model or names[0]
-        if self._model not in names or (not self.options.model and len(names) > 1):
+        try:
+            names = [str(model["id"]) for model in listed["data"]]
+        except (KeyError, TypeError):
+            raise EngineError(
+                f"{self.endpoint.url}/v1/models lists no models: is this an OpenAI-compatible server?"
+            ) from None
+        self._model = self.options.model or (names[0] if len(names) == 1 else "")
+        if self._model not in names:
             raise EngineError(
                 f"{self.endpoint.url} has the models {', '.join(names)}: name one in sampler.server.model"
             )
