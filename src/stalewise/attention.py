@@ -11,6 +11,8 @@ K key-value heads, D numbers per head.
 
 from __future__ import annotations
 
+import shutil
+from functools import cache
 from inspect import signature
 from typing import Any, TypedDict
 
@@ -109,7 +111,7 @@ def packed_attention(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention within each segment, [1, T, H, D]."""
-    refuse_unknown(others)
+    refuse_unknown(module, attention_mask, others)
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
     if query_THD.is_cuda and value_TKD.dtype is not torch.float32:
         # Under autocast, values have the low precision while rotated queries and keys do not.
@@ -164,8 +166,8 @@ def slot_attention(
 
     S slots have room for L tokens each; row r reads the first `length_R[r]` of slot `slot_R[r]`.
     """
-    refuse_unknown(others)
-    if query_RH1D.is_cuda and value_SLKD.dtype is not torch.float32 and has_triton():
+    refuse_unknown(module, attention_mask, others)
+    if query_RH1D.is_cuda and value_SLKD.dtype is not torch.float32 and can_compile():
         from stalewise.decode_kernel import decode_attention  # Triton comes with torch for GPUs alone
 
         scale = query_RH1D.shape[-1] ** -0.5 if scaling is None else scaling
@@ -184,9 +186,12 @@ def slot_attention(
     return output_RH1D.transpose(1, 2), None
 
 
-def refuse_unknown(others: dict[str, Any]) -> None:
-    """An architecture that asks for more than plain attention (soft caps, sinks, other masks) must not be packed."""
+def refuse_unknown(module: Any, attention_mask: Any, others: dict[str, Any]) -> None:
+    """An architecture that asks for more than plain attention (masks, chunks, soft caps, sinks) must not be packed."""
     asked = sorted(name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None)
+    asked += ["attention_mask"] if attention_mask is not None else []
+    # A mask of chunks would be made for attention that transformers knows, and is not made for this.
+    asked += ["attention_chunk_size"] if getattr(module.config, "attention_chunk_size", None) else []
     if asked:
         raise NotImplementedError(f"packed attention has no {', '.join(asked)}")
 
@@ -216,11 +221,19 @@ def _packs(model: Any, grids: bool, tolerance: float) -> bool:
         arguments = packed_arguments(np.array([5, 4, 8]), np.array([5, 9, 13]), keys, model.device, grids=grids)
         ids = torch.cat([prompt, *responses]).unsqueeze(0)
         found = model(input_ids=ids, use_cache=False, **arguments).logits[0].float()
+    except torch.OutOfMemoryError:
+        raise
     except (NotImplementedError, ValueError, TypeError, RuntimeError):
         return False
     finally:
         model.set_attn_implementation(before)
     return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
+
+
+@cache
+def can_compile() -> bool:
+    """Whether kernels can be made here: Triton, which comes with torch for GPUs, also wants a C compiler."""
+    return has_triton() and any(map(shutil.which, ("cc", "gcc", "clang")))
 
 
 AttentionInterface.register(PACKED, packed_attention)

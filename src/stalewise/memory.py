@@ -96,9 +96,14 @@ def model_shape(source: str, config: RunConfig) -> ModelShape | None:
         described: Any = AutoConfig.from_pretrained(source)
         with torch.device("meta"):  # layers without data
             model: Any = AutoModelForCausalLM.from_config(described)
-    except Exception:  # an architecture that needs code of its own, a damaged file: loading it will say so
+        return _shape(model, described.get_text_config(), config)
+    except ModelError:
+        raise
+    except Exception:  # code of its own, layers that differ, a damaged file: where it matters, loading will say so
         return None
-    text = described.get_text_config()
+
+
+def _shape(model: Any, text: Any, config: RunConfig) -> ModelShape:
     heads = int(getattr(text, "num_attention_heads", 1))
     width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
     parameters = sum(parameter.numel() for parameter in model.parameters())

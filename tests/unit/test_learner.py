@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from transformers import (
 
 from stalewise.attention import PACKED, packs
 from stalewise.config import RunConfig, make_config
-from stalewise.errors import ModelError
-from stalewise.learn.batching import Layout, micro_batches
+from stalewise.errors import ModelError, StoreError
+from stalewise.learn.batching import Layout, micro_batches, size_above
 from stalewise.learn.compilation import compile_layers
 from stalewise.learn.learner import Learner, NonFiniteUpdate
 from stalewise.learn.logp import output_layer_is_plain, response_logp
@@ -84,17 +85,17 @@ def plain_logp(rows: Rows) -> np.ndarray:
 
 @pytest.mark.parametrize("token_budget", [1, 60, 10_000])
 @pytest.mark.parametrize("chunk_elements", [18, 100, 1 << 24])
-@pytest.mark.parametrize(("shared", "step"), [(True, 1), (True, 128), (False, 1)])
+@pytest.mark.parametrize(("shared", "few_sizes"), [(True, False), (True, True), (False, False)])
 def test_log_probabilities_equal_a_plain_forward_pass(
-    token_budget: int, chunk_elements: int, shared: bool, step: int
+    token_budget: int, chunk_elements: int, shared: bool, few_sizes: bool
 ) -> None:
     rows, model = rollouts(shared=shared), load_model(str(POLICY), device=CPU)
     model.set_attn_implementation(PACKED)
     expected, found = plain_logp(rows), np.full(len(rows.response_ids), np.nan)
     seen: list[int] = []
-    for part in micro_batches(rows, Layout(token_budget, step=step), CPU):
+    for part in micro_batches(rows, Layout(token_budget, few_sizes=few_sizes), CPU):
         logp_BT, entropy_BT = response_logp(model, part, chunk_elements=chunk_elements)
-        assert part.input_ids_XW.numel() == -(-part.tokens // step) * step
+        assert part.input_ids_XW.numel() == (size_above(part.tokens, 1.06) if few_sizes else part.tokens)
         assert part.tokens <= token_budget or len(part.rows) == 1
         assert (entropy_BT[part.mask_BT] > 0).all()
         assert (entropy_BT <= math.log(18)).all()
@@ -316,7 +317,7 @@ def test_a_shared_prompt_passes_once_and_last_tokens_do_not_pass() -> None:
 def test_padding_makes_few_sizes() -> None:
     sizes = set()
     for seed in range(20):
-        (part,) = micro_batches(rollouts(groups=12, seed=seed), Layout(10_000, step=128, grids=False), CPU)
+        (part,) = micro_batches(rollouts(groups=12, seed=seed), Layout(10_000, few_sizes=True, grids=False), CPU)
         arguments = part.arguments
         assert arguments["cu_seq_lens_q"][-1] == part.input_ids_XW.numel()
         assert arguments["cu_seq_lens_k"][-1] == len(arguments["key_M"])
@@ -406,3 +407,58 @@ def test_compiled_layers_give_the_same_gradient() -> None:
     compile_layers(compiled.model, backend="eager")  # traced like any other, without a minute of code generation
     assert plain.update(rollouts())["grad_norm"] == pytest.approx(compiled.update(rollouts())["grad_norm"], rel=1e-5)
     assert list(compiled.model.state_dict()) == list(plain.model.state_dict())
+
+
+def test_out_of_memory_after_the_step_is_not_a_reason_to_take_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(before: Any, after: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("stalewise.learn.learner.distance", fail)
+    learner = Learner(config(), POLICY)
+    with pytest.raises(ModelError, match="out of memory after a step"):
+        learner.update(rollouts())
+    assert learner.steps == 1
+
+
+@pytest.mark.parametrize("value", [-500.0, math.inf])
+def test_any_ratio_that_is_not_finite_stops_the_step(value: float) -> None:
+    learner, rows = Learner(config(), POLICY), rollouts()
+    before = [parameter.detach().clone() for parameter in learner.names]
+    rows.behaviour_logp[3] = value
+    with pytest.raises(NonFiniteUpdate, match=r"1 tokens with a non-finite ratio \(rollout 0 token 3\)"):
+        learner.update(rows)
+    assert all(torch.equal(p, b) for p, b in zip(learner.names, before, strict=True))
+
+
+def test_a_controlled_rate_is_of_the_kind_that_a_fused_step_reads() -> None:
+    learner = Learner(config(optimizer={"learning_rate": 1e-3, "step_control": "vcpo"}), POLICY)
+    learner.update(rollouts())
+    assert learner.optimizer.param_groups[0]["lr"].dtype is torch.float32
+
+
+def test_an_empty_response_is_named() -> None:
+    rows = rollouts()
+    lengths = rows.response_lengths
+    lengths[5] = 0
+    keep = np.repeat(np.arange(len(rows)) != 5, rows.response_lengths)
+    empty = replace(
+        rows,
+        response_ids=rows.response_ids[keep],
+        behaviour_logp=rows.behaviour_logp[keep],
+        response_offsets=np.r_[0, lengths.cumsum()],
+    )
+    with pytest.raises(StoreError, match="rollout 5 has no prompt or no response tokens"):
+        Learner(config(), POLICY).update(empty)
+
+
+def test_gradients_do_not_depend_on_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = gradient_after_update("grpo", 100_000)
+    layouts: list[Layout] = []
+
+    def padded(rows: Rows, layout: Layout, device: torch.device) -> Any:
+        layouts.append(replace(layout, few_sizes=True))
+        return micro_batches(rows, layouts[-1], device)
+
+    monkeypatch.setattr("stalewise.learn.learner.micro_batches", padded)
+    found, _ = gradient_after_update("grpo", 60)
+    assert layouts and (found - whole).norm() <= 2e-4 * whole.norm()

@@ -251,3 +251,8 @@ def test_slots_are_cut_at_the_limit_and_made_anew_for_longer_prompts() -> None:
 def test_a_cache_that_is_more_than_keys_and_values_is_not_put_into_slots() -> None:
     model = MambaForCausalLM(MambaConfig(num_hidden_layers=2, hidden_size=32, vocab_size=50)).eval()
     assert slots_problem(model)
+
+
+def test_logits_that_are_not_numbers_draw_a_token_with_no_log_probability() -> None:
+    token, logp = draw(torch.full((2, 300), math.nan), torch.tensor([0.1, 0.9]))
+    assert (token < 300).all() and not logp.isfinite().any()

@@ -60,6 +60,7 @@ class HFSampler:
         self._replaceable: frozenset[str] = frozenset()  # names of the tensors that a later checkpoint must have
         self._tokenizer: Any = None
         self._stop_ids = torch.empty(0, dtype=torch.long, device=device)
+        self._stops: frozenset[int] = frozenset()
         self._slots_wanted = device.type == "cuda" if slots is None else slots
         self.slots_problem = "not loaded"  # empty: responses are decoded in slots
         self._decoder: SlotDecoder | None = None
@@ -74,6 +75,7 @@ class HFSampler:
             self._tokenizer = load_tokenizer(str(checkpoint))
             stop_ids = stop_token_ids(self._model.config, self._model.generation_config, self._tokenizer)
             self._stop_ids = torch.tensor(stop_ids, device=self._device)
+            self._stops = frozenset(stop_ids)  # for the reader: its thread must leave the device alone
             # Some architectures are stored under other names than they have in memory: those are loaded anew each time.
             self._replaceable = names if names <= self._model.state_dict().keys() else frozenset()
             self.slots_problem = slots_problem(self._model) if self._slots_wanted else "not wanted"
@@ -116,10 +118,12 @@ class HFSampler:
         # One thread turns tokens into text while the device goes on decoding.
         with ThreadPoolExecutor(max_workers=1) as reader:
             read = [reader.submit(self._responses, ended) for ended in self._decode(requests, settings)]
-            for made in read:
-                for index, response in made.result():
+            for finished in read:
+                for index, response in finished.result():
                     responses[index] = response
-        return [response for response in responses if response is not None]
+        made = [response for response in responses if response is not None]
+        assert len(made) == len(requests), "a response was lost, and others would go to the wrong prompts"
+        return made
 
     def _decode(self, requests: Sequence[Request], settings: SamplerSettings) -> Iterator[Ended]:
         if not self.slots_problem:
@@ -150,7 +154,9 @@ class HFSampler:
             or _shape(decoder.settings) != _shape(settings)
             or decoder.slots < min(len(requests), decoder.most_slots)
         ):
-            self._decoder = decoder = None  # its memory is needed for the next
+            self._decoder = decoder = None  # its memory is needed for the next, and counted as free there
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
             room = -(-needed // ROOM_STEP) * ROOM_STEP
             self._decoder = decoder = SlotDecoder(
                 self._model,
@@ -165,7 +171,6 @@ class HFSampler:
     def _responses(self, ended: Ended) -> list[tuple[int, Response]]:
         ids = [row[:length].tolist() for row, length in zip(ended.ids, ended.lengths, strict=True)]
         texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
-        stop_ids = set(self._stop_ids.tolist())
         return [
             (
                 int(index),
@@ -173,7 +178,7 @@ class HFSampler:
                     token_ids=tuple(tokens),
                     logp=tuple(logp[: len(tokens)].tolist()),
                     text=text,
-                    finish_reason=FinishReason.STOP if tokens[-1] in stop_ids else FinishReason.LENGTH,
+                    finish_reason=FinishReason.STOP if tokens[-1] in self._stops else FinishReason.LENGTH,
                 ),
             )
             for index, tokens, logp, text in zip(ended.requests, ids, ended.logp, texts, strict=True)

@@ -58,7 +58,8 @@ def draw(logits_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
     block_R1, rest_R1 = _invert(probability_RKJ.sum(dim=2).double(), uniform_R.double().unsqueeze(1))
     chosen_RJ = probability_RKJ.gather(1, block_R1.unsqueeze(2).expand(-1, 1, block)).squeeze(1).double()
     place_R1, _ = _invert(chosen_RJ, rest_R1)
-    token_R1 = block_R1 * block + place_R1
+    # Logits that are not finite lead anywhere; the log-probability of what is drawn then says so.
+    token_R1 = (block_R1 * block + place_R1).clamp(max=vocabulary - 1)
     return token_R1.squeeze(1), probability_RV.gather(1, token_R1).log().squeeze(1)
 
 

@@ -11,7 +11,6 @@ room for, K key-value heads, D numbers per head, V vocabulary, N new tokens.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from transformers import Cache, DynamicCache
 from stalewise.attention import PACKED, SLOTS, needs_grids, packed_arguments, to_device
 from stalewise.generate.sampler import Request
 from stalewise.generate.sampling import device_uniforms, draw, tempered
+from stalewise.generate.waiting import Waiting
 from stalewise.types import SamplerSettings
 
 STEPS_BETWEEN_LOOKS = 4
@@ -186,9 +186,11 @@ class SlotDecoder:
         self, requests: Sequence[Request], on_tokens: Callable[[int], object] = lambda count: None
     ) -> Iterator[Ended]:
         """All responses, in the order in which they end."""
+        self.alive_S.zero_()  # a decoding that was given up may have left some
+        self.count_S.zero_()
         request_S = np.full(self.slots, -1)  # −1: the slot is empty
         counted, finished = 0, 0
-        queue = _Queue(requests)
+        queue = Waiting(requests)
         while True:
             alive = self.alive_S.cpu().numpy()
             ended = np.flatnonzero(~alive & (request_S >= 0))
@@ -203,6 +205,7 @@ class SlotDecoder:
                 self._fill(queue, chosen, request_S)
                 continue
             if not alive.any():
+                self.cache.read_keys, self.cache.read_values = [], []
                 return
             rows = self._rows_for(int(alive.sum())) if not queue else self.slots
             order = np.concatenate([np.flatnonzero(alive), empty])  # the living first, others to fill the rows
@@ -229,7 +232,7 @@ class SlotDecoder:
             lengths=lengths.cpu().numpy(),
         )
 
-    def _fill(self, queue: _Queue, empty: np.ndarray, request_S: np.ndarray) -> None:
+    def _fill(self, queue: Waiting, empty: np.ndarray, request_S: np.ndarray) -> None:
         """Put the next requests into empty slots."""
         if not queue.read:
             self._read_prompts(queue)
@@ -251,7 +254,7 @@ class SlotDecoder:
         self.count_S[index] = 0
         self.alive_S[index] = True
 
-    def _read_prompts(self, queue: _Queue) -> None:
+    def _read_prompts(self, queue: Waiting) -> None:
         """Compute keys and values of the next prompts; each prompt but its last token, which the first step takes."""
         ids, lengths = queue.next_prompts(PREFILL_TOKENS)
         self.cache.place_R = None
@@ -269,37 +272,6 @@ class SlotDecoder:
             )
         finally:
             self.model.set_attn_implementation(SLOTS)
-
-
-class _Queue:
-    """Requests that wait, those with one prompt together; `read` are those whose prompt has been read."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self.requests = requests
-        by_prompt: dict[tuple[int, ...], list[int]] = {}
-        for index, request in enumerate(requests):
-            by_prompt.setdefault(tuple(request.prompt_ids), []).append(index)
-        self.prompts = deque(by_prompt.items())
-        self.read: deque[tuple[int, int]] = deque()  # request, and where the tokens of its prompt begin
-
-    def __bool__(self) -> bool:
-        return bool(self.read or self.prompts)
-
-    def next_prompts(self, most_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of the next prompts without their last ones, and lengths; their requests are `read` from now on."""
-        pieces: list[np.ndarray] = []
-        total = 0
-        while self.prompts and (not self.read or total + len(self.prompts[0][0]) - 1 <= most_tokens):
-            prompt, indices = self.prompts.popleft()
-            pieces.append(np.array(prompt[:-1], dtype=np.int64))
-            self.read.extend((index, total) for index in indices)
-            total += len(prompt) - 1
-        lengths = np.array([len(piece) for piece in pieces if len(piece)])
-        return np.concatenate([np.empty(0, np.int64), *pieces]), lengths
-
-    def take(self, most: int) -> list[tuple[int, int]]:
-        """The next requests whose prompts have been read."""
-        return [self.read.popleft() for _ in range(min(most, len(self.read)))]
 
 
 def _one_token(model: Any) -> list[tuple[Tensor, Tensor]]:
@@ -335,6 +307,8 @@ def slots_problem(model: Any) -> str:
         settings, nothing = SamplerSettings(), torch.empty(0, dtype=torch.long, device=model.device)
         decoder = SlotDecoder(model, requests=1, room=8, new_tokens=3, settings=settings, stop_ids=nothing)
         (ended,) = decoder.decode([Request(prompt, seed=1)])
+    except torch.OutOfMemoryError:
+        raise
     except (NotImplementedError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     finally:

@@ -21,6 +21,9 @@ from torch import Tensor
 from stalewise.attention import packed_arguments, to_device
 from stalewise.store import Rows
 
+# Sizes of padded micro-batches. Tokens cost time; keys that nobody sees are only copied.
+SIZE_STEP, TOKEN_RATIO, KEY_RATIO = 128, 1.06, 1.25
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -29,7 +32,7 @@ class Layout:
     token_budget: int
     packed: bool = True
     grids: bool = True  # for attention that has no variable lengths
-    step: int = 1  # packed tokens and keys are padded to a multiple of this
+    few_sizes: bool = False  # packed tokens and keys are padded, so that few different numbers of them come up
     pad_id: int = 0
 
 
@@ -116,7 +119,7 @@ def _pack(rows: Rows, chosen: np.ndarray, layout: Layout, device: torch.device) 
     last_of_prompt_B = (prompt_start + prompt_P - 1)[prompt_B]
     source_N = np.where(column_N == 0, last_of_prompt_B[row_N], response_start[row_N] + column_N - 1)
 
-    input_ids = np.zeros(-(-tokens // layout.step) * layout.step, dtype=np.int64)
+    input_ids = np.zeros(size_above(tokens, TOKEN_RATIO) if layout.few_sizes else tokens, dtype=np.int64)
     input_ids[ranges(prompt_start, prompt_P)] = np.concatenate([part.prompt(int(row)) for row in first_B])
     passing_N = column_N < own_B[row_N]
     input_ids[(response_start[row_N] + column_N)[passing_N]] = part.response_ids[passing_N]
@@ -130,7 +133,9 @@ def _pack(rows: Rows, chosen: np.ndarray, layout: Layout, device: torch.device) 
     start_S, query_S, seen_S, seen_start_S = (x[by_place] for x in (start_S, query_S, seen_S, seen_start_S))
     both = np.stack([seen_S, query_S], axis=1).ravel()
     key_M = ranges(np.stack([seen_start_S, start_S], axis=1).ravel(), both)
-    query_S, key_S, key_M = _with_padding(query_S, seen_S + query_S, key_M, len(input_ids) - tokens, layout.step)
+    key_S = seen_S + query_S
+    if layout.few_sizes:
+        query_S, key_S, key_M = _with_padding(query_S, key_S, key_M, len(input_ids) - tokens)
     return MicroBatch(
         rows=chosen,
         tokens=tokens,
@@ -142,21 +147,16 @@ def _pack(rows: Rows, chosen: np.ndarray, layout: Layout, device: torch.device) 
 
 
 def _with_padding(
-    query_S: np.ndarray, key_S: np.ndarray, key_M: np.ndarray, padding: int, step: int
+    query_S: np.ndarray, key_S: np.ndarray, key_M: np.ndarray, padding: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Segments that take up the padding of queries and keys to multiples of `step`, none of them longer than another.
+    """Segments that take up the padding of queries, none of them longer than another, and more keys than are needed.
 
-    Their number is a power of two, so that few different numbers come up. Padding that is a query sees token 0.
+    The number of segments becomes a power of two. A query that is padding sees token 0.
     """
-    if step == 1:
-        return query_S, key_S, key_M
     longest = int(query_S.max())
-    extra_query = np.full(-(-step // longest), 0)
     whole, rest = divmod(padding, longest)
-    extra_query[:whole] = longest
-    if rest:
-        extra_query[whole] = rest
-    keys = -(-(len(key_M) + padding) // step) * step
+    extra_query = np.array([longest] * whole + [rest] * (rest > 0), dtype=np.int64)
+    keys = size_above(len(key_M) + padding, KEY_RATIO)
     segments = 1 << (len(query_S) + len(extra_query)).bit_length()
     empty = np.zeros(segments - len(query_S) - len(extra_query), dtype=np.int64)
     extra_key = np.concatenate([extra_query, empty])
@@ -166,6 +166,18 @@ def _with_padding(
         np.concatenate([key_S, extra_key]),
         np.concatenate([key_M, np.zeros(keys - len(key_M), dtype=np.int64)]),
     )
+
+
+def size_above(number: int, ratio: float) -> int:
+    """The next of few sizes, each at most about `ratio` times the one before it; multiples of SIZE_STEP.
+
+    >>> [size_above(n, 1.06) for n in (1, 1000, 1030, 16_000)]
+    [128, 1024, 1152, 16640]
+    """
+    size = SIZE_STEP
+    while size < number:
+        size = max(size + SIZE_STEP, int(size * ratio) // SIZE_STEP * SIZE_STEP)
+    return size
 
 
 def _pad(rows: Rows, chosen: np.ndarray, layout: Layout, device: torch.device) -> MicroBatch:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 import torch
-from torch.utils._triton import has_triton
 
+from stalewise.attention import can_compile
 from stalewise.config import RunConfig
 
 # Below these a run is over before compiled layers have earned the time that compiling takes: on an H200 some 25 s, and
@@ -22,12 +21,7 @@ def compiling_pays(config: RunConfig, model: Any) -> bool:
         return config.learner.compile == "always"
     large = sum(parameter.numel() for parameter in model.parameters()) >= WORTHWHILE_PARAMETERS
     long = config.schedule.updates >= WORTHWHILE_UPDATES
-    return model.device.type == "cuda" and large and long and _can_compile()
-
-
-def _can_compile() -> bool:
-    """Triton compiles its launchers with a C compiler, which not every machine has."""
-    return has_triton() and any(map(shutil.which, ("cc", "gcc", "clang")))
+    return model.device.type == "cuda" and large and long and can_compile()
 
 
 def compile_layers(model: Any, backend: str = "inductor") -> None:

@@ -1,6 +1,6 @@
 """The body of a model, forward and backward, as CUDA graphs: one launch each where Python would make thousands.
 
-A graph works on fixed addresses and sizes, so micro-batches are padded up to multiples of a small step. Graphs are
+A graph works on fixed addresses and sizes, so micro-batches are padded up to few different sizes. Graphs are
 captured when a size comes up first and share their memory: a backward pass always follows its forward pass before the
 next begins. Axes: T tokens with padding, H hidden numbers.
 """
@@ -18,9 +18,8 @@ from torch import Tensor
 from stalewise.learn.batching import MicroBatch
 from stalewise.learn.optimizer import add_to, copies
 
-# Tokens are padded to a multiple of this share of the budget, itself a multiple of so many tokens.
-STEP_SHARE = 1 / 32
-FEWEST_STEP = 128
+# Each keeps its last hidden states, and took a third of a second to make. Sizes beyond these are launched by Python.
+MOST_GRAPHS = 16
 
 
 @dataclass(slots=True)
@@ -41,14 +40,13 @@ class GraphedBody:
     The weights must stay where they are, and so must their gradients: zero them, never set them to None.
     """
 
-    def __init__(self, model: Any, parameters: list[Tensor], precision: torch.dtype, token_budget: int) -> None:
+    def __init__(self, model: Any, parameters: list[Tensor], precision: torch.dtype) -> None:
         self.model, self.precision = model, precision
         # The output layer runs outside: a weight that only it has gets no gradient here.
         self.parameters = parameters
         self.totals = [torch.zeros_like(parameter) for parameter in parameters]
         for parameter, total in zip(parameters, self.totals, strict=True):
             parameter.grad = total
-        self.step = max(1, int(token_budget * STEP_SHARE) // FEWEST_STEP) * FEWEST_STEP
         self.anchor = torch.zeros((), device=model.device, requires_grad=True)
         self.captured: dict[tuple[int, ...], Captured] = {}
         self.twins: dict[Tensor, Tensor] = {}
@@ -57,6 +55,9 @@ class GraphedBody:
     def __call__(self, part: MicroBatch) -> Tensor:
         """Last hidden states [T, H] of the micro-batch, whose tokens come first."""
         captured = self._captured_for(part)
+        if captured is None:
+            body = self.model.base_model(input_ids=part.input_ids_XW, use_cache=False, **part.arguments)
+            return body.last_hidden_state.squeeze(0)
         self._put(part, captured)
         if torch.is_grad_enabled():
             return _Replay.apply(self.anchor, captured)  # pyright: ignore[reportReturnType]
@@ -76,7 +77,7 @@ class GraphedBody:
             self.twins[parameter].grad = parameter.grad
         return self.twins[parameter]
 
-    def _captured_for(self, part: MicroBatch) -> Captured:
+    def _captured_for(self, part: MicroBatch) -> Captured | None:
         given = part.arguments
         key = (
             part.input_ids_XW.shape[1],
@@ -85,9 +86,9 @@ class GraphedBody:
             given["max_length_q"],
             given["max_length_k"],
         )
-        if key not in self.captured:
+        if key not in self.captured and len(self.captured) < MOST_GRAPHS:
             self.captured[key] = self._capture(part)
-        return self.captured[key]
+        return self.captured.get(key)
 
     def _put(self, part: MicroBatch, captured: Captured) -> None:
         """Write a micro-batch to the addresses that the graphs read."""
@@ -159,6 +160,8 @@ class _Replay(torch.autograd.Function):
 def _kept(totals: list[Tensor]) -> Iterator[None]:
     """Totals are afterwards what they were before: trial runs add to them."""
     before = copies(totals)
-    yield
-    for total, value in zip(totals, before, strict=True):
-        total.copy_(value)
+    try:
+        yield
+    finally:
+        for total, value in zip(totals, before, strict=True):
+            total.copy_(value)

@@ -64,6 +64,8 @@ class Learner:
         self.packed = packs(self.model, self.precision)
         if self.packed:
             self.model.set_attn_implementation(PACKED)
+        else:
+            self.say(f"{type(self.model).__name__} cannot be packed: its micro-batches are padded, which costs time")
         self.kernels = PLAIN_KERNELS
         if compiled := compiling_pays(config, self.model):
             compile_layers(self.model)
@@ -71,7 +73,7 @@ class Learner:
         self.names = {parameter: name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.body: GraphedBody | None = None
         if compiled and self.packed and self._can_be_graphed():
-            self.body = GraphedBody(self.model, list(self.names), self.precision, self.token_budget)
+            self.body = GraphedBody(self.model, list(self.names), self.precision)
         optimizer = config.optimizer
         self.optimizer = torch.optim.AdamW(
             self.names,
@@ -139,9 +141,12 @@ class Learner:
 
     def _step_within_memory(self, batch: UpdateBatch) -> Callable[[], dict[str, float]]:
         """One step; where the device runs out of memory on the way, once with half the token budget from here on."""
+        taken = self.steps
         try:
             return self._step(batch)
         except torch.OutOfMemoryError:
+            if self.steps > taken:  # the weights have changed: once more would be twice
+                raise ModelError("out of memory after a step: lower learner.tokens_per_micro_batch") from None
             if self.token_budget < self.config.learner.tokens_per_micro_batch:
                 raise ModelError(
                     f"out of memory with {self.token_budget} tokens a micro-batch: lower "
@@ -172,7 +177,8 @@ class Learner:
         )
         controlled = self.config.optimizer.step_control == "vcpo"
         factor = vcpo_factor(sums.sequence_weights) if controlled else loss.new_ones(())
-        norm = self._take_step(rate * factor if controlled else rate, unusable)
+        # As float32, which is what a fused step reads on a GPU.
+        norm = self._take_step((rate * factor).float() if controlled else rate, unusable)
         numbers = torch.stack([x.double() for x in (loss, grad_norm, factor, norm)])
         read = to_host(torch.cat([numbers, places.double(), sums.pack()]))
         ids = [batch.rows.rollout_id[part.rows] for part in parts]
@@ -256,7 +262,7 @@ class Learner:
             token_budget=self.token_budget,
             packed=self.packed,
             grids=needs_grids(self.device, self.precision),
-            step=1 if self.body is None else self.body.step,
+            few_sizes=self.body is not None,
             pad_id=self.tokenizer.pad_token_id,
         )
         return micro_batches(batch.rows, layout, self.device)
@@ -303,7 +309,8 @@ class Learner:
 
 def _first_nonfinite(tokens: Tokens) -> Tensor:
     """Place in the flattened [B, T] of the first token whose ratio is not a finite number, −1 where there is none."""
-    bad = (tokens.mask_BT & ~tokens.log_ratio_BT.detach().exp().isfinite()).flatten()
+    log_ratio_BT = tokens.log_ratio_BT.detach()
+    bad = (tokens.mask_BT & ~(log_ratio_BT.isfinite() & log_ratio_BT.exp().isfinite())).flatten()
     return torch.where(bad.any(), bad.int().argmax(), -1)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from stalewise.config import RunConfig
+from stalewise.errors import StoreError
 from stalewise.objectives import constant_denominator, group_advantages
 from stalewise.objectives.registry import Objective
 from stalewise.store import Rows
@@ -26,6 +28,12 @@ def make_update_batch(
     rows: Rows, config: RunConfig, objective: Objective
 ) -> tuple[UpdateBatch | None, dict[str, float]]:
     """Advantages of the rollouts of one update, None where nothing is left to learn from; and what they are like."""
+    empty = np.flatnonzero((rows.response_lengths == 0) | (rows.prompt_lengths == 0))
+    if len(empty):
+        raise StoreError(
+            f"rollout {rows.rollout_id[empty[0]]} has no prompt or no response tokens ({len(empty)} such in this "
+            "update): there is nothing to learn from; make the rollouts without them"
+        )
     reward = torch.from_numpy(rows.reward)
     scored = reward.isfinite()
     described = {
