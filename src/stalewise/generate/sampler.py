@@ -62,7 +62,7 @@ class Sampler(Protocol):
 
 @runtime_checkable
 class Sleeper(Protocol):
-    """An engine that holds device memory in a process of its own and can lend it to the learner."""
+    """An engine that holds much device memory and can lend it to the learner."""
 
     def sleep(self) -> None:
         """Give the memory back until the next `load`."""
