@@ -323,7 +323,11 @@ def test_padding_makes_few_sizes() -> None:
         assert arguments["cu_seq_lens_k"][-1] == len(arguments["key_M"])
         assert len(arguments["key_M"]) % 128 == part.input_ids_XW.numel() % 128 == 0
         assert arguments["cu_seq_lens_q"].diff().max() <= arguments["max_length_q"]
-        assert (arguments["cu_seq_lens_k"].diff()[:-1] <= arguments["max_length_k"]).all()
+        (plain,) = micro_batches(rollouts(groups=12, seed=seed), Layout(10_000, grids=False), CPU)
+        # Padding is never what makes a segment long: the longest decides how much work is planned.
+        for name in ("max_length_q", "max_length_k"):
+            assert arguments[name] == plain.arguments[name]
+        assert (arguments["cu_seq_lens_k"].diff() <= arguments["max_length_k"]).all()
         sizes.add((part.input_ids_XW.numel(), len(arguments["cu_seq_lens_q"])))
     assert len(sizes) <= 4
 
@@ -362,6 +366,13 @@ def test_only_what_packs_is_packed(kind: str, expected: bool) -> None:
     before = model.config._attn_implementation
     assert packs(model) is expected
     assert model.config._attn_implementation == before
+
+
+def test_attention_in_chunks_is_refused() -> None:
+    model = tiny("mistral")
+    assert packs(model)
+    model.config.attention_chunk_size = 8
+    assert not packs(model)
 
 
 def test_half_the_token_budget_after_running_out_of_memory_and_then_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

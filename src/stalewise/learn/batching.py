@@ -149,23 +149,27 @@ def _pack(rows: Rows, chosen: np.ndarray, layout: Layout, device: torch.device) 
 def _with_padding(
     query_S: np.ndarray, key_S: np.ndarray, key_M: np.ndarray, padding: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Segments that take up the padding of queries, none of them longer than another, and more keys than are needed.
+    """Segments that take up the padding of queries and keys, none of them longer than the longest that is real.
 
     The number of segments becomes a power of two. A query that is padding sees token 0.
     """
-    longest = int(query_S.max())
-    whole, rest = divmod(padding, longest)
-    extra_query = np.array([longest] * whole + [rest] * (rest > 0), dtype=np.int64)
+    extra_query = _pieces(padding, int(query_S.max()))
     keys = size_above(len(key_M) + padding, KEY_RATIO)
-    segments = 1 << (len(query_S) + len(extra_query)).bit_length()
-    empty = np.zeros(segments - len(query_S) - len(extra_query), dtype=np.int64)
-    extra_key = np.concatenate([extra_query, empty])
-    extra_key[-1] += keys - len(key_M) - padding  # keys that no query sees
+    unseen = _pieces(keys - len(key_M) - padding, int(key_S.max()))  # keys that no query sees
+    extra = len(extra_query) + len(unseen)
+    segments = 1 << (len(query_S) + extra).bit_length()
+    empty = np.zeros(segments - len(query_S) - extra, dtype=np.int64)
     return (
-        np.concatenate([query_S, extra_query, empty]),
-        np.concatenate([key_S, extra_key]),
+        np.concatenate([query_S, extra_query, np.zeros_like(unseen), empty]),
+        np.concatenate([key_S, extra_query, unseen, empty]),
         np.concatenate([key_M, np.zeros(keys - len(key_M), dtype=np.int64)]),
     )
+
+
+def _pieces(total: int, most: int) -> np.ndarray:
+    """`total` as pieces of `most`, and a rest."""
+    whole, rest = divmod(total, most)
+    return np.array([most] * whole + [rest] * (rest > 0), dtype=np.int64)
 
 
 def size_above(number: int, ratio: float) -> int:
