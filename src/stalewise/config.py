@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from stalewise.control import GuardSection, PlanSection, ScheduleSection
 from stalewise.errors import ConfigError, nearest
 from stalewise.files import write_json_atomic
 from stalewise.sections import SamplerSection, Section
-from stalewise.staleness.schedule import Schedule, pipelined, staged, synchronous
 
 FORMAT = "stalewise.run/1"
 
@@ -81,48 +81,6 @@ class TaskSection(Section):
         default="arithmetic", description="arithmetic, arithmetic-steps, arithmetic-chat, jsonl, hf or gym."
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of that task; docs/tasks.md lists them.")
-
-
-class ScheduleSection(Section):
-    """When rollouts are made."""
-
-    kind: Literal["staged", "synchronous", "pipelined"] = Field(
-        default="staged",
-        description="A few large stages; a fresh batch every few updates; or generation ahead of learning.",
-    )
-    updates: int = Field(default=128, ge=1, description="Optimizer updates of the whole run.")
-    stages: int | None = Field(default=None, ge=1, description="Stages of a staged run; 4 unless said.")
-    updates_per_generation: int | None = Field(
-        default=None,
-        ge=1,
-        description="Updates on one generation batch (µ) of a synchronous or pipelined run; 4 unless said.",
-    )
-    lag: int | None = Field(
-        default=None, ge=1, description="Generation batches that a pipelined run is behind; 1 unless said."
-    )
-
-    @model_validator(mode="after")
-    def _no_contradiction(self) -> Self:
-        allowed = {
-            "staged": {"stages"},
-            "synchronous": {"updates_per_generation"},
-            "pipelined": {"updates_per_generation", "lag"},
-        }[self.kind]
-        for name in ("stages", "updates_per_generation", "lag"):
-            if name not in allowed and getattr(self, name) is not None:
-                raise ValueError(f"{name} has no meaning in a {self.kind} schedule: remove it or change kind")
-        if self.stages is not None and self.stages > self.updates:
-            raise ValueError(f"stages is {self.stages} but there are only {self.updates} updates")
-        return self
-
-    def schedule(self) -> Schedule:
-        """The pure schedule that these settings mean."""
-        if self.kind == "staged":
-            return staged(self.updates, self.stages if self.stages is not None else min(4, self.updates))
-        per_generation = self.updates_per_generation or 4
-        if self.kind == "synchronous":
-            return synchronous(self.updates, per_generation)
-        return pipelined(self.updates, per_generation, self.lag or 1)
 
 
 class BatchSection(Section):
@@ -211,6 +169,8 @@ class RunConfig(Section):
     learner: LearnerSection = Field(default_factory=LearnerSection)
     checkpoints: CheckpointSection = Field(default_factory=CheckpointSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
+    guard: GuardSection = Field(default_factory=GuardSection)
+    plan: PlanSection = Field(default_factory=PlanSection)
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
@@ -241,7 +201,7 @@ class RunConfig(Section):
 
 def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a resolved config that must stay the same while a run goes on."""
-    kept = {key: value for key, value in record.items() if key not in ("format", "name", "runs", "trackers")}
+    kept = {key: value for key, value in record.items() if key not in ("format", "name", "runs", "trackers", "plan")}
     engine = ("engine", *(key for key, field in SamplerSection.model_fields.items() if is_section(field)))
     kept["sampler"] = {key: value for key, value in record.get("sampler", {}).items() if key not in engine}
     return kept

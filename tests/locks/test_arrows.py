@@ -19,7 +19,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 BASE = frozenset({"errors", "types"})
 PURE = frozenset({"objectives", "diagnostics", "staleness"})
-DATA = BASE | {"files", "sections", "config", "tasks", "store", "checkpoints"}
+DATA = BASE | {"files", "sections", "control", "config", "tasks", "store", "checkpoints"}
 ROOMS = frozenset({"models", "distributed", "generate", "learn", "memory", "evaluate", "report"})
 
 # In the order in which data goes: tasks → generate → store → learn → checkpoints → evaluate → report.
@@ -31,7 +31,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "staleness": BASE | {"objectives", "diagnostics"},
     "files": BASE,
     "sections": frozenset(),
-    "config": BASE | PURE | {"files", "tasks", "sections"},
+    "control": frozenset({"sections", "staleness"}),
+    "config": BASE | PURE | {"files", "tasks", "sections", "control"},
     "tasks": BASE,
     "splitmix": frozenset(),
     "store": BASE | {"files", "splitmix"},
@@ -80,7 +81,7 @@ IMPURE_ATTRIBUTES = frozenset(
 # The package itself is the room "": it reaches others only when a verb is asked for.
 WITHOUT_TORCH = frozenset(
     {
-        *("", "errors", "types", "files", "sections", "config", "tasks", "store", "report"),
+        *("", "errors", "types", "files", "sections", "control", "config", "tasks", "store", "report"),
         *("splitmix", "watch", "rundirectory", "inspection", "template", "progress", "cli", "__main__"),
     }
 )

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -266,18 +267,28 @@ def test_nothing_is_left_when_it_is_closed(make: Make, tmp_path: Path) -> None:
     assert list(tmp_path.glob("stalewise-vllm-*")) == []
 
 
+def interrupt_once(is_time: Callable[[], bool]) -> None:
+    """Ctrl-C for the main thread, when it does nothing but wait: elsewhere a destructor may swallow it."""
+    while not is_time():
+        time.sleep(0.01)
+    time.sleep(0.2)
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+
 def test_it_can_be_closed_while_it_samples(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_VLLM_FAULTS", "slow")
     sampler = make()
     sampler.load(POLICY)
     (pid,) = {line["pid"] for line in notes(tmp_path, "start")}
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    ctrl_c = threading.Thread(target=interrupt_once, args=(lambda: bool(notes(tmp_path, "slow")),))
+    ctrl_c.start()
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.5)  # Ctrl-C in the middle
         with pytest.raises(KeyboardInterrupt):
             sampler.sample(requests(2))
     finally:
-        signal.signal(signal.SIGALRM, before)
+        ctrl_c.join()
+        signal.signal(signal.SIGUSR1, before)
     began = time.monotonic()
     sampler.close()
     assert time.monotonic() - began < 5

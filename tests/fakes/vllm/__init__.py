@@ -131,6 +131,7 @@ class LLM:
             print("RuntimeError: out of everything", flush=True)
             os._exit(3)
         if "slow" in FAULTS and any(one.max_tokens > 1 for one in parameters):
+            note("slow")
             time.sleep(100)
         return [self._one(p["prompt_token_ids"], one) for p, one in zip(prompts, parameters, strict=True)]
 

@@ -1,0 +1,94 @@
+"""The tables of the config that control staleness: when rollouts are made, what a run may spend, what undoes it."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from stalewise.sections import Section
+from stalewise.staleness.schedule import Schedule, pipelined, staged, synchronous
+
+
+class ScheduleSection(Section):
+    """When rollouts are made."""
+
+    kind: Literal["staged", "synchronous", "pipelined"] = Field(
+        default="staged",
+        description="A few large stages; a fresh batch every few updates; or generation ahead of learning.",
+    )
+    updates: int = Field(default=128, ge=1, description="Optimizer updates of the whole run.")
+    stages: int | None = Field(default=None, ge=1, description="Stages of a staged run; 4 unless said.")
+    updates_per_generation: int | None = Field(
+        default=None,
+        ge=1,
+        description="Updates on one generation batch (µ) of a synchronous or pipelined run; 4 unless said.",
+    )
+    lag: int | None = Field(
+        default=None, ge=1, description="Generation batches that a pipelined run is behind; 1 unless said."
+    )
+    end: Literal["count", "spent"] = Field(
+        default="count",
+        description="When a stage ends: after its updates, or when what is left of its rollouts is worth too little.",
+    )
+    spent_ess: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="For end = spent: rollouts are worth too little below this effective sample size; 0.9 unless said.",
+    )
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> Self:
+        allowed = {
+            "staged": {"stages"},
+            "synchronous": {"updates_per_generation"},
+            "pipelined": {"updates_per_generation", "lag"},
+        }[self.kind]
+        for name in ("stages", "updates_per_generation", "lag"):
+            if name not in allowed and getattr(self, name) is not None:
+                raise ValueError(f"{name} has no meaning in a {self.kind} schedule: remove it or change kind")
+        if self.end == "spent" and (self.kind != "staged" or self.stages is not None):
+            raise ValueError('end = "spent" finds the stages of a staged run itself: remove stages, or say kind = staged')
+        if self.end == "count" and self.spent_ess is not None:
+            raise ValueError('spent_ess has no meaning without end = "spent": remove it')
+        if self.stages is not None and self.stages > self.updates:
+            raise ValueError(f"stages is {self.stages} but there are only {self.updates} updates")
+        return self
+
+    def schedule(self) -> Schedule:
+        """The pure schedule that these settings mean, as far as it is known before the run."""
+        if self.kind == "staged":
+            return staged(self.updates, self.stages if self.stages is not None else min(4, self.updates))
+        per_generation = self.updates_per_generation or 4
+        if self.kind == "synchronous":
+            return synchronous(self.updates, per_generation)
+        return pipelined(self.updates, per_generation, self.lag or 1)
+
+
+class GuardSection(Section):
+    """What is done when a run collapses: docs/control.md says how that is found."""
+
+    action: Literal["off", "stop", "halve", "fresh", "both"] = Field(
+        default="off",
+        description="Nothing; stop the run; or go back to the last good checkpoint and on from there with half the "
+        "learning rate, with fresh rollouts, or with both.",
+    )
+    rollbacks: int = Field(default=4, ge=1, description="Times that a run may be taken back.")
+    fraction: float = Field(
+        default=0.5, gt=0, lt=1, description="A run is in danger below this fraction of its best smoothed reward."
+    )
+    smoothing: int = Field(default=8, ge=1, description="Updates that the reward is averaged over.")
+    window: int = Field(default=32, ge=1, description="Updates in which a run in danger may come back by itself.")
+
+
+class PlanSection(Section):
+    """What is known of how much staleness a run bears."""
+
+    calibration: str = Field(
+        default="", description="Calibration file; empty: the one that fits, of those in `calibrations` under `runs`."
+    )
+    risk: float = Field(
+        default=0.05, gt=0, le=0.5, description="Probability with which a planned run may break each constraint."
+    )
+    strict: bool = Field(default=False, description="Refuse to train where the plan says that it is not safe.")
