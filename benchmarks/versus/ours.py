@@ -24,8 +24,8 @@ from stalewise.files import read_jsonl
 from stalewise.learn.learner import Learner
 from stalewise.learn.pending import PendingUpdate
 from stalewise.models import load_model
-from stalewise.run import rollouts_of_updates, run
-from stalewise.store import Batch, Rows, batch_directories, open_batch
+from stalewise.run import run
+from stalewise.store import Batch, Rows, batch_directories, open_batch, rollouts_of_updates
 from stalewise.verbs import generate
 from stalewise.watch import Silence
 

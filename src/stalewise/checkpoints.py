@@ -108,10 +108,19 @@ def prune(run: str | Path, *, keep: int, needed: Iterable[int] = ()) -> list[int
     """Remove all but the `keep` newest checkpoints and the `needed` ones; say which went."""
     kept = {*versions(run)[-keep:], *needed}
     gone = [version for version in versions(run) if version not in kept]
+    _remove(run, gone)
+    return gone
+
+
+def remove_after(run: str | Path, version: int) -> None:
+    """Remove the checkpoints of later versions, the latest first: what is left is always a run that could go on."""
+    _remove(run, [found for found in reversed(versions(run)) if found > version])
+
+
+def _remove(run: str | Path, gone: Iterable[int]) -> None:
     for version in gone:
         directory = checkpoint_directory(run, version)
         # Renamed first: a crash within the removal must not leave half a checkpoint under its name.
         doomed = temporary_name(directory)
         directory.rename(doomed)
         shutil.rmtree(doomed)
-    return gone

@@ -49,7 +49,7 @@ class ScheduleSection(Section):
             if name not in allowed and getattr(self, name) is not None:
                 raise ValueError(f"{name} has no meaning in a {self.kind} schedule: remove it or change kind")
         if self.end == "spent" and (self.kind != "staged" or self.stages is not None):
-            raise ValueError('end = "spent" finds the stages of a staged run itself: remove stages, or say kind = staged')
+            raise ValueError('end = "spent" finds the stages of a staged run itself: remove stages, say kind = staged')
         if self.end == "count" and self.spent_ess is not None:
             raise ValueError('spent_ess has no meaning without end = "spent": remove it')
         if self.stages is not None and self.stages > self.updates:

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from stalewise.checkpoints import versions
 from stalewise.config import RunConfig
 from stalewise.errors import StalewiseError
+from stalewise.generate.foreign import check_foreign
 from stalewise.generate.sampler import Request, Sampler
 from stalewise.generate.setup import batch_plan, make_sampler
 from stalewise.learn.lora import need_peft, read_adapter_config
@@ -62,6 +63,8 @@ def examine(config: RunConfig) -> Iterator[Check]:
         yield _guarded("verifier", lambda: _verifier(task.value))
         if model.value is not None:
             yield _guarded("prompts", lambda: _prompts(config, task.value, model.value))
+            if config.sampler.foreign.share:
+                yield _guarded("foreign policy", lambda: _foreign(config, task.value))
             yield _guarded("sampling", lambda: _sampling(task.value, model.value))
     finally:
         if model.value is not None:
@@ -222,7 +225,8 @@ def _load(config: RunConfig, source: str, model: _Result) -> Check:
 def _task(config: RunConfig, result: _Result) -> Check:
     task = make_task(config.task.name, seed=config.seed, **config.task.options)
     result.value = task
-    plans = [batch_plan(config, g) for g in range(config.schedule.schedule().generation_batches)]
+    schedule = config.schedule.schedule()
+    plans = [batch_plan(config, schedule, g) for g in range(schedule.generation_batches)]
     needed = sum(plan.prompts for plan in plans)
     held_out = len(task.evaluation_prompts(config.evaluation.prompts))
     training = "endless" if task.size is None else f"{task.size:,}"
@@ -245,6 +249,14 @@ def _prompts(config: RunConfig, task: Task, sampler: Sampler) -> Check:
     room = config.sampler.max_new_tokens
     detail = f"the longest of {len(prompts)} has {longest} tokens, and {room} new ones fit after it"
     return Check("prompts", "ok", detail)
+
+
+def _foreign(config: RunConfig, task: Task) -> Check:
+    foreign, group_size = config.sampler.foreign, config.batch.group_size
+    own = Path(resolve_model(config.model.path, config.task.name))
+    check_foreign(foreign.path, own, task.prompts(0, min(PROMPTS, task.size or PROMPTS)))
+    makes = f"makes {foreign.places(group_size)} of the {group_size} rollouts of a group"
+    return Check("foreign policy", "ok", f"{foreign.path} has the same tokens and {makes}")
 
 
 def _verifier(task: Task) -> Check:

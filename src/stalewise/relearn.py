@@ -22,11 +22,11 @@ import numpy as np
 import numpy.typing as npt
 
 from stalewise.checkpoints import read_state
+from stalewise.conductor import Conductor
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ConfigError, ModelError, StoreError
 from stalewise.files import read_json, write_json_atomic
 from stalewise.models import load_tokenizer, resolve_model, vocabulary_size
-from stalewise.run import Conductor
 from stalewise.rundirectory import is_started, read_config
 from stalewise.staleness.schedule import Schedule, Step
 from stalewise.store import Batch, BatchManifest, Rows, batch_directories, is_committed, open_batch, read_batch_manifest

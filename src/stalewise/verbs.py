@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stalewise.checkpoints import checkpoint_directory, read_state, versions
+from stalewise.conductor import Conductor
 from stalewise.config import RunConfig, TaskSection, make_config
 from stalewise.errors import StoreError, TaskError
 from stalewise.evaluate import Evaluation, evaluate_checkpoint
@@ -20,7 +21,7 @@ from stalewise.files import RunLock
 from stalewise.generate.setup import make_sampler
 from stalewise.models import embedded_policies, resolve_model
 from stalewise.relearn import Relearner, plan_sources
-from stalewise.run import Conductor, check_objective, conduct
+from stalewise.run import check_objective, conduct
 from stalewise.rundirectory import RunResult, read_config
 from stalewise.store import BatchManifest
 from stalewise.tasks import Seen, make_evaluation_file, make_task

@@ -258,7 +258,7 @@ import sys, stalewise
 assert not {"torch", "pydantic", "numpy"} & set(sys.modules), "import stalewise is heavy"
 assert stalewise.make_config({}).name == "run" and stalewise.load_config
 from stalewise.generate.sampler import Request
-from stalewise.run import Conductor
+from stalewise.conductor import Conductor
 import stalewise.evaluate, stalewise.report as report
 for verb in (stalewise.run, stalewise.generate, stalewise.learn, stalewise.evaluate, stalewise.report, report):
     assert callable(verb), verb

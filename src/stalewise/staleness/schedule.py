@@ -73,6 +73,11 @@ class Schedule:
         first = generation_batch * self.updates_per_generation
         return range(first, min(first + self.updates_per_generation, self.updates))
 
+    def prompts_of(self, generation_batch: int, per_update: int) -> range:
+        """Prompts of a generation batch, in the task's order, at so many per update."""
+        updates = self.updates_of(generation_batch)
+        return range(updates.start * per_update, updates.stop * per_update)
+
     def steps(self) -> Iterator[Step]:
         """All steps in order."""
         return map(self.at, range(self.updates))

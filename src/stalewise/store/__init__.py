@@ -25,7 +25,8 @@ from stalewise.store.manifest import (
 from stalewise.store.reader import Batch, open_batch, verify_shard
 from stalewise.store.rows import Rows, concatenate
 from stalewise.store.schema import FORMAT, SCHEMA, rollouts_from_table, table_from_rollouts
-from stalewise.store.select import deal
+from stalewise.store.select import deal, rewards_of_updates, rollouts_of_updates
+from stalewise.store.token_log import TokenLog, TokenRecord, read_tokens, token_files, token_log_directory
 from stalewise.store.writer import commit_batch, next_shard, write_shard
 
 __all__ = [
@@ -37,6 +38,8 @@ __all__ = [
     "LedgerEntry",
     "Rows",
     "ShardManifest",
+    "TokenLog",
+    "TokenRecord",
     "append_entry",
     "batch_directories",
     "batch_directory",
@@ -53,10 +56,15 @@ __all__ = [
     "parse_batch_name",
     "read_batch_manifest",
     "read_ledger",
+    "read_tokens",
+    "rewards_of_updates",
     "rollouts_from_table",
+    "rollouts_of_updates",
     "shard_path",
     "table_from_rollouts",
     "to_ranges",
+    "token_files",
+    "token_log_directory",
     "truncate_ledger",
     "verify_shard",
     "write_shard",

@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from stalewise.store.reader import Batch
+
 
 def deal(group_column: npt.ArrayLike, per_update: int) -> list[npt.NDArray[np.int64]]:
     """Deal rollouts out to updates of `per_update` groups: each group whole and once, in the order of group ids.
@@ -29,3 +31,16 @@ def deal(group_column: npt.ArrayLike, per_update: int) -> list[npt.NDArray[np.in
     order = np.argsort(groups, kind="stable")
     firsts = np.flatnonzero(np.diff(groups[order], prepend=groups[order][:1] - 1))  # where each group begins
     return np.split(order, firsts[per_update::per_update]) if len(order) else []
+
+
+def rollouts_of_updates(batch: Batch, per_update: int) -> list[npt.NDArray[np.int64]]:
+    """Rollout ids of each update on a generation batch."""
+    rollout_ids = batch.column("rollout_id")
+    return [rollout_ids[rows] for rows in deal(batch.column("group"), per_update)]
+
+
+def rewards_of_updates(batch: Batch, per_update: int) -> list[float]:
+    """Mean reward of each update on a generation batch, over the rollouts that have one; NaN where none has."""
+    dealt = (batch.column("reward")[rows] for rows in deal(batch.column("group"), per_update))
+    scored = [reward[~np.isnan(reward)] for reward in dealt]
+    return [float(reward.mean()) if len(reward) else float("nan") for reward in scored]

@@ -1,0 +1,55 @@
+"""The budget of a run while it goes on: how much of the drift that it bears has been used, and a word before it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+WARN_AT = 0.8  # of a limit
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Lower ends of the radii of the law: within one generation batch, and over the whole run."""
+
+    batch: float
+    horizon: float
+
+
+class BudgetWatch:
+    """Measures each update against the limits, where they are known, and warns once about each."""
+
+    def __init__(self, limits: Limits | None, say: Callable[[str], object]) -> None:
+        self.limits = limits
+        self.say = say
+        self.warned: set[str] = set()
+        self.batch_share = math.nan  # of the last update
+
+    @property
+    def is_exceeded(self) -> bool:
+        """Whether the rollouts at hand have borne all the drift that they can."""
+        return self.batch_share >= 1.0
+
+    def measure(self, drift: float, drift_of_version: float) -> dict[str, float]:
+        """Metrics of an update after which the run has drifted so far, and its rollouts' policy had so far."""
+        batch_drift = drift - drift_of_version
+        if self.limits is None:
+            return {"batch_drift": batch_drift, "batch_budget": math.nan, "horizon_budget": math.nan}
+        used = {"batch_budget": batch_drift / self.limits.batch, "horizon_budget": drift / self.limits.horizon}
+        self.batch_share = used["batch_budget"]
+        advice = {
+            "batch_budget": "within its rollouts: smaller stages or a lower optimizer.learning_rate keep it valid",
+            "horizon_budget": "in all: stop here, or go on with a lower optimizer.learning_rate in a new run",
+        }
+        for name, share in used.items():
+            if share >= WARN_AT and name not in self.warned:
+                self.warned.add(name)
+                self.say(f"{share:.0%} of the drift that this policy bears is used {advice[name]}")
+        return {"batch_drift": batch_drift, **used}
+
+    @staticmethod
+    def note(metrics: dict[str, float]) -> str:
+        """The budget for a progress line; empty where it is not known."""
+        shares = [metrics.get(name, math.nan) for name in ("batch_budget", "horizon_budget")]
+        return "" if any(map(math.isnan, shares)) else f"  budget {shares[0]:.0%} of batch, {shares[1]:.0%} of run"

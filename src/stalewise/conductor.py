@@ -1,0 +1,320 @@
+"""The conductor: looks at the run directory and does what is next. It keeps no state of its own.
+
+What is next follows from the newest checkpoint v: evaluate it if that is due; take the run back where it has collapsed;
+make the generation batches whose policy exists by now; learn up to the next place where a checkpoint is due. Each of
+these commits what it did, so after `kill -9` the same command goes on, and on a CPU ends in weights equal to the bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stalewise.budget import BudgetWatch
+from stalewise.checkpoints import checkpoint_directory, prune, read_state, versions, write_checkpoint
+from stalewise.config import RunConfig, write_resolved
+from stalewise.course import begin_stage, first_schedule, forget_stages
+from stalewise.errors import TaskError
+from stalewise.evaluate import describe_evaluation, evaluate_checkpoint
+from stalewise.files import remove_temporaries, write_json_atomic
+from stalewise.generate.loop import generate_batch
+from stalewise.generate.sampler import Sleeper
+from stalewise.generate.setup import batch_plan, batch_problem, make_sampler
+from stalewise.guard import Guard
+from stalewise.learn.learner import Learner, NonFiniteUpdate
+from stalewise.learn.logp import check_output_layer
+from stalewise.learn.lora import base_directory, save_first
+from stalewise.memory import check_memory
+from stalewise.models import load_model, load_tokenizer, pick_device, resolve_model
+from stalewise.records import Records
+from stalewise.rundirectory import RunResult, check_identity, environment, read_result
+from stalewise.staleness.judgement import Judgement, Trouble
+from stalewise.staleness.spent import StageSchedule
+from stalewise.store import (
+    Batch,
+    BatchManifest,
+    batch_directory,
+    is_committed,
+    open_batch,
+    rewards_of_updates,
+)
+from stalewise.stretch import Stretch
+from stalewise.tasks import make_task
+from stalewise.watch import Watcher
+
+
+class Conductor:
+    """One sitting at a run directory. `act` does the next thing and says whether there was one."""
+
+    def __init__(self, config: RunConfig, watcher: Watcher) -> None:
+        self.config = config
+        if config.model.threads:
+            torch.set_num_threads(config.model.threads)
+        self.watcher = watcher
+        self.directory = config.directory
+        self.records = Records(self.directory)
+        self.schedule = first_schedule(config, self.records.stages_path)
+        self.guard = Guard(config.guard, self.records)
+        self.budget = BudgetWatch(None, watcher.say)
+        self.task = make_task(config.task.name, seed=config.seed, **config.task.options)
+        self.tokens = 0  # sampled since the watcher was last told that something begins
+        self.sampler = make_sampler(config, on_tokens=self._tell_tokens)
+        self.learner: Learner | None = None
+        self.states: dict[int, dict[str, Any]] = {}  # of checkpoints whose files were compared with their checksums
+        self.open_batches: dict[int, Batch] = {}  # likewise
+
+    def close(self) -> None:
+        """End the processes that the task's verifier and the sampler own."""
+        self.sampler.close()
+        self.task.verifier.close()
+
+    def _begin(self, what: str, total: int) -> None:
+        self.tokens = 0
+        self.watcher.begin(what, total)
+
+    def _tell_tokens(self, count: int) -> None:
+        self.tokens += count
+        self.watcher.advance(0, f"{self.tokens:,} tokens")
+
+    # ------------------------------------------------------------ what is there
+
+    def prepare(self) -> None:
+        """Check that the directory belongs to this config, and put version 0 into it."""
+        self.claim()
+        if not versions(self.directory):
+            with self.records.timed("switch", reason="first checkpoint"):
+                self._write_first_checkpoint()
+        if isinstance(self.schedule, StageSchedule):
+            self.schedule = forget_stages(self.schedule, self.records.stages_path, versions(self.directory)[-1])
+
+    def check_memory(self) -> None:
+        """Stop before anything is loaded where the model is too large for the device; say it where it may be."""
+        found = versions(self.directory)[-1:]
+        if found == [self.schedule.updates]:
+            return
+        source = str(checkpoint_directory(self.directory, found[0])) if found else self._first_policy()
+        if warning := check_memory(self.config, source):
+            self.watcher.say(warning)
+
+    def claim(self) -> None:
+        """Check that the directory belongs to this config, and write down whose it is."""
+        remove_temporaries(self.directory)
+        check_identity(self.config)
+        write_resolved(self.config, self.directory / "config.resolved.json")
+        write_json_atomic(self.directory / "environment.json", self._environment())
+        self.guard.rollbacks.finish()
+
+    def _environment(self) -> dict[str, Any]:
+        device = pick_device(self.config.model.device)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        return environment(name, torch.get_num_threads())
+
+    def _first_policy(self) -> str:
+        """Where the policy that becomes version 0 is loaded from."""
+        return resolve_model(self.config.model.path, self.config.task.name)
+
+    def _write_first_checkpoint(self) -> None:
+        source = self._first_policy()
+        model = load_model(source, device=torch.device("cpu"))
+        check_output_layer(model)  # now, and not when a whole stage has been generated
+        tokenizer = load_tokenizer(source)
+
+        def save(directory: Path) -> None:
+            save_first(self.config, model, source, directory)
+            tokenizer.save_pretrained(directory)
+
+        state = {"steps": 0, "drift": 0.0, "source": self.config.model.path}
+        write_checkpoint(self.directory, 0, save=save, state=state)
+
+    def act(self) -> bool:
+        """Do the next thing. False: the run is complete."""
+        version = versions(self.directory)[-1]
+        if self._evaluation_is_due(version):
+            self._evaluate(version)
+        elif self.guard.is_on and (judgement := self._judge(version)).trouble is not None:
+            self._take_back(judgement.trouble, judgement)
+        elif version == self.schedule.updates:
+            return False
+        elif (missing := self.missing_batch(version)) is not None:
+            self.generate(missing)
+        else:
+            self._learn(version, self._next_stop(version))
+        return True
+
+    def _evaluation_is_due(self, version: int) -> bool:
+        every = self.config.evaluation.every
+        due = version in (0, self.schedule.updates) or (every > 0 and version % every == 0)
+        return due and version not in {record["version"] for record in self.records.evaluations}
+
+    def missing_batch(self, version: int) -> int | None:
+        """The first generation batch that is not there though the policy that makes it is."""
+        if isinstance(self.schedule, StageSchedule):
+            self._checkpoint(version)
+            spent, per_update = self.states[version].get("spent"), self.config.batch.prompts
+            stages_path = self.records.stages_path
+            self.schedule = begin_stage(self.schedule, stages_path, version, spent=spent, per_update=per_update)
+        current = self.schedule.at(version).generation_batch
+        last = min(current + self.schedule.lag, self.schedule.generation_batches - 1)
+        for generation_batch in range(current, last + 1):
+            if not is_committed(self._batch_directory(generation_batch)):
+                return generation_batch
+        return None
+
+    def _next_stop(self, version: int) -> int:
+        """Where the next checkpoint is due: the end of the stage, a multiple of `every`, or an evaluation."""
+        stops = [self.schedule.updates_of(self.schedule.at(version).generation_batch).stop]
+        for every in (self.config.checkpoints.every, self.config.evaluation.every):
+            if every:
+                stops.append((version // every + 1) * every)
+        return min(stops)
+
+    def _batch_directory(self, generation_batch: int) -> Path:
+        version = self.schedule.version_of(generation_batch)
+        return batch_directory(self.directory / "rollouts", version=version, generation_batch=generation_batch)
+
+    # ------------------------------------------------------------ the three things
+
+    def _evaluate(self, version: int) -> None:
+        settings = self.config.evaluation
+        self._begin("evaluate", settings.prompts * settings.samples)
+        result = evaluate_checkpoint(
+            self._checkpoint(version),
+            version=version,
+            task=self.task,
+            sampler=self.sampler,
+            prompts=settings.prompts,
+            samples=settings.samples,
+            rows_at_once=self.config.sampler.rollouts_per_shard,
+        )
+        self.records.evaluation(result.record())
+        self.records.journal("evaluate", result.seconds, version=version)
+        self.watcher.advance(result.prompts * result.samples)
+        self.watcher.say(describe_evaluation(result))
+
+    def generate(self, generation_batch: int, checkpoint: Path | None = None) -> BatchManifest:
+        """Make what is missing of a generation batch, with the policy at `checkpoint` or with this run's own."""
+        plan = batch_plan(self.config, self.schedule, generation_batch, self.guard.rollbacks.attempt(generation_batch))
+        self._begin("generate", plan.prompts * plan.group_size)
+        with self.records.timed("generate", generation_batch=generation_batch, version=plan.version) as notes:
+            manifest = generate_batch(
+                plan,
+                checkpoint=checkpoint or self._checkpoint(plan.version),
+                rollouts=self.directory / "rollouts",
+                task=self.task,
+                sampler=self.sampler,
+                on_shard=self.watcher.advance,
+            )
+            notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens}
+        self._check_batch(open_batch(self._batch_directory(generation_batch), verify=False))
+        return manifest
+
+    def _check_batch(self, batch: Batch) -> None:
+        """Say it where rollouts can teach nothing; stop where that is so from the start."""
+        problem = batch_problem(batch)
+        if problem and versions(self.directory)[-1:] == [0]:
+            raise TaskError(f"nothing can be learned from {self.task.name}: {problem}; the rollouts are kept")
+        if problem:
+            self.watcher.say(f"{batch.directory.name}: {problem}")
+
+    def _open_batch(self, generation_batch: int) -> Batch:
+        return open_batch(self._batch_directory(generation_batch))
+
+    def _learn(self, version: int, stop: int) -> None:
+        """Learn up to `stop`, or until the rollouts are spent; where a step goes wrong, the guard has a word."""
+        with self.records.timed("switch", reason="learner"):
+            if isinstance(self.sampler, Sleeper):
+                self.sampler.sleep()
+            learner = self._learner_at(version)
+            batch = self._batch_at(version)
+            if version == 0:  # the sitting that generated it may have been told already, and have gone on all the same
+                self._check_batch(batch)
+        self._begin("learn", stop - version)
+        start = time.perf_counter()
+        try:
+            stretch = Stretch(self.config, self.schedule, self.records, self.budget, self.watcher)
+            spent = stretch.learn(batch, learner, range(version, stop))
+        except NonFiniteUpdate as error:
+            self.learner = None
+            if not self.guard.is_on:
+                raise
+            self.watcher.say(str(error))
+            trouble = Trouble("an update was not finite", learner.version, float("nan"), float("nan"))
+            self._take_back(trouble, self._judge(version))
+            return
+        stop = learner.version
+        self.records.journal("learn", time.perf_counter() - start, first=version, stop=stop)
+        with self.records.timed("switch", reason="checkpoint"):
+            state = learner.state() | ({"spent": spent} if spent else {})
+            write_checkpoint(self.directory, stop, save=learner.save, state=state)
+            self.states[stop] = {"version": stop, **state}  # whole, since this sitting wrote it
+            prune(self.directory, keep=self.config.checkpoints.keep, needed=self._needed_versions(stop))
+
+    # ------------------------------------------------------------ when it goes wrong
+
+    def _judge(self, version: int) -> Judgement:
+        """What is known about the policies so far; rollouts that are there and not learned from yet count."""
+        ahead: list[float] = []
+        if version < self.schedule.updates and self.missing_batch(version) is None:
+            rewards = rewards_of_updates(self._batch_at(version), self.config.batch.prompts)
+            ahead = rewards[version - self.schedule.updates_of(self.schedule.at(version).generation_batch).start :]
+        return self.guard.judge(self.schedule, version, ahead)
+
+    def _take_back(self, trouble: Trouble, judgement: Judgement) -> None:
+        """Go back to the last policy that is known to be good, and on from there as the config says."""
+        to_version = self.guard.take_back(self.schedule, trouble, judgement)
+        self.learner = None
+        self.open_batches = {}
+        self.states = {version: state for version, state in self.states.items() if version <= to_version}
+        self.schedule = first_schedule(self.config, self.records.stages_path)
+        rate = self.guard.rollbacks.learning_rate_factor * self.config.optimizer.learning_rate
+        self.watcher.say(f"collapsed: {trouble.describe()}; back to version {to_version}, learning rate {rate:.3g}")
+
+    def _needed_versions(self, version: int) -> set[int]:
+        """Checkpoints that must stay: those that make generation batches, and the latest that is known to be good."""
+        needed = {self.schedule.version_of(g) for g in self._batches_in_use(version)}
+        needed |= {0} if self.config.model.trains_adapters else set()  # what lies beneath the adapters
+        return needed | self.guard.needed_versions(self.schedule, version)
+
+    def _batches_in_use(self, version: int) -> Iterator[int]:
+        """Generation batches whose policy must stay: the next to be made; the current one, should it get damaged."""
+        first = version // self.schedule.updates_per_generation
+        last = min(first + self.schedule.lag, self.schedule.generation_batches - 1)
+        return (g for g in range(first, last + 1) if self.schedule.version_of(g) <= version)
+
+    def _checkpoint(self, version: int) -> Path:
+        """Where this version lies, once its files are known to be whole: nothing may be made by a damaged policy."""
+        directory = checkpoint_directory(self.directory, version)
+        if version not in self.states:
+            self.states[version] = read_state(directory)
+        return directory
+
+    def _batch_at(self, version: int) -> Batch:
+        """The generation batch that this version learns from; its checksums are compared once in a sitting."""
+        generation_batch = self.schedule.at(version).generation_batch
+        if generation_batch not in self.open_batches:
+            self.open_batches = {generation_batch: self._open_batch(generation_batch)}
+        return self.open_batches[generation_batch]
+
+    def _learner_at(self, version: int) -> Learner:
+        """The learner at this version: the one at hand, or one made from the checkpoint.
+
+        In the second case a sitting before this one may have gone further; what it recorded will happen again.
+        """
+        if self.learner is None or self.learner.version != version:
+            checkpoint = self._checkpoint(version)
+            if self.config.model.trains_adapters:
+                base_directory(checkpoint)
+                self._checkpoint(0)  # what lies beneath the adapters must be there, and whole
+            self.records.forget_updates(before=version)
+            self.learner = Learner(self.config, checkpoint, say=self.watcher.say)
+            self.learner.restore(checkpoint, self.states[version])
+            self.learner.rate_factor = self.guard.rollbacks.learning_rate_factor
+        return self.learner
+
+    def result(self) -> RunResult:
+        """What the directory holds now that the run is complete."""
+        return read_result(self.directory, self.schedule.updates)

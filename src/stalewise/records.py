@@ -1,0 +1,91 @@
+"""What a run writes down as it goes: journal, metrics and ledger; and what it must remember of them to go on."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stalewise.files import append_line, read_jsonl, truncate_jsonl
+from stalewise.staleness.schedule import Step
+from stalewise.store import LedgerEntry, append_entry, ledger_path, to_ranges, truncate_ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """Of one update, what later decisions rest on; NaN where it was not measured."""
+
+    update: int
+    generation_batch: int
+    reward: float
+    ess: float
+    drift: float
+    taken: bool
+
+
+class Records:
+    """The files of one run directory; `remembered` holds all updates on record, oldest first."""
+
+    def __init__(self, directory: Path, journal: str = "journal.jsonl") -> None:
+        self.directory = directory
+        self.journal_path = directory / journal
+        self.metrics_path = directory / "metrics.jsonl"
+        self.evaluations_path = directory / "eval.jsonl"
+        self.stages_path = directory / "ledger" / "stages.jsonl"
+        self.read_again()
+
+    def read_again(self) -> None:
+        """Look at what is on disk."""
+        self.remembered = [_remember(record) for record in read_jsonl(self.metrics_path)]
+        self.evaluations = read_jsonl(self.evaluations_path)
+
+    def journal(self, event: str, seconds: float, **notes: Any) -> None:
+        """Say what was done and how long it took."""
+        append_line(self.journal_path, {"time": time.time(), "event": event, "seconds": seconds, **notes})
+
+    @contextlib.contextmanager
+    def timed(self, event: str, **notes: Any) -> Iterator[dict[str, Any]]:
+        """Journal the block; it may add notes."""
+        more: dict[str, Any] = {}
+        start = time.perf_counter()
+        yield more
+        self.journal(event, time.perf_counter() - start, **notes, **more)
+
+    def update(self, step: Step, rollout_ids: npt.NDArray[np.int64], metrics: dict[str, Any]) -> None:
+        """Write down an update: what it consumed, and what happened."""
+        entry = LedgerEntry(step.update, step.generation_batch, step.version, step.age, to_ranges(rollout_ids))
+        append_entry(ledger_path(self.directory), entry)
+        append_line(self.metrics_path, metrics)
+        self.remembered.append(_remember(metrics))
+
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """Write down an evaluation."""
+        append_line(self.evaluations_path, record)
+        self.evaluations.append(record)
+
+    def forget_updates(self, before: int) -> None:
+        """Drop the updates from this one on: they happen again."""
+        truncate_jsonl(self.metrics_path, lambda record: record["update"] < before)
+        truncate_ledger(ledger_path(self.directory), before=before)
+        self.remembered = [one for one in self.remembered if one.update < before]
+
+    def ess_of(self, generation_batch: int) -> list[float]:
+        """Effective sample sizes of the updates on a generation batch that were taken."""
+        return [one.ess for one in self.remembered if one.generation_batch == generation_batch and one.taken]
+
+    def drift_at(self, version: int) -> float:
+        """Cumulative drift of the policy of a version."""
+        found = [one.drift for one in self.remembered if one.update < version and one.taken]
+        return found[-1] if found else 0.0
+
+
+def _remember(record: dict[str, Any]) -> Remembered:
+    values = {key: float(record.get(key, math.nan)) for key in ("reward", "ess", "drift")}
+    return Remembered(record["update"], record["generation_batch"], taken="drift" in record, **values)

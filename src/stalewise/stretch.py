@@ -1,0 +1,80 @@
+"""The updates between two checkpoints: taken in order, each written down, until they or the rollouts are spent."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stalewise.budget import BudgetWatch
+from stalewise.config import RunConfig
+from stalewise.course import SPENT_ESS
+from stalewise.learn.learner import Learner
+from stalewise.learn.pending import PendingUpdate
+from stalewise.records import Records
+from stalewise.staleness.schedule import Schedule, Step
+from stalewise.staleness.spent import StageSchedule, is_spent, remaining_ess
+from stalewise.store import Batch, rollouts_of_updates
+from stalewise.watch import Watcher
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Takes updates of a run and keeps its records."""
+
+    config: RunConfig
+    schedule: Schedule
+    records: Records
+    budget: BudgetWatch
+    watcher: Watcher
+
+    def learn(self, batch: Batch, learner: Learner, updates: range) -> dict[str, Any] | None:
+        """Take these updates; where the rollouts are spent before, stop there and say by which numbers."""
+        dealt = rollouts_of_updates(batch, self.config.batch.prompts)
+        last = time.perf_counter()
+        waiting: deque[tuple[Step, npt.NDArray[np.int64], PendingUpdate]] = deque()
+        # A GPU works on an update while the one before it is read and written down.
+        ahead = 1 if learner.device.type == "cuda" else 0
+        spent: dict[str, Any] | None = None
+        for update in updates:
+            step = self.schedule.at(update)
+            rollout_ids = dealt[update - self.schedule.updates_of(step.generation_batch).start]
+            waiting.append((step, rollout_ids, learner.enqueue(batch.take(rollout_ids))))
+            while len(waiting) > ahead:
+                last = self._record(*waiting.popleft(), since=last)
+            if spent := self._spent(step):
+                break
+        for rest in waiting:
+            last = self._record(*rest, since=last)
+        return spent
+
+    def _record(self, step: Step, rollout_ids: npt.NDArray[np.int64], pending: PendingUpdate, *, since: float) -> float:
+        """Wait for an update and write down what happened; the time at which it was over."""
+        metrics = pending.metrics()
+        if "drift" in metrics:
+            metrics |= self.budget.measure(metrics["drift"], self.records.drift_at(step.version))
+        now = time.perf_counter()
+        record = {"update": step.update, "generation_batch": step.generation_batch, **metrics, "seconds": now - since}
+        self.records.update(step, rollout_ids, record)
+        self.watcher.metrics(step.update, record)
+        note = f"reward {record['reward']:.3f}  ESS {record.get('ess', float('nan')):.3f}"
+        self.watcher.advance(1, note + self.budget.note(record))
+        return now
+
+    def _spent(self, step: Step) -> dict[str, Any] | None:
+        """Why the stage of this update is over before its rollouts are used up; None where it goes on."""
+        if not isinstance(self.schedule, StageSchedule):
+            return None
+        bound = self.config.schedule.spent_ess or SPENT_ESS
+        ess = self.records.ess_of(step.generation_batch)
+        planned = self.schedule.stages[-1].planned_updates
+        numbers = {"ess": remaining_ess(ess), "bound": bound, "planned_updates": planned}
+        if is_spent(ess, bound):
+            return {"reason": "effective sample size", **numbers}
+        if self.budget.is_exceeded:
+            return {"reason": "drift", **numbers, "batch_budget": self.budget.batch_share}
+        return None
