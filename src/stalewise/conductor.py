@@ -58,7 +58,7 @@ class Conductor:
         self.directory = config.directory
         self.records = Records(self.directory)
         self.schedule = first_schedule(config, self.records.stages_path)
-        self.guard = Guard(config.guard, self.records)
+        self.guard = Guard(config, self.records)
         self.budget = BudgetWatch(None, watcher.say)
         self.task = make_task(config.task.name, seed=config.seed, **config.task.options)
         self.tokens = 0  # sampled since the watcher was last told that something begins
@@ -242,13 +242,14 @@ class Conductor:
             if not self.guard.is_on:
                 raise
             self.watcher.say(str(error))
-            trouble = Trouble("an update was not finite", learner.version, float("nan"), float("nan"))
+            trouble = Trouble("an update was not finite", learner.version)
             self._take_back(trouble, self._judge(version))
             return
         stop = learner.version
         self.records.journal("learn", time.perf_counter() - start, first=version, stop=stop)
         with self.records.timed("switch", reason="checkpoint"):
             state = learner.state() | ({"spent": spent} if spent else {})
+            self.records.tokens.commit(stop)
             write_checkpoint(self.directory, stop, save=learner.save, state=state)
             self.states[stop] = {"version": stop, **state}  # whole, since this sitting wrote it
             prune(self.directory, keep=self.config.checkpoints.keep, needed=self._needed_versions(stop))
@@ -257,7 +258,7 @@ class Conductor:
 
     def _judge(self, version: int) -> Judgement:
         """What is known about the policies so far; rollouts that are there and not learned from yet count."""
-        ahead: list[float] = []
+        ahead: list[tuple[float, float]] = []
         if version < self.schedule.updates and self.missing_batch(version) is None:
             rewards = rewards_of_updates(self._batch_at(version), self.config.batch.prompts)
             ahead = rewards[version - self.schedule.updates_of(self.schedule.at(version).generation_batch).start :]

@@ -76,10 +76,12 @@ class GuardSection(Section):
     )
     rollbacks: int = Field(default=4, ge=1, description="Times that a run may be taken back.")
     fraction: float = Field(
-        default=0.5, gt=0, lt=1, description="A run is in danger below this fraction of its best smoothed reward."
+        default=0.9,
+        gt=0,
+        lt=1,
+        description="A policy is bad whose reward or accuracy is below this fraction of the best so far, beyond doubt.",
     )
-    smoothing: int = Field(default=8, ge=1, description="Updates that the reward is averaged over.")
-    window: int = Field(default=32, ge=1, description="Updates in which a run in danger may come back by itself.")
+    window: int = Field(default=8, ge=1, description="Updates that must rest on bad policies, one after the other.")
 
 
 class PlanSection(Section):

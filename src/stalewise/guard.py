@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from stalewise.checkpoints import versions
-from stalewise.control import GuardSection
+from stalewise.config import RunConfig
 from stalewise.errors import StalewiseError
 from stalewise.records import Records
 from stalewise.rollbacks import Rollbacks
-from stalewise.staleness.collapse import CollapseDetector
-from stalewise.staleness.judgement import Judgement, Trouble, judge_evaluations, judge_rewards
+from stalewise.staleness.judgement import Evidence, Judgement, Trouble, judge, rewards_as_evidence
 from stalewise.staleness.schedule import Schedule
 
 
@@ -23,8 +23,9 @@ class Collapsed(StalewiseError, ArithmeticError):
 class Guard:
     """Looks at rewards and evaluations of a run; `off` where the config does not ask for it."""
 
-    def __init__(self, section: GuardSection, records: Records) -> None:
-        self.section = section
+    def __init__(self, config: RunConfig, records: Records) -> None:
+        self.section = config.guard
+        self.evaluated_every = config.evaluation.every
         self.records = records
         self.rollbacks = Rollbacks(records)
 
@@ -43,19 +44,24 @@ class Guard:
         """Whether rollouts are made anew when a run is taken back."""
         return self.section.action in ("fresh", "both")
 
-    def judge(self, schedule: Schedule, version: int, rewards_ahead: Sequence[float]) -> Judgement:
-        """What is known about the policies up to `version`, whose next updates' rollouts have these mean rewards."""
-        section = self.section
-        detector = CollapseDetector(smoothing=section.smoothing, window=section.window, fraction=section.fraction)
-        curve = [(schedule.version_of(one.generation_batch), one.reward) for one in self.records.remembered]
-        curve += [(schedule.at(version + i).version, reward) for i, reward in enumerate(rewards_ahead)]
-        by_reward = judge_rewards(curve, detector)
-        accuracies = sorted((one["version"], one["accuracy"]["value"]) for one in self.records.evaluations)
-        is_over = version == schedule.updates
-        by_accuracy = judge_evaluations(accuracies, fraction=section.fraction, is_over=is_over)
+    def judge(self, schedule: Schedule, version: int, ahead: Sequence[tuple[float, float]]) -> Judgement:
+        """What is known about the policies up to `version`; `ahead`: rewards of the updates that come next."""
+        remembered = self.records.remembered
+        rewards = [(schedule.version_of(one.generation_batch), one.reward, one.reward_error) for one in remembered]
+        rewards += [(schedule.at(version + i).version, *reward) for i, reward in enumerate(ahead)]
+        fraction, window = self.section.fraction, self.section.window
+        by_reward = judge(rewards_as_evidence(rewards), fraction=fraction, window=window, reason="the reward fell")
+        accuracies = [self._evidence(record, schedule) for record in self.records.evaluations]
+        by_accuracy = judge(accuracies, fraction=fraction, window=window, reason="held-out accuracy fell")
         troubles = [found.trouble for found in (by_reward, by_accuracy) if found.trouble is not None]
         trouble = min(troubles, key=lambda one: one.bad_version, default=None)
         return Judgement(trouble, by_reward.good_versions | by_accuracy.good_versions)
+
+    def _evidence(self, record: Mapping[str, Any], schedule: Schedule) -> Evidence:
+        """An evaluation stands for the updates up to the next one; on the last one everything rests."""
+        updates = self.section.window if record["version"] == schedule.updates else self.evaluated_every
+        accuracy = record["accuracy"]
+        return Evidence(record["version"], updates, accuracy["value"], accuracy["low"], accuracy["high"])
 
     def needed_versions(self, schedule: Schedule, version: int) -> set[int]:
         """The checkpoint that a run which is at `version` would go back to; none where the guard is off."""

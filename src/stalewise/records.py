@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from stalewise.files import append_line, read_jsonl, truncate_jsonl
 from stalewise.staleness.schedule import Step
-from stalewise.store import LedgerEntry, append_entry, ledger_path, to_ranges, truncate_ledger
+from stalewise.store import LedgerEntry, TokenLog, append_entry, ledger_path, to_ranges, truncate_ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class Remembered:
     update: int
     generation_batch: int
     reward: float
+    reward_error: float
     ess: float
     drift: float
     taken: bool
@@ -39,6 +40,7 @@ class Records:
         self.metrics_path = directory / "metrics.jsonl"
         self.evaluations_path = directory / "eval.jsonl"
         self.stages_path = directory / "ledger" / "stages.jsonl"
+        self.tokens = TokenLog(directory)
         self.read_again()
 
     def read_again(self) -> None:
@@ -74,6 +76,7 @@ class Records:
         """Drop the updates from this one on: they happen again."""
         truncate_jsonl(self.metrics_path, lambda record: record["update"] < before)
         truncate_ledger(ledger_path(self.directory), before=before)
+        self.tokens.truncate(before=before)
         self.remembered = [one for one in self.remembered if one.update < before]
 
     def ess_of(self, generation_batch: int) -> list[float]:
@@ -87,5 +90,5 @@ class Records:
 
 
 def _remember(record: dict[str, Any]) -> Remembered:
-    values = {key: float(record.get(key, math.nan)) for key in ("reward", "ess", "drift")}
+    values = {key: float(record.get(key, math.nan)) for key in ("reward", "reward_error", "ess", "drift")}
     return Remembered(record["update"], record["generation_batch"], taken="drift" in record, **values)

@@ -12,7 +12,7 @@ from stalewise.config import RunConfig
 from stalewise.errors import StoreError
 from stalewise.objectives import constant_denominator, group_advantages
 from stalewise.objectives.registry import Objective
-from stalewise.store import Rows
+from stalewise.store import Rows, mean_reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,12 @@ def make_update_batch(
             f"rollout {rows.rollout_id[empty[0]]} has no prompt or no response tokens ({len(empty)} such in this "
             "update): there is nothing to learn from; make the rollouts without them"
         )
-    reward = torch.from_numpy(rows.reward)
-    scored = reward.isfinite()
+    scored = torch.from_numpy(rows.reward).isfinite()
+    reward, reward_error = mean_reward(rows.reward, rows.group)
     described = {
         "rollouts": float(len(rows)),
-        "reward": float(reward[scored].mean()) if bool(scored.any()) else float("nan"),
+        "reward": reward,
+        "reward_error": reward_error,
         "truncated_fraction": float(rows.truncated.mean()),
         "verifier_error_fraction": 1 - float(scored.double().mean()),
         "degenerate_fraction": float("nan"),

@@ -1,7 +1,8 @@
-"""Which policies of a run are known to be good, and since which one it has collapsed: from rewards and evaluations.
+"""Which policies of a run are known to be good, and since which one it is worse than it was, beyond doubt.
 
-Reward is that of rollouts, so it tells about the policy that made them and not about the one that learns from them. It
-is known for a whole generation batch as soon as that is made: a collapse is found before the batch is learned from.
+Two kinds of evidence: held-out accuracy, and the reward of rollouts. The reward tells about the policy that made them
+and not about the one that learns from them, and is known for a whole generation batch as soon as that is made: so a
+policy is judged before anything is learned from its rollouts.
 """
 
 from __future__ import annotations
@@ -10,22 +11,33 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from stalewise.staleness.collapse import CollapseDetector
+Z = 1.96  # 95% intervals
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a policy is worth, with its interval; `updates` is how much of a run rests on it."""
+
+    version: int
+    updates: int
+    value: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """A collapse: `bad_version` is the first policy that is known to be bad, `good_versions` are known to be good."""
+    """`bad_version` is the first policy that is known to be worse than an earlier one was."""
 
     reason: str
     bad_version: int
-    best: float
-    value: float
-    good_versions: frozenset[int] = frozenset()
+    best: float = math.nan
+    value: float = math.nan
 
     def describe(self) -> str:
         """Say it in words."""
-        return f"{self.reason} at version {self.bad_version} ({self.value:.3g}, best {self.best:.3g})"
+        numbers = "" if math.isnan(self.best) else f" ({self.value:.3f}, and it was {self.best:.3f})"
+        return f"{self.reason} at version {self.bad_version}{numbers}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,52 +48,51 @@ class Judgement:
     good_versions: frozenset[int]
 
 
-def judge_rewards(curve: Iterable[tuple[int, float]], detector: CollapseDetector) -> Judgement:
-    """Judge policies by the rewards of their rollouts: pairs of version and mean reward, one for each update.
+def judge(evidence: Iterable[Evidence], *, fraction: float, window: int, reason: str) -> Judgement:
+    """Find trouble: the upper end of a policy's interval is below `fraction` of the best lower end so far.
 
-    Rewards that are not known are passed over: that is the verifier's trouble, not the policy's.
+    It is certain when policies that `window` updates rest on are so, one after the other; a better one in between
+    clears them. Where nothing was ever above 0 there is nothing to lose. Unknown values are passed over: they are the
+    verifier's trouble, not the policy's.
 
-    >>> curve = [(0, 0.4)] * 8 + [(8, 0.9)] * 8 + [(16, 0.1)] * 8
-    >>> found = judge_rewards(curve, CollapseDetector(smoothing=4, window=4))
-    >>> found.trouble.bad_version, sorted(found.good_versions)
-    (16, [0, 8])
-    """
-    good: dict[int, bool] = {}
-    below_version = 0
-    for version, reward in curve:
-        if math.isnan(reward):
-            continue
-        before, detector = detector, detector.observe(reward)
-        if detector.below_since is not None and before.below_since is None:
-            below_version = version
-        if detector.collapse is not None:
-            found = detector.collapse
-            good_versions = frozenset(v for v, is_good in good.items() if is_good and v < below_version)
-            trouble = Trouble("the reward fell", below_version, found.best, found.value, good_versions)
-            return Judgement(trouble, good_versions)
-        good[version] = detector.below_since is None
-    return Judgement(None, frozenset(version for version, is_good in good.items() if is_good))
-
-
-def judge_evaluations(accuracies: Sequence[tuple[int, float]], *, fraction: float, is_over: bool) -> Judgement:
-    """Judge policies by held-out accuracy: two evaluations in a row below the line, or the last one of the run.
-
-    >>> judge_evaluations([(0, 0.4), (8, 0.9), (16, 0.1)], fraction=0.5, is_over=True).trouble.bad_version
-    16
-    >>> judge_evaluations([(0, 0.4), (8, 0.9), (16, 0.1)], fraction=0.5, is_over=False).trouble
+    >>> fair, poor = Evidence(8, 8, 0.9, 0.88, 0.92), Evidence(16, 8, 0.5, 0.45, 0.55)
+    >>> found = judge([fair, poor], fraction=0.9, window=8, reason="accuracy fell")
+    >>> found.trouble.describe(), sorted(found.good_versions)
+    ('accuracy fell at version 16 (0.500, and it was 0.900)', [8])
     """
     good: set[int] = set()
-    best = -math.inf
-    below: list[tuple[int, float]] = []
-    for version, accuracy in accuracies:
-        if accuracy >= fraction * best:
-            good.add(version)
-            best = max(best, accuracy)
-            below = []
-        else:  # also where it is not a number
-            below.append((version, accuracy))
-    certain = 1 if is_over else 2
-    if len(below) < certain:
-        return Judgement(None, frozenset(good))
-    version, accuracy = below[0]
-    return Judgement(Trouble("held-out accuracy fell", version, best, accuracy, frozenset(good)), frozenset(good))
+    best = Evidence(0, 0, 0.0, 0.0, 0.0)
+    below: list[Evidence] = []
+    for one in evidence:
+        if math.isnan(one.value):
+            continue
+        if one.high < fraction * best.low:
+            below.append(one)
+            if sum(found.updates for found in below) >= window:
+                first = below[0]
+                trouble = Trouble(reason, first.version, best.value, first.value)
+                return Judgement(trouble, frozenset(version for version in good if version < first.version))
+            continue
+        below = []
+        good.add(one.version)
+        best = max(best, one, key=lambda found: found.low)
+    return Judgement(None, frozenset(good))
+
+
+def rewards_as_evidence(rewards: Sequence[tuple[int, float, float]]) -> list[Evidence]:
+    """Put the updates on rollouts of one version together: version, mean reward and its standard error of each.
+
+    >>> found = rewards_as_evidence([(0, 0.4, 0.03), (0, 0.6, 0.04), (2, 0.8, 0.0)])
+    >>> [(one.version, one.updates, one.value, round(one.high, 3)) for one in found]
+    [(0, 2, 0.5, 0.549), (2, 1, 0.8, 0.8)]
+    """
+    by_version: dict[int, list[tuple[float, float]]] = {}
+    for version, reward, error in rewards:
+        if not math.isnan(reward + error):
+            by_version.setdefault(version, []).append((reward, error))
+    found: list[Evidence] = []
+    for version, pairs in by_version.items():
+        value = sum(reward for reward, _ in pairs) / len(pairs)
+        margin = Z * math.hypot(*(error for _, error in pairs)) / len(pairs)
+        found.append(Evidence(version, len(pairs), value, value - margin, value + margin))
+    return found

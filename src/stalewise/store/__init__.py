@@ -25,7 +25,7 @@ from stalewise.store.manifest import (
 from stalewise.store.reader import Batch, open_batch, verify_shard
 from stalewise.store.rows import Rows, concatenate
 from stalewise.store.schema import FORMAT, SCHEMA, rollouts_from_table, table_from_rollouts
-from stalewise.store.select import deal, rewards_of_updates, rollouts_of_updates
+from stalewise.store.select import deal, mean_reward, rewards_of_updates, rollouts_of_updates
 from stalewise.store.token_log import TokenLog, TokenRecord, read_tokens, token_files, token_log_directory
 from stalewise.store.writer import commit_batch, next_shard, write_shard
 
@@ -51,6 +51,7 @@ __all__ = [
     "from_ranges",
     "is_committed",
     "ledger_path",
+    "mean_reward",
     "next_shard",
     "open_batch",
     "parse_batch_name",

@@ -39,8 +39,24 @@ def rollouts_of_updates(batch: Batch, per_update: int) -> list[npt.NDArray[np.in
     return [rollout_ids[rows] for rows in deal(batch.column("group"), per_update)]
 
 
-def rewards_of_updates(batch: Batch, per_update: int) -> list[float]:
-    """Mean reward of each update on a generation batch, over the rollouts that have one; NaN where none has."""
-    dealt = (batch.column("reward")[rows] for rows in deal(batch.column("group"), per_update))
-    scored = [reward[~np.isnan(reward)] for reward in dealt]
-    return [float(reward.mean()) if len(reward) else float("nan") for reward in scored]
+def rewards_of_updates(batch: Batch, per_update: int) -> list[tuple[float, float]]:
+    """Mean reward of each update on a generation batch, and its standard error."""
+    reward, group = batch.column("reward"), batch.column("group")
+    return [mean_reward(reward[rows], group[rows]) for rows in deal(group, per_update)]
+
+
+def mean_reward(reward: npt.NDArray[np.floating], group: npt.NDArray[np.integer]) -> tuple[float, float]:
+    """Mean over the rollouts that have a reward, and its standard error over groups: those of one prompt are alike.
+
+    NaN where no rollout has a reward; the error also where there is one group only.
+
+    >>> mean_reward(np.array([1.0, 1.0, 0.0, 0.0]), np.array([0, 0, 1, 1]))
+    (0.5, 0.5)
+    """
+    known = ~np.isnan(reward)
+    if not known.any():
+        return float("nan"), float("nan")
+    _, group = np.unique(group[known], return_inverse=True)
+    means = np.bincount(group, weights=reward[known]) / np.bincount(group)
+    error = means.std(ddof=1) / np.sqrt(len(means)) if len(means) > 1 else np.nan
+    return float(reward[known].mean(dtype=np.float64)), float(error)
