@@ -50,13 +50,13 @@ from stalewise.watch import Watcher
 class Conductor:
     """One sitting at a run directory. `act` does the next thing and says whether there was one."""
 
-    def __init__(self, config: RunConfig, watcher: Watcher) -> None:
+    def __init__(self, config: RunConfig, watcher: Watcher, journal: str = "journal.jsonl") -> None:
         self.config = config
         if config.model.threads:
             torch.set_num_threads(config.model.threads)
         self.watcher = watcher
         self.directory = config.directory
-        self.records = Records(self.directory)
+        self.records = Records(self.directory, journal)
         self.schedule = first_schedule(config, self.records.stages_path)
         self.guard = Guard(config, self.records)
         self.budget = BudgetWatch(None, watcher.say)
@@ -140,7 +140,7 @@ class Conductor:
         elif version == self.schedule.updates:
             return False
         elif (missing := self.missing_batch(version)) is not None:
-            self.generate(missing)
+            self.obtain(missing)
         else:
             self._learn(version, self._next_stop(version))
         return True
@@ -160,7 +160,7 @@ class Conductor:
         current = self.schedule.at(version).generation_batch
         last = min(current + self.schedule.lag, self.schedule.generation_batches - 1)
         for generation_batch in range(current, last + 1):
-            if not is_committed(self._batch_directory(generation_batch)):
+            if not is_committed(self.batch_directory(generation_batch)):
                 return generation_batch
         return None
 
@@ -172,7 +172,8 @@ class Conductor:
                 stops.append((version // every + 1) * every)
         return min(stops)
 
-    def _batch_directory(self, generation_batch: int) -> Path:
+    def batch_directory(self, generation_batch: int) -> Path:
+        """Where a generation batch lies."""
         version = self.schedule.version_of(generation_batch)
         return batch_directory(self.directory / "rollouts", version=version, generation_batch=generation_batch)
 
@@ -195,6 +196,10 @@ class Conductor:
         self.watcher.advance(result.prompts * result.samples)
         self.watcher.say(describe_evaluation(result))
 
+    def obtain(self, generation_batch: int) -> None:
+        """See to it that a generation batch is there."""
+        self.generate(generation_batch)
+
     def generate(self, generation_batch: int, checkpoint: Path | None = None) -> BatchManifest:
         """Make what is missing of a generation batch, with the policy at `checkpoint` or with this run's own."""
         plan = batch_plan(self.config, self.schedule, generation_batch, self.guard.rollbacks.attempt(generation_batch))
@@ -209,7 +214,7 @@ class Conductor:
                 on_shard=self.watcher.advance,
             )
             notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens}
-        self._check_batch(open_batch(self._batch_directory(generation_batch), verify=False))
+        self._check_batch(open_batch(self.batch_directory(generation_batch), verify=False))
         return manifest
 
     def _check_batch(self, batch: Batch) -> None:
@@ -221,7 +226,7 @@ class Conductor:
             self.watcher.say(f"{batch.directory.name}: {problem}")
 
     def _open_batch(self, generation_batch: int) -> Batch:
-        return open_batch(self._batch_directory(generation_batch))
+        return open_batch(self.batch_directory(generation_batch))
 
     def _learn(self, version: int, stop: int) -> None:
         """Learn up to `stop`, or until the rollouts are spent; where a step goes wrong, the guard has a word."""

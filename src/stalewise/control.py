@@ -25,7 +25,10 @@ class ScheduleSection(Section):
         description="Updates on one generation batch (µ) of a synchronous or pipelined run; 4 unless said.",
     )
     lag: int | None = Field(
-        default=None, ge=1, description="Generation batches that a pipelined run is behind; 1 unless said."
+        default=None, ge=1, le=8, description="Generation batches that a pipelined run is behind; 1 unless said."
+    )
+    generator_device: str | None = Field(
+        default=None, description="Device that a pipelined run generates on, as in cuda:1; model.device unless said."
     )
     end: Literal["count", "spent"] = Field(
         default="count",
@@ -43,9 +46,9 @@ class ScheduleSection(Section):
         allowed = {
             "staged": {"stages"},
             "synchronous": {"updates_per_generation"},
-            "pipelined": {"updates_per_generation", "lag"},
+            "pipelined": {"updates_per_generation", "lag", "generator_device"},
         }[self.kind]
-        for name in ("stages", "updates_per_generation", "lag"):
+        for name in ("stages", "updates_per_generation", "lag", "generator_device"):
             if name not in allowed and getattr(self, name) is not None:
                 raise ValueError(f"{name} has no meaning in a {self.kind} schedule: remove it or change kind")
         if self.end == "spent" and (self.kind != "staged" or self.stages is not None):

@@ -68,7 +68,8 @@ class Guard:
         if not self.is_on:
             return set()
         good = {0, *self.judge(schedule, version, ()).good_versions}
-        return {max(v for v in versions(self.records.directory) if v in good and self._may_go_back_to(schedule, v))}
+        fits = [v for v in versions(self.records.directory) if v in good and self._may_go_back_to(schedule, v)]
+        return set(fits[-1:])
 
     def take_back(self, schedule: Schedule, trouble: Trouble, judgement: Judgement) -> int:
         """Go back to the latest version that is known to be good, and say which; or raise Collapsed."""

@@ -15,7 +15,7 @@ from rich.text import Text
 from stalewise.config import RunConfig
 from stalewise.watch import Watcher
 
-UNITS = {"generate": "rollouts", "learn": "updates", "evaluate": "responses"}
+UNITS = {"generate": "rollouts", "wait": "rollouts", "learn": "updates", "evaluate": "responses"}
 
 
 class RateColumn(ProgressColumn):

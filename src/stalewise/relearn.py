@@ -146,7 +146,8 @@ class Relearner(Conductor):
     def _batches_in_use(self, version: int) -> Iterator[int]:
         return iter(())
 
-    def _batch_directory(self, generation_batch: int) -> Path:
+    def batch_directory(self, generation_batch: int) -> Path:
+        """Where a source lies."""
         return self.sources[generation_batch].directory
 
     def _open_batch(self, generation_batch: int) -> Batch:

@@ -11,6 +11,7 @@ from stalewise.config import RunConfig
 from stalewise.errors import ConfigError
 from stalewise.files import RunLock
 from stalewise.objectives import get_objective
+from stalewise.pipeline import Pipelined
 from stalewise.rundirectory import RunResult
 from stalewise.watch import Silence, Watcher
 
@@ -18,7 +19,8 @@ from stalewise.watch import Silence, Watcher
 def run(config: RunConfig, watcher: Watcher | None = None) -> RunResult:
     """Train as the config says, from wherever its run directory stands."""
     check_objective(config)  # before anything is loaded
-    return conduct(config.directory, lambda: Conductor(config, watcher or Silence()))
+    side = Pipelined if config.schedule.kind == "pipelined" else Conductor
+    return conduct(config.directory, lambda: side(config, watcher or Silence()))
 
 
 def check_objective(config: RunConfig) -> Mapping[str, Any]:
