@@ -1,6 +1,6 @@
 """Kill a run with SIGKILL again and again, and see that nothing is lost.
 
-    python scripts/soak.py [--kills 200] [--seed 0] [--objective p3o] [--rank 0]
+    python scripts/soak.py [--kills 200] [--seed 0] [--objective p3o] [--rank 0] [--kind staged]
 
 A reference run is never stopped. The victim, with the same config, is killed at random moments (every other time within
 a commit: before one of its fsyncs) and started again, until it is done. Then weights must be equal to the bit, metrics,
@@ -30,14 +30,27 @@ TIMES = {"seconds", "time"}
 FSYNCS = 160  # a run makes some more: a kill before one of them falls into any part of it
 
 
-def tiny_config(runs: Path, name: str, objective: str, rank: int = 0) -> RunConfig:
+# Kinds of runs; one that collapses is taken back on the way.
+KINDS: dict[str, dict[str, Any]] = {
+    "staged": {"schedule": {"kind": "staged", "updates": 12, "stages": 3}},
+    "pipelined": {"schedule": {"kind": "pipelined", "updates": 12, "updates_per_generation": 3, "lag": 2}},
+    "spent": {"schedule": {"updates": 24, "end": "spent", "spent_ess": 0.995}},
+    "collapsing": {
+        "schedule": {"kind": "staged", "updates": 12, "stages": 3},
+        "optimizer": {"learning_rate": 2e-2},
+        "guard": {"action": "both", "window": 4, "rollbacks": 8},
+        "evaluation": {"every": 4, "prompts": 16, "samples": 2},
+    },
+}
+
+
+def tiny_config(runs: Path, name: str, objective: str, rank: int = 0, kind: str = "staged") -> RunConfig:
     """A run of a few seconds that does everything a run can do, several times."""
     return make_config(
         {
             "name": name,
             "runs": str(runs),
             "model": {"lora": {"rank": rank}},
-            "schedule": {"kind": "staged", "updates": 12, "stages": 3},
             "batch": {"prompts": 4, "group_size": 4},
             "sampler": {"max_new_tokens": 6, "rollouts_per_shard": 16},
             "objective": {"name": objective, "proximal_every": 3},
@@ -45,6 +58,7 @@ def tiny_config(runs: Path, name: str, objective: str, rank: int = 0) -> RunConf
             "learner": {"tokens_per_micro_batch": 60},
             "checkpoints": {"every": 2},
             "evaluation": {"every": 4, "prompts": 8, "samples": 2},
+            **KINDS[kind],
         }
     )
 
@@ -94,19 +108,20 @@ def wait(child: int, limit: float | None = None) -> bool:
         time.sleep(0.001)
 
 
-def committed_shards(directory: Path) -> dict[str, tuple[int, int]]:
+def committed_shards(directory: Path) -> set[tuple[int, int]]:
     """Inode and modification time of every shard that has a manifest: a second writing would change them."""
-    shards = directory.glob("rollouts/*/shard-*.parquet")
-    stats = {shard: shard.stat() for shard in shards if shard.with_suffix(".json").exists()}
-    return {str(shard.relative_to(directory)): (stat.st_ino, stat.st_mtime_ns) for shard, stat in stats.items()}
+    shards = directory.glob("**/rollouts/*/shard-*.parquet")
+    stats = [shard.stat() for shard in shards if shard.with_suffix(".json").exists()]
+    return {(stat.st_ino, stat.st_mtime_ns) for stat in stats}
 
 
 def outcome(config: RunConfig) -> dict[str, Any]:
     """All that two runs must have in common."""
     directory = config.directory
     final = checkpoint_directory(directory, config.schedule.updates)
-    files = [*directory.glob("rollouts/*/shard-*.parquet"), *final.rglob("*.safetensors"), final / "state.json"]
-    lines = ("metrics.jsonl", "ledger/updates.jsonl", "eval.jsonl")
+    files = [*directory.glob("**/rollouts/*/shard-*.parquet"), *final.rglob("*.safetensors"), final / "state.json"]
+    lines = ["metrics.jsonl", "ledger/updates.jsonl", "ledger/stages.jsonl", "eval.jsonl"]
+    lines += [f"rollbacks/{place.name}/metrics.jsonl" for place in sorted(directory.glob("rollbacks/*"))]
     return {
         "files": {str(f.relative_to(directory)): hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(files)},
         **{name: json.dumps([_timeless(record) for record in read_jsonl(directory / name)]) for name in lines},
@@ -117,10 +132,10 @@ def _timeless(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in TIMES}
 
 
-def soak(runs: Path, *, kills: int, seed: int, objective: str, rank: int = 0) -> dict[str, Any]:
+def soak(runs: Path, *, kills: int, seed: int, objective: str, rank: int = 0, kind: str = "staged") -> dict[str, Any]:
     """Run reference and victims; AssertionError where they differ. A victim that is done makes way for another."""
     rng = random.Random(seed)
-    reference = tiny_config(runs, "reference", objective, rank)
+    reference = tiny_config(runs, "reference", objective, rank, kind)
     began = time.monotonic()
     assert wait(start(reference))
     whole = time.monotonic() - began
@@ -129,8 +144,8 @@ def soak(runs: Path, *, kills: int, seed: int, objective: str, rank: int = 0) ->
     killed_at: list[int] = []  # newest checkpoint when a sitting was killed
     while done < kills:
         victims += 1
-        victim = tiny_config(runs, f"victim-{victims}", objective, rank)
-        finished, seen = False, {}
+        victim = tiny_config(runs, f"victim-{victims}", objective, rank, kind)
+        finished, seen = False, set()
         while not finished:
             last_chance = done >= kills
             within_commit = not last_chance and done % 2 == 1
@@ -139,7 +154,7 @@ def soak(runs: Path, *, kills: int, seed: int, objective: str, rank: int = 0) ->
             done += not finished
             killed_at.append((versions(victim.directory) or [0])[-1] if not finished else 0)
             now = committed_shards(victim.directory)
-            assert seen.items() <= now.items(), "a committed shard was lost or written again"
+            assert seen <= now, "a committed shard was lost or written again"
             seen = now
         found = outcome(victim)
         for part, value in expected.items():
@@ -148,6 +163,8 @@ def soak(runs: Path, *, kills: int, seed: int, objective: str, rank: int = 0) ->
         "kills": done,
         "victims": victims,
         "kills_after_learning_began": sum(version > 0 for version in killed_at),
+        "rollbacks": len(list(reference.directory.glob("rollbacks/*"))),
+        "generation_batches": len(list(reference.directory.glob("rollouts/g*"))),
         "seconds_of_one_run": round(whole, 2),
         "identical": True,
     }
@@ -159,6 +176,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--objective", default="p3o")
     parser.add_argument("--rank", type=int, default=0, help="of adapters; 0: all weights are trained")
+    parser.add_argument("--kind", choices=sorted(KINDS), default="staged", help="of run to kill")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as runs:
         figures = soak(Path(runs), **vars(arguments))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -129,6 +129,9 @@ class LearnerSection(Section):
     compile: Literal["auto", "always", "never"] = Field(
         default="auto", description="Compile the model's layers; auto: on a GPU, where the run is long enough to gain."
     )
+    record_tokens: bool = Field(
+        default=True, description="Write down each token's log-probability at its update; the browser shows ratios."
+    )
 
 
 class CheckpointSection(Section):
@@ -192,7 +195,7 @@ class RunConfig(Section):
         return Path(self.runs) / self.name
 
     def identity(self) -> dict[str, Any]:
-        """What must be equal for a run to go on: everything but where it lies, who watches it and which engine samples.
+        """What must be equal for a run to go on: all but where it lies, who watches, what is noted, what samples.
 
         Each rollout records the engine that made it.
         """
@@ -202,8 +205,9 @@ class RunConfig(Section):
 def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a resolved config that must stay the same while a run goes on."""
     kept = {key: value for key, value in record.items() if key not in ("format", "name", "runs", "trackers", "plan")}
-    engine = ("engine", *(key for key, field in SamplerSection.model_fields.items() if is_section(field)))
+    engine = ("engine", *get_args(SamplerSection.model_fields["engine"].annotation))  # and each engine's own table
     kept["sampler"] = {key: value for key, value in record.get("sampler", {}).items() if key not in engine}
+    kept["learner"] = {key: value for key, value in record.get("learner", {}).items() if key != "record_tokens"}
     return kept
 
 

@@ -64,7 +64,8 @@ def check_identity(config: RunConfig) -> None:
         raise StoreError(f"{path} has format {found.get('format')}; this release reads {FORMAT}: choose another name")
     if not is_started(config.directory):
         return  # a start that failed, on a wrong model for example, does not bind what comes after it
-    old, new = flat(identity_of(found)), flat(config.identity())
+    # A setting that is newer than the run had its default.
+    old, new = flat(RunConfig().identity()) | flat(identity_of(found)), flat(config.identity())
     # Of both: an option that was taken out of the config is a difference, too.
     differences = [
         f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in {**new, **old} if old.get(key) != new.get(key)

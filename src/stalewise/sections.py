@@ -93,6 +93,32 @@ class ServerSection(Section):
         return self
 
 
+class ForeignSection(Section):
+    """Another policy that makes a share of the rollouts; docs/engines.md."""
+
+    path: str = Field(
+        default="",
+        description="Hugging Face directory, hub name, smollm2, or embedded policy of the same tokenizer; empty: none.",
+    )
+    share: float = Field(
+        default=0.0, ge=0, lt=1, description="Share of every group that it samples: at least one rollout, never all."
+    )
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> Self:
+        if bool(self.path) != bool(self.share):
+            raise ValueError("path and a share above 0 go together: say both or neither")
+        return self
+
+    def places(self, group_size: int) -> int:
+        """How many rollouts of a group it makes.
+
+        >>> [ForeignSection(path="other", share=share).places(8) for share in (0.01, 0.5, 0.99)]
+        [1, 4, 7]
+        """
+        return min(max(round(self.share * group_size), 1), group_size - 1) if self.share else 0
+
+
 class SamplerSection(Section):
     """How rollouts are sampled."""
 
@@ -104,10 +130,15 @@ class SamplerSection(Section):
         default=1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this probability."
     )
     top_k: int = Field(default=0, ge=0, description="Sample from this many most probable tokens; 0: from all.")
+    weights: Literal["exact", "fp8", "int8"] = Field(
+        default="exact",
+        description="Rollouts are sampled from these weights; fp8 and int8 round the matrices of the linear layers.",
+    )
     max_new_tokens: int = Field(default=64, ge=1, description="A response is cut (truncated) at this many tokens.")
     rollouts_per_shard: int = Field(
         default=2048, ge=1, description="Rollouts that are decoded together and committed at once."
     )
+    foreign: ForeignSection = Field(default_factory=ForeignSection)
     vllm: VllmSection = Field(default_factory=VllmSection)
     server: ServerSection = Field(default_factory=ServerSection)
 
@@ -117,4 +148,10 @@ class SamplerSection(Section):
             raise ValueError('engine = "server" needs server.urls, as in ["http://localhost:8000"]')
         if self.engine != "hf" and self.temperature < LEAST_VLLM_TEMPERATURE:
             raise ValueError(f"vLLM samples at no temperature below {LEAST_VLLM_TEMPERATURE}: raise it, or engine = hf")
+        if self.engine != "hf" and self.weights != "exact":
+            raise ValueError(
+                f'weights = "{self.weights}" needs engine = "hf": {self.engine} has the weights it is given'
+            )
+        if self.engine != "hf" and self.foreign.share:
+            raise ValueError(f'foreign needs engine = "hf": {self.engine} has one policy at a time')
         return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntFlag, StrEnum
 
 
 class FinishReason(StrEnum):
@@ -12,6 +12,14 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # the policy said so: an end-of-sequence token or a stop string
     LENGTH = "length"  # the token limit cut it: the response is truncated
+
+
+class TokenFlag(IntFlag):
+    """What an objective did to a response token; the words are those of docs/notation.md."""
+
+    CLIPPED = 1
+    VETOED = 2
+    TRIGGER = 4  # its ratio is so small that the veto looked at it; the first one in a response is what vetoes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,8 @@ class SamplerSettings:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
+    weights: str = "exact"  # or what the matrices of the linear layers were rounded to: fp8, int8
+    policy: str = ""  # which other policy sampled; empty: the run's own, of the rollout's version
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,19 @@ SOAK = Path(__file__).parents[2] / "scripts" / "soak.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("objective", "kills"), [("p3o", 14), ("decoupled_ppo", 6)])
-def test_killed_runs_end_as_if_they_had_never_been_stopped(objective: str, kills: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "objective", "kills"),
+    [
+        ("staged", "p3o", 14),
+        ("staged", "decoupled_ppo", 6),
+        ("spent", "mu_grpo", 6),
+        ("collapsing", "p3o", 6),
+        ("pipelined", "mu_grpo", 3),
+    ],
+)
+def test_killed_runs_end_as_if_they_had_never_been_stopped(kind: str, objective: str, kills: int) -> None:
     command = [sys.executable, str(SOAK), "--kills", str(kills), "--seed", "1", "--objective", objective]
+    command += ["--kind", kind]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
@@ -27,3 +37,5 @@ def test_killed_runs_end_as_if_they_had_never_been_stopped(objective: str, kills
     # A kill before the first checkpoint of the learner only starts the run anew: enough must come later, on a machine
     # whose other load moves them about.
     assert figures["kills_after_learning_began"] >= kills // 3
+    assert (figures["rollbacks"] > 0) == (kind == "collapsing")
+    assert figures["generation_batches"] > (3 if kind in ("spent", "pipelined") else 2)

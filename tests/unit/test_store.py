@@ -16,6 +16,7 @@ import sys
 import time
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -27,6 +28,7 @@ from hypothesis import strategies as st
 
 from stalewise import store
 from stalewise.errors import StoreError
+from stalewise.files import sha256_file
 from stalewise.store.schema import HEAVY_COLUMNS, LIGHT_COLUMNS
 from stalewise.types import FinishReason, Rollout, SamplerSettings
 
@@ -99,7 +101,15 @@ def rollout_lists(draw: st.DrawFn) -> list[Rollout]:
             reward=draw(st.floats(allow_infinity=False)),
             reward_parts=draw(st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False), max_size=2)),
             finish_reason=draw(st.sampled_from(FinishReason)),
-            sampler=draw(st.builds(SamplerSettings, name=st.text(max_size=3), temperature=st.floats(0, 2))),
+            sampler=draw(
+                st.builds(
+                    SamplerSettings,
+                    name=st.text(max_size=3),
+                    temperature=st.floats(0, 2),
+                    weights=st.sampled_from(("exact", "fp8", "int8")),
+                    policy=st.text(max_size=3),
+                )
+            ),
             text=draw(surrogates_too),
         )
         for rollout_id, pairs in zip(sorted(ids), (draw(response) for _ in ids), strict=True)
@@ -444,6 +454,36 @@ def test_batch_manifest_adds_up(batch: store.Batch) -> None:
     assert manifest.truncated == sum(r.truncated for r in expected)
     assert manifest.verifier_errors == 1800 - len(scored) > 0
     assert manifest.samplers == (expected[0].sampler,)
+
+
+def test_shards_from_before_weights_and_policy_were_recorded_are_of_exact_weights_and_the_runs_own(
+    tmp_path: Path,
+) -> None:
+    directory = make_batch(tmp_path, shards=2, rows=8)
+    expected = make_rollouts(1000, 16)
+    path = store.shard_path(directory, 0)
+    new = pq.read_table(path)
+    fields = [field for field in new.schema.field("sampler").type if field.name not in ("weights", "policy")]
+    column = new.column("sampler").combine_chunks()
+    old = pa.StructArray.from_arrays([column.field(field.name) for field in fields], fields=fields)
+    place = new.schema.get_field_index("sampler")
+    table = new.set_column(place, pa.field("sampler", old.type, nullable=False), old)
+    pq.write_table(table.replace_schema_metadata(new.schema.metadata), path)
+
+    def aged(name: str) -> dict[str, Any]:
+        record = json.loads((directory / name).read_text())
+        return record | {"samplers": [{field.name: record["samplers"][0][field.name] for field in fields[:-1]}]}
+
+    shard = aged("shard-00000.json") | {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+    manifest = aged("manifest.json")
+    manifest["shards"][0] = shard
+    (directory / "shard-00000.json").write_text(json.dumps(shard))
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    batch = store.open_batch(directory)
+    assert batch.manifest.samplers == (expected[0].sampler,)
+    assert expected[0].sampler.weights == "exact" and expected[0].sampler.policy == ""
+    assert all(same(read, made) for read, made in zip(batch.iter_rollouts(), expected, strict=True))
+    assert len(batch.take([1000, 1015])) == 2
 
 
 def test_other_formats_and_broken_manifests_are_refused(tmp_path: Path) -> None:

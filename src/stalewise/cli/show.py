@@ -153,7 +153,9 @@ def print_rollout(record: dict[str, Any]) -> None:
         "response": _shown(record["text"]),
         "reward": _reward(record),
         "finished": f"{record['finish_reason']}, versions {record['version_first']} to {record['version_last']}",
-        "sampler": ", ".join(f"{key} {value}" for key, value in record["sampler"].items()) + f", seed {record['seed']}",
+        "sampler": ", ".join(
+            f"{key} {value}" for key, value in [*record["sampler"].items(), ("seed", record["seed"])] if value != ""
+        ),
         "consumed": f"at {consumed}",
     }
     for name, value in lines.items():

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from stalewise.errors import ModelError
 from stalewise.generate.growing import decode_growing
+from stalewise.generate.rounding import RoundableWeights
 from stalewise.generate.sampler import Request, Response
 from stalewise.generate.slots import Ended, SlotDecoder, slots_problem
 from stalewise.models import context_length, load_model, load_tokenizer, stop_token_ids
@@ -57,6 +58,7 @@ class HFSampler:
         self._device = device
         self._dtype = dtype
         self._model: Any = None
+        self._weights: RoundableWeights | None = None
         self._replaceable: frozenset[str] = frozenset()  # names of the tensors that a later checkpoint must have
         self._tokenizer: Any = None
         self._stop_ids = torch.empty(0, dtype=torch.long, device=device)
@@ -79,13 +81,14 @@ class HFSampler:
             # Some architectures are stored under other names than they have in memory: those are loaded anew each time.
             self._replaceable = names if names <= self._model.state_dict().keys() else frozenset()
             self.slots_problem = slots_problem(self._model) if self._slots_wanted else "not wanted"
-            return
-        # Not strict, since tied weights are stored once; the names are those of a file that was found complete.
-        self._model.load_state_dict(load_file(weights), strict=False)
+        else:
+            # Not strict, since tied weights are stored once; the names are those of a file that was found complete.
+            self._model.load_state_dict(load_file(weights), strict=False)
+        self._weights = RoundableWeights(self._model)
 
     def close(self) -> None:
         """Let go of the model and of the memory for its cache."""
-        self._model, self._decoder = None, None
+        self._model, self._decoder, self._weights = None, None, None
 
     def sleep(self) -> None:
         """Give the memory of the slots back until the next pool, where the learner may want it."""
@@ -113,7 +116,9 @@ class HFSampler:
     def sample(self, requests: Sequence[Request], settings: SamplerSettings | None = None) -> list[Response]:
         """Responses in the order of the requests."""
         settings = settings or self.settings
+        assert self._weights is not None, "load comes first"
         self.check_lengths([request.prompt_ids for request in requests])
+        self._weights.use(settings.weights)
         responses: list[Response | None] = [None] * len(requests)
         # One thread turns tokens into text while the device goes on decoding.
         with ThreadPoolExecutor(max_workers=1) as reader:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
+from stalewise.generate.foreign import check_foreign
 from stalewise.generate.sampler import Request, Response, Sampler
 from stalewise.generate.sampling import rollout_seed
 from stalewise.models import encode_prompts
@@ -16,6 +17,8 @@ from stalewise.store import BatchManifest, batch_directory, commit_batch, is_com
 from stalewise.store.manifest import committed_shards
 from stalewise.tasks import ErrorCounts, Task, count_errors
 from stalewise.types import Prompt, Reward, Rollout, SamplerSettings
+
+PROMPTS_TO_COMPARE = 256  # that a foreign policy's tokenizer must read as the run's own does
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,8 @@ class BatchPlan:
     group_size: int
     prompts_per_shard: int
     seed: int
+    foreign: str = ""  # a policy that is not the run's own
+    foreign_places: int = 0  # the last places of every group, which it samples
 
     @property
     def shards(self) -> int:
@@ -39,6 +44,10 @@ class BatchPlan:
         """Prompt indices of one shard."""
         first = self.first_prompt + shard * self.prompts_per_shard
         return range(first, min(first + self.prompts_per_shard, self.first_prompt + self.prompts))
+
+    def policy_of(self, rollout: int) -> str:
+        """Which policy samples a rollout, counted from the beginning of any group; empty: the run's own."""
+        return self.foreign if rollout % self.group_size >= self.group_size - self.foreign_places else ""
 
 
 def generate_batch(
@@ -54,6 +63,8 @@ def generate_batch(
     directory = batch_directory(rollouts, version=plan.version, generation_batch=plan.generation_batch)
     if is_committed(directory):
         return read_batch_manifest(directory)
+    if plan.foreign_places:
+        check_foreign(plan.foreign, checkpoint, task.prompts(plan.first_prompt, min(plan.prompts, PROMPTS_TO_COMPARE)))
     sampler.load(checkpoint)
     present = {shard.index for shard in committed_shards(directory)}
     for shard in present:
@@ -101,11 +112,21 @@ def _sample(plan: BatchPlan, shards: list[int], task: Task, sampler: Sampler) ->
             for place in range(plan.group_size)
         ]
         planned.append((shard, [prompt for prompt in prompts for _ in range(plan.group_size)], requests))
-    responses = iter(sampler.sample([request for _, _, requests in planned for request in requests]))
+    responses = _responses(plan, [request for _, _, requests in planned for request in requests], sampler)
     return [
         _Sampled(shard, prompts, requests, list(islice(responses, len(requests))))
         for shard, prompts, requests in planned
     ]
+
+
+def _responses(plan: BatchPlan, requests: list[Request], sampler: Sampler) -> Iterator[Response]:
+    """Responses to the requests of whole groups, in their order; every policy samples its own."""
+    policies = [plan.policy_of(number) for number in range(len(requests))]
+    sampled: dict[str, Iterator[Response]] = {}
+    for policy in dict.fromkeys(policies):
+        its_own = [request for request, its in zip(requests, policies, strict=True) if its == policy]
+        sampled[policy] = iter(sampler.sample(its_own, replace(sampler.settings, policy=policy)))
+    return (next(sampled[policy]) for policy in policies)
 
 
 def _finish(
@@ -155,7 +176,7 @@ def _rollout(
         finish_reason=response.finish_reason,
         version_first=plan.version,
         version_last=plan.version,
-        sampler=settings,
+        sampler=replace(settings, policy=plan.policy_of(rollout_id)),
         seed=request.seed,
         text=response.text,
     )

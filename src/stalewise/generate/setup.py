@@ -7,26 +7,29 @@ from collections.abc import Callable
 import numpy as np
 
 from stalewise.config import RunConfig
+from stalewise.generate.foreign import TwoPolicies
 from stalewise.generate.hf import HFSampler
 from stalewise.generate.loop import BatchPlan
 from stalewise.generate.sampler import Sampler
 from stalewise.models import pick_device, pick_precision
+from stalewise.staleness.schedule import Schedule
 from stalewise.store import Batch
 from stalewise.types import SamplerSettings
 
 
-def batch_plan(config: RunConfig, generation_batch: int) -> BatchPlan:
-    """Which rollouts a generation batch of this config holds."""
-    schedule = config.schedule.schedule()
-    updates = schedule.updates_of(generation_batch)
+def batch_plan(config: RunConfig, schedule: Schedule, generation_batch: int, attempt: int = 0) -> BatchPlan:
+    """Which rollouts a generation batch of this config holds; another `attempt` at it has other seeds."""
+    prompts = schedule.prompts_of(generation_batch, config.batch.prompts)
     return BatchPlan(
         generation_batch=generation_batch,
         version=schedule.version_of(generation_batch),
-        first_prompt=updates.start * config.batch.prompts,
-        prompts=len(updates) * config.batch.prompts,
+        first_prompt=prompts.start,
+        prompts=len(prompts),
         group_size=config.batch.group_size,
         prompts_per_shard=config.sampler.rollouts_per_shard // config.batch.group_size,
-        seed=config.seed,
+        seed=config.seed + (attempt << 32),
+        foreign=config.sampler.foreign.path,
+        foreign_places=config.sampler.foreign.places(config.batch.group_size),
     )
 
 
@@ -41,6 +44,7 @@ def make_sampler(config: RunConfig, *, on_tokens: Callable[[int], object] = lamb
         temperature=config.sampler.temperature,
         top_p=config.sampler.top_p,
         top_k=config.sampler.top_k,
+        weights=config.sampler.weights,
     )
     limit = config.sampler.max_new_tokens
     if config.sampler.engine == "vllm":
@@ -51,7 +55,11 @@ def make_sampler(config: RunConfig, *, on_tokens: Callable[[int], object] = lamb
         from stalewise.generate.server import ServerSampler
 
         return ServerSampler(settings, max_new_tokens=limit, options=config.sampler.server, on_tokens=on_tokens)
-    return HFSampler(settings, max_new_tokens=limit, device=device, dtype=precision, on_tokens=on_tokens)
+
+    def embedded() -> HFSampler:
+        return HFSampler(settings, max_new_tokens=limit, device=device, dtype=precision, on_tokens=on_tokens)
+
+    return TwoPolicies(embedded(), embedded()) if config.sampler.foreign.share else embedded()
 
 
 def batch_problem(batch: Batch) -> str:

@@ -66,7 +66,7 @@ def judge(evidence: Iterable[Evidence], *, fraction: float, window: int, reason:
     for one in evidence:
         if math.isnan(one.value):
             continue
-        if one.high < fraction * best.low:
+        if best.low > 0 and one.high < fraction * best.low:
             below.append(one)
             if sum(found.updates for found in below) >= window:
                 first = below[0]

@@ -33,6 +33,9 @@ SAMPLER = pa.struct(
         pa.field("top_p", pa.float64(), nullable=False),
         pa.field("top_k", pa.int32(), nullable=False),
         pa.field("seed", pa.int64(), nullable=False),
+        # Shards from before these two have neither: their rollouts are of exact weights and of the run's own policy.
+        pa.field("weights", pa.string(), nullable=False),
+        pa.field("policy", pa.string(), nullable=False),
     ]
 )
 # A list of pairs and not an Arrow map, which `datasets` cannot open; nor a struct, whose fields would differ by task.
