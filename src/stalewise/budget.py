@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 WARN_AT = 0.8  # of a limit
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Lower ends of the radii of the law: within one generation batch, and over the whole run."""
-
-    batch: float
-    horizon: float
-
-
 class BudgetWatch:
-    """Measures each update against the limits, where they are known, and warns once about each."""
+    """Measures each update against limits, where they are known, and warns once about each.
 
-    def __init__(self, limits: Limits | None, say: Callable[[str], object]) -> None:
+    The limits are the lower ends of the law's radii: R_batch within one generation batch, R_crit over the whole run.
+    """
+
+    def __init__(self, limits: tuple[float, float] | None, say: Callable[[str], object]) -> None:
         self.limits = limits
         self.say = say
         self.warned: set[str] = set()
@@ -36,7 +30,8 @@ class BudgetWatch:
         batch_drift = drift - drift_of_version
         if self.limits is None:
             return {"batch_drift": batch_drift, "batch_budget": math.nan, "horizon_budget": math.nan}
-        used = {"batch_budget": batch_drift / self.limits.batch, "horizon_budget": drift / self.limits.horizon}
+        batch_limit, horizon_limit = self.limits
+        used = {"batch_budget": batch_drift / batch_limit, "horizon_budget": drift / horizon_limit}
         self.batch_share = used["batch_budget"]
         advice = {
             "batch_budget": "within its rollouts: smaller stages or a lower optimizer.learning_rate keep it valid",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from stalewise.budget import BudgetWatch
+from stalewise.calibration.planning import budget_limits
 from stalewise.checkpoints import checkpoint_directory, prune, read_state, versions, write_checkpoint
 from stalewise.config import RunConfig, write_resolved
 from stalewise.course import begin_stage, first_schedule, forget_stages
@@ -59,7 +60,7 @@ class Conductor:
         self.records = Records(self.directory, journal)
         self.schedule = first_schedule(config, self.records.stages_path)
         self.guard = Guard(config, self.records)
-        self.budget = BudgetWatch(None, watcher.say)
+        self.budget = BudgetWatch(budget_limits(config), watcher.say)
         self.task = make_task(config.task.name, seed=config.seed, **config.task.options)
         self.tokens = 0  # sampled since the watcher was last told that something begins
         self.sampler = make_sampler(config, on_tokens=self._tell_tokens)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from stalewise.control import GuardSection, PlanSection, ScheduleSection
+from stalewise.control import GuardSection, PlanSection, ScheduleSection, with_recipe
 from stalewise.errors import ConfigError, nearest
 from stalewise.files import write_json_atomic
 from stalewise.sections import SamplerSection, Section
@@ -159,6 +159,9 @@ class RunConfig(Section):
     )
     runs: str = Field(default="runs", description="Where run directories lie.")
     seed: int = Field(default=0, ge=0, description="Prompts, sampling and order of batches follow from it.")
+    recipe: Literal["none", "auto"] = Field(
+        default="none", description="auto: what docs/control.md recommends, for all settings that are not said here."
+    )
     trackers: list[Literal["tensorboard", "wandb", "trackio", "mlflow"]] = Field(
         default_factory=list, description="Where metrics also go, through accelerate."
     )
@@ -174,6 +177,11 @@ class RunConfig(Section):
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     guard: GuardSection = Field(default_factory=GuardSection)
     plan: PlanSection = Field(default_factory=PlanSection)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_recipe(cls, record: Any) -> Any:
+        return with_recipe(record) if isinstance(record, Mapping) else record
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:

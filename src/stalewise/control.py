@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -93,7 +94,43 @@ class PlanSection(Section):
     calibration: str = Field(
         default="", description="Calibration file; empty: the one that fits, of those in `calibrations` under `runs`."
     )
+    learning_rate: Literal["given", "planned", "planned-if-calibrated"] = Field(
+        default="given",
+        description="optimizer.learning_rate as it stands; or the largest that is safe by the calibration, always or "
+        "where there is one.",
+    )
     risk: float = Field(
         default=0.05, gt=0, le=0.5, description="Probability with which a planned run may break each constraint."
     )
     strict: bool = Field(default=False, description="Refuse to train where the plan says that it is not safe.")
+
+
+# What docs/control.md recommends, for every setting that a config does not say itself.
+RECIPES: dict[str, dict[str, dict[str, Any]]] = {
+    "none": {},
+    "auto": {
+        "objective": {"name": "mu_grpo"},
+        "schedule": {"end": "spent"},
+        "guard": {"action": "both"},
+        "plan": {"learning_rate": "planned-if-calibrated"},
+    },
+}
+
+
+def with_recipe(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of a config with the settings of its recipe filled in.
+
+    >>> with_recipe({"recipe": "auto", "guard": {"action": "halve"}})["guard"]
+    {'action': 'halve'}
+    """
+    filled = dict(record)
+    for table, settings in RECIPES.get(str(record.get("recipe", "none")), {}).items():
+        said = filled.get(table, {})
+        if isinstance(said, Mapping) and not (table == "schedule" and _has_stages(said)):
+            filled[table] = {**settings, **said}
+    return filled
+
+
+def _has_stages(schedule: Mapping[str, Any]) -> bool:
+    """Whether a config says itself when rollouts are made."""
+    return schedule.get("kind", "staged") != "staged" or schedule.get("stages") is not None

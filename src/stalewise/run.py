@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from stalewise.calibration.planning import plan_for_training
+from stalewise.calibration.settle import settle
 from stalewise.conductor import Conductor
 from stalewise.config import RunConfig
 from stalewise.errors import ConfigError
@@ -18,9 +20,14 @@ from stalewise.watch import Silence, Watcher
 
 def run(config: RunConfig, watcher: Watcher | None = None) -> RunResult:
     """Train as the config says, from wherever its run directory stands."""
+    watcher = watcher or Silence()
     check_objective(config)  # before anything is loaded
+    config = settle(config, watcher.say)
+    plan = plan_for_training(config)
+    for line in plan.lines if plan.is_safe is not None else ():
+        watcher.say(line)
     side = Pipelined if config.schedule.kind == "pipelined" else Conductor
-    return conduct(config.directory, lambda: side(config, watcher or Silence()))
+    return conduct(config.directory, lambda: side(config, watcher))
 
 
 def check_objective(config: RunConfig) -> Mapping[str, Any]:

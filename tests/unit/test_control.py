@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stalewise.budget import BudgetWatch, Limits
+from stalewise.budget import BudgetWatch
 from stalewise.checkpoints import checkpoint_directory, versions
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ConfigError, EngineError, StalewiseError
@@ -289,7 +289,7 @@ def test_a_healthy_run_with_a_guard_is_the_run_without(tiny_run: RunConfig, runs
 
 def test_the_budget_warns_once_before_each_limit() -> None:
     said: list[str] = []
-    budget = BudgetWatch(Limits(batch=1.0, horizon=4.0), said.append)
+    budget = BudgetWatch((1.0, 4.0), said.append)
     assert budget.measure(0.5, 0.0) == {"batch_drift": 0.5, "batch_budget": 0.5, "horizon_budget": 0.125}
     assert not said
     budget.measure(0.9, 0.0)
@@ -321,7 +321,7 @@ PIPELINED = {"kind": "pipelined", "updates": 6, "stages": None, "updates_per_gen
 
 
 def test_generation_and_learning_run_side_by_side(runs: Path) -> None:
-    config = made(runs, schedule=PIPELINED)
+    config = made(runs, schedule=PIPELINED, checkpoints={"every": 32, "keep": 1})
     result = run(config)
     made_by = [json.loads((d / "manifest.json").read_text()) for d in batch_directories(config.directory / "rollouts")]
     assert [(one["generation_batch"], one["version"]) for one in made_by] == [(0, 0), (1, 0), (2, 2)]

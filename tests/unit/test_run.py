@@ -168,18 +168,6 @@ def test_two_processes_cannot_share_a_run(finished: tuple[RunConfig, Recorder]) 
         run(finished[0])
 
 
-def test_a_pipelined_run_learns_from_batches_made_ahead(tmp_path: Path) -> None:
-    schedule = {"kind": "pipelined", "updates": 6, "updates_per_generation": 2, "lag": 1}
-    settings = config(tmp_path, schedule=schedule, checkpoints={"every": 32, "keep": 1})
-    recorder = Recorder()
-    run(settings, recorder)
-    made = [event.split()[0] for event in recorder.events if event.startswith(("generate", "learn"))]
-    assert made == ["generate", "generate", "learn", "generate", "learn", "learn", "learn"]
-    names = [directory.name for directory in batch_directories(settings.directory / "rollouts")]
-    assert names == ["g000000-v000000", "g000001-v000000", "g000002-v000002"]
-    assert [entry.age for entry in read_ledger(ledger_path(settings.directory))] == [0, 1, 2, 3, 2, 3]
-
-
 def test_a_damaged_shard_stops_the_run_and_comes_again_from_its_seeds(tmp_path: Path) -> None:
     schedule = {"kind": "staged", "updates": 4, "stages": 2}
     whole = config(tmp_path / "whole", schedule=schedule)
