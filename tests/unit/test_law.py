@@ -12,20 +12,16 @@ from scipy.stats import norm
 
 from stalewise.errors import CalibrationError
 from stalewise.staleness.law import (
-    CalibrationIdentity,
     Domain,
     Estimate,
     Fit,
     Law,
     Observation,
-    ProbeResult,
     fit,
     log_likelihood,
     simulate,
 )
 from stalewise.staleness.likelihood import arrange, choose, draw, likelihood, log_mass, starting_points
-
-IDENTITY = CalibrationIdentity(model="tiny", task="arithmetic", optimizer="adamw", batch=64, objective="grpo")
 
 
 def run(staleness: int = 8, learning_rate: float = 0.01, updates: int = 100, collapsed_at: int | None = None):
@@ -90,18 +86,6 @@ def test_the_edges_of_an_observation_are_allowed() -> None:
     assert run(collapsed_at=100).collapsed_at == 100
 
 
-def test_a_probe_refuses_what_cannot_be() -> None:
-    assert ProbeResult(1.5, 0.0, 1, IDENTITY).update_norm_per_lr == 1.5
-    with pytest.raises(ValueError, match=r"update_norm_per_lr must be positive and finite, got 0.0"):
-        ProbeResult(0.0, 0.1, 8, IDENTITY)
-    with pytest.raises(ValueError, match=r"spread must be finite and not negative, got -0.1"):
-        ProbeResult(1.0, -0.1, 8, IDENTITY)
-    with pytest.raises(ValueError, match="spread must be finite and not negative, got inf"):
-        ProbeResult(1.0, math.inf, 8, IDENTITY)
-    with pytest.raises(ValueError, match="updates must be a whole number >= 1, got 0"):
-        ProbeResult(1.0, 0.1, 0, IDENTITY)
-
-
 @pytest.mark.parametrize("field", ["batch_radius", "critical_radius", "scatter"])
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
 def test_a_law_refuses_what_cannot_be(field: str, value: float) -> None:
@@ -117,15 +101,9 @@ def assert_immutable(record: object) -> None:
 
 def test_records_are_immutable() -> None:
     found = fit([run(4, rate) for rate in (0.01, 0.02, 0.03, 0.04, 0.05, 0.06)])
-    for record in (IDENTITY, ProbeResult(1.0, 0.1, 8, IDENTITY), run(), Law(1.0, 1.0, 0.1), found, found.domain):
+    for record in (run(), Law(1.0, 1.0, 0.1), found, found.domain):
         assert_immutable(record)
     assert_immutable(found.batch_radius)
-
-
-def test_identities_list_their_differences() -> None:
-    assert IDENTITY.differences(IDENTITY) == ()
-    other = replace(IDENTITY, model="small", objective="p3o")
-    assert IDENTITY.differences(other) == ("model: tiny != small", "objective: grpo != p3o")
 
 
 # --- likelihood ------------------------------------------------------------------------------------------------------

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stalewise.errors import CalibrationError
-from stalewise.staleness.law import CalibrationIdentity, Domain, Estimate, Fit, Law, fit, simulate
+from stalewise.staleness.law import Domain, Estimate, Fit, Law, fit, simulate
 from stalewise.staleness.likelihood import draw
-from stalewise.staleness.plan import Plan, budget_used, largest_learning_rate, largest_staleness, require_calibration
+from stalewise.staleness.plan import Plan, budget_used, largest_learning_rate, largest_staleness
 
-IDENTITY = CalibrationIdentity(model="tiny", task="arithmetic", optimizer="adamw", batch=64, objective="grpo")
 DOMAIN = Domain(
     staleness=(4, 256),
     learning_rate=(1e-4, 0.05),
@@ -35,6 +34,7 @@ FIT = Fit(
     confidence=0.9,
     log_likelihood=-50.0,
 )
+TIGHT = replace(FIT, batch_radius=Estimate(0.002, 0.001, 0.003, known=True))
 MARGIN = math.exp(-1.6448536269514722 * 0.2)  # z(95%) = 1.6448536, σ = 0.2: 0.7196642
 
 
@@ -197,9 +197,8 @@ def test_a_rate_that_breaks_the_horizon_is_refused_by_name() -> None:
 
 
 def test_a_rate_that_no_staleness_makes_safe_is_refused_by_name() -> None:
-    tight = replace(FIT, batch_radius=Estimate(0.002, 0.001, 0.003, known=True))
     with pytest.raises(CalibrationError) as caught:
-        plan_staleness(tight, learning_rate=5e-4)
+        plan_staleness(TIGHT, learning_rate=5e-4)
     # S·η·G = 4 · 5e-4 · 2 = 0.004; R_batch allows 0.001 · 0.72/(4 · 2) = 9e-5
     assert str(caught.value) == (
         "learning rate 0.0005 breaks the batch constraint even at S = 4, the smallest tried: "
@@ -223,31 +222,49 @@ def test_a_rate_larger_than_any_tried_is_refused_and_a_smaller_one_is_not() -> N
 # --- refusals and notes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("staleness", "inside"), [(3, False), (4, True), (256, True), (257, False)])
-def test_staleness_outside_the_sweep_is_refused(staleness: int, inside: bool) -> None:
-    if inside:
-        assert plan(staleness=staleness).staleness == staleness
-        return
+def test_staleness_above_the_sweep_is_refused() -> None:
+    assert plan(staleness=256).staleness == 256
     with pytest.raises(CalibrationError) as caught:
-        plan(staleness=staleness)
+        plan(staleness=257)
     assert str(caught.value) == (
-        f"staleness S = {staleness} is outside the calibration: the sweep covers 4 to 256; run a sweep that covers it"
+        "staleness S = 257 is outside the calibration: the sweep covers 4 to 256; run a sweep that covers it"
     )
 
 
-@pytest.mark.parametrize("updates", [99, 1001])
-def test_updates_outside_the_sweep_are_refused(updates: int) -> None:
-    message = f"updates T = {updates} is outside the calibration: the sweep covers 100 to 1000; run a sweep"
+def test_updates_above_the_sweep_are_refused() -> None:
+    message = "updates T = 1001 is outside the calibration: the sweep covers 100 to 1000; run a sweep"
     with pytest.raises(CalibrationError, match=message):
-        plan(updates=updates)
+        plan(updates=1001)
     with pytest.raises(CalibrationError, match=message):
-        plan_staleness(updates=updates)
+        plan_staleness(updates=1001)
     assert CalibrationError.exit_code == 3
 
 
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_less_staleness_than_was_tried_is_planned_as_the_smallest_tried(staleness: int) -> None:
+    found, smallest = plan(TIGHT, staleness=staleness), plan(TIGHT, staleness=4)
+    assert (found.learning_rate, found.binding) == (smallest.learning_rate, "batch")
+    assert (found.staleness, smallest.notes) == (staleness, ())
+    assert found.notes == (
+        f"staleness S = {staleness} is less than was ever tried; planned as for 4, which drifts more",
+    )
+
+
+def test_fewer_updates_than_were_tried_are_planned_as_the_fewest_tried() -> None:
+    found, fewest = plan(staleness=4, updates=50), plan(staleness=4, updates=100)
+    assert (found.learning_rate, found.binding) == (fewest.learning_rate, "horizon")
+    note = "updates T = 50 is less than was ever tried; planned as for 100, which drifts more"
+    assert (found.updates, found.notes, fewest.notes) == (50, (note,), ())
+    back = plan_staleness(learning_rate=fewest.learning_rate, updates=50)
+    assert back.notes == (note,)
+    assert back.horizon_limit == fewest.horizon_limit
+    with pytest.raises(CalibrationError, match="breaks the horizon constraint"):
+        plan_staleness(learning_rate=1.01 * fewest.learning_rate, updates=50)
+
+
 def test_input_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="staleness must be a whole number >= 1, got 0"):
-        plan(staleness=0)
+    with pytest.raises(ValueError, match="staleness must be a whole number >= 1, got -1"):
+        plan(staleness=-1)
     with pytest.raises(ValueError, match="updates must be a whole number >= 1, got 0"):
         plan(updates=0)
     with pytest.raises(ValueError, match=r"update_norm_per_lr must be positive and finite, got 0\.0"):
@@ -292,21 +309,6 @@ def test_a_radius_without_a_lower_bound_plans_nothing(field: str, name: str) -> 
         plan_staleness(nothing)
     with pytest.raises(CalibrationError, match=message):
         budget_used(nothing, batch_drift=0.1, cumulative_drift=0.1)
-
-
-def test_a_calibration_is_given_for_its_own_identity_only() -> None:
-    assert require_calibration(FIT, identity=IDENTITY, calibrated_for=IDENTITY) is FIT
-    what = "no calibration for model tiny, task arithmetic, optimizer adamw, batch 64, objective grpo: "
-    for missing, calibrated_for in ((None, IDENTITY), (FIT, None), (None, None)):
-        with pytest.raises(CalibrationError) as caught:
-            require_calibration(missing, identity=IDENTITY, calibrated_for=calibrated_for)
-        assert str(caught.value) == what + "run `stalewise sweep` to make one"
-    with pytest.raises(CalibrationError) as caught:
-        require_calibration(FIT, identity=IDENTITY, calibrated_for=replace(IDENTITY, model="small", batch=32))
-    assert str(caught.value) == what + (
-        "the calibration at hand is for another (model: tiny != small; batch: 64 != 32); "
-        "run `stalewise sweep` to make one"
-    )
 
 
 # --- watching a run --------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -46,43 +46,6 @@ def require_count(name: str, value: int) -> None:
     """Raise ValueError, naming the field and its value, unless it is a whole number of at least 1."""
     if value != int(value) or value < 1:
         raise ValueError(f"{name} must be a whole number >= 1, got {value}")
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrationIdentity:
-    """What a calibration belongs to; change any of these and its radii mean nothing. `batch`: rollouts per update."""
-
-    model: str
-    task: str
-    optimizer: str
-    batch: int
-    objective: str
-
-    def differences(self, other: CalibrationIdentity) -> tuple[str, ...]:
-        """List the fields that differ, each with both values: this one's, then the other's.
-
-        >>> mine = CalibrationIdentity("tiny", "arithmetic", "adamw", 64, "grpo")
-        >>> mine.differences(CalibrationIdentity("tiny", "arithmetic", "adamw", 32, "grpo"))
-        ('batch: 64 != 32',)
-        """
-        pairs = ((field.name, getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
-        return tuple(f"{name}: {mine} != {theirs}" for name, mine, theirs in pairs if mine != theirs)
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeResult:
-    """What a short probe measured: G = mean of ‖Δθ‖/η over its updates, and the standard deviation of that."""
-
-    update_norm_per_lr: float
-    spread: float
-    updates: int
-    identity: CalibrationIdentity
-
-    def __post_init__(self) -> None:
-        require_positive("update_norm_per_lr", self.update_norm_per_lr)
-        require_count("updates", self.updates)
-        if not 0.0 <= self.spread < math.inf:
-            raise ValueError(f"spread must be finite and not negative, got {self.spread}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from statistics import NormalDist
 from typing import Literal
 
 from stalewise.errors import CalibrationError
-from stalewise.staleness.law import CalibrationIdentity, Estimate, Fit, require_count, require_positive
+from stalewise.staleness.law import Estimate, Fit, require_count, require_positive
 
 ROUNDING = 1e-9  # relative; so that a planned learning rate, asked back, gives the staleness it was planned for
 
@@ -44,25 +44,19 @@ class Budget:
     nearer: Literal["batch", "horizon"]
 
 
-def require_calibration(
-    fit: Fit | None, *, identity: CalibrationIdentity, calibrated_for: CalibrationIdentity | None
-) -> Fit:
-    """Return the fit if it belongs to `identity`; otherwise raise CalibrationError, saying what to run."""
-    what = f"model {identity.model}, task {identity.task}, optimizer {identity.optimizer}"
-    what = f"{what}, batch {identity.batch}, objective {identity.objective}"
-    if fit is None or calibrated_for is None:
-        raise CalibrationError(f"no calibration for {what}: run `stalewise sweep` to make one")
-    differences = identity.differences(calibrated_for)
-    if differences:
-        reason = f"the calibration at hand is for another ({'; '.join(differences)})"
-        raise CalibrationError(f"no calibration for {what}: {reason}; run `stalewise sweep` to make one")
-    return fit
-
-
-def _require_inside(name: str, value: float, span: tuple[float, float]) -> None:
-    if not span[0] <= value <= span[1]:
+def _require_tried(name: str, value: float, span: tuple[float, float]) -> None:
+    """Refuse what is larger than anything tried; what is smaller drifts less."""
+    if not value <= span[1]:
         observed = f"the sweep covers {span[0]:g} to {span[1]:g}"
         raise CalibrationError(f"{name} = {value:g} is outside the calibration: {observed}; run a sweep that covers it")
+
+
+def _at_least_tried(name: str, value: int, span: tuple[int, int]) -> tuple[int, tuple[str, ...]]:
+    """Return what stands for S or T in the law: never less than the smallest tried, which drifts more; and say so."""
+    _require_tried(name, value, span)
+    if value >= span[0]:
+        return value, ()
+    return span[0], (f"{name} = {value} is less than was ever tried; planned as for {span[0]}, which drifts more",)
 
 
 def _usable(name: str, radius: Estimate, fit: Fit, risk: float) -> float:
@@ -102,18 +96,20 @@ def largest_learning_rate(
 
     η = min( R_batch.low·exp(-z·σ)/(S·G),  R_crit.low·exp(-z·σ)/(T·G),  largest η of the sweep ).
 
-    S and T outside what the sweep covered are refused.
+    An S or T above what the sweep covered is refused; one below counts as the smallest that was tried. S may be 0:
+    every rollout is used by the policy that made it.
     """
-    require_count("staleness", staleness)
+    if staleness != 0:
+        require_count("staleness", staleness)
     require_count("updates", updates)
     require_positive("update_norm_per_lr", update_norm_per_lr)
-    _require_inside("staleness S", staleness, fit.domain.staleness)
-    _require_inside("updates T", updates, fit.domain.updates)
-    batch, horizon = _limits(fit, staleness, updates, update_norm_per_lr, risk)
+    lag, small_lag = _at_least_tried("staleness S", staleness, fit.domain.staleness)
+    horizon_updates, small_horizon = _at_least_tried("updates T", updates, fit.domain.updates)
+    batch, horizon = _limits(fit, lag, horizon_updates, update_norm_per_lr, risk)
     largest_tried = fit.domain.learning_rate[1]
     learning_rate = min(batch, horizon, largest_tried)
     binding = "domain" if largest_tried < min(batch, horizon) else "batch" if batch <= horizon else "horizon"
-    return Plan(learning_rate, staleness, updates, binding, batch, horizon, _notes(fit))
+    return Plan(learning_rate, staleness, updates, binding, batch, horizon, (*small_lag, *small_horizon, *_notes(fit)))
 
 
 def largest_staleness(
@@ -121,18 +117,17 @@ def largest_staleness(
 ) -> Plan:
     """Return the plan with the largest S at which η is safe: S = floor( R_batch.low·exp(-z·σ)/(η·G) ).
 
-    S is capped at the largest of the sweep. Refused: T or η that the sweep does not reach, an η that breaks R_crit
+    S is capped at the largest of the sweep. Refused: a T or η above what the sweep reached, an η that breaks R_crit
     within T whatever S is, and an η at which not even the smallest S of the sweep is safe.
     """
     require_count("updates", updates)
     require_positive("learning_rate", learning_rate)
     require_positive("update_norm_per_lr", update_norm_per_lr)
-    _require_inside("updates T", updates, fit.domain.updates)
-    # A smaller learning rate than any tried drifts less and is safe; a larger one is not known to be.
-    _require_inside("learning rate η", learning_rate, (0.0, fit.domain.learning_rate[1]))
+    horizon_updates, notes = _at_least_tried("updates T", updates, fit.domain.updates)
+    _require_tried("learning rate η", learning_rate, fit.domain.learning_rate)
     smallest, largest = fit.domain.staleness
     asked = learning_rate / (1.0 + ROUNDING)
-    batch, horizon = _limits(fit, smallest, updates, update_norm_per_lr, risk)
+    batch, horizon = _limits(fit, smallest, horizon_updates, update_norm_per_lr, risk)
     if asked > horizon:
         detail = f"T·η·G = {updates * learning_rate * update_norm_per_lr:.3g} with T = {updates}"
         raise CalibrationError(
@@ -148,7 +143,7 @@ def largest_staleness(
     staleness = min(allowed, largest)
     batch_limit = batch * smallest / staleness
     binding = "domain" if allowed > largest else "batch"
-    return Plan(learning_rate, staleness, updates, binding, batch_limit, horizon, _notes(fit))
+    return Plan(learning_rate, staleness, updates, binding, batch_limit, horizon, (*notes, *_notes(fit)))
 
 
 def budget_used(fit: Fit, *, batch_drift: float, cumulative_drift: float) -> Budget:

@@ -1,0 +1,128 @@
+"""The calibration file: what a probe and a sweep found, and what they found it for."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from stalewise.calibration.costs import Probe
+from stalewise.calibration.identity import CalibrationIdentity, identity_of_config
+from stalewise.config import RunConfig
+from stalewise.errors import CalibrationError
+from stalewise.files import read_json, write_json_atomic
+from stalewise.staleness.law import Fit, Observation
+
+FORMAT = "stalewise.calibration/1"
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRun:
+    """One run of a sweep and what became of it. `update_norm_per_lr`: drift until then per update and unit of η."""
+
+    staleness: int
+    learning_rate: float
+    updates: int
+    seed: int
+    collapsed_at: int | None
+    update_norm_per_lr: float
+    best_accuracy: float
+    last_accuracy: float
+    directory: str
+
+    @property
+    def key(self) -> tuple[int, float, int, int]:
+        """What tells it from the other runs of a sweep."""
+        return self.staleness, self.learning_rate, self.updates, self.seed
+
+    @property
+    def observation(self) -> Observation:
+        """What the law is fitted to."""
+        return Observation(self.staleness, self.learning_rate, self.updates, self.collapsed_at, self.update_norm_per_lr)
+
+
+@dataclass(frozen=True, slots=True)
+class CollapseRule:
+    """How a collapse is found in the held-out accuracy: numbers of evaluations, as `CollapseDetector` takes them."""
+
+    evaluations: int = 32
+    smoothing: int = 2
+    window: int = 4
+    fraction: float = 0.5
+    floor: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What a sweep found. `fit` is None where its runs were too few, `update_norm_per_lr` is the G of a stable run."""
+
+    rule: CollapseRule
+    runs: list[SweepRun]
+    update_norm_per_lr: float
+    fit: Fit | None
+    problem: str = ""  # why there is no fit
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """A calibration: of the probe and the sweep either may be missing."""
+
+    identity: CalibrationIdentity
+    environment: dict[str, Any]
+    probe: Probe | None = None
+    sweep: Sweep | None = None
+    format: str = FORMAT
+
+
+def calibration_directory(config: RunConfig) -> Path:
+    """Where calibrations lie."""
+    return Path(config.runs) / "calibrations"
+
+
+def calibration_path(config: RunConfig, identity: CalibrationIdentity) -> Path:
+    """The file of this identity among the calibrations of a config."""
+    return calibration_directory(config) / f"{identity.slug}-{identity.digest}.json"
+
+
+def read_calibration(path: str | Path) -> Calibration:
+    """Read a calibration file; one that is missing, corrupt or of another format is a CalibrationError."""
+    if not Path(path).is_file():
+        raise CalibrationError(f"the calibration file {path} does not exist: `stalewise sweep` makes one")
+    record = read_json(path)
+    if record.get("format") != FORMAT:
+        raise CalibrationError(f"{path} has format {record.get('format')}; this release reads {FORMAT}")
+    try:
+        return TypeAdapter(Calibration).validate_python(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise CalibrationError(f"{path} is corrupt: {place}: {first['msg']}; delete it and calibrate again") from None
+
+
+def save_calibration(config: RunConfig, environment: dict[str, Any], **parts: Probe | Sweep) -> Path:
+    """Put a probe or a sweep into the file of this config's identity; the other part stays."""
+    identity = identity_of_config(config)
+    path = calibration_path(config, identity)
+    before = read_calibration(path) if path.is_file() else Calibration(identity, environment)
+    write_json_atomic(path, asdict(replace(before, environment=environment, **parts)))
+    return path
+
+
+def find_calibration(config: RunConfig) -> Calibration | None:
+    """The calibration of a config: the file that it names, else the one in `calibrations` of the same identity.
+
+    A named file of another model, task, optimizer, batch, objective or sampler is a CalibrationError that says which.
+    """
+    identity = identity_of_config(config)
+    if config.plan.calibration:
+        named = read_calibration(Path(config.plan.calibration).expanduser())
+        if differences := identity.differences(named.identity):
+            raise CalibrationError(
+                f"plan.calibration {config.plan.calibration} is for something else ({'; '.join(differences[:4])}): "
+                "name the one that fits, or none"
+            )
+        return named
+    path = calibration_path(config, identity)
+    return read_calibration(path) if path.is_file() else None

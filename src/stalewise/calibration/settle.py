@@ -1,0 +1,37 @@
+"""The learning rate that a run is made with, where its config leaves that to the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stalewise.calibration.planning import law_learning_rate
+from stalewise.config import RunConfig, make_config
+from stalewise.errors import CalibrationError
+from stalewise.rundirectory import is_started, read_config
+
+
+def settle(config: RunConfig, say: Callable[[str], object] = lambda text: None) -> RunConfig:
+    """The config with the planned learning rate filled in; one that says its own is left alone.
+
+    A run that has begun goes on with the rate it began with, whatever was calibrated since.
+    """
+    if config.plan.learning_rate == "given":
+        return config
+    if is_started(config.directory):
+        return with_rate(config, read_config(config.directory).optimizer.learning_rate)
+    try:
+        rate = law_learning_rate(config)
+    except CalibrationError as error:
+        if config.plan.learning_rate == "planned":
+            raise
+        say(f"optimizer.learning_rate stays {config.optimizer.learning_rate:g}, as given: {error}")
+        return config
+    say(f"plan: optimizer.learning_rate is {rate:.3g}, the largest that is safe")
+    return with_rate(config, rate)
+
+
+def with_rate(config: RunConfig, rate: float) -> RunConfig:
+    """The config with another learning rate."""
+    record = config.model_dump(mode="json")
+    record["optimizer"]["learning_rate"] = rate
+    return make_config(record, source="plan")

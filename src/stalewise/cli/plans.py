@@ -1,0 +1,105 @@
+"""The verbs of calibration: probe, sweep and plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from stalewise.cli import AsJson, ConfigFile, Settings, _config, _print_json, app
+from stalewise.errors import CalibrationError, ConfigError
+
+Number = TypeVar("Number", int, float)
+
+
+def _numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
+    try:
+        return [kind(word) for word in text.split(",") if word.strip()]
+    except ValueError:
+        raise ConfigError(f"{option} {text}: expected numbers with commas between them, as in 4,16,64") from None
+
+
+@app.command()
+def probe(
+    config: ConfigFile,
+    updates: Annotated[int, typer.Option(help="Updates of the probing run.")] = 32,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure in a short run how far updates move, what rewards are like, and what everything costs."""
+    checked = _config(config, settings)
+    from stalewise.calibration.probe import probe
+    from stalewise.cli.planned import print_probe
+    from stalewise.progress import watching
+    from stalewise.run import run
+
+    with watching() as watcher:
+        found = probe(checked, train=run, updates=updates, watcher=watcher)
+    if as_json:
+        places = {"directory": str(found.directory), "calibration": str(found.path)}
+        _print_json({**asdict(found.probe), **places})
+    else:
+        print_probe(found)
+
+
+@app.command()
+def sweep(
+    config: ConfigFile,
+    staleness: Annotated[str, typer.Option(help="Largest ages of a rollout to try, in updates, as in 4,16,64.")],
+    lr: Annotated[str, typer.Option(help="Learning rates to try, as in 1e-4,3e-4,1e-3.")],
+    updates: Annotated[int | None, typer.Option(min=2, help="Updates of each run; the config's unless said.")] = None,
+    seeds: Annotated[str, typer.Option(help="Seeds, each for a run of its own at every point.")] = "0",
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs side by side; as many as the cores hold.")] = None,
+    evaluations: Annotated[int, typer.Option(min=4, help="Evaluations along each run, to see it collapse.")] = 32,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find out at which staleness and learning rate runs collapse, and fit the law to it."""
+    checked = _config(config, settings)
+    stalenesses = _numbers("--staleness", staleness, int)
+    learning_rates = _numbers("--lr", lr, float)
+    seed_list = _numbers("--seeds", seeds, int)
+    from stalewise.calibration.file import CollapseRule
+    from stalewise.calibration.sweep import sweep
+    from stalewise.cli.planned import print_sweep
+    from stalewise.progress import watching
+
+    with watching() as watcher:
+        found = sweep(
+            checked,
+            stalenesses=stalenesses,
+            learning_rates=learning_rates,
+            updates=updates,
+            seeds=seed_list,
+            rule=CollapseRule(evaluations=evaluations),
+            jobs=jobs,
+            watcher=watcher,
+        )
+    if as_json:
+        places = {"map": str(found.map), "calibration": str(found.path)}
+        _print_json({**asdict(found.sweep), "failed": found.failed, **places})
+    else:
+        print_sweep(found)
+
+
+@app.command()
+def plan(config: ConfigFile, settings: Settings = None, as_json: AsJson = False) -> None:
+    """Say which learning rate is safe, what the run costs, and how often to generate. Exit code 3 if nobody knows."""
+    checked = _config(config, settings)
+    from stalewise.calibration.planning import plan_config, require_calibration
+    from stalewise.cli.planned import print_plan
+
+    calibration = require_calibration(checked)
+    found = plan_config(checked, calibration)
+    if as_json:
+        record: dict[str, Any] = asdict(found)
+        record["is_safe"] = found.is_safe
+        record["seconds"] = found.cost.seconds if found.cost is not None else None
+        record["disk_bytes"] = found.cost.disk_bytes if found.cost is not None else None
+        _print_json(record)
+    else:
+        print_plan(checked, found, calibration)
+    if found.problem:
+        raise CalibrationError(found.problem)
