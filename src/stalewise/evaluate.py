@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,20 +15,9 @@ import numpy.typing as npt
 from stalewise.errors import TaskError
 from stalewise.generate.loop import sample_for_evaluation
 from stalewise.generate.sampler import Sampler
+from stalewise.intervals import Interval, bootstrap
 from stalewise.tasks import Seen, Task, count_errors
 from stalewise.types import FinishReason
-
-CONFIDENCE = 0.95
-RESAMPLES = 2000
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A mean over prompts with its bootstrap interval."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +39,7 @@ class Evaluation:
     verifier_error_prompts: dict[str, list[str]] = field(default_factory=dict)  # ids, by kind of error
     unparsed: int = 0  # responses in which the verifier found no answer: worth 0
     unparsed_examples: list[dict[str, str]] = field(default_factory=list)
+    by_prompt: dict[str, list[Any]] = field(default_factory=dict)  # see `scores_by_prompt`
 
     def record(self) -> dict[str, Any]:
         """What is written to `eval.jsonl`."""
@@ -108,7 +98,25 @@ def evaluate_checkpoint(
         verifier_error_prompts=listed["verifier_error_prompts"],
         unparsed=errors.unparsed,
         unparsed_examples=listed["unparsed_examples"],
+        by_prompt=scores_by_prompt([prompt.prompt_id for prompt in held_out], score_PK),
     )
+
+
+def scores_by_prompt(prompt_ids: Sequence[str], score_PK: npt.NDArray[np.float64]) -> dict[str, list[Any]]:
+    """What each prompt scored, as lists side by side: with it, two runs can be compared prompt by prompt.
+
+    `score` is the sum over the samples that have a score (the number of right ones where a score is 0 or 1), and
+    `scored` is the number of those samples.
+
+    >>> scores_by_prompt(["a", "b"], np.array([[1.0, 0.0], [math.nan, 0.5]]))
+    {'prompt_ids': ['a', 'b'], 'score': [1, 0.5], 'scored': [2, 1]}
+    """
+    totals = [round(float(total), 6) for total in np.nansum(score_PK, axis=1)]
+    return {
+        "prompt_ids": list(prompt_ids),
+        "score": [int(total) if total.is_integer() else total for total in totals],
+        "scored": (~np.isnan(score_PK)).sum(axis=1).tolist(),
+    }
 
 
 def average(score_PK: npt.NDArray[np.float64]) -> Interval:
@@ -130,16 +138,6 @@ def pass_at_k(score_PK: npt.NDArray[np.float64], k: int) -> Interval:
     correct_P = (score_PK >= 1).sum(axis=1)
     missed_P = np.array([math.comb(samples - int(c), k) / math.comb(samples, k) for c in correct_P])
     return bootstrap(1 - missed_P)
-
-
-def bootstrap(value_P: npt.NDArray[np.float64], *, seed: int = 0) -> Interval:
-    """Mean over prompts with a percentile interval from resampled prompts."""
-    generator = np.random.Generator(np.random.Philox(key=seed))
-    chosen = generator.integers(len(value_P), size=(RESAMPLES, len(value_P)))
-    means = value_P[chosen].mean(axis=1)
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
-    return Interval(float(value_P.mean()), float(low), float(high))
 
 
 def _powers_of_two(largest: int) -> list[int]:

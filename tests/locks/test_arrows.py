@@ -20,6 +20,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 BASE = frozenset({"errors", "types"})
 PURE = frozenset({"objectives", "diagnostics", "staleness"})
 DATA = BASE | {"files", "sections", "control", "config", "tasks", "store", "checkpoints"}
+CONTROL = frozenset({"records", "rollbacks", "guard", "course", "budget"})
 ROOMS = frozenset({"models", "distributed", "generate", "learn", "memory", "evaluate", "report"})
 
 # In the order in which data goes: tasks → generate → store → learn → checkpoints → evaluate → report.
@@ -45,22 +46,37 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "generate": DATA | {"models", "attention", "staleness", "splitmix"},
     "learn": DATA | PURE | {"models", "attention", "distributed"},
     "memory": BASE | {"config", "models", "objectives", "learn"},
-    "evaluate": DATA | {"models", "generate", "diagnostics", "staleness"},
+    "intervals": frozenset(),
+    "evaluate": DATA | {"models", "generate", "diagnostics", "staleness", "intervals"},
     "report": DATA | PURE,
+    "compare": BASE | {"intervals", "report"},
     "watch": frozenset(),
     "rundirectory": BASE | {"files", "config"},
     "exclusion": DATA | {"rundirectory"},
-    "run": DATA | PURE | ROOMS | {"rundirectory", "watch"},
-    "relearn": DATA | PURE | ROOMS | {"rundirectory", "watch", "run"},
-    "verbs": DATA | PURE | ROOMS | {"rundirectory", "watch", "run", "relearn", "exclusion"},
+    "records": DATA | {"staleness"},
+    "rollbacks": DATA | {"staleness", "records"},
+    "guard": DATA | {"staleness", "records", "rollbacks"},
+    "course": DATA | {"staleness"},
+    "budget": frozenset(),
+    "stretch": DATA | PURE | CONTROL | {"learn", "watch"},
+    "conductor": DATA | PURE | ROOMS | CONTROL | {"calibration", "stretch"} | {"rundirectory", "watch"},
+    "pipeline": DATA | PURE | {"rundirectory", "watch", "conductor"},
+    "run": DATA | PURE | ROOMS | {"rundirectory", "watch", "calibration", "conductor", "pipeline"},
+    "relearn": DATA | PURE | ROOMS | {"rundirectory", "watch", "conductor"},
+    "verbs": DATA | PURE | ROOMS | {"rundirectory", "watch", "conductor", "run", "relearn", "exclusion"},
     "demo": DATA | ROOMS | {"rundirectory", "watch", "run", "verbs"},
     "inspection": DATA | {"rundirectory"},
+    "browser": DATA | {"report", "inspection"},
     "template": BASE | {"config", "tasks"},
+    "calibration": DATA | PURE | {"models", "rundirectory", "watch", "template"},
     "trackers": BASE | {"files", "config", "rundirectory"},
     "progress": BASE | {"config", "watch", "trackers"},
     "doctor": DATA | ROOMS | {"rundirectory", "run", "trackers"},
     "__main__": frozenset({"cli"}),
-    "cli": DATA | {"report", "rundirectory", "run", "verbs", "demo", "inspection", "template", "progress", "doctor"},
+    "cli": DATA
+    | {"report", "browser", "compare", "rundirectory", "run", "verbs", "demo", "inspection", "template", "progress"}
+    | {"doctor"}
+    | {"calibration", "memory", "models"},
 }
 
 # No files, no network, no configuration, no collectives, no models: this is all that the pure rooms may use.
@@ -82,7 +98,8 @@ IMPURE_ATTRIBUTES = frozenset(
 WITHOUT_TORCH = frozenset(
     {
         *("", "errors", "types", "files", "sections", "control", "config", "tasks", "store", "report"),
-        *("splitmix", "watch", "rundirectory", "inspection", "template", "progress", "cli", "__main__"),
+        *("intervals", "compare"),
+        *("splitmix", "watch", "rundirectory", "inspection", "browser", "template", "progress", "cli", "__main__"),
     }
 )
 HEAVY = frozenset({"torch", "transformers", "accelerate", "trl", "vllm"})

@@ -27,7 +27,23 @@ from stalewise.tasks import TASKS
 from stalewise.watch import Silence
 from tiny import call, called_json, refused, tiny_record, write_config
 
-COMMANDS = ["demo", "init", "train", "generate", "learn", "eval", "inspect", "report", "doctor"]
+COMMANDS = [
+    "demo",
+    "init",
+    "train",
+    "generate",
+    "learn",
+    "eval",
+    "inspect",
+    "report",
+    "watch",
+    "serve",
+    "compare",
+    "probe",
+    "sweep",
+    "plan",
+    "doctor",
+]
 
 
 def test_help_is_quick_and_brings_no_torch_along() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 from itertools import combinations
 from pathlib import Path
@@ -63,6 +64,11 @@ def test_the_embedded_policy_has_the_accuracy_that_it_was_made_with() -> None:
     assert list(result.pass_at) == [1, 2, 4]
     assert (result.prompts, result.samples, result.truncated_fraction, result.verifier_errors) == (200, 4, 0.0, 0)
     assert describe_evaluation(result).startswith(f"version 0: accuracy {result.accuracy.value:.3f} [")
+    lists = result.record()["by_prompt"]
+    assert lists["prompt_ids"] == [prompt.prompt_id for prompt in make_task("arithmetic").evaluation_prompts(200)]
+    assert sum(lists["score"]) / sum(lists["scored"]) == pytest.approx(result.accuracy.value)
+    assert lists["scored"] == [4] * 200
+    assert len(json.dumps(lists)) < 200 * 40  # some bytes more than the ids
 
 
 def test_excluded_prompts_are_not_evaluated() -> None:

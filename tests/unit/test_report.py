@@ -7,65 +7,42 @@ import gzip
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from stalewise.config import make_config, write_resolved
+from rundirs import PLOTTED, add_batch, add_evaluation, metrics, write_run
+from stalewise.config import RunConfig, make_config, write_resolved
 from stalewise.errors import StoreError
 from stalewise.files import append_line, write_json_atomic
 from stalewise.report import write_report
-from stalewise.report.figures import BUCKETS, LONGEST_CURVE, bucket_width, draw, draw_charts, thin
-from stalewise.report.read import Run, differing, metric_columns, read_run, read_runs, time_spent, verifier_errors
+from stalewise.report.alternatives import chart_in_words
+from stalewise.report.bars import COLOURS as BAR_COLOURS
+from stalewise.report.bars import MOST_ROWS, grouped, rows_of_runs, rows_of_stages
+from stalewise.report.clock import add_uncommitted, clock_of, committed_updates, spent_by_stage, total
+from stalewise.report.figures import (
+    BUCKETS,
+    COLOURS,
+    LIMIT_COLOUR,
+    LONGEST_CURVE,
+    STAGE_COLOUR,
+    bucket_width,
+    draw,
+    draw_charts,
+    thin,
+)
+from stalewise.report.read import Run, read_run, read_runs, verifier_errors
 from stalewise.report.render import packed_library, render, thinning
 from stalewise.report.summary import ranking, summarise
+from stalewise.report.tables import differing, metric_columns
 from stalewise.report.words import ACCURACY, CHARTS, METRICS, Chart
-from stalewise.store.manifest import BatchManifest, manifest_record
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 HOSTILE = "</script><img src=x onerror=alert(1)>&amp;"
-PLOTTED = [key for chart in CHARTS for key in chart.keys]
-
-
-def write_run(directory: Path, *, updates: int = 8, done: int | None = None, **config: Any) -> Path:
-    """A staged run of two stages as the conductor leaves it, complete or after `done` updates."""
-    done = updates if done is None else done
-    record = {"schedule": {"updates": updates, "stages": 2}, "objective": {"name": "grpo"}} | config
-    write_resolved(make_config(record), directory / "config.resolved.json")
-    write_json_atomic(directory / "environment.json", {"python": "3.11.7", "device": "cpu", "threads": 2})
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(metrics(u)) + "\n" for u in range(done)))
-    add_evaluation(directory, 0, 0.4)
-    if done == updates:
-        add_evaluation(directory, updates, 0.8)
-    for stage in range(2):
-        if done > stage * updates // 2:
-            add_batch(directory, stage, stage * updates // 2)
-    return directory
-
-
-def metrics(update: int, **changes: float) -> dict[str, float]:
-    values = dict.fromkeys([key for key in PLOTTED if key != ACCURACY], 0.25)
-    return {"update": update, **values, "taken": 1.0, "loss": 0.5, "nonfinite": 0.0, "age_max": 0.0, **changes}
-
-
-def add_evaluation(directory: Path, version: int, value: float, **changes: Any) -> None:
-    accuracy = {"value": value, "low": value - 0.05, "high": value + 0.05}
-    record = {"version": version, "task": "arithmetic", "prompts": 128, "samples": 4, "accuracy": accuracy}
-    record |= {"pass_at": {"1": accuracy}, "response_length": 3.5, "truncated_fraction": 0.0}
-    append_line(
-        directory / "eval.jsonl",
-        {**record, "verifier_errors": 0, "verifier_error_kinds": {}, "seconds": 2.0, **changes},
-    )
-
-
-def add_batch(directory: Path, index: int, version: int, **changes: Any) -> None:
-    values: dict[str, Any] = {"rows": 1024, "tokens": 4096, "prompt_tokens": 0, "reward_mean": 0.4, "truncated": 0}
-    values |= {"verifier_errors": 0, "seconds": 1.5, "samplers": (), "shards": (), **changes}
-    manifest = BatchManifest(generation_batch=index, version=version, task="arithmetic", **values)
-    path = directory / "rollouts" / f"g{index:06d}-v{version:06d}" / "manifest.json"
-    write_json_atomic(path, manifest_record(manifest))
+ESS = next(chart for chart in CHARTS if chart.name == "ess")
 
 
 def figures_of(page: str) -> dict[str, Any]:
@@ -84,7 +61,7 @@ def traces(chart: Chart, run: Run) -> list[Any]:
 
 
 def stage_lines(run: Run) -> list[float]:
-    return [shape["x0"] for shape in draw(CHARTS[1], [run]).to_dict()["layout"].get("shapes", ())]
+    return [shape["x0"] for shape in draw(ESS, [run]).to_dict()["layout"].get("shapes", ())]
 
 
 def warnings(run: Run) -> str:
@@ -102,14 +79,14 @@ def test_a_complete_run_makes_one_page_with_everything(tmp_path: Path) -> None:
     for words in ("Improved.", "0.400 [0.350, 0.450]", "0.800 [0.750, 0.850]", "8 of 8 updates", "2 of 2 generation"):
         assert words in page, words
     assert "Nothing in the records looks wrong." in page
-    assert set(figures_of(page)) == {*(chart.name for chart in CHARTS), "time"}
+    assert set(figures_of(page)) == {*(chart.name for chart in CHARTS), "time", "stages"}
     assert page == render(read_runs([run]))  # no date and no chance in it
 
 
 def test_the_page_asks_for_nothing_outside_of_itself(tmp_path: Path) -> None:
     page = text_of(write_report([write_run(tmp_path / "run")]).read_text())
     # A setting's description may name an address as text.
-    assert re.findall(r"""(?:src|href)\s*=|url\(|@import|https?://(?!localhost:8000)""", page) == []
+    assert re.findall(r"""(?:src|href)\s*=(?!"#)|url\(|@import|https?://(?!localhost:8000)""", page) == []
     assert "default-src 'none'" in page
 
 
@@ -128,6 +105,16 @@ def test_every_metric_that_is_drawn_is_documented() -> None:
     documented = set(re.findall(r"^\| `(\w+)` \|", DOCUMENT.read_text(), flags=re.MULTILINE))
     assert set(PLOTTED) - {ACCURACY} <= documented
     assert set(PLOTTED) == set(METRICS)
+
+
+def test_the_words_on_the_page_are_those_of_the_document() -> None:
+    def plain(cell: str) -> str:
+        return re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", cell).replace("`", "").replace("\\|", "|").strip()
+
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
+    found = {plain(cells[0]): (plain(cells[1]), plain(cells[3])) for cells in rows}
+    written = {key: (metric.definition, metric.look_twice) for key, metric in METRICS.items() if key != ACCURACY}
+    assert written == {key: found.get(key) for key in written}
 
 
 def test_text_of_a_run_stays_text(tmp_path: Path) -> None:
@@ -170,7 +157,7 @@ def test_a_run_that_was_cut_short(tmp_path: Path) -> None:
     assert "Not evaluated after learning." in page
     assert "The run is not finished: 5 of 8 updates" in page
     assert "the last line (6) is torn" in page
-    assert "g000007-v000004 is not complete (0 shards so far): left out" in page
+    assert "g000007-v000004 is not complete (0 rollouts so far): left out" in page
 
 
 def test_a_run_that_never_learned(tmp_path: Path) -> None:
@@ -179,12 +166,12 @@ def test_a_run_that_never_learned(tmp_path: Path) -> None:
     for words in ("Not evaluated.", "0 of 128 updates", "0 of 4 generation batches", "No time is on record."):
         assert words in page
     assert set(figures_of(page)) == {"time"}
-    assert "Not drawn, since there is no value on record: Reward and held-out accuracy, Effective" in page
+    assert "Not drawn, since there is no value on record: Reward and held-out accuracy, Reward" in page
     assert "environment.json is missing" in page
 
 
 def test_an_evaluation_is_drawn_before_anything_is_learned(tmp_path: Path) -> None:
-    assert set(draw_charts([read_run(write_run(tmp_path / "run", done=0))])) == {"reward"}
+    assert set(draw_charts([read_run(write_run(tmp_path / "run", done=0))])) == {"reward", "reward-time"}
 
 
 def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
@@ -252,18 +239,62 @@ def test_the_verdict_follows_from_the_intervals(tmp_path: Path, value: float, ve
     assert summarise(read_run(run)).verdict == verdict
 
 
-def test_time_is_split_and_the_rest_is_idle() -> None:
-    journal = [
-        {"time": 104.0, "event": "switch", "seconds": 4.0},  # 100 to 104
-        {"time": 110.0, "event": "generate", "seconds": 5.0},  # 105 to 110, after 1 s of nothing
-        {"time": 120.0, "event": "learn", "seconds": 10.0, "first": 0, "stop": 2},  # at once
-        {"time": 150.0, "event": "evaluate", "seconds": 3.0},  # 147 to 150, after 27 s
-    ]
-    # Updates 0 and 1 are in the journal; 2 and 3 are not yet: 0.5 + 0.25.
-    columns = {"update": np.arange(4.0), "seconds": np.array([5.0, 5.0, 0.5, 0.25])}
-    expected = {"generate": 5.0, "learn": 10.75, "switch": 4.0, "evaluate": 3.0, "idle": 28.0}
-    assert time_spent(journal, columns) == pytest.approx(expected)
-    assert sum(time_spent(journal, {}).values()) == pytest.approx(150 - 100)
+JOURNAL = [
+    {"time": 104.0, "event": "switch", "seconds": 4.0},  # 100 to 104
+    {"time": 110.0, "event": "generate", "seconds": 5.0, "generation_batch": 0},  # 105 to 110, after 1 s of nothing
+    {"time": 120.0, "event": "learn", "seconds": 10.0, "first": 0, "stop": 2},  # at once
+    {"time": 150.0, "event": "evaluate", "seconds": 3.0},  # 147 to 150, after 27 s
+    {"time": 152.0, "event": "generate", "seconds": 2.0, "generation_batch": 1},
+]
+# Updates 0 and 1 are in the journal; 2 and 3 are not yet: 0.5 + 0.25.
+LEARNED = {"update": np.arange(4.0), "seconds": np.array([2.0, 6.0, 0.5, 0.25])}
+
+
+def stage_of(update: int) -> int:
+    return update // 2
+
+
+def test_time_is_split_by_stage_and_the_rest_is_idle() -> None:
+    spent = spent_by_stage(JOURNAL, stage_of)
+    assert sum(total(spent).values()) == pytest.approx(152 - 100)
+    add_uncommitted(spent, LEARNED, 2, stage_of)
+    assert spent[0] == pytest.approx({"switch": 4.0, "generate": 5.0, "learn": 10.0, "evaluate": 3.0, "idle": 28.0})
+    assert spent[1] == pytest.approx({"generate": 2.0, "learn": 0.75})
+    assert total(spent) == pytest.approx({"generate": 7, "learn": 10.75, "switch": 4, "evaluate": 3, "idle": 28})
+
+
+def test_the_clock_of_updates_leaves_out_evaluating_and_idle_time() -> None:
+    # 4 + 5 s before learning; its 10 s are dealt 2 : 6; then 2 s of generating, and what is not journalled.
+    np.testing.assert_allclose(clock_of(JOURNAL, LEARNED, 2), [11.5, 19, 21.5, 21.75])
+    # Without times of its own an update gets an equal share.
+    np.testing.assert_allclose(clock_of(JOURNAL, {"update": np.arange(3.0)}, 2), [14, 19, np.nan])
+
+
+def test_after_a_rollback_the_journal_is_ahead_of_the_run() -> None:
+    assert committed_updates(JOURNAL, []) == 2
+    assert committed_updates(JOURNAL, [{"time": 119.0, "to_version": 0}]) == 2
+    assert committed_updates(JOURNAL, [{"time": 121.0, "to_version": 1}]) == 1
+    assert committed_updates([], []) == 0
+
+
+def test_many_stages_share_bars(tmp_path: Path) -> None:
+    spent = {stage: {"learn": 1.0} for stage in range(33)}
+    rows = grouped(spent, MOST_ROWS)
+    assert len(rows) == 11 and rows[0][0] == "stages 0 to 2" and rows[-1][0] == "stages 30 to 32"
+    assert [seconds["learn"] for _, seconds in rows] == [3.0] * 11
+    assert [name for name, _ in grouped({0: {}, 1: {}}, 16)] == ["stage 0", "stage 1"]
+    runs = read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b")])
+    assert [name for name, _ in rows_of_stages(runs)] == ["a, stage 0", "b, stage 0"]
+
+
+def test_the_second_process_has_a_bar_of_its_own(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    for record in ({"event": "generate", "generation_batch": 0}, {"event": "wait"}):
+        append_line(run / "journal-generator.jsonl", {"time": 110.0, "seconds": 4.0, **record})
+    rows = dict(rows_of_runs([read_run(run)]))
+    assert rows["run, learner"] == {"generate": 10, "learn": 20, "switch": 0, "evaluate": 0, "idle": 0}
+    assert rows["run, generator"]["wait"] == 4
+    assert "run, generator: 8.0 s, of which generate 50%, wait 50%." in write_report([run]).read_text()
 
 
 WARNINGS = [
@@ -274,6 +305,8 @@ WARNINGS = [
     ({"degenerate_fraction": 3.0}, "59% of the groups have equal rewards"),  # (7 · 0.25 + 3) / 8 = 0.594
     ({"age_max": 4.0}, "Rollouts reach age 4; the schedule allows 3"),  # 8 updates in 2 stages
     ({"log_ratio_max_abs": 0.2}, "On fresh rollouts log-ratios reach 0.2"),
+    ({"batch_budget": 0.85}, "batch_budget reaches 0.85: 85% of the drift that the law allows within one generation"),
+    ({"horizon_budget": 1.2}, "horizon_budget reaches 1.20: more than all of the drift that the law allows over the"),
 ]
 
 
@@ -341,7 +374,7 @@ def test_thinning_keeps_mean_and_extremes() -> None:
 def test_the_band_of_a_thinned_curve_has_the_same_gaps(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "long", updates=1200))
     run.metrics["ess"][6:9] = np.nan  # the third of the buckets of ⌈1200 / 500⌉ = 3
-    band, line, *_ = traces(CHARTS[1], run)
+    band, line, *_ = traces(ESS, run)
     assert len(line.y) == 400 and np.flatnonzero(np.isnan(line.y)).tolist() == [2]
     # Buckets 0 and 1, there and back, in the middle of their updates; a gap; then the other 397.
     np.testing.assert_array_equal(band.x[:6], [1, 4, 4, 1, np.nan, 10])
@@ -360,5 +393,167 @@ def test_accuracy_has_its_interval_and_its_version(tmp_path: Path) -> None:
 def test_stages_are_marked_where_they_are_few(tmp_path: Path) -> None:
     few = write_run(tmp_path / "few")
     many = write_run(tmp_path / "many", updates=64, schedule={"updates": 64, "stages": 32})
+    for update in range(64):
+        append_line(many / "metrics.jsonl", metrics(update) | {"generation_batch": update // 2})
     assert stage_lines(read_run(few)) == [4]
     assert stage_lines(read_run(many)) == []
+
+
+def test_stages_are_marked_where_they_happened(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", done=3)
+    assert stage_lines(read_run(run)) == []  # the schedule has one at update 4; nobody has got there
+    append_line(run / "metrics.jsonl", metrics(3) | {"generation_batch": 1})
+    assert stage_lines(read_run(run)) == [3]
+
+
+def test_curves_against_time_use_the_clock(tmp_path: Path) -> None:
+    chart = next(chart for chart in CHARTS if chart.is_against_time)
+    reward, accuracy = traces(chart, read_run(write_run(tmp_path / "run")))
+    # 10 s of generating, then 8 updates in 20 s.
+    np.testing.assert_allclose(reward.x, 10 + 2.5 * np.arange(1, 9))
+    np.testing.assert_allclose(accuracy.x, [0, 30])
+
+
+# ---------------------------------------------------------------- stages that end by themselves, and runs taken back
+
+
+def test_what_was_taken_back_is_grey_and_said(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", done=6)
+    place = run / "rollbacks" / "r000"
+    record = {"from_version": 6, "to_version": 4, "reason": "the reward fell", "value": 0.1, "best": 0.8, "time": 130.0}
+    write_json_atomic(place / "rollback.json", {**record, "learning_rate_factor": 0.5, "batches": ["g000001-v000004"]})
+    for update in (4, 5):
+        append_line(place / "metrics.jsonl", metrics(update, ess=0.05))
+    add_evaluation(place, 6, 0.1)
+    found = read_run(run)
+    said = "The run was taken back from version 6 to 4: the reward fell (0.1; its best was 0.8); the learning rate is"
+    assert said in warnings(found)
+    assert "ESS falls" not in warnings(found)  # that was taken back
+    taken, _, kept, _ = traces(ESS, found)  # what stands is drawn last, so it lies on top
+    assert (kept.name, taken.name) == ("ess", "ess, taken back")
+    assert taken.line.color == STAGE_COLOUR and list(taken.x) == [4, 5]
+    assert 4 in stage_lines(found)
+    assert "ess, taken back: first 0.05 at update 4" in chart_in_words(ESS, [found])
+    assert "Dotted grey curves were taken back" in write_report([run]).read_text()
+
+
+def test_stages_that_end_when_they_are_spent(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", schedule={"updates": 8, "end": "spent"})
+    ended = {"reason": "effective sample size", "ess": 0.87, "bound": 0.9}
+    for batch, first in ((0, 0), (1, 4)):
+        stage = {"generation_batch": batch, "first_update": first, "planned_updates": 6}
+        append_line(run / "ledger" / "stages.jsonl", stage | {"ended": ended if batch else None})
+    append_line(run / "metrics.jsonl", metrics(7, age_max=7.0))
+    page = write_report([run]).read_text()
+    assert "on 2 generation batches (" in page
+    assert "effective sample size (ess 0.87, bound 0.9)" in page
+    assert "the schedule allows" not in page  # it does not know before
+
+
+def test_a_run_that_learned_from_the_rollouts_of_others(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", updates=8, schedule={"updates": 128})
+    shutil.rmtree(run / "rollouts")
+    write_json_atomic(run / "sources.json", {"batches": [{"updates": 6}, {"updates": 2}]})
+    assert "8 of 8 updates with grpo are done, on 2 generation batches of other runs." in summarise(read_run(run)).cost
+
+
+# ---------------------------------------------------------------- damage
+
+
+def test_a_corrupt_line_does_not_hide_the_others(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join([*lines[:2], "{damaged", *lines[3:], '{"no": 1}']) + "\n")
+    found = read_run(run)
+    assert found.column("update").tolist() == [0, 1, 3, 4, 5, 6, 7]
+    assert "metrics.jsonl, line 3 is corrupt" in warnings(found) and "8 lines that can be read are used" in warnings(
+        found
+    )
+    assert "1 records lack update: left out" in warnings(found)
+    assert write_report([run]).is_file()
+
+
+@pytest.mark.parametrize("damage", ["{", '{"format": "stalewise.rollouts/1"}', '{"format": "other"}'])
+def test_a_damaged_manifest_is_said_and_the_rest_is_shown(tmp_path: Path, damage: str) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "rollouts" / "g000001-v000004" / "manifest.json").write_text(damage)
+    (run / "environment.json").write_text("[]")
+    page = write_report([run]).read_text()
+    assert "generation batch g000001-v000004 is left out: " in page and "1 of 2 generation batches" in page
+    assert "environment.json is corrupt" in page
+
+
+def test_a_shard_of_another_length_is_said(tiny_run: RunConfig, tmp_path: Path) -> None:
+    run = tmp_path / "copy"
+    shutil.copytree(tiny_run.directory, run)
+    assert "damaged" not in warnings(read_run(run))
+    shard = next((run / "rollouts").rglob("*.parquet"))
+    shard.write_bytes(shard.read_bytes()[:-7])
+    assert f"{shard} is damaged: it has" in warnings(read_run(run))
+
+
+def test_a_config_that_is_damaged_is_one_clear_error(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    write_json_atomic(run / "config.resolved.json", {"format": "stalewise.run/1", "schedule": {"updates": "many"}})
+    with pytest.raises(StoreError, match=r"has no usable schedule .* restore it from a copy"):
+        write_report([run])
+
+
+def test_a_directory_that_cannot_be_written_to_is_said_with_the_way_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "report").write_text("a file where the directory should be")
+    with pytest.raises(StoreError, match=r"cannot write .*; name a place that can be written to with --output"):
+        write_report([run])
+    assert write_report([run], tmp_path / "page.html").is_file()
+
+
+# ---------------------------------------------------------------- for everybody
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def themes(page: str) -> list[dict[str, str]]:
+    blocks = re.findall(r"color-scheme: (?:light|dark); (--[^}]*)}", page)
+    return [dict(re.findall(r"(--[\w-]+): (#\w{6});", block)) for block in blocks]
+
+
+def test_contrast_is_that_of_wcag_aa(tmp_path: Path) -> None:
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    found = themes(write_report([write_run(tmp_path / "run")]).read_text())
+    assert len(found) == 3 and found[1] == found[2] != found[0]  # light; dark by the system; dark by choice
+    for theme in found:
+        for ground in ("--ground", "--card", "--good-ground", "--bad-ground", "--note-ground"):
+            for text in ("--text", "--faint"):
+                assert contrast(theme[text], theme[ground]) >= 4.5, (text, ground)
+        for tone in ("--good", "--bad", "--note"):
+            assert contrast(theme[tone], theme[f"{tone}-ground"]) >= 4.5, tone
+        for colour in (*COLOURS, *BAR_COLOURS.values(), STAGE_COLOUR, LIMIT_COLOUR, theme["--rule"], theme["--focus"]):
+            assert contrast(colour, theme["--card"]) >= 3, colour
+
+
+def test_every_plot_is_also_in_words(tmp_path: Path) -> None:
+    page = write_report([write_run(tmp_path / "run")]).read_text()
+    plots = re.findall(r'data-figure="([\w-]+)" role="img" aria-label="([^"]*)"', page)
+    assert {name for name, _ in plots} == set(figures_of(page))
+    for name, words in plots:
+        needed = ("s, of which",) if name in ("time", "stages") else ("first", "last", "lowest", "highest")
+        assert all(word in words for word in needed), name
+    assert dict(plots)["reward"].endswith(
+        "accuracy: first 0.4 at update 0, last 0.8 at update 8, lowest 0.4 at update 0, highest 0.8 at update 8."
+    )
+
+
+def test_definitions_are_on_the_page_and_tables_can_be_reached_by_keyboard(tmp_path: Path) -> None:
+    page = write_report([write_run(tmp_path / "run")]).read_text()
+    assert f'<summary title="{METRICS["ess"].in_full}">' in page
+    tables = re.findall(r"<div class=\"table\"[^>]*>", page)
+    assert tables and all('tabindex="0"' in table and "aria-label" in table for table in tables)

@@ -16,10 +16,10 @@ import typer
 from typer.core import TyperGroup
 
 from stalewise import __version__
-from stalewise.errors import ConfigError, StalewiseError, StoreError
+from stalewise.errors import ConfigError, StalewiseError
 
 INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
-CAN_GO_ON = ("demo", "train", "generate", "learn")
+CAN_GO_ON = ("demo", "train", "generate", "learn", "probe", "sweep")
 
 
 class Group(TyperGroup):
@@ -251,20 +251,6 @@ def inspect(
 
 
 @app.command()
-def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories, to be compared where there are several.")],
-    output: Annotated[Path | None, typer.Option(help="File to write.")] = None,
-) -> None:
-    """Write an HTML report of one run or of several."""
-    for directory in runs:
-        if not (directory / "config.resolved.json").is_file():
-            raise StoreError(f"{directory} is no run directory: it has no config.resolved.json")
-    from stalewise.report import write_report
-
-    typer.echo(str(write_report(runs, output)))
-
-
-@app.command()
 def doctor(
     config: Annotated[Path | None, typer.Argument(help="Config to check; the default one unless said.")] = None,
     settings: Settings = None,
@@ -282,3 +268,8 @@ def doctor(
         problem = str(error)
     if not print_checks(checked, problem, as_json):
         sys.exit(1)
+
+
+from stalewise.cli import look as look  # noqa: E402  its verbs register themselves here
+from stalewise.cli import plans as plans  # noqa: E402  likewise
+from stalewise.cli import serve as serve  # noqa: E402  likewise

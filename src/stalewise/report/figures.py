@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from stalewise.report.read import ACTIVITIES, IDLE, Column, Run
+from stalewise.report.clock import Column
+from stalewise.report.read import Run, version_clock
 from stalewise.report.words import ACCURACY, CHARTS, Chart
 
 LONGEST_CURVE = 1000  # points; a chart is about 600 pixels wide
@@ -19,12 +20,13 @@ BUCKETS = 500
 FEW_POINTS = 32  # with so few, every update gets a marker
 MOST_STAGE_LINES = 8
 X_TITLE = "update (count, from 0)"
+TIME_TITLE = "training time (seconds)"
 
-# Told apart on a light and on a dark ground, and by people who see few colours (with the dashes).
-COLOURS = ("#3b82d6", "#e07b1f", "#2e9e6b", "#d1495b", "#8a63d2", "#a47148", "#d66aa8", "#7f8c98")
+# Told apart on a light and on a dark ground (3 to 1 on both), and by people who see few colours (with the dashes).
+COLOURS = ("#3b82d6", "#cf6f17", "#2b9664", "#d1495b", "#8a63d2", "#a47148", "#c9589a", "#74818d")
 DASHES = ("solid", "dash", "dot")
-ACTIVITY_COLOURS = {"generate": "#3b82d6", "learn": "#2e9e6b", "switch": "#e07b1f", "evaluate": "#8a63d2"}
-IDLE_COLOUR = "#a9b1ba"
+STAGE_COLOUR = TAKEN_BACK_COLOUR = "#7f8a94"
+LIMIT_COLOUR = "#d1495b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +82,81 @@ def draw_charts(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
 
 
 def draw(chart: Chart, runs: Sequence[Run]) -> go.Figure:
-    """One chart: every run, every metric."""
+    """One chart: every run, every metric, and what was taken back."""
     figure = go.Figure(layout=layout(chart.y_title))
+    drawn: list[tuple[Series, list[go.Scatter]]] = []
     for i, run in enumerate(runs):
         for j, key in enumerate(chart.keys):
             style = style_of(i, j, is_single=len(runs) == 1)
             # plotly takes text for HTML, and a run's name is none.
             name = key if len(runs) == 1 else f"{html.escape(run.label)}: {key}"
-            traces = accuracy_traces(run, name, style) if key == ACCURACY else metric_traces(run, key, name, style)
-            figure.add_traces([trace.update(meta={"run": i}) for trace in traces])  # the page shows and hides runs
+            for series in series_of(run, chart, key):
+                # The page shows and hides runs.
+                drawn.append((series, [t.update(meta={"run": i}) for t in curves(series, name, style)]))
+    for _, traces in sorted(drawn, key=lambda pair: not pair[0].is_taken_back):  # what stands lies on top
+        figure.add_traces(traces)
     # Bands of several runs lie on each other.
     figure.update_traces(opacity=0.25 if len(runs) == 1 else 0.12, selector={"fill": "toself"})
-    # All of the run to come, and the same in every chart, so that they can be read against each other.
-    horizon = max(run.schedule.updates for run in runs)
-    figure.update_xaxes(range=[-0.02 * horizon, 1.02 * horizon])
+    set_axes(figure, chart, runs)
+    if len(runs) == 1 and figure.data and not chart.is_against_time:
+        add_stage_lines(figure, runs[0])
+    if chart.limit is not None and figure.data:
+        figure.add_hline(y=chart.limit, line={"width": 1.5, "dash": "dash", "color": LIMIT_COLOUR}, layer="below")
+    return figure
+
+
+def set_axes(figure: go.Figure, chart: Chart, runs: Sequence[Run]) -> None:
+    """Ranges that can be read against those of other charts."""
+    if chart.is_against_time:
+        figure.update_xaxes(title=TIME_TITLE, rangemode="tozero")
+    else:  # all of the run to come, and the same in every chart
+        horizon = max(run.planned_updates for run in runs)
+        figure.update_xaxes(range=[-0.02 * horizon, 1.02 * horizon])
     if chart.is_share:
         figure.update_yaxes(range=[-0.03, 1.03])
-    else:
+    elif chart.is_log:
+        figure.update_yaxes(type="log", dtick=1, minor={"ticks": "outside", "ticklen": 2})
+    elif chart.has_zero:
         figure.update_yaxes(rangemode="tozero")
-    if len(runs) == 1 and figure.data:
-        add_stage_lines(figure, runs[0])
-    return figure
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """The values of one metric of one run, or of a stretch of it that was taken back; `spread` is an interval's."""
+
+    x: Column
+    y: Column
+    spread: tuple[Column, Column] | None = None
+    is_taken_back: bool = False
+
+
+def series_of(run: Run, chart: Chart, key: str) -> list[Series]:
+    """What a chart shows of one metric of a run: what stands, and then what was taken back."""
+    parts = [(run.metrics, run.evaluations, run.clock, False)]
+    parts += [(rollback.metrics, rollback.evaluations, rollback.clock, True) for rollback in run.rollbacks]
+    found: list[Series] = []
+    for metrics, evaluations, clock, is_taken_back in parts:
+        if key == ACCURACY:
+            x = [version_clock(metrics, clock, record["version"]) for record in evaluations]
+            x = x if chart.is_against_time else [record["version"] for record in evaluations]
+            value, low, high = (
+                np.array([record["accuracy"][end] for record in evaluations]) for end in ("value", "low", "high")
+            )
+            series = Series(np.array(x, dtype=float), value, (value - low, high - value), is_taken_back)
+        else:
+            y = metrics.get(key, np.empty(0))
+            x = clock if chart.is_against_time else metrics.get("update", y)
+            series = Series(x[: len(y)], y, None, is_taken_back)
+        if (np.isfinite(series.x) & np.isfinite(series.y)).any():
+            found.append(series)
+    return found
+
+
+def curves(series: Series, name: str, style: Style) -> list[go.Scatter]:
+    """A series as it is drawn: grey and dotted where it was taken back."""
+    if series.is_taken_back:
+        name, style = f"{name}, taken back", Style(TAKEN_BACK_COLOUR, "dot")
+    return metric_traces(series, name, style) if series.spread is None else accuracy_traces(series, name, style)
 
 
 def style_of(run: int, metric: int, *, is_single: bool) -> Style:
@@ -108,12 +164,10 @@ def style_of(run: int, metric: int, *, is_single: bool) -> Style:
     return Style(COLOURS[(metric if is_single else run) % len(COLOURS)], DASHES[metric % len(DASHES)])
 
 
-def metric_traces(run: Run, key: str, name: str, style: Style) -> list[go.Scatter]:
+def metric_traces(series: Series, name: str, style: Style) -> list[go.Scatter]:
     """The line of one metric, over the band from minimum to maximum where it was thinned."""
-    y = run.column(key)
-    if not np.isfinite(y).any():
-        return []
-    curve = thin(run.column("update"), y)
+    known = np.isfinite(series.x)
+    curve = thin(series.x[known], series.y[known])
     line = go.Scatter(
         x=small(curve.x),
         y=small(curve.y),
@@ -145,17 +199,15 @@ def _band(curve: Curve, name: str, style: Style) -> go.Scatter:
     )
 
 
-def accuracy_traces(run: Run, name: str, style: Style) -> list[go.Scatter]:
+def accuracy_traces(series: Series, name: str, style: Style) -> list[go.Scatter]:
     """Held-out accuracy with its interval; version v is the policy that update v starts from."""
-    points = [(record["version"], record["accuracy"]) for record in run.evaluations]
-    value, low, high = (np.array([point[key] for _, point in points]) for key in ("value", "low", "high"))
-    if not np.isfinite(value).any():
-        return []
-    bars = {"array": high - value, "arrayminus": value - low, "thickness": 1.5, "width": 4, "color": style.colour}
+    assert series.spread is not None
+    below, above = series.spread
+    bars = {"array": above, "arrayminus": below, "thickness": 1.5, "width": 4, "color": style.colour}
     return [
         go.Scatter(
-            x=np.array([version for version, _ in points]),
-            y=value,
+            x=series.x,
+            y=series.y,
             error_y=bars,
             name=name,
             mode="lines+markers",
@@ -166,32 +218,13 @@ def accuracy_traces(run: Run, name: str, style: Style) -> list[go.Scatter]:
 
 
 def add_stage_lines(figure: go.Figure, run: Run) -> None:
-    """Mark where a new generation batch begins, unless that would be a hatching."""
-    starts = [run.schedule.updates_of(batch).start for batch in range(1, run.schedule.generation_batches)]
-    if len(starts) <= MOST_STAGE_LINES:
-        for start in starts:
-            figure.add_vline(x=start, line={"width": 1, "dash": "dot", "color": IDLE_COLOUR}, layer="below")
-
-
-def draw_time(runs: Sequence[Run]) -> dict[str, Any]:
-    """Where the time went: one stacked bar per run."""
-    names = list(dict.fromkeys([*ACTIVITIES, *(name for run in runs for name in run.seconds if name != IDLE), IDLE]))
-    figure = go.Figure(layout=layout("run (name)"))
-    for name in names:
-        figure.add_bar(
-            y=[html.escape(run.label) for run in runs],
-            x=[round(run.seconds.get(name, 0.0), 3) for run in runs],
-            name=name,
-            orientation="h",
-            marker={"color": ACTIVITY_COLOURS.get(name, IDLE_COLOUR), "line": {"width": 0}},
-        )
-    legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
-    figure.update_layout(
-        barmode="stack", hovermode="y unified", height=150 + 34 * len(runs), showlegend=True, legend=legend
-    )
-    figure.update_xaxes(title="wall-clock time (seconds)", rangemode="tozero")
-    figure.update_yaxes(autorange="reversed", type="category")  # the first run on top, as in the tables
-    return as_json(figure)
+    """Mark where a new generation batch begins, unless that would be a hatching, and where a run was taken back to."""
+    if len(run.stage_starts) <= MOST_STAGE_LINES:
+        for start in run.stage_starts:
+            figure.add_vline(x=start, line={"width": 1, "dash": "dot", "color": STAGE_COLOUR}, layer="below")
+    for rollback in run.rollbacks:
+        line = {"width": 1.5, "dash": "dash", "color": LIMIT_COLOUR}
+        figure.add_vline(x=rollback.record["to_version"], line=line, layer="below")
 
 
 def layout(y_title: str) -> go.Layout:

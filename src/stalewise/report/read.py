@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,20 +11,45 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from stalewise.config import FORMAT, ScheduleSection
 from stalewise.errors import StoreError
 from stalewise.files import read_json, read_jsonl
+from stalewise.report.clock import (
+    NOT_TRAINING,
+    Column,
+    Spent,
+    add_uncommitted,
+    clock_of,
+    committed_updates,
+    spent_by_stage,
+    total,
+)
+from stalewise.report.tables import flatten, metric_columns
 from stalewise.staleness.schedule import Schedule
 from stalewise.store import BatchManifest, batch_directories, committed_shards, read_batch_manifest
 from stalewise.store.manifest import BATCH_MANIFEST
 
-# What a run does, in the order in which it does it first. Time between journal records is `idle`.
-ACTIVITIES = ("generate", "learn", "switch", "evaluate")
-IDLE = "idle"
+# What a record must have to be of use; others are left out, and that is said.
+METRIC_KEYS = frozenset({"update"})
+JOURNAL_KEYS = frozenset({"time", "event", "seconds"})
+EVALUATION_KEYS = frozenset(
+    {
+        *("version", "task", "prompts", "samples", "accuracy", "pass_at"),
+        *("response_length", "truncated_fraction", "verifier_errors", "seconds"),
+    }
+)
+ROLLBACK_KEYS = frozenset({"time", "from_version", "to_version", "reason"})
 
-Column = npt.NDArray[np.float64]
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """Updates that were made and taken back, since the run had collapsed."""
+
+    record: dict[str, Any]  # rollback.json: why, from which version, to which
+    metrics: dict[str, Column]
+    evaluations: list[dict[str, Any]]
+    clock: Column
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +60,19 @@ class Run:
     label: str  # how the page calls it; unique on the page
     config: dict[str, Any]  # dotted keys
     environment: dict[str, Any]
-    schedule: Schedule
+    schedule: Schedule  # as far as it is known before the run
+    planned_updates: int  # those of the schedule, or of the rollouts that `stalewise learn` was given
     metrics: dict[str, Column]  # by key, one value per recorded update; NaN where a record does not have the key
     evaluations: list[dict[str, Any]]  # by version
     batches: list[BatchManifest]  # committed ones, in order of generation
-    seconds: dict[str, float]  # ACTIVITIES, others that the journal knows, and IDLE
+    sources: list[dict[str, Any]]  # generation batches of other runs that `stalewise learn` learned from
+    unfinished: dict[str, int]  # generation batches that are not committed, by the name of their directory: rollouts
+    stages: dict[int, dict[str, Any]]  # by generation batch, of a run whose stages end when their data is spent
+    rollbacks: list[Rollback]
+    spent: Spent
+    generator: Spent  # of the second process of a pipelined run
+    clock: Column  # seconds of training until the end of each recorded update
+    committed: int  # updates that the newest checkpoint has, as far as the journal tells
     notes: list[str] = field(default_factory=list)  # what was left out while reading
 
     @property
@@ -46,15 +81,36 @@ class Run:
         return len(self.metrics.get("update", ()))
 
     @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds by activity, over all stages."""
+        return total(self.spent)
+
+    @property
     def total_seconds(self) -> float:
         """Wall-clock from the first thing to the last, so with idle time."""
         return sum(self.seconds.values())
 
     @property
+    def training_seconds(self) -> float:
+        """What the method costs: without evaluating and idle time."""
+        return sum(seconds for name, seconds in self.seconds.items() if name not in NOT_TRAINING)
+
+    @property
     def is_complete(self) -> bool:
         """Whether all updates were made and the final policy was evaluated."""
         evaluated = {record["version"] for record in self.evaluations}
-        return self.updates == self.schedule.updates and self.schedule.updates in evaluated
+        return self.updates == self.planned_updates and self.planned_updates in evaluated
+
+    @property
+    def is_open_ended(self) -> bool:
+        """Whether stages end when their data is spent, so that nobody knows their number before."""
+        return self.config.get("schedule.end") == "spent"
+
+    @property
+    def stage_starts(self) -> list[int]:
+        """First updates on a new generation batch, as they happened; without that of the first."""
+        batch, update = self.column("generation_batch"), self.column("update")
+        return update[1:][np.diff(batch) != 0].astype(int).tolist() if len(batch) else []
 
     def column(self, key: str) -> Column:
         """The values of one metric; empty where no record has it."""
@@ -64,6 +120,18 @@ class Run:
         """The finite values of one metric."""
         values = self.column(key)
         return values[np.isfinite(values)]
+
+    def seconds_at(self, version: int) -> float:
+        """Seconds of training until a version was there; NaN where that is not known."""
+        return version_clock(self.metrics, self.clock, version)
+
+
+def version_clock(metrics: Mapping[str, Column], clock: Column, version: int) -> float:
+    """Version v is there when update v − 1 is over."""
+    if version == 0:
+        return 0.0
+    place = np.flatnonzero(metrics.get("update", np.empty(0)) == version - 1)
+    return float(clock[place[0]]) if len(place) else float("nan")
 
 
 def read_runs(directories: Sequence[Path]) -> list[Run]:
@@ -94,89 +162,151 @@ def unique_labels(paths: Sequence[Path]) -> list[str]:
 
 
 def read_run(directory: Path, label: str | None = None) -> Run:
-    """Read one run directory. Only its config has to be there."""
+    """Read one run directory. Only its config has to be there; what is damaged is left out and mentioned."""
     directory = Path(directory)
-    path = directory / "config.resolved.json"
-    if not path.is_file():
-        raise StoreError(f"{directory} is no run directory: {path.name} is missing")
-    config = read_json(path)
-    if config.get("format") != FORMAT:
-        raise StoreError(f"{path} has format {config.get('format')}; this release reads {FORMAT}")
-    environment = directory / "environment.json"
+    config = read_resolved(directory)
     notes: list[str] = []
-    metrics = metric_columns(read_jsonl(directory / "metrics.jsonl", notes.append))
-    journal = read_jsonl(directory / "journal.jsonl", notes.append)
-    evaluations = {record["version"]: record for record in read_jsonl(directory / "eval.jsonl", notes.append)}
-    batches = read_batches(directory / "rollouts", notes)
+    metrics = metric_columns(read_records(directory / "metrics.jsonl", METRIC_KEYS, notes))
+    journal = read_records(directory / "journal.jsonl", JOURNAL_KEYS, notes)
+    rollbacks = read_rollbacks(directory / "rollbacks", journal, notes)
+    committed = committed_updates(journal, [rollback.record for rollback in rollbacks])
+    schedule = _schedule(config, directory)
+    known = dict(zip(metrics.get("update", ()), metrics.get("generation_batch", ()), strict=False))
+
+    def stage_of(update: int) -> int:
+        found = known.get(update, np.nan)
+        return (
+            int(found) if np.isfinite(found) else min(update, schedule.updates - 1) // schedule.updates_per_generation
+        )
+
+    spent = spent_by_stage(journal, stage_of)
+    add_uncommitted(spent, metrics, committed, stage_of)
+    generator = read_records(directory / "journal-generator.jsonl", JOURNAL_KEYS, notes)
+    stages = read_records(directory / "ledger" / "stages.jsonl", {"generation_batch"}, notes)
+    batches, unfinished = read_batches(directory / "rollouts", notes)
+    sources = _json_or_nothing(directory / "sources.json", notes).get("batches", [])
     return Run(
         directory=directory,
         label=label or directory.resolve().name,
         config=flatten(config),
-        environment=flatten(read_json(environment)) if environment.is_file() else {},
-        schedule=ScheduleSection.model_validate(config["schedule"]).schedule(),
+        environment=flatten(_json_or_nothing(directory / "environment.json", notes)),
+        schedule=schedule,
+        planned_updates=sum(batch["updates"] for batch in sources) or schedule.updates,
         metrics=metrics,
-        evaluations=[evaluations[version] for version in sorted(evaluations)],
+        evaluations=read_evaluations(directory / "eval.jsonl", notes),
         batches=batches,
-        seconds=time_spent(journal, metrics),
+        sources=sources,
+        unfinished=unfinished,
+        stages={record["generation_batch"]: record for record in stages},
+        rollbacks=rollbacks,
+        spent=spent,
+        generator=spent_by_stage(generator, stage_of),
+        clock=clock_of(journal, metrics, committed),
+        committed=committed,
         notes=notes,
     )
 
 
-def read_batches(rollouts: Path, notes: list[str]) -> list[BatchManifest]:
-    """Manifests of the generation batches; one without a manifest does not exist, but is mentioned.
+def read_resolved(directory: Path) -> dict[str, Any]:
+    """The config of a run directory as it lies there; what has none is no run directory."""
+    path = directory / "config.resolved.json"
+    if not path.is_file():
+        raise StoreError(f"{directory} is no run directory: it has no {path.name}; name the directory of a run")
+    config = read_json(path)
+    if config.get("format") != FORMAT:
+        raise StoreError(f"{path} has format {config.get('format')}; this release reads {FORMAT}")
+    return config
+
+
+def _schedule(config: Mapping[str, Any], directory: Path) -> Schedule:
+    try:
+        return ScheduleSection.model_validate(config["schedule"]).schedule()
+    except (KeyError, ValueError) as error:
+        raise StoreError(
+            f"{directory / 'config.resolved.json'} has no usable schedule ({' '.join(str(error).split())}): restore it "
+            "from a copy"
+        ) from error
+
+
+def read_records(path: Path, needed: frozenset[str] | set[str], notes: list[str]) -> list[dict[str, Any]]:
+    """Records of a JSONL file that have the `needed` keys. Damage is mentioned, and the rest is used."""
+    try:
+        found = read_jsonl(path, notes.append)
+    except StoreError as error:
+        found = list(_readable_lines(path))
+        notes.append(f"{error}; here the {len(found):,} lines that can be read are used.")
+    whole = [record for record in found if needed <= record.keys()]
+    if len(whole) < len(found):
+        notes.append(f"{path}: {len(found) - len(whole)} records lack {', '.join(sorted(needed))}: left out")
+    return whole
+
+
+def _readable_lines(path: Path) -> Iterable[dict[str, Any]]:
+    with contextlib.suppress(OSError):
+        for line in path.read_bytes().split(b"\n"):
+            with contextlib.suppress(ValueError, RecursionError):
+                if isinstance(record := json.loads(line), dict):
+                    yield record
+
+
+def _json_or_nothing(path: Path, notes: list[str]) -> dict[str, Any]:
+    try:
+        return read_json(path) if path.is_file() else {}
+    except StoreError as error:
+        notes.append(str(error))
+        return {}
+
+
+def read_evaluations(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Evaluations by version; one that was made again counts as it came out last."""
+    found = {record["version"]: record for record in read_records(path, EVALUATION_KEYS, notes)}
+    return [found[version] for version in sorted(found)]
+
+
+def read_rollbacks(root: Path, journal: Sequence[Mapping[str, Any]], notes: list[str]) -> list[Rollback]:
+    """What was taken back, oldest first, with the records that tell of it."""
+    found: list[Rollback] = []
+    for place in sorted(root.glob("r[0-9]*")) if root.is_dir() else ():
+        record = _json_or_nothing(place / "rollback.json", notes)
+        if not record.keys() >= ROLLBACK_KEYS:
+            notes.append(f"{place} is no whole rollback: left out")
+            continue
+        metrics = metric_columns(read_records(place / "metrics.jsonl", METRIC_KEYS, notes))
+        before = [entry for entry in journal if entry["time"] <= record["time"]]
+        committed = committed_updates(before, [earlier.record for earlier in found])
+        clock = clock_of(before, metrics, committed)
+        found.append(Rollback(record, metrics, read_evaluations(place / "eval.jsonl", notes), clock))
+    return found
+
+
+def read_batches(rollouts: Path, notes: list[str]) -> tuple[list[BatchManifest], dict[str, int]]:
+    """Manifests of the generation batches, and rollouts so far of those that are not complete. Damage is mentioned.
 
     Shards may have been moved away since: the report is about what happened.
     """
     found: list[BatchManifest] = []
+    unfinished: dict[str, int] = {}
     for directory in batch_directories(rollouts):
-        if (directory / BATCH_MANIFEST).is_file():
-            found.append(read_batch_manifest(directory))
-        else:
-            shards = len(committed_shards(directory))
-            notes.append(f"generation batch {directory.name} is not complete ({shards} shards so far): left out")
-    return found
+        try:
+            if (directory / BATCH_MANIFEST).is_file():
+                found.append(read_batch_manifest(directory))
+                notes.extend(damaged_shards(directory, found[-1]))
+            else:
+                unfinished[directory.name] = sum(shard.rows for shard in committed_shards(directory))
+        except StoreError as error:
+            notes.append(f"generation batch {directory.name} is left out: {error}")
+    return found, unfinished
 
 
-def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys.
-
-    >>> flatten({"seed": 0, "task": {"name": "jsonl", "options": {}}})
-    {'seed': 0, 'task.name': 'jsonl', 'task.options': {}}
-    """
-    flat: dict[str, Any] = {}
-    for key, value in record.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return flat
-
-
-def metric_columns(records: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
-    """Records as columns, sorted by update. An update that is on record twice counts as it was last recorded."""
-    last = {record["update"]: record for record in records}
-    rows = [last[update] for update in sorted(last)]
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    return {key: np.array([_number(row.get(key)) for row in rows]) for key in keys}
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else float("nan")
-
-
-def time_spent(journal: Sequence[Mapping[str, Any]], metrics: Mapping[str, Column]) -> dict[str, float]:
-    """Seconds per activity, and those in between: the run was stopped, or lost in a crash what it had not committed.
-
-    A journal record is written when its activity ends, so it began `seconds` before its `time`.
-    """
-    spent = dict.fromkeys(ACTIVITIES, 0.0)
-    idle, end = 0.0, float("inf")
-    for record in journal:
-        spent[record["event"]] = spent.get(record["event"], 0.0) + record["seconds"]
-        idle += max(0.0, record["time"] - record["seconds"] - end)
-        end = record["time"] if end == float("inf") else max(end, record["time"])
-    # `learn` is journalled at the next checkpoint; the updates since then have only their own records.
-    stop = max((record["stop"] for record in journal if record["event"] == "learn"), default=0)
-    if "seconds" in metrics:
-        spent["learn"] += float(np.nansum(metrics["seconds"][metrics["update"] >= stop]))
-    return {**spent, IDLE: idle}
+def damaged_shards(directory: Path, manifest: BatchManifest) -> list[str]:
+    """Shards whose length is not that of their manifest: what can be seen without reading them."""
+    sizes = [(shard, directory / shard.file) for shard in manifest.shards]
+    return [
+        f"{path} is damaged: it has {path.stat().st_size:,} bytes and should have {shard.bytes:,}; move it away, and "
+        "the same command makes it again"
+        for shard, path in sizes
+        if path.is_file() and path.stat().st_size != shard.bytes
+    ]
 
 
 def verifier_errors(run: Run) -> Counter[str]:
@@ -188,14 +318,3 @@ def verifier_errors(run: Run) -> Counter[str]:
         kinds.update(named)
         kinds["of no recorded kind"] += count - sum(named.values())
     return +kinds
-
-
-def differing(tables: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys whose values are not the same in all tables, in order of first appearance.
-
-    >>> differing([{"seed": 0, "name": "a"}, {"seed": 0, "name": "b", "extra": 1}])
-    ['name', 'extra']
-    """
-    keys = dict.fromkeys(key for table in tables for key in table)
-    absent = object()
-    return [key for key in keys if any(table.get(key, absent) != tables[0].get(key, absent) for table in tables[1:])]

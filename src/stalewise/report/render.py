@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
@@ -16,22 +15,18 @@ from plotly.offline import get_plotlyjs, get_plotlyjs_version
 
 from stalewise import __version__
 from stalewise.config import RunConfig
+from stalewise.errors import StoreError
 from stalewise.files import write_atomic
-from stalewise.report.figures import (
-    BUCKETS,
-    LONGEST_CURVE,
-    MOST_STAGE_LINES,
-    bucket_width,
-    draw_charts,
-    draw_time,
-    style_of,
-)
-from stalewise.report.read import ACTIVITIES, IDLE, Run, differing, flatten, read_runs
-from stalewise.report.summary import interval, joined, ranking, summarise
+from stalewise.report.alternatives import bars_in_words, chart_in_words
+from stalewise.report.bars import draw_bars, rows_of_runs, rows_of_stages
+from stalewise.report.clock import ACTIVITIES, IDLE
+from stalewise.report.figures import BUCKETS, LONGEST_CURVE, MOST_STAGE_LINES, bucket_width, draw_charts, style_of
+from stalewise.report.read import Run, read_runs
+from stalewise.report.summary import interval, joined, ranking, shown, summarise
+from stalewise.report.tables import UNIMPORTANT, differing, flatten
 from stalewise.report.words import CHARTS, METRICS
 
 MOST_ROWS = 64  # of a table of stages or evaluations
-UNIMPORTANT = {"format", "name", "runs", "trackers"}  # of a config: where a run lies and who watches it
 
 
 def write_report(directories: Sequence[Path], output: Path | None = None) -> Path:
@@ -45,7 +40,11 @@ def write_report(directories: Sequence[Path], output: Path | None = None) -> Pat
         output = runs[0].directory / "report" / ("index.html" if len(runs) == 1 else "comparison.html")
     elif output.is_dir():
         output = output / "index.html"
-    write_atomic(output, render(runs))
+    page = render(runs)
+    try:
+        write_atomic(output, page)
+    except StoreError as error:
+        raise StoreError(f"{error}; name a place that can be written to with --output") from error
     return output
 
 
@@ -55,22 +54,37 @@ def render(runs: Sequence[Run]) -> str:
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"interval": interval, "shown": shown}
+    environment.filters |= {"interval": interval, "shown": shown, "ending": ending}
     figures = draw_charts(runs)
+    charts = [chart for chart in CHARTS if chart.name in figures]
+    time, stages = rows_of_runs(runs), rows_of_stages(runs)
+    names = {name for run in runs for name in run.seconds}
+    activities = [name for name in (*ACTIVITIES, *sorted(names - {*ACTIVITIES, IDLE}), IDLE) if name in names]
     return environment.get_template("template.html").render(
         title=joined([run.label for run in runs]) if len(runs) < 4 else f"{len(runs)} runs",
         release=__version__,
         runs=[(run, summarise(run)) for run in runs],
-        charts=[chart for chart in CHARTS if chart.name in figures],
+        charts=charts,
         missing=[chart.title for chart in CHARTS if chart.name not in figures],
         words=METRICS,
         style_of=partial(style_of, is_single=len(runs) == 1),
         ranking=ranking(runs) if len(runs) > 1 else "",
-        figures={**figures, "time": draw_time(runs)},
-        activities=[*ACTIVITIES, IDLE],
+        figures={
+            **figures,
+            "time": draw_bars(time, "run (name)"),
+            **({"stages": draw_bars(stages, "stage (number)")} if stages else {}),
+        },
+        alternatives={
+            **{chart.name: chart_in_words(chart, runs) for chart in charts},
+            "time": f"Where the time of each run went. {bars_in_words(time)}",
+            "stages": f"Where the time of each stage went. {bars_in_words(stages)}",
+        },
+        activities=activities,
         most_rows=MOST_ROWS,
         thinning=thinning(runs),
-        has_stage_lines=len(runs) == 1 and 1 < runs[0].schedule.generation_batches <= MOST_STAGE_LINES + 1,
+        has_stage_lines=len(runs) == 1 and 0 < len(runs[0].stage_starts) <= MOST_STAGE_LINES,
+        has_rollbacks=any(run.rollbacks for run in runs),
+        has_stages=bool(stages),
         comparison=comparison(runs) if len(runs) > 1 else None,
         config=config_table(runs),
         environment=environment_table(runs),
@@ -93,7 +107,8 @@ def thinning(runs: Sequence[Run]) -> str:
 
 def comparison(runs: Sequence[Run]) -> dict[str, list[tuple[str, list[Any]]]]:
     """Settings and environments that differ: rows of a name and one value per run."""
-    configs = [{key: value for key, value in run.config.items() if key not in UNIMPORTANT} for run in runs]
+    # A setting that an older release did not know yet is as good as one that is not set.
+    configs = [{k: v for k, v in run.config.items() if k not in UNIMPORTANT and v is not None} for run in runs]
     return {
         "settings": [(key, [table.get(key) for table in configs]) for key in differing(configs)],
         "environment": [
@@ -131,15 +146,19 @@ def descriptions(model: type[Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-def shown(value: Any) -> str:
-    """A value of a config as one reads it there.
+def ending(record: Mapping[str, Any] | None) -> str:
+    """Why a stage ended before its rollouts were used up, as the ledger of stages says.
 
-    >>> shown(None), shown("grpo"), shown(True), shown(0.0003), shown([0.9, 0.999])
-    ('–', 'grpo', 'true', '0.0003', '[0.9, 0.999]')
+    >>> ending({"reason": "effective sample size", "ess": 0.87, "bound": 0.9, "planned_updates": 32})
+    'effective sample size (ess 0.87, bound 0.9)'
+    >>> ending({"reason": "all of it was used", "planned_updates": 8})
+    'all of it was used'
     """
-    if value is None:
+    if not record:
         return "\N{EN DASH}"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    numbers = [f"{name} {value:.3g}" for name, value in record.items() if isinstance(value, float)]
+    reason = record.get("reason", "unknown")
+    return f"{reason} ({', '.join(numbers)})" if numbers else reason
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,29 +10,46 @@ from typing import Any
 
 import numpy as np
 
-from stalewise.report.read import IDLE, Run, verifier_errors
+from stalewise.report.clock import IDLE
+from stalewise.report.read import Run, verifier_errors
 
 # Rules of thumb of docs/metrics.md, and two of the same kind for shares that waste most of the work.
 LOW_ESS = 0.1
 FRESH_LOG_RATIO = 0.1
 MOST = 0.5
 
-PRESENT_PARTICIPLE = {"generate": "generating", "learn": "learning", "switch": "switching", "evaluate": "evaluating"}
+NEAR_LIMIT = 0.8  # of what the law allows
+
+PRESENT_PARTICIPLE = {
+    "generate": "generating",
+    "learn": "learning",
+    "switch": "switching",
+    "wait": "waiting",
+    "evaluate": "evaluating",
+    "rollback": "taking back",
+}
+TONES = {"Improved": "good", "Got worse": "bad"}
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The head of the page, for one run."""
+    """The head of the page, for one run: did it work, what did it cost, what is wrong."""
 
     verdict: str
-    paragraph: str
+    worked: str
+    cost: str
     warnings: list[str]
+
+    @property
+    def tone(self) -> str:
+        """Which colour the verdict has: good, bad or plain."""
+        return TONES.get(self.verdict, "plain")
 
 
 def summarise(run: Run) -> Summary:
-    """Verdict, paragraph and warnings of one run."""
+    """Verdict, paragraphs and warnings of one run."""
     verdict, accuracy = verdict_of(run)
-    return Summary(verdict, " ".join([accuracy, progress_of(run), cost_of(run)]), warnings_of(run))
+    return Summary(verdict, accuracy, f"{progress_of(run)} {cost_of(run)}", warnings_of(run))
 
 
 def verdict_of(run: Run) -> tuple[str, str]:
@@ -57,15 +75,23 @@ def verdict_of(run: Run) -> tuple[str, str]:
 
 def progress_of(run: Run) -> str:
     """How far the run has come."""
-    schedule = run.schedule
+    objective = run.config.get("objective.name", "unknown")
+    done = f"{run.updates:,} of {counted(run.planned_updates, 'update')} with {objective} are done"
+    sentence = f"{done}, on {_data_of(run)}."
+    return sentence if run.is_complete else f"The run is not finished: {sentence}"
+
+
+def _data_of(run: Run) -> str:
+    """What a run has learned from, and how much that is."""
+    if run.sources:
+        return f"{counted(len(run.sources), 'generation batch', 'generation batches')} of other runs"
+    made = counted(len(run.batches), "generation batch", "generation batches")
+    if not run.is_open_ended:
+        planned = counted(run.schedule.generation_batches, "generation batch", "generation batches")
+        made = f"{len(run.batches)} of {planned}"
     rollouts = sum(batch.rows for batch in run.batches)
     tokens = sum(batch.tokens for batch in run.batches)
-    made = f"{len(run.batches)} of {counted(schedule.generation_batches, 'generation batch', 'generation batches')}"
-    sentence = (
-        f"{run.updates:,} of {counted(schedule.updates, 'update')} with {run.config.get('objective.name', 'unknown')} "
-        f"are done, on {made} ({counted(rollouts, 'rollout')}, {counted(tokens, 'response token')})."
-    )
-    return sentence if run.is_complete else f"The run is not finished: {sentence}"
+    return f"{made} ({counted(rollouts, 'rollout')}, {counted(tokens, 'response token')})"
 
 
 def cost_of(run: Run) -> str:
@@ -96,7 +122,54 @@ def ranking(runs: Sequence[Run]) -> str:
 
 def warnings_of(run: Run) -> list[str]:
     """What a reader should know before believing the curves: the value, what was expected, the way out."""
-    return [*_rollout_warnings(run), *_update_warnings(run), *_age_warnings(run), *run.notes]
+    unfinished = [
+        f"generation batch {name} is not complete ({counted(rows, 'rollout')} so far): left out"
+        for name, rows in run.unfinished.items()
+    ]
+    return [*findings(run), *unfinished]
+
+
+def findings(run: Run) -> list[str]:
+    """The warnings but for what is in the making: that is no fault of a run that goes on."""
+    found = [*_course_warnings(run), *_budget_warnings(run), *_rollout_warnings(run), *_update_warnings(run)]
+    return [*found, *_age_warnings(run), *run.notes]
+
+
+def _course_warnings(run: Run) -> list[str]:
+    found = [describe_rollback(rollback.record) for rollback in run.rollbacks]
+    best = max(run.evaluations, key=lambda record: record["accuracy"]["low"], default=None)
+    if best is not None and run.evaluations[-1]["accuracy"]["high"] < best["accuracy"]["low"]:
+        found.append(
+            f"Version {best['version']} was better than the last one: accuracy {interval(best['accuracy'])}; use its "
+            "checkpoint where it is kept, or a lower learning rate."
+        )
+    return found
+
+
+def describe_rollback(record: Mapping[str, Any]) -> str:
+    """Why a run was taken back, and how it went on."""
+    factor = record.get("learning_rate_factor", 1.0)
+    rate = f"; the learning rate is {factor:g} of the config's since then" if factor != 1 else ""
+    batches = record.get("batches") or ()
+    fresh = f"; {counted(len(batches), 'generation batch', 'generation batches')} taken back, too" if batches else ""
+    went = f"The run was taken back from version {record['from_version']} to {record['to_version']}"
+    known = all(isinstance(record.get(key), float) for key in ("value", "best"))
+    numbers = f" ({record['value']:.3g}; its best was {record['best']:.3g})" if known else ""
+    return f"{went}: {record['reason']}{numbers}{rate}{fresh}."
+
+
+def _budget_warnings(run: Run) -> list[str]:
+    limits = {
+        "batch_budget": "within one generation batch; use more stages or a lower learning rate",
+        "horizon_budget": "over the run; use fewer updates or a lower learning rate",
+    }
+    found: list[str] = []
+    for key, advice in limits.items():
+        used = run.finite(key).max(initial=0.0)
+        if used >= NEAR_LIMIT:
+            beyond = "more than all" if used > 1 else f"{used:.0%}"
+            found.append(f"{key} reaches {used:.2f}: {beyond} of the drift that the law allows {advice}.")
+    return found
 
 
 def _rollout_warnings(run: Run) -> list[str]:
@@ -157,7 +230,7 @@ def _age_warnings(run: Run) -> list[str]:
             "learner disagree about the same policy: compare their precision and sampling settings."
         )
     worst = run.finite("age_max").max(initial=0.0)
-    if worst > run.schedule.worst_age:
+    if worst > run.schedule.worst_age and not run.is_open_ended and not run.sources:
         found.append(f"Rollouts reach age {worst:.0f}; the schedule allows {run.schedule.worst_age}.")
     return found
 
@@ -190,13 +263,24 @@ def counted(number: int, one: str, more: str = "") -> str:
     return f"{number:,} {one if number == 1 else more or one + 's'}"
 
 
+def shown(value: Any) -> str:
+    """A value of a config as one reads it there.
+
+    >>> shown(None), shown("grpo"), shown(True), shown(0.0003), shown([0.9, 0.999])
+    ('–', 'grpo', 'true', '0.0003', '[0.9, 0.999]')
+    """
+    if value is None:
+        return "\N{EN DASH}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def duration(seconds: float) -> str:
     """Seconds for a person.
 
     >>> duration(7.26), duration(95), duration(7384)
     ('7.3 s', '1 min 35 s', '2 h 3 min')
     """
-    if seconds < 60:
+    if round(seconds, 1) < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes_left = divmod(minutes, 60)

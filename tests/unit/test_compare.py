@@ -1,0 +1,215 @@
+"""Comparisons of runs: what is told of simulated runs whose truth is known, and of runs that cannot be compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rundirs import add_evaluation, add_journal, write_run
+from stalewise.compare import compare, error_of_runs, first_reached, resample_prompts
+from stalewise.errors import StoreError
+from tiny import call, called_json, refused
+
+PROMPTS = 200
+
+
+def by_prompt(scores: np.ndarray[Any, Any], samples: int = 4) -> dict[str, list[Any]]:
+    ids = [f"q{place}" for place in range(len(scores))]
+    return {"prompt_ids": ids, "score": scores.tolist(), "scored": [samples] * len(scores)}
+
+
+def judged(directory: Path, scores: np.ndarray[Any, Any], *, seed: int = 0, **changes: Any) -> Path:
+    """A finished run whose last policy got so many of 4 samples right on each prompt."""
+    run = write_run(directory, seed=seed)
+    changes = {"prompts": len(scores), "by_prompt": by_prompt(scores), **changes}
+    add_evaluation(run, 8, float(scores.mean()) / 4, **changes)
+    return run
+
+
+def scores_of(rng: np.random.Generator, difficulty: np.ndarray[Any, Any], gain: float) -> np.ndarray[Any, Any]:
+    return rng.binomial(4, np.clip(difficulty + gain, 0, 1))
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+# ---------------------------------------------------------------- what is told
+
+
+def test_a_clear_difference_is_told_with_its_interval(tmp_path: Path, rng: np.random.Generator) -> None:
+    difficulty = rng.uniform(0.1, 0.7, PROMPTS)
+    a = judged(tmp_path / "a", scores_of(rng, difficulty, 0.0))
+    b = judged(tmp_path / "b", scores_of(rng, difficulty, 0.2))
+    found = compare([a], [b])
+    assert found.difference.low < 0.2 < found.difference.high
+    assert found.words.startswith("b is better by ") and found.probability_better > 0.999
+    assert found.method.startswith("paired over 200 prompts; one run on each side")
+    back = compare([b], [a])
+    assert back.words == found.words  # whichever is named first
+    assert back.difference.value == pytest.approx(-found.difference.value)
+
+
+def test_no_difference_is_not_made_up(tmp_path: Path, rng: np.random.Generator) -> None:
+    difficulty = rng.uniform(0.1, 0.9, PROMPTS)
+    a, b = (judged(tmp_path / name, scores_of(rng, difficulty, 0.0)) for name in "ab")
+    found = compare([a], [b])
+    assert found.difference.low < 0 < found.difference.high
+    assert found.words.startswith("no difference can be told: b less a is ")
+    same = judged(tmp_path / "same", np.full(PROMPTS, 2))
+    other = judged(tmp_path / "other", np.full(PROMPTS, 2))
+    assert compare([same], [other]).probability_better == 0.5
+
+
+def test_pairing_by_prompt_makes_the_interval_narrower(tmp_path: Path, rng: np.random.Generator) -> None:
+    scores = rng.integers(0, 4, PROMPTS)
+    a = judged(tmp_path / "a", scores)
+    b = judged(tmp_path / "b", scores + (rng.random(PROMPTS) < 0.2))  # a little better on the very same prompts
+    half = 1.96 * scores.std() / 4 / np.sqrt(PROMPTS)
+    old = [write_run(tmp_path / f"old {name}") for name in "ab"]
+    for run, value in zip(old, (scores.mean() / 4, scores.mean() / 4 + 0.05), strict=True):
+        add_evaluation(run, 8, 0.0, accuracy={"value": value, "low": value - half, "high": value + half})
+    paired, unpaired = compare([a], [b]), compare([old[0]], [old[1]])
+    assert paired.words.startswith("b is better by")
+    assert unpaired.words.startswith("no difference can be told")
+    assert (unpaired.prompts, unpaired.method[:20]) == (0, "not paired by prompt")
+    assert "eval.jsonl of old a has no results per prompt, so prompts cannot be paired" in unpaired.notes
+    # Two independent errors add up.
+    width = unpaired.difference.high - unpaired.difference.low
+    assert width == pytest.approx(2 * half * np.sqrt(2), rel=0.05)
+
+
+def test_seeds_that_differ_widen_the_interval(tmp_path: Path, rng: np.random.Generator) -> None:
+    difficulty = rng.uniform(0.2, 0.6, PROMPTS)
+    sides: dict[str, list[Path]] = {"a": [], "b": []}
+    for seed, luck in enumerate((-0.1, 0.0, 0.1)):
+        sides["a"].append(judged(tmp_path / f"a{seed}", scores_of(rng, difficulty, 0.0), seed=seed))
+        sides["b"].append(judged(tmp_path / f"b{seed}", scores_of(rng, difficulty, 0.05 + luck), seed=seed))
+    one = compare(sides["a"][2:], sides["b"][2:])
+    three = compare(sides["a"], sides["b"])
+    assert one.words.startswith("b2 is better") and three.words.startswith("no difference can be told: b less a")
+    assert three.method == "paired over 200 prompts; paired over 3 seeds"
+    # Student's t: 4.30 standard errors of 0.1/√3 in either direction, and a little for the prompts.
+    width = three.difference.high - three.difference.low
+    assert width == pytest.approx(2 * 4.30 * 0.1 / np.sqrt(3), rel=0.25)
+    assert compare(sides["a"][:2], sides["b"]).method == "paired over 200 prompts; over 2 and 3 runs"
+
+
+def test_intervals_over_prompts_hold_the_truth_as_often_as_they_say() -> None:
+    held = 0
+    for trial in range(60):
+        rng = np.random.default_rng(trial)
+        difficulty = rng.uniform(0.1, 0.8, 64)
+        a, b = resample_prompts([scores_of(rng, difficulty, gain) / 4 for gain in (0.0, 0.05)])
+        low, high = np.quantile(b - a, [0.025, 0.975])
+        held += low <= 0.05 <= high
+    assert held >= 52  # 57 expected; at 95% each, fewer than 52 of 60 are one case in 300
+
+
+@pytest.mark.parametrize("runs", [2, 3, 5])
+def test_intervals_over_seeds_hold_the_truth_as_often_as_they_say(runs: int) -> None:
+    rng = np.random.default_rng(runs)
+    trials = 400
+    held = 0
+    for _ in range(trials):
+        value_R = rng.normal(0.05, 0.1, runs)
+        low, high = np.quantile(value_R.mean() + error_of_runs(value_R, seed=0), [0.025, 0.975])
+        held += low <= 0.05 <= high
+    # 380 expected, with a standard deviation of 4.4; a bootstrap over three runs would hold it in 300.
+    assert 366 <= held <= 394
+
+
+def test_only_the_prompts_in_common_are_compared(tmp_path: Path) -> None:
+    a = judged(tmp_path / "a", np.array([4, 4, 0, 0]))
+    b = judged(tmp_path / "b", np.array([4, 4, 4, 0, 0, 0]))  # q0 to q3: one more is right
+    found = compare([a], [b])
+    assert found.difference.value == pytest.approx(0.25) and found.prompts == 4
+    assert "the runs have 4 of 6 held-out prompts in common; only those count" in found.notes
+
+
+# ---------------------------------------------------------------- costs
+
+
+def curve(directory: Path, seconds: float, accuracies: list[float]) -> Path:
+    """A run with 2 updates between evaluations, each of which takes so many seconds."""
+    run = write_run(directory, done=0)
+    (run / "eval.jsonl").unlink()
+    for place, accuracy in enumerate(accuracies):
+        if place:
+            learned = {"first": 2 * place - 2, "stop": 2 * place}
+            add_journal(run, "learn", 1000.0 * place, 2 * seconds, **learned)
+            add_journal(run, "evaluate", 1000.0 * place + 500, 400.0)  # costs nothing here
+        add_evaluation(run, 2 * place, accuracy, by_prompt=by_prompt(np.full(50, round(4 * accuracy))), prompts=50)
+    lines = [json.dumps({"update": update, "seconds": seconds}) for update in range(2 * len(accuracies) - 2)]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return run
+
+
+def test_the_speed_at_equal_accuracy(tmp_path: Path) -> None:
+    slow = curve(tmp_path / "slow", 10.0, [0.25, 0.5, 0.75])
+    fast = curve(tmp_path / "fast", 5.0, [0.25, 0.5, 1.0])
+    found = compare([slow], [fast])
+    assert (found.a.seconds, found.b.seconds) == (40, 20)
+    # Half way between 10 s and 20 s `fast` has what `slow` has after 40 s.
+    assert (found.a.seconds_to_accuracy, found.b.seconds_to_accuracy) == (40, 15)
+    assert found.speed_up == pytest.approx(40 / 15)
+    assert found.speed.endswith("2.67 times as fast")
+    other_way = compare([fast], [slow])
+    assert other_way.speed_up is None
+    assert other_way.speed == "slow never reached the final accuracy of fast, 1.000: its best is 0.750"
+
+
+def test_a_run_that_was_seldom_evaluated_has_no_speed(tmp_path: Path) -> None:
+    seldom = curve(tmp_path / "seldom", 10.0, [0.25, 0.75])
+    found = compare([curve(tmp_path / "often", 10.0, [0.25, 0.5, 0.75])], [seldom])
+    assert found.speed_up is None
+    assert "seldom was evaluated too seldom (2 times): set evaluation.every" in found.speed
+    assert first_reached(np.array([0.0, 1.0]), np.array([0.5, 0.9]), 0.4) == 0.0
+
+
+# ---------------------------------------------------------------- on the command line
+
+
+def test_the_command_says_it_in_words_and_as_json(tmp_path: Path) -> None:
+    a = judged(tmp_path / "plain", np.repeat([0, 2], 100))
+    b = judged(tmp_path / "better", np.repeat([2, 4], 100))
+    shown = call("compare", a, b).stdout
+    assert shown.startswith(
+        "better is better by 50.0 points (50.0 to 50.0).\nProbability that better is better: 99.9%."
+    )
+    assert "Speed at equal accuracy cannot be told: plain was evaluated too seldom (2 times)" in shown
+    record = called_json("compare", "--a", a, "--b", b)
+    assert record["words"] == "better is better by 50.0 points (50.0 to 50.0)"
+    assert (record["probability_better"], record["task"], record["prompts"]) == (1.0, "arithmetic", 200)
+    assert record["a"]["accuracy"]["value"] == 0.25 and record["speed_up"] is None
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    a = judged(tmp_path / "a", np.array([1, 2]))
+    other = judged(tmp_path / "other", np.array([1, 2]), task="gym")
+    unevaluated = write_run(tmp_path / "unevaluated")
+    (unevaluated / "eval.jsonl").unlink()
+    refusal = refused("compare", a, other)
+    assert "runs of different tasks cannot be compared: a has arithmetic, other has gym" in refusal
+    assert "has no evaluation to compare: let it run on" in refused("compare", a, unevaluated)
+    assert "name two run directories, A and B" in refused("compare", a)
+    assert "name two run directories, A and B" in refused("compare", a, "--b", other)
+    assert "is no run directory" in refused("compare", a, tmp_path)
+    with pytest.raises(StoreError, match="named twice"):
+        compare([a], [a])
+    with pytest.raises(StoreError, match="needs a run on either side"):
+        compare([a], [])
+
+
+def test_runs_that_are_not_finished_are_said(tmp_path: Path) -> None:
+    a = judged(tmp_path / "a", np.array([1, 2]))
+    young = write_run(tmp_path / "young", done=5)
+    found = compare([a], [young])
+    assert "young has not been evaluated after learning: its accuracy is that of version 0" in found.notes
+    add_evaluation(young, 4, 0.5)
+    assert "young is not finished: its accuracy is that of version 4" in compare([a], [young]).notes
