@@ -64,17 +64,51 @@ def guard_variants() -> dict[str, dict[str, Any]]:
     }
 
 
-VARIANTS = {"stages": stage_variants, "guard": guard_variants}
+def auto_variants() -> dict[str, dict[str, Any]]:
+    """The recipe and its parts, each at a learning rate that is right, three times and ten times too large."""
+    staged, planned = {"schedule.stages": 4}, {"plan.learning_rate": "planned"}
+    parts: dict[str, dict[str, Any]] = {
+        "µ-GRPO in 4 stages": staged,
+        "P3O in 4 stages": {**staged, "objective.name": "p3o"},
+        "vcpo alone": {**staged, "optimizer.step_control": "vcpo"},
+        "spent alone": SPENT,
+        "guard alone": {**staged, "guard.action": "both"},
+        "auto, not calibrated": {**SPENT, "guard.action": "both"},
+        "auto with P3O, not calibrated": {**SPENT, "guard.action": "both", "objective.name": "p3o"},
+    }
+    found = {
+        f"η {rate:g}, {name}": {"optimizer.learning_rate": rate, **settings}
+        for rate in (3e-4, 1e-3, 3e-3)
+        for name, settings in parts.items()
+    }
+    found["η planned, 4 stages"] = {**staged, **planned}
+    found["η planned, auto"] = {**SPENT, "guard.action": "both", **planned}
+    return found
+
+
+VARIANTS = {"stages": stage_variants, "guard": guard_variants, "auto": auto_variants}
+SWEEP = ("--staleness", "3,31,127", "--lr", "3e-4,1e-3,2e-3,4e-3", "--seeds", "0,1")
+
+
+def words_of(verb: str, name: str, settings: Mapping[str, Any], runs: Path) -> list[str]:
+    config = runs / f"{name}.toml"
+    runs.mkdir(parents=True, exist_ok=True)
+    config.write_text("")
+    words = [sys.executable, "-m", "stalewise", verb, str(config), "--set", f"name={name}", "--set", f"runs={runs}"]
+    for key, value in (BASE | dict(settings)).items():
+        words += ["--set", f"{key}={json.dumps(value)}"]
+    return words
+
+
+def calibrate(runs: Path, jobs: int) -> None:
+    """Fit the law, so that a learning rate can be planned."""
+    words = words_of("sweep", "law", {"evaluation.prompts": 128}, runs)
+    subprocess.run([*words, *SWEEP, "--jobs", str(jobs)], check=True, stdout=sys.stderr)
 
 
 def train(name: str, settings: Mapping[str, Any], runs: Path) -> int:
     """Run one config in a process of its own; its exit status."""
-    config = runs / f"{name}.toml"
-    runs.mkdir(parents=True, exist_ok=True)
-    config.write_text("")
-    words = [sys.executable, "-m", "stalewise", "train", str(config), "--set", f"name={name}", "--set", f"runs={runs}"]
-    for key, value in (BASE | dict(settings)).items():
-        words += ["--set", f"{key}={json.dumps(value)}"]
+    words = words_of("train", name, settings, runs)
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     if done.returncode not in (0, 4):  # 4: the run collapsed, which is a result
         raise SystemExit(f"{name}: {done.stderr.strip().splitlines()[-1]}")
@@ -133,6 +167,8 @@ def main() -> None:
         for index, name in enumerate(variants)
         for seed in seeds
     }
+    if arguments.part == "auto":
+        calibrate(arguments.runs, arguments.jobs)
     with ThreadPoolExecutor(arguments.jobs) as pool:
         list(pool.map(lambda job: train(jobs[job], {**variants[job[0]], "seed": job[1]}, arguments.runs), jobs))
     results = {name: [measure(arguments.runs / jobs[name, seed]) for seed in seeds] for name in variants}

@@ -59,9 +59,10 @@ class Guard:
 
     def _evidence(self, record: Mapping[str, Any], schedule: Schedule) -> Evidence:
         """An evaluation stands for the updates up to the next one; on the last one everything rests."""
-        updates = self.section.window if record["version"] == schedule.updates else self.evaluated_every
-        accuracy = record["accuracy"]
-        return Evidence(record["version"], updates, accuracy["value"], accuracy["low"], accuracy["high"])
+        version, accuracy = record["version"], record["accuracy"]
+        is_last = version == schedule.updates
+        updates = self.section.window if is_last else self.evaluated_every
+        return Evidence(version, updates, accuracy["value"], accuracy["low"], accuracy["high"], is_last)
 
     def needed_versions(self, schedule: Schedule, version: int) -> set[int]:
         """The checkpoint that a run which is at `version` would go back to; none where the guard is off."""

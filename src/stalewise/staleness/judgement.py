@@ -16,13 +16,22 @@ Z = 1.96  # 95% intervals
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a policy is worth, with its interval; `updates` is how much of a run rests on it."""
+    """What a policy is worth, with its interval; `updates` is how much of a run rests on it.
+
+    `is_last`: nothing comes after it that could clear a doubt.
+    """
 
     version: int
     updates: int
     value: float
     low: float
     high: float
+    is_last: bool = False
+
+    def is_worse(self, best: Evidence, fraction: float) -> bool:
+        """Whether it is below that fraction of the best: beyond doubt, or as far as one can tell if it is the last."""
+        doubt = 0.0 if self.is_last else math.hypot(self.high - self.value, fraction * (best.value - best.low))
+        return best.low > 0 and self.value + doubt < fraction * best.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,7 @@ class Judgement:
 
 
 def judge(evidence: Iterable[Evidence], *, fraction: float, window: int, reason: str) -> Judgement:
-    """Find trouble: the upper end of a policy's interval is below `fraction` of the best lower end so far.
+    """Find trouble: a policy that is worth less than `fraction` of the best so far.
 
     It is certain when policies that `window` updates rest on are so, one after the other; a better one in between
     clears them. Where nothing was ever above 0 there is nothing to lose. Unknown values are passed over: they are the
@@ -66,7 +75,7 @@ def judge(evidence: Iterable[Evidence], *, fraction: float, window: int, reason:
     for one in evidence:
         if math.isnan(one.value):
             continue
-        if best.low > 0 and one.high < fraction * best.low:
+        if one.is_worse(best, fraction):
             below.append(one)
             if sum(found.updates for found in below) >= window:
                 first = below[0]
