@@ -72,9 +72,9 @@ def auto_variants() -> dict[str, dict[str, Any]]:
         "P3O in 4 stages": {**staged, "objective.name": "p3o"},
         "vcpo alone": {**staged, "optimizer.step_control": "vcpo"},
         "spent alone": SPENT,
-        "guard alone": {**staged, "guard.action": "both"},
-        "auto, not calibrated": {**SPENT, "guard.action": "both"},
-        "auto with P3O, not calibrated": {**SPENT, "guard.action": "both", "objective.name": "p3o"},
+        "guard alone": {**staged, "guard.action": "halve"},
+        "auto, not calibrated": {**SPENT, "guard.action": "halve"},
+        "auto with P3O, not calibrated": {**SPENT, "guard.action": "halve", "objective.name": "p3o"},
     }
     found = {
         f"η {rate:g}, {name}": {"optimizer.learning_rate": rate, **settings}
@@ -82,7 +82,7 @@ def auto_variants() -> dict[str, dict[str, Any]]:
         for name, settings in parts.items()
     }
     found["η planned, 4 stages"] = {**staged, **planned}
-    found["η planned, auto"] = {**SPENT, "guard.action": "both", **planned}
+    found["η planned, auto"] = {**SPENT, "guard.action": "halve", **planned}
     return found
 
 

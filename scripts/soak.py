@@ -140,6 +140,7 @@ def soak(runs: Path, *, kills: int, seed: int, objective: str, rank: int = 0, ki
     assert wait(start(reference))
     whole = time.monotonic() - began
     expected = outcome(reference)
+    earliest = 0.5 if kind == "pipelined" else 0.0  # what its second process takes to start
     done = victims = 0
     killed_at: list[int] = []  # newest checkpoint when a sitting was killed
     while done < kills:
@@ -150,7 +151,7 @@ def soak(runs: Path, *, kills: int, seed: int, objective: str, rank: int = 0, ki
             last_chance = done >= kills
             within_commit = not last_chance and done % 2 == 1
             child = start(victim, rng.randrange(FSYNCS) if within_commit else None)
-            finished = wait(child, None if last_chance or within_commit else rng.uniform(0, whole))
+            finished = wait(child, None if last_chance or within_commit else rng.uniform(earliest * whole, whole))
             done += not finished
             killed_at.append((versions(victim.directory) or [0])[-1] if not finished else 0)
             now = committed_shards(victim.directory)

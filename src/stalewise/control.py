@@ -111,7 +111,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "auto": {
         "objective": {"name": "mu_grpo"},
         "schedule": {"end": "spent"},
-        "guard": {"action": "both"},
+        "guard": {"action": "halve"},
         "plan": {"learning_rate": "planned-if-calibrated"},
     },
 }

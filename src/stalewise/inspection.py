@@ -42,7 +42,7 @@ def inspect_run(directory: str | Path, *, verify: bool = False) -> dict[str, Any
         "updates_done": found[-1] if found else 0,
         "updates_not_committed": len([entry for entry in ledger if not found or entry.update >= found[-1]]),
         "checkpoints": found,
-        "batches": [_batch(index, path, ledger, verify) for index, path in _numbered_batches(directory)],
+        "batches": [_batch(index, path, ledger, verify) for index, path in numbered_batches(directory)],
         "evaluations": read_jsonl(directory / "eval.jsonl"),
         "seconds": read_result(directory, updates).seconds,
     }
@@ -60,7 +60,7 @@ def _sources(directory: Path) -> dict[str, Any]:
     }
 
 
-def _numbered_batches(directory: Path) -> list[tuple[int, Path]]:
+def numbered_batches(directory: Path) -> list[tuple[int, Path]]:
     """Generation batches with the number under which the ledger knows them."""
     own = [(parse_batch_name(path).generation_batch, path) for path in batch_directories(directory / "rollouts")]
     return own or list(enumerate(_sources(directory)["directories"]))
@@ -113,7 +113,7 @@ def inspect_group(directory: str | Path, group: int) -> list[dict[str, Any]]:
 
 def _rollouts(directory: Path, column: str, wanted: int) -> Iterator[tuple[Rollout, Path]]:
     """Rollouts with this value in the first batch that has any: ids of several sources may coincide."""
-    for _, path in _numbered_batches(directory):
+    for _, path in numbered_batches(directory):
         if not is_committed(path):
             continue
         batch = open_batch(path, verify=False)
@@ -123,7 +123,7 @@ def _rollouts(directory: Path, column: str, wanted: int) -> Iterator[tuple[Rollo
 
 
 def _range(directory: Path) -> str:
-    committed = [read_batch_manifest(path) for _, path in _numbered_batches(directory) if is_committed(path)]
+    committed = [read_batch_manifest(path) for _, path in numbered_batches(directory) if is_committed(path)]
     shards = [shard for manifest in committed for shard in manifest.shards]
     if not shards:
         return "nothing is committed yet"

@@ -102,6 +102,7 @@ class Rollbacks:
             self._move(record["batches"], place / "rollouts")
             to_version = record["to_version"]
             remove_after(self.records.directory, to_version)
+            self.records.tokens.truncate(to_version, keep=place / "tokens")
             self.records.forget_updates(to_version)
             truncate_jsonl(self.records.evaluations_path, lambda one, last=to_version: one["version"] <= last)
             truncate_jsonl(self.records.stages_path, lambda one, last=to_version: one["first_update"] <= last)

@@ -60,6 +60,7 @@ class Stretch:
         now = time.perf_counter()
         record = {"update": step.update, "generation_batch": step.generation_batch, **metrics, "seconds": now - since}
         self.records.update(step, rollout_ids, record)
+        self.records.tokens.add(step.update, pending.tokens())
         self.watcher.metrics(step.update, record)
         note = f"reward {record['reward']:.3f}  ESS {record.get('ess', float('nan')):.3f}"
         self.watcher.advance(1, note + self.budget.note(record))

@@ -43,7 +43,7 @@ def gradient_over(
         statistics = merge_over_ranks(statistics) if statistics is not None else None
     all_sums = []
     for rows in splits:
-        loss, sums = micro_batch_loss(
+        loss, sums, _ = micro_batch_loss(
             objective, policy_tokens(batch, parameters, rows), statistics, settings, denominator
         )
         loss.backward()

@@ -61,7 +61,7 @@ def test_every_command_explains_itself(command: str) -> None:
     result = call(command, "--help")
     assert result.exit_code == 0
     assert f"stalewise {command}" in result.stdout
-    assert "--json" in result.stdout or command in ("init", "report")
+    assert "--json" in result.stdout or command in ("init", "report", "serve")
 
 
 def test_version_and_unknown_commands() -> None:

@@ -28,12 +28,14 @@ from stalewise.learn.graphs import GraphedBody
 from stalewise.learn.logp import PLAIN_KERNELS, check_output_layer, compiled_kernels, response_logp
 from stalewise.learn.lora import load_policy
 from stalewise.learn.optimizer import copies, distance, learning_rate, moments_by_name, restore_moments
-from stalewise.learn.pending import PendingUpdate, Read, to_host
+from stalewise.learn.pending import PendingUpdate, Read, recorded, to_host
 from stalewise.learn.update_batch import UpdateBatch, loss_denominator, make_update_batch
 from stalewise.models import load_tokenizer, pick_device, pick_precision, turn_dropout_off
 from stalewise.objectives import Tokens, get_objective, make_tokens, micro_batch_loss
 from stalewise.staleness.step_control import vcpo_factor
-from stalewise.store import Rows
+from stalewise.store import Rows, TokenRecord
+
+Step = tuple[Callable[[], dict[str, float]], Callable[[], TokenRecord] | None]
 
 
 class NonFiniteUpdate(StalewiseError, ArithmeticError):
@@ -83,6 +85,7 @@ class Learner:
             weight_decay=optimizer.weight_decay,
             fused=True,
         )
+        self.rate_factor = 1.0  # on the config's learning rate, where a guard has lowered it
         self.version = 0
         self.steps = 0  # updates that were taken: one with nothing to learn from is counted in `version` alone
         self.drift = 0.0
@@ -135,11 +138,11 @@ class Learner:
         described |= age_statistics(self.version, torch.from_numpy(rows.version_first))
         if self.version % self.config.objective.proximal_every == 0:
             self._snapshot_proximal()
-        finish = None if batch is None else self._step_within_memory(batch)
+        pending = PendingUpdate(described, *(self._step_within_memory(batch) if batch is not None else (None, None)))
         self.version += 1
-        return PendingUpdate(described, finish)
+        return pending
 
-    def _step_within_memory(self, batch: UpdateBatch) -> Callable[[], dict[str, float]]:
+    def _step_within_memory(self, batch: UpdateBatch) -> Step:
         """One step; where the device runs out of memory on the way, once with half the token budget from here on."""
         taken = self.steps
         try:
@@ -160,11 +163,11 @@ class Learner:
         torch.cuda.empty_cache()
         return self._step(batch)
 
-    def _step(self, batch: UpdateBatch) -> Callable[[], dict[str, float]]:
-        """Enqueue one step; the result waits for it and says what happened."""
+    def _step(self, batch: UpdateBatch) -> Step:
+        """Enqueue one step; the results wait for it and say what happened, and what it saw of each token."""
         self.optimizer.zero_grad(set_to_none=self.body is None)
         parts = list(self._micro_batches(batch))
-        loss, sums, places = self._backward(batch, parts)
+        loss, sums, places, seen = self._backward(batch, parts)
         grad_norm = torch.nn.utils.clip_grad_norm_(self.names, self.config.optimizer.max_grad_norm)
         # Decided on the device, where waiting would leave it idle: a step on such numbers changes nothing.
         unusable = ~(torch.stack([loss, grad_norm]).isfinite().all() & (places < 0).all())
@@ -175,6 +178,7 @@ class Learner:
             warmup_updates=self.config.optimizer.warmup_updates,
             schedule=self.config.optimizer.schedule,
         )
+        rate *= self.rate_factor
         controlled = self.config.optimizer.step_control == "vcpo"
         factor = vcpo_factor(sums.sequence_weights) if controlled else loss.new_ones(())
         # As float32, which is what a fused step reads on a GPU.
@@ -183,7 +187,7 @@ class Learner:
         read = to_host(torch.cat([numbers, places.double(), sums.pack()]))
         ids = [batch.rows.rollout_id[part.rows] for part in parts]
         widths = [part.mask_BT.shape[1] for part in parts]
-        return partial(self._read_step, read, self.version, rate, ids, widths)
+        return partial(self._read_step, read, self.version, rate, ids, widths), seen
 
     def _read_step(
         self, read: Read, update: int, rate: float, ids: list[np.ndarray], widths: list[int]
@@ -225,10 +229,12 @@ class Learner:
         self.steps += 1
         return distance(before, weights)
 
-    def _backward(self, batch: UpdateBatch, parts: list[MicroBatch]) -> tuple[Tensor, TokenSums, Tensor]:
+    def _backward(
+        self, batch: UpdateBatch, parts: list[MicroBatch]
+    ) -> tuple[Tensor, TokenSums, Tensor, Callable[[], TokenRecord] | None]:
         """Both phases over all micro-batches; gradients are left on the parameters.
 
-        The last is, for each micro-batch, the place of its first token with a non-finite ratio, or −1.
+        The third is, for each micro-batch, the place of its first token with a non-finite ratio, or −1.
         """
         proximal = [self._proximal_logp(part) for part in parts]
         denominator = loss_denominator(batch, self.config, self.objective)
@@ -242,20 +248,23 @@ class Learner:
                     for part, near in zip(parts, proximal, strict=True)
                 ]
             statistics = reduce(lambda merged, more: merged.merge(more), measured)
-        losses, all_sums, places = [], [], []
+        losses, all_sums, places, seen = [], [], [], []
         for part, near in zip(parts, proximal, strict=True):
             logp_BT, entropy_BT = self._forward(part, self.body)
             tokens = self._tokens(part, batch, near, logp_BT)
             if len(parts) == 1:  # the batch in one piece needs no pass of its own for its statistics
                 statistics = self.objective.first_pass(tokens, self.settings)
-            loss, sums = micro_batch_loss(
+            loss, sums, token_loss = micro_batch_loss(
                 self.objective, tokens, statistics, self.settings, denominator, entropy_BT=entropy_BT
             )
             loss.backward()
             losses.append(loss.detach())
             all_sums.append(sums)
             places.append(_first_nonfinite(tokens))
-        return torch.stack(losses).sum(), reduce(lambda merged, more: merged.merge(more), all_sums), torch.stack(places)
+            seen.append((logp_BT.detach(), token_loss))
+        sums = reduce(lambda merged, more: merged.merge(more), all_sums)
+        tokens = recorded(batch, parts, seen) if self.config.learner.record_tokens else None
+        return torch.stack(losses).sum(), sums, torch.stack(places), tokens
 
     def _micro_batches(self, batch: UpdateBatch) -> Iterator[MicroBatch]:
         layout = Layout(

@@ -6,8 +6,15 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from stalewise.learn.batching import MicroBatch
+from stalewise.learn.update_batch import UpdateBatch
+from stalewise.objectives.surrogates import TokenLoss
+from stalewise.store import TokenRecord
+from stalewise.types import TokenFlag
 
 Read = Callable[[], Tensor]
 
@@ -21,6 +28,7 @@ class PendingUpdate:
 
     described: dict[str, float]  # what is known of the rollouts alone
     finish: Callable[[], dict[str, float]] | None  # None: there was nothing to learn from
+    seen: Callable[[], TokenRecord] | None = None  # None: nothing is recorded of single tokens
 
     def metrics(self) -> dict[str, float]:
         """What happened; raises NonFiniteUpdate where the update went wrong."""
@@ -34,6 +42,10 @@ class PendingUpdate:
             "mismatch_max": found["log_ratio_max_abs"] if fresh else math.nan,
         }
         return self.described | {"taken": 1.0} | found | mismatch
+
+    def tokens(self) -> TokenRecord | None:
+        """What the update saw of each token; waits for it. None where nothing is recorded."""
+        return None if self.seen is None else self.seen()
 
 
 def to_host(vector: Tensor) -> Read:
@@ -50,3 +62,28 @@ def to_host(vector: Tensor) -> Read:
         return copy
 
     return read
+
+
+def recorded(
+    batch: UpdateBatch, parts: list[MicroBatch], seen: list[tuple[Tensor, TokenLoss]]
+) -> Callable[[], TokenRecord]:
+    """Enqueue the copies of what was seen of each token, per micro-batch; calling the result waits for them."""
+    reads = [
+        [to_host(grid) for grid in (logp_BT, loss.clipped_BT, loss.vetoed_BT, loss.trigger_BT) if grid is not None]
+        for logp_BT, loss in seen
+    ]
+    order = np.concatenate([part.rows for part in parts])
+
+    def finish() -> TokenRecord:
+        columns: list[list[np.ndarray]] = []
+        for part, tensors in zip(parts, reads, strict=True):
+            grids = [read().numpy() for read in tensors]
+            is_token = np.arange(grids[0].shape[1]) < batch.rows.response_lengths[part.rows, None]
+            columns.append([grid[is_token] for grid in grids])
+        logp_N, *masks = (np.concatenate(pieces) for pieces in zip(*columns, strict=True))
+        flags_N = np.zeros(len(logp_N), dtype=np.uint8)
+        for mask_N, flag in zip(masks, TokenFlag, strict=False):
+            flags_N |= mask_N.view(np.uint8) * np.uint8(flag)
+        return TokenRecord(batch.rows, order, batch.advantage.numpy(), logp_N, flags_N)
+
+    return finish

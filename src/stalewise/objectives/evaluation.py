@@ -14,6 +14,7 @@ from stalewise import diagnostics
 from stalewise.objectives.batch_statistics import Mergeable
 from stalewise.objectives.reduce import natural_denominator, reduced
 from stalewise.objectives.registry import Objective, Settings, get_objective
+from stalewise.objectives.surrogates import TokenLoss
 from stalewise.objectives.tokens import Tokens, make_tokens
 
 
@@ -68,7 +69,7 @@ def evaluate(
     elif not bool(torch.as_tensor(denominator).isfinite().all()) or float(denominator) <= 0:
         raise ValueError(f"denominator is {float(denominator)}; expected a positive number")
     batch = objective.first_pass(tokens, settings)
-    loss, sums = micro_batch_loss(objective, tokens, batch, settings, denominator)
+    loss, sums, _ = micro_batch_loss(objective, tokens, batch, settings, denominator)
     return ObjectiveResult(loss, sums.summary())
 
 
@@ -80,11 +81,14 @@ def micro_batch_loss(
     denominator: float | Tensor,
     *,
     entropy_BT: Tensor | None = None,
-) -> tuple[Tensor, diagnostics.TokenSums]:
-    """This micro-batch's share of the loss, and its sums for the diagnostics. Reads nothing back from the device."""
+) -> tuple[Tensor, diagnostics.TokenSums, TokenLoss]:
+    """This micro-batch's share of the loss, its sums for the diagnostics, and what became of each token.
+
+    Reads nothing back from the device.
+    """
     token_loss = objective.second_pass(tokens, batch, settings)
     loss = reduced(token_loss.loss_BT, tokens, objective.reduction, denominator)
     sums = diagnostics.token_sums(
         tokens, clipped_BT=token_loss.clipped_BT, vetoed_BT=token_loss.vetoed_BT, entropy_BT=entropy_BT
     )
-    return loss, sums
+    return loss, sums, token_loss

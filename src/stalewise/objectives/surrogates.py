@@ -31,6 +31,7 @@ class TokenLoss:
     loss_BT: Tensor
     clipped_BT: Tensor
     vetoed_BT: Tensor
+    trigger_BT: Tensor | None = None  # tokens that trigger a veto, for objectives that have one
 
 
 def grpo(tokens: Tokens, batch: None, *, clip_low: float = 0.8, clip_high: float = 1.2) -> TokenLoss:
@@ -122,11 +123,13 @@ def mu_grpo(
     what is after it (`post`), trigger tokens alone (`trigger`), or the whole response (`sequence`).
     """
     relaxed = _clipped(tokens, tokens.log_ratio_BT, clip_low, clip_high)
-    vetoed_BT = _vetoed(tokens, kappa, scope)
+    trigger_BT = tokens.mask_BT & (tokens.advantage_BT < 0) & (tokens.log_ratio_BT < math.log(kappa))
+    vetoed_BT = _vetoed(tokens, trigger_BT, scope)
     return TokenLoss(
         relaxed.loss_BT.where(~vetoed_BT, 0.0),
         clipped_BT=relaxed.clipped_BT & ~vetoed_BT,
         vetoed_BT=vetoed_BT,
+        trigger_BT=trigger_BT,
     )
 
 
@@ -198,9 +201,8 @@ def _k3(log_ratio_BT: Tensor) -> Tensor:
     return torch.expm1(log_ratio_BT) - log_ratio_BT
 
 
-def _vetoed(tokens: Tokens, kappa: float, scope: VetoScope) -> Tensor:
+def _vetoed(tokens: Tokens, trigger_BT: Tensor, scope: VetoScope) -> Tensor:
     """Tokens that the negative-advantage veto takes out, bool [B, T]."""
-    trigger_BT = tokens.mask_BT & (tokens.advantage_BT < 0) & (tokens.log_ratio_BT < math.log(kappa))
     if scope == "trigger":
         return trigger_BT
     if scope == "sequence":

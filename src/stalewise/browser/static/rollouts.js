@@ -1,0 +1,239 @@
+import { VirtualList } from "./list.js";
+import { SHADES, TokenView, digits, element } from "./tokens.js";
+
+const by = (id) => document.getElementById(id);
+const form = by("filters");
+let asked = 0, shown = 0, fingerprint = null; // the last: of the state of the run that the list shows
+
+async function ask(path, parameters = {}) {
+  const answer = await fetch(`api/${path}?${new URLSearchParams(parameters)}`);
+  const found = await answer.json().catch(() => ({ error: `the server answered ${answer.status}` }));
+  if (!answer.ok) throw new Error(found.error);
+  return found;
+}
+
+function tell(problems) {
+  const box = by("problems");
+  box.hidden = problems.length === 0;
+  box.replaceChildren(...(problems.length ? [element("strong", {}, problems.length === 1 ? "One thing could not be read" : `${problems.length} things could not be read`), element("ul", {}, ...problems.map((text) => element("li", {}, text)))] : []));
+}
+
+function say(text) {
+  by("detail").hidden = false;
+  by("detail").textContent = text;
+}
+
+// ---------------------------------------------------------------- filters and the address
+
+function filters() {
+  const found = {};
+  for (const field of form.elements) {
+    if (!field.name) continue;
+    if (field.type === "checkbox") { if (field.checked) found[field.name] = "true"; }
+    else if (field.value !== "" && !(field.name === "sort" && field.value === "group")) found[field.name] = field.value;
+  }
+  return found;
+}
+
+function remember(extra = {}) {
+  const words = { ...filters(), ...extra };
+  history.replaceState(null, "", `#${new URLSearchParams(words)}`);
+}
+
+function restore() {
+  const words = new URLSearchParams(location.hash.slice(1));
+  for (const field of form.elements) {
+    if (!field.name) continue;
+    if (field.type === "checkbox") field.checked = words.get(field.name) === "true";
+    else field.value = words.get(field.name) ?? (field.name === "sort" ? "group" : "");
+  }
+  return words.has("open") ? { batch: words.get("in"), group: words.get("open") } : null;
+}
+
+function countActive() {
+  const inside = [...by("more").querySelectorAll("input, select")].filter((field) => (field.type === "checkbox" ? field.checked : field.value !== ""));
+  by("active").textContent = inside.length ? `(${inside.length} set)` : "";
+}
+
+// ---------------------------------------------------------------- the list
+
+function drawRow(box, row) {
+  const marks = [];
+  if (row.rollback) marks.push(`taken back (${row.rollback})`);
+  if (row.degenerate) marks.push("degenerate");
+  if (row.vetoed) marks.push(`${row.vetoed} with veto`);
+  if (row.truncated) marks.push(`${row.truncated} truncated`);
+  if (row.errors) marks.push(`${row.errors} verifier ${row.errors === 1 ? "error" : "errors"}`);
+  const ratio = row.worst_log_ratio === null ? "" : ` · worst ratio ${digits(Math.exp(row.worst_log_ratio), 2)}`;
+  box.append(
+    element("div", { className: "title" }, element("b", {}, `group ${row.group}`), element("span", { className: "faint" }, row.update === null ? "not consumed" : `update ${row.update}`), element("span", { className: "end" }, `reward ${row.reward === null ? "unknown" : digits(row.reward, 3)}`)),
+    element("div", { className: "prompt" }, row.prompt),
+    element("div", { className: "faint" }, `${row.matching === row.rollouts ? row.rollouts : `${row.matching} of ${row.rollouts}`}${ratio}${marks.length ? ` · ${marks.join(" · ")}` : ""}`),
+  );
+}
+
+let query = {};
+const list = new VirtualList(by("list"), by("spacer"), 72,
+  async (offset, limit) => {
+    try {
+      const found = await ask("groups", { ...query, offset, limit });
+      if (found.fingerprint !== fingerprint) offerAgain();
+      return found.rows;
+    } catch (error) { tell([error.message]); return null; }
+  },
+  drawRow, (row) => open(row.batch, row.group));
+
+function offerAgain() {
+  if (!by("again")) by("count").append(" · ", element("button", { id: "again", type: "button", onclick: search }, "the run has gone on: look again"));
+}
+
+async function search() {
+  const mine = (asked += 1);
+  query = filters();
+  countActive();
+  by("count").textContent = "Looking…";
+  try {
+    const found = await ask("groups", { ...query, offset: 0, limit: 100 });
+    if (mine !== asked) return;
+    fingerprint = found.fingerprint;
+    list.reset(found.groups, found.rows);
+    by("count").textContent = `${found.rollouts.toLocaleString("en")} rollouts in ${found.groups.toLocaleString("en")} groups`;
+    tell([...known.problems, ...found.problems]);
+  } catch (error) {
+    if (mine !== asked) return;
+    by("count").textContent = "nothing was looked for";
+    tell([error.message]);
+  }
+}
+
+// ---------------------------------------------------------------- a group
+
+function facts(response) {
+  const sampler = response.sampler;
+  const rows = [
+    ["advantage", digits(response.advantage)],
+    ["update", response.update === null ? "not consumed yet" : `${response.update}, at age ${response.age}`],
+    ["finished", response.finish === "length" ? "truncated by the token limit" : `by itself (${response.finish})`],
+    ["tokens", `${response.length}${response.clipped ? `, ${response.clipped} clipped` : ""}${response.vetoed ? `, ${response.vetoed} vetoed` : ""}`],
+    ["version", response.version_first === response.version_last ? `${response.version_first}` : `${response.version_first} to ${response.version_last}`],
+    ["sampler", `${sampler.name}, ${sampler.precision}, temperature ${sampler.temperature}${sampler.top_p < 1 ? `, top-p ${sampler.top_p}` : ""}${sampler.top_k ? `, top-k ${sampler.top_k}` : ""}, seed ${sampler.seed}`],
+  ];
+  for (const [name, value] of Object.entries(response.parts)) rows.splice(1, 0, [`part ${name}`, digits(value)]);
+  return element("dl", {}, ...rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
+}
+
+function story(response) {
+  if (response.update === null) return "No update has consumed it yet, so there are no ratios.";
+  if (response.worst_log_ratio === null) return "Its update recorded no tokens of it, so there are no ratios.";
+  const said = [`Worst ratio ${digits(Math.exp(response.worst_log_ratio))}, at token ${response.worst_place}.`];
+  if (response.trigger_place !== null) said.push(`The veto was triggered by token ${response.trigger_place}: the policy had all but given up this response there.`);
+  return said.join(" ");
+}
+
+function card(response, place, batch, views) {
+  const label = `Response ${place + 1}, rollout ${response.rollout_id}, reward ${response.reward === null ? "unknown" : digits(response.reward)}`;
+  const head = element("h3", {}, `rollout ${response.rollout_id}`, element("span", { className: "reward" }, `reward ${response.reward === null ? "unknown" : digits(response.reward)}`));
+  if (response.missing) return element("article", { className: "card" }, head, element("p", { className: "bad" }, "Its shard cannot be read."));
+  const view = new TokenView(`t${place}`, `Tokens: ${label}; arrow keys move`, response.trigger_place, say, (step) => views[views.indexOf(view) + step]?.box.focus());
+  views.push(view);
+  view.show(response.tokens);
+  const made = element("article", { className: "card", "aria-label": label }, head);
+  if (response.error) made.append(element("p", { className: "bad" }, `The verifier failed: ${response.error}`));
+  made.append(element("p", { className: "story" }, story(response)), view.box);
+  const more = windows(response, batch, view);
+  if (more) made.append(more);
+  made.append(element("details", { open: matchMedia("(min-width: 45rem)").matches }, element("summary", {}, "About it"), facts(response)));
+  return made;
+}
+
+// Buttons to other windows of a response that is too long for one.
+function windows(response, batch, view) {
+  const size = response.tokens.ids.length;
+  if (response.length <= size) return null;
+  const where = element("span", { className: "faint" });
+  const tell_where = () => { where.textContent = `tokens ${view.tokens.start} to ${view.tokens.start + view.tokens.ids.length - 1} of ${response.length}`; };
+  const go = (start, focus) => async () => {
+    const from = Math.max(0, Math.min(start(), response.length - 1));
+    try { view.show(await ask("tokens", { batch, rollout: response.rollout_id, start: from })); } catch (error) { say(error.message); return; }
+    tell_where();
+    if (focus !== undefined) { view.at = focus() - from; view.box.focus(); view.move(focus() - from); }
+  };
+  const button = (text, start, focus) => element("button", { type: "button", onclick: go(start, focus) }, text);
+  const buttons = [button("earlier", () => view.tokens.start - size), button("later", () => (view.tokens.start + size < response.length ? view.tokens.start + size : view.tokens.start))];
+  if (response.worst_place !== null) buttons.push(button("worst ratio", () => response.worst_place - 20, () => response.worst_place));
+  if (response.trigger_place !== null) buttons.push(button("trigger", () => response.trigger_place - 20, () => response.trigger_place));
+  tell_where();
+  return element("p", { className: "windows" }, ...buttons, where);
+}
+
+async function open(batch, group) {
+  const mine = (shown += 1);
+  const content = by("content");
+  try {
+    const found = await ask("group", { batch, group });
+    if (mine !== shown) return;
+    const views = [];
+    const rewards = found.responses.map((response) => response.reward).filter((reward) => reward !== null);
+    const notes = [`${found.responses.length} responses`];
+    if (found.degenerate) notes.push(`degenerate: all rewards are ${digits(rewards[0])}, so it teaches nothing`);
+    if (found.rollback) notes.push(`taken back by rollback ${found.rollback}: the run went on without it`);
+    content.replaceChildren(
+      element("h2", {}, `Group ${found.group}`, element("span", { className: "faint" }, ` in ${found.directory}`)),
+      element("p", { className: "faint" }, `${notes.join(" · ")} · prompt id ${found.prompt_id}`),
+      ...found.problems.map((text) => element("p", { className: "bad" }, text)),
+      element("div", { className: "card ask" }, element("h3", {}, "Prompt"), element("pre", {}, found.prompt)),
+      element("div", { className: "responses" }, ...found.responses.map((response, place) => card(response, place, batch, views))),
+    );
+    by("detail").hidden = true;
+    remember({ in: batch, open: group });
+  } catch (error) {
+    if (mine === shown) content.replaceChildren(element("p", { className: "bad" }, error.message));
+  }
+}
+
+// ---------------------------------------------------------------- the beginning
+
+function legend() {
+  const swatch = (kind, text) => element("span", { className: "key" }, element("span", { className: `token ${kind}` }, text));
+  const names = SHADES.map((factor) => `${factor}`);
+  const scale = [];
+  for (let i = SHADES.length; i > 0; i -= 1) scale.push(swatch(`down${i}`, i === SHADES.length ? `÷${names[i - 1]} or more` : `÷${names[i - 1]}`));
+  scale.push(swatch("r0", "about 1"));
+  for (let i = 1; i <= SHADES.length; i += 1) scale.push(swatch(`up${i}`, i === SHADES.length ? `×${names[i - 1]} or more` : `×${names[i - 1]}`));
+  by("legend").append(
+    element("div", {}, element("b", {}, "Ratio"), " of the policy at the update to the policy that sampled, from ", ...scale),
+    element("div", {}, element("b", {}, "Marks"), " ", swatch("clipped r0", "clipped"), swatch("vetoed r0", "vetoed"), swatch("trigger first r0", "trigger of the veto"), swatch("trigger r0", "more tokens like it"), swatch("unseen", "no ratio yet")),
+  );
+}
+
+let known = { problems: [] };
+
+async function begin() {
+  legend();
+  try {
+    known = await ask("overview");
+  } catch (error) {
+    tell([error.message]);
+    by("count").textContent = "";
+    return;
+  }
+  by("run").textContent = `${known.run}: ${known.rollouts.toLocaleString("en")} rollouts, ${known.consumed.toLocaleString("en")} consumed`;
+  for (const batch of known.batches) {
+    const name = batch.rollback ? `${batch.key} (taken back)` : batch.key;
+    form.elements.batch.append(element("option", { value: batch.key }, `${name}, ${batch.rollouts.toLocaleString("en")}`));
+  }
+  for (const part of known.parts) form.elements.part.append(element("option", { value: part }, part));
+  const wanted = restore();
+  await search();
+  if (wanted) open(wanted.batch, wanted.group);
+  else if (list.total) list.choose(0);
+}
+
+let waiting = 0;
+form.addEventListener("input", () => {
+  clearTimeout(waiting);
+  waiting = setTimeout(() => { remember(); search(); }, 250);
+});
+form.addEventListener("reset", () => setTimeout(() => { remember(); search(); }));
+form.addEventListener("submit", (event) => event.preventDefault());
+begin();

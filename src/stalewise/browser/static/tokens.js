@@ -1,0 +1,109 @@
+// A response token by token: shade by ratio, marks for what the objective did, words for whoever points or moves there.
+export const CLIPPED = 1, VETOED = 2, TRIGGER = 4;
+// Upper ends of the shades, as factors above 1; below 1 they are their inverses.
+export const SHADES = [1.05, 1.2, 2, 5, 100];
+
+export function element(name, properties = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(properties)) {
+    if (key in made) made[key] = value; else made.setAttribute(key, value);
+  }
+  made.append(...children);
+  return made;
+}
+
+export function shade(logRatio) {
+  if (logRatio === null || logRatio === undefined) return "unseen";
+  const size = SHADES.findIndex((factor) => Math.abs(logRatio) < Math.log(factor));
+  if (size === 0) return "r0";
+  return `${logRatio > 0 ? "up" : "down"}${size < 0 ? SHADES.length : size}`;
+}
+
+export function digits(value, count = 4) {
+  if (value === null || value === undefined) return "unknown";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  const text = size >= 1e5 || size < 1e-3 ? value.toExponential(Math.max(0, count - 2)) : String(Number(value.toPrecision(count)));
+  return text.replace("-", "−");
+}
+
+export function words(tokens, i, trigger) {
+  const said = [`token ${tokens.start + i} “${tokens.texts[i].replaceAll("↵\n", "↵")}” (id ${tokens.ids[i]})`];
+  const logRatio = tokens.log_ratio?.[i];
+  if (logRatio === null || logRatio === undefined) {
+    said.push("no ratio: no update has recorded it");
+  } else {
+    said.push(`ratio ${digits(Math.exp(logRatio))}`);
+    said.push(`log-probability ${digits(tokens.behaviour_logp[i])} when sampled, ${digits(tokens.behaviour_logp[i] + logRatio)} at the update`);
+  }
+  const flags = tokens.flags?.[i] ?? 0;
+  if (flags & CLIPPED) said.push("clipped: its ratio was bounded");
+  if (flags & TRIGGER) said.push(tokens.start + i === trigger ? "trigger of the veto: the policy had all but given this token up" : "given up as well, after the trigger of the veto");
+  if (flags & VETOED) said.push("vetoed: its loss was set to 0");
+  return said.join(" · ");
+}
+
+function draw(box, tokens, name, trigger) {
+  const made = tokens.ids.map((id, i) => {
+    const flags = tokens.flags?.[i] ?? 0;
+    const kinds = ["token", shade(tokens.log_ratio?.[i])];
+    if (flags & CLIPPED) kinds.push("clipped");
+    if (flags & VETOED) kinds.push("vetoed");
+    if (flags & TRIGGER) kinds.push("trigger");
+    if (tokens.start + i === trigger) kinds.push("first");
+    const token = element("span", { className: kinds.join(" "), id: `${name}-${tokens.start + i}`, role: "option" }, tokens.texts[i] || "∅");
+    token.setAttribute("aria-selected", "false");
+    return token;
+  });
+  box.replaceChildren(...made);
+}
+
+// One response's tokens; `say` is told the words of a token, `beside` moves to a neighbour response.
+export class TokenView {
+  constructor(name, label, trigger, say, beside) {
+    this.trigger = trigger; // place of the token that vetoed, null where none did
+    this.name = name;
+    this.say = say;
+    this.at = -1;
+    this.box = element("div", { className: "tokens", tabIndex: 0, role: "listbox", "aria-label": label });
+    this.box.addEventListener("mouseover", (event) => this.point(event.target));
+    this.box.addEventListener("click", (event) => { const i = this.indexOf(event.target); if (i >= 0) this.move(i); });
+    this.box.addEventListener("focus", () => this.move(Math.max(this.at, 0)));
+    this.box.addEventListener("keydown", (event) => {
+      if (event.key === "ArrowUp" || event.key === "ArrowDown") { event.preventDefault(); beside(event.key === "ArrowDown" ? 1 : -1); return; }
+      const target = { ArrowRight: this.at + 1, ArrowLeft: this.at - 1, Home: 0, End: this.tokens.ids.length - 1 }[event.key];
+      if (target === undefined) return;
+      event.preventDefault();
+      this.move(target);
+    });
+  }
+
+  show(tokens) {
+    this.tokens = tokens;
+    this.at = -1;
+    draw(this.box, tokens, this.name, this.trigger);
+  }
+
+  indexOf(target) {
+    return target.classList?.contains("token") ? Number(target.id.slice(this.name.length + 1)) - this.tokens.start : -1;
+  }
+
+  point(target) {
+    const i = this.indexOf(target);
+    if (i < 0) return;
+    target.title = words(this.tokens, i, this.trigger);
+    this.say(words(this.tokens, i, this.trigger));
+  }
+
+  move(i) {
+    if (i < 0 || i >= this.tokens.ids.length) return;
+    const children = this.box.children;
+    if (this.at >= 0) { children[this.at]?.classList.remove("at"); children[this.at]?.setAttribute("aria-selected", "false"); }
+    this.at = i;
+    children[i].classList.add("at");
+    children[i].setAttribute("aria-selected", "true");
+    this.box.setAttribute("aria-activedescendant", children[i].id);
+    children[i].scrollIntoView({ block: "nearest", inline: "nearest" });
+    this.say(words(this.tokens, i, this.trigger));
+  }
+}

@@ -1,0 +1,231 @@
+"""What the learner saw of every response token: its log-probability at the update, and what the objective did to it.
+
+`ledger/tokens/u000000-u000031.parquet` holds the rows of the updates 0 to 31, a stretch between two checkpoints. It is
+written just before the checkpoint that ends the stretch, so it is there whenever that checkpoint is; what a crash in
+between left behind begins at or after the newest checkpoint, and `truncate` removes it on resume.
+
+The ratio of a token is exp(logp − behaviour_logp); the second lies with the rollout. What lists and filters need of a
+response (its worst log-ratio, how many tokens were clipped and vetoed) has columns of its own, so that no token has to
+be decoded for them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stalewise.errors import StoreError
+from stalewise.files import fsync_directory, make_directory, write_atomic
+from stalewise.store.rows import Rows, concatenate
+from stalewise.types import TokenFlag
+
+FORMAT = "stalewise.tokens/1"
+SCHEMA = pa.schema(
+    [
+        pa.field("rollout_id", pa.int64(), nullable=False),
+        pa.field("update", pa.int32(), nullable=False),
+        pa.field("advantage", pa.float32(), nullable=False),
+        pa.field("worst_log_ratio", pa.float32(), nullable=False),  # of all tokens the one that is farthest from 0
+        pa.field("clipped", pa.int32(), nullable=False),
+        pa.field("vetoed", pa.int32(), nullable=False),
+        pa.field("logp", pa.list_(pa.field("element", pa.float32(), nullable=False)), nullable=False),
+        pa.field("flags", pa.list_(pa.field("element", pa.uint8(), nullable=False)), nullable=False),
+    ],
+    metadata={b"stalewise.format": FORMAT.encode()},
+)
+LIGHT_COLUMNS = tuple(name for name in SCHEMA.names if name not in ("logp", "flags"))
+ROW_GROUP_ROWS = 256
+_NAME = re.compile(r"u(\d{6,})-u(\d{6,})\.parquet")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRecord:
+    """What one update saw of its rollouts; the tokens of row `order[0]` come first, then those of `order[1]`, …"""
+
+    rows: Rows  # R rollouts with N response tokens
+    order: npt.NDArray[np.int64]  # [R] positions in `rows`
+    advantage: npt.NDArray[np.float32]  # [R], in the order of `rows`
+    logp: npt.NDArray[np.float32]  # [N], under the policy that was updated
+    flags: npt.NDArray[np.uint8]  # [N], bits of TokenFlag
+
+
+class TokenLog:
+    """The token records of a run: collected update by update, committed with each checkpoint."""
+
+    def __init__(self, run: str | Path) -> None:
+        self.directory = token_log_directory(run)
+        self._waiting: dict[int, TokenRecord] = {}
+
+    def add(self, update: int, record: TokenRecord | None) -> None:
+        """Keep what an update saw until the next commit; None where it saw nothing, or where nothing is recorded."""
+        if record is not None:
+            self._waiting[update] = record
+
+    def commit(self, stop: int) -> Path | None:
+        """Write what was added; `stop` is the version whose checkpoint is about to be written."""
+        if not self._waiting:
+            return None
+        path = self.directory / f"u{min(self._waiting):06d}-u{stop - 1:06d}.parquet"
+        write_atomic(path, _parquet(_table(self._waiting)))
+        self._waiting = {}
+        return path
+
+    def truncate(self, before: int, keep: Path | None = None) -> int:
+        """On resume from the checkpoint of version `before`: drop what comes after it, which happens again.
+
+        Where `keep` is a directory, the files go there instead of being deleted.
+        """
+        self._waiting = {}
+        gone = [path for path in token_files(self.directory) if _updates_of(path).start >= before]
+        if gone and keep is not None:
+            make_directory(keep)
+        for path in gone:
+            path.unlink() if keep is None else os.replace(path, keep / path.name)
+        for directory in {self.directory, keep} if gone else ():
+            if directory is not None:
+                fsync_directory(directory)
+        return len(gone)
+
+
+def token_log_directory(run: str | Path) -> Path:
+    """Where a run keeps what its learner saw.
+
+    >>> token_log_directory("runs/a").as_posix()
+    'runs/a/ledger/tokens'
+    """
+    return Path(run) / "ledger" / "tokens"
+
+
+def token_files(directory: str | Path) -> list[Path]:
+    """The files of a token log, in order of their updates."""
+    directory = Path(directory)
+    entries = directory.iterdir() if directory.is_dir() else ()
+    return sorted((entry for entry in entries if _NAME.fullmatch(entry.name)), key=lambda path: _updates_of(path).start)
+
+
+def read_light(path: str | Path) -> pa.Table:
+    """All rows of one file without their tokens: LIGHT_COLUMNS."""
+    with _open(Path(path)) as file:
+        return _read(Path(path), file, range(file.num_row_groups), list(LIGHT_COLUMNS))
+
+
+def read_tokens(directory: str | Path, update: int, rollout_ids: npt.ArrayLike | None = None) -> pa.Table:
+    """The rows of one update, or of some of its rollouts; only row groups that can hold one of them are decoded.
+
+    A table of the schema; empty where the update recorded nothing.
+    """
+    wanted = None if rollout_ids is None else np.unique(np.asarray(rollout_ids, dtype=np.int64))
+    parts = [SCHEMA.empty_table()]
+    for path in token_files(directory):
+        if update not in _updates_of(path):
+            continue
+        with _open(path) as file:
+            table = _read(path, file, _row_groups(file.metadata, update, wanted), None)
+        chosen = table.column("update").to_numpy() == update
+        if wanted is not None:
+            chosen &= np.isin(table.column("rollout_id").to_numpy(), wanted)
+        parts.append(table.filter(pa.array(chosen)))
+    return pa.concat_tables(parts)
+
+
+def _updates_of(path: Path) -> range:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return range(int(match[1]), int(match[2]) + 1)
+
+
+def _table(records: Mapping[int, TokenRecord]) -> pa.Table:
+    """All rows of some updates, by update and rollout."""
+    parts = list(records.values())
+    bases = np.cumsum([0] + [len(part.rows) for part in parts[:-1]])
+    order = np.concatenate([part.order + base for part, base in zip(parts, bases, strict=True)])
+    rows = concatenate([part.rows for part in parts]).take(order)
+    update = np.repeat(np.array(list(records), dtype=np.int32), [len(part.rows) for part in parts])[order]
+    logp, flags = (np.concatenate([getattr(part, name) for part in parts]) for name in ("logp", "flags"))
+    starts, offsets = rows.response_offsets[:-1], pa.array(rows.response_offsets.astype(np.int32))
+    columns = {
+        "rollout_id": pa.array(rows.rollout_id),
+        "update": pa.array(update),
+        "advantage": pa.array(np.concatenate([part.advantage for part in parts])[order]),
+        "worst_log_ratio": pa.array(_worst(logp - rows.behaviour_logp, starts)),
+        "clipped": pa.array(_count(flags, TokenFlag.CLIPPED, starts)),
+        "vetoed": pa.array(_count(flags, TokenFlag.VETOED, starts)),
+        "logp": pa.ListArray.from_arrays(offsets, pa.array(logp), type=SCHEMA.field("logp").type),
+        "flags": pa.ListArray.from_arrays(offsets, pa.array(flags), type=SCHEMA.field("flags").type),
+    }
+    table = pa.Table.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+    return table.take(pa.array(np.lexsort((rows.rollout_id, update))))
+
+
+def _count(flags_N: npt.NDArray[np.uint8], flag: int, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    return np.add.reduceat((flags_N & flag) != 0, starts, dtype=np.int32)
+
+
+def _worst(log_ratio_N: npt.NDArray[np.float32], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Of each response the log-ratio that is farthest from 0, with its sign."""
+    high, low = np.maximum.reduceat(log_ratio_N, starts), np.minimum.reduceat(log_ratio_N, starts)
+    return np.where(high > -low, high, low)
+
+
+def _parquet(table: pa.Table) -> memoryview:
+    sink = pa.BufferOutputStream()
+    # Floats compress by their bytes: all exponents together, all mantissas together.
+    split = {"logp.list.element": "BYTE_STREAM_SPLIT"}
+    dictionary = ["flags.list.element", "update"]
+    pq.write_table(
+        table,
+        sink,
+        row_group_size=ROW_GROUP_ROWS,
+        compression="zstd",
+        use_dictionary=dictionary,  # pyright: ignore[reportArgumentType]
+        column_encoding=split,
+    )
+    return memoryview(sink.getvalue())
+
+
+def _open(path: Path) -> pq.ParquetFile:
+    try:
+        file = pq.ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
+    found = (file.schema_arrow.metadata or {}).get(b"stalewise.format", b"unknown").decode()
+    if found != FORMAT:
+        raise StoreError(f"{path} has format {found}, this stalewise reads {FORMAT}: use the release that wrote it")
+    return file
+
+
+def _read(path: Path, file: pq.ParquetFile, row_groups: range | list[int], columns: list[str] | None) -> pa.Table:
+    try:
+        return file.read_row_groups(list(row_groups), columns=columns, use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> StoreError:
+    return StoreError(f"{path} is damaged: {error}; what its updates saw of each token is lost, all else is whole")
+
+
+def _row_groups(footer: pq.FileMetaData, update: int, wanted: npt.NDArray[np.int64] | None) -> list[int]:
+    def holds(row_group: int) -> bool:
+        first, last = _range(footer, row_group, "update")
+        if not first <= update <= last:
+            return False
+        if wanted is None:
+            return True
+        first, last = _range(footer, row_group, "rollout_id")
+        return bool(((wanted >= first) & (wanted <= last)).any())
+
+    return [row_group for row_group in range(footer.num_row_groups) if holds(row_group)]
+
+
+def _range(footer: pq.FileMetaData, row_group: int, column: str) -> tuple[int, int]:
+    statistics = footer.row_group(row_group).column(SCHEMA.get_field_index(column)).statistics
+    return statistics.min, statistics.max

@@ -1,0 +1,68 @@
+"""The report in a browser: its plots are drawn, point by point, and it follows the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Frame, Page, expect
+
+from rundirs import metrics, write_run
+from stalewise.browser import RunServer
+from stalewise.files import append_line
+from stalewise.report import write_report
+from stalewise.report.words import ACCURACY, CHARTS
+
+pytestmark = pytest.mark.xdist_group("browser")
+UPDATES = 8
+DRAWN = "() => [...document.querySelectorAll('[data-figure]')].every((plot) => plot.querySelector('.main-svg'))"
+POINTS = """() => Object.fromEntries([...document.querySelectorAll("[data-figure]")].map((plot) => [
+    plot.dataset.figure,
+    plot.calcdata.map((points) => points.length),
+]))"""
+MARKERS = "(name) => document.querySelectorAll(`[data-figure='${name}'] .scatterlayer path.point`).length"
+
+
+def drawn(page: Page | Frame) -> dict[str, list[int]]:
+    page.wait_for_function(DRAWN, timeout=30_000)
+    return page.evaluate(POINTS)
+
+
+def check_points(page: Page | Frame, updates: int, evaluations: int) -> None:
+    """A point for each update on every curve, and for each evaluation on that of the accuracy."""
+    points = drawn(page)
+    expected = {c.name: [evaluations if key == ACCURACY else updates for key in c.keys] for c in CHARTS}
+    assert {name: points[name] for name in expected} == expected
+    assert page.evaluate(MARKERS, "reward") == updates + evaluations
+
+
+def test_the_plots_of_a_report_have_a_point_for_each_update(tmp_path: Path, page: Page) -> None:
+    page.goto(write_report([write_run(tmp_path / "run", updates=UPDATES)]).as_uri())
+    check_points(page, UPDATES, 2)
+
+
+def test_the_report_fits_a_phone(tmp_path: Path, page: Page) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.emulate_media(color_scheme="dark")
+    page.goto(write_report([write_run(tmp_path / "run")]).as_uri())
+    drawn(page)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_the_served_report_follows_the_run_and_stays_where_it_was_read(
+    tmp_path: Path, page: Page, serve: Callable[[Path], RunServer]
+) -> None:
+    run = write_run(tmp_path / "run", updates=UPDATES, done=5)
+    page.goto(serve(run).url)
+    frame = page.frame(url="**/report")
+    assert frame is not None
+    check_points(frame, 5, 1)
+    frame.evaluate("scrollTo(0, 700)")
+    append_line(run / "metrics.jsonl", {**metrics(5), "generation_batch": 1})
+    expect(page.locator("#news")).to_contain_text("as of", timeout=15_000)
+    check_points(frame, 6, 1)
+    page.wait_for_timeout(1300)
+    assert abs(frame.evaluate("scrollY") - 700) < 5
+    page.get_by_role("link", name="Rollouts").click()
+    expect(page.locator("#count")).to_have_text("0 rollouts in 0 groups")
