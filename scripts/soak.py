@@ -18,6 +18,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ def start(config: RunConfig, fsyncs_to_live: int | None = None) -> int:
     try:
         run(config)
         status = 0
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(status)
 

@@ -154,9 +154,10 @@ def test_what_is_not_beyond_doubt_is_no_trouble() -> None:
         return judge(found, fraction=0.9, window=8, reason="it fell")
 
     good = evidence(8, 0.9, 0.02)
-    assert judged(good, evidence(16, 0.78, 0.06)).trouble is None
-    last = judged(good, Evidence(16, 8, 0.78, 0.72, 0.84, is_last=True))
-    assert last.trouble.bad_version == 16  # 0.78 is below 0.9 · 0.9, and nothing comes that could clear it
+    assert judged(good, evidence(16, 0.77, 0.06)).trouble is None
+    last = judged(good, Evidence(16, 8, 0.77, 0.71, 0.83, is_last=True))
+    assert last.trouble.bad_version == 16  # below 0.9 · 0.9 by more than a standard error, and nothing comes after it
+    assert judged(good, Evidence(16, 8, 0.77, 0.57, 0.97, is_last=True)).trouble is None
     assert judged(good, evidence(16, 0.5, 0.4)).trouble is None  # it may be as good
     assert judged(good, evidence(16, 0.5, 0.1, updates=4)).trouble is None  # not for long enough
     in_a_row = judged(good, evidence(16, 0.5, 0.1, updates=4), evidence(20, 0.4, 0.1, updates=4))

@@ -29,9 +29,12 @@ class Evidence:
     is_last: bool = False
 
     def is_worse(self, best: Evidence, fraction: float) -> bool:
-        """Whether it is below that fraction of the best: beyond doubt, or as far as one can tell if it is the last."""
-        doubt = 0.0 if self.is_last else math.hypot(self.high - self.value, fraction * (best.value - best.low))
-        return best.low > 0 and self.value + doubt < fraction * best.value
+        """Whether it is below that fraction of the best: beyond doubt, or rather than not if it is the last.
+
+        That is by more than the interval of the difference, or by more than its standard error.
+        """
+        doubt = math.hypot(self.high - self.value, fraction * (best.value - best.low))
+        return best.low > 0 and self.value + (doubt / Z if self.is_last else doubt) < fraction * best.value
 
 
 @dataclass(frozen=True, slots=True)
