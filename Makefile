@@ -7,8 +7,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ENGINES := .venv-engines
+VERL   := .venv-verl
 
-.PHONY: install test lint types unit test-engines demo soak mutation benchmark clean smollm2
+.PHONY: install test lint types unit test-engines test-verl demo soak mutation benchmark clean smollm2
 
 install: $(STAMP)
 
@@ -45,6 +46,19 @@ $(ENGINES)/.installed: pyproject.toml constraints.txt requirements-engines.txt
 test-engines: $(ENGINES)/.installed
 	PYTHONDONTWRITEBYTECODE= $(ENGINES)/bin/pytest tests/engines
 
+# verl in an environment of its own: it wants an older transformers than we are tested with, and our losses want none.
+$(VERL)/.installed: pyproject.toml constraints.txt
+	test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		$$(grep '^torch==' constraints.txt)
+	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		$$(grep '^torch==' constraints.txt) verl==0.9.1 pytest
+	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $(VERL)/.installed
+
+test-verl: $(VERL)/.installed
+	PYTHONDONTWRITEBYTECODE= $(VERL)/bin/pytest tests/in_verl
+
 demo: install
 	$(BIN)/stalewise demo
 
@@ -65,4 +79,4 @@ benchmark: install
 	$(BIN)/python benchmarks/objectives.py
 
 clean:
-	rm -rf $(VENV) $(ENGINES) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(ENGINES) $(VERL) .pytest_cache .ruff_cache .hypothesis build dist

@@ -5,8 +5,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-# Stand-ins for packages must not be found by others; the engines' tests have an environment of their own.
-collect_ignore = ["fakes", *(() if find_spec("vllm") else ("engines",))]
+# Stand-ins for packages must not be found by others; the tests of engines and of verl have environments of their own.
+ELSEWHERE = {"engines": "vllm", "in_verl": "verl"}
+collect_ignore = ["fakes", *(tests for tests, package in ELSEWHERE.items() if not find_spec(package))]
 
 
 @pytest.fixture(autouse=True, scope="session")

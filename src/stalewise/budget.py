@@ -18,12 +18,6 @@ class BudgetWatch:
         self.limits = limits
         self.say = say
         self.warned: set[str] = set()
-        self.batch_share = math.nan  # of the last update
-
-    @property
-    def is_exceeded(self) -> bool:
-        """Whether the rollouts at hand have borne all the drift that they can."""
-        return self.batch_share >= 1.0
 
     def measure(self, drift: float, drift_of_version: float) -> dict[str, float]:
         """Metrics of an update after which the run has drifted so far, and its rollouts' policy had so far."""
@@ -32,7 +26,6 @@ class BudgetWatch:
             return {"batch_drift": batch_drift, "batch_budget": math.nan, "horizon_budget": math.nan}
         batch_limit, horizon_limit = self.limits
         used = {"batch_budget": batch_drift / batch_limit, "horizon_budget": drift / horizon_limit}
-        self.batch_share = used["batch_budget"]
         advice = {
             "batch_budget": "within its rollouts: smaller stages or a lower optimizer.learning_rate keep it valid",
             "horizon_budget": "in all: stop here, or go on with a lower optimizer.learning_rate in a new run",

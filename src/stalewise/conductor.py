@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from stalewise.budget import BudgetWatch
-from stalewise.calibration.planning import budget_limits
+from stalewise.calibration.settle import limits_of_run
 from stalewise.checkpoints import checkpoint_directory, prune, read_state, versions, write_checkpoint
 from stalewise.config import RunConfig, write_resolved
 from stalewise.course import begin_stage, first_schedule, forget_stages
@@ -60,7 +60,7 @@ class Conductor:
         self.records = Records(self.directory, journal)
         self.schedule = first_schedule(config, self.records.stages_path)
         self.guard = Guard(config, self.records)
-        self.budget = BudgetWatch(budget_limits(config), watcher.say)
+        self.budget: BudgetWatch | None = None
         self.task = make_task(config.task.name, seed=config.seed, **config.task.options)
         self.tokens = 0  # sampled since the watcher was last told that something begins
         self.sampler = make_sampler(config, on_tokens=self._tell_tokens)
@@ -89,8 +89,10 @@ class Conductor:
         if not versions(self.directory):
             with self.records.timed("switch", reason="first checkpoint"):
                 self._write_first_checkpoint()
+        newest = versions(self.directory)[-1]
+        self.records.forget_updates(before=newest)  # an earlier sitting may have gone further: it happens again
         if isinstance(self.schedule, StageSchedule):
-            self.schedule = forget_stages(self.schedule, self.records.stages_path, versions(self.directory)[-1])
+            self.schedule = forget_stages(self.schedule, self.records.stages_path, newest)
 
     def check_memory(self) -> None:
         """Stop before anything is loaded where the model is too large for the device; say it where it may be."""
@@ -241,6 +243,7 @@ class Conductor:
         self._begin("learn", stop - version)
         start = time.perf_counter()
         try:
+            self.budget = self.budget or BudgetWatch(limits_of_run(self.config), self.watcher.say)
             stretch = Stretch(self.config, self.schedule, self.records, self.budget, self.watcher)
             spent = stretch.learn(batch, learner, range(version, stop))
         except NonFiniteUpdate as error:
@@ -248,7 +251,8 @@ class Conductor:
             if not self.guard.is_on:
                 raise
             self.watcher.say(str(error))
-            trouble = Trouble("an update was not finite", learner.version)
+            failed = self.records.remembered[-1].update + 1 if self.records.remembered else 0
+            trouble = Trouble("an update was not finite", failed + 1)
             self._take_back(trouble, self._judge(version))
             return
         stop = learner.version
@@ -276,7 +280,8 @@ class Conductor:
         self.learner = None
         self.open_batches = {}
         self.states = {version: state for version, state in self.states.items() if version <= to_version}
-        self.schedule = first_schedule(self.config, self.records.stages_path)
+        if isinstance(self.schedule, StageSchedule):
+            self.schedule = first_schedule(self.config, self.records.stages_path)
         rate = self.guard.rollbacks.learning_rate_factor * self.config.optimizer.learning_rate
         self.watcher.say(f"collapsed: {trouble.describe()}; back to version {to_version}, learning rate {rate:.3g}")
 
@@ -288,7 +293,7 @@ class Conductor:
 
     def _batches_in_use(self, version: int) -> Iterator[int]:
         """Generation batches whose policy must stay: the next to be made; the current one, should it get damaged."""
-        first = version // self.schedule.updates_per_generation
+        first = self.schedule.at(min(version, self.schedule.updates - 1)).generation_batch
         last = min(first + self.schedule.lag, self.schedule.generation_batches - 1)
         return (g for g in range(first, last + 1) if self.schedule.version_of(g) <= version)
 

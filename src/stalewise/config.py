@@ -190,6 +190,11 @@ class RunConfig(Section):
                 f"optimizer.warmup_updates is {self.optimizer.warmup_updates}, "
                 f"more than the {self.schedule.updates} updates of the run"
             )
+        if self.schedule.kind == "pipelined" and self.guard.action in ("fresh", "both"):
+            raise ValueError(
+                f'guard.action is "{self.guard.action}", but the policies that made rollouts ahead are gone when a '
+                'pipelined run is taken back: use "halve" or "stop"'
+            )
         if self.sampler.rollouts_per_shard % self.batch.group_size:
             raise ValueError(
                 f"sampler.rollouts_per_shard is {self.sampler.rollouts_per_shard}, no multiple of "
@@ -226,6 +231,11 @@ def is_section(field: FieldInfo) -> bool:
 
 def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
     """Read a TOML file; `overrides` are dotted keys with TOML values, as `--set optimizer.learning_rate=1e-5` gives."""
+    return make_config(read_toml(path, overrides), source=str(path))
+
+
+def read_toml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Read a TOML file as it is, with overrides put in; what cannot be read is a ConfigError."""
     try:
         record = tomllib.loads(Path(path).read_text())
     except FileNotFoundError:
@@ -236,7 +246,7 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         raise ConfigError(f"{path} is not TOML: {error}") from error
     for key, value in (overrides or {}).items():
         _set(record, key, value)
-    return make_config(record, source=str(path))
+    return record
 
 
 def make_config(record: Mapping[str, Any], *, source: str = "config") -> RunConfig:

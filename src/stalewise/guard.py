@@ -10,7 +10,7 @@ from stalewise.config import RunConfig
 from stalewise.errors import StalewiseError
 from stalewise.records import Records
 from stalewise.rollbacks import Rollbacks
-from stalewise.staleness.judgement import Evidence, Judgement, Trouble, judge, rewards_as_evidence
+from stalewise.staleness.judgement import INTERVAL, Evidence, Judgement, Trouble, judge, rewards_as_evidence
 from stalewise.staleness.schedule import Schedule
 
 
@@ -28,6 +28,7 @@ class Guard:
         self.evaluated_every = config.evaluation.every
         self.records = records
         self.rollbacks = Rollbacks(records)
+        self.judges_rewards = True  # no, where rollouts are not of this run's own policies
 
     @property
     def is_on(self) -> bool:
@@ -46,31 +47,42 @@ class Guard:
 
     def judge(self, schedule: Schedule, version: int, ahead: Sequence[tuple[float, float]]) -> Judgement:
         """What is known about the policies up to `version`; `ahead`: rewards of the updates that come next."""
-        remembered = self.records.remembered
-        rewards = [(schedule.version_of(one.generation_batch), one.reward, one.reward_error) for one in remembered]
-        rewards += [(schedule.at(version + i).version, *reward) for i, reward in enumerate(ahead)]
         fraction, window = self.section.fraction, self.section.window
-        by_reward = judge(rewards_as_evidence(rewards), fraction=fraction, window=window, reason="the reward fell")
         accuracies = [self._evidence(record, schedule) for record in self.records.evaluations]
         by_accuracy = judge(accuracies, fraction=fraction, window=window, reason="held-out accuracy fell")
-        troubles = [found.trouble for found in (by_reward, by_accuracy) if found.trouble is not None]
-        trouble = min(troubles, key=lambda one: one.bad_version, default=None)
-        return Judgement(trouble, by_reward.good_versions | by_accuracy.good_versions)
+        if not self.judges_rewards:
+            return by_accuracy
+        past = [one for one in self.records.remembered if one.update < version]
+        rewards = [(schedule.version_of(one.generation_batch), one.reward, one.reward_error) for one in past]
+        rewards += [(schedule.at(version + i).version, *reward) for i, reward in enumerate(ahead)]
+        evidence = rewards_as_evidence(rewards, window)
+        return by_accuracy | judge(evidence, fraction=fraction, window=window, reason="the reward fell")
 
     def _evidence(self, record: Mapping[str, Any], schedule: Schedule) -> Evidence:
-        """An evaluation stands for the updates up to the next one; on the last one everything rests."""
-        version, accuracy = record["version"], record["accuracy"]
-        is_last = version == schedule.updates
+        """An evaluation stands for the updates up to the next one; on the last one everything rests.
+
+        The last is judged more strictly, as long as something can be done about it.
+        """
+        accuracy, is_last = record["accuracy"], record["version"] == schedule.updates
         updates = self.section.window if is_last else self.evaluated_every
-        return Evidence(version, updates, accuracy["value"], accuracy["low"], accuracy["high"], is_last)
+        error = (accuracy["high"] - accuracy["low"]) / INTERVAL
+        return Evidence((record["version"],), updates, accuracy["value"], error, is_last and self._can_go_back)
+
+    @property
+    def _can_go_back(self) -> bool:
+        return self.section.action != "stop" and len(self.rollbacks.taken) < self.section.rollbacks
 
     def needed_versions(self, schedule: Schedule, version: int) -> set[int]:
-        """The checkpoint that a run which is at `version` would go back to; none where the guard is off."""
+        """Checkpoints that a run which is at `version` may have to go back to; none where the guard is off.
+
+        The best by each kind of evidence are among them: whatever trouble comes, it comes after them.
+        """
         if not self.is_on:
             return set()
-        good = {0, *self.judge(schedule, version, ()).good_versions}
-        fits = [v for v in versions(self.records.directory) if v in good and self._may_go_back_to(schedule, v)]
-        return set(fits[-1:])
+        known = self.judge(schedule, version, ())
+        fits = [v for v in versions(self.records.directory) if self._may_go_back_to(schedule, v)]
+        good = [v for v in fits if v in {0, *known.good}]
+        return {*good[-1:], *(v for v in fits if v in known.best)}
 
     def take_back(self, schedule: Schedule, trouble: Trouble, judgement: Judgement) -> int:
         """Go back to the latest version that is known to be good, and say which; or raise Collapsed."""
@@ -83,11 +95,10 @@ class Guard:
             fresh_from_batch=schedule.at(to_version).generation_batch if self.refreshes else None,
             led_there=sorted(consumed),
         )
-        self.records.journal("rollback", 0.0, to_version=to_version, reason=trouble.reason)
         return to_version
 
     def _way_back(self, schedule: Schedule, trouble: Trouble, judgement: Judgement) -> int:
-        good = {v for v in (0, *judgement.good_versions) if v < trouble.bad_version}
+        good = {v for v in {0, *judgement.good, *judgement.best} if v < trouble.bad_version}
         fits = [v for v in versions(self.records.directory) if v in good and self._may_go_back_to(schedule, v)]
         last = f"the last policy known to be good is version {max(fits)}" if fits else "no policy is known to be good"
         taken = len(self.rollbacks.taken)

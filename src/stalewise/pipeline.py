@@ -117,9 +117,8 @@ def generate_all(directory: Path) -> None:
     with _only_generator(directory):
         conductor = Conductor(generator_config(read_config(directory)), Silence(), JOURNAL)
         try:
-            last = conductor.schedule.generation_batches - 1
-            while not is_committed(conductor.batch_directory(last)):
-                missing = None
+            batches = range(conductor.schedule.generation_batches)
+            while not all(is_committed(conductor.batch_directory(g)) for g in batches):
                 with conductor.records.timed("wait"):
                     while (missing := conductor.missing_batch(versions(directory)[-1])) is None:
                         time.sleep(POLL_S)
@@ -158,7 +157,7 @@ def _only_generator(directory: Path) -> Iterator[None]:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()  # returns when the parent closes its end, or is no more
+    os.read(sys.stdin.fileno(), 1)  # returns when the parent closes its end, or is no more
     os._exit(0)
 
 

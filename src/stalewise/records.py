@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ class Remembered:
     reward_error: float
     ess: float
     drift: float
+    batch_budget: float
     taken: bool
 
 
@@ -79,16 +81,19 @@ class Records:
         self.tokens.truncate(before=before)
         self.remembered = [one for one in self.remembered if one.update < before]
 
-    def ess_of(self, generation_batch: int) -> list[float]:
-        """Effective sample sizes of the updates on a generation batch that were taken."""
-        return [one.ess for one in self.remembered if one.generation_batch == generation_batch and one.taken]
+    def taken_on(self, generation_batch: int) -> list[Remembered]:
+        """The updates on the present generation batch that were taken, oldest first."""
+        recent = takewhile(lambda one: one.generation_batch == generation_batch, reversed(self.remembered))
+        return [one for one in recent if one.taken][::-1]
 
     def drift_at(self, version: int) -> float:
         """Cumulative drift of the policy of a version."""
-        found = [one.drift for one in self.remembered if one.update < version and one.taken]
-        return found[-1] if found else 0.0
+        before = (one.drift for one in reversed(self.remembered) if one.update < version and one.taken)
+        return next(before, 0.0)
 
 
 def _remember(record: dict[str, Any]) -> Remembered:
-    values = {key: float(record.get(key, math.nan)) for key in ("reward", "reward_error", "ess", "drift")}
+    values = {
+        key: float(record.get(key, math.nan)) for key in ("reward", "reward_error", "ess", "drift", "batch_budget")
+    }
     return Remembered(record["update"], record["generation_batch"], taken="drift" in record, **values)

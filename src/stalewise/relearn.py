@@ -121,6 +121,7 @@ class Relearner(Conductor):
         super().__init__(config, watcher)
         self.sources = tuple(sources)
         self.checkpoint = checkpoint
+        self.guard.judges_rewards = False  # the rollouts are of other policies
         self.schedule = SourceSchedule(config.schedule.updates, config.schedule.updates, sources=self.sources)
 
     def claim(self) -> None:
@@ -174,6 +175,10 @@ def plan_sources(
     """The batches to learn from with the updates of each, and the config with the schedule that follows."""
     if checkpoint is not None and config.model.adapter:
         raise ConfigError(f"model.adapter is for model.path, but {checkpoint} is to be started from: remove one")
+    if config.guard.action in ("fresh", "both"):
+        raise ConfigError(
+            f'guard.action is "{config.guard.action}", but `learn` generates nothing: use "halve" or "stop"'
+        )
     directories = [batch for path in rollouts for batch in _batches_of(path)]
     if len({directory.resolve() for directory in directories}) < len(directories):
         raise StoreError("a generation batch is named twice: one pass reads each rollout once")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,14 @@ class Rollbacks:
             truncate_jsonl(self.records.evaluations_path, lambda one, last=to_version: one["version"] <= last)
             truncate_jsonl(self.records.stages_path, lambda one, last=to_version: one["first_update"] <= last)
             self.records.read_again()
+            self._journal(index, record)
             write_json_atomic(place / DONE, {"time": time.time()})
+
+    def _journal(self, index: int, record: Mapping[str, Any]) -> None:
+        done = [one.get("rollback") for one in read_jsonl(self.records.journal_path) if one["event"] == "rollback"]
+        if index not in done:
+            notes = {"to_version": record["to_version"], "reason": record["reason"]}
+            self.records.journal("rollback", 0.0, rollback=index, **notes)
 
     def _tails(self) -> list[tuple[Path, str]]:
         records = self.records

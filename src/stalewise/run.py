@@ -14,7 +14,7 @@ from stalewise.errors import ConfigError
 from stalewise.files import RunLock
 from stalewise.objectives import get_objective
 from stalewise.pipeline import Pipelined
-from stalewise.rundirectory import RunResult
+from stalewise.rundirectory import RunResult, is_started
 from stalewise.watch import Silence, Watcher
 
 
@@ -23,9 +23,8 @@ def run(config: RunConfig, watcher: Watcher | None = None) -> RunResult:
     watcher = watcher or Silence()
     check_objective(config)  # before anything is loaded
     config = settle(config, watcher.say)
-    plan = plan_for_training(config)
-    for line in plan.lines if plan.is_safe is not None else ():
-        watcher.say(line)
+    if config.plan.strict and not is_started(config.directory):
+        plan_for_training(config)  # refuses what is not known to be safe
     side = Pipelined if config.schedule.kind == "pipelined" else Conductor
     return conduct(config.directory, lambda: side(config, watcher))
 

@@ -17,7 +17,7 @@ from stalewise.learn.learner import Learner
 from stalewise.learn.pending import PendingUpdate
 from stalewise.records import Records
 from stalewise.staleness.schedule import Schedule, Step
-from stalewise.staleness.spent import StageSchedule, is_spent, remaining_ess
+from stalewise.staleness.spent import StageSchedule, fresh_ess, is_spent, remaining_ess
 from stalewise.store import Batch, rollouts_of_updates
 from stalewise.watch import Watcher
 
@@ -50,7 +50,7 @@ class Stretch:
                 break
         for rest in waiting:
             last = self._record(*rest, since=last)
-        return spent
+        return spent or self._spent(self.schedule.at(updates[-1]))
 
     def _record(self, step: Step, rollout_ids: npt.NDArray[np.int64], pending: PendingUpdate, *, since: float) -> float:
         """Wait for an update and write down what happened; the time at which it was over."""
@@ -70,12 +70,12 @@ class Stretch:
         """Why the stage of this update is over before its rollouts are used up; None where it goes on."""
         if not isinstance(self.schedule, StageSchedule):
             return None
-        bound = self.config.schedule.spent_ess or SPENT_ESS
-        ess = self.records.ess_of(step.generation_batch)
+        taken = self.records.taken_on(step.generation_batch)
+        ess, bound = [one.ess for one in taken], self.config.schedule.spent_ess or SPENT_ESS
         planned = self.schedule.stages[-1].planned_updates
-        numbers = {"ess": remaining_ess(ess), "bound": bound, "planned_updates": planned}
+        numbers = {"ess": remaining_ess(ess), "fresh_ess": fresh_ess(ess), "bound": bound, "planned_updates": planned}
         if is_spent(ess, bound):
             return {"reason": "effective sample size", **numbers}
-        if self.budget.is_exceeded:
-            return {"reason": "drift", **numbers, "batch_budget": self.budget.batch_share}
+        if taken and taken[-1].batch_budget >= 1.0:
+            return {"reason": "drift", **numbers, "batch_budget": taken[-1].batch_budget}
         return None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stalewise.calibration.settle import settle
 from stalewise.checkpoints import checkpoint_directory, read_state, versions
 from stalewise.conductor import Conductor
 from stalewise.config import RunConfig, TaskSection, make_config
@@ -23,6 +24,7 @@ from stalewise.models import embedded_policies, resolve_model
 from stalewise.relearn import Relearner, plan_sources
 from stalewise.run import check_objective, conduct
 from stalewise.rundirectory import RunResult, read_config
+from stalewise.staleness.spent import StageSchedule
 from stalewise.store import BatchManifest
 from stalewise.tasks import Seen, make_evaluation_file, make_task
 from stalewise.tasks.overlap import read_ids
@@ -42,8 +44,10 @@ def generate(
     `batch`, that one. With `checkpoint`, a checkpoint of this run that may lie anywhere, it makes the batches which
     that version is to make: another machine can generate from a copied checkpoint, and its rollouts are copied back.
     """
+    watcher = watcher or Silence()
+    config = settle(config, watcher.say)
     with RunLock(config.directory):
-        conductor = Conductor(config, watcher or Silence())
+        conductor = Conductor(config, watcher)
         try:
             if checkpoint is not None:
                 conductor.claim()
@@ -54,6 +58,7 @@ def generate(
             if batch is None:
                 missing = conductor.missing_batch(newest) if newest < conductor.schedule.updates else None
                 return [] if missing is None else [conductor.generate(missing)]
+            conductor.missing_batch(min(newest, conductor.schedule.updates - 1))  # a stage may have to begin
             _check_batch_number(conductor, batch)
             return [conductor.generate(batch)]
         finally:
@@ -65,6 +70,8 @@ def _batches_of_checkpoint(conductor: Conductor, checkpoint: Path) -> list[int]:
         raise StoreError(f"{checkpoint} is no checkpoint of a run: to generate with another model, say model.path")
     version = read_state(checkpoint)["version"]
     schedule = conductor.schedule
+    if isinstance(schedule, StageSchedule) and not schedule.stages:
+        raise StoreError('with schedule.end = "spent" stages are found in training: generate where the run is')
     wanted = [g for g in range(schedule.generation_batches) if schedule.version_of(g) == version]
     if not wanted:
         makers = sorted({schedule.version_of(g) for g in range(schedule.generation_batches)})
@@ -97,10 +104,12 @@ def learn(
     groups divided by `batch.prompts`, rounded down, and at most `schedule.updates` in all. The policy starts at
     `config.model.path` or at `checkpoint`, with a fresh optimizer. `stalewise.relearn` says how ages are counted.
     """
+    watcher = watcher or Silence()
     check_objective(config)  # before anything is loaded
+    config = settle(config, watcher.say)
     start = None if checkpoint is None else Path(checkpoint)
     planned, sources = plan_sources(config, [Path(path) for path in rollouts], start)
-    return conduct(planned.directory, lambda: Relearner(planned, sources, start, watcher or Silence()))
+    return conduct(planned.directory, lambda: Relearner(planned, sources, start, watcher))
 
 
 def evaluate(

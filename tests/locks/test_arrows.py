@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "pipeline": DATA | PURE | {"rundirectory", "watch", "conductor"},
     "run": DATA | PURE | ROOMS | {"rundirectory", "watch", "calibration", "conductor", "pipeline"},
     "relearn": DATA | PURE | ROOMS | {"rundirectory", "watch", "conductor"},
-    "verbs": DATA | PURE | ROOMS | {"rundirectory", "watch", "conductor", "run", "relearn", "exclusion"},
+    "verbs": DATA | PURE | ROOMS | {"rundirectory", "watch", "calibration", "conductor", "run", "relearn", "exclusion"},
     "demo": DATA | ROOMS | {"rundirectory", "watch", "run", "verbs"},
     "inspection": DATA | {"rundirectory"},
     "browser": DATA | {"report", "inspection"},
@@ -72,6 +72,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "trackers": BASE | {"files", "config", "rundirectory"},
     "progress": BASE | {"config", "watch", "trackers"},
     "doctor": DATA | ROOMS | {"rundirectory", "run", "trackers"},
+    "integrations": BASE | PURE | {"store", "distributed", "learn"},
     "__main__": frozenset({"cli"}),
     "cli": DATA
     | {"report", "browser", "compare", "rundirectory", "run", "verbs", "demo", "inspection", "template", "progress"}

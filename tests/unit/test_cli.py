@@ -87,7 +87,8 @@ def test_a_run_from_init_to_report(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert trained.stdout.splitlines()[-1] == "runs/first"
     assert "version 2: accuracy" in trained.stdout
     shown = [line.split(" in ")[0] for line in trained.stderr.splitlines()]
-    assert [line for line in shown if not line.startswith("version")] == [
+    assert "`stalewise sweep CONFIG --staleness 1 --lr 3e-4" in shown[0]  # what the run is based on: nothing
+    assert [line for line in shown[1:] if not line.startswith("version")] == [
         "evaluate: 8/8 responses",
         "generate: 32/32 rollouts",
         "learn: 2/2 updates",

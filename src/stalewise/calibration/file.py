@@ -115,6 +115,8 @@ def find_calibration(config: RunConfig) -> Calibration | None:
 
     A named file of another model, task, optimizer, batch, objective or sampler is a CalibrationError that says which.
     """
+    if not config.plan.calibration and not any(calibration_directory(config).glob("*.json")):
+        return None  # without a look at the model, which may be large, far away or gone
     identity = identity_of_config(config)
     if config.plan.calibration:
         named = read_calibration(Path(config.plan.calibration).expanduser())

@@ -130,6 +130,7 @@ def _cell_config(
         "evaluation": {**record["evaluation"], "every": every},
         "guard": guard,
         "plan": {},
+        "recipe": "none",
     }
     return make_config({**record, **changes}, source="a config of the sweep")
 

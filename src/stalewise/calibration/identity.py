@@ -13,6 +13,7 @@ from stalewise.config import RunConfig
 from stalewise.errors import ModelError
 from stalewise.rundirectory import flat
 
+SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "weights", "foreign")
 PIECES = 16  # of each weights file that the fingerprint reads; a trained model differs in all of them
 PIECE_BYTES = 1 << 16
 
@@ -71,7 +72,7 @@ def identity_of_config(config: RunConfig) -> CalibrationIdentity:
         "optimizer": {key: value for key, value in record["optimizer"].items() if key != "learning_rate"},
         "batch": record["batch"],
         "objective": record["objective"],
-        "sampler": {key: record["sampler"][key] for key in ("temperature", "top_p", "top_k", "max_new_tokens")},
+        "sampler": {key: record["sampler"][key] for key in SAMPLING},
     }
     return CalibrationIdentity(flat(kept))
 

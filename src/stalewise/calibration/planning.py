@@ -95,6 +95,19 @@ def _safe(config: RunConfig, calibration: Calibration, staleness: int, updates: 
     )
 
 
+def staleness_of(config: RunConfig) -> int:
+    """S to plan with: 0 where stages end when they are spent, since there R_batch is kept while the run goes on."""
+    return 0 if config.schedule.end == "spent" else config.schedule.schedule().worst_age
+
+
+def _horizon_limit(config: RunConfig, calibration: Calibration) -> float:
+    """The largest η that R_crit allows over all updates, whatever S is; infinite where that is not known."""
+    try:
+        return _safe(config, calibration, 0, config.schedule.updates).horizon_limit
+    except CalibrationError:
+        return math.inf
+
+
 def plan_config(config: RunConfig, calibration: Calibration) -> ConfigPlan:
     """Everything that a calibration says of a config; nothing is raised for what it does not say."""
     schedule = config.schedule.schedule()
@@ -102,7 +115,7 @@ def plan_config(config: RunConfig, calibration: Calibration) -> ConfigPlan:
     safe, problem = None, ""
     allowed, staleness_problem = None, ""
     try:
-        safe = _safe(config, calibration, schedule.worst_age, updates)
+        safe = _safe(config, calibration, staleness_of(config), updates)
         found, norm = _fit(config, calibration)
     except CalibrationError as error:
         problem = str(error)
@@ -116,12 +129,12 @@ def plan_config(config: RunConfig, calibration: Calibration) -> ConfigPlan:
     probe = calibration.probe
     per_generation = schedule.updates_per_generation
     cost = costs(probe, config, updates=updates, updates_per_generation=per_generation) if probe else None
-    limit = safe.horizon_limit if safe is not None else math.inf
+    limit = _horizon_limit(config, calibration)
     choices = [choice(config, calibration, size, rate=min(rate, limit)) for size in sizes(updates)]
     timed = [found for found in choices if found.drift_seconds is not None]
     fastest = min(timed, key=lambda found: found.drift_seconds or math.inf, default=None)
     return ConfigPlan(
-        staleness=schedule.worst_age,
+        staleness=staleness_of(config),
         updates=updates,
         learning_rate=rate,
         risk=config.plan.risk,
@@ -153,6 +166,8 @@ def choice(config: RunConfig, calibration: Calibration, size: int, *, rate: floa
     except CalibrationError:
         plan = None
     needed = math.ceil(updates * rate / plan.learning_rate * (1 - ROUNDING)) if plan is not None else None
+    if needed is not None and needed > _fit(config, calibration)[0].domain.updates[1]:
+        needed = None  # a longer run than any that was tried
     probe = calibration.probe
     if probe is None:
         return Choice(size, staleness, plan, None, needed, None)
@@ -163,8 +178,7 @@ def choice(config: RunConfig, calibration: Calibration, size: int, *, rate: floa
 
 def law_learning_rate(config: RunConfig) -> float:
     """The largest learning rate that the law calls safe for a config; CalibrationError where it cannot say."""
-    schedule = config.schedule.schedule()
-    return _safe(config, require_calibration(config), schedule.worst_age, schedule.updates).learning_rate
+    return _safe(config, require_calibration(config), staleness_of(config), config.schedule.updates).learning_rate
 
 
 def budget_limits(config: RunConfig) -> tuple[float, float] | None:

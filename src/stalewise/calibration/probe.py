@@ -62,7 +62,8 @@ def probe_config(config: RunConfig, updates: int) -> RunConfig:
         raise ConfigError(f"--updates is {updates}; a probe needs at least {LEAST_UPDATES}")
     record = config.model_dump(mode="json")
     schedule = {"kind": "synchronous", "updates": updates, "updates_per_generation": uneven_stage(updates)}
-    changes = {"name": f"{config.name}-probe", "schedule": schedule, "trackers": [], "guard": {}, "plan": {}}
+    plain = {"trackers": [], "recipe": "none", "guard": {}, "plan": {}}
+    changes = {"name": f"{config.name}-probe", "schedule": schedule, **plain}
     return make_config({**record, **changes}, source="the config of the probe")
 
 

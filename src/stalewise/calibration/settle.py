@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stalewise.calibration.planning import law_learning_rate
+from stalewise.calibration.planning import budget_limits, law_learning_rate
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import CalibrationError
+from stalewise.files import read_json, write_json_atomic
 from stalewise.rundirectory import is_started, read_config
+
+FORMAT = "stalewise.limits/1"
+FILE = "limits.json"  # in the run directory
 
 
 def settle(config: RunConfig, say: Callable[[str], object] = lambda text: None) -> RunConfig:
@@ -28,6 +32,17 @@ def settle(config: RunConfig, say: Callable[[str], object] = lambda text: None) 
         return config
     say(f"plan: optimizer.learning_rate is {rate:.3g}, the largest that is safe")
     return with_rate(config, rate)
+
+
+def limits_of_run(config: RunConfig) -> tuple[float, float] | None:
+    """What a run is watched against, written down when it first learns: a calibration that is made later, or a
+    model that was moved away, must not change what a run that goes on does.
+    """
+    path = config.directory / FILE
+    if not path.is_file():
+        write_json_atomic(path, {"format": FORMAT, "limits": budget_limits(config)})
+    limits = read_json(path)["limits"]
+    return None if limits is None else (limits[0], limits[1])
 
 
 def with_rate(config: RunConfig, rate: float) -> RunConfig:

@@ -127,11 +127,18 @@ def _run_name(path: Path) -> str:
 def train(config: ConfigFile, settings: Settings = None, as_json: AsJson = False) -> None:
     """Train as a config says, from wherever its run directory stands."""
     checked = _config(config, settings)
+    from stalewise.calibration.planning import plan_for_training
+    from stalewise.calibration.settle import settle
     from stalewise.cli.show import print_result
     from stalewise.progress import watching
     from stalewise.run import run
+    from stalewise.rundirectory import is_started
 
     with watching(checked) as watcher:
+        if not is_started(checked.directory):
+            checked = settle(checked, watcher.say)
+            for line in plan_for_training(checked).lines:
+                watcher.say(line)
         result = run(checked, watcher)
     print_result(result, as_json)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -12,6 +13,9 @@ from stalewise.cli import AsJson, ConfigFile, Settings, _config, _print_json, ap
 from stalewise.errors import CalibrationError, ConfigError
 
 Number = TypeVar("Number", int, float)
+OptionalConfigFile = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG", help="TOML file; `stalewise init` writes one.")
+]
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
@@ -85,8 +89,26 @@ def sweep(
 
 
 @app.command()
-def plan(config: ConfigFile, settings: Settings = None, as_json: AsJson = False) -> None:
+def plan(
+    config: OptionalConfigFile = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="TOML file with the rates of a cluster: compare schedules on it instead.")
+    ] = None,
+    simulate: Annotated[
+        bool, typer.Option("--simulate", help="With --cluster: also run each schedule through, request by request.")
+    ] = False,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
     """Say which learning rate is safe, what the run costs, and how often to generate. Exit code 3 if nobody knows."""
+    if (config is None) == (cluster is None):
+        raise ConfigError("plan takes a config, or --cluster with a file of rates: give one of them")
+    if cluster is not None:
+        _plan_cluster(cluster, settings, simulate, as_json)
+        return
+    if simulate:
+        raise ConfigError("--simulate goes with --cluster: a config is planned from its calibration")
+    assert config is not None
     checked = _config(config, settings)
     from stalewise.calibration.planning import plan_config, require_calibration
     from stalewise.cli.planned import print_plan
@@ -103,3 +125,13 @@ def plan(config: ConfigFile, settings: Settings = None, as_json: AsJson = False)
         print_plan(checked, found, calibration)
     if found.problem:
         raise CalibrationError(found.problem)
+
+
+def _plan_cluster(path: Path, settings: list[str] | None, simulated: bool, as_json: bool) -> None:
+    from stalewise.calibration.cluster import load_cluster, plan_cluster
+    from stalewise.cli.clusters import print_cluster_plan
+    from stalewise.config import parse_override
+
+    rates = load_cluster(path, dict(parse_override(text) for text in settings or ()))
+    found = plan_cluster(rates, simulated=simulated)
+    _print_json(found.record()) if as_json else print_cluster_plan(found)

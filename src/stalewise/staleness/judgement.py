@@ -10,31 +10,34 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
-Z = 1.96  # 95% intervals
+RISK = 0.05  # that a run which is as good as ever is called bad, over all of its evidence
+LAST_RISK = 0.2  # of the same in its last evaluation, after which nothing comes that could clear a doubt
+INTERVAL = 2 * NormalDist().inv_cdf(0.975)  # standard errors that a 95% interval is wide
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a policy is worth, with its interval; `updates` is how much of a run rests on it.
+    """What policies are worth, with its standard error; `updates` is how much of a run rests on it."""
 
-    `is_last`: nothing comes after it that could clear a doubt.
-    """
-
-    version: int
+    versions: tuple[int, ...]
     updates: int
     value: float
-    low: float
-    high: float
+    error: float
     is_last: bool = False
 
-    def is_worse(self, best: Evidence, fraction: float) -> bool:
-        """Whether it is below that fraction of the best: beyond doubt, or rather than not if it is the last.
+    @property
+    def surely(self) -> float:
+        """What they are worth at least: the luckiest of many is not the best."""
+        return self.value - INTERVAL / 2 * self.error
 
-        That is by more than the interval of the difference, or by more than its standard error.
-        """
-        doubt = math.hypot(self.high - self.value, fraction * (best.value - best.low))
-        return best.low > 0 and self.value + (doubt / Z if self.is_last else doubt) < fraction * best.value
+    def is_worse(self, best: Evidence, fraction: float, comparisons: int) -> bool:
+        """Whether it is below that fraction of the best by more than chance does, in so many comparisons."""
+        risk = LAST_RISK if self.is_last else RISK / comparisons
+        error = max(self.error, best.error)  # few rewards, by bad luck, also look more alike than they are
+        doubt = NormalDist().inv_cdf(1 - risk / 2) * math.hypot(error, fraction * best.error)
+        return self.value + doubt < fraction * best.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,57 +57,76 @@ class Trouble:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What is known so far. `good_versions` never holds a version from the trouble on."""
+    """What is known so far; policies of which neither is known are in no set."""
 
-    trouble: Trouble | None
-    good_versions: frozenset[int]
+    trouble: Trouble | None = None
+    good: frozenset[int] = frozenset()
+    poor: frozenset[int] = frozenset()
+    best: frozenset[int] = frozenset()  # trouble always comes after them
+
+    def __or__(self, other: Judgement) -> Judgement:
+        """What both say together: a policy that one of them calls poor is not good."""
+        troubles = [one.trouble for one in (self, other) if one.trouble is not None]
+        trouble = min(troubles, key=lambda one: one.bad_version, default=None)
+        poor = self.poor | other.poor
+        return Judgement(trouble, (self.good | other.good) - poor, poor, self.best | other.best)
 
 
 def judge(evidence: Iterable[Evidence], *, fraction: float, window: int, reason: str) -> Judgement:
-    """Find trouble: a policy that is worth less than `fraction` of the best so far.
+    """Find trouble: policies that are worth less than `fraction` of the best so far.
 
     It is certain when policies that `window` updates rest on are so, one after the other; a better one in between
     clears them. Where nothing was ever above 0 there is nothing to lose. Unknown values are passed over: they are the
     verifier's trouble, not the policy's.
 
-    >>> fair, poor = Evidence(8, 8, 0.9, 0.88, 0.92), Evidence(16, 8, 0.5, 0.45, 0.55)
+    >>> fair, poor = Evidence((8,), 8, 0.9, 0.01), Evidence((16,), 8, 0.5, 0.02)
     >>> found = judge([fair, poor], fraction=0.9, window=8, reason="accuracy fell")
-    >>> found.trouble.describe(), sorted(found.good_versions)
+    >>> found.trouble.describe(), sorted(found.good)
     ('accuracy fell at version 16 (0.500, and it was 0.900)', [8])
     """
     good: set[int] = set()
-    best = Evidence(0, 0, 0.0, 0.0, 0.0)
+    poor: set[int] = set()
+    best = Evidence((), 0, 0.0, 0.0)
     below: list[Evidence] = []
-    for one in evidence:
-        if math.isnan(one.value):
-            continue
-        if one.is_worse(best, fraction):
+    known = [one for one in evidence if not math.isnan(one.value + one.error)]
+    for comparisons, one in enumerate(known):
+        is_poor = best.surely > 0 and one.value < fraction * best.value
+        (poor if is_poor else good).update(one.versions)
+        if is_poor and one.is_worse(best, fraction, comparisons):
             below.append(one)
             if sum(found.updates for found in below) >= window:
-                first = below[0]
-                trouble = Trouble(reason, first.version, best.value, first.value)
-                return Judgement(trouble, frozenset(version for version in good if version < first.version))
+                trouble = Trouble(reason, below[0].versions[0], best.value, below[0].value)
+                return Judgement(trouble, frozenset(good), frozenset(poor), frozenset(best.versions))
             continue
         below = []
-        good.add(one.version)
-        best = max(best, one, key=lambda found: found.low)
-    return Judgement(None, frozenset(good))
+        best = max(best, one, key=lambda found: found.surely)
+    return Judgement(None, frozenset(good), frozenset(poor), frozenset(best.versions))
 
 
-def rewards_as_evidence(rewards: Sequence[tuple[int, float, float]]) -> list[Evidence]:
-    """Put the updates on rollouts of one version together: version, mean reward and its standard error of each.
+def rewards_as_evidence(rewards: Sequence[tuple[int, float, float]], window: int) -> list[Evidence]:
+    """Put updates together whose rollouts are of one version, and versions until `window` updates rest on them.
 
-    >>> found = rewards_as_evidence([(0, 0.4, 0.03), (0, 0.6, 0.04), (2, 0.8, 0.0)])
-    >>> [(one.version, one.updates, one.value, round(one.high, 3)) for one in found]
-    [(0, 2, 0.5, 0.549), (2, 1, 0.8, 0.8)]
+    Each update is given as the version that made its rollouts, their mean reward and its standard error.
+
+    >>> found = rewards_as_evidence([(0, 0.4, 0.03), (0, 0.6, 0.04), (2, 0.8, 0.0), (4, 0.6, 0.0), (6, 0.5, 0.1)], 2)
+    >>> [(one.versions, one.updates, one.value, round(one.error, 3)) for one in found]
+    [((0,), 2, 0.5, 0.025), ((2, 4), 2, 0.7, 0.0), ((6,), 1, 0.5, 0.1)]
     """
-    by_version: dict[int, list[tuple[float, float]]] = {}
-    for version, reward, error in rewards:
-        if not math.isnan(reward + error):
-            by_version.setdefault(version, []).append((reward, error))
     found: list[Evidence] = []
-    for version, pairs in by_version.items():
-        value = sum(reward for reward, _ in pairs) / len(pairs)
-        margin = Z * math.hypot(*(error for _, error in pairs)) / len(pairs)
-        found.append(Evidence(version, len(pairs), value, value - margin, value + margin))
-    return found
+    held: list[tuple[int, float, float]] = []
+    for place, update in enumerate(rewards):
+        held.append(update)
+        ends_version = place + 1 == len(rewards) or rewards[place + 1][0] != update[0]
+        if ends_version and len(held) >= window:
+            found += _pooled(held)
+            held = []
+    return found + _pooled(held)
+
+
+def _pooled(updates: Sequence[tuple[int, float, float]]) -> list[Evidence]:
+    known = [(reward, error) for _, reward, error in updates if not math.isnan(reward + error)]
+    if not known:
+        return []
+    versions = tuple(sorted({version for version, _, _ in updates}))
+    value = sum(reward for reward, _ in known) / len(known)
+    return [Evidence(versions, len(updates), value, math.hypot(*(error for _, error in known)) / len(known))]

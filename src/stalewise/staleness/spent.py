@@ -17,7 +17,7 @@ from stalewise.staleness.schedule import Schedule, Step
 WINDOW = 3  # updates; the median over them, since one token of weight can halve the ESS of a single update
 FIRST_STAGE = 8  # updates
 GROWTH = 2.0  # of a stage after one that was not spent
-HEADROOM = 1.25  # over what a spent stage used, so that sizes can rise again and at most a fifth is made in vain
+HEADROOM = 1.25  # over what a spent stage used, so that sizes can rise again while little is made in vain
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +83,20 @@ def remaining_ess(ess: Sequence[float]) -> float:
     return math.nan if not recent or any(map(math.isnan, recent)) else median(recent)
 
 
-def is_spent(ess: Sequence[float], bound: float) -> bool:
-    """Whether a stage with these effective sample sizes is over; unknown is not fine.
+def fresh_ess(ess: Sequence[float]) -> float:
+    """Effective sample size of a stage's rollouts when they were new: below 1 where the sampler itself differs."""
+    return max(ess[:WINDOW], default=math.nan)
 
-    >>> is_spent([1.0, 0.99, 0.98], 0.9), is_spent([0.95, 0.88, 0.85], 0.9), is_spent([0.5], 0.9)
+
+def is_spent(ess: Sequence[float], bound: float) -> bool:
+    """Whether a stage with these effective sample sizes is over: they fell below `bound` of what they were.
+
+    What temperature or rounding cost from the start, new rollouts would cost again. Unknown is not fine.
+
+    >>> is_spent([1.0, 0.99, 0.98], 0.9), is_spent([1.0, 0.88, 0.85], 0.9), is_spent([0.5, 0.5, 0.5], 0.9)
     (False, True, False)
     """
-    return len(ess) >= WINDOW and not remaining_ess(ess) >= bound
+    return len(ess) >= WINDOW and not remaining_ess(ess) >= bound * fresh_ess(ess)
 
 
 def next_stage(schedule: StageSchedule, version: int, *, was_spent: bool, per_update: int) -> Stage:
