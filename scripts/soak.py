@@ -39,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "collapsing": {
         "schedule": {"kind": "staged", "updates": 12, "stages": 3},
         "optimizer": {"learning_rate": 2e-2},
-        "guard": {"action": "both", "window": 4, "rollbacks": 8},
+        "guard": {"action": "both", "window": 6, "rollbacks": 8},
         "evaluation": {"every": 4, "prompts": 16, "samples": 2},
     },
 }

@@ -77,7 +77,7 @@ class Pipelined(Conductor):
         self._start()
 
     def _start(self) -> None:
-        if all(is_committed(self.batch_directory(g)) for g in range(self.schedule.generation_batches)):
+        if not unmade(self):
             return
         with (self.directory / LOG).open("wb") as log:
             self.process = subprocess.Popen(
@@ -117,14 +117,22 @@ def generate_all(directory: Path) -> None:
     with _only_generator(directory):
         conductor = Conductor(generator_config(read_config(directory)), Silence(), JOURNAL)
         try:
-            batches = range(conductor.schedule.generation_batches)
-            while not all(is_committed(conductor.batch_directory(g)) for g in batches):
+            while unmade(conductor):
                 with conductor.records.timed("wait"):
                     while (missing := conductor.missing_batch(versions(directory)[-1])) is None:
                         time.sleep(POLL_S)
                 conductor.generate(missing)
         finally:
             conductor.close()
+
+
+def unmade(conductor: Conductor) -> list[int]:
+    """Generation batches that are still to be learned from and are not there."""
+    version, schedule = versions(conductor.directory)[-1], conductor.schedule
+    if version == schedule.updates:
+        return []
+    to_come = range(schedule.at(version).generation_batch, schedule.generation_batches)
+    return [g for g in to_come if not is_committed(conductor.batch_directory(g))]
 
 
 def generator_config(config: RunConfig) -> RunConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import pytest
 from stalewise.budget import BudgetWatch
 from stalewise.checkpoints import checkpoint_directory, versions
 from stalewise.config import RunConfig, make_config
-from stalewise.errors import ConfigError, EngineError, StalewiseError
-from stalewise.files import read_json, read_jsonl
+from stalewise.errors import ConfigError, EngineError, StoreError
+from stalewise.files import read_json, read_jsonl, write_json_atomic
 from stalewise.guard import Collapsed
 from stalewise.learn.learner import NonFiniteUpdate
 from stalewise.run import run
@@ -309,6 +310,47 @@ def test_an_update_that_is_not_finite_is_taken_back(runs: Path, monkeypatch: pyt
         run(made(runs, "unguarded", schedule={"updates": 4, "stages": 2}))
 
 
+def test_learning_again_can_be_taken_back_and_only_by_accuracy(runs: Path) -> None:
+    source = made(runs, "source", schedule={"updates": 10, "stages": 2})
+    run(source)
+    again = {"optimizer": RUINOUS, "evaluation": {**JUDGED, "every": 2}, "schedule": {"updates": 10, "stages": 2}}
+    config = made(runs, "again", guard={"action": "halve", "window": 2, "rollbacks": 8}, **again)
+    result = learn(config, [source.directory])
+    assert result.updates == 10
+    records = [read_json(path) for path in sorted(config.directory.glob("rollbacks/*/rollback.json"))]
+    assert records and {record["reason"] for record in records} == {"held-out accuracy fell"}
+    assert [record["update"] for record in read_jsonl(config.directory / "metrics.jsonl")] == list(range(10))
+    with pytest.raises(ConfigError, match="`learn` generates nothing: use "):
+        learn(made(runs, "fresh", guard={"action": "fresh"}), [source.directory])
+
+
+def test_what_made_the_present_rollouts_is_never_pruned(runs: Path) -> None:
+    schedule = {"kind": "staged", "updates": 20, "stages": None, "end": "spent"}
+    config = made(runs, schedule=schedule, checkpoints={"every": 2, "keep": 1})
+
+    class Stop(Silence):
+        def metrics(self, update: int, record: dict[str, Any]) -> None:
+            if update == 14:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config, Stop())
+    stages = read_jsonl(config.directory / "ledger" / "stages.jsonl")
+    assert versions(config.directory) == [stages[-1]["first_update"], 14]
+
+
+def test_settings_newer_than_a_run_count_as_their_defaults(runs: Path) -> None:
+    config = made(runs, schedule={"updates": 1, "stages": 1})
+    run(config)
+    path = config.directory / "config.resolved.json"
+    record = read_json(path)
+    del record["guard"]
+    write_json_atomic(path, record)
+    assert run(config).updates == 1
+    with pytest.raises(StoreError, match=r"guard.action was 'off' and is 'stop'"):
+        run(made(runs, schedule={"updates": 1, "stages": 1}, guard={"action": "stop"}))
+
+
 def test_a_healthy_run_with_a_guard_is_the_run_without(tiny_run: RunConfig, runs: Path) -> None:
     guarded = made(runs, optimizer={"learning_rate": 3e-4}, guard={"action": "both"})
     run(guarded)
@@ -364,19 +406,11 @@ def test_generation_and_learning_run_side_by_side(runs: Path) -> None:
     assert [record["age_max"] for record in read_jsonl(config.directory / "metrics.jsonl")] == [0, 1, 2, 3, 2, 3]
 
 
-def test_a_generator_that_fails_is_one_message_and_loses_nothing(runs: Path) -> None:
-    config = made(runs, schedule=PIPELINED)
-    assert generate(config)  # the first batch is there
-    checkpoint = checkpoint_directory(config.directory, 0)
-    hidden = checkpoint / "model.safetensors"
-    hidden.rename(runs / "aside")
-    hidden.write_bytes(b"damaged")
-    with pytest.raises(StalewiseError, match="damaged or missing"):
+def test_a_generator_that_fails_says_why_and_loses_nothing(runs: Path) -> None:
+    config = made(runs, schedule=PIPELINED, sampler={"foreign": {"path": "nowhere", "share": 0.5}})
+    with pytest.raises(EngineError, match=r"the generating process ended: .*nowhere.*run the same command again"):
         run(config)
-    hidden.unlink()
-    (runs / "aside").rename(hidden)
-    assert run(config).updates == 6
-    assert versions(config.directory)[-1] == 6
+    assert "Fatal" not in (config.directory / "generator.log").read_text()
 
 
 def test_a_generator_that_is_killed_is_one_message(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,4 +428,50 @@ def test_a_generator_that_is_killed_is_one_message(runs: Path, monkeypatch: pyte
         patched.setattr(Pipelined, "_start", start_and_kill)
         with pytest.raises(EngineError, match=r"the generating process ended: .*run the same command again"):
             run(config)
+    assert generate(config)  # here, as it could be on another machine
     assert run(config).updates == 6
+    assert "Fatal" not in (config.directory / "generator.log").read_text()
+
+
+def test_a_batch_that_was_moved_away_comes_again_though_later_ones_are_there(runs: Path) -> None:
+    config = made(runs, schedule=PIPELINED)
+
+    class Stop(Silence):
+        def metrics(self, update: int, record: dict[str, Any]) -> None:
+            if update == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config, Stop())
+    generate(config, batch=2)
+    shutil.rmtree(batch_directories(config.directory / "rollouts")[1])
+    assert run(config).updates == 6
+
+
+def test_a_pipelined_run_cannot_have_fresh_rollouts_from_policies_that_are_gone() -> None:
+    with pytest.raises(ConfigError, match='use "halve" or "stop"'):
+        make_config({"schedule": {"kind": "pipelined"}, "guard": {"action": "both"}})
+
+
+# ---------------------------------------------------------------- the recipe
+
+
+def test_the_recipe_fills_in_what_a_config_does_not_say() -> None:
+    auto = make_config({"recipe": "auto"})
+    assert (auto.schedule.end, auto.guard.action, auto.plan.learning_rate) == (
+        "spent",
+        "halve",
+        "planned-if-calibrated",
+    )
+    own = make_config({"recipe": "auto", "schedule": {"stages": 2}, "guard": {"rollbacks": 1}, "plan": {"risk": 0.1}})
+    assert (own.schedule.end, own.guard.action, own.guard.rollbacks) == ("count", "halve", 1)
+    assert make_config(own.model_dump(mode="json")) == own
+    with pytest.raises(ConfigError, match="recipe"):
+        make_config({"recipe": "magic"})
+
+
+def test_the_recipe_trains_without_a_calibration_and_says_so(runs: Path) -> None:
+    listener = Listener()
+    config = make_config({**tiny_record(runs), "schedule": {"updates": 4}, "recipe": "auto"})
+    assert run(config, listener).updates == 4
+    assert any("optimizer.learning_rate stays 0.0003, as given: no calibration" in text for text in listener.said)

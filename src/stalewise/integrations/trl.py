@@ -1,0 +1,301 @@
+"""TRL's GRPO trainer with an objective of ours in place of its loss, our diagnostics and our rollout store.
+
+TRL generates, scores, accumulates and steps as it always does. What changes: the loss, the advantages that the
+objective prescribes, and the behaviour log-probabilities, which are always there. Statistics and denominators are those
+of the whole optimizer batch, over gradient accumulation and ranks, so the split of a batch never shows in its gradient.
+
+Axes: B rollouts of a micro-batch, T their response tokens, N rollouts of a generation batch on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.grpo_config import GRPOConfig
+from trl.trainer.grpo_trainer import GRPOTrainer
+
+from stalewise.diagnostics import TokenSums, age_statistics
+from stalewise.distributed import merge_over_ranks
+from stalewise.errors import ConfigError
+from stalewise.integrations.trl_store import RolloutWriter
+from stalewise.learn.learner import NonFiniteUpdate
+from stalewise.objectives import Tokens, get_objective, group_advantages, make_tokens, micro_batch_loss
+from stalewise.objectives.batch_statistics import Mergeable
+from stalewise.types import SamplerSettings
+
+PREFIX = "stalewise/"  # before the names of docs/metrics.md: TRL has an `entropy` of its own
+
+# Settings of TRL's own losses and advantages, which nothing reads here: one that was changed would be passed over.
+UNREAD = (
+    *("beta", "delta", "entropy_coef", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type"),
+    *("multi_objective_aggregation", "off_policy_mask_threshold", "scale_rewards", "top_entropy_quantile"),
+    "use_adaptive_entropy",
+)
+# Settings of `generate` under which a forward pass gives the distribution that was sampled from.
+UNTRUNCATED: Mapping[str, tuple[Any, ...]] = {
+    "do_sample": (True,),
+    "top_p": (None, 1.0),
+    "top_k": (None, 0),
+    "min_p": (None, 0.0),
+    "typical_p": (None, 1.0),
+    "repetition_penalty": (None, 1.0),
+    "num_beams": (None, 1),
+}
+# What the model's forward takes beside tokens, under the names that TRL's micro-batches have.
+EXTRA_INPUTS = (
+    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
+    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
+)
+
+
+@dataclass(slots=True)
+class _Window:
+    """One optimizer batch: its micro-batches on this rank, and what is known of all of them on all ranks."""
+
+    parts: list[dict[str, Any]]
+    denominator: Tensor
+    statistics: Mergeable | None
+    sums: list[TokenSums] = field(default_factory=list)
+
+
+class StaleGRPOTrainer(GRPOTrainer):
+    """`GRPOTrainer` that learns with an objective of `stalewise.objectives`.
+
+    Takes what TRL's trainer takes, and by name: `objective` with `objective_params` (docs/objectives.md), and `store`,
+    a directory under which every generation batch is written as `stalewise learn` reads it. The diagnostics of
+    docs/metrics.md are among TRL's metrics, as `stalewise/ess` and so on.
+    """
+
+    # transformers and TRL type these too widely to be used.
+    model: Any
+    args: Any
+    accelerator: Any
+    num_generations: Any
+    num_generations_eval: Any
+
+    def __init__(
+        self,
+        *arguments: Any,
+        objective: str = "mu_grpo",
+        objective_params: Mapping[str, Any] | None = None,
+        store: str | Path | None = None,
+        **more: Any,
+    ) -> None:
+        self.objective = get_objective(objective)
+        self.objective_settings = self.objective.settings(objective_params)
+        super().__init__(*arguments, **more)
+        self._check_settings(store)
+        self._writer = None if store is None else RolloutWriter(store, self.processing_class, self._sampler_settings())
+        self._rewards = torch.empty(0)  # [N, functions] of the generation batch that was scored last
+        self._version = 0  # updates before the generation batch that is learned from
+        self._window: _Window | None = None
+
+    # ------------------------------------------------------------ settings
+
+    def _check_settings(self, store: str | Path | None) -> None:
+        for name in UNREAD:
+            value, default = getattr(self.args, name), GRPOConfig.__dataclass_fields__[name].default
+            if value != default:
+                raise ConfigError(
+                    f"GRPOConfig.{name} is {value!r}, but objective {self.objective.name} does not read it: "
+                    f"leave it at {default!r}, and give bounds in objective_params"
+                )
+        if self.aux_loss_enabled:
+            raise ConfigError("the router's auxiliary loss is no part of the objective: set router_aux_loss_coef=0.0")
+        passes, steps = self.args.gradient_accumulation_steps, self.args.steps_per_generation
+        if steps % passes:
+            raise ConfigError(
+                f"steps_per_generation is {steps}, no multiple of gradient_accumulation_steps {passes}: an update "
+                "would need rollouts that are not generated yet; make it a multiple"
+            )
+        if not self.use_vllm and self.rollout_func is None:
+            self._check_sampling()
+        if store is not None and self.mask_truncated_completions:
+            raise ConfigError(
+                "mask_truncated_completions takes away the responses that `store` is to keep: leave it out; "
+                "`stalewise learn` masks truncated responses with objective.truncated"
+            )
+
+    def _check_sampling(self) -> None:
+        """Transformers says no log-probabilities: they come from a forward pass, which knows the temperature alone."""
+        known = {**UNTRUNCATED, "temperature": (self.temperature,)}
+        for name, values in known.items():
+            if (value := getattr(self.generation_config, name, None)) not in values:
+                raise ConfigError(
+                    f"generation with {name}={value!r} draws from a distribution whose log-probabilities TRL does not "
+                    f"know: set it to {values[-1]!r}, or generate with use_vllm=True"
+                )
+
+    def _sampler_settings(self) -> SamplerSettings:
+        halves = {"bfloat16": self.args.bf16, "float16": self.args.fp16}
+        own = str(self.model.dtype).removeprefix("torch.")
+        return SamplerSettings(
+            name="trl-vllm" if self.use_vllm else "trl",
+            precision=next((name for name, chosen in halves.items() if chosen), own),
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k or 0,
+        )
+
+    # ------------------------------------------------------------ rollouts
+
+    def _calculate_rewards(self, *arguments: Any) -> Tensor:
+        self._rewards = super()._calculate_rewards(*arguments)
+        return self._rewards
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        start = time.perf_counter()
+        output = super()._generate_and_score_completions(inputs)
+        if self.model.training:
+            self._version = self.state.global_step
+        policy_logp = output.get("old_per_token_logps")
+        if policy_logp is None:  # TRL leaves them out where a generation batch serves one update
+            with self._without_gradient():
+                size = self.args.per_device_train_batch_size
+                policy_logp, _ = self._policy_logp(self.model, output, batch_size=size)
+        sampled_logp = output.get("sampling_per_token_logps", policy_logp)
+        output["behaviour_logp"] = torch.where(sampled_logp.isnan(), policy_logp, sampled_logp)
+        output["proximal_logp"] = policy_logp
+        reward_N = self._total_rewards()
+        mine = slice(self.accelerator.process_index * len(inputs), (self.accelerator.process_index + 1) * len(inputs))
+        advantage_N, kept_N = self._advantages(reward_N)
+        output["advantages"], output["kept"] = advantage_N[mine], kept_N[mine]
+        if self._writer is not None and self.model.training:
+            parts = dict(zip(self.reward_func_names, self._rewards.T.tolist(), strict=True))
+            self._writer.write(
+                inputs,
+                output,
+                rewards=reward_N.tolist(),
+                parts=parts,
+                group_size=self.num_generations,
+                version=self._version,
+                stops=set(self.eos_token_ids),
+                seed=self.args.seed,
+                seconds=time.perf_counter() - start,
+            )
+        return output
+
+    def _total_rewards(self) -> Tensor:
+        """Weighted sum of the reward functions, [N]; NaN where none of them gave a reward."""
+        total_N = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(dim=1)
+        return total_N.masked_fill(self._rewards.isnan().all(dim=1), torch.nan)
+
+    def _advantages(self, reward_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Advantages that the objective prescribes, and which rollouts stay in the update, [N]."""
+        size = self.num_generations if self.model.training else self.num_generations_eval
+        group_N = torch.arange(len(reward_N), device=reward_N.device) // size
+        kept_N = reward_N.isfinite()
+        advantage_N = torch.zeros_like(reward_N)
+        if bool(kept_N.any()):
+            found = group_advantages(reward_N[kept_N], group_N[kept_N], kind=self.objective.advantage)
+            advantage_N[kept_N] = found.advantage_N
+            if self.objective.drops_degenerate_groups:
+                kept_N[kept_N.clone()] = ~found.degenerate_N
+        return advantage_N, kept_N
+
+    # ------------------------------------------------------------ the loss
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        training = self.model.training
+        logp_BT, entropy_BT = self._policy_logp(model, inputs, compute_entropy=True)
+        tokens = self._tokens(inputs, logp_BT)
+        window = self._window if training else None
+        if window is None:
+            window = self._open_window(model, self._parts() if training else [inputs], tokens)
+        settings = self.objective_settings
+        loss, sums, _ = micro_batch_loss(
+            self.objective, tokens, window.statistics, settings, window.denominator, entropy_BT=entropy_BT
+        )
+        window.sums.append(sums)
+        over = len(window.sums) == len(window.parts)
+        if training:
+            self._window = None if over else window
+        if over:
+            self._log_window(window, "train" if training else "eval")
+        # Gradients of micro-batches add up, those of ranks are averaged.
+        return loss * self.accelerator.num_processes
+
+    def _parts(self) -> list[dict[str, Any]]:
+        """Micro-batches of the update that begins now."""
+        assert self._buffered_inputs is not None
+        first = self._step % self.args.steps_per_generation
+        parts = self._buffered_inputs[first : first + self.current_gradient_accumulation_steps]
+        if (
+            len(parts) < self.current_gradient_accumulation_steps
+        ):  # after an epoch that ended in the middle of an update
+            raise ConfigError(
+                "an update would need rollouts of two generation batches: give a dataset of whole batches"
+            )
+        return parts
+
+    def _open_window(self, model: Any, parts: list[dict[str, Any]], first: Tokens) -> _Window:
+        """Phase one over the whole optimizer batch; its first micro-batch has passed through the model already."""
+        by_response = self.objective.reduction == "sequence" or self.objective.constant_denominator
+        masks = [self._mask(part) for part in parts]
+        counts = [mask.any(dim=1).sum() if by_response else mask.sum() for mask in masks]
+        denominator = self.accelerator.reduce(torch.stack(counts).sum(), reduction="sum").clamp(min=1)
+        if self.objective.constant_denominator:
+            denominator = denominator * self.max_completion_length
+        statistics = None
+        if self.objective.measure is not None:
+            with self._without_gradient():
+                others = [self._tokens(part, self._policy_logp(model, part)[0]) for part in parts[1:]]
+            measured = [self.objective.measure(tokens, self.objective_settings) for tokens in [first, *others]]
+            statistics = merge_over_ranks(reduce(lambda merged, more: merged.merge(more), measured))
+        return _Window(parts, denominator, statistics)
+
+    def _log_window(self, window: _Window, mode: str) -> None:
+        sums = merge_over_ranks(reduce(lambda merged, more: merged.merge(more), window.sums))
+        found = sums.summary()
+        if found["nonfinite"]:
+            raise NonFiniteUpdate(
+                f"update {self.state.global_step}: {int(found['nonfinite'])} tokens with a non-finite ratio; no step "
+                "was taken: start from a checkpoint with a lower learning_rate or a smaller steps_per_generation"
+            )
+        if mode == "train":
+            found |= age_statistics(self.state.global_step, torch.tensor([self._version]))
+        for name, value in found.items():
+            self._metrics[mode][PREFIX + name].append(value)
+
+    def _tokens(self, inputs: dict[str, Any], logp_BT: Tensor) -> Tokens:
+        return make_tokens(
+            logp=logp_BT,
+            behaviour_logp=inputs["behaviour_logp"],
+            advantage=inputs["advantages"],
+            mask=self._mask(inputs),
+            proximal_logp=inputs["proximal_logp"] if self.objective.needs_proximal else None,
+            check_values=False,
+        )
+
+    @contextlib.contextmanager
+    def _without_gradient(self) -> Iterator[None]:
+        with torch.no_grad(), disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
+            yield
+
+    def _mask(self, inputs: dict[str, Any]) -> Tensor:
+        mask_BT = inputs["completion_mask"].bool() & inputs["kept"].unsqueeze(1)
+        return mask_BT & inputs["tool_mask"].bool() if "tool_mask" in inputs else mask_BT
+
+    def _policy_logp(
+        self, model: Any, inputs: dict[str, Any], *, batch_size: int | None = None, compute_entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities of the responses at the sampling temperature, and entropies where asked for, [B, T]."""
+        logp_BT, entropy_BT, _ = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].size(1),
+            batch_size=batch_size,
+            compute_entropy=compute_entropy,
+            **{name: inputs.get(name) for name in EXTRA_INPUTS},
+        )
+        return logp_BT, entropy_BT

@@ -1,0 +1,126 @@
+"""Our objectives in verl's registry of policy losses, under the names `stalewise_grpo`, `stalewise_p3o` and so on.
+
+Importing this module registers all that verl can run, with their default parameters; where verl is not installed it
+registers nothing. verl imports it by itself, as a plugin of the group `verl.plugins`, in each of its processes.
+
+In verl the ratio is to `old_log_prob`, advantages are those of its estimator, and the loss is asked for micro-batch by
+micro-batch: an objective that reads statistics of the whole optimizer batch gets it in one micro-batch per rank, or
+refuses. Axes: B responses, T response tokens.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor
+
+from stalewise.diagnostics import token_sums
+from stalewise.distributed import merge_over_ranks
+from stalewise.errors import ConfigError
+from stalewise.objectives import OBJECTIVES, Objective, Tokens, get_objective, make_tokens
+from stalewise.objectives.batch_statistics import Mergeable
+from stalewise.objectives.reduce import natural_denominator, reduced
+from stalewise.objectives.registry import Settings
+
+PREFIX = "stalewise"
+PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
+
+# The proximal policy is no argument of a policy loss in verl.
+NAMES = tuple(name for name, objective in OBJECTIVES.items() if not objective.needs_proximal)
+
+
+def aggregation(objective: Objective) -> str:
+    """The `loss_agg_mode` of verl that is the reduction of the objective."""
+    if objective.constant_denominator:
+        return "seq-mean-token-sum-norm"
+    return "seq-mean-token-mean" if objective.reduction == "sequence" else "token-mean"
+
+
+def policy_loss(name: str, **params: Any) -> PolicyLoss:
+    """The objective as a policy loss of verl: its arguments, and its result, the loss and metrics by name."""
+    objective = get_objective(name)
+    if objective.needs_proximal:
+        raise ConfigError(f"objective {name} needs a proximal policy, which verl does not hand over: choose another")
+    settings = objective.settings(params)
+    mode = aggregation(objective)
+
+    def compute(
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str = mode,
+        config: Any = None,
+        rollout_is_weights: Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, float]]:
+        if loss_agg_mode != mode:
+            raise ConfigError(
+                f"actor.loss_agg_mode is {loss_agg_mode}, but objective {name} is reduced by {mode}: set it to that"
+            )
+        batch: Mapping[str, Any] = {} if config is None else config.global_batch_info
+        tokens = make_tokens(
+            logp=log_prob,
+            behaviour_logp=old_log_prob,
+            advantage=_one_per_response(advantages, response_mask.bool()),
+            mask=response_mask,
+            check_values=False,
+        )
+        token_loss = objective.second_pass(tokens, _statistics(objective, tokens, settings, batch), settings)
+        loss_BT = token_loss.loss_BT if rollout_is_weights is None else token_loss.loss_BT * rollout_is_weights
+        loss = reduced(loss_BT, tokens, objective.reduction, _denominator(objective, tokens, batch))
+        sums = token_sums(tokens, clipped_BT=token_loss.clipped_BT, vetoed_BT=token_loss.vetoed_BT)
+        return loss, {f"{PREFIX}/{key}": value for key, value in sums.summary().items()}
+
+    compute.__name__ = compute.__qualname__ = f"{PREFIX}_{name}"
+    return compute
+
+
+def register(name: str, *, under: str = "", **params: Any) -> PolicyLoss:
+    """Put the objective into verl's registry as `under` (`stalewise_` and its name unless said)."""
+    algorithms = importlib.import_module("verl.trainer.ppo.core_algos")
+    return algorithms.register_policy_loss(under or f"{PREFIX}_{name}")(policy_loss(name, **params))
+
+
+def _one_per_response(advantages: Tensor, mask_BT: Tensor) -> Tensor:
+    """The advantage of each response, [B]; verl says it once per token."""
+    first_B1 = mask_BT.int().argmax(dim=1, keepdim=True)
+    advantage_B1 = advantages.gather(1, first_B1)
+    if bool((mask_BT & (advantages != advantage_B1)).any()):
+        raise ConfigError(
+            "advantages differ within a response, but the objective takes one per response: choose an "
+            "algorithm.adv_estimator of outcomes, such as grpo or rloo"
+        )
+    return advantage_B1.squeeze(1)
+
+
+def _statistics(objective: Objective, tokens: Tokens, settings: Settings, batch: Mapping[str, Any]) -> Mergeable | None:
+    """Phase one. Over ranks that hold the same responses (tensor or sequence parallel), too: ratios do not change."""
+    if objective.measure is None:
+        return None
+    whole, here = batch.get("global_batch_size"), len(tokens.mask_BT) * (batch.get("dp_size") or 1)
+    if whole is not None and here != whole:
+        raise ConfigError(
+            f"objective {objective.name} reads statistics of all {whole} responses of an update, but this micro-batch "
+            f"has {here} with those of other ranks: raise actor.ppo_micro_batch_size_per_gpu (or "
+            "ppo_max_token_len_per_gpu) until an update is one micro-batch"
+        )
+    return merge_over_ranks(objective.measure(tokens, settings))
+
+
+def _denominator(objective: Objective, tokens: Tokens, batch: Mapping[str, Any]) -> float | Tensor:
+    """What verl's own aggregation divides by: numbers of the whole update, of which each rank has a share."""
+    by_response = objective.reduction == "sequence" or objective.constant_denominator
+    counted = batch.get("global_batch_size" if by_response else "batch_num_tokens")
+    if counted is None:
+        counted = natural_denominator(tokens, "sequence" if by_response else "token").clamp(min=1)
+    if objective.constant_denominator:
+        counted = counted * (batch.get("loss_scale_factor") or tokens.mask_BT.shape[1])
+    return counted / (batch.get("dp_size") or 1)
+
+
+if find_spec("verl") is not None:
+    for _name in NAMES:
+        register(_name)
