@@ -1,12 +1,10 @@
 """Two ways to train, compared: is one better, how much, how sure is that, and what do they cost. Imports no torch.
 
-A side is one run, or several that differ in their seeds. Axes: N resamples, R runs of a side, P prompts, S
-sides.
+A side is one run, or several that differ in their seeds. Axis: R runs of a side.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
@@ -17,12 +15,18 @@ import numpy as np
 import numpy.typing as npt
 
 from stalewise.errors import StoreError
-from stalewise.intervals import Interval, percentile_interval, random_generator
+from stalewise.intervals import (
+    COMPARED_RESAMPLES,
+    Interval,
+    error_of_runs,
+    percentile_interval,
+    random_generator,
+    resample_prompts,
+)
 from stalewise.report.read import Run, read_runs
-from stalewise.report.tables import UNIMPORTANT
+from stalewise.report.tables import UNIMPORTANT, differing
 
-RESAMPLES = 10_000
-AT_ONCE = 500  # resamples; bounds the memory that many prompts take
+FEWEST_PROMPTS = 2  # in common: fewer are another task
 NORMAL_95 = 1.96  # an interval's half-width, in standard errors
 FEWEST_EVALUATIONS = 3  # of a curve that tells when an accuracy was reached
 
@@ -37,7 +41,7 @@ class Side:
     runs: list[str]
     accuracy: Interval  # of the last evaluated policies
     seconds: float  # of training, mean over its runs
-    seconds_to_accuracy: float | None  # until the final accuracy of A was reached; None where that cannot be told
+    seconds_to_accuracy: float | None  # until B is as good as A in the end, see `_speed`; None: cannot be told
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class Comparison:
 
     @property
     def speed_up(self) -> float | None:
-        """How many times as fast B reaches A's final accuracy; None where it cannot be told."""
+        """How many times as fast B gets as good as A is in the end; None where it cannot be told."""
         a, b = self.a.seconds_to_accuracy, self.b.seconds_to_accuracy
         return a / b if a is not None and b else None
 
@@ -95,7 +99,7 @@ def compare(a: Sequence[Path], b: Sequence[Path]) -> Comparison:
     names = side_names([run.label for run in first], [run.label for run in second])
     notes = [note for run in found for note in _notes(run)]
     resampled = resample(first, second, notes)
-    reached, speed = _speed(first, second, names)
+    reached, speed = _speed(first, second, names, resampled.margin)
     sides = [
         Side(
             name=name,
@@ -119,7 +123,7 @@ def compare(a: Sequence[Path], b: Sequence[Path]) -> Comparison:
         prompts=resampled.prompts,
         settings=_differing_settings(first, second),
         speed=speed,
-        notes=list(dict.fromkeys([*notes, *_machine_notes(found)])),
+        notes=list(dict.fromkeys([*notes, *_task_notes(found), *_machine_notes(found)])),
     )
 
 
@@ -150,6 +154,7 @@ class Resampled:
     values: tuple[float, float]
     samples: tuple[Array, Array]
     difference: Array
+    margin: float  # from A's value down to the lower end of its interval over prompts
     prompts: int  # that were paired; 0 where they could not be
     method: str
 
@@ -158,51 +163,41 @@ def resample(a: Sequence[Run], b: Sequence[Run], notes: list[str]) -> Resampled:
     """Draw prompts anew, many times, the same ones for both sides, and let the mean over runs err as it may."""
     b, is_paired_by_seed = _in_order_of_seeds(a, b)
     over = _over_runs(len(a), len(b), is_paired_by_seed)
-    common = _common_prompts([*a, *b])
-    if len(common) < 2:
+    is_paired = all(run.evaluations[-1].get("by_prompt") for run in [*a, *b])
+    common = _common_prompts([*a, *b]) if is_paired else []
+    if not is_paired:
         value_R = [np.array([run.evaluations[-1]["accuracy"]["value"] for run in side]) for side in (a, b)]
         samples, method = [_from_interval(side, place) for place, side in enumerate((a, b))], "not paired by prompt"
+        scores = [np.array(list(run.evaluations[-1]["accuracy"].values())) for run in [*a, *b]]
+    elif len(common) < FEWEST_PROMPTS:
+        raise StoreError(
+            f"runs of different tasks cannot be compared: of their held-out prompts {len(common)} are in common, and "
+            f"{FEWEST_PROMPTS} is the least; compare runs that were evaluated on the same prompts"
+        )
     else:
         largest = max(run.evaluations[-1]["prompts"] for run in [*a, *b])
         if len(common) < largest:
             notes.append(f"the runs have {len(common)} of {largest} held-out prompts in common; only those count")
-        tables = [_score_table(side, common) for side in (a, b)]
-        value_R = [table.mean(axis=1) for table in tables]
-        samples, method = resample_prompts([t.mean(axis=0) for t in tables]), f"paired over {len(common)} prompts"
+        scores = [_score_table(side, common) for side in (a, b)]
+        value_R = [table.mean(axis=1) for table in scores]
+        samples, method = resample_prompts([t.mean(axis=0) for t in scores]), f"paired over {len(common)} prompts"
+    value = [float(side.mean()) for side in value_R]
+    # Where no score is beyond 0 and 1, no mean is; Student's t does not know.
+    end = 1.0 if all(((table >= 0) & (table <= 1)).all() for table in scores) else np.inf
     errors = [error_of_runs(value_R[0], seed=2), error_of_runs(value_R[1], seed=3)]
     error = error_of_runs(value_R[1] - value_R[0], seed=2) if is_paired_by_seed else errors[1] - errors[0]
     return Resampled(
-        values=(float(value_R[0].mean()), float(value_R[1].mean())),
-        samples=(samples[0] + errors[0], samples[1] + errors[1]),
-        difference=samples[1] - samples[0] + error,
-        prompts=len(common) if len(common) >= 2 else 0,
+        values=(value[0], value[1]),
+        samples=(_within(samples[0] + errors[0], end), _within(samples[1] + errors[1], end)),
+        difference=np.clip(samples[1] - samples[0] + error, -end, end),
+        margin=max(value[0] - percentile_interval(value[0], samples[0]).low, 0.0),
+        prompts=len(common),
         method=f"{method}; {over}",
     )
 
 
-def resample_prompts(scores: Sequence[Array]) -> list[Array]:
-    """Means of several lists of scores, one per prompt, over prompts that are drawn with replacement for all alike."""
-    generator = random_generator(0)
-    score_PS = np.stack(list(scores), axis=1)
-    prompts = len(score_PS)
-    found: list[Array] = []
-    for _ in range(RESAMPLES // AT_ONCE):
-        weight_NP = generator.multinomial(prompts, np.full(prompts, 1 / prompts), size=AT_ONCE) / prompts
-        found.append(weight_NP @ score_PS)
-    return list(np.concatenate(found).T)
-
-
-def error_of_runs(value_R: Array, *, seed: int) -> Array:
-    """How far the mean over runs may be off: Student's t with R − 1 degrees of freedom; nothing is known from one run.
-
-    A bootstrap would draw among two or three values and never go beyond them: its 95% interval of three runs reaches
-    from the least to the largest and holds the truth in three cases of four.
-    """
-    runs = len(value_R)
-    if runs == 1:
-        return np.zeros(RESAMPLES)
-    spread = float(value_R.std(ddof=1)) / math.sqrt(runs)
-    return spread * random_generator(seed).standard_t(runs - 1, size=RESAMPLES)
+def _within(sample: Array, end: float) -> Array:
+    return np.clip(sample, 0.0, end) if end == 1 else sample
 
 
 def _from_interval(runs: Sequence[Run], seed: int) -> Array:
@@ -210,7 +205,7 @@ def _from_interval(runs: Sequence[Run], seed: int) -> Array:
     records = [run.evaluations[-1]["accuracy"] for run in runs]
     value = np.mean([record["value"] for record in records])
     error = np.mean([(record["high"] - record["low"]) / (2 * NORMAL_95) for record in records])
-    return value + error * random_generator(seed).standard_normal(RESAMPLES)
+    return value + error * random_generator(seed).standard_normal(COMPARED_RESAMPLES)
 
 
 def _in_order_of_seeds(a: Sequence[Run], b: Sequence[Run]) -> tuple[Sequence[Run], bool]:
@@ -254,27 +249,25 @@ def prompt_scores(record: Mapping[str, Any]) -> dict[str, float]:
 # ---------------------------------------------------------------- costs
 
 
-def _speed(a: Sequence[Run], b: Sequence[Run], names: Sequence[str]) -> tuple[list[float | None], str]:
-    """When each side reached A's final accuracy, and what that means in words."""
+def _speed(a: Sequence[Run], b: Sequence[Run], names: Sequence[str], margin: float) -> tuple[list[float | None], str]:
+    """When each side got as good as A is in the end, as far as the prompts can tell, and what that means in words."""
     curves = [mean_curve(side) for side in (a, b)]
     for name, (seconds, _) in zip(names, curves, strict=True):
         if len(seconds) < FEWEST_EVALUATIONS:
             why = f"{name} was evaluated too seldom ({len(seconds)} times): set evaluation.every"
             return [None, None], f"speed at equal accuracy cannot be told: {why}"
-    target = float(curves[0][1][-1])
+    target = float(curves[0][1][-1]) - margin
+    what = f"{target:.3f}, where the interval of {names[0]}'s final accuracy begins"
     reached = [first_reached(seconds, accuracy, target) for seconds, accuracy in curves]
     if reached[1] is None:
         best = float(curves[1][1].max())
-        return (
-            reached,
-            f"{names[1]} never reached the final accuracy of {names[0]}, {target:.3f}: its best is {best:.3f}",
-        )
+        return reached, f"{names[1]} never reached {what}: its best is {best:.3f}"
     if not reached[0] or not reached[1]:
         return reached, "speed at equal accuracy cannot be told: the accuracy was there before any training"
     ratio = reached[0] / reached[1]
     return reached, (
-        f"{names[1]} reached the final accuracy of {names[0]}, {target:.3f}, after {reached[1]:.1f} s of training and "
-        f"{names[0]} after {reached[0]:.1f} s: {ratio:.2f} times as fast"
+        f"{names[1]} reached {what}, after {reached[1]:.1f} s of training and {names[0]} after {reached[0]:.1f} s: "
+        f"{ratio:.2f} times as fast"
     )
 
 
@@ -316,6 +309,12 @@ def _notes(run: Run) -> list[str]:
     if not last.get("by_prompt"):
         notes.append(f"eval.jsonl of {run.label} has no results per prompt, so prompts cannot be paired")
     return notes
+
+
+def _task_notes(runs: Sequence[Run]) -> list[str]:
+    settings = [{k: v for k, v in run.config.items() if k.startswith("task.") and v not in (None, {})} for run in runs]
+    keys = differing(settings)
+    return [f"the runs differ in {', '.join(keys)}: make sure that their task is the same"] if keys else []
 
 
 def _machine_notes(runs: Sequence[Run]) -> list[str]:

@@ -27,18 +27,19 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def serve() -> Iterator[Callable[[Path], RunServer]]:
-    servers: list[RunServer] = []
+    """One server for each run, for as long as there are tests."""
+    servers: dict[Path, RunServer] = {}
 
     def start(run: Path) -> RunServer:
-        server = make_server(run)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        servers.append(server)
-        return server
+        if run not in servers:
+            servers[run] = make_server(run)
+            threading.Thread(target=servers[run].serve_forever, args=(0.05,), daemon=True).start()
+        return servers[run]
 
     yield start
-    for server in servers:
+    for server in servers.values():
         server.shutdown()
         server.server_close()
 

@@ -21,6 +21,8 @@ POINTS = """() => Object.fromEntries([...document.querySelectorAll("[data-figure
     plot.dataset.figure,
     plot.calcdata.map((points) => points.length),
 ]))"""
+OPEN = "[...document.querySelectorAll('details')].map((one) => one.open)"
+GROUND = "(body) => getComputedStyle(body).backgroundColor"
 MARKERS = "(name) => document.querySelectorAll(`[data-figure='${name}'] .scatterlayer path.point`).length"
 
 
@@ -37,15 +39,20 @@ def check_points(page: Page | Frame, updates: int, evaluations: int) -> None:
     assert page.evaluate(MARKERS, "reward") == updates + evaluations
 
 
-def test_the_plots_of_a_report_have_a_point_for_each_update(tmp_path: Path, page: Page) -> None:
-    page.goto(write_report([write_run(tmp_path / "run", updates=UPDATES)]).as_uri())
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report([write_run(tmp_path_factory.mktemp("runs") / "run", updates=UPDATES)])
+
+
+def test_the_plots_of_a_report_have_a_point_for_each_update(report: Path, page: Page) -> None:
+    page.goto(report.as_uri())
     check_points(page, UPDATES, 2)
 
 
-def test_the_report_fits_a_phone(tmp_path: Path, page: Page) -> None:
+def test_the_report_fits_a_phone(report: Path, page: Page) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
     page.emulate_media(color_scheme="dark")
-    page.goto(write_report([write_run(tmp_path / "run")]).as_uri())
+    page.goto(report.as_uri())
     drawn(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
 
@@ -58,11 +65,24 @@ def test_the_served_report_follows_the_run_and_stays_where_it_was_read(
     frame = page.frame(url="**/report")
     assert frame is not None
     check_points(frame, 5, 1)
+    expect(page.locator("#standing")).to_contain_text(f"update 5 of {UPDATES}")
+    frame.locator("#theme").select_option("dark")
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
+    before = page.locator("body").evaluate(GROUND)
+    summary = frame.locator("details:not([open]) > summary").first
+    summary.click()
+    is_open = frame.evaluate(OPEN)
+    assert any(is_open)
     frame.evaluate("scrollTo(0, 700)")
     append_line(run / "metrics.jsonl", {**metrics(5), "generation_batch": 1})
     expect(page.locator("#news")).to_contain_text("as of", timeout=15_000)
     check_points(frame, 6, 1)
     page.wait_for_timeout(1300)
     assert abs(frame.evaluate("scrollY") - 700) < 5
+    assert frame.evaluate(OPEN) == is_open
+    assert frame.evaluate("document.activeElement.localName") == "summary"
+    expect(page.locator("#standing")).to_contain_text(f"update 6 of {UPDATES}")
     page.get_by_role("link", name="Rollouts").click()
     expect(page.locator("#count")).to_have_text("0 rollouts in 0 groups")
+    expect(page.locator("#standing")).to_contain_text(f"update 6 of {UPDATES}")
+    assert page.locator("body").evaluate(GROUND) == before

@@ -253,3 +253,20 @@ def test_a_hundred_thousand_rollouts_open_and_scroll(big: Path, page: Page, serv
     page.get_by_label("Response has").fill("text 77")
     expect(page.locator("#count")).to_have_text(f"{MANY // 1000 * 11:,} rollouts in {MANY // 1000 * 4:,} groups")
     assert time.perf_counter() - begun < 3
+
+
+def test_a_batch_in_the_making_is_no_damage_and_is_shown_when_it_is_there(
+    small: Path, tmp_path: Path, page: Page, serve: Serve
+) -> None:
+    run = Path(shutil.copytree(small, tmp_path / "run"))
+    manifest = batch_directories(run / "rollouts")[1] / "manifest.json"
+    away = manifest.rename(tmp_path / "manifest.json")
+    open_rollouts(page, serve(run))
+    expect(page.locator("#making")).to_contain_text("Being generated, and shown when all of it is there: g000001")
+    expect(page.locator("#problems")).to_be_hidden()
+    expect(page.locator("#count")).to_have_text("320 rollouts in 80 groups")
+    expect(page.locator("#standing")).to_contain_text("update 6 of 8")
+    away.rename(manifest)
+    page.get_by_role("button", name="look again").click(timeout=15_000)
+    expect(page.locator("#count")).to_have_text("480 rollouts in 120 groups")
+    expect(page.locator("#making")).to_be_hidden()

@@ -12,12 +12,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from rollout_runs import GROUP_SIZE, HOSTILE, add_batch, consume, make_rollout, seen_by, small_run, start_run
@@ -29,7 +31,7 @@ from stalewise.browser.texts import TokenTexts, shown
 from stalewise.config import RunConfig
 from stalewise.errors import ConfigError, StoreError
 from stalewise.files import write_json_atomic
-from stalewise.store import batch_directories, token_files, token_log_directory
+from stalewise.store import TokenLog, batch_directories, token_files, token_log_directory
 from stalewise.types import FinishReason, Rollout, TokenFlag
 from tiny import refused
 
@@ -141,6 +143,27 @@ def test_a_shard_that_breaks_later_is_said_in_its_group(own: Path) -> None:
     assert [response["missing"] for response in record["responses"]] == [True] * GROUP_SIZE
 
 
+def change_one_byte(shard: Path) -> None:
+    """The file can be read as before, and is not the one that was written."""
+    content = shard.read_bytes()
+    assert b"parquet-cpp-arrow" in content
+    shard.write_bytes(content.replace(b"parquet-cpp-arrow", b"parquet-cpp-arroW"))
+
+
+def test_a_shard_that_can_be_read_and_is_another_is_damaged(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change_one_byte(batch_directories(own / "rollouts")[0] / "shard-00000.parquet")
+    index = index_of(own)
+    assert index.table.num_rows == 480 - 64
+    assert len(index.problems) == 1 and "shard-00000.parquet is damaged" in index.problems[0]
+    shutil.rmtree(own / "report")
+    monkeypatch.setattr("stalewise.browser.index.CHECKED_BYTES", 0)  # as in a store that takes long to hash
+    index = index_of(own)
+    assert index.table.num_rows == 480 and index.problems == []
+    record = describe_group(index, "g000000-v000000", 1, TokenTexts(own))
+    assert "shard-00000.parquet is damaged" in record["problems"][0]
+    assert [response["missing"] for response in record["responses"]] == [True] * GROUP_SIZE
+
+
 def test_a_damaged_token_log_is_named_and_ratios_are_missing(own: Path) -> None:
     token_files(token_log_directory(own))[0].write_bytes(b"garbage")
     index = index_of(own)
@@ -149,11 +172,20 @@ def test_a_damaged_token_log_is_named_and_ratios_are_missing(own: Path) -> None:
     assert not np.isnan(index.column("worst_log_ratio")[160:240]).any()
 
 
+def test_a_token_log_with_other_columns_is_damaged(own: Path) -> None:
+    path = token_files(token_log_directory(own))[0]
+    table = pq.read_table(path)
+    pq.write_table(table.set_column(2, "advantage", table.column("advantage").cast("string")), path)
+    index = index_of(own)
+    assert "u000000-u000003.parquet is damaged" in index.problems[0]
+    assert np.isnan(index.column("advantage")[:160]).all() and not np.isnan(index.column("advantage")[160:240]).any()
+
+
 def test_a_batch_in_the_making_is_mentioned(own: Path) -> None:
     (batch_directories(own / "rollouts")[1] / "manifest.json").unlink()
     index = index_of(own)
     assert index.table.num_rows == 320
-    assert "g000001-v000004 is being generated" in index.problems[0]
+    assert index.making == ["g000001-v000004"] and index.problems == []
 
 
 def test_a_run_that_has_just_begun_is_empty(tmp_path: Path) -> None:
@@ -262,6 +294,66 @@ def test_what_was_taken_back_keeps_what_its_updates_saw(own: Path) -> None:
     assert index.column("update")[320:400].tolist() == [8] * 40 + [9] * 40
     record = describe_group(index, "r000:g000002-v000008", 80, TokenTexts(own))
     assert all(response["tokens"]["log_ratio"] for response in record["responses"])
+
+
+@pytest.fixture
+def halved(own: Path) -> Path:
+    """Updates 4 and 5 were taken back and happened again on the same batch, in another order."""
+    rollback = own / "rollbacks" / "r001"
+    rollback.mkdir()
+    batch = batch_directories(own / "rollouts")[1]
+    scratch = own / "scratch"
+    consume(scratch, batch, 1, range(4, 6), per_update=20)
+    shutil.move(scratch / "ledger" / "updates.jsonl", rollback / "updates.jsonl")
+    shutil.move(token_log_directory(scratch), rollback / "tokens")
+    return own
+
+
+def test_updates_that_were_taken_back_are_shown_where_their_batch_stands(halved: Path) -> None:
+    index = index_of(halved)
+    rows = index.column("place") == [place.key for place in index.places].index("r001:g000001-v000004")
+    assert index.column("rollout_id")[rows].tolist() == list(range(160, 200))  # what those updates saw, and no more
+    assert index.column("update")[rows].tolist() == [4] * 20 + [5] * 20
+    taken, stands = (
+        describe_group(index, key, 46, TokenTexts(halved)) for key in ("r001:g000001-v000004", "g000001-v000004")
+    )
+    assert (taken["rollback"], taken["stands"], stands["rollback"]) == ("r001", True, "")
+    assert [one["update"] for one in taken["responses"]] == [5] * GROUP_SIZE
+    assert [one["update"] for one in stands["responses"]] == [4] * GROUP_SIZE
+    assert [one["rollout_id"] for one in taken["responses"]] == [one["rollout_id"] for one in stands["responses"]]
+    for one, other in zip(taken["responses"], stands["responses"], strict=True):
+        assert one["tokens"]["ids"] == other["tokens"]["ids"] and one["tokens"]["logp"] != other["tokens"]["logp"]
+    with_text = found(index, text="w7", batch="r001:g000001-v000004")
+    assert with_text == [i for i in expected(lambda r: "w7" in r.text) if 160 <= i < 200] != []
+    same_table(index_of(halved), index)
+
+
+def test_a_rollback_whose_ledger_is_damaged_is_named(halved: Path) -> None:
+    (halved / "rollbacks" / "r001" / "updates.jsonl").write_text("garbage\n" * 3)
+    index = index_of(halved)
+    assert index.table.num_rows == 480
+    assert any("r001/updates.jsonl" in problem for problem in index.problems)
+
+
+@pytest.mark.parametrize(("logp", "word"), [(math.nan, "NaN"), (-math.inf, "-Infinity")])
+def test_a_ratio_that_is_not_finite_is_said_to_be_so(tmp_path: Path, logp: float, word: str) -> None:
+    run = start_run(tmp_path)
+    batch = add_batch(run, 0, [make_rollout(i) for i in range(8)])
+    consume(run, batch, 0, range(1), per_update=8)
+    (path,) = token_files(token_log_directory(run))
+    seen = seen_by(batch, range(8))
+    seen.logp[int(seen.rows.response_offsets[1])] = logp  # the first token of rollout 1
+    path.unlink()
+    log = TokenLog(run)
+    log.add(0, seen)
+    log.commit(1)
+    index = index_of(run)
+    response = describe_group(index, batch.name, 0, TokenTexts(run))["responses"][1]
+    assert response["worst_log_ratio"] == response["tokens"]["log_ratio"][0] == response["tokens"]["logp"][0] == word
+    assert response["worst_place"] == 0
+    assert found(index, ratio=1e30) == [1]
+    assert Matches(index, parse({"sort": "ratio", "descending": "true"})).page(0, 1)[0]["worst_log_ratio"] == word
+    json.dumps(response, allow_nan=False)
 
 
 def test_long_responses_come_in_windows(tmp_path: Path) -> None:
@@ -374,6 +466,7 @@ def test_questions_are_answered_or_refused_in_words(server: RunServer) -> None:
     for path, words, expected_status in (
         ("groups", {"ratio": "much"}, 400),
         ("groups", {"offset": "-1"}, 400),
+        ("groups", {"part": "colour", "part_min": 1}, 400),
         ("group", {"batch": "g000000-v000000", "group": "9" * 30}, 400),
         ("group", {"batch": "../..", "group": 0}, 422),
         ("tokens", {"batch": "g000000-v000000", "rollout": 10**6}, 422),
@@ -389,6 +482,36 @@ def test_the_report_is_made_anew_when_the_run_goes_on(own: Path) -> None:
         with open(own / "metrics.jsonl", "a") as file:
             file.write(json.dumps({"update": 6, "generation_batch": 1, "reward": 1.0}) + "\n")
         assert server.state() != state and server.report() != first
+        state = server.state()
+        add_batch(own, 2, [make_rollout(i) for i in range(480, 484)])
+        assert server.state() != state
+
+
+def test_how_the_run_stands_is_said(server: RunServer) -> None:
+    standing = ask(server, "state")[1]["standing"]
+    assert standing.startswith("stopped · next: ") and "update 6 of 8" in standing
+
+
+def test_a_slow_search_keeps_nobody_waiting(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search whose shard comes late: others are answered meanwhile, and who asks the same gets its answer."""
+    from stalewise.browser import query
+
+    asked, may_go_on = threading.Event(), threading.Event()
+    plain = query.read_shard
+
+    def slow(*arguments: Any) -> Any:
+        asked.set()
+        assert may_go_on.wait(30)
+        return plain(*arguments)
+
+    monkeypatch.setattr(query, "read_shard", slow)
+    with make_server(own) as server, ThreadPoolExecutor(2) as pool:
+        index = server.keeper.index()
+        searches = [pool.submit(server.matches, index, parse({"text": "w7"})) for _ in range(2)]
+        assert asked.wait(30)
+        assert server.matches(index, parse({"group": "3"})).rollouts == GROUP_SIZE
+        may_go_on.set()
+        assert searches[0].result() is searches[1].result()
 
 
 def test_the_browser_serves_without_torch(run: Path) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from rundirs import add_evaluation, add_journal, write_run
-from stalewise.compare import compare, error_of_runs, first_reached, resample_prompts
+from stalewise.compare import compare, first_reached
 from stalewise.errors import StoreError
+from stalewise.intervals import error_of_runs, resample_prompts
 from tiny import call, called_json, refused
 
 PROMPTS = 200
@@ -100,6 +101,18 @@ def test_seeds_that_differ_widen_the_interval(tmp_path: Path, rng: np.random.Gen
     assert compare(sides["a"][:2], sides["b"]).method == "paired over 200 prompts; over 2 and 3 runs"
 
 
+def test_intervals_end_where_scores_do(tmp_path: Path) -> None:
+    sides: dict[str, list[Path]] = {"a": [], "b": []}
+    for seed, (low, high) in enumerate(((0, 3), (2, 4))):
+        sides["a"].append(judged(tmp_path / f"a{seed}", np.full(8, low), seed=seed))
+        sides["b"].append(judged(tmp_path / f"b{seed}", np.full(8, high), seed=seed + 7))
+    found = compare(sides["a"], sides["b"])  # Student's t of two runs would go from far below 0 to far above 1
+    assert (found.a.accuracy.low, found.b.accuracy.high) == (0, 1)
+    assert (found.difference.low, found.difference.high) == (-1, 1)
+    add_evaluation(sides["a"][0], 8, -1.0, prompts=8, by_prompt=by_prompt(np.full(8, -4)))
+    assert compare(sides["a"], sides["b"]).a.accuracy.low < -1
+
+
 def test_intervals_over_prompts_hold_the_truth_as_often_as_they_say() -> None:
     held = 0
     for trial in range(60):
@@ -161,7 +174,18 @@ def test_the_speed_at_equal_accuracy(tmp_path: Path) -> None:
     assert found.speed.endswith("2.67 times as fast")
     other_way = compare([fast], [slow])
     assert other_way.speed_up is None
-    assert other_way.speed == "slow never reached the final accuracy of fast, 1.000: its best is 0.750"
+    assert other_way.speed == (
+        "slow never reached 1.000, where the interval of fast's final accuracy begins: its best is 0.750"
+    )
+
+
+def test_as_good_as_the_prompts_can_tell_is_as_good(tmp_path: Path) -> None:
+    a, b = (curve(tmp_path / name, 10.0, [0.25, 0.5, 0.75]) for name in "ab")
+    # 38 of 50 prompts are right in the end, ± 1.96·√(0.76·0.24/50) = 0.118; b comes to 0.75, as on record.
+    add_evaluation(a, 4, 0.76, prompts=50, by_prompt=by_prompt(np.repeat([4, 0], [38, 12])))
+    found = compare([a], [b])
+    assert found.speed_up is not None and found.b.seconds_to_accuracy == pytest.approx(20 + 20 * (0.64 - 0.5) / 0.25)
+    assert "b reached 0.640, where the interval of a's final accuracy begins, after 31.2 s" in found.speed
 
 
 def test_a_run_that_was_seldom_evaluated_has_no_speed(tmp_path: Path) -> None:
@@ -187,6 +211,18 @@ def test_the_command_says_it_in_words_and_as_json(tmp_path: Path) -> None:
     assert record["words"] == "better is better by 50.0 points (50.0 to 50.0)"
     assert (record["probability_better"], record["task"], record["prompts"]) == (1.0, "arithmetic", 200)
     assert record["a"]["accuracy"]["value"] == 0.25 and record["speed_up"] is None
+
+
+def test_tasks_of_one_name_are_told_apart_by_their_prompts(tmp_path: Path) -> None:
+    a, b = (judged(tmp_path / name, np.array([1, 2, 3])) for name in "ab")
+    shifted = by_prompt(np.array([1, 2, 3])) | {"prompt_ids": ["q2", "q3", "q4"]}
+    add_evaluation(b, 8, 0.5, prompts=3, by_prompt=shifted)
+    assert "different tasks cannot be compared: of their held-out prompts 1 are in common" in refused("compare", a, b)
+    other = write_run(tmp_path / "other", task={"name": "arithmetic", "options": {"difficulty": 3}})
+    add_evaluation(other, 8, 0.5, prompts=3, by_prompt=by_prompt(np.array([1, 2, 3])))
+    note = "the runs differ in task.options.difficulty: make sure that their task is the same"
+    assert note in compare([a], [other]).notes
+    assert not any("task" in note for note in compare([a], [judged(tmp_path / "c", np.array([1, 2, 3]))]).notes)
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import math
+import os
 import re
 import shutil
 from pathlib import Path
@@ -79,7 +80,7 @@ def test_a_complete_run_makes_one_page_with_everything(tmp_path: Path) -> None:
     for words in ("Improved.", "0.400 [0.350, 0.450]", "0.800 [0.750, 0.850]", "8 of 8 updates", "2 of 2 generation"):
         assert words in page, words
     assert "Nothing in the records looks wrong." in page
-    assert set(figures_of(page)) == {*(chart.name for chart in CHARTS), "time", "stages"}
+    assert set(figures_of(page)) == {*(chart.name for chart in CHARTS), "time", "stages-0"}
     assert page == render(read_runs([run]))  # no date and no chance in it
 
 
@@ -284,7 +285,9 @@ def test_many_stages_share_bars(tmp_path: Path) -> None:
     assert [seconds["learn"] for _, seconds in rows] == [3.0] * 11
     assert [name for name, _ in grouped({0: {}, 1: {}}, 16)] == ["stage 0", "stage 1"]
     runs = read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b")])
-    assert [name for name, _ in rows_of_stages(runs)] == ["a, stage 0", "b, stage 0"]
+    assert [name for name, _ in rows_of_stages(runs[0], 2)] == ["stage 0"]
+    figures = figures_of(render(runs))
+    assert figures["stages-0"]["data"][0]["y"] == figures["stages-1"]["data"][0]["y"] == ["stage 0"]
 
 
 def test_the_second_process_has_a_bar_of_its_own(tmp_path: Path) -> None:
@@ -294,7 +297,10 @@ def test_the_second_process_has_a_bar_of_its_own(tmp_path: Path) -> None:
     rows = dict(rows_of_runs([read_run(run)]))
     assert rows["run, learner"] == {"generate": 10, "learn": 20, "switch": 0, "evaluate": 0, "idle": 0}
     assert rows["run, generator"]["wait"] == 4
-    assert "run, generator: 8.0 s, of which generate 50%, wait 50%." in write_report([run]).read_text()
+    page = write_report([run]).read_text()
+    assert "run, generator: 8.0 s, of which generate 50%, wait 50%." in page
+    assert "Beside it the generator took 8.0 s: 50% generating, 50% waiting." in page
+    assert "67% learning" in page and "0% switching" not in page
 
 
 WARNINGS = [
@@ -414,6 +420,25 @@ def test_curves_against_time_use_the_clock(tmp_path: Path) -> None:
     np.testing.assert_allclose(accuracy.x, [0, 30])
 
 
+def test_the_reward_has_a_band_where_its_error_is_known(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / "run", updates=4))
+    run.metrics["reward_error"] = np.array([0.1, np.nan, 0.05, 0.05])
+    band, line, _ = traces(CHARTS[0], run)
+    assert (band.name, band.fill, line.name) == ("reward, 95% interval", "toself", "reward")
+    # Alone, update 0; then, after a gap, 2 and 3: along the upper ends and back along the lower.
+    np.testing.assert_array_equal(band.x, [0, 0, np.nan, 2, 3, 3, 2, np.nan])
+    ends = 0.25 + 1.96 * np.array([0.1, -0.1, np.nan, 0.05, 0.05, -0.05, -0.05, np.nan])
+    np.testing.assert_allclose(band.y, ends, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("largest", "step"), [(0.5, None), (2.0, "D2"), (900.0, 1)])
+def test_a_narrow_log_axis_has_labels_between_the_powers_of_ten(tmp_path: Path, largest: float, step: object) -> None:
+    run = read_run(write_run(tmp_path / "run"))
+    run.metrics["ratio_max_positive"][3] = largest
+    chart = next(chart for chart in CHARTS if chart.is_log)
+    assert draw(chart, [run]).to_dict()["layout"]["yaxis"].get("dtick") == step
+
+
 # ---------------------------------------------------------------- stages that end by themselves, and runs taken back
 
 
@@ -425,7 +450,11 @@ def test_what_was_taken_back_is_grey_and_said(tmp_path: Path) -> None:
     for update in (4, 5):
         append_line(place / "metrics.jsonl", metrics(update, ess=0.05))
     add_evaluation(place, 6, 0.1)
+    add_batch(place, 1, 4, rows=512)
     found = read_run(run)
+    assert "; besides, 2 updates and 512 rollouts were made and taken back." in summarise(found).cost
+    table = render(read_runs([run, write_run(tmp_path / "other")]))
+    assert "6 of 8 and 2 taken back</td>" in table and "2048 and 512 taken back</td>" in table
     said = "The run was taken back from version 6 to 4: the reward fell (0.1; its best was 0.8); the learning rate is"
     assert said in warnings(found)
     assert "ESS falls" not in warnings(found)  # that was taken back
@@ -469,8 +498,54 @@ def test_a_corrupt_line_does_not_hide_the_others(tmp_path: Path) -> None:
     assert "metrics.jsonl, line 3 is corrupt" in warnings(found) and "8 lines that can be read are used" in warnings(
         found
     )
-    assert "1 records lack update: left out" in warnings(found)
+    assert "1 of 8 records lack what they need, or have it in a wrong form (update): left out" in warnings(found)
     assert write_report([run]).is_file()
+
+
+DAMAGED_RECORDS = [
+    ("metrics.jsonl", {"update": "three"}),
+    ("metrics.jsonl", {"update": None}),
+    ("journal.jsonl", {"time": None, "event": "learn", "seconds": 1.0, "first": 0, "stop": 2}),
+    ("journal.jsonl", {"time": 200.0, "event": "learn", "seconds": 1.0, "first": 0}),
+    ("journal-generator.jsonl", {"time": 200.0, "event": "generate", "seconds": "x"}),
+    ("ledger/stages.jsonl", {"generation_batch": 0, "ended": "early"}),
+]
+
+
+@pytest.mark.parametrize(("file", "record"), DAMAGED_RECORDS)
+def test_a_record_of_a_wrong_form_is_left_out_and_said(tmp_path: Path, file: str, record: dict[str, Any]) -> None:
+    run = write_run(tmp_path / "run")
+    append_line(run / file, record)
+    assert write_report([run]).is_file()
+    assert f"{run / file}: 1 of " in warnings(read_run(run))
+    assert read_run(run).updates == 8
+
+
+@pytest.mark.parametrize("change", [{"accuracy": None}, {"pass_at": {"1": 0.5}}, {"by_prompt": {"score": [1]}}])
+def test_an_evaluation_of_a_wrong_form_is_left_out_and_said(tmp_path: Path, change: dict[str, Any]) -> None:
+    run = write_run(tmp_path / "run")
+    add_evaluation(run, 9, 0.5, **change)
+    assert write_report([run]).is_file()
+    found = read_run(run)
+    assert "eval.jsonl: 1 of 3 records lack what they need" in warnings(found)
+    assert [record["version"] for record in found.evaluations] == [0, 8]
+
+
+def test_half_a_character_does_not_spoil_the_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    add_evaluation(run, 9, 0.5, verifier_errors=1, verifier_error_kinds={"bad \ud800": 1})
+    assert "bad ? (1)" in write_report([run]).read_text()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+@pytest.mark.parametrize("name", ["rollouts", "environment.json", "metrics.jsonl"])
+def test_what_may_not_be_read_is_said(tmp_path: Path, name: str) -> None:
+    run = write_run(tmp_path / "run")
+    (run / name).chmod(0)
+    try:
+        assert f"cannot read {run / name}" in warnings(read_run(run))
+    finally:
+        (run / name).chmod(0o700)
 
 
 @pytest.mark.parametrize("damage", ["{", '{"format": "stalewise.rollouts/1"}', '{"format": "other"}'])
@@ -545,7 +620,7 @@ def test_every_plot_is_also_in_words(tmp_path: Path) -> None:
     plots = re.findall(r'data-figure="([\w-]+)" role="img" aria-label="([^"]*)"', page)
     assert {name for name, _ in plots} == set(figures_of(page))
     for name, words in plots:
-        needed = ("s, of which",) if name in ("time", "stages") else ("first", "last", "lowest", "highest")
+        needed = ("s, of which",) if name in ("time", "stages-0") else ("first", "last", "lowest", "highest")
         assert all(word in words for word in needed), name
     assert dict(plots)["reward"].endswith(
         "accuracy: first 0.4 at update 0, last 0.8 at update 8, lowest 0.4 at update 0, highest 0.8 at update 8."

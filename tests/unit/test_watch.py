@@ -180,3 +180,10 @@ def test_the_view_follows_the_run_and_ctrl_c_leaves_cleanly(tmp_path: Path) -> N
         process.wait()
         process.stderr.close()
         os.close(master)
+
+
+@pytest.mark.parametrize("lock", ["[]", '{"pid": "one", "host": "here", "since": "now"}', '{"pid": 1, "host": null}'])
+def test_a_damaged_lock_is_nobodys(tmp_path: Path, lock: str) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "run.lock").write_text(lock)
+    assert (standing(run).state, standing(run).holder) == ("finished", "")

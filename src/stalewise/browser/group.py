@@ -10,7 +10,7 @@ import numpy as np
 
 from stalewise.browser.index import Column, Index
 from stalewise.browser.places import Place, read_rows
-from stalewise.browser.query import number, rows_of_group
+from stalewise.browser.query import log_ratio, number, rows_of_group
 from stalewise.browser.texts import TokenTexts, shown
 from stalewise.errors import StalewiseError, StoreError
 from stalewise.inspection import visible
@@ -31,6 +31,7 @@ def describe_group(index: Index, batch: str, group: int, texts: TokenTexts) -> d
     return {
         "batch": batch,
         "rollback": place.rollback,
+        "stands": place.stands,
         "directory": place.directory.name,
         "group": group,
         "prompt_id": visible(index.table.column("prompt_id")[int(rows[0])].as_py()),
@@ -55,7 +56,7 @@ def describe_response(
 ) -> dict[str, Any]:
     """One response; what the index knows of it even where its shard cannot be read."""
     rollout_id = int(index.column("rollout_id")[row])
-    update = int(index.column("update")[row])
+    update, clipped = int(index.column("update")[row]), int(index.column("clipped")[row])
     known: dict[str, Any] = {
         "rollout_id": rollout_id,
         "reward": number(index.column("reward")[row]),
@@ -63,8 +64,8 @@ def describe_response(
         "update": None if update < 0 else update,
         "age": None if update < 0 else int(index.column("age")[row]),
         "length": int(index.column("response_length")[row]),
-        "worst_log_ratio": number(index.column("worst_log_ratio")[row]),
-        "clipped": max(int(index.column("clipped")[row]), 0),
+        "worst_log_ratio": log_ratio(index.column("worst_log_ratio")[row]) if clipped >= 0 else None,
+        "clipped": max(clipped, 0),
         "vetoed": max(int(index.column("vetoed")[row]), 0),
     }
     rollout = rollouts.get(rollout_id)
@@ -126,8 +127,8 @@ def _log_ratio(rollout: Rollout, record: dict[str, Any] | None) -> Column | None
 
 
 def _worst_place(rollout: Rollout, record: dict[str, Any] | None) -> int | None:
-    log_ratio = _log_ratio(rollout, record)
-    return None if log_ratio is None or not len(log_ratio) else int(np.abs(log_ratio).argmax())
+    found = _log_ratio(rollout, record)
+    return None if found is None or not len(found) else int(np.abs(found).argmax())
 
 
 def _first_trigger(record: dict[str, Any] | None) -> int | None:
@@ -137,13 +138,14 @@ def _first_trigger(record: dict[str, Any] | None) -> int | None:
 
 def _tokens(rollout: Rollout, record: dict[str, Any] | None, start: int, texts: TokenTexts) -> dict[str, Any]:
     window = slice(max(start, 0), max(start, 0) + WINDOW)
-    log_ratio = _log_ratio(rollout, record)
+    found = _log_ratio(rollout, record)
     ids = list(rollout.response_ids[window])
     return {
         "start": window.start,
         "ids": ids,
         "texts": [shown(text) for text in texts.of(ids)],
-        "behaviour_logp": [number(value) for value in rollout.behaviour_logp[window]],
-        "log_ratio": None if log_ratio is None else [number(value) for value in log_ratio[window]],
-        "flags": None if log_ratio is None or record is None else record["flags"][window],
+        "behaviour_logp": [log_ratio(value) for value in rollout.behaviour_logp[window]],
+        "logp": None if found is None or record is None else [log_ratio(value) for value in record["logp"][window]],
+        "log_ratio": None if found is None else [log_ratio(value) for value in found[window]],
+        "flags": None if found is None or record is None else record["flags"][window],
     }

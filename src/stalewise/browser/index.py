@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from stalewise.browser.places import Place, find_places, read_shard
+from stalewise.browser.places import Place, check_shard, find_places, read_shard
 from stalewise.errors import StalewiseError, StoreError
 from stalewise.files import write_atomic
 from stalewise.store import ShardManifest, read_batch_manifest, read_ledger, shard_path, token_files
@@ -28,9 +28,10 @@ from stalewise.store.token_log import read_light
 from stalewise.types import FinishReason
 
 CACHE = "rollouts.index.arrow"
-FORMAT = "stalewise.index/1"
+FORMAT = "stalewise.index/2"
 MOST_PARTS = 32  # names of reward parts that have a filter
 LOOK_AGAIN_S = 2.0  # a run directory is not asked more often than this
+CHECKED_BYTES = 2**28  # of shards that are hashed while an index is made; the rest is when it is opened
 LIGHT = ["rollout_id", "prompt_id", "group", "reward", "reward_parts", "reward_error", "finish_reason"]
 LIGHT += ["response_length", "version_first"]
 PART = "part:"
@@ -40,7 +41,7 @@ Column = npt.NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The rows of the index that come from one shard."""
+    """The rows of the index that come from one shard: all of its rollouts, or those of updates that were taken back."""
 
     place: int
     shard: ShardManifest
@@ -56,6 +57,7 @@ class Index:
     pieces: list[Piece]
     table: pa.Table
     problems: list[str]  # what could not be read
+    making: list[str]  # batches that are being generated
     order: Column  # rows, group by group
     starts: Column  # where each group begins in `order`
     _columns: dict[str, Column] = field(default_factory=dict, compare=False, repr=False)
@@ -106,19 +108,24 @@ class IndexKeeper:
         problems: list[str] = []
         pieces: list[Piece] = []
         parts: list[dict[str, pa.Array]] = []
-        stop = 0
+        stop = checked = 0
         for number, place in enumerate(places):
             shards, found = _shards(place)
             problems += found
+            kept = _updated_ids(place)
             for shard in shards:
+                checked += shard.bytes
                 try:
-                    columns = self._shard(place, shard)
+                    columns = self._shard(place, shard, check=checked <= CHECKED_BYTES)
                 except StalewiseError as error:
                     problems.append(str(error))
                     continue
-                start, stop = stop, stop + shard.rows
+                if kept is not None:
+                    mask = pa.array(np.isin(columns["rollout_id"].to_numpy(), kept))
+                    columns = {name: column.filter(mask) for name, column in columns.items()}
+                start, stop = stop, stop + len(columns["rollout_id"])
                 pieces.append(Piece(number, shard, slice(start, stop)))
-                parts.append({**columns, "place": pa.array(np.full(shard.rows, number, dtype=np.int32))})
+                parts.append({**columns, "place": pa.array(np.full(stop - start, number, dtype=np.int32))})
         table = _joined(parts)
         for name, column in _fates(places, pieces, table, problems).items():
             table = table.append_column(name, pa.array(column))
@@ -127,9 +134,11 @@ class IndexKeeper:
         table = table.append_column("degenerate", pa.array(degenerate))
         return _index(fingerprint, places, pieces, table, problems)
 
-    def _shard(self, place: Place, shard: ShardManifest) -> dict[str, pa.Array]:
+    def _shard(self, place: Place, shard: ShardManifest, check: bool) -> dict[str, pa.Array]:
         key = (str(shard_path(place.directory, shard.index)), shard.sha256)
         if key not in self._shards:
+            if check:
+                check_shard(place, shard)
             table = read_shard(place, shard, LIGHT)
             if table.num_rows != shard.rows:
                 raise StoreError(f"{key[0]} is damaged: {table.num_rows} rows, its manifest says {shard.rows}")
@@ -156,11 +165,27 @@ def fingerprint_of(run: Path) -> str:
 def _shards(place: Place) -> tuple[list[ShardManifest], list[str]]:
     """The shards that a batch's manifest lists, and what is wrong with it."""
     if not place.is_committed:
-        return [], [f"{place.directory.name} is being generated: its rollouts are shown when all of them are there"]
+        return [], []
     try:
         return list(read_batch_manifest(place.directory).shards), []
     except StalewiseError as error:
         return [], [str(error)]
+
+
+def _updated_ids(place: Place) -> Column | None:
+    """Of a batch that stands, the rollouts whose updates were taken back; None where all of a batch is shown."""
+    if not (place.rollback and place.stands):
+        return None
+    try:
+        ranges = [
+            span
+            for e in read_ledger(place.ledger)
+            if e.generation_batch == place.generation_batch
+            for span in e.rollout_ids
+        ]
+    except StalewiseError:  # said where what became of rollouts is read
+        ranges = []
+    return np.concatenate([np.empty(0, np.int64), *(np.arange(first, last + 1) for first, last in ranges)])
 
 
 def _light(table: pa.Table) -> dict[str, pa.Array]:
@@ -228,11 +253,14 @@ def _fates(places: list[Place], pieces: list[Piece], table: pa.Table, problems: 
     for ledger, tokens in sorted(records):
         mine = [number for number, place in enumerate(places) if (place.ledger, place.tokens) == (ledger, tokens)]
         rows_of = {places[number].generation_batch: _rows_of(number, pieces) for number in mine}
+        ids_of = {batch: rollout_id[here] for batch, here in rows_of.items()}
         try:
             for entry in read_ledger(ledger):
-                here = rows_of.get(entry.generation_batch, np.empty(0, np.int64))
+                if entry.generation_batch not in rows_of:
+                    continue
+                here, ids = rows_of[entry.generation_batch], ids_of[entry.generation_batch]
                 for first, last in entry.rollout_ids:  # ids rise through a batch
-                    start, stop = np.searchsorted(rollout_id[here], [first, last + 1])
+                    start, stop = np.searchsorted(ids, [first, last + 1])
                     update[here[start:stop]], age[here[start:stop]] = entry.update, entry.age
         except StalewiseError as error:
             problems.append(str(error))
@@ -290,7 +318,8 @@ def _index(fingerprint: str, places: list[Place], pieces: list[Piece], table: pa
     number = table.column("group_number").to_numpy()
     order = np.argsort(number, kind="stable")
     starts = np.flatnonzero(np.diff(number[order], prepend=-1))
-    return Index(fingerprint, places, pieces, table, problems, order, starts)
+    making = [place.directory.name for place in places if not place.is_committed and not place.rollback]
+    return Index(fingerprint, places, pieces, table, problems, making, order, starts)
 
 
 def _read(path: Path, fingerprint: str, places: list[Place]) -> Index:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from stalewise.errors import StoreError
+from stalewise.errors import StalewiseError, StoreError
+from stalewise.files import sha256_file
 from stalewise.inspection import numbered_batches
-from stalewise.store import ShardManifest, batch_directories, ledger_path, parse_batch_name, shard_path
+from stalewise.store import ShardManifest, batch_directories, ledger_path, parse_batch_name, read_ledger, shard_path
 from stalewise.store import token_log_directory as tokens_of_run
 from stalewise.store.manifest import BATCH_MANIFEST
 
@@ -25,9 +27,10 @@ class Place:
     key: str  # unique in the run
     directory: Path
     generation_batch: int  # the number under which the ledger knows it
-    rollback: str  # the rollback that took it back; empty where it stands
+    rollback: str  # the rollback that took it, or updates on it, back; empty where all stands
     ledger: Path
     tokens: Path
+    stands: bool = True  # False: the rollback took the batch itself back
 
     @property
     def is_committed(self) -> bool:
@@ -43,15 +46,46 @@ def find_places(run: Path) -> list[Place]:
     ]
     if len({place.key for place in standing}) < len(standing):  # sources of several runs may have one name
         standing = [replace(place, key=f"{place.generation_batch}:{place.key}") for place in standing]
-    return [*standing, *_taken_back(run)]
+    return [*standing, *_taken_back(run, standing)]
 
 
-def _taken_back(run: Path) -> Iterator[Place]:
+def _taken_back(run: Path, standing: list[Place]) -> Iterator[Place]:
+    """Batches that a rollback took back; where it took back updates alone, the standing batches of these."""
     for rollback in sorted((run / "rollbacks").glob("r[0-9]*")):
-        for path in batch_directories(rollback / "rollouts"):
-            number = parse_batch_name(path).generation_batch
-            ledger, tokens = rollback / "updates.jsonl", rollback / "tokens"
-            yield Place(f"{rollback.name}:{path.name}", path, number, rollback.name, ledger, tokens)
+        ledger, tokens, name = rollback / "updates.jsonl", rollback / "tokens", rollback.name
+        gone = {parse_batch_name(path).generation_batch: path for path in batch_directories(rollback / "rollouts")}
+        for number, path in gone.items():
+            yield Place(f"{name}:{path.name}", path, number, name, ledger, tokens, stands=False)
+        updated = _batches_of(ledger, standing)
+        for place in standing:
+            if place.generation_batch in updated - gone.keys():
+                yield replace(place, key=f"{name}:{place.key}", rollback=name, ledger=ledger, tokens=tokens)
+
+
+def _batches_of(ledger: Path, standing: list[Place]) -> set[int]:
+    """The generation batches that a ledger names; any may be where it is damaged, and the index says that it is."""
+    try:
+        return {entry.generation_batch for entry in read_ledger(ledger)}
+    except StalewiseError:
+        return {place.generation_batch for place in standing}
+
+
+def check_shard(place: Place, shard: ShardManifest) -> None:
+    """A StoreError where the file of a shard is not the one that its manifest is about; hashed once."""
+    path = shard_path(place.directory, shard.index)
+    try:
+        found = path.stat()
+        is_whole = found.st_size == shard.bytes and _sha256(path, found.st_size, found.st_mtime_ns) == shard.sha256
+    except OSError as error:
+        raise StoreError(f"{path} is damaged: {error}") from error
+    if not is_whole:
+        raise StoreError(f"{path} is damaged: its content is not what its manifest says")
+
+
+@lru_cache(maxsize=65536)
+def _sha256(path: Path, size: int, mtime_ns: int) -> str:
+    """Size and time are there to hash a file again when it has changed."""
+    return sha256_file(path)
 
 
 def read_shard(place: Place, shard: ShardManifest, columns: list[str]) -> pa.Table:
@@ -67,7 +101,8 @@ def read_shard(place: Place, shard: ShardManifest, columns: list[str]) -> pa.Tab
 
 
 def read_rows(place: Place, shard: ShardManifest, rollout_ids: npt.NDArray[np.int64]) -> pa.Table:
-    """Whole rows of some rollouts; only row groups that can hold one of them are decoded."""
+    """Whole rows of some rollouts, of a shard that is whole; only row groups that can hold one of them are decoded."""
+    check_shard(place, shard)
     path = shard_path(place.directory, shard.index)
     try:
         with pq.ParquetFile(path) as file:

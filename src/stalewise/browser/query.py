@@ -90,9 +90,11 @@ class Matches:
             passes &= _contains(index.table.column("prompt_id"), filters.prompt)
         if filters.ratio is not None:
             with np.errstate(invalid="ignore"):
-                passes &= np.abs(column("worst_log_ratio")) >= np.float32(math.log(filters.ratio))
+                passes &= _worst_size(index) >= np.float32(math.log(filters.ratio))
         passes &= _between(column("reward"), filters.reward_min, filters.reward_max)
-        if filters.part in index.parts:
+        if filters.part:
+            if filters.part not in index.parts:
+                raise ConfigError(f"filter part: {visible(filters.part)} is no reward part of this run")
             passes &= _between(column(PART + filters.part), filters.part_min, filters.part_max)
         for name in ("clipped", "vetoed"):
             if getattr(filters, name):
@@ -113,11 +115,12 @@ class Matches:
             if not passes[piece.rows].any():
                 continue
             try:
-                table = read_shard(self.index.places[piece.place], piece.shard, ["text"])
+                table = read_shard(self.index.places[piece.place], piece.shard, ["rollout_id", "text"])
             except StalewiseError as error:
                 self.problems.append(str(error))
                 continue
-            found[piece.rows] = passes[piece.rows] & _contains(table.column("text"), text)
+            listed = np.isin(table.column("rollout_id").to_numpy(), self.index.column("rollout_id")[piece.rows])
+            found[piece.rows] = passes[piece.rows] & _contains(table.column("text"), text)[listed]
         return found
 
     def _sorted(self, groups: Column, filters: Filters) -> Column:
@@ -133,8 +136,7 @@ class Matches:
         """Of each group the number to sort by: of its rollouts that pass, the largest; of rewards the mean."""
         index = self.index
         name = {"ratio": "worst_log_ratio", "length": "response_length"}.get(sort, sort)
-        value = index.column(name).astype(np.float64)
-        value = np.abs(value) if sort == "ratio" else value
+        value = (_worst_size(index) if sort == "ratio" else index.column(name)).astype(np.float64)
         if sort in ("update", "vetoed"):
             value = np.where(value < 0, np.nan, value)
         value = np.where(self.rows, value, np.nan)[index.order]
@@ -153,6 +155,7 @@ class Matches:
         first = int(rows[0])
         place = index.places[int(index.column("place")[first])]
         reward, worst = index.column("reward")[rows], index.column("worst_log_ratio")[rows]
+        size = _worst_size(index, rows)
         known = reward[~np.isnan(reward)]
         update = int(index.column("update")[first])
         return {
@@ -164,7 +167,7 @@ class Matches:
             "rollouts": len(rows),
             "matching": int(self.counts[group]),
             "reward": float(known.mean()) if len(known) else None,
-            "worst_log_ratio": number(worst[np.nanargmax(np.abs(worst))]) if not np.isnan(worst).all() else None,
+            "worst_log_ratio": None if np.isnan(size).all() else log_ratio(worst[np.nanargmax(size)]),
             "vetoed": int((index.column("vetoed")[rows] > 0).sum()),
             "truncated": int(index.column("truncated")[rows].sum()),
             "errors": int(index.column("error")[rows].sum()),
@@ -186,6 +189,23 @@ def number(value: Any) -> float | None:
     """
     value = float(value)
     return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def log_ratio(value: Any) -> float | str:
+    """A log-ratio for JSON: the word for it where it is not finite, which says more than that it is unknown.
+
+    >>> log_ratio(0.5), log_ratio(float("-inf")), log_ratio(float("nan"))
+    (0.5, '-Infinity', 'NaN')
+    """
+    value = float(value)
+    found = number(value)
+    return found if found is not None else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _worst_size(index: Index, rows: Column | slice = slice(None)) -> Column:
+    """How far the worst ratio of each rollout is from 1: NaN where none was recorded, ∞ where what was is no number."""
+    size = np.abs(index.column("worst_log_ratio")[rows])
+    return np.where(np.isnan(size) & (index.column("clipped")[rows] >= 0), np.float32(np.inf), size)
 
 
 def _contains(column: Any, text: str) -> Column:

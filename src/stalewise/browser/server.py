@@ -16,6 +16,7 @@ import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -26,10 +27,12 @@ from urllib.parse import parse_qsl, quote, urlsplit
 from stalewise.browser.group import describe_group, describe_tokens
 from stalewise.browser.index import Index, IndexKeeper
 from stalewise.browser.query import Filters, Matches, parse
+from stalewise.browser.standing import StandingLine
 from stalewise.browser.texts import TokenTexts
 from stalewise.errors import ConfigError, StalewiseError, StoreError
 from stalewise.report.read import read_runs
 from stalewise.report.render import render
+from stalewise.store import batch_directories
 
 HOST = "127.0.0.1"
 OWN_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -45,7 +48,7 @@ REPORT = (
 )
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 PAGES = {"": "report.html", "rollouts": "rollouts.html"}
-WATCHED = ("config.resolved.json", "metrics.jsonl", "eval.jsonl", "journal.jsonl", "rollbacks")
+WATCHED = ("config.resolved.json", "metrics.jsonl", "eval.jsonl", "journal.jsonl", "rollbacks", "rollouts")
 KEPT_QUERIES = 16
 
 
@@ -60,7 +63,8 @@ class RunServer(ThreadingHTTPServer):
         self.token = secrets.token_urlsafe(24)
         self.keeper = IndexKeeper(run)
         self._texts = TokenTexts(run)
-        self._queries: OrderedDict[tuple[str, Filters], Matches] = OrderedDict()
+        self.standing = StandingLine(run)
+        self._queries: OrderedDict[tuple[str, Filters], Future[Matches]] = OrderedDict()
         self._query_lock = threading.Lock()
         self._report_lock = threading.Lock()
         self._report: tuple[str, str] = ("", "")
@@ -79,12 +83,11 @@ class RunServer(ThreadingHTTPServer):
         return self._texts
 
     def state(self) -> str:
-        """A word that changes when the records of the run do."""
+        """A word that changes when the records of the run do, and with every shard of rollouts."""
         found: list[str] = []
-        for name in WATCHED:
-            path = self.run / name
-            if path.exists():
-                found.append(f"{name}:{path.stat().st_size}:{path.stat().st_mtime_ns}")
+        for path in [*(self.run / name for name in WATCHED), *batch_directories(self.run / "rollouts")]:
+            with contextlib.suppress(OSError):
+                found.append(f"{path.name}:{path.stat().st_size}:{path.stat().st_mtime_ns}")
         return "|".join(found)
 
     def report(self) -> str:
@@ -96,15 +99,25 @@ class RunServer(ThreadingHTTPServer):
             return self._report[1]
 
     def matches(self, index: Index, filters: Filters) -> Matches:
-        """The groups that pass; the last few answers are kept, since a list is read page by page."""
+        """The groups that pass; the last few answers are kept, since a list is read page by page.
+
+        Whoever asks first looks; who asks the same waits for that answer, and nobody else does.
+        """
         key = (index.fingerprint, filters)
         with self._query_lock:
-            if key not in self._queries:
-                self._queries[key] = Matches(index, filters)
-                while len(self._queries) > KEPT_QUERIES:
-                    self._queries.popitem(last=False)
+            is_first = key not in self._queries
+            answer = self._queries.setdefault(key, Future())
             self._queries.move_to_end(key)
-            return self._queries[key]
+            while len(self._queries) > KEPT_QUERIES:
+                self._queries.popitem(last=False)
+        if is_first:
+            try:
+                answer.set_result(Matches(index, filters))
+            except BaseException as error:
+                answer.set_exception(error)
+                with self._query_lock:
+                    self._queries.pop(key, None)
+        return answer.result()
 
 
 def make_server(run: str | Path, port: int = 0) -> RunServer:
@@ -209,6 +222,7 @@ def _overview(server: RunServer, parameters: dict[str, str]) -> dict[str, Any]:
         "batches": batches,
         "parts": index.parts,
         "problems": index.problems,
+        "making": index.making,
         "has_tokenizer": server.texts.known,
         "fingerprint": index.fingerprint,
     }
@@ -247,7 +261,7 @@ def _whole(parameters: Mapping[str, str], name: str, default: int | None = None)
 
 
 def _state(server: RunServer, parameters: dict[str, str]) -> dict[str, Any]:
-    return {"state": server.state()}
+    return {"state": server.state(), "standing": server.standing.words()}
 
 
 ROUTES: dict[str, Callable[[RunServer, dict[str, str]], dict[str, Any]]] = {
@@ -266,13 +280,7 @@ def _static(name: str) -> Callable[[], str]:
 STATIC = {
     name: _static(name)
     for name in (
-        "report.html",
-        "rollouts.html",
-        "style.css",
-        "report.js",
-        "rollouts.js",
-        "list.js",
-        "tokens.js",
-        "icon.svg",
+        *("report.html", "rollouts.html", "style.css", "icon.svg", "theme.js"),
+        *("report.js", "rollouts.js", "list.js", "tokens.js", "live.js"),
     )
 }

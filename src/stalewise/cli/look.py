@@ -93,7 +93,11 @@ def _sides(runs: Sequence[Path], a: Sequence[Path], b: Sequence[Path]) -> tuple[
 
 
 def _check_run(directory: Path) -> None:
-    if not (directory / "config.resolved.json").is_file():
+    try:
+        is_run = (directory / "config.resolved.json").is_file()
+    except OSError as error:
+        raise StoreError(f"cannot read {directory}: {error.strerror}; ask its owner for leave to read it") from error
+    if not is_run:
         raise StoreError(f"{directory} is no run directory: it has no config.resolved.json")
 
 

@@ -72,7 +72,7 @@ def _facts(now: Standing) -> Iterator[tuple[str, str]]:
         yield "taken back", counted(now.rollbacks, "time")
     whole = sum(now.seconds.values())
     if whole:
-        parts = (f"{name} {seconds / whole:.0%}" for name, seconds in now.seconds.items())
+        parts = (f"{name} {seconds / whole:.0%}" for name, seconds in now.seconds.items() if seconds)
         yield "time", f"{duration(whole)}: {', '.join(parts)}"
 
 

@@ -12,7 +12,9 @@ from stalewise.report.clock import ACTIVITIES, IDLE, Spent, total
 from stalewise.report.figures import as_json, layout
 from stalewise.report.read import Run
 
-MOST_ROWS = 16  # bars of one chart of stages
+MOST_ROWS = 16  # bars of all charts of stages
+FEWEST_ROWS = 4  # of each of them
+LONGEST_LABEL = 16  # characters beside a bar; more would leave no room for it on a phone
 COLOURS = {
     "generate": "#3b82d6",
     "learn": "#2b9664",
@@ -36,13 +38,9 @@ def rows_of_runs(runs: Sequence[Run]) -> list[Row]:
     return rows
 
 
-def rows_of_stages(runs: Sequence[Run]) -> list[Row]:
-    """One bar per stage, or per few consecutive stages where there are many."""
-    rows: list[Row] = []
-    for run in runs:
-        before = f"{run.label}, " if len(runs) > 1 else ""
-        rows += [(before + name, seconds) for name, seconds in grouped(run.spent, max(2, MOST_ROWS // len(runs)))]
-    return rows
+def rows_of_stages(run: Run, charts: int = 1) -> list[Row]:
+    """One bar per stage, or per few consecutive stages where there are many; fewer bars where there are more charts."""
+    return grouped(run.spent, max(FEWEST_ROWS, MOST_ROWS // charts))
 
 
 def grouped(spent: Spent, most: int) -> list[Row]:
@@ -59,6 +57,16 @@ def grouped(spent: Spent, most: int) -> list[Row]:
         name = f"stage {part[0]}" if len(part) == 1 else f"stages {part[0]} to {part[-1]}"
         rows.append((name, total({stage: spent[stage] for stage in part})))
     return rows
+
+
+def short(label: str) -> str:
+    """A label without its middle, where it is long; names of runs differ at the beginning or at the end.
+
+    >>> short("stages 0 to 3"), short("arithmetic-grpo-fresh-seed0")
+    ('stages 0 to 3', 'arithmet…h-seed0')
+    """
+    half = LONGEST_LABEL // 2
+    return label if len(label) <= LONGEST_LABEL else f"{label[:half]}…{label[1 - half :]}"
 
 
 def draw_bars(rows: Sequence[Row], y_title: str) -> dict[str, Any]:
@@ -85,4 +93,6 @@ def draw_bars(rows: Sequence[Row], y_title: str) -> dict[str, Any]:
     figure.update_xaxes(title="wall-clock time (seconds)", rangemode="tozero")
     # The first on top, as in the tables.
     figure.update_yaxes(autorange="reversed", type="category", title={"standoff": 12})
+    labels = [label for label, _ in rows]
+    figure.update_yaxes(tickvals=[*map(html.escape, labels)], ticktext=[html.escape(short(label)) for label in labels])
     return as_json(figure)

@@ -19,6 +19,8 @@ LONGEST_CURVE = 1000  # points; a chart is about 600 pixels wide
 BUCKETS = 500
 FEW_POINTS = 32  # with so few, every update gets a marker
 MOST_STAGE_LINES = 8
+NORMAL_95 = 1.96  # half of an interval's width, in standard errors
+LOG_TICKS = ((2.0, 1), (0.7, "D2"))  # beyond so many decades: every power of ten; also 2 and 5 times these
 X_TITLE = "update (count, from 0)"
 TIME_TITLE = "training time (seconds)"
 
@@ -31,7 +33,7 @@ LIMIT_COLOUR = "#d1495b"
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A curve as it is drawn; `low` and `high` are there where a point stands for several updates."""
+    """A curve as it is drawn; `low` and `high` are the ends of its band, where it has one."""
 
     x: Column
     y: Column
@@ -92,12 +94,12 @@ def draw(chart: Chart, runs: Sequence[Run]) -> go.Figure:
             name = key if len(runs) == 1 else f"{html.escape(run.label)}: {key}"
             for series in series_of(run, chart, key):
                 # The page shows and hides runs.
-                drawn.append((series, [t.update(meta={"run": i}) for t in curves(series, name, style)]))
+                drawn.append((series, [t.update(meta={"run": i}) for t in curves(series, key, name, style)]))
     for _, traces in sorted(drawn, key=lambda pair: not pair[0].is_taken_back):  # what stands lies on top
         figure.add_traces(traces)
     # Bands of several runs lie on each other.
     figure.update_traces(opacity=0.25 if len(runs) == 1 else 0.12, selector={"fill": "toself"})
-    set_axes(figure, chart, runs)
+    set_axes(figure, chart, runs, [series for series, _ in drawn])
     if len(runs) == 1 and figure.data and not chart.is_against_time:
         add_stage_lines(figure, runs[0])
     if chart.limit is not None and figure.data:
@@ -105,7 +107,7 @@ def draw(chart: Chart, runs: Sequence[Run]) -> go.Figure:
     return figure
 
 
-def set_axes(figure: go.Figure, chart: Chart, runs: Sequence[Run]) -> None:
+def set_axes(figure: go.Figure, chart: Chart, runs: Sequence[Run], drawn: Sequence[Series]) -> None:
     """Ranges that can be read against those of other charts."""
     if chart.is_against_time:
         figure.update_xaxes(title=TIME_TITLE, rangemode="tozero")
@@ -115,14 +117,23 @@ def set_axes(figure: go.Figure, chart: Chart, runs: Sequence[Run]) -> None:
     if chart.is_share:
         figure.update_yaxes(range=[-0.03, 1.03])
     elif chart.is_log:
-        figure.update_yaxes(type="log", dtick=1, minor={"ticks": "outside", "ticklen": 2})
+        figure.update_yaxes(type="log", minor={"ticks": "outside", "ticklen": 2})
+        step = next((step for least, step in LOG_TICKS if decades(drawn) > least), None)
+        figure.update_yaxes(dtick=step)
     elif chart.has_zero:
         figure.update_yaxes(rangemode="tozero")
 
 
+def decades(drawn: Sequence[Series]) -> float:
+    """How many powers of ten the values span."""
+    values = np.concatenate([np.empty(0), *(series.y for series in drawn)])
+    known = values[np.isfinite(values) & (values > 0)]
+    return float(np.log10(known.max() / known.min())) if len(known) else 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The values of one metric of one run, or of a stretch of it that was taken back; `spread` is an interval's."""
+    """The values of one metric of one run, or of a stretch of it that was taken back; `spread` is below and above."""
 
     x: Column
     y: Column
@@ -146,17 +157,19 @@ def series_of(run: Run, chart: Chart, key: str) -> list[Series]:
         else:
             y = metrics.get(key, np.empty(0))
             x = clock if chart.is_against_time else metrics.get("update", y)
-            series = Series(x[: len(y)], y, None, is_taken_back)
+            error = metrics.get(f"{key}_error")
+            spread = None if error is None else (NORMAL_95 * error, NORMAL_95 * error)
+            series = Series(x[: len(y)], y, spread, is_taken_back)
         if (np.isfinite(series.x) & np.isfinite(series.y)).any():
             found.append(series)
     return found
 
 
-def curves(series: Series, name: str, style: Style) -> list[go.Scatter]:
+def curves(series: Series, key: str, name: str, style: Style) -> list[go.Scatter]:
     """A series as it is drawn: grey and dotted where it was taken back."""
     if series.is_taken_back:
         name, style = f"{name}, taken back", Style(TAKEN_BACK_COLOUR, "dot")
-    return metric_traces(series, name, style) if series.spread is None else accuracy_traces(series, name, style)
+    return (accuracy_traces if key == ACCURACY else metric_traces)(series, name, style)
 
 
 def style_of(run: int, metric: int, *, is_single: bool) -> Style:
@@ -165,9 +178,12 @@ def style_of(run: int, metric: int, *, is_single: bool) -> Style:
 
 
 def metric_traces(series: Series, name: str, style: Style) -> list[go.Scatter]:
-    """The line of one metric, over the band from minimum to maximum where it was thinned."""
+    """The line of one metric, over a band: from minimum to maximum where it was thinned, or its 95% interval."""
     known = np.isfinite(series.x)
-    curve = thin(series.x[known], series.y[known])
+    curve, what = thin(series.x[known], series.y[known]), "minimum to maximum"
+    if curve.low is None and series.spread is not None:
+        below, above = (part[known] for part in series.spread)
+        curve, what = Curve(curve.x, curve.y, curve.y - below, curve.y + above), "95% interval"
     line = go.Scatter(
         x=small(curve.x),
         y=small(curve.y),
@@ -176,13 +192,14 @@ def metric_traces(series: Series, name: str, style: Style) -> list[go.Scatter]:
         line={"color": style.colour, "dash": style.dash, "width": 1.7},
         marker={"size": 4},
     )
-    return [line] if curve.low is None else [_band(curve, name, style), line]
+    has_band = curve.low is not None and np.isfinite(curve.low).any()
+    return [_band(curve, f"{name}, {what}", style), line] if has_band else [line]
 
 
 def _band(curve: Curve, name: str, style: Style) -> go.Scatter:
     """Closed outlines, one for each stretch without a gap: along the maxima and back along the minima."""
     assert curve.low is not None and curve.high is not None
-    known = np.flatnonzero(~np.isnan(curve.y))
+    known = np.flatnonzero(np.isfinite(curve.low))
     x, y = [], []
     for stretch in np.split(known, np.flatnonzero(np.diff(known) > 1) + 1):
         x += [curve.x[stretch], curve.x[stretch[::-1]], [np.nan]]
@@ -195,7 +212,7 @@ def _band(curve: Curve, name: str, style: Style) -> go.Scatter:
         mode="lines",
         line={"width": 0},
         hoverinfo="skip",
-        name=f"{name}, minimum to maximum",
+        name=name,
     )
 
 
@@ -241,6 +258,7 @@ def layout(y_title: str) -> go.Layout:
         xaxis={**axis, "title": X_TITLE},
         yaxis={**axis, "title": y_title, "hoverformat": ".4~g"},
         hovermode="x unified",
+        hoverlabel={"namelength": -1},
         showlegend=False,
     )
 

@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 
 from stalewise.files import RunLock
+from stalewise.report.checks import HOLDER
 from stalewise.report.clock import IDLE
 from stalewise.report.read import Run, read_run
 from stalewise.report.summary import findings
@@ -95,10 +96,10 @@ def standing(directory: Path) -> Standing:
 
 def state_of(run: Run) -> tuple[State, str]:
     """Whether somebody works on the run, as far as the file of its lock tells. The lock itself is left alone."""
-    holder: dict[str, Any] = {}
+    holder: Any = {}
     with contextlib.suppress(OSError, ValueError):
         holder = json.loads((run.directory / RunLock.FILE).read_text() or "{}")
-    if {"pid", "host", "since"} <= holder.keys():
+    if HOLDER.fits(holder):
         who = f"process {holder['pid']} on {holder['host']} since {holder['since']}"
         if holder["host"] != socket.gethostname():
             return "maybe running", f"{who}, as far as can be told from here"

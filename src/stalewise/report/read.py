@@ -15,6 +15,7 @@ import numpy as np
 from stalewise.config import FORMAT, ScheduleSection
 from stalewise.errors import StoreError
 from stalewise.files import read_json, read_jsonl
+from stalewise.report.checks import EVALUATION, JOURNAL, METRIC, ROLLBACK, STAGE, Shape, is_counts, is_sources
 from stalewise.report.clock import (
     NOT_TRAINING,
     Column,
@@ -30,17 +31,6 @@ from stalewise.staleness.schedule import Schedule
 from stalewise.store import BatchManifest, batch_directories, committed_shards, read_batch_manifest
 from stalewise.store.manifest import BATCH_MANIFEST
 
-# What a record must have to be of use; others are left out, and that is said.
-METRIC_KEYS = frozenset({"update"})
-JOURNAL_KEYS = frozenset({"time", "event", "seconds"})
-EVALUATION_KEYS = frozenset(
-    {
-        *("version", "task", "prompts", "samples", "accuracy", "pass_at"),
-        *("response_length", "truncated_fraction", "verifier_errors", "seconds"),
-    }
-)
-ROLLBACK_KEYS = frozenset({"time", "from_version", "to_version", "reason"})
-
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
@@ -49,6 +39,7 @@ class Rollback:
     record: dict[str, Any]  # rollback.json: why, from which version, to which
     metrics: dict[str, Column]
     evaluations: list[dict[str, Any]]
+    batches: list[BatchManifest]  # what was generated and is not used any more
     clock: Column
 
 
@@ -79,6 +70,16 @@ class Run:
     def updates(self) -> int:
         """Updates on record."""
         return len(self.metrics.get("update", ()))
+
+    @property
+    def updates_taken_back(self) -> int:
+        """Updates that were made, cost their time, and do not count any more."""
+        return sum(len(rollback.metrics.get("update", ())) for rollback in self.rollbacks)
+
+    @property
+    def rollouts_taken_back(self) -> int:
+        """Rollouts that were generated and then given up, in the same way."""
+        return sum(batch.rows for rollback in self.rollbacks for batch in rollback.batches)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -166,8 +167,8 @@ def read_run(directory: Path, label: str | None = None) -> Run:
     directory = Path(directory)
     config = read_resolved(directory)
     notes: list[str] = []
-    metrics = metric_columns(read_records(directory / "metrics.jsonl", METRIC_KEYS, notes))
-    journal = read_records(directory / "journal.jsonl", JOURNAL_KEYS, notes)
+    metrics = metric_columns(read_records(directory / "metrics.jsonl", METRIC, notes))
+    journal = read_records(directory / "journal.jsonl", JOURNAL, notes)
     rollbacks = read_rollbacks(directory / "rollbacks", journal, notes)
     committed = committed_updates(journal, [rollback.record for rollback in rollbacks])
     schedule = _schedule(config, directory)
@@ -181,10 +182,10 @@ def read_run(directory: Path, label: str | None = None) -> Run:
 
     spent = spent_by_stage(journal, stage_of)
     add_uncommitted(spent, metrics, committed, stage_of)
-    generator = read_records(directory / "journal-generator.jsonl", JOURNAL_KEYS, notes)
-    stages = read_records(directory / "ledger" / "stages.jsonl", {"generation_batch"}, notes)
+    generator = read_records(directory / "journal-generator.jsonl", JOURNAL, notes)
+    stages = read_records(directory / "ledger" / "stages.jsonl", STAGE, notes)
     batches, unfinished = read_batches(directory / "rollouts", notes)
-    sources = _json_or_nothing(directory / "sources.json", notes).get("batches", [])
+    sources = read_sources(directory / "sources.json", notes)
     return Run(
         directory=directory,
         label=label or directory.resolve().name,
@@ -210,9 +211,12 @@ def read_run(directory: Path, label: str | None = None) -> Run:
 def read_resolved(directory: Path) -> dict[str, Any]:
     """The config of a run directory as it lies there; what has none is no run directory."""
     path = directory / "config.resolved.json"
-    if not path.is_file():
-        raise StoreError(f"{directory} is no run directory: it has no {path.name}; name the directory of a run")
-    config = read_json(path)
+    try:
+        if not path.is_file():
+            raise StoreError(f"{directory} is no run directory: it has no {path.name}; name the directory of a run")
+        config = read_json(path)
+    except OSError as error:
+        raise StoreError(f"{unreadable(path, error)}: ask its owner for leave to read it") from error
     if config.get("format") != FORMAT:
         raise StoreError(f"{path} has format {config.get('format')}; this release reads {FORMAT}")
     return config
@@ -228,16 +232,17 @@ def _schedule(config: Mapping[str, Any], directory: Path) -> Schedule:
         ) from error
 
 
-def read_records(path: Path, needed: frozenset[str] | set[str], notes: list[str]) -> list[dict[str, Any]]:
-    """Records of a JSONL file that have the `needed` keys. Damage is mentioned, and the rest is used."""
+def read_records(path: Path, shape: Shape, notes: list[str]) -> list[dict[str, Any]]:
+    """Records of a JSONL file that have the right shape. Damage is mentioned, and the rest is used."""
     try:
         found = read_jsonl(path, notes.append)
     except StoreError as error:
         found = list(_readable_lines(path))
         notes.append(f"{error}; here the {len(found):,} lines that can be read are used.")
-    whole = [record for record in found if needed <= record.keys()]
+    whole = [record for record in found if shape.fits(record)]
     if len(whole) < len(found):
-        notes.append(f"{path}: {len(found) - len(whole)} records lack {', '.join(sorted(needed))}: left out")
+        what = f"{len(found) - len(whole)} of {len(found)} records lack what they need, or have it in a wrong form"
+        notes.append(f"{path}: {what} ({', '.join(shape.needed)}): left out")
     return whole
 
 
@@ -254,12 +259,28 @@ def _json_or_nothing(path: Path, notes: list[str]) -> dict[str, Any]:
         return read_json(path) if path.is_file() else {}
     except StoreError as error:
         notes.append(str(error))
-        return {}
+    except OSError as error:
+        notes.append(f"{unreadable(path, error)}: left out")
+    return {}
+
+
+def unreadable(path: Path, error: OSError) -> str:
+    """What the system says of a file that it does not give."""
+    return f"cannot read {path}: {error.strerror or error}"
+
+
+def read_sources(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Generation batches of other runs, as `stalewise learn` lists them."""
+    sources = _json_or_nothing(path, notes).get("batches", [])
+    if is_sources(sources):
+        return sources
+    notes.append(f"{path}: the updates of its batches cannot be read: left out")
+    return []
 
 
 def read_evaluations(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Evaluations by version; one that was made again counts as it came out last."""
-    found = {record["version"]: record for record in read_records(path, EVALUATION_KEYS, notes)}
+    found = {record["version"]: record for record in read_records(path, EVALUATION, notes)}
     return [found[version] for version in sorted(found)]
 
 
@@ -268,14 +289,15 @@ def read_rollbacks(root: Path, journal: Sequence[Mapping[str, Any]], notes: list
     found: list[Rollback] = []
     for place in sorted(root.glob("r[0-9]*")) if root.is_dir() else ():
         record = _json_or_nothing(place / "rollback.json", notes)
-        if not record.keys() >= ROLLBACK_KEYS:
+        if not ROLLBACK.fits(record):
             notes.append(f"{place} is no whole rollback: left out")
             continue
-        metrics = metric_columns(read_records(place / "metrics.jsonl", METRIC_KEYS, notes))
+        metrics = metric_columns(read_records(place / "metrics.jsonl", METRIC, notes))
         before = [entry for entry in journal if entry["time"] <= record["time"]]
         committed = committed_updates(before, [earlier.record for earlier in found])
         clock = clock_of(before, metrics, committed)
-        found.append(Rollback(record, metrics, read_evaluations(place / "eval.jsonl", notes), clock))
+        batches, _ = read_batches(place / "rollouts", notes)
+        found.append(Rollback(record, metrics, read_evaluations(place / "eval.jsonl", notes), batches, clock))
     return found
 
 
@@ -286,14 +308,19 @@ def read_batches(rollouts: Path, notes: list[str]) -> tuple[list[BatchManifest],
     """
     found: list[BatchManifest] = []
     unfinished: dict[str, int] = {}
-    for directory in batch_directories(rollouts):
+    try:
+        directories = batch_directories(rollouts)
+    except OSError as error:
+        notes.append(f"{unreadable(rollouts, error)}: its generation batches are left out")
+        return found, unfinished
+    for directory in directories:
         try:
             if (directory / BATCH_MANIFEST).is_file():
                 found.append(read_batch_manifest(directory))
                 notes.extend(damaged_shards(directory, found[-1]))
             else:
                 unfinished[directory.name] = sum(shard.rows for shard in committed_shards(directory))
-        except StoreError as error:
+        except (StoreError, OSError) as error:
             notes.append(f"generation batch {directory.name} is left out: {error}")
     return found, unfinished
 
@@ -314,7 +341,8 @@ def verifier_errors(run: Run) -> Counter[str]:
     kinds: Counter[str] = Counter()
     found = [(batch.verifier_errors, batch.extra.get("verifier_error_kinds", {})) for batch in run.batches]
     found += [(record["verifier_errors"], record.get("verifier_error_kinds", {})) for record in run.evaluations]
-    for count, named in found:
+    for count, listed in found:
+        named = listed if is_counts(listed) else {}
         kinds.update(named)
         kinds["of no recorded kind"] += count - sum(named.values())
     return +kinds

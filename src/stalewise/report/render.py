@@ -57,10 +57,11 @@ def render(runs: Sequence[Run]) -> str:
     environment.filters |= {"interval": interval, "shown": shown, "ending": ending}
     figures = draw_charts(runs)
     charts = [chart for chart in CHARTS if chart.name in figures]
-    time, stages = rows_of_runs(runs), rows_of_stages(runs)
+    time = rows_of_runs(runs)
+    stages = {f"stages-{place}": rows_of_stages(run, len(runs)) for place, run in enumerate(runs) if run.spent}
     names = {name for run in runs for name in run.seconds}
     activities = [name for name in (*ACTIVITIES, *sorted(names - {*ACTIVITIES, IDLE}), IDLE) if name in names]
-    return environment.get_template("template.html").render(
+    page = environment.get_template("template.html").render(
         title=joined([run.label for run in runs]) if len(runs) < 4 else f"{len(runs)} runs",
         release=__version__,
         runs=[(run, summarise(run)) for run in runs],
@@ -72,25 +73,26 @@ def render(runs: Sequence[Run]) -> str:
         figures={
             **figures,
             "time": draw_bars(time, "run (name)"),
-            **({"stages": draw_bars(stages, "stage (number)")} if stages else {}),
+            **{name: draw_bars(rows, "stage (number)") for name, rows in stages.items()},
         },
         alternatives={
             **{chart.name: chart_in_words(chart, runs) for chart in charts},
             "time": f"Where the time of each run went. {bars_in_words(time)}",
-            "stages": f"Where the time of each stage went. {bars_in_words(stages)}",
+            **{name: f"Where the time of each stage went. {bars_in_words(rows)}" for name, rows in stages.items()},
         },
         activities=activities,
         most_rows=MOST_ROWS,
         thinning=thinning(runs),
         has_stage_lines=len(runs) == 1 and 0 < len(runs[0].stage_starts) <= MOST_STAGE_LINES,
         has_rollbacks=any(run.rollbacks for run in runs),
-        has_stages=bool(stages),
+        stage_charts=list(zip(stages, [run.label for run in runs if run.spent], strict=True)),
         comparison=comparison(runs) if len(runs) > 1 else None,
         config=config_table(runs),
         environment=environment_table(runs),
         library=packed_library(),
         library_version=get_plotlyjs_version(),
     )
+    return page.encode(errors="replace").decode()  # half a character, which JSON can hold, would be no UTF-8
 
 
 def thinning(runs: Sequence[Run]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from stalewise.report.clock import IDLE
+from stalewise.report.clock import total
 from stalewise.report.read import Run, verifier_errors
 
 # Rules of thumb of docs/metrics.md, and two of the same kind for shares that waste most of the work.
@@ -77,7 +77,7 @@ def progress_of(run: Run) -> str:
     """How far the run has come."""
     objective = run.config.get("objective.name", "unknown")
     done = f"{run.updates:,} of {counted(run.planned_updates, 'update')} with {objective} are done"
-    sentence = f"{done}, on {_data_of(run)}."
+    sentence = f"{done}, on {_data_of(run)}{_taken_back(run)}."
     return sentence if run.is_complete else f"The run is not finished: {sentence}"
 
 
@@ -94,14 +94,33 @@ def _data_of(run: Run) -> str:
     return f"{made} ({counted(rollouts, 'rollout')}, {counted(tokens, 'response token')})"
 
 
+def _taken_back(run: Run) -> str:
+    """What was made besides, and does not count."""
+    amounts = ((run.updates_taken_back, "update"), (run.rollouts_taken_back, "rollout"))
+    parts = [counted(amount, noun) for amount, noun in amounts if amount]
+    return f"; besides, {joined(parts)} were made and taken back" if parts else ""
+
+
 def cost_of(run: Run) -> str:
     """Seconds, and what they went into."""
     if run.total_seconds <= 0:
         return "No time is on record."
-    busy = [(name, seconds) for name, seconds in run.seconds.items() if name != IDLE]
-    parts = [f"{seconds / run.total_seconds:.0%} {PRESENT_PARTICIPLE.get(name, name)}" for name, seconds in busy]
-    parts.append(f"{run.seconds[IDLE] / run.total_seconds:.0%} idle")
-    return f"It took {duration(run.total_seconds)}: {', '.join(parts)}."
+    sentence = f"It took {duration(run.total_seconds)}: {shares(run.seconds)}."
+    beside = total(run.generator)
+    if not sum(beside.values()):
+        return sentence
+    return f"{sentence} Beside it the generator took {duration(sum(beside.values()))}: {shares(beside)}."
+
+
+def shares(seconds: Mapping[str, float]) -> str:
+    """What time went into; nothing is said of what never happened.
+
+    >>> shares({"generate": 0.0, "learn": 3.0, "idle": 1.0})
+    '75% learning, 25% idle'
+    """
+    whole = sum(seconds.values())
+    parts = {PRESENT_PARTICIPLE.get(name, name): part / whole for name, part in seconds.items() if part}
+    return ", ".join(f"{share:.0%} {name}" for name, share in parts.items())
 
 
 def ranking(runs: Sequence[Run]) -> str:

@@ -24,7 +24,7 @@ class Metric:
 # Definitions and warnings are those of docs/metrics.md, word by word; a test compares.
 METRICS: dict[str, Metric] = {
     "reward": Metric(
-        "mean reward of the rollouts that the update consumed; made by an older policy, so it lags behind",
+        "mean reward of the rollouts that the update consumed, with its 95% band; lags, as an older policy made them",
         "mean of R over the rollouts that have a score",
         "it falls from one stage to the next, or rises while held-out accuracy does not",
     ),
@@ -187,7 +187,7 @@ CHARTS = (
         limit=1.0,
     ),
     Chart(
-        *("largest", "Largest ratio by sign of the advantage", "largest ratio", "log scale"),
+        *("largest", "Largest ratio by sign of the advantage", "policy / behaviour", "ratio, log scale"),
         ("ratio_max_positive", "ratio_max_negative"),
         is_log=True,
     ),

@@ -194,11 +194,14 @@ def _parquet(table: pa.Table) -> memoryview:
 def _open(path: Path) -> pq.ParquetFile:
     try:
         file = pq.ParquetFile(path)
+        schema = file.schema_arrow
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, error) from error
-    found = (file.schema_arrow.metadata or {}).get(b"stalewise.format", b"unknown").decode()
+    found = (schema.metadata or {}).get(b"stalewise.format", b"unknown").decode(errors="replace")
     if found != FORMAT:
         raise StoreError(f"{path} has format {found}, this stalewise reads {FORMAT}: use the release that wrote it")
+    if not schema.equals(SCHEMA):
+        raise _damaged(path, f"its columns are not those of {FORMAT}")
     return file
 
 
@@ -209,7 +212,7 @@ def _read(path: Path, file: pq.ParquetFile, row_groups: range | list[int], colum
         raise _damaged(path, error) from error
 
 
-def _damaged(path: Path, error: Exception) -> StoreError:
+def _damaged(path: Path, error: Exception | str) -> StoreError:
     return StoreError(f"{path} is damaged: {error}; what its updates saw of each token is lost, all else is whole")
 
 

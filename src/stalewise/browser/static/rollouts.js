@@ -1,5 +1,6 @@
 import { VirtualList } from "./list.js";
-import { SHADES, TokenView, digits, element } from "./tokens.js";
+import { live } from "./live.js";
+import { SHADES, TokenView, digits, element, ratio } from "./tokens.js";
 
 const by = (id) => document.getElementById(id);
 const form = by("filters");
@@ -64,11 +65,11 @@ function drawRow(box, row) {
   if (row.vetoed) marks.push(`${row.vetoed} with veto`);
   if (row.truncated) marks.push(`${row.truncated} truncated`);
   if (row.errors) marks.push(`${row.errors} verifier ${row.errors === 1 ? "error" : "errors"}`);
-  const ratio = row.worst_log_ratio === null ? "" : ` · worst ratio ${digits(Math.exp(row.worst_log_ratio), 2)}`;
+  const worst = row.worst_log_ratio === null ? "" : ` · worst ratio ${ratio(row.worst_log_ratio, 2)}`;
   box.append(
     element("div", { className: "title" }, element("b", {}, `group ${row.group}`), element("span", { className: "faint" }, row.update === null ? "not consumed" : `update ${row.update}`), element("span", { className: "end" }, `reward ${row.reward === null ? "unknown" : digits(row.reward, 3)}`)),
     element("div", { className: "prompt" }, row.prompt),
-    element("div", { className: "faint" }, `${row.matching === row.rollouts ? row.rollouts : `${row.matching} of ${row.rollouts}`}${ratio}${marks.length ? ` · ${marks.join(" · ")}` : ""}`),
+    element("div", { className: "faint" }, `${row.matching === row.rollouts ? row.rollouts : `${row.matching} of ${row.rollouts}`}${worst}${marks.length ? ` · ${marks.join(" · ")}` : ""}`),
   );
 }
 
@@ -84,7 +85,7 @@ const list = new VirtualList(by("list"), by("spacer"), 72,
   drawRow, (row) => open(row.batch, row.group));
 
 function offerAgain() {
-  if (!by("again")) by("count").append(" · ", element("button", { id: "again", type: "button", onclick: search }, "the run has gone on: look again"));
+  if (!by("again")) by("count").append(" · ", element("button", { id: "again", type: "button", onclick: again }, "the run has gone on: look again"));
 }
 
 async function search() {
@@ -125,7 +126,7 @@ function facts(response) {
 function story(response) {
   if (response.update === null) return "No update has consumed it yet, so there are no ratios.";
   if (response.worst_log_ratio === null) return "Its update recorded no tokens of it, so there are no ratios.";
-  const said = [`Worst ratio ${digits(Math.exp(response.worst_log_ratio))}, at token ${response.worst_place}.`];
+  const said = [`Worst ratio ${ratio(response.worst_log_ratio)}, at token ${response.worst_place}.`];
   if (response.trigger_place !== null) said.push(`The veto was triggered by token ${response.trigger_place}: the policy had all but given up this response there.`);
   return said.join(" ");
 }
@@ -176,7 +177,7 @@ async function open(batch, group) {
     const rewards = found.responses.map((response) => response.reward).filter((reward) => reward !== null);
     const notes = [`${found.responses.length} responses`];
     if (found.degenerate) notes.push(`degenerate: all rewards are ${digits(rewards[0])}, so it teaches nothing`);
-    if (found.rollback) notes.push(`taken back by rollback ${found.rollback}: the run went on without it`);
+    if (found.rollback) notes.push(found.stands ? `as updates saw it that rollback ${found.rollback} took back; the batch itself stands` : `taken back by rollback ${found.rollback}: the run went on without it`);
     content.replaceChildren(
       element("h2", {}, `Group ${found.group}`, element("span", { className: "faint" }, ` in ${found.directory}`)),
       element("p", { className: "faint" }, `${notes.join(" · ")} · prompt id ${found.prompt_id}`),
@@ -202,27 +203,43 @@ function legend() {
   for (let i = 1; i <= SHADES.length; i += 1) scale.push(swatch(`up${i}`, i === SHADES.length ? `×${names[i - 1]} or more` : `×${names[i - 1]}`));
   by("legend").append(
     element("div", {}, element("b", {}, "Ratio"), " of the policy at the update to the policy that sampled, from ", ...scale),
-    element("div", {}, element("b", {}, "Marks"), " ", swatch("clipped r0", "clipped"), swatch("vetoed r0", "vetoed"), swatch("trigger first r0", "trigger of the veto"), swatch("trigger r0", "more tokens like it"), swatch("unseen", "no ratio yet")),
+    element("div", {}, element("b", {}, "Marks"), " ", swatch("clipped r0", "clipped"), swatch("vetoed r0", "vetoed"), swatch("trigger first r0", "trigger of the veto"), swatch("trigger r0", "more tokens like it"), swatch("broken", "ratio not a number"), swatch("unseen", "no ratio yet")),
   );
 }
 
 let known = { problems: [] };
 
+function choices(select, options) {
+  const value = select.value;
+  select.replaceChildren(select.options[0], ...options.map(([key, text]) => element("option", { value: key }, text)));
+  select.value = options.some(([key]) => key === value) ? value : "";
+}
+
+async function overview() {
+  known = await ask("overview");
+  by("run").textContent = `${known.run}: ${known.rollouts.toLocaleString("en")} rollouts, ${known.consumed.toLocaleString("en")} consumed`;
+  choices(form.elements.batch, known.batches.map((batch) => [batch.key, `${batch.key}${batch.rollback ? " (taken back)" : ""}, ${batch.rollouts.toLocaleString("en")}`]));
+  choices(form.elements.part, known.parts.map((part) => [part, part]));
+  by("making").hidden = known.making.length === 0;
+  by("making").textContent = `Being generated, and shown when all of it is there: ${known.making.join(", ")}`;
+}
+
+async function again() {
+  try { await overview(); } catch (error) { tell([error.message]); return; }
+  const top = by("list").scrollTop;
+  await search();
+  by("list").scrollTop = top;
+}
+
 async function begin() {
   legend();
   try {
-    known = await ask("overview");
+    await overview();
   } catch (error) {
     tell([error.message]);
     by("count").textContent = "";
     return;
   }
-  by("run").textContent = `${known.run}: ${known.rollouts.toLocaleString("en")} rollouts, ${known.consumed.toLocaleString("en")} consumed`;
-  for (const batch of known.batches) {
-    const name = batch.rollback ? `${batch.key} (taken back)` : batch.key;
-    form.elements.batch.append(element("option", { value: batch.key }, `${name}, ${batch.rollouts.toLocaleString("en")}`));
-  }
-  for (const part of known.parts) form.elements.part.append(element("option", { value: part }, part));
   const wanted = restore();
   await search();
   if (wanted) open(wanted.batch, wanted.group);
@@ -236,4 +253,8 @@ form.addEventListener("input", () => {
 });
 form.addEventListener("reset", () => setTimeout(() => { remember(); search(); }));
 form.addEventListener("submit", (event) => event.preventDefault());
-begin();
+let state = null;
+begin().then(() => live(by("standing"), (now) => {
+  if (state !== null && now !== state) offerAgain();
+  state = now;
+}));

@@ -14,6 +14,7 @@ export function element(name, properties = {}, ...children) {
 
 export function shade(logRatio) {
   if (logRatio === null || logRatio === undefined) return "unseen";
+  if (Number.isNaN(Number(logRatio))) return "broken";
   const size = SHADES.findIndex((factor) => Math.abs(logRatio) < Math.log(factor));
   if (size === 0) return "r0";
   return `${logRatio > 0 ? "up" : "down"}${size < 0 ? SHADES.length : size}`;
@@ -21,10 +22,18 @@ export function shade(logRatio) {
 
 export function digits(value, count = 4) {
   if (value === null || value === undefined) return "unknown";
+  value = Number(value);
   if (value === 0) return "0";
+  if (Number.isNaN(value)) return "not a number";
+  if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   const size = Math.abs(value);
   const text = size >= 1e5 || size < 1e-3 ? value.toExponential(Math.max(0, count - 2)) : String(Number(value.toPrecision(count)));
-  return text.replace("-", "−");
+  return text.replaceAll("-", "−");
+}
+
+// Numbers that JSON does not know arrive as words: NaN, Infinity, -Infinity.
+export function ratio(logRatio, count = 4) {
+  return digits(Math.exp(Number(logRatio)), count);
 }
 
 export function words(tokens, i, trigger) {
@@ -33,8 +42,8 @@ export function words(tokens, i, trigger) {
   if (logRatio === null || logRatio === undefined) {
     said.push("no ratio: no update has recorded it");
   } else {
-    said.push(`ratio ${digits(Math.exp(logRatio))}`);
-    said.push(`log-probability ${digits(tokens.behaviour_logp[i])} when sampled, ${digits(tokens.behaviour_logp[i] + logRatio)} at the update`);
+    said.push(`ratio ${ratio(logRatio)}`);
+    said.push(`log-probability ${digits(tokens.behaviour_logp[i])} when sampled, ${digits(tokens.logp[i])} at the update`);
   }
   const flags = tokens.flags?.[i] ?? 0;
   if (flags & CLIPPED) said.push("clipped: its ratio was bounded");
