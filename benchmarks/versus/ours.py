@@ -222,7 +222,7 @@ def idle(settings: Settings, work: Path) -> dict[str, Any]:
         with contextlib.suppress(Enough):
             run(config, watcher)
         batch = open_batch(batch_directories(config.directory / "rollouts")[0], verify=False)
-        tokens = [tokens_of(batch.take(ids)) for ids in rollouts_of_updates(batch, config)]
+        tokens = [tokens_of(batch.take(ids)) for ids in rollouts_of_updates(batch, config.batch.prompts)]
     if len(watcher.seconds) != 3:
         raise RuntimeError(f"expected three learning phases, saw {len(watcher.seconds)}: has the watcher changed?")
     phases = [
