@@ -76,8 +76,8 @@ def with_mixed_rewards(rows: Rows) -> Rows:
 
 def stage_rows(settings: Settings, work: Path) -> list[Rows]:
     """The rollouts of each update, warm-up first."""
-    batch = stage_batch(work)
-    return [with_mixed_rewards(batch.take(ids)) for ids in rollouts_of_updates(batch, stage_config(settings, work))]
+    batch, per_update = stage_batch(work), stage_config(settings, work).batch.prompts
+    return [with_mixed_rewards(batch.take(ids)) for ids in rollouts_of_updates(batch, per_update)]
 
 
 def tokens_of(rows: Rows) -> int:
