@@ -293,7 +293,9 @@ class Conductor:
 
     def _batches_in_use(self, version: int) -> Iterator[int]:
         """Generation batches whose policy must stay: the next to be made; the current one, should it get damaged."""
-        first = self.schedule.at(min(version, self.schedule.updates - 1)).generation_batch
+        if version == self.schedule.updates:
+            return iter(())
+        first = self.schedule.at(version).generation_batch
         last = min(first + self.schedule.lag, self.schedule.generation_batches - 1)
         return (g for g in range(first, last + 1) if self.schedule.version_of(g) <= version)
 

@@ -179,7 +179,7 @@ def test_what_may_run_out_is_said_and_the_run_goes_on(
     path = write_config(tmp_path / "a.toml", record)
     result = call("train", path)
     assert result.exit_code == 0
-    said = result.stderr.splitlines()[0]
+    said = next(line for line in result.stderr.splitlines() if line.startswith("memory"))
     assert said.startswith("memory may run out: 0.4 M parameters: at least 0.01 GiB and up to ")
     assert advice in said
     again = call("train", path)  # a run that is complete loads nothing
