@@ -29,10 +29,11 @@ lint: install
 types: install
 	$(BIN)/pyright
 
-# The browser in a process of its own: it keeps an event loop running, which others would run into.
+# One thread for each of many processes: two on a busy core wait for each other. The browser in a process of its own: it
+# keeps an event loop running, which others would run into.
 unit: install
-	$(BIN)/pytest -n 2 --dist loadgroup --ignore tests/browser
-	$(BIN)/pytest tests/browser
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup --ignore tests/browser
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/browser
 
 # Real vLLM on the CPU, in an environment of its own: it wants an older transformers than we are tested with. Nothing is
 # resolved (that would bring builds that do not fit), and nothing compiled that is not imported.
