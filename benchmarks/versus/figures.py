@@ -36,6 +36,20 @@ class ModelShape:
     vocabulary: int
 
 
+def shared_prompt_flops(shape: ModelShape, groups: Iterable[tuple[int, Sequence[int]]]) -> float:
+    """The same where the prompt of a group passes through the model once: (prompt length, its response lengths).
+
+    That is the least that has to be computed; a response's attention still reads the keys of its prompt.
+    """
+    total = 0.0
+    for prompt, responses in groups:
+        total += 6.0 * shape.body_parameters * (prompt + sum(responses))
+        total += 6.0 * shape.hidden * shape.vocabulary * sum(responses)
+        pairs = prompt**2 + sum((prompt + response) ** 2 - prompt**2 for response in responses)
+        total += 6.0 * shape.layers * shape.attention_width * pairs
+    return total
+
+
 def training_flops(shape: ModelShape, prompt_lengths: Iterable[int], response_lengths: Iterable[int]) -> float:
     """Operations of one forward and backward pass over sequences, by the model's definition and no more.
 
