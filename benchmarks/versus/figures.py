@@ -201,7 +201,7 @@ def learner_figures(runs: Mapping[str, Record], notes: list[str]) -> dict[str, A
     """Speed, utilisation and memory of the learner, against the configuration of TRL that is its fastest."""
     ours = runs.get("learner/stalewise", {})
     name, theirs = fastest(runs, "learner/trl/")
-    found: dict[str, Any] = {"mfu": ours.get("mfu")}
+    found: dict[str, Any] = {key: ours[key] for key in ("mfu", "mfu_prompts_each") if key in ours}
     if ours.get("tokens_per_second") and theirs:
         notes.append(f"learner: TRL's fastest configuration is {name.rpartition('/')[2]}")
         found["learner_ratio"] = ours["tokens_per_second"] / theirs["tokens_per_second"]
