@@ -36,6 +36,7 @@ class Settings:
     learner_warmup: int = 4
     learner_updates: int = 12
     trl_batches: tuple[int, ...] = (256,)  # rollouts per device and forward pass to try
+    trl_checkpointing: int = 1  # 0: without it alone, though it is TRL's default
     pool: int = 2048
     sampler_repeats: int = 2
     generate_batches: tuple[int, ...] = (64, 256, 1024)
