@@ -72,6 +72,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
         record = json.loads(Path(path).read_bytes())
     except FileNotFoundError:
         raise StoreError(f"{path} is missing: what it would describe was never committed") from None
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror or error}; it should be a file you may read") from error
     except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError and UnicodeDecodeError
         raise StoreError(f"{path} is corrupt: {error}; restore it from a copy or move it away") from error
     if not isinstance(record, dict):
@@ -240,11 +242,8 @@ def commit_directory(temporary: str | Path, final: str | Path) -> None:
         with explain_write_errors(final, size):
             for directory, _, names in os.walk(temporary, topdown=False):
                 for name in names:
-                    descriptor = os.open(Path(directory, name), os.O_RDONLY)
-                    try:
-                        os.fsync(descriptor)
-                    finally:
-                        os.close(descriptor)
+                    with open(Path(directory, name), "rb") as file:
+                        os.fsync(file.fileno())
                 fsync_directory(directory)
             make_directory(final.parent)
             os.rename(temporary, final)
