@@ -149,7 +149,7 @@ def test_probe_and_sweep_share_a_file_and_come_back_as_they_were(runs: Path) -> 
     assert save_calibration(config, {**ENVIRONMENT, "stalewise": "1"}, sweep=SWEEP) == path
     found = find_calibration(config)
     assert found is not None and found.sweep is not None and found.sweep.fit is not None and SWEEP.fit is not None
-    places = dict.fromkeys(("probe", "sweep"), Place("cpu", "hf", 1))
+    places: dict[str, Place] = {part: Place("cpu", "hf", 1) for part in ("probe", "sweep")}
     expected = Calibration(identity_of_config(config), {**ENVIRONMENT, "stalewise": "1"}, PROBE, places=places)
     assert replace(found, sweep=None) == expected
     assert (found.sweep.runs, found.sweep.rule) == (SWEEP.runs, SWEEP.rule)
