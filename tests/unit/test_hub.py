@@ -317,9 +317,9 @@ def test_a_push_uploads_what_it_would_write(tiny_run: RunConfig, tmp_path: Path,
     assert result.stdout == f"{hub.url}/me/tiny\n"
     (record,) = hub.created
     assert record.get("visibility") == "private" or record.get("private") is True
-    written = call("push", tiny_run.directory, "me/tiny", "--to", tmp_path)
-    assert written.stdout == f"{tmp_path}/me/tiny\n"
     folder = tmp_path / "me" / "tiny"
+    written = called_json("push", tiny_run.directory, "me/tiny", "--to", tmp_path)
+    assert written == {"place": str(folder), "uploaded": False}
     assert hub.repositories["models/me/tiny"] == {name: (folder / name).read_bytes() for name in names(folder)}
     assert len(hub.created) == 1  # nothing was uploaded for the second
 

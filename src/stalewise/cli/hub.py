@@ -53,9 +53,10 @@ def push(
         Path | None, typer.Option(help="Upload nothing: write what would be, at REPO_ID under this directory.")
     ] = None,
     force: Force = False,
+    as_json: AsJson = False,
 ) -> None:
     """Upload a policy with its model card to the Hugging Face hub, or the rollouts as a dataset."""
     from stalewise.hub import push
 
     done = push(run, repo_id, version=version, adapter=adapter, rollouts=rollouts, private=private, to=to, force=force)
-    typer.echo(done)
+    _print_json({"place": done, "uploaded": to is None}) if as_json else typer.echo(done)
