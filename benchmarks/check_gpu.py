@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from stalewise.config import RunConfig, make_config
 from stalewise.generate.hf import HFSampler
-from stalewise.generate.sampler import Request
+from stalewise.generate.rounding import RoundableWeights
+from stalewise.generate.sampler import Request, Response
 from stalewise.learn.learner import Learner
 from stalewise.learn.update_batch import make_update_batch
 from stalewise.models import EMBEDDED
@@ -53,7 +55,8 @@ def random_model(directory: Path) -> str:
 
 def made_up_rows(vocabulary: int, count: int = 64, seed: int = 0) -> Rows:
     rng = np.random.default_rng(seed)
-    prompt, response = rng.integers(20, 44, count), np.clip(rng.geometric(1 / 40, count), 4, 64)
+    prompt, response = np.repeat(rng.integers(20, 44, count // 8), 8), np.clip(rng.geometric(1 / 40, count), 4, 64)
+    prompts = [rng.integers(3, vocabulary, length) for length in prompt[::8]]  # one for each group
     return Rows(
         rollout_id=np.arange(count),
         group=np.repeat(np.arange(count // 8), 8),
@@ -61,7 +64,7 @@ def made_up_rows(vocabulary: int, count: int = 64, seed: int = 0) -> Rows:
         truncated=response >= 64,
         version_first=np.zeros(count, dtype=np.int32),
         version_last=np.zeros(count, dtype=np.int32),
-        prompt_ids=rng.integers(3, vocabulary, prompt.sum()).astype(np.int32),
+        prompt_ids=np.concatenate([prompts[row // 8] for row in range(count)]).astype(np.int32),
         prompt_offsets=np.r_[0, prompt.cumsum()],
         response_ids=rng.integers(3, vocabulary, response.sum()).astype(np.int32),
         behaviour_logp=np.full(response.sum(), -float(np.log(vocabulary)), dtype=np.float32),
@@ -69,11 +72,20 @@ def made_up_rows(vocabulary: int, count: int = 64, seed: int = 0) -> Rows:
     )
 
 
+def on_policy(rows: Rows, model: str) -> Rows:
+    """With the policy's own log-probabilities: near ratio 1 no token is near a clip range, where gradients jump."""
+    reference, logp = load(model, torch.float32), []
+    for row in range(len(rows)):
+        ids = torch.from_numpy(np.r_[rows.prompt(row), rows.response(row)].astype(np.int64))[None].to(CUDA)
+        logp.append(_plain_logp(reference, ids, len(rows.prompt(row)), False).cpu().numpy())
+    return replace(rows, behaviour_logp=np.concatenate(logp).astype(np.float32))
+
+
 def settings(model: str, **learner: Any) -> RunConfig:
-    precision = learner.pop("precision", "bfloat16")
+    precision, device = learner.pop("precision", "bfloat16"), learner.pop("device", "cuda")
     return make_config(
         {
-            "model": {"path": model, "precision": precision},
+            "model": {"path": model, "precision": precision, "device": device},
             "learner": {"compile": "never"} | learner,
             "objective": {"name": "grpo"},
             "optimizer": {"learning_rate": 1e-6, "max_grad_norm": 1e9},
@@ -146,29 +158,75 @@ def _plain_logp(model: Any, ids: torch.Tensor, start: int, autocast: bool) -> to
     return logits.float().log_softmax(-1).gather(1, ids[0, start:, None]).squeeze(1)
 
 
-def check_sampler(model: str, vocabulary: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Behaviour log-probabilities of the slots against plain passes over the same tokens; seeds."""
-    sampler = HFSampler(SamplerSettings(), max_new_tokens=32, device=CUDA, dtype=dtype)
-    sampler.load(Path(model))
+def made_up_requests(vocabulary: int) -> list[Request]:
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, vocabulary, n).tolist() for n in rng.integers(3, 40, 24)]
-    requests = [Request(prompt, 100 * i + j) for i, prompt in enumerate(prompts) for j in range(8)]
+    return [Request(prompt, 100 * i + j) for i, prompt in enumerate(prompts) for j in range(8)]
+
+
+def make_sampler(model: str, dtype: torch.dtype, compiled: bool = False) -> HFSampler:
+    sampler = HFSampler(
+        SamplerSettings(), max_new_tokens=32, device=CUDA, dtype=dtype, compiling_pays=lambda model: compiled
+    )
+    sampler.load(Path(model))
+    return sampler
+
+
+def distances(reference: Any, requests: list[Request], responses: list[Response]) -> torch.Tensor:
+    """Of the log-probabilities that came with responses from those of a plain pass."""
+    found = []
+    for request, response in zip(requests, responses, strict=True):
+        ids = torch.tensor([[*request.prompt_ids, *response.token_ids]], device=CUDA)
+        expected = _plain_logp(reference, ids, len(request.prompt_ids), False).cpu()
+        found.append((expected - torch.tensor(response.logp)).abs())
+    return torch.cat(found)
+
+
+def check_sampler(model: str, vocabulary: int, dtype: torch.dtype, compiled: bool = False) -> dict[str, Any]:
+    """Behaviour log-probabilities of the slots against plain passes over the same tokens; seeds."""
+    sampler, requests = make_sampler(model, dtype, compiled), made_up_requests(vocabulary)
     first, second = sampler.sample(requests), sampler.sample(requests)
     exact, plain = (load(model, kind) for kind in (torch.float32, dtype))
-    ours, theirs = [], []
+    others = []
     for request, response in zip(requests, first, strict=True):
         ids = torch.tensor([[*request.prompt_ids, *response.token_ids]], device=CUDA)
         expected, other = (_plain_logp(x, ids, len(request.prompt_ids), False).cpu() for x in (exact, plain))
-        ours.append((expected - torch.tensor(response.logp)).abs())
-        theirs.append((expected - other).abs())
+        others.append((expected - other).abs())
     same = sum(a.token_ids == b.token_ids for a, b in zip(first, second, strict=True)) / len(first)
-    mine, others = torch.cat(ours), torch.cat(theirs)
+    mine = distances(exact, requests, first)
     return {
         "problem": sampler.slots_problem,
         "ours_mean": mine.mean().item(),
         "ours_max": mine.max().item(),
-        "transformers_mean": others.mean().item(),
+        "transformers_mean": torch.cat(others).mean().item(),
         "same_again": same,
+    }
+
+
+def check_rounding(model: str, vocabulary: int) -> dict[str, float]:
+    """Slots whose graphs were captured with exact weights, asked for rounded ones, and for exact ones again."""
+    sampler, requests = make_sampler(model, torch.float32), made_up_requests(vocabulary)[:64]
+    found: dict[str, float] = {}
+    for kind in ("exact", "fp8", "int8", "exact"):
+        reference = load(model, torch.float32)
+        RoundableWeights(reference).use(kind)
+        responses = sampler.sample(requests, replace(sampler.settings, weights=kind))
+        found[kind] = max(found.get(kind, 0.0), distances(reference, requests, responses).max().item())
+    return found
+
+
+def check_token_record(model: str, rows: Rows) -> dict[str, float]:
+    """What the learner writes down of each token, on the GPU and on the CPU."""
+    records = []
+    for device in ("cuda", "cpu"):
+        config = settings(model, precision="float32", tokens_per_micro_batch=2048, device=device)
+        records.append(Learner(config, Path(model)).enqueue(rows).tokens())
+    gpu, cpu = records
+    assert gpu is not None and cpu is not None and (gpu.order == cpu.order).all()
+    return {
+        "tokens": len(gpu.logp),
+        "logp_max": float(np.abs(gpu.logp - cpu.logp).max()),
+        "flags_that_differ": float((gpu.flags != cpu.flags).mean()),
     }
 
 
@@ -198,12 +256,15 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         model = arguments.model or random_model(Path(scratch))
         vocabulary = AutoModelForCausalLM.from_pretrained(model).config.vocab_size
-        rows = made_up_rows(vocabulary)
+        rows = on_policy(made_up_rows(vocabulary), model)
         found: dict[str, Any] = {
             "gradients": check_gradients(model, rows),
             "log_probabilities": check_log_probabilities(model, rows),
             "sampler_float32": check_sampler(model, vocabulary, torch.float32),
             "sampler_bfloat16": check_sampler(model, vocabulary, torch.bfloat16),
+            "sampler_compiled": check_sampler(model, vocabulary, torch.bfloat16, compiled=True),
+            "rounding": check_rounding(model, vocabulary),
+            "token_record": check_token_record(model, rows),
             "waits": count_waits(model, rows),
         }
     gradients, logp, low = found["gradients"], found["log_probabilities"], found["sampler_bfloat16"]
@@ -215,7 +276,14 @@ def main() -> int:
         "bfloat16 log-probabilities are no worse than those of transformers": logp["ours_mean"]
         < 1.1 * logp["transformers_mean"],
         "slots give the log-probabilities of a plain pass": found["sampler_float32"]["ours_max"] < 2e-3,
-        "slots in bfloat16 are no worse than transformers": low["ours_mean"] < 1.1 * low["transformers_mean"],
+        "slots in bfloat16, compiled or not, are no worse than transformers": all(
+            found[name]["ours_mean"] < 1.1 * found[name]["transformers_mean"]
+            for name in ("sampler_bfloat16", "sampler_compiled")
+        ),
+        "captured steps compute with rounded weights, and with exact ones again": max(found["rounding"].values())
+        < 2e-3,
+        "the token record is the one of the CPU": found["token_record"]["logp_max"] < 2e-3
+        and found["token_record"]["flags_that_differ"] < 1e-3,
         "the same seeds give the same responses": low["same_again"] > 0.99,
         "an update is enqueued without waiting": found["waits"] == 0,
     }

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from stalewise.compilation import compiling_pays
 from stalewise.config import RunConfig
 from stalewise.generate.foreign import TwoPolicies, check_foreign
 from stalewise.generate.hf import HFSampler
@@ -59,7 +61,14 @@ def make_sampler(config: RunConfig, *, on_tokens: Callable[[int], object] = lamb
         return ServerSampler(settings, max_new_tokens=limit, options=config.sampler.server, on_tokens=on_tokens)
 
     def embedded() -> HFSampler:
-        return HFSampler(settings, max_new_tokens=limit, device=device, dtype=precision, on_tokens=on_tokens)
+        return HFSampler(
+            settings,
+            max_new_tokens=limit,
+            device=device,
+            dtype=precision,
+            on_tokens=on_tokens,
+            compiling_pays=partial(compiling_pays, config),
+        )
 
     return TwoPolicies(embedded(), embedded()) if config.sampler.foreign.share else embedded()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from stalewise.attention import PACKED, needs_grids, packs, to_device
+from stalewise.compilation import compile_layers, compiling_pays
 from stalewise.config import RunConfig
 from stalewise.diagnostics import TokenSums, age_statistics, drift_statistics
 from stalewise.errors import ModelError, StalewiseError
 from stalewise.learn.batching import Layout, MicroBatch, micro_batches
-from stalewise.learn.compilation import compile_layers, compiling_pays
 from stalewise.learn.graphs import GraphedBody
 from stalewise.learn.logp import PLAIN_KERNELS, check_output_layer, compiled_kernels, response_logp
 from stalewise.learn.lora import load_policy
-from stalewise.learn.optimizer import copies, distance, learning_rate, moments_by_name, restore_moments
+from stalewise.learn.optimizer import copies, distance, learning_rate, moments_by_file, read_moments, restore_moments
 from stalewise.learn.pending import PendingUpdate, Read, recorded, to_host
 from stalewise.learn.update_batch import UpdateBatch, loss_denominator, make_update_batch
 from stalewise.models import load_tokenizer, pick_device, pick_precision, turn_dropout_off
@@ -103,19 +104,21 @@ class Learner:
         """Go on from a checkpoint whose weights the constructor has loaded."""
         self.version, self.steps, self.drift = state["version"], state["steps"], state["drift"]
         if self.steps:
-            moments = load_file(checkpoint / "optimizer.safetensors", device=str(self.device))
-            restore_moments(self.optimizer, self.names, moments, self.steps)
+            restore_moments(self.optimizer, self.names, read_moments(checkpoint, self.device), self.steps)
         if (checkpoint / "proximal.safetensors").is_file():
             self.proximal = load_file(checkpoint / "proximal.safetensors", device=str(self.device))
 
     def save(self, directory: Path) -> None:
         """Write policy, tokenizer and optimizer state; the caller commits the directory."""
-        (self.model.save_pretrained if self.adapters is None else self.adapters.save)(directory)
-        self.tokenizer.save_pretrained(directory)
-        if self.steps:
-            save_file(moments_by_name(self.optimizer, self.names), directory / "optimizer.safetensors")
+        files = moments_by_file(self.optimizer, self.names) if self.steps else {}
         if self.proximal:
-            save_file(self.proximal, directory / "proximal.safetensors")
+            files["proximal.safetensors"] = self.proximal
+        with ThreadPoolExecutor() as threads:  # each of them is as large as the policy
+            written = [threads.submit(save_file, tensors, directory / name) for name, tensors in files.items()]
+            (self.model.save_pretrained if self.adapters is None else self.adapters.save)(directory)
+            self.tokenizer.save_pretrained(directory)
+            for file in written:
+                file.result()
 
     def state(self) -> dict[str, Any]:
         """The numbers that belong to a checkpoint."""

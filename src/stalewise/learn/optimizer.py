@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -51,19 +53,26 @@ def learning_rate(
     return peak * (0.5 * (1 + math.cos(math.pi * done)) if schedule == "cosine" else 1 - done)
 
 
-def moments_by_name(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-    """The optimizer's state as tensors by name, ready for safetensors."""
+def moments_by_file(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's state as tensors by name, ready for safetensors: a file for each moment."""
     return {
-        f"{moment}.{names[parameter]}": state[moment].contiguous()
-        for parameter, state in optimizer.state.items()
+        f"optimizer_{moment}.safetensors": {
+            f"{moment}.{names[parameter]}": state[moment].contiguous() for parameter, state in optimizer.state.items()
+        }
         for moment in _MOMENTS
     }
+
+
+def read_moments(checkpoint: Path, device: torch.device) -> dict[str, Tensor]:
+    """The tensors of all these files."""
+    files: Iterator[Path] = checkpoint.glob("optimizer*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file, device=str(device)).items()}
 
 
 def restore_moments(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tensors: Mapping[str, Tensor], steps: int
 ) -> None:
-    """The inverse of `moments_by_name`; `steps` is how many steps the optimizer had taken."""
+    """The inverse of `moments_by_file`; `steps` is how many steps the optimizer had taken."""
     for parameter, name in names.items():
         if f"{_MOMENTS[0]}.{name}" not in tensors:  # it never had a gradient
             continue
