@@ -73,6 +73,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
         record = json.loads(Path(path).read_bytes())
     except FileNotFoundError:
         raise StoreError(f"{path} is missing: what it would describe was never committed") from None
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror or error}; it should be a file you may read") from error
     except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError and UnicodeDecodeError
         raise StoreError(f"{path} is corrupt: {error}; restore it from a copy or move it away") from error
     if not isinstance(record, dict):

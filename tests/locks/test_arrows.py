@@ -68,6 +68,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "demo": DATA | ROOMS | {"rundirectory", "watch", "run", "verbs"},
     "inspection": DATA | {"rundirectory"},
     "browser": DATA | {"report", "inspection"},
+    "hub": DATA | {"report", "rundirectory", "smollm2", "models", "objectives", "template"},
     "template": BASE | {"config", "tasks"},
     "calibration": DATA | PURE | {"models", "rundirectory", "watch", "template"},
     "trackers": BASE | {"files", "config", "rundirectory"},
@@ -77,7 +78,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "__main__": frozenset({"cli"}),
     "cli": DATA
     | {"report", "browser", "compare", "rundirectory", "run", "verbs", "demo", "inspection", "template", "progress"}
-    | {"doctor"}
+    | {"doctor", "hub"}
     | {"calibration", "memory", "models"},
 }
 
@@ -101,7 +102,18 @@ WITHOUT_TORCH = frozenset(
     {
         *("", "errors", "types", "files", "sections", "control", "config", "tasks", "store", "report"),
         *("intervals", "compare"),
-        *("splitmix", "watch", "rundirectory", "inspection", "browser", "template", "progress", "cli", "__main__"),
+        *(
+            "splitmix",
+            "watch",
+            "rundirectory",
+            "inspection",
+            "browser",
+            "hub",
+            "template",
+            "progress",
+            "cli",
+            "__main__",
+        ),
     }
 )
 HEAVY = frozenset({"torch", "transformers", "accelerate", "trl", "vllm"})

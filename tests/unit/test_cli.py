@@ -39,6 +39,8 @@ COMMANDS = [
     "watch",
     "serve",
     "compare",
+    "export",
+    "push",
     "probe",
     "sweep",
     "plan",

@@ -277,6 +277,7 @@ def doctor(
         sys.exit(1)
 
 
-from stalewise.cli import look as look  # noqa: E402  its verbs register themselves here
+from stalewise.cli import hub as hub  # noqa: E402  its verbs register themselves here
+from stalewise.cli import look as look  # noqa: E402  likewise
 from stalewise.cli import plans as plans  # noqa: E402  likewise
 from stalewise.cli import serve as serve  # noqa: E402  likewise

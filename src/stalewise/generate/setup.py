@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from stalewise.compilation import compiling_pays
 from stalewise.config import RunConfig
-from stalewise.generate.foreign import TwoPolicies
+from stalewise.generate.foreign import TwoPolicies, check_foreign
 from stalewise.generate.hf import HFSampler
-from stalewise.generate.loop import BatchPlan
+from stalewise.generate.loop import PROMPTS_TO_COMPARE, BatchPlan
 from stalewise.generate.sampler import Sampler
 from stalewise.models import pick_device, pick_precision
 from stalewise.staleness.schedule import Schedule
 from stalewise.store import Batch
+from stalewise.tasks import Task
 from stalewise.types import SamplerSettings
 
 
@@ -69,6 +71,13 @@ def make_sampler(config: RunConfig, *, on_tokens: Callable[[int], object] = lamb
         )
 
     return TwoPolicies(embedded(), embedded()) if config.sampler.foreign.share else embedded()
+
+
+def check_foreign_of(config: RunConfig, own: Path, task: Task) -> None:
+    """Refuse a foreign policy that does not fit the one at `own`, where the config has one; nothing is loaded."""
+    if config.sampler.foreign.share:
+        prompts = task.prompts(0, min(PROMPTS_TO_COMPARE, task.size or PROMPTS_TO_COMPARE))
+        check_foreign(config.sampler.foreign.path, own, prompts)
 
 
 def batch_problem(batch: Batch) -> str:
