@@ -61,7 +61,9 @@ class Crew:
 
     def run(self) -> dict[str, str]:
         """Do what can be done until the deadline; the reasons of jobs that failed, by key."""
-        threads = [threading.Thread(target=self._work, args=(number,)) for number in range(min(self.workers, self.total))]
+        threads = [
+            threading.Thread(target=self._work, args=(number,)) for number in range(min(self.workers, self.total))
+        ]
         for thread in threads:
             thread.start()
         try:
@@ -112,7 +114,9 @@ class Crew:
                         self.failed[job.key] = problem
                     self._strip(job)
                     done = self.total - len(self.waiting) - len(self.running)
-                    self.say(f"{done} of {self.total}: {job.kind} {job.key}" + (f" failed: {problem}" if problem else ""))
+                    self.say(
+                        f"{done} of {self.total}: {job.kind} {job.key}" + (f" failed: {problem}" if problem else "")
+                    )
                     self.lock.notify_all()
         finally:
             if process is not None:

@@ -33,6 +33,7 @@ from stalewise.tasks import make_evaluation_file
 from stalewise.types import SamplerSettings
 from stalewise.verbs import evaluate, learn
 
+
 def perform(job: Mapping[str, Any], out: Path) -> dict[str, Any]:
     """Do a job and write its result. A run that ends because an update is not finite has a result, too."""
     start = time.perf_counter()

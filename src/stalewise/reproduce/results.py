@@ -68,7 +68,7 @@ def text_of(record: Mapping[str, Any]) -> str:
     head = {key: value for key, value in record.items() if key != "arms"}
     lines = [json.dumps(head, ensure_ascii=False)[:-1] + ', "arms": [']
     for place, arm in enumerate(record["arms"]):
-        seeds = [f'{json.dumps(seed)}: {json.dumps(one, ensure_ascii=False)}' for seed, one in arm["seeds"].items()]
+        seeds = [f"{json.dumps(seed)}: {json.dumps(one, ensure_ascii=False)}" for seed, one in arm["seeds"].items()]
         about = json.dumps({key: value for key, value in arm.items() if key != "seeds"}, ensure_ascii=False)[:-1]
         comma = "," if place + 1 < len(record["arms"]) else ""
         lines.append(about + ', "seeds": {\n' + ",\n".join(seeds) + "}}" + comma)
