@@ -14,7 +14,9 @@ from stalewise.errors import ConfigError
 
 @app.command()
 def reproduce(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Experiments, or all; none: list them.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help="Experiments, or all; none: list them.")
+    ] = None,
     setting: Annotated[str, typer.Option(help="lab (embedded policies) or real (a language model).")] = "lab",
     seeds: Annotated[int | None, typer.Option(min=1, help="Fewer seeds than the experiment asks for.")] = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Jobs side by side.")] = None,

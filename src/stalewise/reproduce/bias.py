@@ -2,8 +2,8 @@
 
 A policy learns from rollouts of version 0 until it is S updates old. There two gradients are taken through the
 learner, without a step: on rollouts of version 0, and on rollouts that this very policy makes of the same prompts.
-Both are estimates from a sample, so their plain distance would be mostly noise. Each is therefore taken on two halves of
-the prompts, and products are of different halves: (s₁ − f₁)·(s₂ − f₂) has the expectation ‖E s − E f‖².
+Both are estimates from a sample, so their plain distance would be mostly noise. Each is therefore taken on two halves
+of the prompts, and products are of different halves: (s₁ − f₁)·(s₂ − f₂) has the expectation ‖E s − E f‖².
 """
 
 from __future__ import annotations

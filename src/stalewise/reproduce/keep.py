@@ -21,8 +21,8 @@ METRICS = (  # curves that any experiment may ask for
 )
 RULE = CollapseRule(smoothing=2, window=3)
 RULE_IN_WORDS = (
-    "the mean of two evaluations of held-out accuracy falls below half of its best and does not come back within three, "
-    "or the run ends below it, or an update is not finite"
+    "the mean of two evaluations of held-out accuracy falls below half of its best and does not come back within "
+    "three, or the run ends below it, or an update is not finite"
 )
 
 
@@ -95,5 +95,6 @@ def rounded(value: float) -> float | None:
 
 def thin_record(record: Mapping[str, Any], metrics: Sequence[str], points: int) -> dict[str, Any]:
     """A kept record with the curves of these metrics alone, at so many points."""
-    curves = {key: thinned(*record["series"][key], points) for key in metrics if key in record.get("series", {})}
+    found = record.get("series", {})
+    curves = {key: thinned(found[key][0], found[key][1], points) for key in metrics if key in found}
     return {**record, "series": curves}

@@ -1,4 +1,4 @@
-"""The law on the runs of its experiment: the fit, what one half of the grid says of the other, and the measured bias."""
+"""The law on the runs of its experiment: the fit, what one half of the grid says of the other, the measured bias."""
 
 from __future__ import annotations
 
@@ -60,9 +60,8 @@ def halves(found: Sequence[Observed]) -> tuple[list[Observation], list[Observati
 def predict(known: Sequence[Observation], unknown: Sequence[Observation]) -> Prediction:
     """Fit on the first, foretell the second."""
     fitted = fit(known, resamples=0)
-    law = Law(
-        *(r.value if r.known else math.inf for r in (fitted.batch_radius, fitted.critical_radius)), fitted.scatter
-    )
+    batch, critical = (r.value if r.known else math.inf for r in (fitted.batch_radius, fitted.critical_radius))
+    law = Law(batch, critical, fitted.scatter)
     share = (sum(run.collapsed_at is not None for run in known) + 0.5) / (len(known) + 1)
     survives = [
         math.exp(

@@ -1,4 +1,4 @@
-"""Running experiments: the jobs of all of them in order of importance, and their results put where they are looked for."""
+"""Running experiments: the jobs of all of them in order of importance, and their results in one file each."""
 
 from __future__ import annotations
 

@@ -125,9 +125,9 @@ def accuracy_at_speed(results: Results) -> Finding:
 
 
 def no_knob(results: Results) -> Finding:
-    """At every µ, P3O against GRPO with the ε at which its mean final accuracy is best. Shown where P3O is at no µ below
-    it by more than 0.02 (lower end of the interval). Opposite where at every µ it is below by more than that, beyond
-    doubt. Otherwise not shown.
+    """At every µ, P3O against GRPO with the ε at which its mean final accuracy is best. Shown where P3O is at no µ
+    below it by more than 0.02 (lower end of the interval). Opposite where at every µ it is below by more than that,
+    beyond doubt. Otherwise not shown.
     """
     gaps: dict[str, Mean] = {}
     lines: list[str] = []
@@ -148,9 +148,9 @@ def no_knob(results: Results) -> Finding:
 
 
 def mismatch(results: Results) -> Finding:
-    """A method's loss is its final accuracy without mismatch less that with it, seed by seed. Shown where P3O's mean loss
-    is below 0.1 under every mismatch, and below GRPO's, beyond doubt, under at least one. Opposite where P3O's loss is
-    above GRPO's, beyond doubt, under more of them than it is below. Otherwise not shown.
+    """A method's loss is its final accuracy without mismatch less that with it, seed by seed. Shown where P3O's mean
+    loss is below 0.1 under every mismatch, and below GRPO's, beyond doubt, under at least one. Opposite where P3O's
+    loss is above GRPO's, beyond doubt, under more of them than it is below. Otherwise not shown.
     """
     losses: dict[tuple[str, str], Mean] = {}
     gaps: dict[str, Mean] = {}
@@ -175,7 +175,8 @@ def mismatch(results: Results) -> Finding:
         for kind in kinds
     ]
     worst = max(gaps, key=lambda kind: losses[kind, "P3O"].value)
-    ours = f"P3O loses {losses[worst, 'P3O'].value:+.3f} at most ({worst}); less than GRPO in {less}, more in {more} of {len(gaps)}"
+    ours = f"P3O loses {losses[worst, 'P3O'].value:+.3f} at most ({worst}); less than GRPO in {less}, more in {more}"
+    ours += f" of {len(gaps)}"
     return Finding(judged(stays and less > 0, more > less), ours, lines)
 
 
@@ -217,9 +218,9 @@ def two_anchors(results: Results) -> Finding:
 
 
 def pass_at_k(results: Results) -> Finding:
-    """Shown where P3O's pass@1 after training is above that before, beyond doubt, and its pass@64 is at no µ below that
-    before by more than 0.02 (lower end of the interval). Opposite where pass@64 is below by more than that, beyond doubt,
-    at any µ. Otherwise not shown.
+    """Shown where P3O's pass@1 after training is above that before, beyond doubt, and its pass@64 is at no µ below
+    that before by more than 0.02 (lower end of the interval). Opposite where pass@64 is below by more than that, beyond
+    doubt, at any µ. Otherwise not shown.
     """
     before = results.arm("before")
     after = [arm for arm in results.arms if arm.name.startswith("after ")]
@@ -265,13 +266,14 @@ def ours(results: Results) -> Finding:
             for s, a in zip(run["evaluations"]["seconds"], run["evaluations"]["accuracy"], strict=True)
             if s is not None
         ]
-        return float(np.interp(clock, *zip(*known, strict=True))) if known else None
+        return float(np.interp(clock, [s for s, _ in known], [a for _, a in known])) if known else None
 
     one, other = (tuned(side, at_clock) for side in (automatic, single))
     assert one is not None and other is not None
     gap = difference(other, one, at_clock)
     lines = [
-        f"At {clock:.1f} s of training, best η each: {one.name} {one.mean(at_clock)}, {other.name} {other.mean(at_clock)}."
+        f"At {clock:.1f} s of training, best η each: {one.name} {one.mean(at_clock)}, "
+        f"{other.name} {other.mean(at_clock)}."
     ]
     for method in results.values("method"):
         finals = {arm.axes["rate"]: arm.mean(final) for arm in arms if arm.axes["method"] == method}

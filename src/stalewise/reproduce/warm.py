@@ -20,7 +20,6 @@ from stalewise.tasks import make_task
 
 IGNORED = -100  # label of tokens without a loss
 CHECK_EVERY = 20  # steps
-CHECKED = 128  # prompts whose sampled answers are looked at
 OPERATION = re.compile(r"(\d+)\+(\d+)")
 
 
@@ -49,9 +48,10 @@ def warm_start(
     batch: int,
     learning_rate: float,
     target: float,
+    checked: int = 128,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Train until the sampled accuracy on training prompts is at the target, at most so many steps."""
+    """Train until the sampled accuracy on `checked` training prompts is at the target, at most so many steps."""
     start = time.perf_counter()
     torch.manual_seed(seed)
     source, device = resolve_model(model), pick_device("auto")
@@ -62,7 +62,7 @@ def warm_start(
     try:
         for step in range(steps + 1):
             if step % CHECK_EVERY == 0:
-                accuracy = _sampled_accuracy(policy, tokenizer, asked, device)
+                accuracy = _sampled_accuracy(policy, tokenizer, asked, checked, device)
                 curve.append([step, round(accuracy, 4)])
                 if accuracy >= target:
                     break
@@ -102,10 +102,10 @@ def _examples(tokenizer: Any, task: Any, first: int, count: int, device: torch.d
 
 
 @torch.no_grad()
-def _sampled_accuracy(policy: Any, tokenizer: Any, task: Any, device: torch.device) -> float:
+def _sampled_accuracy(policy: Any, tokenizer: Any, task: Any, count: int, device: torch.device) -> float:
     """Share of right answers, one sampled for each of some training prompts."""
     policy.eval()
-    prompts = task.prompts(0, CHECKED)
+    prompts = task.prompts(0, count)
     prompt_ids = encode_prompts(prompts, tokenizer)
     longest = max(map(len, prompt_ids))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
