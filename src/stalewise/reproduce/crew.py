@@ -12,16 +12,20 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from stalewise.files import read_json, write_json_atomic
+from stalewise.files import write_json_atomic
 from stalewise.reproduce.definition import Job
 
-FAILED = "failed.json"
 MODEL_OF = ("train", "learn")  # kinds of jobs that leave a run directory
 
 
 def kept_path(out: Path, key: str) -> Path:
     """Where the result of a job lies; it is there once the job is done."""
     return out / "kept" / f"{key}.json"
+
+
+def failed_path(out: Path, key: str) -> Path:
+    """Where it says why a job failed; what is tried again and done has a result, which counts."""
+    return out / "failed" / f"{key}.json"
 
 
 class Crew:
@@ -76,10 +80,8 @@ class Crew:
                 for process in self.processes:
                     process.kill()
             raise
-        if self.failed:
-            path = self.out / FAILED
-            before = read_json(path) if path.is_file() else {}
-            write_json_atomic(path, {**before, **self.failed})
+        for key, problem in self.failed.items():
+            write_json_atomic(failed_path(self.out, key), {"problem": problem})
         return self.failed
 
     def _next(self) -> Job | None:

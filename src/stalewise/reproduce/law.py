@@ -14,6 +14,7 @@ from stalewise.reproduce.results import Mean, Results, mean_of
 from stalewise.staleness.law import Fit, Law, Observation, fit, log_likelihood
 
 BIAS_OF = "relaxed clip"  # the objective whose bias is judged: every ratio counts as it is
+NOISE = 0.1  # relative bias that one seed can tell from none
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,34 +95,59 @@ def largest_stable(found: Sequence[Observed]) -> dict[tuple[int, int], float]:
     return stable
 
 
+def bias_cells(results: Results, objective: str, key: str = "bias") -> dict[float, dict[int, float]]:
+    """By S·η, and by seed, a measure of the gradient there; of the bias its square, which noise can make negative."""
+    cells: dict[float, dict[int, float]] = {}
+    for arm in results.arms:
+        for seed, run in arm.runs.items() if arm.kind == "bias" else ():
+            for row in run["rows"]:
+                if row["objective"] == objective and (value := row[key]) is not None:
+                    place = round(row["age"] * run["learning_rate"], 9)
+                    cells.setdefault(place, {})[seed] = value * abs(value) if key == "bias" else value
+    return cells
+
+
 def bias_points(results: Results, objective: str = BIAS_OF, key: str = "bias") -> list[tuple[float, float]]:
-    """S·η and a measure of the gradient there, of all seeds; what drowned in noise is left out."""
-    return [
-        (row["age"] * run["learning_rate"], row[key])
-        for arm in results.arms
-        if arm.kind == "bias"
-        for run in arm.runs.values()
-        for row in run["rows"]
-        if row["objective"] == objective and row[key] is not None and (key != "bias" or row[key] > 0)
-    ]
+    """S·η and the mean over seeds there; of the bias those alone that stand out from the noise."""
+    cells = bias_cells(results, objective, key)
+    if key != "bias":
+        return [(x, float(np.mean(list(values.values())))) for x, values in sorted(cells.items())]
+    return _resolved([(x, list(values.values())) for x, values in sorted(cells.items())])
+
+
+def _resolved(cells: Sequence[tuple[float, Sequence[float]]]) -> list[tuple[float, float]]:
+    """Roots of the mean squares that are above two standard errors, or of one seed above 0.1 squared."""
+    found: list[tuple[float, float]] = []
+    for x, squares in cells:
+        mean = float(np.mean(squares))
+        error = float(np.std(squares, ddof=1)) / math.sqrt(len(squares)) if len(squares) > 1 else NOISE**2 / 2
+        if mean > 2 * error:
+            found.append((x, math.sqrt(mean)))
+    return found
+
+
+def _power(points: Sequence[tuple[float, float]]) -> float | None:
+    if len(points) < 4:
+        return None
+    x, y = np.log(np.array(points)).T
+    return float(np.polyfit(x, y, 1)[0])
 
 
 def bias_slope(results: Results) -> Mean:
-    """The power with which the bias grows in S·η, seed by seed: 1 by the law."""
-    seeds = sorted({seed for arm in results.arms if arm.kind == "bias" for seed in arm.runs})
-    slopes: list[float | None] = []
-    for seed in seeds:
-        rows = [
-            (row["age"] * run["learning_rate"], row["bias"])
-            for arm in results.arms
-            if arm.kind == "bias" and (run := arm.runs.get(seed))
-            for row in run["rows"]
-            if row["objective"] == BIAS_OF and row["bias"] is not None and row["bias"] > 0
-        ]
-        if len(rows) >= 4:
-            x, y = np.log(np.array(rows)).T
-            slopes.append(float(np.polyfit(x, y, 1)[0]))
-    return mean_of(slopes)
+    """The power with which the bias grows in S·η: 1 by the law. Its interval is a jackknife over seeds."""
+    cells = bias_cells(results, BIAS_OF)
+    seeds = sorted({seed for values in cells.values() for seed in values})
+    whole = _power(bias_points(results))
+    if whole is None:
+        return mean_of([])
+    if len(seeds) < 3:
+        return Mean(whole, math.nan, math.nan, 1)
+    left_out = [
+        _power(_resolved([(x, [v for s, v in values.items() if s != seed]) for x, values in sorted(cells.items())]))
+        for seed in seeds
+    ]
+    n = len(seeds)
+    return mean_of(n * whole - (n - 1) * value for value in left_out if value is not None)
 
 
 def describe_fit(found: Sequence[Observed]) -> tuple[Fit | None, str]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from stalewise.errors import StoreError
 from stalewise.files import read_json, write_atomic
-from stalewise.reproduce.crew import FAILED, kept_path
+from stalewise.reproduce.crew import failed_path, kept_path
 from stalewise.reproduce.definition import Experiment
 from stalewise.reproduce.keep import POINTS, thin_record
 
@@ -29,7 +29,6 @@ def results_name(setting: str) -> str:
 
 def collect(experiment: Experiment, setting: str, out: Path, machine: Mapping[str, Any]) -> dict[str, Any]:
     """What is done of an experiment, in as many points per curve as the file may have."""
-    failed = read_json(out / FAILED) if (out / FAILED).is_file() else {}
     arms: dict[str, dict[str, Any]] = {}
     problems: dict[str, str] = {}
     planned = 0
@@ -39,8 +38,8 @@ def collect(experiment: Experiment, setting: str, out: Path, machine: Mapping[st
         planned += 1
         if kept_path(out, key).is_file():
             entry["seeds"][str(seed)] = read_json(kept_path(out, key))
-        elif key in failed:
-            problems[f"{arm.name}, seed {seed}"] = failed[key]
+        elif failed_path(out, key).is_file():
+            problems[f"{arm.name}, seed {seed}"] = read_json(failed_path(out, key))["problem"]
     done = sum(len(entry["seeds"]) for entry in arms.values())
     head = {
         "format": FORMAT,
