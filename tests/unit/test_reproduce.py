@@ -163,8 +163,8 @@ def test_results_hold_what_figures_need(reproduced: tuple[Path, dict[str, Any], 
 def test_weights_and_rollouts_go_when_nobody_needs_them(reproduced: tuple[Path, dict[str, Any], set[str]]) -> None:
     root, _, _ = reproduced
     runs = list((root / "out" / "runs").iterdir())
-    assert runs and all((run / "metrics.jsonl").is_file() for run in runs)
-    assert not [path for run in runs for path in run.glob("checkpoints/*")]
+    assert sum((run / "metrics.jsonl").is_file() for run in runs) == 6  # 4 runs, a stage learned again, and the bias
+    assert not [path for run in runs for path in (run / "checkpoints", run / "rollouts") if path.exists()]
 
 
 def test_the_command_renders_and_does_nothing_again(reproduced: tuple[Path, dict[str, Any], set[str]]) -> None:
@@ -240,7 +240,7 @@ def test_the_gradient_is_that_of_an_update_and_changes_nothing(tiny_run: RunConf
     weights = [parameter.detach().clone() for parameter in learner.names]
     gradient = learner.gradient(chosen)
     assert all(torch.equal(a, b) for a, b in zip(weights, learner.names, strict=True))
-    assert float(gradient.norm()) == pytest.approx(learner.update(chosen)["grad_norm"], rel=1e-5)
+    assert float(gradient.double().norm()) == pytest.approx(learner.update(chosen)["grad_norm"], rel=1e-5)
 
 
 def test_bias_is_measured_across_halves() -> None:

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from stalewise.files import write_json_atomic
 from stalewise.reproduce.definition import Job
 
 MODEL_OF = ("train", "learn")  # kinds of jobs that leave a run directory
+HEAVY = ("checkpoints", "rollouts", "ledger", "bias")  # of a run directory: what nobody needs once its numbers are kept
 
 
 def kept_path(out: Path, key: str) -> Path:
@@ -80,6 +81,7 @@ class Crew:
                 for process in self.processes:
                     process.kill()
             raise
+        self._strip(self.jobs)  # what a sitting that was killed has left
         for key, problem in self.failed.items():
             write_json_atomic(failed_path(self.out, key), {"problem": problem})
         return self.failed
@@ -114,7 +116,7 @@ class Crew:
                     self.running.discard(job.key)
                     if problem:
                         self.failed[job.key] = problem
-                    self._strip(job)
+                    self._strip((job.key, *job.needs))
                     done = self.total - len(self.waiting) - len(self.running)
                     self.say(
                         f"{done} of {self.total}: {job.kind} {job.key}" + (f" failed: {problem}" if problem else "")
@@ -166,13 +168,12 @@ class Crew:
             process.wait()
         self.processes.discard(process)
 
-    def _strip(self, done: Job) -> None:
+    def _strip(self, keys: Iterable[str]) -> None:
         """Weights and rollouts go as soon as no job needs them: a grid would fill a disk."""
         if self.keep_runs:
             return
         unfinished = {*self.waiting, *self.running}
         needed = {need for key in unfinished for need in self.jobs[key].needs}
-        for key in (done.key, *done.needs):
-            if key not in needed and key not in unfinished and self.jobs[key].kind != "warm":
-                for name in ("checkpoints", "rollouts", "ledger", "bias"):
-                    shutil.rmtree(self.out / "runs" / key / name, ignore_errors=True)
+        for key in {*keys} - needed - unfinished:
+            for name in HEAVY:
+                shutil.rmtree(self.out / "runs" / key / name, ignore_errors=True)

@@ -191,7 +191,9 @@ def the_law(results: Results) -> Finding:
     power = f"{slope}" if slope.seeds else "not measured"
     lines.append(f"Power with which the bias of the gradient grows in S·η ({BIAS_OF}): {power}.")
     critical = fitted.critical_radius.value if fitted is not None and fitted.critical_radius.known else math.nan
-    ours = f"{right} of {runs} collapses and survivals foretold; bias ∝ (S·η)^{slope.value:.2f}; R_crit {critical:.3g}"
+    ours = f"{right} of {runs} collapses and survivals foretold"
+    ours += f"; bias ∝ (S·η)^{slope.value:.2f}" if slope.seeds else ""
+    ours += f"; R_crit {critical:.3g}" if math.isfinite(critical) else ""
     flat = slope.seeds > 1 and below(slope, 0.25)
     return Finding(judged(all(better) and grows, not any(better) or flat), ours, lines)
 

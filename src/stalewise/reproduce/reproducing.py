@@ -64,6 +64,8 @@ def reproduce(
     """Do what is not done yet, and write the results of each experiment under `out`."""
     start = time.perf_counter()
     jobs = ordered_jobs(experiments, setting, seeds)
+    if not jobs:
+        experiments[0].setting(setting)  # says which settings there are
     workers = workers or default_workers(setting)
     out.mkdir(parents=True, exist_ok=True)
     crew = Crew(jobs, out, workers=workers, deadline_s=deadline_s, keep_runs=keep_runs, say=say)
