@@ -21,9 +21,9 @@ from stalewise.errors import ConfigError
 from stalewise.learn.learner import Learner
 from stalewise.reproduce.bias import distance
 from stalewise.reproduce.definition import load_experiments
-from stalewise.reproduce.keep import thinned
 from stalewise.reproduce.reproducing import ordered_jobs
 from stalewise.reproduce.results import LARGEST_BYTES, read_results, text_of
+from stalewise.reproduce.thin import thinned
 from stalewise.store import batch_directories, open_batch
 from tiny import called_json, refused
 

@@ -70,13 +70,13 @@ def clips(tight: Sequence[float], relaxed: Sequence[float]) -> list[dict[str, An
     [
         ([0.4, 0.6, 0.6], [0.4, 0.9, 0.3], "shown"),
         ([0.4, 0.6, 0.6], [0.4, 0.9, 0.9], "not shown"),  # it climbs and stays
-        ([0.4, 0.6, 0.6], [0.4, 0.61, 0.3], "not shown"),  # it falls and never climbed: seeds are apart by 0.01
+        ([0.4, 0.6, 0.6], [0.4, 0.7, 0.3], "not shown"),  # it climbs in two of three seeds
         ([0.4, 0.8, 0.8], [0.4, 0.6, 0.3], "opposite"),
     ],
 )
 def test_clipping_dilemma(tight: list[float], relaxed: list[float], word: str) -> None:
     made = clips(tight, relaxed)
-    if relaxed[1] == 0.61:  # the same difference of means, with seeds that contradict each other
+    if relaxed[1] == 0.7:
         made[1]["seeds"]["0"]["evaluations"]["accuracy"] = [0.4, 0.5, 0.2]
     assert verdict("clipping_dilemma", *made) == word
 

@@ -21,7 +21,7 @@ from stalewise.config import RunConfig, make_config
 from stalewise.generate.loop import BatchPlan, generate_batch
 from stalewise.generate.setup import make_sampler
 from stalewise.learn.learner import Learner
-from stalewise.reproduce.keep import rounded
+from stalewise.reproduce.thin import rounded
 from stalewise.run import run
 from stalewise.store import Batch, batch_directory, open_batch
 from stalewise.tasks import make_task

@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 from stalewise.reproduce.results import Mean
 
 SHOWN, NOT_SHOWN, OPPOSITE, UNKNOWN = "shown", "not shown", "opposite", "no results"
+RULE_IN_WORDS = (
+    "the mean of two evaluations of held-out accuracy falls below half of its best and does not come back within "
+    "three, or the run ends below it, or an update is not finite"
+)
 ONE_SEED = 0.05  # that a difference must exceed where one seed is all there is
 EQUAL = 0.02  # accuracies that differ by less count as equal
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,13 @@ from stalewise.calibration.file import CollapseRule
 from stalewise.calibration.grid import find_collapse_of_run
 from stalewise.report.clock import ACTIVITIES
 from stalewise.report.read import Run, read_run
+from stalewise.reproduce.thin import POINTS, rounded, thinned
 
-POINTS = 64  # of a curve, at most
 METRICS = (  # curves that any experiment may ask for
     *("reward", "ess", "clip_fraction", "veto_fraction", "ratio_mean_negative", "ratio_max_negative", "entropy"),
     *("log_ratio_mean_abs", "response_length", "age_mean", "mismatch_mean"),
 )
-RULE = CollapseRule(smoothing=2, window=3)
-RULE_IN_WORDS = (
-    "the mean of two evaluations of held-out accuracy falls below half of its best and does not come back within "
-    "three, or the run ends below it, or an update is not finite"
-)
+RULE = CollapseRule(smoothing=2, window=3)  # `RULE_IN_WORDS` says the same
 
 
 def keep_run(directory: Path, ended: str = "") -> dict[str, Any]:
@@ -68,33 +63,3 @@ def series(run: Run, key: str) -> list[list[float | None]]:
     """A metric by update, averaged over neighbours until few points are left."""
     x, y = run.column("update"), run.column(key)
     return thinned(x, y, POINTS)
-
-
-def thinned(x: Sequence[float] | Any, y: Sequence[float] | Any, points: int) -> list[list[float | None]]:
-    """Means over equally many neighbours, those that are not finite left out; None where all of them are.
-
-    >>> thinned([0, 1, 2, 3], [1.0, 3.0, float("nan"), 5.0], 2)
-    [[0.5, 2.5], [2.0, 5.0]]
-    """
-    x, y = np.asarray(x, np.float64), np.asarray([math.nan if v is None else v for v in y], np.float64)
-    width = -(-len(x) // points) if len(x) else 1
-    starts = range(0, len(x), width)
-    parts = [y[start : start + width] for start in starts]
-    means = [rounded(float(part[np.isfinite(part)].mean())) if np.isfinite(part).any() else None for part in parts]
-    return [[rounded(float(x[start : start + width].mean())) for start in starts], means]
-
-
-def rounded(value: float) -> float | None:
-    """A number with four digits that count, which is more than any figure shows.
-
-    >>> rounded(0.123456), rounded(float("nan"))
-    (0.1235, None)
-    """
-    return float(f"{value:.4g}") if math.isfinite(value) else None
-
-
-def thin_record(record: Mapping[str, Any], metrics: Sequence[str], points: int) -> dict[str, Any]:
-    """A kept record with the curves of these metrics alone, at so many points."""
-    found = record.get("series", {})
-    curves = {key: thinned(found[key][0], found[key][1], points) for key in metrics if key in found}
-    return {**record, "series": curves}

@@ -12,8 +12,7 @@ from stalewise.errors import ConfigError, nearest
 from stalewise.files import write_atomic
 from stalewise.reproduce.definition import Experiment
 from stalewise.reproduce.figures import figures
-from stalewise.reproduce.finding import UNKNOWN, Finding
-from stalewise.reproduce.keep import RULE_IN_WORDS
+from stalewise.reproduce.finding import RULE_IN_WORDS, UNKNOWN, Finding
 from stalewise.reproduce.results import (
     ArmResult,
     Results,

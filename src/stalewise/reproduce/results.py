@@ -15,7 +15,7 @@ from stalewise.errors import StoreError
 from stalewise.files import read_json, write_atomic
 from stalewise.reproduce.crew import failed_path, kept_path
 from stalewise.reproduce.definition import Experiment
-from stalewise.reproduce.keep import POINTS, thin_record
+from stalewise.reproduce.thin import POINTS, thin_record
 
 FORMAT = "stalewise.results/1"
 LARGEST_BYTES = 300_000
