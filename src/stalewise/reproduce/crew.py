@@ -169,11 +169,11 @@ class Crew:
         self.processes.discard(process)
 
     def _strip(self, keys: Iterable[str]) -> None:
-        """Weights and rollouts go as soon as no job needs them: a grid would fill a disk."""
+        """Weights and rollouts go as soon as no job needs them: a grid would fill a disk. What failed can go on."""
         if self.keep_runs:
             return
         unfinished = {*self.waiting, *self.running}
         needed = {need for key in unfinished for need in self.jobs[key].needs}
-        for key in {*keys} - needed - unfinished:
+        for key in {*keys} - needed - unfinished - set(self.failed):
             for name in HEAVY:
                 shutil.rmtree(self.out / "runs" / key / name, ignore_errors=True)

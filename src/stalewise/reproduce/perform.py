@@ -16,6 +16,7 @@ import torch
 from stalewise.checkpoints import checkpoint_directory, versions
 from stalewise.config import RunConfig
 from stalewise.errors import ConfigError
+from stalewise.evaluate import evaluate_checkpoint
 from stalewise.files import write_json_atomic
 from stalewise.generate.loop import sample_for_evaluation
 from stalewise.generate.setup import make_sampler
@@ -29,9 +30,9 @@ from stalewise.reproduce.keep import keep_run
 from stalewise.reproduce.warm import warm_start
 from stalewise.run import run
 from stalewise.store import batch_directories
-from stalewise.tasks import make_evaluation_file
+from stalewise.tasks import make_evaluation_file, make_task
 from stalewise.types import SamplerSettings
-from stalewise.verbs import evaluate, learn
+from stalewise.verbs import learn
 
 
 def perform(job: Mapping[str, Any], out: Path) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def perform(job: Mapping[str, Any], out: Path) -> dict[str, Any]:
         found = _DO[job["kind"]](job, out)
     finally:
         gc.collect()
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
     result = {"kind": job["kind"], **found, "wall_seconds": round(time.perf_counter() - start, 2)}
     write_json_atomic(kept_path(out, job["key"]), result)
@@ -76,18 +77,24 @@ def _learn(job: Mapping[str, Any], out: Path) -> dict[str, Any]:
 
 def _evaluate(job: Mapping[str, Any], out: Path) -> dict[str, Any]:
     """pass@k of the first or the last policy of a run, on its own task or on a file that a variable names."""
-    options = dict(job["options"])
+    options, config = dict(job["options"]), _config(job, out)
     directory = out / "runs" / job["needs"][-1]
-    found = versions(directory)
-    config = _config(job, out)
-    first = options.pop("policy", "last") == "first"
+    if options.pop("policy", "last") == "first":  # its checkpoint is pruned, but it is the model itself
+        version, checkpoint = 0, Path(resolve_model(config.model.path, config.task.name))
+    else:
+        version = versions(directory)[-1]
+        checkpoint = checkpoint_directory(directory, version)
     if variable := options.pop("file_variable", ""):
-        model = Path(resolve_model(config.model.path, config.task.name)) if first else None
-        checkpoint = model or checkpoint_directory(directory, found[-1])
         return _outside_check(config, checkpoint, variable, **options)
-    model = resolve_model(config.model.path, config.task.name) if first else str(directory)
-    task = {"task": config.task.name, "options": config.task.options} if first else {}
-    result = evaluate(model, **task, max_new_tokens=config.sampler.max_new_tokens, **options)
+    task, sampler = make_task(config.task.name, seed=config.seed, **config.task.options), make_sampler(config)
+    try:
+        rows = config.sampler.rollouts_per_shard
+        result = evaluate_checkpoint(
+            checkpoint, version=version, task=task, sampler=sampler, rows_at_once=rows, **options
+        )
+    finally:
+        sampler.close()
+        task.verifier.close()
     return {
         "pass_at": {str(k): asdict(interval) for k, interval in result.pass_at.items()},
         "accuracy": asdict(result.accuracy),
@@ -120,7 +127,7 @@ def _outside_check(
     finally:
         sampler.close()
         task.verifier.close()
-    value = np.array([0.0 if reward.value is None else reward.value for reward in rewards], np.float64)
+    value = np.array([reward.value for reward in rewards], np.float64)
     return {"accuracy": asdict(bootstrap(np.nan_to_num(value))), "prompts": len(value), "samples": 1}
 
 
