@@ -134,7 +134,7 @@ def describe_runs(results: Results) -> str:
     machine = record["machine"]
     return (
         f"{record['done']} of {record['planned']} jobs done, {many} an arm; {device}, {machine['cores']} cores, "
-        f"{machine['workers']} jobs at a time, {spent:,.0f} s of jobs."
+        f"{machine['workers']} at a time, {spent:,.0f} s of jobs in all."
     )
 
 
