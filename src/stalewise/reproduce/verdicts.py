@@ -80,11 +80,12 @@ def where_the_harm_is(results: Results) -> Finding:
 def _region(results: Results) -> dict[str, float]:
     """How far the scopes that should hold are above the two that should not, by place."""
     found: dict[str, float] = {}
+    apart = {"region": "yes"} if results.where(region="yes") else {}  # else a run would count in both of its arms
     for mu, rate in product(results.values("mu"), results.values("rate")):
-        means = {}
+        means: dict[str, float] = {}
         for scope in ("none", "trigger", "post", "suffix", "sequence"):
-            runs = [final(run) for arm in results.where(mu=mu, rate=rate, scope=scope) for run in arm.runs.values()]
-            means[scope] = mean_of(runs).value
+            arms = results.where(mu=mu, rate=rate, scope=scope, **apart)
+            means[scope] = mean_of(final(run) for arm in arms for run in arm.runs.values()).value
         gap = np.mean([means[s] for s in ("post", "suffix", "sequence")]) - (means["none"] + means["trigger"]) / 2
         if math.isfinite(gap):
             found[f"µ {mu}, η {rate}"] = float(gap)
