@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from stalewise.reproduce.compared import tuned
 from stalewise.reproduce.draw import COLOURS, Panel, Point, Row, Rows, Series, draw_panels, draw_rows
 from stalewise.reproduce.law import bias_points, describe_fit, observations
 from stalewise.reproduce.results import ArmResult, Measure, Results, final
-from stalewise.reproduce.verdicts import tuned
 
 Figures = dict[str, str]
 ACCURACY = {"x_title": "update", "y_title": "held-out accuracy", "y_range": (0.0, 1.0)}

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from stalewise.compare import first_reached
+from stalewise.reproduce.compared import (
+    collapsed_of,
+    largest_value,
+    less,
+    mean_metric,
+    only,
+    speed_up,
+    time_to_equal,
+    tuned,
+)
 from stalewise.reproduce.finding import EQUAL, Finding, above, below, judged, missing, signed
 from stalewise.reproduce.law import the_law
 from stalewise.reproduce.results import (
     ArmResult,
     Mean,
-    Measure,
     Results,
     best,
-    collapsed,
     difference,
     final,
     mean_of,
@@ -33,13 +40,13 @@ def clipping_dilemma(results: Results) -> Finding:
     tight clip's best, and its final accuracy is below its own best by more than 0.1, both beyond doubt. Opposite
     where the tight clip's best is above the relaxed clip's, beyond doubt. Otherwise not shown.
     """
-    place = {"mu": _largest(results, "mu"), "rate": _largest(results, "rate")}
-    tight, relaxed = (_only(results.where(clip=clip, **place)) for clip in ("tight", "relaxed"))
+    place = {"mu": largest_value(results, "mu"), "rate": largest_value(results, "rate")}
+    tight, relaxed = (only(results.where(clip=clip, **place)) for clip in ("tight", "relaxed"))
     if tight is None or relaxed is None:
         return missing("a tight and a relaxed clip at the largest µ")
     climb = difference(tight, relaxed, best)
-    fall = relaxed.mean(lambda run: _less(best(run), final(run)))
-    clipped = [f"{arm.name}: {arm.mean(_mean_metric('clip_fraction')).value:.1%}" for arm in (tight, relaxed)]
+    fall = relaxed.mean(lambda run: less(best(run), final(run)))
+    clipped = [f"{arm.name}: {arm.mean(mean_metric('clip_fraction')).value:.1%}" for arm in (tight, relaxed)]
     return Finding(
         judged(above(climb) and above(fall, 0.1), below(climb)),
         f"best {tight.mean(best)} tight, {relaxed.mean(best)} relaxed, which ends at {relaxed.mean(final)}",
@@ -65,7 +72,7 @@ def where_the_harm_is(results: Results) -> Finding:
     gaps = {f"{high} less {low}": difference(arms[low], arms[high]) for low, high in pairs}
     right, wrong = sum(above(gap) for gap in gaps.values()), sum(below(gap) for gap in gaps.values())
     lines = [f"{name}: {signed(gap)}." for name, gap in gaps.items()]
-    lines.append("Collapsed: " + ", ".join(f"{scope} {_of(arm)}" for scope, arm in arms.items()) + ".")
+    lines.append("Collapsed: " + ", ".join(f"{scope} {collapsed_of(arm)}" for scope, arm in arms.items()) + ".")
     region = _region(results)
     if region:
         wide = [place for place, gap in region.items() if gap >= 0.1]
@@ -101,8 +108,8 @@ def accuracy_at_speed(results: Results) -> Finding:
     staged = tuned(results.where(method="µ-GRPO", stages="4"))
     if fresh is None or staged is None:
         return missing("GRPO with µ=4 and µ-GRPO in 4 stages")
-    gap, ratio = difference(fresh, staged), _speed_up(fresh, staged)
-    reached = _time_to(fresh, staged)
+    gap, ratio = difference(fresh, staged), speed_up(fresh, staged)
+    reached = time_to_equal(fresh, staged)
     lines = [f"µ-GRPO in 4 stages less GRPO µ=4: {signed(gap)} at {ratio} times the speed{reached}."]
     for arm in results.arms:
         if arm.kind == "train":
@@ -133,7 +140,7 @@ def no_knob(results: Results) -> Finding:
     gaps: dict[str, Mean] = {}
     lines: list[str] = []
     for mu in results.values("mu"):
-        p3o = _only(results.where(mu=mu, method="P3O"))
+        p3o = only(results.where(mu=mu, method="P3O"))
         others = [arm for arm in results.where(mu=mu) if arm.axes["method"] != "P3O"]
         chosen = tuned(others)
         if p3o is None or chosen is None:
@@ -157,18 +164,18 @@ def mismatch(results: Results) -> Finding:
     gaps: dict[str, Mean] = {}
     kinds = [kind for kind in results.values("mismatch") if kind != "none"]
     for kind, method in product(kinds, results.values("method")):
-        plain, disturbed = (_only(results.where(method=method, mismatch=k)) for k in ("none", kind))
+        plain, disturbed = (only(results.where(method=method, mismatch=k)) for k in ("none", kind))
         if plain is not None and disturbed is not None:
             losses[kind, method] = difference(disturbed, plain)
     for kind in kinds:
-        grpo, p3o = (_only(results.where(method=method, mismatch=kind)) for method in ("GRPO", "P3O"))
-        plain = [_only(results.where(method=method, mismatch="none")) for method in ("GRPO", "P3O")]
+        grpo, p3o = (only(results.where(method=method, mismatch=kind)) for method in ("GRPO", "P3O"))
+        plain = [only(results.where(method=method, mismatch="none")) for method in ("GRPO", "P3O")]
         if grpo and p3o and plain[0] and plain[1]:
             gaps[kind] = _loss_gap(grpo, p3o, plain[0], plain[1])
     if not gaps:
         return missing("GRPO and P3O with and without a mismatch")
     stays = all(losses[kind, "P3O"].value < 0.1 for kind in gaps)
-    less, more = sum(below(gap) for gap in gaps.values()), sum(above(gap) for gap in gaps.values())
+    fewer, more = sum(below(gap) for gap in gaps.values()), sum(above(gap) for gap in gaps.values())
     lines = [
         f"{kind}: loss of "
         + ", ".join(f"{m} {loss.value:+.3f}" for (k, m), loss in losses.items() if k == kind)
@@ -176,18 +183,18 @@ def mismatch(results: Results) -> Finding:
         for kind in kinds
     ]
     worst = max(gaps, key=lambda kind: losses[kind, "P3O"].value)
-    ours = f"P3O loses {losses[worst, 'P3O'].value:+.3f} at most ({worst}); less than GRPO in {less}, more in {more}"
+    ours = f"P3O loses {losses[worst, 'P3O'].value:+.3f} at most ({worst}); less than GRPO in {fewer}, more in {more}"
     ours += f" of {len(gaps)}"
-    return Finding(judged(stays and less > 0, more > less), ours, lines)
+    return Finding(judged(stays and fewer > 0, more > fewer), ours, lines)
 
 
 def _loss_gap(grpo: ArmResult, p3o: ArmResult, grpo_plain: ArmResult, p3o_plain: ArmResult) -> Mean:
     """P3O's loss less GRPO's, seed by seed."""
     values: list[float | None] = []
     for seed in set(grpo.runs) & set(p3o.runs) & set(grpo_plain.runs) & set(p3o_plain.runs):
-        theirs = _less(final(grpo_plain.runs[seed]), final(grpo.runs[seed]))
-        ours = _less(final(p3o_plain.runs[seed]), final(p3o.runs[seed]))
-        values.append(_less(ours, theirs))
+        theirs = less(final(grpo_plain.runs[seed]), final(grpo.runs[seed]))
+        ours = less(final(p3o_plain.runs[seed]), final(p3o.runs[seed]))
+        values.append(less(ours, theirs))
     return mean_of(values)
 
 
@@ -196,19 +203,19 @@ def two_anchors(results: Results) -> Finding:
     at 1.0 not above it, beyond doubt in both cases. Opposite where two anchors end above one at 1.2, beyond doubt.
     Otherwise not shown.
     """
-    rate = _largest(results, "rate")
+    rate = largest_value(results, "rate")
     gaps: dict[str, Mean] = {}
     lines: list[str] = []
     for temperature, at in product(("1.0", "1.2"), results.values("rate")):
         one, two = (
-            _only(results.where(method=m, temperature=temperature, rate=at)) for m in ("one anchor", "two anchors")
+            only(results.where(method=m, temperature=temperature, rate=at)) for m in ("one anchor", "two anchors")
         )
         if one is None or two is None:
             continue
         gap = difference(one, two)
         lines.append(
             f"Temperature {temperature}, η {at}: one anchor {one.mean(final)}, two anchors {two.mean(final)} "
-            f"({signed(gap)}); collapsed {_of(one)} and {_of(two)}."
+            f"({signed(gap)}); collapsed {collapsed_of(one)} and {collapsed_of(two)}."
         )
         if at == rate:
             gaps[temperature] = gap
@@ -289,60 +296,6 @@ def ours(results: Results) -> Finding:
             + "."
         )
     return Finding(judged(above(gap), below(gap)), f"auto less {other.name}: {signed(gap)} at equal wall-clock", lines)
-
-
-# ---------------------------------------------------------------- small things
-
-
-def tuned(arms: Sequence[ArmResult], measure: Measure = final) -> ArmResult | None:
-    """The arm whose mean is best."""
-    known = [arm for arm in arms if math.isfinite(arm.mean(measure).value)]
-    return max(known, key=lambda arm: arm.mean(measure).value, default=None)
-
-
-def _largest(results: Results, axis: str) -> str:
-    return max(results.values(axis), key=float, default="")
-
-
-def _only(arms: Sequence[ArmResult]) -> ArmResult | None:
-    return arms[0] if arms else None
-
-
-def _less(a: float | None, b: float | None) -> float | None:
-    return None if a is None or b is None else a - b
-
-
-def _of(arm: ArmResult) -> str:
-    return "{} of {}".format(*arm.count(collapsed))
-
-
-def _mean_metric(key: str) -> Measure:
-    def measure(run: Mapping[str, Any]) -> float | None:
-        values = [value for value in run.get("series", {}).get(key, [[], []])[1] if value is not None]
-        return float(np.mean(values)) if values else None
-
-    return measure
-
-
-def _speed_up(slow: ArmResult, fast: ArmResult) -> Mean:
-    pairs = [(seconds(slow.runs[seed]), seconds(fast.runs[seed])) for seed in slow.runs if seed in fast.runs]
-    return mean_of(a / b for a, b in pairs if a and b)
-
-
-def _time_to(fresh: ArmResult, staged: ArmResult) -> str:
-    """How much earlier the staged arm gets as good as the other is in the end, in words."""
-    curves = [np.array([point[:2] for point in arm.curve(x="seconds")]) for arm in (fresh, staged)]
-    if any(len(curve) < 3 for curve in curves):
-        return ""
-    target = float(curves[0][-1, 1]) - EQUAL
-    times = [first_reached(curve[:, 0], curve[:, 1], target) for curve in curves]
-    if times[1] is None:
-        return f"; it never reaches {target:.3f}"
-    return (
-        f"; {target:.3f} is reached after {times[0]:.1f} s and {times[1]:.1f} s: {times[0] / times[1]:.2f}×"
-        if times[0]
-        else ""
-    )
 
 
 def rules() -> dict[str, Callable[[Results], Finding]]:
