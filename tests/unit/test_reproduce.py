@@ -144,20 +144,20 @@ def test_every_job_is_done_but_the_broken_one(reproduced: tuple[Path, dict[str, 
 def test_results_hold_what_figures_need(reproduced: tuple[Path, dict[str, Any], set[str]]) -> None:
     root, _, _ = reproduced
     results = read_results(root / "out" / "tiny" / "results-lab.json")
-    assert results.record["failed"].keys() == {"broken, seed 0"}
+    assert results.record["failed"].keys() == {"broken, seed 1"}
     arm = results.arm("run of P3O")
-    assert arm is not None and sorted(arm.runs) == [0, 1]
-    run = arm.runs[0]
+    assert arm is not None and sorted(arm.runs) == [1, 2]
+    run = arm.runs[1]
     assert run["evaluations"]["version"] == [0, 2, 4]
     assert len(run["series"]["ess"][0]) == 4 and run["series"].keys() == {"ess"}
     assert run["generations"] == 1 and run["training_seconds"] > 0
     after = results.arm("after P3O")
-    assert after is not None and set(after.runs[0]["pass_at"]) == {"1", "2", "4"}
+    assert after is not None and set(after.runs[1]["pass_at"]) == {"1", "2", "4"}
     stage = results.arm("one stage with m2po")
-    assert stage is not None and stage.runs[0]["updates"] == 4
+    assert stage is not None and stage.runs[1]["updates"] == 4
     bias = results.arm("bias")
     assert bias is not None
-    assert {(row["age"], row["objective"]) for row in bias.runs[0]["rows"]} >= {(2, "P3O"), (4, "tight clip")}
+    assert {(row["age"], row["objective"]) for row in bias.runs[1]["rows"]} >= {(2, "P3O"), (4, "tight clip")}
 
 
 def test_weights_and_rollouts_go_when_nobody_needs_them(reproduced: tuple[Path, dict[str, Any], set[str]]) -> None:
@@ -175,7 +175,7 @@ def test_the_command_renders_and_does_nothing_again(reproduced: tuple[Path, dict
     )
     assert answer["experiments"]["tiny"]["lab"]["verdict"] in ("shown", "not shown", "opposite")
     page = (experiments / "tiny" / "README.md").read_text()
-    assert "Rule, stated before the runs" in page and "broken, seed 0" in page and "(lab.svg)" in page
+    assert "Rule, stated before these runs" in page and "broken, seed 1" in page and "(lab.svg)" in page
     assert (experiments / "tiny" / "lab.svg").read_text().startswith("<svg")
     assert "stalewise reproduce tiny" in (root / "docs" / "results.md").read_text()
 
@@ -202,8 +202,8 @@ def test_equal_runs_are_made_once_and_seeds_come_in_order(tmp_path: Path) -> Non
         job.key for job in ordered_jobs(experiments[:1], "lab")
     ]
     seeds = [job.config["seed"] for job in ordered_jobs(experiments, "lab") if job.kind == "train"]
-    assert seeds == sorted(seeds) and set(seeds) == {0, 1}
-    assert {job.config["seed"] for job in ordered_jobs(experiments, "lab", seeds=1)} == {0}
+    assert seeds == sorted(seeds) and set(seeds) == {1, 2}
+    assert {job.config["seed"] for job in ordered_jobs(experiments, "lab", seeds=1)} == {1}
 
 
 @pytest.mark.parametrize(

@@ -269,4 +269,4 @@ def test_figures_and_page_follow_from_results(rule: str) -> None:
         assert "nan" not in text
     text = page(experiment, {"lab": (made, finding)}, {"lab": [f"lab{end}.svg" for end in drawn]})
     assert f"**Verdict: {finding.verdict}.**" in text and "![" in text
-    assert text.index("Rule, stated before") < text.index("![")
+    assert text.index("Rule, stated before these runs") < text.index("![")

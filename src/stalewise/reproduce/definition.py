@@ -22,6 +22,7 @@ from stalewise.sections import Section
 
 SETTINGS = ("lab", "real")
 FILE, BASES = "experiment.toml", "bases.toml"
+FIRST_SEED = 1  # 0 was for finding out where to look, so it may not judge
 WARM = "warm:"  # model.path of a policy that a warm start makes, as in warm:chains
 
 Kind = Literal["train", "learn", "evaluate", "bias", "warm"]
@@ -60,7 +61,7 @@ class SettingTable(Section):
     """How the claim is tested in one setting."""
 
     base: str = Field(description="Table of experiments/bases.toml that every run starts from.")
-    seeds: int = Field(ge=1, description="Seeds of every arm: 0, 1, …")
+    seeds: int = Field(ge=1, description="How many seeds every arm has: 1, 2, …")
     task: str = Field(default="", description="What is learned, in words.")
     set: dict[str, Any] = Field(default_factory=dict, description="Settings of every run, over the base.")
     arms: list[ArmTable] = Field(min_length=1)
@@ -149,7 +150,7 @@ class Experiment:
         for arm in arms.values():
             if arm.of and arm.of not in arms:
                 raise ConfigError(f"{self.directory / FILE}: arm {arm.name} is of {arm.of}; {nearest(arm.of, arms)}")
-            for seed in range(min(arm.seeds, seeds or arm.seeds)):
+            for seed in range(FIRST_SEED, FIRST_SEED + min(arm.seeds, seeds or arm.seeds)):
                 yield arm, seed, self._chain(arm, seed, arms)
 
     def _chain(self, arm: Arm, seed: int, arms: Mapping[str, Arm]) -> list[Job]:

@@ -97,8 +97,11 @@ def page(
         "",
         *sources,
         "",
-        f"**Rule, stated before the runs.** {rule} Beyond doubt means that the 95% interval over seeds lies on one "
+        f"**Rule, stated before these runs.** {rule} Beyond doubt means that the 95% interval over seeds lies on one "
         "side; of one seed there is none, and then a difference of more than 0.05 counts.",
+        "",
+        "Where to look (η, µ, the length of runs) was found on exploratory laboratory runs with seed 0, which is in no "
+        "result here: seeds begin at 1.",
         "",
         f"A run has collapsed where {RULE_IN_WORDS}.",
         "",
@@ -160,7 +163,8 @@ def results_table(experiments: Sequence[Experiment]) -> str:
         "# Results: the claims, reproduced small",
         "",
         "Each claim is tested in the laboratory (embedded policies, CPU) and on a real model (SmolLM2-135M-Instruct, "
-        "GPU), by a rule that was stated before the runs. Sizes are some thousand times smaller than the papers': what "
+        "GPU), by a rule that was stated before these runs; where to look was found with seed 0, which is in none of "
+        "them. Sizes are some thousand times smaller than the papers': what "
         "is shown here is that an effect is there or not, not how large it is elsewhere. What is not shown, or is the "
         "other way round, stands beside what is. [How to run them](experiments.md). This page is written by "
         "`stalewise reproduce all --render-only`.",
