@@ -34,7 +34,7 @@ def default_experiments() -> Path:
 
 
 def ordered_jobs(experiments: Sequence[Experiment], setting: str, seeds: int | None = None) -> list[Job]:
-    """Every job once: the first seed of all arms, then the second; what is marked as late comes last within its seed."""
+    """Every job once: the first seed of all arms, then the second; what is marked late comes last within its seed."""
     found: list[tuple[tuple[int, bool, int], list[Job]]] = []
     for experiment in experiments:
         if setting in experiment.settings:
