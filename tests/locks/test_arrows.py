@@ -74,11 +74,12 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "trackers": BASE | {"files", "config", "rundirectory"},
     "progress": BASE | {"config", "watch", "trackers"},
     "doctor": DATA | ROOMS | {"rundirectory", "run", "trackers"},
+    "reproduce": DATA | PURE | ROOMS | {"rundirectory", "calibration", "run", "verbs", "compare", "intervals"},
     "integrations": BASE | PURE | {"store", "distributed", "learn"},
     "__main__": frozenset({"cli"}),
     "cli": DATA
     | {"report", "browser", "compare", "rundirectory", "run", "verbs", "demo", "inspection", "template", "progress"}
-    | {"doctor", "hub"}
+    | {"doctor", "hub", "reproduce"}
     | {"calibration", "memory", "models"},
 }
 

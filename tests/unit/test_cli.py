@@ -38,6 +38,7 @@ COMMANDS = [
     "report",
     "watch",
     "serve",
+    "reproduce",
     "compare",
     "export",
     "push",

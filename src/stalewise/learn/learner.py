@@ -135,6 +135,16 @@ class Learner:
             self.version, self.steps = before
             raise
 
+    def gradient(self, rows: Rows) -> Tensor:
+        """What an update on these rollouts would follow, as one vector; nothing is changed. 0 where nothing teaches."""
+        batch, _ = make_update_batch(rows, self.config, self.objective)
+        self.optimizer.zero_grad(set_to_none=self.body is None)
+        if batch is not None:
+            self._backward(batch, list(self._micro_batches(batch)))
+        found = [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in self.names]
+        self.optimizer.zero_grad(set_to_none=self.body is None)
+        return torch.cat([gradient.flatten() for gradient in found])
+
     def enqueue(self, rows: Rows) -> PendingUpdate:
         """Take one update on these rollouts, without waiting for the device. The version rises by one in any case."""
         batch, described = make_update_batch(rows, self.config, self.objective)
