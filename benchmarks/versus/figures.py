@@ -90,6 +90,22 @@ def gaps(intervals: Iterable[tuple[float, float]]) -> list[float]:
     return found
 
 
+def gap_places(intervals: Iterable[tuple[float, float, str]], longer_than: float, most: int = 12) -> list[Record]:
+    """Where the device waited: between which two names, how often and how long together, the longest first."""
+    found: dict[tuple[str, str], list[float]] = {}
+    reach, last = None, ""
+    for start, end, name in sorted(intervals):
+        if reach is not None and start - reach > longer_than:
+            found.setdefault((last, name), []).append(start - reach)
+        if reach is None or end > reach:
+            reach, last = end, name
+    places = sorted(found, key=lambda place: -sum(found[place]))[:most]
+    return [
+        {"after": a[:60], "before": b[:60], "count": len(found[a, b]), "ms": round(sum(found[a, b]) / 1e3, 3)}
+        for a, b in places
+    ]
+
+
 def device_intervals(trace: Record) -> list[tuple[float, float, str]]:
     """(start, end, name) in µs of everything that ran on the device, from a Chrome trace of torch.profiler."""
     kinds = {"kernel", "gpu_memcpy", "gpu_memset"}

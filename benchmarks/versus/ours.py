@@ -30,7 +30,16 @@ from stalewise.verbs import generate
 from stalewise.watch import Silence
 
 from .clock import highest, matmul_rate, model_shape, peak, reset_peak, set_up, synchronised
-from .figures import ModelShape, device_intervals, gaps, journal_clock, shared_prompt_flops, training_flops, union
+from .figures import (
+    ModelShape,
+    device_intervals,
+    gap_places,
+    gaps,
+    journal_clock,
+    shared_prompt_flops,
+    training_flops,
+    union,
+)
 from .settings import Settings, our_config
 
 STAGE = "stage"  # the run whose rollouts both learners learn from
@@ -268,6 +277,8 @@ def _idle_figures(
         "idle_share_plain_clock": 1 - (busy / profiled["tokens"]) / (plain["seconds"] / plain["tokens"]),
         "busy_seconds": busy,
         "kernels": len(intervals),
+        "idle_share_gaps_over_10_us": sum(buckets["over_10_us"]) / 1e6 / profiled["seconds"],
+        "gap_places": gap_places(intervals, longer_than=10.0),
         "gaps": {name: {"count": len(found), "ms": sum(found) / 1e3} for name, found in buckets.items()},
         "top_kernels": [{"name": name[:120], "ms": round(ms[name], 3), "calls": calls[name]} for name in longest],
     }

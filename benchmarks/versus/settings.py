@@ -105,11 +105,11 @@ CUDA = Settings(
     learner_warmup=24,  # by then nearly every size of an update has come up once, and has its CUDA graphs
     learner_updates=24,
     trl_batches=(256,),
-    pool=8192,
-    sampler_repeats=4,
+    pool=32_768,  # half of a stage of the run that is compared
+    sampler_repeats=2,
     generate_batches=(1024, 4096),
     generate_rows=256,
-    idle_updates=16,
+    idle_updates=64,
     matmul_size=8192,
     steady_updates=1024,
 )

@@ -97,6 +97,12 @@ def test_only_what_ran_on_the_device_is_read_from_a_trace() -> None:
     assert figures.device_intervals({"traceEvents": events}) == [(10, 15, "gemm"), (20, 21, "copy")]
 
 
+def test_where_a_device_waits_is_named() -> None:
+    intervals = [(0.0, 10.0, "a"), (2.0, 4.0, "b"), (30.0, 31.0, "c"), (31.5, 40.0, "a"), (65.0, 66.0, "c")]
+    found = figures.gap_places(intervals, longer_than=1.0)
+    assert found == [{"after": "a", "before": "c", "count": 2, "ms": 0.045}]
+
+
 def test_the_operations_of_a_sequence() -> None:
     # 3 + 2 tokens, 10 body parameters: 6 · 10 · 5 = 300. Output: 6 · 4 · 7 · 2 = 336. Attention: 6 · 2 · 8 · 25 = 2400.
     shape = figures.ModelShape(body_parameters=10, layers=2, attention_width=8, hidden=4, vocabulary=7)
