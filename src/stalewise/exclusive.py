@@ -22,23 +22,32 @@ def create_atomic(path: str | Path, content: bytes | memoryview | str, *, durabl
     """
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
-    temporary = temporary_name(path)
     with explain_write_errors(path, memoryview(data).nbytes):
         make_directory(path.parent)
-        try:
-            with open(temporary, "xb") as file:
-                file.write(data)
-                file.flush()
-                if durable:
-                    os.fsync(file.fileno())
-            if not _link(temporary, path):
-                return False
+        while True:
+            try:
+                done = _try(path, data, durable)
+                break
+            except FileNotFoundError:  # the temporary file: whoever put the object there has cleaned up
+                if not path.parent.is_dir():
+                    raise
+        if done and durable:
+            fsync_directory(path.parent)
+        return done
+
+
+def _try(path: Path, data: bytes | memoryview, durable: bool) -> bool:
+    temporary = temporary_name(path)
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
             if durable:
-                fsync_directory(path.parent)
-            return True
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
+                os.fsync(file.fileno())
+        return _link(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def _link(temporary: Path, path: Path) -> bool:

@@ -88,7 +88,7 @@ class RemoteDepot:
     def _explained(self, name: str) -> Iterator[None]:
         try:
             yield
-        except (StoreError, FileExistsError, FileNotFoundError):
+        except StoreError:
             raise
         except Exception as error:  # every file system of fsspec raises errors of its own
             words = " ".join(str(error).split()) or type(error).__name__

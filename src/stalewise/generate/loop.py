@@ -93,10 +93,11 @@ def generate_batch(
 
 def commit_made(plan: BatchPlan, directory: Path, task: str) -> BatchManifest:
     """Commit a generation batch whose shards are all there, unless somebody did."""
-    if is_committed(directory):  # by somebody else; or a damaged shard was made again, and came out the same
-        return read_batch_manifest(directory)
     counts = (ErrorCounts.of_record(shard.extra, shard.rows) for shard in committed_shards(directory))
-    return commit_batch(directory, shards=plan.shards, task=task, extra=sum(counts, ErrorCounts()).record())
+    try:
+        return commit_batch(directory, shards=plan.shards, task=task, extra=sum(counts, ErrorCounts()).record())
+    except AlreadyCommitted:  # by somebody else; or a damaged shard was made again, and came out the same
+        return read_batch_manifest(directory)
 
 
 def make_shards(

@@ -42,7 +42,7 @@ ROW_GROUP_ROWS = 256
 
 
 class AlreadyCommitted(StoreError):
-    """A shard that is there already: whoever made it once more was too late, and nothing was changed."""
+    """A shard or a batch that is there already: whoever made it once more was too late, and nothing was changed."""
 
 
 def write_shard(
@@ -115,7 +115,7 @@ def commit_batch(
     directory = Path(directory)
     name = parse_batch_name(directory)
     if is_committed(directory):
-        raise StoreError(f"{directory} is committed already and is never written again")
+        raise AlreadyCommitted(f"{directory} is committed already and is never written again")
     parts = committed_shards(directory)
     _check_parts(directory, parts, shards)
     scored = sum(part.reward_count for part in parts)

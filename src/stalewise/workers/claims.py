@@ -29,6 +29,7 @@ from stalewise.workers.orders import CLAIMS
 log = logging.getLogger(__name__)
 
 SESSIONS = "work/sessions"
+LEAVE_S = 1.0
 BEATS = 6  # signs of life in the time after which a worker counts as lost
 _CLAIM = re.compile(r"shard-(\d{5,})-(\d+)")
 _UNSAFE = re.compile(r"[^\w.\-]")
@@ -37,23 +38,22 @@ _UNSAFE = re.compile(r"[^\w.\-]")
 class Session:
     """One process at work, and its sign of life; `with Session(...) as session`.
 
-    Of a `role` there is one at a time, which a lock sees to: a session of that role which is on record when another
-    begins has ended, and is removed.
+    Of a `role` there is one at a time, which a lock sees to: another session of the same role has ended, killed or not.
     """
 
     def __init__(self, depot: Depot, worker: str, *, lost_after_s: float, role: str = "") -> None:
         self.worker, self.role = worker, role
-        self.id = f"{_UNSAFE.sub('_', role or worker)}-{secrets.token_hex(6)}"
+        self._kind = _UNSAFE.sub("_", f"role.{role}" if role else f"worker.{worker}")
+        self.id = f"{self._kind}-{secrets.token_hex(6)}"
         self._depot, self._pause = depot, lost_after_s / BEATS
         self._beat = 0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Session:
-        if self.role:
-            for name in self._depot.names(SESSIONS):
-                if name.rpartition("-")[0] == self.role:
-                    self._depot.remove(f"{SESSIONS}/{name}")
+        for name in self._depot.names(SESSIONS):
+            if self.succeeds(name):
+                self._depot.remove(f"{SESSIONS}/{name}")
         self._tell()
         self._thread = threading.Thread(target=self._live, daemon=True)
         self._thread.start()
@@ -65,6 +65,10 @@ class Session:
             self._thread.join()
         with contextlib.suppress(StoreError):  # it counts as lost soon enough
             self._depot.remove(f"{SESSIONS}/{self.id}")
+
+    def succeeds(self, session: str) -> bool:
+        """Whether a session has ended because this one has its role now."""
+        return bool(self.role) and session != self.id and session.rpartition("-")[0] == self._kind
 
     def _live(self) -> None:
         while not self._over.wait(self._pause):
@@ -93,8 +97,8 @@ class Lookout:
         if before is None or before[0] != said:
             self._seen[session] = (said, now)
             return False
-        # One that took leave removed it. Two beats, since a network file system may show things late.
-        patience = self._lost_after_s if said is not None else self._lost_after_s / BEATS * 2
+        # One that took leave removed it; a moment's patience, since a network file system may show things late.
+        patience = self._lost_after_s if said is not None else min(self._lost_after_s, LEAVE_S)
         return now - before[1] >= patience
 
 
@@ -124,7 +128,8 @@ class Claims:
     def _take(self, shard: int, number: int | None) -> bool:
         if number is not None:
             holder = self._holder(f"shard-{shard:05d}-{number}")
-            if holder != self._session.id and not self._lookout.is_lost(holder):
+            ended = holder == self._session.id or self._session.succeeds(holder)
+            if not ended and not self._lookout.is_lost(holder):
                 return False
         name = f"shard-{shard:05d}-{0 if number is None else number + 1}"
         if not self._depot.create(f"{self._folder}/{name}", self._session.id.encode()):

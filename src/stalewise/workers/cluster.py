@@ -26,7 +26,7 @@ def work_on_ray(
 ) -> list[WorkDone]:
     """Start workers, and wait until all have ended; each has `gpus` GPUs, one where the cluster has any.
 
-    A cluster that is running is found by `RAY_ADDRESS`; without one, Ray starts on this machine for as long as it takes.
+    A cluster that is running is found by `RAY_ADDRESS`; without one, Ray starts on this machine, for the time being.
     """
     watcher = watcher or Silence()
     try:

@@ -17,7 +17,7 @@ from stalewise.checkpoints import checkpoint_directory, versions
 from stalewise.config import RunConfig
 from stalewise.depot import Depot, DirectoryDepot, open_depot
 from stalewise.errors import StoreError
-from stalewise.files import commit_directory, temporary_name, write_atomic
+from stalewise.files import commit_directory, remove_temporaries, temporary_name, write_atomic
 from stalewise.generate.loop import BatchPlan
 from stalewise.store import batch_directory, is_committed
 from stalewise.workers.claims import Lookout, Session
@@ -91,6 +91,7 @@ class Meeting:
         """Tell the workers that nothing more will be asked for."""
         self.publish()
         self.depot.write(COMPLETE, b"{}")
+        remove_temporaries(self.run / "work")  # of workers that were killed
 
     def close(self) -> None:
         """Take leave."""
@@ -155,7 +156,9 @@ def _read_records(depot: Depot, name: str) -> dict[str, str]:
 
 
 def is_in_the_making(path: Path) -> bool:
-    """Whether a temporary file lies in a generation batch that is not complete: a worker may be writing it."""
+    """Whether a temporary file may be one that a worker writes now: in `work`, or in a batch that is not complete."""
+    if "work" in (path.parent.name, path.parent.parent.name, path.parent.parent.parent.name):
+        return True
     with contextlib.suppress(StoreError):
         return path.parent.parent.name == "rollouts" and not is_committed(path.parent)
     return True

@@ -96,7 +96,7 @@ class _Place:
         given: RunConfig | None = None
         if "://" in source:
             depot, run = open_depot(source, _storage_options(overrides)), None
-        elif Path(source).is_dir():
+        elif not Path(source).is_file() and Path(source).suffix != ".toml":  # a run directory, now or soon
             depot, run = DirectoryDepot(source), Path(source)
         else:
             given = load_config(source, overrides)
