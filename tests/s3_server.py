@@ -4,7 +4,7 @@ request is decided as a store decides it.
 
 from __future__ import annotations
 
-from moto.server import DomainDispatcherApplication, create_backend_app
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class Conductor:
         self.budget: BudgetWatch | None = None
         self.task = make_task(config.task.name, seed=config.seed, **config.task.options)
         self.tokens = 0  # sampled since the watcher was last told that something begins
-        self.sampler = make_sampler(config, on_tokens=self._tell_tokens)
+        self.sampler = make_sampler(config, on_tokens=self._tell_tokens, say=watcher.say)
         self.meeting = Meeting(config, journal.removesuffix(".jsonl"), watcher.say)
         self.learner: Learner | None = None
         self.states: dict[int, dict[str, Any]] = {}  # of checkpoints whose files were compared with their checksums

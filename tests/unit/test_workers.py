@@ -38,6 +38,7 @@ from stalewise.workers.orders import Order, config_digest, open_orders, place
 from stalewise.workers.shares import Share
 from stalewise.workers.worker import work
 from tiny import call, refused, tiny_record, write_config
+from working import judged, ordered
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 BATCH = "g000000-v000000"
@@ -47,48 +48,7 @@ def checksums(run: Path, batch: str = BATCH) -> list[str]:
     return [shard.sha256 for shard in read_batch_manifest(run / "rollouts" / batch).shards]
 
 
-def ordered(config: RunConfig) -> Order:
-    """Prepare a run directory and ask for a batch, as a learner does before it is killed."""
-
-    def stop(*_: object, **__: object) -> None:
-        raise InterruptedError
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stalewise.conductor.generate_batch", stop)
-        with pytest.raises(InterruptedError):
-            generate(config, batch=0)
-    (order,) = open_orders(DirectoryDepot(config.directory))
-    return order
-
-
 # ---------------------------------------------------------------- independent processes
-
-JUDGE = """
-import os, time
-def judge(prompt, response):
-    if stall := os.environ.get("STALL"):
-        parent = os.getppid()
-        open(stall, "w").close()
-        while os.getppid() == parent:  # hangs until whoever asked was killed, and is then no longer needed
-            time.sleep(0.02)
-        os._exit(0)
-    time.sleep(0.004)
-    return float(len(response) % 2)
-"""
-
-
-def judged(runs: Path, name: str, **changes: Any) -> RunConfig:
-    """A task with a judge of one's own, which takes its time and can be made to hang."""
-    runs.mkdir(exist_ok=True)
-    (runs / "judges_of_workers.py").write_text(JUDGE)
-    rows = "".join(json.dumps({"problem": f"{i % 9}+{i // 9}=", "answer": "1"}) + "\n" for i in range(60))
-    (runs / "data.jsonl").write_text(rows)
-    options = {"path": str(runs / "data.jsonl"), "held_out": 0.2, "verifier": "python"}
-    options["verifier_options"] = {"function": "judges_of_workers:judge", "workers": 1, "limit_s": 600}
-    sampler = {"max_new_tokens": 6, "rollouts_per_shard": 4}
-    section = {"name": "jsonl", "options": options}
-    record = tiny_record(runs, name, task=section, model={"path": "arithmetic"}, sampler=sampler, **changes)
-    return make_config(record)
 
 
 def start(run: Path, name: str, **environment: str) -> subprocess.Popen[str]:
@@ -449,3 +409,12 @@ def test_first_come_first_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match="cannot write"):
         create_atomic(tmp_path / "file" / "x", b"")
+
+
+@pytest.mark.parametrize("script", sorted((Path(__file__).parents[2] / "examples" / "slurm").glob("*.sbatch")), ids=str)
+def test_the_examples_for_slurm_are_shell_scripts_that_name_real_options(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    words = [line for line in script.read_text().splitlines() if "stalewise generate" in line and "--worker" in line]
+    assert len(words) == 1
+    help_text = call("generate", "--help").stdout
+    assert "--worker" in help_text and "--ray" in help_text and "--once" in help_text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -12,6 +14,8 @@ import typer
 from stalewise.config import parse_override
 from stalewise.progress import watching
 
+TERMINATED = 143  # what a shell reports for a process that SIGTERM ended
+
 if TYPE_CHECKING:
     from stalewise.workers.worker import WorkDone
 
@@ -19,6 +23,9 @@ if TYPE_CHECKING:
 def work(source: str, worker: str | None, ray: int | None, once: bool, settings: Sequence[str], as_json: bool) -> None:
     """Work until the run is complete, or until nothing is asked for; say what was done."""
     overrides = dict(parse_override(text) for text in settings)
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(TERMINATED)
+    )  # takes leave: others need not wait for a sign of life
     with watching() as watcher:
         if ray is not None:
             from stalewise.workers.cluster import work_on_ray

@@ -6,6 +6,7 @@ Nothing goes through Ray but the words of the command: the workers meet in the r
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from stalewise.errors import EngineError, StalewiseError
@@ -30,7 +31,7 @@ def work_on_ray(
     """
     watcher = watcher or Silence()
     try:
-        import ray  # imported here: an extra
+        ray: Any = import_module("ray")  # an extra
     except ImportError as error:
         raise EngineError("Ray is not installed here: pip install 'stalewise[ray]'") from error
     started = not ray.is_initialized()

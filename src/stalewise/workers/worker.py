@@ -72,7 +72,7 @@ def work(
         lost_after_s = place.config.workers.lost_after_s
         with Session(place.depot, name, lost_after_s=lost_after_s) as session:
             task = make_task(place.config.task.name, seed=place.config.seed, **place.config.task.options)
-            sampler = make_sampler(place.config)
+            sampler = make_sampler(place.config, say=watcher.say)
             try:
                 one = _Worker(place, session, task, sampler, Path(cache or scratch), watcher)
                 one.work(once)
