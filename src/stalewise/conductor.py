@@ -285,6 +285,7 @@ class Conductor:
 
     def _take_back(self, trouble: Trouble, judgement: Judgement) -> None:
         """Go back to the last policy that is known to be good, and on from there as the config says."""
+        self.meeting.withdraw()  # nobody may work by an order whose policy is about to go
         to_version = self.guard.take_back(self.schedule, trouble, judgement)
         self.learner = None
         self.open_batches = {}

@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,23 +26,23 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 BATCH = "g000000-v000000"
 
 
-@pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
-    source = Path(__file__).parents[2] / "src"
-    (tmp_path / "runs").mkdir()  # before Ray's processes look there: they remember that there is nothing
-    monkeypatch.setenv("PYTHONPATH", f"{source}:{tmp_path / 'runs'}")
-    (tmp_path / "token").write_text(secrets.token_hex(32))  # of this cluster; else Ray puts one into the user's home
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(tmp_path / "token"))
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Ray on this machine; where runs may lie."""
+    runs = tmp_path_factory.mktemp("runs")  # before Ray's processes look there: they remember that there is nothing
+    token = tmp_path_factory.mktemp("ray") / "token"
+    token.write_text(secrets.token_hex(32))  # of this cluster; else Ray puts one into the user's home
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{Path(__file__).parents[2] / 'src'}:{runs}")
+        patch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+        patch.syspath_prepend(str(runs))
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        yield runs
+        ray.shutdown()
 
 
-def test_two_workers_of_which_one_is_killed_in_the_middle(
-    cluster: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(tmp_path / "runs"))
-    config = judged(tmp_path / "runs", "shared", workers={"lost_after_s": 2.0}, pause_s=0.4)
+def test_two_workers_of_which_one_is_killed_in_the_middle(cluster: Path) -> None:
+    config = judged(cluster, "shared", workers={"lost_after_s": 2.0}, pause_s=0.2)
     ordered(config)
     directory = config.directory / "rollouts" / BATCH
     with ThreadPoolExecutor(1) as threads:
@@ -58,11 +59,11 @@ def test_two_workers_of_which_one_is_killed_in_the_middle(
     assert len(shards) == 8 and len(open_batch(directory)) == 32
     assert sum(one.too_late for one in done) == 0  # nothing was made twice
     assert sum(one.taken_over for one in done) >= 1  # what the victim had begun
-    alone = judged(tmp_path / "runs", "alone")
+    alone = judged(cluster, "alone")
     (made,) = generate(alone)
     assert [shard.sha256 for shard in made.shards] == [shard.sha256 for shard in shards]
 
 
-def test_what_is_the_inputs_fault_is_not_tried_again(cluster: object, tmp_path: Path) -> None:
+def test_what_is_the_inputs_fault_is_not_tried_again(cluster: Path) -> None:
     with pytest.raises(EngineError, match=r"a worker on Ray ended: .* holds no run: start"):
-        work_on_ray(str(tmp_path / "nothing"), workers=1, once=True)
+        work_on_ray(str(cluster / "nothing"), workers=1, once=True)

@@ -34,6 +34,7 @@ from stalewise.types import SamplerSettings
 from stalewise.verbs import generate
 from stalewise.workers.claims import SESSIONS, Claims, Lookout, Session
 from stalewise.workers.exchange import digest_of
+from stalewise.workers.meeting import Meeting
 from stalewise.workers.orders import Order, config_digest, open_orders, place
 from stalewise.workers.shares import Share
 from stalewise.workers.worker import work
@@ -356,6 +357,18 @@ def test_an_order_that_was_taken_back_leaves_nothing_behind(runs: Path) -> None:
         )
         assert share.present() == set()  # what the first order asked for is not what this one asks for
         assert "was made for an order that was taken back" in said[0] and committed_shards(directory) == []
+
+
+def test_an_order_whose_policy_is_gone_is_passed_over_once_it_was_taken_back(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tiny_record(runs))
+    order = ordered(config)
+    shutil.rmtree(checkpoint_directory(config.directory, 0))
+    seen = iter([[order], []])  # it was open when the worker looked
+    monkeypatch.setattr("stalewise.workers.worker.open_orders", lambda depot: next(seen))
+    Meeting(config, "journal", print).withdraw()
+    assert work(config.directory, once=True).shards == 0
 
 
 def test_a_learner_that_starts_leaves_alone_what_a_worker_is_writing(runs: Path) -> None:

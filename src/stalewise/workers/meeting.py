@@ -22,7 +22,7 @@ from stalewise.generate.loop import BatchPlan
 from stalewise.store import batch_directory, is_committed
 from stalewise.workers.claims import Lookout, Session
 from stalewise.workers.exchange import Exchange, digest_of, folder_of
-from stalewise.workers.orders import COMPLETE, Order, config_digest, place, withdraw
+from stalewise.workers.orders import COMPLETE, Order, config_digest, open_orders, place, withdraw
 from stalewise.workers.shares import Share
 
 CONFIG = "config.resolved.json"
@@ -71,6 +71,11 @@ class Meeting:
         if self.exchange is not None:
             self.exchange.publish_batch(share.directory)
         withdraw(self.depot, share.order.name)
+
+    def withdraw(self) -> None:
+        """Take all orders back."""
+        for order in open_orders(self.depot):
+            withdraw(self.depot, order.name)
 
     def publish(self) -> None:
         """Put checkpoints and records into the depot, as they are here now; nothing to do without one."""

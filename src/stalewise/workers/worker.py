@@ -30,7 +30,7 @@ from stalewise.tasks import Task, make_task
 from stalewise.watch import Silence, Watcher
 from stalewise.workers.claims import Lookout, Session
 from stalewise.workers.exchange import Exchange, digest_of
-from stalewise.workers.orders import COMPLETE, Order, config_digest, open_orders, withdraw
+from stalewise.workers.orders import COMPLETE, Order, config_digest, is_open, open_orders, withdraw
 from stalewise.workers.shares import Share, Withdrawn
 
 CONFIG = "config.resolved.json"
@@ -164,7 +164,9 @@ class _Worker:
         finished: set[str] = set()
         waited, said = time.monotonic(), False
         while True:
-            orders = [order for order in open_orders(self.place.depot) if order.name not in finished]
+            placed = open_orders(self.place.depot)
+            finished &= {order.name for order in placed}  # one that was fulfilled may be placed again
+            orders = [order for order in placed if order.name not in finished]
             if orders:
                 self.fulfil(orders[0])
                 finished.add(orders[0].name)
@@ -184,7 +186,12 @@ class _Worker:
                 f"{self.place.depot.where}/{order.path} is for another config than this worker has: start it again, "
                 "with the run directory instead of a config"
             )
-        plan, checkpoint = order.plan, self._policy(order)
+        try:
+            plan, checkpoint = order.plan, self._policy(order)
+        except StoreError:
+            if is_open(self.place.depot, order):
+                raise
+            return  # it was taken back, and its policy with it
         root = self.place.run / "rollouts" if self.place.run is not None else self.cache / order.name
         directory = batch_directory(root, version=plan.version, generation_batch=plan.generation_batch)
         share = Share(
