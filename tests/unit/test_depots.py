@@ -26,6 +26,7 @@ from stalewise.workers.exchange import Exchange, digest_of
 from tiny import refused, tiny_record
 
 pytest.importorskip("moto")
+pytestmark = pytest.mark.xdist_group("s3")  # one server for all of them
 SERVER = Path(__file__).parents[1] / "s3_server.py"
 BATCH = "g000000-v000000"
 
