@@ -31,7 +31,11 @@ _NOT_RECORDS = frozenset({"rollouts", "checkpoints", "work", "tokens"})  # large
 
 
 class Meeting:
-    """One sitting of a learner, or of the process that generates for it; `role` tells the two apart."""
+    """One sitting of a learner, or of the process that generates for it; `role` tells the two apart.
+
+    Of a role there is one process at a time. Where a learner has several, one has the role, and the others have none
+    (""): they order the same, take their shares, and all return from `generate_batch` when the batch is whole.
+    """
 
     def __init__(self, config: RunConfig, role: str, say: Callable[[str], object]) -> None:
         self.config, self.run, self.role, self.say = config, config.directory, role, say
@@ -45,7 +49,7 @@ class Meeting:
         """Order a generation batch; the share of it that falls to this process."""
         directory = batch_directory(self.run / "rollouts", version=plan.version, generation_batch=plan.generation_batch)
         if self.session is None:
-            worker = f"{self.role} on {socket.gethostname()}"
+            worker = f"{self.role or 'learner'} on {socket.gethostname()}"
             self.session = Session(
                 self.depot, worker, role=self.role, lost_after_s=self.config.workers.lost_after_s
             ).__enter__()
