@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 ENGINES := .venv-engines
 VERL   := .venv-verl
 
-.PHONY: install test lint types unit test-engines test-verl demo soak mutation benchmark clean smollm2 reproduce
+.PHONY: install test lint types unit test-engines test-verl test-ray demo soak mutation benchmark clean smollm2 reproduce
 
 install: $(STAMP)
 
@@ -32,7 +32,7 @@ types: install
 # One thread for each of many processes: two on a busy core wait for each other. The browser in a process of its own: it
 # keeps an event loop running, which others would run into.
 unit: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup --ignore tests/browser
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadgroup --ignore tests/browser --ignore tests/on_ray
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/browser
 
 # Real vLLM on the CPU, in an environment of its own: it wants an older transformers than we are tested with. Nothing is
@@ -61,6 +61,12 @@ $(VERL)/.installed: pyproject.toml constraints.txt
 
 test-verl: $(VERL)/.installed
 	PYTHONDONTWRITEBYTECODE= $(VERL)/bin/pytest tests/in_verl
+
+# A real Ray on this machine: workers as its actors, one of which is killed. About a minute. Ray leaves processes to be
+# cleaned up when Python ends, which pytest complains about.
+test-ray: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[ray]"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -W ignore::pytest.PytestUnraisableExceptionWarning tests/on_ray
 
 demo: install
 	$(BIN)/stalewise demo

@@ -5,8 +5,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-# Stand-ins for packages must not be found by others; the tests of engines and of verl have environments of their own.
-ELSEWHERE = {"engines": "vllm", "in_verl": "verl"}
+# Stand-ins for packages must not be found by others; the tests of engines, verl and Ray have packages of their own.
+ELSEWHERE = {"engines": "vllm", "in_verl": "verl", "on_ray": "ray"}
 collect_ignore = ["fakes", *(tests for tests, package in ELSEWHERE.items() if not find_spec(package))]
 
 

@@ -46,6 +46,7 @@ from stalewise.store import (
 from stalewise.stretch import Stretch
 from stalewise.tasks import make_task
 from stalewise.watch import Watcher
+from stalewise.workers.meeting import Meeting, is_in_the_making
 
 
 class Conductor:
@@ -63,13 +64,15 @@ class Conductor:
         self.budget: BudgetWatch | None = None
         self.task = make_task(config.task.name, seed=config.seed, **config.task.options)
         self.tokens = 0  # sampled since the watcher was last told that something begins
-        self.sampler = make_sampler(config, on_tokens=self._tell_tokens)
+        self.sampler = make_sampler(config, on_tokens=self._tell_tokens, say=watcher.say)
+        self.meeting = Meeting(config, journal.removesuffix(".jsonl"), watcher.say)
         self.learner: Learner | None = None
         self.states: dict[int, dict[str, Any]] = {}  # of checkpoints whose files were compared with their checksums
         self.open_batches: dict[int, Batch] = {}  # likewise
 
     def close(self) -> None:
         """End the processes that the task's verifier and the sampler own."""
+        self.meeting.close()
         self.sampler.close()
         self.task.verifier.close()
 
@@ -93,6 +96,7 @@ class Conductor:
         self.records.forget_updates(before=newest)  # an earlier sitting may have gone further: it happens again
         if isinstance(self.schedule, StageSchedule):
             self.schedule = forget_stages(self.schedule, self.records.stages_path, newest)
+        self.meeting.publish()
 
     def check_memory(self) -> None:
         """Stop before anything is loaded where the model is too large for the device, or a foreign one does not fit."""
@@ -109,7 +113,7 @@ class Conductor:
 
     def claim(self) -> None:
         """Check that the directory belongs to this config, and write down whose it is."""
-        remove_temporaries(self.directory)
+        remove_temporaries(self.directory, spare=is_in_the_making)
         check_identity(self.config)
         write_resolved(self.config, self.directory / "config.resolved.json")
         here = environment(device_name(self.config.model.device), torch.get_num_threads())
@@ -213,14 +217,18 @@ class Conductor:
         plan = batch_plan(self.config, self.schedule, generation_batch, self.guard.rollbacks.attempt(generation_batch))
         self._begin("generate", plan.prompts * plan.group_size)
         with self.records.timed("generate", generation_batch=generation_batch, version=plan.version) as notes:
+            checkpoint = checkpoint or self._checkpoint(plan.version)
+            share = self.meeting.share(plan, checkpoint)
             manifest = generate_batch(
                 plan,
-                checkpoint=checkpoint or self._checkpoint(plan.version),
+                checkpoint=checkpoint,
                 rollouts=self.directory / "rollouts",
                 task=self.task,
                 sampler=self.sampler,
                 on_shard=self.watcher.advance,
+                shares=share,
             )
+            self.meeting.fulfilled(share)
             notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens}
         self._check_batch(open_batch(self.batch_directory(generation_batch), verify=False))
         return manifest
@@ -269,6 +277,7 @@ class Conductor:
             write_checkpoint(self.directory, stop, save=learner.save, state=state)
             self.states[stop] = {"version": stop, **state}  # whole, since this sitting wrote it
             prune(self.directory, keep=self.config.checkpoints.keep, needed=self._needed_versions(stop))
+            self.meeting.publish()
 
     # ------------------------------------------------------------ when it goes wrong
 
@@ -282,6 +291,7 @@ class Conductor:
 
     def _take_back(self, trouble: Trouble, judgement: Judgement) -> None:
         """Go back to the last policy that is known to be good, and on from there as the config says."""
+        self.meeting.withdraw()  # nobody may work by an order whose policy is about to go
         to_version = self.guard.take_back(self.schedule, trouble, judgement)
         self.learner = None
         self.open_batches = {}
@@ -337,4 +347,5 @@ class Conductor:
 
     def result(self) -> RunResult:
         """What the directory holds now that the run is complete."""
+        self.meeting.complete()
         return read_result(self.directory, self.schedule.updates)

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from stalewise.control import GuardSection, PlanSection, ScheduleSection, with_recipe
 from stalewise.errors import ConfigError, nearest
 from stalewise.files import write_json_atomic
-from stalewise.sections import SamplerSection, Section
+from stalewise.sections import SamplerSection, Section, StorageSection, WorkersSection
 
 FORMAT = "stalewise.run/1"
 
@@ -177,6 +177,8 @@ class RunConfig(Section):
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
     guard: GuardSection = Field(default_factory=GuardSection)
     plan: PlanSection = Field(default_factory=PlanSection)
+    workers: WorkersSection = Field(default_factory=WorkersSection)
+    storage: StorageSection = Field(default_factory=StorageSection)
 
     @model_validator(mode="before")
     @classmethod
@@ -208,7 +210,7 @@ class RunConfig(Section):
         return Path(self.runs) / self.name
 
     def identity(self) -> dict[str, Any]:
-        """What must be equal for a run to go on: all but where it lies, who watches, what is noted, what samples.
+        """What must be equal for a run to go on: all but where it lies, who watches, what is noted, what samples where.
 
         Each rollout records the engine that made it.
         """
@@ -217,7 +219,8 @@ class RunConfig(Section):
 
 def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a resolved config that must stay the same while a run goes on."""
-    kept = {key: value for key, value in record.items() if key not in ("format", "name", "runs", "trackers", "plan")}
+    elsewhere = ("format", "name", "runs", "trackers", "plan", "workers", "storage")
+    kept = {key: value for key, value in record.items() if key not in elsewhere}
     engine = ("engine", *get_args(SamplerSection.model_fields["engine"].annotation))  # and each engine's own table
     kept["sampler"] = {key: value for key, value in record.get("sampler", {}).items() if key not in engine}
     kept["learner"] = {key: value for key, value in record.get("learner", {}).items() if key != "record_tokens"}
@@ -245,7 +248,7 @@ def read_toml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> d
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     for key, value in (overrides or {}).items():
-        _set(record, key, value)
+        set_dotted(record, key, value)
     return record
 
 
@@ -280,7 +283,8 @@ def parse_override(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _set(record: dict[str, Any], key: str, value: Any) -> None:
+def set_dotted(record: dict[str, Any], key: str, value: Any) -> None:
+    """Put a value into nested tables, as `--set optimizer.learning_rate=1e-5` does."""
     *sections, last = key.split(".")
     for section in sections:
         record = record.setdefault(section, {})

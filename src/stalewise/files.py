@@ -218,9 +218,9 @@ def temporary_name(path: str | Path) -> Path:
     return path.with_name(f".{path.name}{_TEMPORARY}{secrets.token_hex(6)}")
 
 
-def remove_temporaries(directory: str | Path) -> int:
-    """Delete what interrupted writers left under `directory`; say how many. Only for the holder of the RunLock."""
-    leftovers = list(Path(directory).rglob(f".*{_TEMPORARY}*"))
+def remove_temporaries(directory: str | Path, spare: Callable[[Path], bool] = lambda path: False) -> int:
+    """Delete what interrupted writers left under `directory`; say how many. `spare` knows what others still write."""
+    leftovers = [path for path in Path(directory).rglob(f".*{_TEMPORARY}*") if not spare(path)]
     for leftover in leftovers:
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)

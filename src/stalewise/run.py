@@ -16,6 +16,7 @@ from stalewise.objectives import get_objective
 from stalewise.pipeline import Pipelined
 from stalewise.rundirectory import RunResult, is_started
 from stalewise.watch import Silence, Watcher
+from stalewise.workers.meeting import restore
 
 
 def run(config: RunConfig, watcher: Watcher | None = None) -> RunResult:
@@ -26,7 +27,12 @@ def run(config: RunConfig, watcher: Watcher | None = None) -> RunResult:
     if config.plan.strict and not is_started(config.directory):
         plan_for_training(config)  # refuses what is not known to be safe
     side = Pipelined if config.schedule.kind == "pipelined" else Conductor
-    return conduct(config.directory, lambda: side(config, watcher))
+
+    def make_conductor() -> Conductor:
+        restore(config, watcher.say)  # with the directory's lock, and before anything is read from there
+        return side(config, watcher)
+
+    return conduct(config.directory, make_conductor)
 
 
 def check_objective(config: RunConfig) -> Mapping[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Container
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -64,17 +65,23 @@ def check_identity(config: RunConfig) -> None:
         raise StoreError(f"{path} has format {found.get('format')}; this release reads {FORMAT}: choose another name")
     if not is_started(config.directory):
         return  # a start that failed, on a wrong model for example, does not bind what comes after it
-    # A setting that is newer than the run had its default.
-    old, new = flat(RunConfig().identity()) | flat(identity_of(found)), flat(config.identity())
-    # Of both: an option that was taken out of the config is a difference, too.
-    differences = [
-        f"{key} was {old.get(key)!r} and is {new.get(key)!r}" for key in {**new, **old} if old.get(key) != new.get(key)
-    ]
-    if differences:
+    if differences := identity_differences(config, found):
         raise StoreError(
             f"{config.directory} belongs to another config ({'; '.join(differences[:3])}): choose another name, "
             "or delete the directory to start anew"
         )
+
+
+def identity_differences(config: RunConfig, found: dict[str, Any], but: Container[str] = ()) -> list[str]:
+    """In what a config differs from the resolved one of a run, `but` for these settings."""
+    # A setting that is newer than the run had its default.
+    old, new = flat(RunConfig().identity()) | flat(identity_of(found)), flat(config.identity())
+    # Of both: an option that was taken out of the config is a difference, too.
+    return [
+        f"{key} was {old.get(key)!r} and is {new.get(key)!r}"
+        for key in {**new, **old}
+        if old.get(key) != new.get(key) and key not in but
+    ]
 
 
 def flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -155,3 +155,46 @@ class SamplerSection(Section):
         if self.engine != "hf" and self.foreign.share:
             raise ValueError(f'foreign needs engine = "hf": {self.engine} has one policy at a time')
         return self
+
+
+class WorkersSection(Section):
+    """Generation by many processes or machines; docs/workers.md."""
+
+    learner: Literal["shares", "waits"] = Field(
+        default="shares",
+        description="What `train` does while a batch is made: its share of it, or nothing but wait for the workers.",
+    )
+    lost_after_s: float = Field(
+        default=60.0,
+        ge=0.5,
+        description="Seconds without a sign of life after which a worker's shards are made by another one.",
+    )
+
+
+# Words in the names of a client's arguments that hold secrets, which a run directory must not keep.
+_SECRETS = ("secret", "password", "token", "key", "credential", "connection_string")
+
+
+class StorageSection(Section):
+    """Where rollouts and checkpoints also go, for machines that share no file system; docs/workers.md."""
+
+    url: str = Field(
+        default="", description="Any URL that fsspec knows, as in s3://bucket/run; empty: the run directory is all."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description='Arguments of fsspec\'s client, as in { endpoint_url = "http://localhost:9000" }; no secrets.',
+    )
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> Self:
+        if self.url and "://" not in self.url:
+            raise ValueError(f"url is {self.url!r}, no URL: say file:///absolute/path for a directory")
+        if self.options and not self.url:
+            raise ValueError("options have no meaning without a url: remove them or say it")
+        if named := [name for name in self.options if any(word in name.lower() for word in _SECRETS)]:
+            raise ValueError(
+                f"options.{named[0]} would be written down in the run directory: give secrets by the environment, as "
+                "in AWS_ACCESS_KEY_ID, or by the client's own files"
+            )
+        return self

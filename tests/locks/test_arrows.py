@@ -19,9 +19,9 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 BASE = frozenset({"errors", "types"})
 PURE = frozenset({"objectives", "diagnostics", "staleness"})
-DATA = BASE | {"files", "sections", "control", "config", "tasks", "store", "checkpoints"}
+DATA = BASE | {"files", "exclusive", "sections", "control", "config", "tasks", "store", "checkpoints"}
 CONTROL = frozenset({"records", "rollbacks", "guard", "course", "budget"})
-ROOMS = frozenset({"models", "distributed", "generate", "learn", "memory", "evaluate", "report"})
+ROOMS = frozenset({"models", "distributed", "generate", "workers", "learn", "memory", "evaluate", "report"})
 
 # In the order in which data goes: tasks → generate → store → learn → checkpoints → evaluate → report.
 MAY_IMPORT: dict[str, frozenset[str]] = {
@@ -31,12 +31,13 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "diagnostics": BASE | {"objectives"},
     "staleness": BASE | {"objectives", "diagnostics"},
     "files": BASE,
+    "exclusive": BASE | {"files"},
     "sections": frozenset(),
     "control": frozenset({"sections", "staleness"}),
     "config": BASE | PURE | {"files", "tasks", "sections", "control"},
     "tasks": BASE,
     "splitmix": frozenset(),
-    "store": BASE | {"files", "splitmix"},
+    "store": BASE | {"files", "exclusive", "splitmix"},
     "distributed": BASE | PURE,
     "smollm2": BASE | {"files"},
     "models": BASE | {"files", "config", "smollm2"},
@@ -46,6 +47,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "attention": frozenset({"kernels"}),
     "generate": DATA | {"models", "attention", "compilation", "staleness", "splitmix"},
     "learn": DATA | PURE | {"models", "attention", "compilation", "distributed"},
+    "depot": BASE | {"files", "exclusive"},
+    "workers": DATA | {"depot", "generate", "rundirectory", "watch"},
     "memory": BASE | {"config", "models", "objectives", "learn"},
     "intervals": frozenset(),
     "evaluate": DATA | {"models", "generate", "diagnostics", "staleness", "intervals"},
@@ -79,7 +82,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "__main__": frozenset({"cli"}),
     "cli": DATA
     | {"report", "browser", "compare", "rundirectory", "run", "verbs", "demo", "inspection", "template", "progress"}
-    | {"doctor", "hub", "reproduce"}
+    | {"doctor", "hub", "reproduce", "workers"}
     | {"calibration", "memory", "models"},
 }
 
@@ -105,6 +108,7 @@ WITHOUT_TORCH = frozenset(
         *("intervals", "compare"),
         *(
             "splitmix",
+            "exclusive",
             "watch",
             "rundirectory",
             "inspection",

@@ -121,18 +121,16 @@ def test_init_never_overwrites_and_knows_the_tasks(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_one_line_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_config(tmp_path / "a.toml", tiny_record(tmp_path))
-    shards: list[Path] = []
 
-    def full(path: Path, data: memoryview) -> None:
-        shards.append(path)
-        if len(shards) == 2:
+    def full(path: Path, data: memoryview) -> bool:
+        if path.name == "shard-00001.parquet":
             with explain_write_errors(path, data.nbytes):
                 raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, data)
+        return create(path, data)
 
-    write = stalewise.store.writer.write_atomic
+    create = stalewise.store.writer.create_atomic
     with monkeypatch.context() as patch:
-        patch.setattr(stalewise.store.writer, "write_atomic", full)
+        patch.setattr(stalewise.store.writer, "create_atomic", full)
         message = refused("train", config)
     assert message.startswith("disk full while writing ")
     assert message.endswith("bytes; run the same command again")

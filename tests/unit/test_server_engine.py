@@ -22,7 +22,7 @@ from stalewise.generate.policy_files import Answer, make_responses, read_policy_
 from stalewise.generate.probe import Memory, PolicyCheck, expected_numbers, probe_ids, problem_with
 from stalewise.generate.reload import path_on_server
 from stalewise.generate.sampler import Request
-from stalewise.generate.server import ServerSampler
+from stalewise.generate.server import AWAY_S, ServerSampler
 from stalewise.generate.setup import make_sampler
 from stalewise.run import run
 from stalewise.sections import ServerSection
@@ -482,8 +482,31 @@ def test_of_two_servers_one_finishes_the_work_while_the_other_is_away() -> None:
         assert len(goes.bodies) >= 2
         assert {body["seed"] for body in stays.bodies} == {request.seed for request in asked}
         sampler.load(POLICY)  # the next stage does not need it either
-        with pytest.raises(EngineError, match="start the server, or correct"):
-            make(stays, goes, retries=0).load(POLICY)  # but a sitting must have met all that the config names
+
+
+def test_an_address_where_nobody_is_is_left_out_and_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = requests(8)
+    away = FakeServer()
+    port = away.server_port
+    away.stop()
+    with serving(delay_s=0.01) as stays:
+        sampler = make(away, stays, retries=0, concurrency=2)
+        said: list[str] = []
+        sampler.say = said.append
+        sampler.load(POLICY)
+        expected = sampler.sample(asked)
+        assert len(said) == 1 and f"{away.url} does not answer" in said[0] and "asked again every 30 s" in said[0]
+        came = FakeServer(port=port)
+        try:
+            assert sampler.sample(asked) == expected and came.paths == []  # not yet
+            now = time.monotonic()
+            monkeypatch.setattr("stalewise.generate.server.time.monotonic", lambda: now + AWAY_S)
+            assert sampler.sample(asked) == expected
+            assert said[1:] == [f"{away.url} is there again"] and len(came.bodies) >= 2
+        finally:
+            came.stop()
+    with pytest.raises(EngineError, match="start the server, or correct"):
+        make(stays, away, retries=0).load(POLICY)  # nobody at any of them
 
 
 def test_an_interrupt_reaches_the_one_who_waits() -> None:

@@ -264,7 +264,7 @@ def test_streaming_memory_does_not_grow(tmp_path: Path) -> None:
 
 # ---------------------------------------------------------------- crashes and damage
 
-# For each n given: a forked process writes a batch of four shards and kills itself before its n-th fsync or rename.
+# For each n given: a forked process writes a batch of four shards and kills itself before its n-th fsync, rename, link.
 # Forked, because most of such a process's time would go into starting Python.
 WRITE = """
 import os, sys
@@ -288,7 +288,7 @@ def write(root):
         store.commit_batch(directory, shards=4, task="arithmetic")
         print("done", file=said, flush=True)
 store.table_from_rollouts(make_rollouts(0, 1))  # pyarrow imports pandas at first use: not once per fork
-os.fsync, os.replace = deadly(os.fsync), deadly(os.replace)
+os.fsync, os.replace, os.link = deadly(os.fsync), deadly(os.replace), deadly(os.link)
 for word in sys.argv[2:]:
     left, root = int(word), Path(sys.argv[1], word)
     if (child := os.fork()) == 0:
@@ -374,23 +374,23 @@ def test_flipped_byte_is_found_and_the_shard_can_be_made_again(tmp_path: Path, p
 
 
 @pytest.mark.parametrize("leftover", ["parquet", "json"])
-@pytest.mark.parametrize("failing_rename", [0, 1])
+@pytest.mark.parametrize("failing_link", [0, 1])
 def test_no_leftover_is_vouched_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leftover: str, failing_rename: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leftover: str, failing_link: int
 ) -> None:
     # Left by an earlier crash: a shard without manifest; left by a user: the manifest of a shard that was moved away.
     directory = make_batch(tmp_path, shards=1, rows=8)
     (directory / "manifest.json").unlink()
     for suffix in {"parquet", "json"} - {leftover}:
         (directory / f"shard-00000.{suffix}").unlink()
-    renames, replace = iter(range(9)), os.replace
+    links, link = iter(range(9)), os.link
 
     def fail(source: Path, target: Path) -> None:
-        if next(renames) == failing_rename:
+        if next(links) == failing_link:
             raise KeyboardInterrupt
-        replace(source, target)
+        link(source, target)
 
-    monkeypatch.setattr(os, "replace", fail)
+    monkeypatch.setattr(os, "link", fail)
     with pytest.raises(KeyboardInterrupt):
         store.write_shard(directory, 0, make_rollouts(0, 8))
     assert store.committed_shards(directory) == []

@@ -145,18 +145,33 @@ def train(config: ConfigFile, settings: Settings = None, as_json: AsJson = False
 
 @app.command()
 def generate(
-    config: ConfigFile,
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="TOML file; for a worker also a run directory or a URL.")
+    ],
     batch: Annotated[int | None, typer.Option(help="Batch to make; the next missing one unless said.")] = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Checkpoint of this run, wherever it lies: make the batches of its version.")
     ] = None,
+    worker: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Be one of many workers of a run, under this name.")
+    ] = None,
+    ray: Annotated[int | None, typer.Option(min=1, help="Start so many workers on a Ray cluster.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Workers: end when no batch is asked for.")] = False,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Fill the store with rollouts, without learning."""
+    """Fill the store with rollouts, without learning: the next batch, or as a worker whatever a run asks for."""
     if batch is not None and checkpoint is not None:
         raise ConfigError("--batch and --checkpoint both say which batch to make: give one of them")
-    checked = _config(config, settings)
+    if worker is not None or ray is not None:
+        from stalewise.cli.work import work
+
+        if batch is not None or checkpoint is not None or (worker is not None and ray is not None):
+            raise ConfigError(
+                "--worker, --ray, --batch and --checkpoint exclude each other: workers do what is asked for"
+            )
+        return work(config, worker, ray, once, settings or (), as_json)
+    checked = _config(Path(config), settings)
     from stalewise.progress import watching
     from stalewise.store.manifest import manifest_record
     from stalewise.verbs import generate

@@ -36,6 +36,7 @@ class Server:
         self.memory = Memory()
         self.has = ""  # weights that it was found to have
         self.met = False  # it has been there in this sitting
+        self.away_until = 0.0  # by the monotonic clock: until then it is left out; 0: it is there
         self._model = ""
         self.checked: set[SamplerSettings] = set()  # whose log-probabilities are known to be of what is sampled
 

@@ -1,4 +1,7 @@
-"""Filling the store: one generation batch, shard by shard, each sampled, verified and committed."""
+"""Filling the store: one generation batch, shard by shard, each sampled, verified and committed.
+
+Many processes may fill one batch: whose turn a shard is, `Shares` says, and everybody returns when the batch is whole.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,18 @@ from pathlib import Path
 from stalewise.generate.foreign import check_foreign
 from stalewise.generate.sampler import Request, Response, Sampler
 from stalewise.generate.sampling import rollout_seed
+from stalewise.generate.shares import Alone, Shares
 from stalewise.models import encode_prompts
-from stalewise.store import BatchManifest, batch_directory, commit_batch, is_committed, read_batch_manifest, write_shard
-from stalewise.store.manifest import committed_shards
+from stalewise.store import (
+    AlreadyCommitted,
+    BatchManifest,
+    batch_directory,
+    commit_batch,
+    committed_shards,
+    is_committed,
+    read_batch_manifest,
+    write_shard,
+)
 from stalewise.tasks import ErrorCounts, Task, count_errors
 from stalewise.types import Prompt, Reward, Rollout, SamplerSettings
 
@@ -58,35 +70,78 @@ def generate_batch(
     task: Task,
     sampler: Sampler,
     on_shard: Callable[[int], object] = lambda rollouts: None,
+    shares: Shares | None = None,
 ) -> BatchManifest:
-    """Make what is missing of a generation batch and commit it. What was committed before is not made again."""
+    """Make what is missing of a generation batch and commit it. What was committed before is not made again.
+
+    With `shares` others may make some of it, and this returns when all of it is there.
+    """
     directory = batch_directory(rollouts, version=plan.version, generation_batch=plan.generation_batch)
     if is_committed(directory):
         return read_batch_manifest(directory)
+    make_shards(
+        plan,
+        checkpoint=checkpoint,
+        directory=directory,
+        task=task,
+        sampler=sampler,
+        on_shard=on_shard,
+        shares=shares or Alone(directory),
+    )
+    return commit_made(plan, directory, task.name)
+
+
+def commit_made(plan: BatchPlan, directory: Path, task: str) -> BatchManifest:
+    """Commit a generation batch whose shards are all there, unless somebody did."""
+    counts = (ErrorCounts.of_record(shard.extra, shard.rows) for shard in committed_shards(directory))
+    try:
+        return commit_batch(directory, shards=plan.shards, task=task, extra=sum(counts, ErrorCounts()).record())
+    except AlreadyCommitted:  # by somebody else; or a damaged shard was made again, and came out the same
+        return read_batch_manifest(directory)
+
+
+def make_shards(
+    plan: BatchPlan,
+    *,
+    checkpoint: Path,
+    directory: Path,
+    task: Task,
+    sampler: Sampler,
+    on_shard: Callable[[int], object],
+    shares: Shares,
+) -> None:
+    """Make the shards that fall to this process, and wait until the others are there."""
+    told: set[int] = set()  # shards that are there, as far as we know
+    loaded = False
+    # One thread verifies and writes what was sampled last while the next is being sampled.
+    with ThreadPoolExecutor(max_workers=1) as worker:
+        waiting: Future[None] | None = None
+        while True:
+            for shard in shares.present() - told:
+                on_shard(len(plan.prompt_range(shard)) * plan.group_size)
+                told.add(shard)
+            missing = [shard for shard in range(plan.shards) if shard not in told]
+            appetite = sampler.appetite // (plan.prompts_per_shard * plan.group_size)
+            start, shards = time.perf_counter(), shares.take(missing, max(1, appetite))
+            if shards and not loaded:
+                _load(plan, checkpoint, task, sampler)
+                loaded = True
+            sampled = _sample(plan, shards, task, sampler) if shards else []
+            pending, waiting = waiting, None
+            if pending is not None:
+                pending.result()
+            if sampled:
+                waiting = worker.submit(_finish, plan, directory, task, sampler.settings, sampled, start, shares)
+            elif not missing:
+                return
+            elif pending is None:
+                shares.wait()
+
+
+def _load(plan: BatchPlan, checkpoint: Path, task: Task, sampler: Sampler) -> None:
     if plan.foreign_places:
         check_foreign(plan.foreign, checkpoint, task.prompts(plan.first_prompt, min(plan.prompts, PROMPTS_TO_COMPARE)))
     sampler.load(checkpoint)
-    present = {shard.index for shard in committed_shards(directory)}
-    for shard in present:
-        on_shard(len(plan.prompt_range(shard)) * plan.group_size)
-    missing = [shard for shard in range(plan.shards) if shard not in present]
-    at_once = max(1, sampler.appetite // (plan.prompts_per_shard * plan.group_size))
-    errors = ErrorCounts()
-    # One thread verifies and writes what was sampled last while the next is being sampled.
-    with ThreadPoolExecutor(max_workers=1) as worker:
-        waiting: Future[ErrorCounts] | None = None
-        for first in range(0, len(missing), at_once):
-            start, shards = time.perf_counter(), missing[first : first + at_once]
-            sampled = _sample(plan, shards, task, sampler)
-            if waiting is not None:
-                errors += waiting.result()
-            waiting = worker.submit(_finish, plan, directory, task, sampler.settings, sampled, start, on_shard)
-        if waiting is not None:
-            errors += waiting.result()
-    if is_committed(directory):  # a damaged shard was made again, and came out the same
-        return read_batch_manifest(directory)
-    # Only of the shards made now: counts of all of them are in the manifest, the words are for whoever watches.
-    return commit_batch(directory, shards=plan.shards, task=task.name, extra=errors.record())
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,22 +191,25 @@ def _finish(
     settings: SamplerSettings,
     sampled: list[_Sampled],
     start: float,
-    on_shard: Callable[[int], object],
-) -> ErrorCounts:
+    shares: Shares,
+) -> None:
     """Verify and write shards; `start` is when their sampling began."""
-    errors = ErrorCounts()
     for one in sampled:
         texts = [response.text for response in one.responses]
         rewards = task.verifier.score(one.prompts, texts)
-        errors += count_errors(rewards, one.prompts, texts)
         first = plan.prompt_range(one.shard).start * plan.group_size
         made = [
             _rollout(first + i, plan, settings, one.prompts[i], one.requests[i], one.responses[i], rewards[i])
             for i in range(len(one.requests))
         ]
-        write_shard(directory, one.shard, made, seconds=(time.perf_counter() - start) / len(sampled))
-        on_shard(len(made))
-    return errors
+        extra = {**shares.provenance, **count_errors(rewards, one.prompts, texts).record()}
+        seconds = (time.perf_counter() - start) / len(sampled)
+        try:
+            write_shard(directory, one.shard, made, seconds=seconds, extra=extra)
+        except AlreadyCommitted:  # by someone who thought that we were lost
+            shares.too_late(one.shard)
+        else:
+            shares.made(one.shard)
 
 
 def _rollout(

@@ -2,11 +2,13 @@
 
 A server is another program with its own life. So: it gets the checkpoint's weights before it samples (or the run
 stops), it is asked before and after every call whether it still has them, and what it answered in between counts only
-if it has. A server that goes away is waited for; a run that stops loses nothing that was committed.
+if it has. Of several servers those that are there do the work; one that is away is left out, which is said, and asked
+again later. Where none is left, they are waited for; a run that stops loses nothing that was committed.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from stalewise.types import SamplerSettings
 
 # A server that loses its policy again and again within one call has a trouble that waiting does not cure.
 LOSSES = 4
+AWAY_S = 30.0  # before a server that was away is asked again, while others do the work: asking costs its retries
 
 
 class ServerSampler(HasPolicy):
@@ -41,13 +44,15 @@ class ServerSampler(HasPolicy):
         max_new_tokens: int,
         options: ServerSection,
         on_tokens: Callable[[int], object] = lambda count: None,
+        say: Callable[[str], object] = lambda text: None,
     ) -> None:
-        """`on_tokens` is told the number of tokens of every response."""
+        """`on_tokens` is told the number of tokens of every response; `say`, which servers are left out."""
         self.settings = settings
         self.max_new_tokens = max_new_tokens
         # Some rounds of all places: at the end of each call places stay empty.
         self.appetite = 4 * options.concurrency * len(options.urls)
         self.on_tokens = on_tokens
+        self.say = say
         self._options = options
         self._servers = [Server(url, options) for url in options.urls]
         self._check = PolicyCheck(options.precision)
@@ -103,23 +108,36 @@ class ServerSampler(HasPolicy):
         return valid
 
     def _present(self, policy: PolicyFiles, settings: SamplerSettings | None) -> list[Server]:
-        """Servers that are there, with this policy; Gone where none is. The others are asked again the next time."""
-        present: list[Server] = []
+        """Servers that are there, with this policy; Gone where none is. The others are asked again later."""
+        now = time.monotonic()
+        resting = [server for server in self._servers if server.away_until > now]
         absent: list[Gone] = []
-        for server in self._servers:
-            try:
-                if settings is None or not server.is_ready(policy, settings):
-                    server.serve(policy, self._check)
-                if settings is not None:
-                    server.check_distribution(policy, settings, self._check.token_ids(policy))
-                present.append(server)
-            except Gone as gone:
-                if not server.met:  # more likely a wrong address than a server that is about to come back
-                    raise EngineError(f"{gone}: start the server, or correct sampler.server.urls") from gone
-                absent.append(gone)
-        if not present:
-            raise absent[0]
-        return present
+        for asked in ([server for server in self._servers if server not in resting], resting):
+            present = [server for server in asked if self._is_there(server, policy, settings, absent)]
+            if present:
+                return present
+        if not any(server.met for server in self._servers):  # more likely wrong addresses than all of them restarting
+            raise EngineError(f"{absent[0]}: start the server, or correct sampler.server.urls") from absent[0]
+        raise absent[0]
+
+    def _is_there(
+        self, server: Server, policy: PolicyFiles, settings: SamplerSettings | None, absent: list[Gone]
+    ) -> bool:
+        try:
+            if settings is None or not server.is_ready(policy, settings):
+                server.serve(policy, self._check)
+            if settings is not None:
+                server.check_distribution(policy, settings, self._check.token_ids(policy))
+        except Gone as gone:
+            absent.append(gone)
+            if len(self._servers) > 1 and not server.away_until:
+                self.say(f"{gone}: left out while others are there, and asked again every {AWAY_S:g} s")
+            server.away_until = time.monotonic() + AWAY_S
+            return False
+        if server.away_until:
+            self.say(f"{server.endpoint.url} is there again")
+        server.away_until = 0.0
+        return True
 
     def _abort(self) -> None:
         for server in self._servers:

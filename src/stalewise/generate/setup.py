@@ -37,7 +37,12 @@ def batch_plan(config: RunConfig, schedule: Schedule, generation_batch: int, att
     )
 
 
-def make_sampler(config: RunConfig, *, on_tokens: Callable[[int], object] = lambda count: None) -> Sampler:
+def make_sampler(
+    config: RunConfig,
+    *,
+    on_tokens: Callable[[int], object] = lambda count: None,
+    say: Callable[[str], object] = lambda text: None,
+) -> Sampler:
     """The sampler of this config; `on_tokens` is told how many tokens were sampled, now and then."""
     device = pick_device(config.model.device)
     precision = pick_precision(config.model.precision, device)
@@ -58,7 +63,8 @@ def make_sampler(config: RunConfig, *, on_tokens: Callable[[int], object] = lamb
     if served:
         from stalewise.generate.server import ServerSampler
 
-        return ServerSampler(settings, max_new_tokens=limit, options=config.sampler.server, on_tokens=on_tokens)
+        served_by = config.sampler.server
+        return ServerSampler(settings, max_new_tokens=limit, options=served_by, on_tokens=on_tokens, say=say)
 
     def embedded() -> HFSampler:
         return HFSampler(

@@ -27,11 +27,12 @@ from stalewise.store.rows import Rows, concatenate
 from stalewise.store.schema import FORMAT, SCHEMA, rollouts_from_table, table_from_rollouts
 from stalewise.store.select import deal, mean_reward, rewards_of_updates, rollouts_of_updates
 from stalewise.store.token_log import TokenLog, TokenRecord, read_tokens, token_files, token_log_directory
-from stalewise.store.writer import commit_batch, next_shard, write_shard
+from stalewise.store.writer import AlreadyCommitted, commit_batch, next_shard, write_shard
 
 __all__ = [
     "FORMAT",
     "SCHEMA",
+    "AlreadyCommitted",
     "Batch",
     "BatchManifest",
     "BatchName",

@@ -1,13 +1,15 @@
 """Writing a generation batch: shards one by one, each committed by its own manifest, then the batch by `manifest.json`.
 
 A shard's content is determined by its index (shard k holds the prompts [k·n, (k + 1)·n) of the batch), so a generation
-that was interrupted goes on with `next_shard`. Nothing that is committed is ever written again.
+that was interrupted goes on with `next_shard`. Nothing that is committed is ever written again, and where two processes
+make one shard, the first to commit it wins: the other is told so by `AlreadyCommitted`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError
-from stalewise.files import write_atomic, write_json_atomic
+from stalewise.exclusive import create_atomic
+from stalewise.files import remove_temporaries, write_atomic, write_json_atomic
 from stalewise.store.manifest import (
     BATCH_MANIFEST,
     BatchManifest,
@@ -26,15 +29,20 @@ from stalewise.store.manifest import (
     is_committed,
     manifest_record,
     parse_batch_name,
+    read_batch_manifest,
     shard_manifest_path,
     shard_path,
 )
-from stalewise.store.schema import table_from_rollouts
+from stalewise.store.schema import rollouts_from_table, table_from_rollouts
 from stalewise.types import Rollout
 
 # The unit of reading. Small enough that an optimizer batch drawn from everywhere does not decode much for nothing,
 # large enough that compression and the footer are worth it.
 ROW_GROUP_ROWS = 256
+
+
+class AlreadyCommitted(StoreError):
+    """A shard or a batch that is there already: whoever made it once more was too late, and nothing was changed."""
 
 
 def write_shard(
@@ -53,14 +61,45 @@ def write_shard(
     if not rollouts:
         raise StoreError(f"{path} would have no rollouts: a shard holds at least one")
     if path.exists() and manifest_path.exists():
-        raise StoreError(f"{path} is committed already and is never written again: go on with the next missing shard")
-    data = _parquet(table_from_rollouts(rollouts))
+        raise _committed(path)
     # A manifest whose shard was moved away describes the old file: it must not vouch for the new one for an instant.
     manifest_path.unlink(missing_ok=True)
-    write_atomic(path, data)
+    data = _parquet(table_from_rollouts(rollouts))
+    if not create_atomic(path, data):
+        data, rollouts = _first_come(path, data, rollouts)
     manifest = _describe(index, path.name, data, rollouts, seconds, extra or {})
-    write_json_atomic(manifest_path, manifest_record(manifest))
+    if not create_atomic(manifest_path, json.dumps(manifest_record(manifest), indent=2) + "\n"):
+        raise _committed(path)
     return manifest
+
+
+def _committed(path: Path) -> AlreadyCommitted:
+    return AlreadyCommitted(
+        f"{path} is committed already and is never written again: go on with the next missing shard"
+    )
+
+
+def _first_come(path: Path, data: memoryview, rollouts: Sequence[Rollout]) -> tuple[memoryview, Sequence[Rollout]]:
+    """What a shard without a manifest holds, where somebody made the same rollouts first; else it is replaced by ours.
+
+    Whoever put it there may be about to commit it, or be no more. Files under their final names are whole, so either
+    may describe it, and both describe the same.
+    """
+    found = memoryview(path.read_bytes())
+    if found == data:
+        return data, rollouts
+    try:
+        theirs = list(rollouts_from_table(pq.read_table(pa.BufferReader(found))))
+    except (pa.ArrowException, OSError, ValueError, KeyError):
+        theirs = []
+    if _asked(theirs) == _asked(rollouts):
+        return found, theirs
+    write_atomic(path, data)
+    return data, rollouts
+
+
+def _asked(rollouts: Sequence[Rollout]) -> list[tuple[object, ...]]:
+    return [(one.rollout_id, one.prompt_ids, one.seed, one.version_first, one.version_last) for one in rollouts]
 
 
 def next_shard(directory: str | Path) -> int:
@@ -72,11 +111,11 @@ def next_shard(directory: str | Path) -> int:
 def commit_batch(
     directory: str | Path, *, shards: int, task: str, extra: Mapping[str, Any] | None = None
 ) -> BatchManifest:
-    """Commit a generation batch of `shards` shards, all of which must be committed."""
+    """Commit a generation batch of `shards` shards, all of which must be committed; the first to do so wins."""
     directory = Path(directory)
     name = parse_batch_name(directory)
     if is_committed(directory):
-        raise StoreError(f"{directory} is committed already and is never written again")
+        raise AlreadyCommitted(f"{directory} is committed already and is never written again")
     parts = committed_shards(directory)
     _check_parts(directory, parts, shards)
     scored = sum(part.reward_count for part in parts)
@@ -95,7 +134,11 @@ def commit_batch(
         shards=tuple(parts),
         extra=extra or {},
     )
-    write_json_atomic(directory / BATCH_MANIFEST, manifest_record(manifest))
+    if not create_atomic(directory / BATCH_MANIFEST, json.dumps(manifest_record(manifest), indent=2) + "\n"):
+        if is_committed(directory):
+            return read_batch_manifest(directory)
+        write_json_atomic(directory / BATCH_MANIFEST, manifest_record(manifest))  # of shards that are gone
+    remove_temporaries(directory)  # of whoever was killed here; nobody has anything to write here any more
     return manifest
 
 
@@ -117,7 +160,7 @@ def _check_parts(directory: Path, parts: Sequence[ShardManifest], expected: int)
 def _parquet(table: pa.Table) -> memoryview:
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, row_group_size=ROW_GROUP_ROWS, compression="zstd")
-    return memoryview(sink.getvalue())
+    return memoryview(sink.getvalue()).cast("B")  # pyarrow's own are signed, and equal to no file's
 
 
 def _describe(

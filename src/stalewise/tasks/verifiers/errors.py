@@ -74,6 +74,18 @@ class ErrorCounts:
             "unparsed_examples": [{"prompt_id": name, "response": text} for name, text in self.unparsed_examples],
         }
 
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any], total: int) -> ErrorCounts:
+        """What `record` wrote, of so many responses; keys that are not there count nothing."""
+        return cls(
+            total,
+            dict(record.get("verifier_error_kinds", {})),
+            dict(record.get("verifier_error_examples", {})),
+            {kind: tuple(ids) for kind, ids in record.get("verifier_error_prompts", {}).items()},
+            record.get("unparsed", 0),
+            tuple((one["prompt_id"], one["response"]) for one in record.get("unparsed_examples", ())),
+        )
+
     def _detail(self, kind: str) -> str:
         detail = self.examples[kind].removeprefix(kind).removeprefix(": ")
         return f" ({detail})" if detail else ""

@@ -1,0 +1,254 @@
+"""A worker: a process on any machine that makes shards of what a learner orders, until there is nothing left to make.
+
+It needs the run directory, or the URL of its depot, and no more: config, policies and orders are there. Any number may
+come and go; one that is lost in the middle of a shard costs that shard's time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stalewise.checkpoints import checkpoint_directory, read_state
+from stalewise.config import FORMAT, RunConfig, load_config, make_config, set_dotted
+from stalewise.depot import Depot, DirectoryDepot, open_depot
+from stalewise.errors import StoreError
+from stalewise.generate.loop import commit_made, make_shards
+from stalewise.generate.sampler import Sampler
+from stalewise.generate.setup import make_sampler
+from stalewise.rundirectory import identity_differences
+from stalewise.store import batch_directory
+from stalewise.tasks import Task, make_task
+from stalewise.watch import Silence, Watcher
+from stalewise.workers.claims import Lookout, Session
+from stalewise.workers.exchange import Exchange, digest_of
+from stalewise.workers.orders import COMPLETE, Order, config_digest, is_open, open_orders, withdraw
+from stalewise.workers.shares import Share, Withdrawn
+
+CONFIG = "config.resolved.json"
+POLL_S = 0.1
+REMOTE_POLL_S = 2.0
+SAY_AFTER_S = 10.0  # of waiting
+
+
+@dataclass
+class WorkDone:
+    """What a worker did."""
+
+    worker: str
+    shards: int = 0
+    rollouts: int = 0
+    taken_over: int = 0  # of those: begun by a worker that was lost
+    too_late: int = 0  # made, but somebody else had committed them
+    batches: list[str] = field(default_factory=list)  # that it had a part in
+
+
+def work(
+    source: str | Path,
+    *,
+    worker: str = "",
+    overrides: Mapping[str, Any] | None = None,
+    once: bool = False,
+    cache: str | Path | None = None,
+    watcher: Watcher | None = None,
+) -> WorkDone:
+    """Make shards of whatever is ordered in a run until the run is complete; `once`: until no order is open.
+
+    `source` is a run directory, the URL of a run's depot, or a config. `overrides` are for what may differ from worker
+    to worker, as `model.device` and the engine do. Policies from a depot are kept in `cache`, or for the time being.
+    """
+    watcher = watcher or Silence()
+    place = _Place.of(str(source), overrides or {}, wait=not once, say=watcher.say)
+    with tempfile.TemporaryDirectory(prefix="stalewise-worker-") as scratch:
+        name = worker or f"{socket.gethostname()}-{os.getpid()}"
+        lost_after_s = place.config.workers.lost_after_s
+        with Session(place.depot, name, lost_after_s=lost_after_s) as session:
+            task = make_task(place.config.task.name, seed=place.config.seed, **place.config.task.options)
+            sampler = make_sampler(place.config, say=watcher.say)
+            try:
+                one = _Worker(place, session, task, sampler, Path(cache or scratch), watcher)
+                one.work(once)
+                return one.done
+            finally:
+                sampler.close()
+                task.verifier.close()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a worker works: the depot, the config of the run there, and its directory where machines share it."""
+
+    depot: Depot
+    config: RunConfig
+    run: Path | None  # None: the depot is all there is
+
+    @classmethod
+    def of(cls, source: str, overrides: Mapping[str, Any], *, wait: bool, say: Callable[[str], object]) -> _Place:
+        """Find it; where the learner has not begun yet, wait for that."""
+        given: RunConfig | None = None
+        if "://" in source:
+            depot, run = open_depot(source, _storage_options(overrides)), None
+        elif not Path(source).is_file() and Path(source).suffix != ".toml":  # a run directory, now or soon
+            depot, run = DirectoryDepot(source), Path(source)
+        else:
+            given = load_config(source, overrides)
+            url = given.storage.url
+            run = None if url else given.directory
+            depot = open_depot(url, given.storage.options) if url else DirectoryDepot(given.directory)
+        record = _config_of(depot, wait, say)
+        if given is None:
+            for key, value in overrides.items():
+                set_dotted(record, key, value)
+            given = make_config({key: value for key, value in record.items() if key != "format"}, source=depot.where)
+        own = ("model.device", "model.threads")
+        if differences := identity_differences(given, json.loads(_read_config(depot) or b"{}"), but=own):
+            raise StoreError(
+                f"{depot.where} belongs to another config ({'; '.join(differences[:3])}): a worker makes rollouts of "
+                "the run's own config only; leave the settings out, or name the run directory instead of a file"
+            )
+        return cls(depot, given, run)
+
+
+def _storage_options(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    prefix = "storage.options."
+    return {key.removeprefix(prefix): value for key, value in overrides.items() if key.startswith(prefix)}
+
+
+def _read_config(depot: Depot) -> bytes | None:
+    return depot.read(CONFIG)
+
+
+def _config_of(depot: Depot, wait: bool, say: Callable[[str], object]) -> dict[str, Any]:
+    """The resolved config of the run in a depot."""
+    content, said = _read_config(depot), False
+    while content is None:
+        if not wait:
+            raise StoreError(f"{depot.where} holds no run: start `stalewise train` or `stalewise generate` first")
+        if not said:
+            say(f"waiting for a run in {depot.where}: start `stalewise train` there")
+            said = True
+        time.sleep(POLL_S if isinstance(depot, DirectoryDepot) else REMOTE_POLL_S)
+        content = _read_config(depot)
+    try:
+        record = json.loads(content)
+        found = record.get("format")
+    except (ValueError, AttributeError):
+        raise StoreError(f"{depot.where}/{CONFIG} is half written or no config: start the learner again") from None
+    if found != FORMAT:
+        raise StoreError(f"{depot.where} has format {found}; this release reads {FORMAT}: use the learner's release")
+    return record
+
+
+class _Worker:
+    """One worker at one place."""
+
+    def __init__(
+        self, place: _Place, session: Session, task: Task, sampler: Sampler, cache: Path, watcher: Watcher
+    ) -> None:
+        self.place, self.session, self.task, self.sampler, self.watcher = place, session, task, sampler, watcher
+        self.cache = cache
+        self.exchange = None if place.run is not None else Exchange(place.depot)
+        self.lookout = Lookout(place.depot, place.config.workers.lost_after_s)
+        self.done = WorkDone(session.worker)
+
+    def work(self, once: bool) -> None:
+        """Work at one order after the other."""
+        finished: set[str] = set()
+        waited, said = time.monotonic(), False
+        while True:
+            placed = open_orders(self.place.depot)
+            finished &= {order.name for order in placed}  # one that was fulfilled may be placed again
+            orders = [order for order in placed if order.name not in finished]
+            if orders:
+                self.fulfil(orders[0])
+                finished.add(orders[0].name)
+                waited, said = time.monotonic(), False
+                continue
+            if once or self.place.depot.read(COMPLETE) is not None:
+                return
+            if not said and time.monotonic() - waited > SAY_AFTER_S:
+                self.watcher.say(f"waiting for orders in {self.place.depot.where}: they come from `stalewise train`")
+                said = True
+            time.sleep(POLL_S if self.exchange is None else REMOTE_POLL_S)
+
+    def fulfil(self, order: Order) -> None:
+        """Make a share of a generation batch, and stay until all of it is there."""
+        if order.config != config_digest(self.place.config):
+            raise StoreError(
+                f"{self.place.depot.where}/{order.path} is for another config than this worker has: start it again, "
+                "with the run directory instead of a config"
+            )
+        try:
+            plan, checkpoint = order.plan, self._policy(order)
+        except StoreError:
+            if is_open(self.place.depot, order):
+                raise
+            return  # it was taken back, and its policy with it
+        root = self.place.run / "rollouts" if self.place.run is not None else self.cache / order.name
+        directory = batch_directory(root, version=plan.version, generation_batch=plan.generation_batch)
+        share = Share(
+            order,
+            directory,
+            self.place.depot,
+            self.session,
+            self.lookout,
+            exchange=self.exchange,
+            collects=False,
+            say=self.watcher.say,
+        )
+        self.watcher.begin("generate", plan.prompts * plan.group_size)
+        try:
+            make_shards(
+                plan,
+                checkpoint=checkpoint,
+                directory=directory,
+                task=self.task,
+                sampler=self.sampler,
+                on_shard=self.watcher.advance,
+                shares=share,
+            )
+            if self.place.run is not None:
+                commit_made(plan, directory, self.task.name)
+                withdraw(self.place.depot, order.name)
+        except Withdrawn:
+            pass
+        finally:
+            self._count(share)
+            if self.exchange is not None:
+                shutil.rmtree(root, ignore_errors=True)
+
+    def _policy(self, order: Order) -> Path:
+        """The checkpoint that an order names, and no other."""
+        version = order.plan.version
+        if self.exchange is not None:
+            return self.exchange.fetch_policy(version, order.policy, self.cache)
+        assert self.place.run is not None
+        checkpoint = checkpoint_directory(self.place.run, version)
+        if not (checkpoint / "manifest.json").is_file():
+            raise StoreError(
+                f"{checkpoint} is missing, though {order.path} asks for it: is this the learner's directory?"
+            )
+        if (found := digest_of(checkpoint)) != order.policy:
+            raise StoreError(
+                f"{checkpoint} is another policy than the one that {order.path} asks for ({found[:12]}, not "
+                f"{order.policy[:12]}): a worker needs the learner's own checkpoints; name its run directory or URL"
+            )
+        read_state(checkpoint)  # compares its files with their checksums
+        return checkpoint
+
+    def _count(self, share: Share) -> None:
+        plan, done = share.order.plan, self.done
+        done.shards += len(share.made_here)
+        done.rollouts += sum(len(plan.prompt_range(shard)) for shard in share.made_here) * plan.group_size
+        done.taken_over += share.taken_over
+        done.too_late += len(share.too_late_here)
+        if share.made_here:
+            done.batches.append(share.directory.name)

@@ -1,0 +1,434 @@
+"""Many processes at one generation batch: who makes what, who is lost, and who must not take part."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stalewise.checkpoints import checkpoint_directory
+from stalewise.config import RunConfig, make_config
+from stalewise.depot import DirectoryDepot
+from stalewise.errors import StoreError
+from stalewise.exclusive import create_atomic
+from stalewise.files import temporary_name
+from stalewise.generate.loop import make_shards
+from stalewise.generate.sampler import Request, Response
+from stalewise.generate.setup import batch_plan, make_sampler
+from stalewise.run import run
+from stalewise.store import committed_shards, is_committed, open_batch, read_batch_manifest, shard_path, write_shard
+from stalewise.tasks import make_task
+from stalewise.types import SamplerSettings
+from stalewise.verbs import generate
+from stalewise.workers.claims import SESSIONS, Claims, Lookout, Session
+from stalewise.workers.exchange import digest_of
+from stalewise.workers.meeting import Meeting
+from stalewise.workers.orders import Order, config_digest, open_orders, place
+from stalewise.workers.shares import Share
+from stalewise.workers.worker import work
+from tiny import call, refused, tiny_record, write_config
+from working import judged, ordered
+
+SOURCE = str(Path(__file__).parents[2] / "src")
+BATCH = "g000000-v000000"
+
+
+def checksums(run: Path, batch: str = BATCH) -> list[str]:
+    return [shard.sha256 for shard in read_batch_manifest(run / "rollouts" / batch).shards]
+
+
+# ---------------------------------------------------------------- independent processes
+
+
+def start(run: Path, name: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "stalewise", "generate", str(run), "--worker", name, "--once", "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": f"{SOURCE}:{run.parent}", "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < until, process.communicate()
+        time.sleep(0.02)
+
+
+def test_processes_share_a_batch_and_take_over_from_one_that_was_killed(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = judged(runs, "shared", workers={"lost_after_s": 1.0})
+    monkeypatch.syspath_prepend(str(runs))
+    ordered(config)
+    victim = start(config.directory, "victim", STALL=str(runs / "stalled"))
+    wait_for(runs / "stalled", victim)
+    victim.send_signal(signal.SIGKILL)
+    victim.communicate()
+    assert len(list((config.directory / "work" / "claims").glob("*/shard-*"))) >= 1
+    other = start(config.directory, "second")
+    until = time.monotonic() + 60
+    while not list((config.directory / SESSIONS).glob("worker.second-*")):
+        assert other.poll() is None and time.monotonic() < until, other.communicate()
+        time.sleep(0.02)
+    third = work(config.directory, worker="third", once=True)
+    out, error = other.communicate(timeout=100)
+    assert other.returncode == 0, error
+    done = [asdict(third), *json.loads(out)]
+    shards = committed_shards(config.directory / "rollouts" / BATCH)
+    assert sum(one["shards"] for one in done) == len(shards) == 8
+    assert sum(one["taken_over"] for one in done) >= 1
+    assert sum(one["too_late"] for one in done) == 0  # nothing was made twice
+    assert {shard.extra["worker"] for shard in shards} == {"second", "third"}
+    assert not list((config.directory / "work").glob("*/*/*")) and not list((config.directory / "work").glob("*/g*"))
+
+    alone = judged(runs, "alone")
+    (made,) = generate(alone)
+    assert checksums(config.directory) == checksums(alone.directory) == [shard.sha256 for shard in made.shards]
+
+
+# ---------------------------------------------------------------- a learner and its workers, in one process
+
+
+def test_a_learner_that_waits_learns_the_same_from_what_workers_made(tiny_run: RunConfig, runs: Path) -> None:
+    config = make_config(tiny_record(runs, checkpoints={"keep": 8}, workers={"learner": "waits", "lost_after_s": 5.0}))
+    # One thread alone: transformers does not load two models at a time. Many workers are processes, as above.
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(work, config.directory, worker="a")  # before there is anything to do
+        run(config)
+        done = asked.result(60)
+    assert (done.shards, done.rollouts, done.batches) == (4, 64, [BATCH, "g000001-v000002"])
+    assert digest_of(checkpoint_directory(config.directory, 4)) == digest_of(
+        checkpoint_directory(tiny_run.directory, 4)
+    )
+    assert work(config.directory).shards == 0  # the run is complete: nothing to wait for
+    assert list((config.directory / "work" / "sessions").iterdir()) == []
+
+
+def test_a_learner_goes_on_at_once_with_what_its_killed_predecessor_had_claimed(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tiny_record(runs, workers={"lost_after_s": 600.0}))
+    order = ordered(config)
+    depot = DirectoryDepot(config.directory)
+    predecessor = Session(depot, "learner", role="journal", lost_after_s=600.0)
+    predecessor._tell()  # and then it is killed
+    claims = Claims(depot, order.name, predecessor, Lookout(depot, 600.0))
+    assert claims.take([0, 1], 2) == [0, 1]
+
+    def watch(*_: object) -> bool:
+        raise AssertionError("nobody needs to be watched: the lock says that it is gone")
+
+    monkeypatch.setattr(Lookout, "is_lost", watch)
+    (made,) = generate(config)
+    assert made.rows == 32 and [shard.extra["worker"] for shard in made.shards] != ["learner"] * 2
+
+
+# ---------------------------------------------------------------- claims
+
+
+@pytest.fixture
+def sessions(tmp_path: Path) -> Iterator[tuple[DirectoryDepot, list[Session]]]:
+    depot = DirectoryDepot(tmp_path)
+    opened = [Session(depot, name, lost_after_s=0.6).__enter__() for name in ("a", "b", "c")]
+    yield depot, opened
+    for session in opened:
+        session.__exit__()
+
+
+def freeze(session: Session) -> None:
+    """As SIGSTOP or a long pause of a virtual machine does."""
+    session._over.set()
+    assert session._thread is not None
+    session._thread.join()
+
+
+def test_of_all_that_reach_for_a_shard_one_gets_it(sessions: tuple[DirectoryDepot, list[Session]]) -> None:
+    depot, (a, b, c) = sessions
+    got: list[list[int]] = [[], [], []]
+    gate = threading.Barrier(3)
+
+    def reach(place: int, session: Session) -> None:
+        claims = Claims(depot, "order", session, Lookout(depot, 60.0))
+        gate.wait()
+        while taken := claims.take(range(30), 1):
+            got[place] += taken
+
+    threads = [threading.Thread(target=reach, args=pair) for pair in enumerate((a, b, c))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(got[0] + got[1] + got[2]) == list(range(30))
+
+
+def test_one_of_those_who_see_a_worker_lost_takes_over(sessions: tuple[DirectoryDepot, list[Session]]) -> None:
+    depot, (a, b, c) = sessions
+    assert Claims(depot, "order", a, Lookout(depot, 0.6)).take([0], 1) == [0]
+    seers = [Claims(depot, "order", session, Lookout(depot, 0.6)) for session in (b, c)]
+    until = time.monotonic() + 1.2
+    while time.monotonic() < until:  # for as long as it lives, nobody
+        assert [claims.take([0], 1) for claims in seers] == [[], []]
+        time.sleep(0.05)
+    freeze(a)
+    taken: list[int] = []
+    until = time.monotonic() + 10
+    while not taken and time.monotonic() < until:
+        for claims in seers:
+            taken += claims.take([0], 1)
+        time.sleep(0.05)
+    assert taken == [0]
+    assert [claims.taken_over for claims in seers].count(1) == 1
+
+
+def test_a_worker_that_took_leave_is_not_waited_for(sessions: tuple[DirectoryDepot, list[Session]]) -> None:
+    depot, (a, b, _) = sessions
+    assert Claims(depot, "order", a, Lookout(depot, 600.0)).take([0], 1) == [0]
+    a.__exit__()
+    claims = Claims(depot, "order", b, Lookout(depot, 600.0))
+    until = time.monotonic() + 10
+    while not (taken := claims.take([0], 1)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert taken == [0]
+
+
+def test_clocks_that_are_off_do_no_harm(
+    sessions: tuple[DirectoryDepot, list[Session]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    depot, (a, _, _) = sessions
+    freeze(a)
+    path = depot.root / SESSIONS / a.id
+    now = [1000.0]
+    monkeypatch.setattr("stalewise.workers.claims.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("stalewise.workers.claims.time.time", lambda: 4e9, raising=False)
+    lookout = Lookout(depot, 30.0)
+    for content, modified in ((b"\xff no JSON", 0.0), (b"", 4e9), (b'{"beat": -1}', 1e8), (b'{"beat": 0}', 0.0)):
+        path.write_bytes(content)  # whatever it says and however old it looks, it has changed
+        os.utime(path, (modified, modified))
+        assert not lookout.is_lost(a.id)
+        now[0] += 29.0
+        os.utime(path, (modified + 77.0, modified + 77.0))
+        assert not lookout.is_lost(a.id)
+    now[0] += 1.5  # nothing but 30 seconds of our own without a change
+    assert lookout.is_lost(a.id)
+
+
+class Halting:
+    """A sampler that waits in the middle of its work until it is told to go on."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.began, self.go_on = inner, threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def sample(self, requests: Sequence[Request], settings: SamplerSettings | None = None) -> list[Response]:
+        self.began.set()
+        assert self.go_on.wait(60)
+        return self.inner.sample(requests, settings)
+
+
+def test_a_worker_that_was_only_slow_changes_nothing(runs: Path) -> None:
+    config = make_config(tiny_record(runs, workers={"lost_after_s": 0.6}))
+    order = ordered(config)
+    depot, directory = DirectoryDepot(config.directory), config.directory / "rollouts" / BATCH
+    said: list[str] = []
+    with Session(depot, "slow", lost_after_s=0.6) as session:
+        share = Share(
+            order, directory, depot, session, Lookout(depot, 0.6), exchange=None, collects=True, say=said.append
+        )
+        sampler = Halting(make_sampler(config))
+        task = make_task("arithmetic", seed=0)
+        checkpoint = checkpoint_directory(config.directory, 0)
+        thread = threading.Thread(
+            target=make_shards,
+            args=(order.plan,),
+            kwargs={
+                "checkpoint": checkpoint,
+                "directory": directory,
+                "task": task,
+                "sampler": sampler,
+                "on_shard": lambda rollouts: None,
+                "shares": share,
+            },
+        )
+        thread.start()
+        assert sampler.began.wait(60)
+        freeze(session)
+        done = work(config.directory, worker="quick", once=True)
+        assert (done.shards, done.taken_over, done.too_late) == (2, 1, 0)
+        before = checksums(config.directory)
+        sampler.go_on.set()
+        thread.join(60)
+        assert not thread.is_alive()
+    assert share.made_here == [] and share.too_late_here == [0]
+    assert said == [f"shard 0 of {BATCH} was made twice: somebody else committed it first, ours is dropped"]
+    assert checksums(config.directory) == before
+    assert len(open_batch(directory)) == 32  # checksums hold
+
+
+# ---------------------------------------------------------------- who must not take part
+
+
+def test_a_worker_with_another_policy_is_refused(runs: Path, tmp_path: Path) -> None:
+    config = make_config(tiny_record(runs))
+    order = ordered(config)
+    copy = tmp_path / "copy"
+    shutil.copytree(config.directory, copy)
+    manifest = checkpoint_directory(copy, 0) / "manifest.json"
+    manifest.write_text(manifest.read_text() + "\n")
+    message = refused("generate", copy, "--worker", "a", "--once")
+    assert f"v000000 is another policy than the one that {order.path} asks for" in message
+    shutil.rmtree(checkpoint_directory(copy, 0))
+    assert "v000000 is missing, though" in refused("generate", copy, "--worker", "a", "--once")
+    weights = checkpoint_directory(config.directory, 0) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    assert "model.safetensors is damaged" in refused("generate", config.directory, "--worker", "a", "--once")
+    assert committed_shards(config.directory / "rollouts" / BATCH) == []
+
+
+def test_a_worker_with_another_config_or_release_is_refused(runs: Path, tmp_path: Path) -> None:
+    config = make_config(tiny_record(runs))
+    order = ordered(config)
+    other = write_config(tmp_path / "other.toml", {**tiny_record(runs), "seed": 5})
+    message = refused("generate", other, "--worker", "a", "--once")
+    assert "belongs to another config (seed was 0 and is 5): a worker makes rollouts of the run's own" in message
+    words = ("--worker", "a", "--once", "--set", "sampler.temperature=0.5")
+    assert "sampler.temperature was 1.0 and is 0.5" in refused("generate", config.directory, *words)
+    placed = config.directory / order.path
+    record = json.loads(placed.read_text())
+    for change, message in (
+        ({"store": "stalewise.rollouts/9"}, "asks for stalewise.work/1 with stalewise.rollouts/9, this stale"),
+        ({"config": "0" * 64}, "is for another config than this worker has"),
+        ({"plan": {}}, "is no order: 'generation_batch'; remove it, the learner places it again"),
+    ):
+        placed.write_text(json.dumps({**record, **change}))
+        assert message in refused("generate", config.directory, "--worker", "a", "--once")
+    assert "holds no run: start" in refused("generate", tmp_path / "nowhere", "--worker", "a", "--once")
+    assert "exclude each other" in refused("generate", config.directory, "--worker", "a", "--ray", "2")
+
+
+def test_a_worker_may_have_its_own_device_and_engine(runs: Path, tmp_path: Path) -> None:
+    config = make_config(tiny_record(runs))
+    ordered(config)
+    result = call(
+        *("generate", config.directory, "--worker", "a", "--once"),
+        *("--set", "model.device=cpu", "--set", "model.threads=1"),
+    )
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == "a: 2 shards with 32 rollouts\n"
+    assert is_committed(config.directory / "rollouts" / BATCH)  # the learner need not be there for that
+
+
+# ---------------------------------------------------------------- orders, temporaries, first come
+
+
+def test_an_order_that_was_taken_back_leaves_nothing_behind(runs: Path) -> None:
+    config = make_config(tiny_record(runs))
+    first = ordered(config)
+    assert work(config.directory, worker="a", once=True).shards == 2
+    directory = config.directory / "rollouts" / BATCH
+    (directory / "manifest.json").unlink()
+    shard_path(directory, 1).unlink()
+    plan = batch_plan(config, config.schedule.schedule(), 0, attempt=1)
+    again = Order(plan, first.policy, config_digest(config))
+    depot = DirectoryDepot(config.directory)
+    place(depot, first)
+    place(depot, again)
+    assert [order.name for order in open_orders(depot)] == [again.name]
+    with Session(depot, "learner", lost_after_s=60.0) as session:
+        said: list[str] = []
+        share = Share(
+            again, directory, depot, session, Lookout(depot, 60.0), exchange=None, collects=True, say=said.append
+        )
+        assert share.present() == set()  # what the first order asked for is not what this one asks for
+        assert "was made for an order that was taken back" in said[0] and committed_shards(directory) == []
+
+
+def test_an_order_whose_policy_is_gone_is_passed_over_once_it_was_taken_back(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(tiny_record(runs))
+    order = ordered(config)
+    shutil.rmtree(checkpoint_directory(config.directory, 0))
+    seen = iter([[order], []])  # it was open when the worker looked
+    monkeypatch.setattr("stalewise.workers.worker.open_orders", lambda depot: next(seen))
+    Meeting(config, "journal", print).withdraw()
+    assert work(config.directory, once=True).shards == 0
+
+
+def test_a_learner_that_starts_leaves_alone_what_a_worker_is_writing(runs: Path) -> None:
+    config = make_config(tiny_record(runs))
+    ordered(config)
+    directory = config.directory / "rollouts" / BATCH
+    directory.mkdir(parents=True)
+    writing, left = temporary_name(shard_path(directory, 7)), temporary_name(config.directory / "x.json")
+    writing.write_text("half")
+    left.write_text("half")
+    ordered(config)
+    assert writing.exists() and not left.exists()
+    generate(config)
+    assert not writing.exists()  # whoever wrote it was killed: the batch is complete without it
+
+
+def test_a_shard_that_somebody_put_there_first_is_described_and_not_replaced(tmp_path: Path) -> None:
+    from test_store import make_rollouts
+
+    directory = tmp_path / BATCH
+    asked = make_rollouts(0, 8)
+    theirs = [type(one)(**{**_fields(one), "reward": 0.25}) for one in asked]  # as another machine rounds it
+    write_shard(directory, 0, theirs)
+    (directory / "shard-00000.json").unlink()  # killed between the file and its manifest
+    before = shard_path(directory, 0).read_bytes()
+    manifest = write_shard(directory, 0, asked)
+    assert shard_path(directory, 0).read_bytes() == before
+    assert manifest.reward_sum == 2.0 and committed_shards(directory) == [manifest]
+    (directory / "shard-00000.json").unlink()
+    assert write_shard(directory, 0, make_rollouts(8, 8)).rollout_first == 8  # something else: it is replaced
+    (directory / "shard-00000.json").unlink()
+    shard_path(directory, 0).write_bytes(b"half")
+    assert write_shard(directory, 0, asked).rows == 8
+
+
+def _fields(one: Any) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in one.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_first_come_first_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.EPERM, "no hard links here")
+
+    if not links:
+        monkeypatch.setattr(os, "link", none)
+    assert create_atomic(tmp_path / "new" / "x", b"first")
+    assert not create_atomic(tmp_path / "new" / "x", b"second")
+    assert (tmp_path / "new" / "x").read_bytes() == b"first"
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["x"]
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="cannot write"):
+        create_atomic(tmp_path / "file" / "x", b"")
+
+
+@pytest.mark.parametrize("script", sorted((Path(__file__).parents[2] / "examples" / "slurm").glob("*.sbatch")), ids=str)
+def test_the_examples_for_slurm_are_shell_scripts_that_name_real_options(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    words = [line for line in script.read_text().splitlines() if "stalewise generate" in line and "--worker" in line]
+    assert len(words) == 1
+    help_text = call("generate", "--help").stdout
+    assert "--worker" in help_text and "--ray" in help_text and "--once" in help_text

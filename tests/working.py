@@ -1,0 +1,56 @@
+"""Runs for workers: one whose first batch was asked for, and a task whose judge takes its time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stalewise.config import RunConfig, make_config
+from stalewise.depot import DirectoryDepot
+from stalewise.verbs import generate
+from stalewise.workers.orders import Order, open_orders
+from tiny import tiny_record
+
+JUDGE = """
+import os, time
+def judge(prompt, response):
+    if stall := os.environ.get("STALL"):
+        parent = os.getppid()
+        open(stall, "w").close()
+        while os.getppid() == parent:  # hangs until whoever asked was killed, and is then no longer needed
+            time.sleep(0.02)
+        os._exit(0)
+    time.sleep(PAUSE_S)
+    return float(len(response) % 2)
+"""
+
+
+def judged(runs: Path, name: str, pause_s: float = 0.004, **changes: Any) -> RunConfig:
+    """A task with a judge of one's own, which takes its time and can be made to hang."""
+    runs.mkdir(exist_ok=True)
+    (runs / "judges_of_workers.py").write_text(f"PAUSE_S = {pause_s}\n{JUDGE}")
+    rows = "".join(json.dumps({"problem": f"{i % 9}+{i // 9}=", "answer": "1"}) + "\n" for i in range(60))
+    (runs / "data.jsonl").write_text(rows)
+    options = {"path": str(runs / "data.jsonl"), "held_out": 0.2, "verifier": "python"}
+    options["verifier_options"] = {"function": "judges_of_workers:judge", "workers": 1, "limit_s": 600}
+    sampler = {"max_new_tokens": 6, "rollouts_per_shard": 4}
+    section = {"name": "jsonl", "options": options}
+    record = tiny_record(runs, name, task=section, model={"path": "arithmetic"}, sampler=sampler, **changes)
+    return make_config(record)
+
+
+def ordered(config: RunConfig) -> Order:
+    """Prepare a run directory and ask for a batch, as a learner does before it is killed."""
+
+    def stop(*_: object, **__: object) -> None:
+        raise InterruptedError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("stalewise.conductor.generate_batch", stop)
+        with pytest.raises(InterruptedError):
+            generate(config, batch=0)
+    (order,) = open_orders(DirectoryDepot(config.directory))
+    return order
