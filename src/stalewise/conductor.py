@@ -19,6 +19,7 @@ from stalewise.calibration.settle import limits_of_run
 from stalewise.checkpoints import checkpoint_directory, prune, read_state, versions, write_checkpoint
 from stalewise.config import RunConfig, write_resolved
 from stalewise.course import begin_stage, first_schedule, forget_stages
+from stalewise.distributed import ALONE
 from stalewise.errors import TaskError
 from stalewise.evaluate import describe_evaluation, evaluate_checkpoint
 from stalewise.files import remove_temporaries, write_json_atomic
@@ -26,10 +27,11 @@ from stalewise.generate.loop import generate_batch
 from stalewise.generate.sampler import Sleeper
 from stalewise.generate.setup import batch_plan, batch_problem, make_sampler
 from stalewise.guard import Guard
+from stalewise.learn.crew import make_learner
 from stalewise.learn.learner import Learner, NonFiniteUpdate
 from stalewise.learn.logp import check_output_layer
 from stalewise.learn.lora import base_directory, save_first
-from stalewise.memory import check_memory
+from stalewise.memory import check_memory, pick_parallel
 from stalewise.models import load_model, load_tokenizer, pick_device, resolve_model
 from stalewise.records import Records
 from stalewise.rundirectory import RunResult, check_identity, environment, read_result
@@ -56,6 +58,7 @@ class Conductor:
         if config.model.threads:
             torch.set_num_threads(config.model.threads)
         self.watcher = watcher
+        self.ranks = ALONE  # those that the learner is spread over; whoever conducts several says so
         self.directory = config.directory
         self.records = Records(self.directory, journal)
         self.schedule = first_schedule(config, self.records.stages_path)
@@ -100,7 +103,7 @@ class Conductor:
         if found == [self.schedule.updates]:
             return
         source = str(checkpoint_directory(self.directory, found[0])) if found else self._first_policy()
-        if warning := check_memory(self.config, source):
+        if warning := check_memory(self.config, source, self.ranks.world, self.ranks.local_world):
             self.watcher.say(warning)
 
     def claim(self) -> None:
@@ -114,7 +117,7 @@ class Conductor:
     def _environment(self) -> dict[str, Any]:
         device = pick_device(self.config.model.device)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        return environment(name, torch.get_num_threads())
+        return environment(name, torch.get_num_threads(), self.ranks.world)
 
     def _first_policy(self) -> str:
         """Where the policy that becomes version 0 is loaded from."""
@@ -324,9 +327,14 @@ class Conductor:
                 base_directory(checkpoint)
                 self._checkpoint(0)  # what lies beneath the adapters must be there, and whole
             self.records.forget_updates(before=version)
-            self.learner = Learner(self.config, checkpoint, say=self.watcher.say)
-            self.learner.restore(checkpoint, self.states[version])
-            self.learner.rate_factor = self.guard.rollbacks.learning_rate_factor
+            kind = pick_parallel(self.config, str(checkpoint), self.ranks.world, self.ranks.local_world)
+            if change := self.records.sitting(self.ranks.world, kind):
+                self.watcher.say(change)
+            rate_factor, say = self.guard.rollbacks.learning_rate_factor, self.watcher.say
+            state = self.states[version]
+            self.learner = make_learner(
+                self.config, checkpoint, state, self.ranks, kind, rate_factor=rate_factor, say=say
+            )
         return self.learner
 
     def result(self) -> RunResult:

@@ -85,7 +85,7 @@ def flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def environment(device: str, threads: int) -> dict[str, Any]:
+def environment(device: str, threads: int, world_size: int) -> dict[str, Any]:
     """What the numbers of a run may depend on besides its config."""
     packages = ("torch", "transformers", "numpy", "pyarrow")
     return {
@@ -96,4 +96,5 @@ def environment(device: str, threads: int) -> dict[str, Any]:
         "machine": platform.machine(),
         "device": device,
         "threads": threads,
+        "world_size": world_size,
     }

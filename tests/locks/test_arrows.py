@@ -37,7 +37,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "tasks": BASE,
     "splitmix": frozenset(),
     "store": BASE | {"files", "splitmix"},
-    "distributed": BASE | PURE,
+    "launch": BASE,
+    "distributed": BASE | PURE | {"launch"},
     "smollm2": BASE | {"files"},
     "models": BASE | {"files", "config", "smollm2"},
     "checkpoints": BASE | {"files", "config", "models"},
@@ -60,10 +61,14 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "budget": frozenset(),
     "stretch": DATA | PURE | CONTROL | {"learn", "watch"},
     "conductor": DATA | PURE | ROOMS | CONTROL | {"calibration", "stretch"} | {"rundirectory", "watch"},
-    "pipeline": DATA | PURE | {"rundirectory", "watch", "conductor"},
-    "run": DATA | PURE | ROOMS | {"rundirectory", "watch", "calibration", "conductor", "pipeline"},
+    "pipeline": DATA | PURE | {"rundirectory", "watch", "conductor", "launch"},
+    "together": DATA | {"distributed", "models", "learn", "rundirectory", "launch"},
+    "run": DATA | PURE | ROOMS | {"rundirectory", "watch", "calibration", "conductor", "pipeline", "together"},
     "relearn": DATA | PURE | ROOMS | {"rundirectory", "watch", "conductor"},
-    "verbs": DATA | PURE | ROOMS | {"rundirectory", "watch", "calibration", "conductor", "run", "relearn", "exclusion"},
+    "verbs": DATA
+    | PURE
+    | ROOMS
+    | {"rundirectory", "watch", "calibration", "conductor", "run", "relearn", "exclusion", "together"},
     "demo": DATA | ROOMS | {"rundirectory", "watch", "run", "verbs"},
     "inspection": DATA | {"rundirectory"},
     "browser": DATA | {"report", "inspection"},
@@ -76,7 +81,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "__main__": frozenset({"cli"}),
     "cli": DATA
     | {"report", "browser", "compare", "rundirectory", "run", "verbs", "demo", "inspection", "template", "progress"}
-    | {"doctor"}
+    | {"doctor", "together"}
     | {"calibration", "memory", "models"},
 }
 
@@ -100,7 +105,18 @@ WITHOUT_TORCH = frozenset(
     {
         *("", "errors", "types", "files", "sections", "control", "config", "tasks", "store", "report"),
         *("intervals", "compare"),
-        *("splitmix", "watch", "rundirectory", "inspection", "browser", "template", "progress", "cli", "__main__"),
+        *(
+            "splitmix",
+            "launch",
+            "watch",
+            "rundirectory",
+            "inspection",
+            "browser",
+            "template",
+            "progress",
+            "cli",
+            "__main__",
+        ),
     }
 )
 HEAVY = frozenset({"torch", "transformers", "accelerate", "trl", "vllm"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -51,10 +51,12 @@ def learning_rate(
     return peak * (0.5 * (1 + math.cos(math.pi * done)) if schedule == "cosine" else 1 - done)
 
 
-def moments_by_name(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-    """The optimizer's state as tensors by name, ready for safetensors."""
+def moments_by_name(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], whole: Callable[[str, Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """The optimizer's state as tensors by name, ready for safetensors; `whole` makes one of what the ranks hold."""
     return {
-        f"{moment}.{names[parameter]}": state[moment].contiguous()
+        f"{moment}.{names[parameter]}": whole(names[parameter], state[moment]).contiguous()
         for parameter, state in optimizer.state.items()
         for moment in _MOMENTS
     }
