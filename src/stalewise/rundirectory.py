@@ -33,6 +33,8 @@ def read_result(directory: Path, updates: int) -> RunResult:
     """Sum up a run directory."""
     seconds: dict[str, float] = {"generate": 0.0, "learn": 0.0, "switch": 0.0, "evaluate": 0.0}
     for record in read_jsonl(directory / "journal.jsonl"):
+        if record["event"] == "ranks":  # who learns, which takes no time
+            continue
         seconds[record["event"]] = seconds.get(record["event"], 0.0) + record["seconds"]
     return RunResult(directory, updates, read_jsonl(directory / "eval.jsonl"), seconds)
 

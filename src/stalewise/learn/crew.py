@@ -52,7 +52,7 @@ class Follower:
         self.orders: dict[str, Callable[[Message], object]] = {
             "learner": self._make_learner,
             "update": self._update,
-            "save": lambda order: self._led().gather(),
+            "save": lambda order: self._led().gather(order.record["has_moments"]),
         }
 
     def follow(self) -> Mapping[str, Any]:

@@ -118,8 +118,9 @@ class Learner:
 
     def save(self, directory: Path) -> None:
         """Write policy, tokenizer and optimizer state; the caller commits the directory."""
-        self.parallel.call("save")
-        policy, moments, proximal = self.gather()
+        has_moments = self.steps > 0
+        self.parallel.call("save", has_moments=has_moments)
+        policy, moments, proximal = self.gather(has_moments)
         if self.adapters is None:
             self.model.save_pretrained(directory, state_dict=policy)
         else:
@@ -130,11 +131,11 @@ class Learner:
         if proximal:
             save_file(proximal, directory / "proximal.safetensors")
 
-    def gather(self) -> tuple[dict[str, Tensor] | None, dict[str, Tensor], dict[str, Tensor]]:
+    def gather(self, has_moments: bool) -> tuple[dict[str, Tensor] | None, dict[str, Tensor], dict[str, Tensor]]:
         """Weights (None: the model has them), moments and proximal policy, on the first rank; all take part."""
         whole = self.parallel.whole
         policy = self.parallel.whole_policy()
-        moments = moments_by_name(self.optimizer, self.names, whole) if self.steps else {}
+        moments = moments_by_name(self.optimizer, self.names, whole) if has_moments else {}
         return policy, moments, {name: whole(name, own) for name, own in self.proximal.items()}
 
     def state(self) -> dict[str, Any]:

@@ -56,9 +56,9 @@ class Alone:
         found = self.model.named_parameters()
         self.trained = {parameter: name for name, parameter in found if parameter.requires_grad}
 
-    def call(self, what: str) -> None:
+    def call(self, what: str, **record: Any) -> None:
         """Have the other ranks take part in what comes next."""
-        self.ranks.tell_all(what)
+        self.ranks.tell_all(what, **record)
 
     def hand_out(self, dealt: Dealt | None) -> None:
         """Give the other ranks their shares of an update; None: there is nothing to learn from."""
