@@ -39,13 +39,19 @@ def finish(processes: Sequence[ForkServerProcess], timeout: float = 120.0) -> li
     return codes
 
 
-def launch(world: int, directory: Path, *words: object, each: Sequence[Sequence[str]] = ()) -> list[ForkServerProcess]:
+def launch(
+    world: int,
+    directory: Path,
+    *words: object,
+    each: Sequence[Sequence[str]] = (),
+    places: Sequence[Path] = (),
+) -> list[ForkServerProcess]:
     """`stalewise …` on so many ranks; what they print goes to `rank0.txt`, … in the directory.
 
-    `each` has further words for single ranks.
+    `each` has further words for single ranks, `places` the directory that each is in.
     """
     more = [*each, *[()] * (world - len(each))]
-    return start(world, _command, directory, [[*map(str, words), *own] for own in more])
+    return start(world, _command, directory, [[*map(str, words), *own] for own in more], places)
 
 
 def printed(directory: Path, world: int) -> list[str]:
@@ -62,7 +68,9 @@ def _rank(rank: int, world: int, port: int, function: Callable[..., Any], *argum
     function(rank, *arguments)
 
 
-def _command(rank: int, directory: Path, words: list[list[str]]) -> None:
+def _command(rank: int, directory: Path, words: list[list[str]], places: Sequence[Path]) -> None:
+    if places:
+        os.chdir(places[rank])
     out = os.open(directory / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(out, 1)
     os.dup2(out, 2)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,7 +32,7 @@ MergeableT = TypeVar("MergeableT", bound=Mergeable)
 
 HEADER = "message"  # the array that holds what is said in words
 PATIENCE = timedelta(days=365)
-LAST_WORDS = timedelta(seconds=5)  # to tell the others that it is over; who is stuck elsewhere notices anyway
+LAST_WORDS_S = 5.0  # to tell the others that it is over; who is stuck elsewhere notices anyway
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,6 @@ class Ranks:
     def __init__(self, launch: Launch, control: Any = None) -> None:
         self.rank, self.world, self.local_world = launch.rank, launch.world, launch.local_world
         self.control = control  # the group that messages travel over
-        self.have_met = False  # and seen that they mean the same run
 
     @property
     def is_first(self) -> bool:
@@ -85,13 +85,17 @@ class Ranks:
 
     def dismiss(self, **record: Any) -> None:
         """Tell all that are led that it is over, as far as they can hear it."""
-        letter = _letter("stop", record, None)
-        for rank in self.others:
-            with contextlib.suppress(RuntimeError):  # one that is gone, or waits for something else, and will notice
-                for tensor in letter:
-                    work = dist.isend(tensor, dst=rank, group=self.control)
-                    assert work is not None
-                    work.wait(LAST_WORDS)
+        listening, until = list(self.others), time.monotonic() + LAST_WORDS_S
+        for tensor in _letter("stop", record, None):
+            sent: list[tuple[int, Any]] = []
+            for rank in listening:
+                with contextlib.suppress(RuntimeError):  # it is gone
+                    sent.append((rank, dist.isend(tensor, dst=rank, group=self.control)))
+            listening = []
+            for rank, work in sent:
+                with contextlib.suppress(RuntimeError):  # it waits for something else, and will notice
+                    work.wait(timedelta(seconds=max(until - time.monotonic(), 0.01)))
+                    listening.append(rank)
 
 
 ALONE = Ranks(Launch())
@@ -132,7 +136,8 @@ def noticing(ranks: Ranks) -> Iterator[None]:
     except StalewiseError:
         raise
     except RuntimeError as error:
-        if ranks.world == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        of_a_collective = isinstance(error, dist.DistError) or any(name in str(error) for name in ("gloo", "NCCL"))
+        if ranks.world == 1 or not of_a_collective:
             raise
         raise RankError(
             f"rank {ranks.rank} has lost touch with another rank, which ended or cannot be reached; what was committed "

@@ -28,23 +28,20 @@ LOOK_S = 5.0  # that a file which one rank wrote may take to be seen by another
 
 
 def meet(config: RunConfig) -> Ranks:
-    """The processes that were launched for this run; alone where it is one. Those that mean another run are refused."""
-    if launched().world == 1:
-        return ALONE
-    ranks = join(pick_device(config.model.device))
-    if not ranks.have_met:
-        ranks.have_met = True
-        with noticing(ranks):
-            _compare(config, ranks)
-    return ranks
+    """The processes that were launched for this run; alone where it is one."""
+    return ALONE if launched().world == 1 else join(pick_device(config.model.device))
 
 
 def together(config: RunConfig, lead: Callable[[Ranks], RunResult]) -> RunResult:
-    """Call `lead` on the first rank; on the others do what it says until it is done. All get the result."""
+    """Call `lead` on the first rank; on the others do what it says until it is done. All get the result.
+
+    Ranks that mean another run are refused before anything is done.
+    """
     ranks = meet(config)
     if ranks.world == 1:
         return lead(ranks)
     with noticing(ranks):
+        _compare(config, ranks)
         if not ranks.is_first:
             return read_result(config.directory, Follower(ranks).follow()["updates"])
         try:

@@ -138,6 +138,39 @@ def test_two_ranks_learn_from_rollouts_that_exist(undisturbed: Path, tmp_path: P
     assert_close(tmp_path / "two", tmp_path / "one", version=3)
 
 
+def test_adapters_are_trained_on_two_ranks(tmp_path: Path) -> None:
+    two, one = (config_in(tmp_path, name, model={"lora": {"rank": 4}}) for name in ("two", "one"))
+    processes = launch(2, tmp_path, "train", two)
+    called_json("train", one)
+    assert finish(processes) == [0, 0], printed(tmp_path, 2)
+    assert_close(tmp_path / "two", tmp_path / "one")
+
+
+def test_a_run_that_collapses_is_taken_back_on_all_ranks(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "optimizer": {"learning_rate": 1e9},
+        "guard": {"action": "halve", "rollbacks": 1},
+        "schedule": {"kind": "staged", "updates": 2, "stages": 1},
+    }
+    config = config_in(tmp_path, "two", **changes)
+    assert finish(launch(2, tmp_path, "train", config)) == [4, 4]
+    first, second = printed(tmp_path, 2)
+    assert "collapsed: an update was not finite" in first and "back to version 0" in first
+    assert first.splitlines()[-1].startswith("error: the run collapsed once more after 1 rollbacks")
+    assert second == ""
+
+
+def test_a_rank_that_sees_other_files_is_named(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "two.toml", tiny_record(Path("here"), "two", **CHANGES))
+    places = [tmp_path / "first", tmp_path / "second"]
+    for place in places:
+        place.mkdir()
+    assert finish(launch(2, tmp_path, "train", config, places=places)) == [2, 2]
+    first, second = printed(tmp_path, 2)
+    assert "rank 1 does not see what rank 0 writes to here/two: all ranks need the same file system" in first
+    assert second == ""
+
+
 def test_ranks_that_disagree_are_named(tmp_path: Path) -> None:
     config = config_in(tmp_path, "two")
     other = ["--set", "optimizer.learning_rate=0.5", "--set", "seed=3"]
