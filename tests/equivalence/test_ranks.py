@@ -30,6 +30,7 @@ from tiny import tiny_record
 
 PROMPTS, GROUP, UPDATES = 6, 4, 2
 KINDS = ("replicated", "sharded")
+LOW = ("bfloat16", "bfloat16-only")
 FRESH = {"version": 0, "steps": 0, "drift": 0.0}
 # On 4 ranks: one objective with statistics of one number, one whose statistics differ in size, one with a proximal
 # policy; and an update of two rollouts, which leaves two ranks without any.
@@ -96,10 +97,14 @@ def few(rows: Rows) -> Rows:
 
 
 def special_cases(ranks: Any, runs: Path, out: Path, kind: str, rows: list[Rows]) -> None:
-    """Recomputed activations; a checkpoint that others go on from; a ratio that is not finite on the other rank."""
+    """Recomputed activations, half the digits, a checkpoint to go on from, a ratio that is not finite elsewhere."""
     save = {"learner": {"gradient_checkpointing": True, "tokens_per_micro_batch": 60}}
     learner = make_learner(config(runs, SETTING_IDS.index("p3o"), **save), runs / "start", FRESH, ranks, kind)
     learned(learner, rows, out / f"recomputed-{kind}")
+
+    for precision in LOW:
+        settings = config(runs, SETTING_IDS.index("p3o"), model={"precision": precision})
+        learned(make_learner(settings, runs / "start", FRESH, ranks, kind), rows[:1], out / f"{precision}-{kind}")
 
     settings = config(runs, SETTING_IDS.index("decoupled_ppo"))
     gone_on = make_learner(settings, runs / "one-update", read_state(runs / "one-update"), ranks, kind)
@@ -153,6 +158,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for setting, name in enumerate(SETTING_IDS):
         learner = make_learner(config(runs, setting), runs / "start", FRESH, ALONE, "alone")
         learned(learner, rows, runs / "alone" / name)
+    for precision in LOW:
+        settings = config(runs, SETTING_IDS.index("p3o"), model={"precision": precision})
+        learned(make_learner(settings, runs / "start", FRESH, ALONE, "alone"), rows[:1], runs / "alone" / precision)
     learned(before, rows[1:], runs / "alone" / "restored")
     grpo = make_learner(config(runs, SETTING_IDS.index("grpo")), runs / "start", FRESH, ALONE, "alone")
     learned(grpo, [few(rows[0])], runs / "alone" / "few")
@@ -205,6 +213,18 @@ def test_ranks_without_rollouts_change_nothing(made: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_recomputed_activations_change_nothing(made: Path, kind: str) -> None:
     assert_same(made / "ranks" / f"recomputed-{kind}", made / "alone" / "p3o")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", LOW)
+def test_half_the_digits_are_the_same_half(made: Path, precision: str, kind: str) -> None:
+    places = (made / "ranks" / f"{precision}-{kind}", made / "alone" / precision)
+    ((mine,), (other,)) = (json.loads((place / "record.json").read_text())["metrics"] for place in places)
+    for name in ("loss", "ess", "grad_norm", "update_norm"):
+        assert mine[name] == pytest.approx(other[name], rel=1e-2, abs=1e-3), name
+    ours, theirs = (load_file(place / "model.safetensors") for place in places)
+    assert {tensor.dtype for tensor in ours.values()} == {tensor.dtype for tensor in theirs.values()}
+    assert distance(ours, theirs) <= 0.1 * distance(theirs, load_file(made / "start" / "model.safetensors"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
