@@ -50,6 +50,7 @@ class Ranks:
     def __init__(self, launch: Launch, control: Any = None) -> None:
         self.rank, self.world, self.local_world = launch.rank, launch.world, launch.local_world
         self.control = control  # the group that messages travel over
+        self.is_whole = True  # no, once another has been found to be gone
 
     @property
     def is_first(self) -> bool:
@@ -124,7 +125,7 @@ def join(device: torch.device) -> Ranks:
 
 
 def _leave() -> None:
-    with contextlib.suppress(Exception):  # the others may be gone
+    if all(ranks.is_whole for ranks in _joined):  # else it might wait for one that is gone
         dist.destroy_process_group()
 
 
@@ -139,6 +140,7 @@ def noticing(ranks: Ranks) -> Iterator[None]:
         of_a_collective = isinstance(error, dist.DistError) or any(name in str(error) for name in ("gloo", "NCCL"))
         if ranks.world == 1 or not of_a_collective:
             raise
+        ranks.is_whole = False
         raise RankError(
             f"rank {ranks.rank} has lost touch with another rank, which ended or cannot be reached; what was committed "
             "is kept: run the same command again to go on"

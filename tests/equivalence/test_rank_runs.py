@@ -18,6 +18,8 @@ from ranks import finish, launch, printed
 from stalewise.files import read_json, read_jsonl
 from tiny import call, called_json, tiny_record, write_config
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+
 UPDATES = 6
 # With a large ε a step is proportional to the gradient, and what rounding does to one stays small in the other.
 CHANGES: dict[str, Any] = {

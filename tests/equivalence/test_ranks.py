@@ -28,6 +28,8 @@ from stalewise.store import Rows, batch_directories, open_batch
 from stalewise.verbs import generate
 from tiny import tiny_record
 
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+
 PROMPTS, GROUP, UPDATES = 6, 4, 2
 KINDS = ("replicated", "sharded")
 LOW = ("bfloat16", "bfloat16-only")

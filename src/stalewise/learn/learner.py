@@ -302,7 +302,8 @@ class Learner:
 
     def _forward(self, part: MicroBatch, body: GraphedBody | None = None) -> tuple[Tensor, Tensor]:
         enabled = self.precision is not torch.float32
-        with torch.autocast(self.device.type, dtype=self.precision, enabled=enabled):
+        cached = not self.parallel.is_sharded  # rounded weights would stay after the weights themselves are let go
+        with torch.autocast(self.device.type, dtype=self.precision, enabled=enabled, cache_enabled=cached):
             forward = self.parallel.through(response_logp)
             return forward(self.model, part, dtype=self.precision, kernels=self.kernels, body=body)
 
