@@ -104,11 +104,15 @@ def test_a_run_on_two_ranks_is_the_run_of_one(undisturbed: Path, tmp_path: Path)
     assert not [record for record in read_jsonl(tmp_path / "one" / "journal.jsonl") if record["event"] == "ranks"]
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("victim", "parallel"), [(0, "replicated"), (1, "sharded")])
 def test_a_rank_that_is_killed_ends_all_and_the_run_goes_on_to_the_same_weights(
-    undisturbed: Path, tmp_path: Path, victim: int
+    undisturbed: Path, tmp_path: Path, victim: int, parallel: str
 ) -> None:
-    config = config_in(tmp_path, "two")
+    learner = {"learner": {"parallel": parallel, "tokens_per_micro_batch": 60}}
+    if parallel == "sharded":
+        assert finish(launch(2, tmp_path, "train", config_in(tmp_path, "whole", **learner))) == [0, 0]
+        undisturbed = tmp_path / "whole"
+    config = config_in(tmp_path, "two", **learner)
     said = killed_while_learning(tmp_path, config, tmp_path / "two", victim)
     assert "lost touch with another rank" in said[1 - victim] and "Traceback" not in said[1 - victim]
     assert finish(launch(2, tmp_path, "train", config)) == [0, 0]

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import MambaConfig, MambaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from batches import SETTING_IDS, SETTINGS
 from policies import POLICY, moved
@@ -24,6 +26,7 @@ from stalewise.distributed import ALONE, Ranks
 from stalewise.launch import Launch
 from stalewise.learn.crew import Follower, make_learner
 from stalewise.learn.learner import Learner, NonFiniteUpdate
+from stalewise.models import load_tokenizer
 from stalewise.store import Rows, batch_directories, open_batch
 from stalewise.verbs import generate
 from tiny import tiny_record
@@ -33,6 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 PROMPTS, GROUP, UPDATES = 6, 4, 2
 KINDS = ("replicated", "sharded")
 LOW = ("bfloat16", "bfloat16-only")
+OTHERS = ("untied", "unpackable")
 FRESH = {"version": 0, "steps": 0, "drift": 0.0}
 # On 4 ranks: one objective with statistics of one number, one whose statistics differ in size, one with a proximal
 # policy; and an update of two rollouts, which leaves two ranks without any.
@@ -108,6 +112,10 @@ def special_cases(ranks: Any, runs: Path, out: Path, kind: str, rows: list[Rows]
         settings = config(runs, SETTING_IDS.index("p3o"), model={"precision": precision})
         learned(make_learner(settings, runs / "start", FRESH, ranks, kind), rows[:1], out / f"{precision}-{kind}")
 
+    for name in OTHERS:
+        settings = config(runs, SETTING_IDS.index("p3o"))
+        learned(make_learner(settings, runs / name, FRESH, ranks, kind), rows, out / f"{name}-{kind}")
+
     settings = config(runs, SETTING_IDS.index("decoupled_ppo"))
     gone_on = make_learner(settings, runs / "one-update", read_state(runs / "one-update"), ranks, kind)
     learned(gone_on, rows[1:], out / f"restored-{kind}")
@@ -120,6 +128,21 @@ def special_cases(ranks: Any, runs: Path, out: Path, kind: str, rows: list[Rows]
     ):
         learner.update(last)
     learner.save(out / f"unchanged-{kind}")
+
+
+def other_models() -> tuple[Any, Any]:
+    """An output layer of its own and sizes that two ranks cannot split evenly; blocks within blocks, one row each."""
+    vocabulary = load_tokenizer(str(POLICY)).vocab_size
+    sizes = {"vocab_size": vocabulary, "hidden_size": 33, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 10, "intermediate_size": 35}
+    torch.manual_seed(0)
+    untied = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=False, max_position_embeddings=64))
+    return untied, MambaForCausalLM(MambaConfig(**sizes, state_size=4))
+
+
+def save_model(model: Any, directory: Path) -> None:
+    model.save_pretrained(directory)
+    load_tokenizer(str(POLICY)).save_pretrained(directory)
 
 
 def rank_main(rank: int, runs: Path, out: Path) -> None:
@@ -163,6 +186,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for precision in LOW:
         settings = config(runs, SETTING_IDS.index("p3o"), model={"precision": precision})
         learned(make_learner(settings, runs / "start", FRESH, ALONE, "alone"), rows[:1], runs / "alone" / precision)
+    for name, model in zip(OTHERS, other_models(), strict=True):
+        write_checkpoint(runs, 0, save=partial(save_model, model), state=FRESH).rename(runs / name)
+        settings = config(runs, SETTING_IDS.index("p3o"))
+        learned(make_learner(settings, runs / name, FRESH, ALONE, "alone"), rows, runs / "alone" / name)
     learned(before, rows[1:], runs / "alone" / "restored")
     grpo = make_learner(config(runs, SETTING_IDS.index("grpo")), runs / "start", FRESH, ALONE, "alone")
     learned(grpo, [few(rows[0])], runs / "alone" / "few")
@@ -227,6 +254,12 @@ def test_half_the_digits_are_the_same_half(made: Path, precision: str, kind: str
     ours, theirs = (load_file(place / "model.safetensors") for place in places)
     assert {tensor.dtype for tensor in ours.values()} == {tensor.dtype for tensor in theirs.values()}
     assert distance(ours, theirs) <= 0.1 * distance(theirs, load_file(made / "start" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_architectures_are_split_as_well(made: Path, name: str, kind: str) -> None:
+    assert_same(made / "ranks" / f"{name}-{kind}", made / "alone" / name)
 
 
 @pytest.mark.parametrize("kind", KINDS)

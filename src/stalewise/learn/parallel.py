@@ -184,8 +184,8 @@ class Sharded(Replicated):
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
         }
         names = set(getattr(model, "_no_split_modules", None) or ())
-        for module in [module for module in model.modules() if type(module).__name__ in names]:
-            fully_shard(module, **options)
+        for module in reversed([module for module in model.modules() if type(module).__name__ in names]):
+            fully_shard(module, **options)  # from the inside out: some architectures name blocks within blocks
         fully_shard(model, **options)
         for module in model.modules():
             if isinstance(module, FSDPModule):
