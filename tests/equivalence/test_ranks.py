@@ -133,8 +133,13 @@ def special_cases(ranks: Any, runs: Path, out: Path, kind: str, rows: list[Rows]
 def other_models() -> tuple[Any, Any]:
     """An output layer of its own and sizes that two ranks cannot split evenly; blocks within blocks, one row each."""
     vocabulary = load_tokenizer(str(POLICY)).vocab_size
-    sizes = {"vocab_size": vocabulary, "hidden_size": 33, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 10, "intermediate_size": 35}
+    sizes: dict[str, Any] = {"vocab_size": vocabulary, "hidden_size": 33, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 10,
+        "intermediate_size": 35,
+    }
     torch.manual_seed(0)
     untied = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, tie_word_embeddings=False, max_position_embeddings=64))
     return untied, MambaForCausalLM(MambaConfig(**sizes, state_size=4))
