@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 ENGINES := .venv-engines
 VERL   := .venv-verl
 
-.PHONY: install test lint types unit test-engines test-verl demo soak mutation benchmark clean smollm2
+.PHONY: install test lint types unit test-engines test-verl demo soak mutation benchmark clean smollm2 reproduce
 
 install: $(STAMP)
 
@@ -77,6 +77,13 @@ mutation: install
 # A run is killed 200 times and must end as if it never had been.
 soak: install
 	$(BIN)/python scripts/soak.py --kills 200
+
+# The claims of the papers: `make reproduce-clipping-dilemma`, or `make reproduce` for the laboratory part of all.
+reproduce: install
+	$(BIN)/stalewise reproduce all
+
+reproduce-%: install
+	$(BIN)/stalewise reproduce $*
 
 benchmark: install
 	$(BIN)/python benchmarks/objectives.py

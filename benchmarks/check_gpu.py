@@ -1,6 +1,6 @@
 """What CPU tests cannot see: the GPU paths against plain ones. Prints JSON; exit 1 where a check fails.
 
-    python benchmarks/check_gpu.py [--model DIRECTORY] [--out FILE]
+    python benchmarks/check_gpu.py [--model DIRECTORY] [--out FILE] [--only gradients,rounding]
 
 Without a model it makes one of SmolLM2's shape with random weights.
 """
@@ -12,6 +12,8 @@ import json
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from stalewise.config import RunConfig, make_config
 from stalewise.generate.hf import HFSampler
-from stalewise.generate.sampler import Request
+from stalewise.generate.rounding import RoundableWeights
+from stalewise.generate.sampler import Request, Response
 from stalewise.learn.batching import micro_batches
 from stalewise.learn.learner import Learner
 from stalewise.learn.update_batch import make_update_batch
@@ -54,7 +57,8 @@ def random_model(directory: Path) -> str:
 
 def made_up_rows(vocabulary: int, count: int = 64, seed: int = 0) -> Rows:
     rng = np.random.default_rng(seed)
-    prompt, response = rng.integers(20, 44, count), np.clip(rng.geometric(1 / 40, count), 4, 64)
+    prompt, response = np.repeat(rng.integers(20, 44, count // 8), 8), np.clip(rng.geometric(1 / 40, count), 4, 64)
+    prompts = [rng.integers(3, vocabulary, length) for length in prompt[::8]]  # one for each group
     return Rows(
         rollout_id=np.arange(count),
         group=np.repeat(np.arange(count // 8), 8),
@@ -62,7 +66,7 @@ def made_up_rows(vocabulary: int, count: int = 64, seed: int = 0) -> Rows:
         truncated=response >= 64,
         version_first=np.zeros(count, dtype=np.int32),
         version_last=np.zeros(count, dtype=np.int32),
-        prompt_ids=rng.integers(3, vocabulary, prompt.sum()).astype(np.int32),
+        prompt_ids=np.concatenate([prompts[row // 8] for row in range(count)]).astype(np.int32),
         prompt_offsets=np.r_[0, prompt.cumsum()],
         response_ids=rng.integers(3, vocabulary, response.sum()).astype(np.int32),
         behaviour_logp=np.full(response.sum(), -float(np.log(vocabulary)), dtype=np.float32),
@@ -70,11 +74,20 @@ def made_up_rows(vocabulary: int, count: int = 64, seed: int = 0) -> Rows:
     )
 
 
+def on_policy(rows: Rows, model: str) -> Rows:
+    """With the policy's own log-probabilities: near ratio 1 no token is near a clip range, where gradients jump."""
+    reference, logp = load(model, torch.float32), []
+    for row in range(len(rows)):
+        ids = torch.from_numpy(np.r_[rows.prompt(row), rows.response(row)].astype(np.int64))[None].to(CUDA)
+        logp.append(_plain_logp(reference, ids, len(rows.prompt(row)), False).cpu().numpy())
+    return replace(rows, behaviour_logp=np.concatenate(logp).astype(np.float32))
+
+
 def settings(model: str, **learner: Any) -> RunConfig:
-    precision = learner.pop("precision", "bfloat16")
+    precision, device = learner.pop("precision", "bfloat16"), learner.pop("device", "cuda")
     return make_config(
         {
-            "model": {"path": model, "precision": precision},
+            "model": {"path": model, "precision": precision, "device": device},
             "learner": {"compile": "never"} | learner,
             "objective": {"name": "grpo"},
             "optimizer": {"learning_rate": 1e-6, "max_grad_norm": 1e9},
@@ -147,29 +160,75 @@ def _plain_logp(model: Any, ids: torch.Tensor, start: int, autocast: bool) -> to
     return logits.float().log_softmax(-1).gather(1, ids[0, start:, None]).squeeze(1)
 
 
-def check_sampler(model: str, vocabulary: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Behaviour log-probabilities of the slots against plain passes over the same tokens; seeds."""
-    sampler = HFSampler(SamplerSettings(), max_new_tokens=32, device=CUDA, dtype=dtype)
-    sampler.load(Path(model))
+def made_up_requests(vocabulary: int) -> list[Request]:
     rng = np.random.default_rng(1)
     prompts = [rng.integers(3, vocabulary, n).tolist() for n in rng.integers(3, 40, 24)]
-    requests = [Request(prompt, 100 * i + j) for i, prompt in enumerate(prompts) for j in range(8)]
+    return [Request(prompt, 100 * i + j) for i, prompt in enumerate(prompts) for j in range(8)]
+
+
+def make_sampler(model: str, dtype: torch.dtype, compiled: bool = False) -> HFSampler:
+    sampler = HFSampler(
+        SamplerSettings(), max_new_tokens=32, device=CUDA, dtype=dtype, compiling_pays=lambda model: compiled
+    )
+    sampler.load(Path(model))
+    return sampler
+
+
+def distances(reference: Any, requests: list[Request], responses: list[Response]) -> torch.Tensor:
+    """Of the log-probabilities that came with responses from those of a plain pass."""
+    found = []
+    for request, response in zip(requests, responses, strict=True):
+        ids = torch.tensor([[*request.prompt_ids, *response.token_ids]], device=CUDA)
+        expected = _plain_logp(reference, ids, len(request.prompt_ids), False).cpu()
+        found.append((expected - torch.tensor(response.logp)).abs())
+    return torch.cat(found)
+
+
+def check_sampler(model: str, vocabulary: int, dtype: torch.dtype, compiled: bool = False) -> dict[str, Any]:
+    """Behaviour log-probabilities of the slots against plain passes over the same tokens; seeds."""
+    sampler, requests = make_sampler(model, dtype, compiled), made_up_requests(vocabulary)
     first, second = sampler.sample(requests), sampler.sample(requests)
     exact, plain = (load(model, kind) for kind in (torch.float32, dtype))
-    ours, theirs = [], []
+    others = []
     for request, response in zip(requests, first, strict=True):
         ids = torch.tensor([[*request.prompt_ids, *response.token_ids]], device=CUDA)
         expected, other = (_plain_logp(x, ids, len(request.prompt_ids), False).cpu() for x in (exact, plain))
-        ours.append((expected - torch.tensor(response.logp)).abs())
-        theirs.append((expected - other).abs())
+        others.append((expected - other).abs())
     same = sum(a.token_ids == b.token_ids for a, b in zip(first, second, strict=True)) / len(first)
-    mine, others = torch.cat(ours), torch.cat(theirs)
+    mine = distances(exact, requests, first)
     return {
         "problem": sampler.slots_problem,
         "ours_mean": mine.mean().item(),
         "ours_max": mine.max().item(),
-        "transformers_mean": others.mean().item(),
+        "transformers_mean": torch.cat(others).mean().item(),
         "same_again": same,
+    }
+
+
+def check_rounding(model: str, vocabulary: int) -> dict[str, float]:
+    """Slots whose graphs were captured with exact weights, asked for rounded ones, and for exact ones again."""
+    sampler, requests = make_sampler(model, torch.float32), made_up_requests(vocabulary)[:64]
+    found: dict[str, float] = {}
+    for kind in ("exact", "fp8", "int8", "exact"):
+        reference = load(model, torch.float32)
+        RoundableWeights(reference).use(kind)
+        responses = sampler.sample(requests, replace(sampler.settings, weights=kind))
+        found[kind] = max(found.get(kind, 0.0), distances(reference, requests, responses).max().item())
+    return found
+
+
+def check_token_record(model: str, rows: Rows) -> dict[str, float]:
+    """What the learner writes down of each token, on the GPU and on the CPU."""
+    records = []
+    for device in ("cuda", "cpu"):
+        config = settings(model, precision="float32", tokens_per_micro_batch=2048, device=device)
+        records.append(Learner(config, Path(model)).enqueue(rows).tokens())
+    gpu, cpu = records
+    assert gpu is not None and cpu is not None and (gpu.order == cpu.order).all()
+    return {
+        "tokens": len(gpu.logp),
+        "logp_max": float(np.abs(gpu.logp - cpu.logp).max()),
+        "flags_that_differ": float((gpu.flags != cpu.flags).mean()),
     }
 
 
@@ -191,34 +250,54 @@ def count_waits(model: str, rows: Rows) -> int:
     return sum("synchronizing" in str(warning.message) for warning in caught)
 
 
+def verdicts(name: str, found: Any) -> dict[str, bool]:
+    """What a check shows, in words."""
+    if name == "gradients":
+        low = [value for key, value in found.items() if key.startswith("bfloat16_")]
+        return {
+            "in float32 they do not depend on the split": found["float32_split"] < 1e-4,
+            "in bfloat16 they do not depend on split, compiler and graphs": max(low) < 1.1 * found["bfloat16"],
+        }
+    if name == "log_probabilities":
+        return {"no worse than those of transformers": found["ours_mean"] < 1.1 * found["transformers_mean"]}
+    if name == "sampler_float32":
+        return {"slots give those of a plain pass": found["ours_max"] < 2e-3}
+    if name.startswith("sampler"):
+        return {
+            "no worse than transformers": found["ours_mean"] < 1.1 * found["transformers_mean"],
+            "the same seeds give the same responses": found["same_again"] > 0.99,
+        }
+    if name == "rounding":
+        return {"captured steps compute with rounded weights, and with exact ones again": max(found.values()) < 2e-3}
+    if name == "token_record":
+        return {"that of the CPU": found["logp_max"] < 2e-3 and found["flags_that_differ"] < 1e-3}
+    return {"an update is enqueued without waiting": found == 0}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="", help="some of the checks, with commas between them")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         model = arguments.model or random_model(Path(scratch))
         vocabulary = AutoModelForCausalLM.from_pretrained(model).config.vocab_size
-        rows = made_up_rows(vocabulary)
-        found: dict[str, Any] = {
-            "gradients": check_gradients(model, rows),
-            "log_probabilities": check_log_probabilities(model, rows),
-            "sampler_float32": check_sampler(model, vocabulary, torch.float32),
-            "sampler_bfloat16": check_sampler(model, vocabulary, torch.bfloat16),
-            "waits": count_waits(model, rows),
+        rows = on_policy(made_up_rows(vocabulary), model)
+        checks: dict[str, Callable[[], Any]] = {
+            "gradients": lambda: check_gradients(model, rows),
+            "log_probabilities": lambda: check_log_probabilities(model, rows),
+            "sampler_float32": lambda: check_sampler(model, vocabulary, torch.float32),
+            "sampler_bfloat16": lambda: check_sampler(model, vocabulary, torch.bfloat16),
+            "sampler_compiled": lambda: check_sampler(model, vocabulary, torch.bfloat16, compiled=True),
+            "rounding": lambda: check_rounding(model, vocabulary),
+            "token_record": lambda: check_token_record(model, rows),
+            "waits": lambda: count_waits(model, rows),
         }
-    gradients, logp, low = found["gradients"], found["log_probabilities"], found["sampler_bfloat16"]
+        chosen = arguments.only.split(",") if arguments.only else list(checks)
+        found: dict[str, Any] = {name: checks[name]() for name in chosen}
     found["passed"] = {
-        "float32 gradients do not depend on the split": gradients["float32_split"] < 1e-4,
-        "bfloat16 gradients do not depend on split, compiler and graphs": all(
-            gradients[name] < 1.1 * gradients["bfloat16"] for name in gradients if name.startswith("bfloat16_")
-        ),
-        "bfloat16 log-probabilities are no worse than those of transformers": logp["ours_mean"]
-        < 1.1 * logp["transformers_mean"],
-        "slots give the log-probabilities of a plain pass": found["sampler_float32"]["ours_max"] < 2e-3,
-        "slots in bfloat16 are no worse than transformers": low["ours_mean"] < 1.1 * low["transformers_mean"],
-        "the same seeds give the same responses": low["same_again"] > 0.99,
-        "an update is enqueued without waiting": found["waits"] == 0,
+        f"{name}: {words}": bool(passed) for name in chosen for words, passed in verdicts(name, found[name]).items()
     }
     text = json.dumps(found, indent=2)
     print(text)

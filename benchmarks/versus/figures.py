@@ -36,6 +36,20 @@ class ModelShape:
     vocabulary: int
 
 
+def shared_prompt_flops(shape: ModelShape, groups: Iterable[tuple[int, Sequence[int]]]) -> float:
+    """The same where the prompt of a group passes through the model once: (prompt length, its response lengths).
+
+    That is the least that has to be computed; a response's attention still reads the keys of its prompt.
+    """
+    total = 0.0
+    for prompt, responses in groups:
+        total += 6.0 * shape.body_parameters * (prompt + sum(responses))
+        total += 6.0 * shape.hidden * shape.vocabulary * sum(responses)
+        pairs = prompt**2 + sum((prompt + response) ** 2 - prompt**2 for response in responses)
+        total += 6.0 * shape.layers * shape.attention_width * pairs
+    return total
+
+
 def training_flops(shape: ModelShape, prompt_lengths: Iterable[int], response_lengths: Iterable[int]) -> float:
     """Operations of one forward and backward pass over sequences, by the model's definition and no more.
 
@@ -187,7 +201,7 @@ def learner_figures(runs: Mapping[str, Record], notes: list[str]) -> dict[str, A
     """Speed, utilisation and memory of the learner, against the configuration of TRL that is its fastest."""
     ours = runs.get("learner/stalewise", {})
     name, theirs = fastest(runs, "learner/trl/")
-    found: dict[str, Any] = {"mfu": ours.get("mfu")}
+    found: dict[str, Any] = {key: ours[key] for key in ("mfu", "mfu_prompts_each") if key in ours}
     if ours.get("tokens_per_second") and theirs:
         notes.append(f"learner: TRL's fastest configuration is {name.rpartition('/')[2]}")
         found["learner_ratio"] = ours["tokens_per_second"] / theirs["tokens_per_second"]

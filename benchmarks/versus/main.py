@@ -68,7 +68,8 @@ def _learner_jobs(settings: Settings) -> list[Job]:
     jobs = [Job("learner/stalewise", [Step("learner")])]
     for batch in settings.trl_batches:
         # Checkpointing is TRL's default; it costs time and saves memory, so it is tried at the largest batch.
-        for checkpointing in (False, True) if batch == max(settings.trl_batches) else (False,):
+        tried = settings.trl_checkpointing and batch == max(settings.trl_batches)
+        for checkpointing in (False, True) if tried else (False,):
             name = f"learner/trl/batch{batch}{'-checkpointing' if checkpointing else ''}"
             jobs.append(Job(name, [Step("trl-learner", {"batch": batch, "checkpointing": checkpointing})]))
     return jobs

@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from stalewise.verbs import generate
 from stalewise.watch import Silence
 
 from .clock import highest, matmul_rate, model_shape, peak, reset_peak, set_up, synchronised
-from .figures import ModelShape, device_intervals, gaps, journal_clock, training_flops, union
+from .figures import ModelShape, device_intervals, gaps, journal_clock, shared_prompt_flops, training_flops, union
 from .settings import Settings, our_config
 
 STAGE = "stage"  # the run whose rollouts both learners learn from
@@ -83,6 +83,13 @@ def stage_rows(settings: Settings, work: Path) -> list[Rows]:
 def tokens_of(rows: Rows) -> int:
     """Prompt and response tokens without padding."""
     return int(rows.prompt_offsets[-1] + rows.response_offsets[-1])
+
+
+def groups_of(rows: Rows) -> Iterator[tuple[int, list[int]]]:
+    """Length of each group's prompt, and of its responses."""
+    for group in np.unique(rows.group):
+        members = rows.group == group
+        yield int(rows.prompt_lengths[members][0]), rows.response_lengths[members].tolist()
 
 
 # ---------------------------------------------------------------- the learner alone
@@ -139,7 +146,8 @@ def learner(settings: Settings, work: Path, whole: bool = False) -> dict[str, An
     ends = [start, *marks[settings.trl_mu - 1 : -1 : settings.trl_mu], start + seconds]
     tokens = sum(map(tokens_of, timed))
     shape = model_shape(held.model)
-    flops = sum(training_flops(ModelShape(**shape), part.prompt_lengths, part.response_lengths) for part in timed)
+    once = sum(shared_prompt_flops(ModelShape(**shape), groups_of(part)) for part in timed)
+    each = sum(training_flops(ModelShape(**shape), part.prompt_lengths, part.response_lengths) for part in timed)
     precision, budget_left = held.precision, held.token_budget
     del held
     rate = matmul_rate(place, precision, settings.matmul_size)
@@ -159,9 +167,11 @@ def learner(settings: Settings, work: Path, whole: bool = False) -> dict[str, An
         "token_budget": budget_left,  # less than the config's where the device ran out of memory
         "precision": str(precision),
         "shape": shape,
-        "flops": flops,
+        "flops": once,
+        "flops_prompts_each": each,
         "matmul_flops_per_second": rate,
-        "mfu": flops / seconds / rate,
+        "mfu": once / seconds / rate,
+        "mfu_prompts_each": each / seconds / rate,
         "last_metrics": last,
     }
 

@@ -31,7 +31,8 @@ def pool_prompts(settings: Settings, tokenizer: Any) -> list[list[int]]:
 def ours(settings: Settings, work: Path) -> dict[str, Any]:
     """The pool in one call, log-probabilities included; the first call warms up and is timed apart."""
     set_up(settings.device, settings.threads)
-    config = our_config(settings, work, "sampler")
+    schedule = {"updates": settings.steady_updates or settings.updates}
+    config = our_config(settings, work, "sampler", changes={"schedule": schedule})
     sampler = make_sampler(config)
     start = synchronised()
     sampler.load(base_checkpoint(work))

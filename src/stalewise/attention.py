@@ -11,8 +11,6 @@ K key-value heads, D numbers per head.
 
 from __future__ import annotations
 
-import shutil
-from functools import cache
 from inspect import signature
 from typing import Any, TypedDict
 
@@ -21,8 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._triton import has_triton
 from transformers import AttentionInterface
+
+from stalewise.kernels import can_compile
+from stalewise.kernels.gather import copies_of, gather_keys
 
 PACKED = "stalewise_packed"
 SLOTS = "stalewise_slots"
@@ -39,6 +39,8 @@ class PackedArguments(TypedDict):
     max_length_q: int
     max_length_k: int
     key_M: Tensor  # token of each key
+    copy_M: Tensor  # keys by token: which are copies of token 0, of token 1, …; empty with grids
+    copy_start: Tensor  # [T + 1] where the copies of each token begin, and the end; empty with grids
     # Grids, for where there is no variable-length attention; empty elsewhere.
     query_SW: Tensor  # token of each query; any token of the segment where there is none
     key_SL: Tensor
@@ -61,8 +63,10 @@ def packed_arguments(
         # The last query of a segment sees its last key, the one before it all but that one, and so on.
         last_seen_SW = queries + (key_S - query_S)[:, None]
         mask_SWL = (keys <= last_seen_SW[:, :, None]) & (keys < key_S[:, None])[:, None, :]
+        copy_M = copy_start = np.zeros(0, dtype=np.int64)
     else:
         query_SW = key_SL = mask_SWL = np.zeros((0, 0), dtype=np.int64)
+        copy_M, copy_start = copies_of(key_M, len(segment_T))
     return PackedArguments(
         position_ids=to_device((column_T + (key_S - query_S)[segment_T])[None], device),
         cu_seq_lens_q=to_device(np.append(query_start, query_S.sum()).astype(np.int32), device),
@@ -71,6 +75,8 @@ def packed_arguments(
         max_length_q=1 << (width - 1).bit_length(),
         max_length_k=1 << (depth - 1).bit_length(),
         key_M=to_device(key_M, device),
+        copy_M=to_device(copy_M, device),
+        copy_start=to_device(copy_start, device),
         query_SW=to_device(query_SW, device),
         key_SL=to_device(key_SL, device),
         mask_SWL=to_device(mask_SWL.astype(np.bool_), device),
@@ -101,6 +107,8 @@ def packed_attention(
     max_length_q: int,
     max_length_k: int,
     key_M: Tensor,
+    copy_M: Tensor,
+    copy_start: Tensor,
     query_SW: Tensor,
     key_SL: Tensor,
     mask_SWL: Tensor,
@@ -116,10 +124,11 @@ def packed_attention(
     if query_THD.is_cuda and value_TKD.dtype is not torch.float32:
         # Under autocast, values have the low precision while rotated queries and keys do not.
         low = value_TKD.dtype
+        key_MKD, value_MKD = gather_keys(key_TKD.to(low), value_TKD, key_M, copy_M, copy_start)
         output: Any = varlen_attn(
             query_THD.to(low),
-            key_TKD.to(low).index_select(0, key_M),
-            value_TKD.index_select(0, key_M),
+            key_MKD,
+            value_MKD,
             cu_seq_lens_q,
             cu_seq_lens_k,
             max_length_q,
@@ -168,7 +177,7 @@ def slot_attention(
     """
     refuse_unknown(module, attention_mask, others)
     if query_RH1D.is_cuda and value_SLKD.dtype is not torch.float32 and can_compile():
-        from stalewise.decode_kernel import decode_attention  # Triton comes with torch for GPUs alone
+        from stalewise.kernels.decode import decode_attention  # Triton comes with torch for GPUs alone
 
         scale = query_RH1D.shape[-1] ** -0.5 if scaling is None else scaling
         output_RHD = decode_attention(
@@ -228,12 +237,6 @@ def _packs(model: Any, grids: bool, tolerance: float) -> bool:
     finally:
         model.set_attn_implementation(before)
     return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
-
-
-@cache
-def can_compile() -> bool:
-    """Whether kernels can be made here: Triton, which comes with torch for GPUs, also wants a C compiler."""
-    return has_triton() and any(map(shutil.which, ("cc", "gcc", "clang")))
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 WARN_AT = 0.8  # of a limit
 
 
 class BudgetWatch:
-    """Measures each update against limits, where they are known, and warns once about each.
+    """Measures each update against limits, where they are known, and warns once in a run about each.
 
     The limits are the lower ends of the law's radii: R_batch within one generation batch, R_crit over the whole run.
+    `used` has the largest shares on record: what an earlier sitting warned about is known.
     """
 
-    def __init__(self, limits: tuple[float, float] | None, say: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        limits: tuple[float, float] | None,
+        say: Callable[[str], object],
+        used: Mapping[str, float] | None = None,
+    ) -> None:
         self.limits = limits
         self.say = say
-        self.warned: set[str] = set()
+        self.warned = {name for name, share in (used or {}).items() if share >= WARN_AT}
 
     def measure(self, drift: float, drift_of_version: float) -> dict[str, float]:
         """Metrics of an update after which the run has drifted so far, and its rollouts' policy had so far."""

@@ -25,14 +25,14 @@ from stalewise.evaluate import describe_evaluation, evaluate_checkpoint
 from stalewise.files import remove_temporaries, write_json_atomic
 from stalewise.generate.loop import generate_batch
 from stalewise.generate.sampler import Sleeper
-from stalewise.generate.setup import batch_plan, batch_problem, make_sampler
+from stalewise.generate.setup import batch_plan, batch_problem, check_foreign_of, make_sampler
 from stalewise.guard import Guard
 from stalewise.learn.crew import make_learner
 from stalewise.learn.learner import Learner, NonFiniteUpdate
 from stalewise.learn.logp import check_output_layer
 from stalewise.learn.lora import base_directory, save_first
 from stalewise.memory import check_memory, pick_parallel
-from stalewise.models import load_model, load_tokenizer, pick_device, resolve_model
+from stalewise.models import device_name, load_model, load_tokenizer, resolve_model
 from stalewise.records import Records
 from stalewise.rundirectory import RunResult, check_identity, environment, read_result
 from stalewise.staleness.judgement import Judgement, Trouble
@@ -98,26 +98,26 @@ class Conductor:
             self.schedule = forget_stages(self.schedule, self.records.stages_path, newest)
 
     def check_memory(self) -> None:
-        """Stop before anything is loaded where the model is too large for the device; say it where it may be."""
+        """Stop before anything is loaded where the model is too large for the device, or a foreign one does not fit."""
         found = versions(self.directory)[-1:]
         if found == [self.schedule.updates]:
             return
         source = str(checkpoint_directory(self.directory, found[0])) if found else self._first_policy()
+        self._check_foreign(Path(source))
         if warning := check_memory(self.config, source, self.ranks.world, self.ranks.local_world):
             self.watcher.say(warning)
+
+    def _check_foreign(self, own: Path) -> None:
+        check_foreign_of(self.config, own, self.task)
 
     def claim(self) -> None:
         """Check that the directory belongs to this config, and write down whose it is."""
         remove_temporaries(self.directory)
         check_identity(self.config)
         write_resolved(self.config, self.directory / "config.resolved.json")
-        write_json_atomic(self.directory / "environment.json", self._environment())
+        here = environment(device_name(self.config.model.device), torch.get_num_threads(), self.ranks.world)
+        write_json_atomic(self.directory / "environment.json", here)
         self.guard.rollbacks.finish()
-
-    def _environment(self) -> dict[str, Any]:
-        device = pick_device(self.config.model.device)
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        return environment(name, torch.get_num_threads(), self.ranks.world)
 
     def _first_policy(self) -> str:
         """Where the policy that becomes version 0 is loaded from."""
@@ -144,6 +144,7 @@ class Conductor:
         elif self.guard.is_on and (judgement := self._judge(version)).trouble is not None:
             self._take_back(judgement.trouble, judgement)
         elif version == self.schedule.updates:
+            self._begin_stage(version)
             return False
         elif (missing := self.missing_batch(version)) is not None:
             self.obtain(missing)
@@ -158,17 +159,21 @@ class Conductor:
 
     def missing_batch(self, version: int) -> int | None:
         """The first generation batch that is not there though the policy that makes it is."""
-        if isinstance(self.schedule, StageSchedule):
-            self._checkpoint(version)
-            spent, per_update = self.states[version].get("spent"), self.config.batch.prompts
-            stages_path = self.records.stages_path
-            self.schedule = begin_stage(self.schedule, stages_path, version, spent=spent, per_update=per_update)
+        self._begin_stage(version)
         current = self.schedule.at(version).generation_batch
         last = min(current + self.schedule.lag, self.schedule.generation_batches - 1)
         for generation_batch in range(current, last + 1):
             if not is_committed(self.batch_directory(generation_batch)):
                 return generation_batch
         return None
+
+    def _begin_stage(self, version: int) -> None:
+        """Where stages are found on the way: begin the one of this version; at the end, say how the last one ended."""
+        if isinstance(self.schedule, StageSchedule):
+            self._checkpoint(version)
+            path, spent = self.records.stages_path, self.states[version].get("spent")
+            per_update = self.config.batch.prompts
+            self.schedule = begin_stage(self.schedule, path, version, spent=spent, per_update=per_update)
 
     def _next_stop(self, version: int) -> int:
         """Where the next checkpoint is due: the end of the stage, a multiple of `every`, or an evaluation."""
@@ -246,7 +251,8 @@ class Conductor:
         self._begin("learn", stop - version)
         start = time.perf_counter()
         try:
-            self.budget = self.budget or BudgetWatch(limits_of_run(self.config), self.watcher.say)
+            limits, used = limits_of_run(self.config), self.records.budget_used()
+            self.budget = self.budget or BudgetWatch(limits, self.watcher.say, used)
             stretch = Stretch(self.config, self.schedule, self.records, self.budget, self.watcher)
             spent = stretch.learn(batch, learner, range(version, stop))
         except NonFiniteUpdate as error:

@@ -15,9 +15,8 @@ from packaging.requirements import Requirement
 from stalewise.checkpoints import versions
 from stalewise.config import RunConfig
 from stalewise.errors import StalewiseError
-from stalewise.generate.foreign import check_foreign
 from stalewise.generate.sampler import Request, Sampler
-from stalewise.generate.setup import batch_plan, make_sampler
+from stalewise.generate.setup import batch_plan, check_foreign_of, make_sampler
 from stalewise.learn.lora import need_peft, read_adapter_config
 from stalewise.memory import GIB, ModelShape, estimate, free_bytes, ways_out
 from stalewise.models import encode_prompts, load_tokenizer, pick_device, pick_precision, resolve_model
@@ -253,8 +252,7 @@ def _prompts(config: RunConfig, task: Task, sampler: Sampler) -> Check:
 
 def _foreign(config: RunConfig, task: Task) -> Check:
     foreign, group_size = config.sampler.foreign, config.batch.group_size
-    own = Path(resolve_model(config.model.path, config.task.name))
-    check_foreign(foreign.path, own, task.prompts(0, min(PROMPTS, task.size or PROMPTS)))
+    check_foreign_of(config, Path(resolve_model(config.model.path, config.task.name)), task)
     makes = f"makes {foreign.places(group_size)} of the {group_size} rollouts of a group"
     return Check("foreign policy", "ok", f"{foreign.path} has the same tokens and {makes}")
 

@@ -35,6 +35,10 @@ class EngineError(StalewiseError, RuntimeError):
     """An engine that is not there, does not answer, lacks what learning needs, or has other weights than it should."""
 
 
+class HubError(StalewiseError, RuntimeError):
+    """A hub that cannot be reached, does not know who asks, or refuses what it is given."""
+
+
 class CalibrationError(StalewiseError, LookupError):
     """The law is asked about a model, or about a place in the (S, T) plane, for which it was never fitted."""
 

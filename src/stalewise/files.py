@@ -21,6 +21,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
         record = json.loads(Path(path).read_bytes())
     except FileNotFoundError:
         raise StoreError(f"{path} is missing: what it would describe was never committed") from None
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror or error}; it should be a file you may read") from error
     except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError and UnicodeDecodeError
         raise StoreError(f"{path} is corrupt: {error}; restore it from a copy or move it away") from error
     if not isinstance(record, dict):
@@ -201,8 +204,8 @@ def make_directory(path: str | Path) -> None:
 
 
 def fsync_directory(path: str | Path) -> None:
-    """Flush a directory's entries (creations, renames) to the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    """Flush a directory's entries (creations, renames) to the disk; a file's content likewise."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -238,14 +241,9 @@ def commit_directory(temporary: str | Path, final: str | Path) -> None:
     size = sum(file.stat().st_size for file in temporary.rglob("*") if file.is_file())
     try:
         with explain_write_errors(final, size):
-            for directory, _, names in os.walk(temporary, topdown=False):
-                for name in names:
-                    descriptor = os.open(Path(directory, name), os.O_RDONLY)
-                    try:
-                        os.fsync(descriptor)
-                    finally:
-                        os.close(descriptor)
-                fsync_directory(directory)
+            paths = [temporary, *temporary.rglob("*")]
+            with ThreadPoolExecutor() as threads:  # a disk takes several large files faster side by side
+                list(threads.map(fsync_directory, paths))
             make_directory(final.parent)
             os.rename(temporary, final)
             fsync_directory(final.parent)

@@ -61,6 +61,12 @@ def pick_device(device: str) -> torch.device:
     return picked
 
 
+def device_name(device: str) -> str:
+    """The GPU that a config's device is, as its maker calls it; else cpu."""
+    picked = pick_device(device)
+    return torch.cuda.get_device_name(picked) if picked.type == "cuda" else "cpu"
+
+
 def pick_precision(precision: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 on GPUs that have it, else float32 (bfloat16 on a CPU is slower by orders of magnitude)."""
     if precision == "auto":

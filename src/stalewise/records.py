@@ -30,6 +30,7 @@ class Remembered:
     ess: float
     drift: float
     batch_budget: float
+    horizon_budget: float
     taken: bool
 
 
@@ -99,6 +100,11 @@ class Records:
         recent = takewhile(lambda one: one.generation_batch == generation_batch, reversed(self.remembered))
         return [one for one in recent if one.taken][::-1]
 
+    def budget_used(self) -> dict[str, float]:
+        """The largest share of each budget that an update on record reached; 0 where none was measured."""
+        names = ("batch_budget", "horizon_budget")
+        return {name: max([0.0, *(getattr(one, name) for one in self.remembered)]) for name in names}
+
     def drift_at(self, version: int) -> float:
         """Cumulative drift of the policy of a version."""
         before = (one.drift for one in reversed(self.remembered) if one.update < version and one.taken)
@@ -106,7 +112,6 @@ class Records:
 
 
 def _remember(record: dict[str, Any]) -> Remembered:
-    values = {
-        key: float(record.get(key, math.nan)) for key in ("reward", "reward_error", "ess", "drift", "batch_budget")
-    }
+    keys = ("reward", "reward_error", "ess", "drift", "batch_budget", "horizon_budget")
+    values = {key: float(record.get(key, math.nan)) for key in keys}
     return Remembered(record["update"], record["generation_batch"], taken="drift" in record, **values)

@@ -151,6 +151,9 @@ class Relearner(Conductor):
         """Where a source lies."""
         return self.sources[generation_batch].directory
 
+    def _check_foreign(self, own: Path) -> None:
+        pass  # nothing is ever sampled from it here
+
     def _open_batch(self, generation_batch: int) -> Batch:
         source = self.sources[generation_batch]
         return SourceBatch(open_rollouts(source.directory), source)

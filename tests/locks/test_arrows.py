@@ -42,10 +42,11 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "smollm2": BASE | {"files"},
     "models": BASE | {"files", "config", "smollm2"},
     "checkpoints": BASE | {"files", "config", "models"},
-    "attention": frozenset({"decode_kernel"}),
-    "decode_kernel": frozenset(),
-    "generate": DATA | {"models", "attention", "staleness", "splitmix"},
-    "learn": DATA | PURE | {"models", "attention", "distributed"},
+    "kernels": frozenset(),
+    "compilation": frozenset({"config", "kernels"}),
+    "attention": frozenset({"kernels"}),
+    "generate": DATA | {"models", "attention", "compilation", "staleness", "splitmix"},
+    "learn": DATA | PURE | {"models", "attention", "compilation", "distributed"},
     "memory": BASE | {"config", "models", "objectives", "learn"},
     "intervals": frozenset(),
     "evaluate": DATA | {"models", "generate", "diagnostics", "staleness", "intervals"},
@@ -72,16 +73,18 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "demo": DATA | ROOMS | {"rundirectory", "watch", "run", "verbs"},
     "inspection": DATA | {"rundirectory"},
     "browser": DATA | {"report", "inspection"},
+    "hub": DATA | {"report", "rundirectory", "smollm2", "models", "objectives", "template"},
     "template": BASE | {"config", "tasks"},
     "calibration": DATA | PURE | {"models", "rundirectory", "watch", "template"},
     "trackers": BASE | {"files", "config", "rundirectory"},
     "progress": BASE | {"config", "watch", "trackers"},
     "doctor": DATA | ROOMS | {"rundirectory", "run", "trackers"},
+    "reproduce": DATA | PURE | ROOMS | {"rundirectory", "calibration", "run", "verbs", "compare", "intervals"},
     "integrations": BASE | PURE | {"store", "distributed", "learn"},
     "__main__": frozenset({"cli"}),
     "cli": DATA
     | {"report", "browser", "compare", "rundirectory", "run", "verbs", "demo", "inspection", "template", "progress"}
-    | {"doctor", "together"}
+    | {"doctor", "hub", "reproduce", "together"}
     | {"calibration", "memory", "models"},
 }
 
@@ -112,6 +115,7 @@ WITHOUT_TORCH = frozenset(
             "rundirectory",
             "inspection",
             "browser",
+            "hub",
             "template",
             "progress",
             "cli",

@@ -102,6 +102,9 @@ def test_the_operations_of_a_sequence() -> None:
     shape = figures.ModelShape(body_parameters=10, layers=2, attention_width=8, hidden=4, vocabulary=7)
     assert figures.training_flops(shape, [3], [2]) == 300 + 336 + 2400
     assert figures.training_flops(shape, [3, 3], [2, 2]) == 2 * (300 + 336 + 2400)
+    # A group of one shares nothing; a second response adds its own tokens and its own pairs, 5² − 3².
+    assert figures.shared_prompt_flops(shape, [(3, [2])]) == 300 + 336 + 2400
+    assert figures.shared_prompt_flops(shape, [(3, [2, 2])]) == 420 + 2 * 336 + 2400 / 25 * (25 + 16)
 
 
 # ---------------------------------------------------------------- the headline

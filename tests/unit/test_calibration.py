@@ -15,10 +15,12 @@ from stalewise.calibration.costs import Phase, Probe, costs
 from stalewise.calibration.file import (
     Calibration,
     CollapseRule,
+    Place,
     Sweep,
     SweepRun,
     calibration_path,
     find_calibration,
+    place_of,
     read_calibration,
     save_calibration,
 )
@@ -26,6 +28,7 @@ from stalewise.calibration.identity import CalibrationIdentity, fingerprint_of_f
 from stalewise.calibration.planning import (
     budget_limits,
     law_learning_rate,
+    measured_elsewhere,
     plan_config,
     plan_for_training,
     require_calibration,
@@ -60,7 +63,7 @@ PROBE = Probe(
     bytes_per_rollout=100.0,
     bytes_per_checkpoint=5000,
 )
-ENVIRONMENT = {"stalewise": "0"}
+ENVIRONMENT = {"stalewise": "0", "device": "cpu", "threads": 1}
 
 
 def sweep_run(staleness: int, rate: float, collapsed_at: int | None = None, seed: int = 0, norm: float = 2.0):
@@ -143,10 +146,12 @@ def test_probe_and_sweep_share_a_file_and_come_back_as_they_were(runs: Path) -> 
     path = save_calibration(config, ENVIRONMENT, probe=PROBE)
     assert path.parent == runs / "calibrations"
     assert path.name == f"arithmetic-mu_grpo-{identity_of_config(config).digest}.json"
-    assert save_calibration(config, {"stalewise": "1"}, sweep=SWEEP) == path
+    assert save_calibration(config, {**ENVIRONMENT, "stalewise": "1"}, sweep=SWEEP) == path
     found = find_calibration(config)
     assert found is not None and found.sweep is not None and found.sweep.fit is not None and SWEEP.fit is not None
-    assert replace(found, sweep=None) == Calibration(identity_of_config(config), {"stalewise": "1"}, PROBE)
+    places: dict[str, Place] = {part: Place("cpu", "hf", 1) for part in ("probe", "sweep")}
+    expected = Calibration(identity_of_config(config), {**ENVIRONMENT, "stalewise": "1"}, PROBE, places=places)
+    assert replace(found, sweep=None) == expected
     assert (found.sweep.runs, found.sweep.rule) == (SWEEP.runs, SWEEP.rule)
     assert found.sweep.fit.batch_radius == SWEEP.fit.batch_radius
     assert found.sweep.fit.domain == SWEEP.fit.domain
@@ -308,6 +313,28 @@ def test_a_plan_says_which_rate_is_safe_and_what_binds(runs: Path) -> None:
     assert (unsafe.is_safe, unsafe.safe) == (False, plan.safe)
     less_risk = plan_config(config(plan={"risk": 0.01}), require_calibration(careful)).safe
     assert less_risk is not None and less_risk.learning_rate < plan.safe.learning_rate
+
+
+def test_what_was_measured_elsewhere_is_said(runs: Path, tmp_path: Path) -> None:
+    config = config_at(runs, model={"threads": 1})
+    record = tiny_record(runs, model={"threads": 1}, schedule={"kind": "staged", "updates": 100, "stages": 10})
+    file = write_config(tmp_path / "config.toml", record)
+    save_calibration(config, ENVIRONMENT, probe=PROBE)
+    save_calibration(config, {"device": "cpu", "threads": 8}, sweep=SWEEP)  # the law does not know of threads
+    assert plan_config(config, require_calibration(config)).elsewhere == []
+    assert "is safe" in call("plan", file).stdout and "was made on" not in call("plan", file).stdout
+    save_calibration(config, {"device": "NVIDIA H200", "threads": 1}, probe=PROBE)
+    (times,) = plan_config(config, require_calibration(config)).elsewhere
+    assert times.startswith("the probe was made on NVIDIA H200 and the engine hf, and this is cpu with 1 threads and")
+    assert "its times do not hold here" in times
+    save_calibration(config, {"device": "NVIDIA H200", "threads": 1}, sweep=SWEEP)
+    assert "may hold here" in plan_config(config, require_calibration(config)).elsewhere[1]
+    assert any("its times do not hold" in line for line in plan_for_training(config).lines)
+    assert "note: the probe was made on NVIDIA H200" in call("plan", file).stdout
+    served = config_at(runs, model={"threads": 1}, sampler={"engine": "server", "server": {"urls": ["http://a"]}})
+    save_calibration(config, ENVIRONMENT, probe=PROBE)
+    (said,) = measured_elsewhere(replace(require_calibration(served), sweep=None), place_of(served))
+    assert "this is cpu with 1 threads and the engine server" in said
 
 
 def test_the_choices_weigh_safety_against_measured_costs(runs: Path) -> None:

@@ -14,11 +14,13 @@ import pytest
 
 from stalewise.budget import BudgetWatch
 from stalewise.checkpoints import checkpoint_directory, versions
+from stalewise.conductor import Conductor
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ConfigError, EngineError, StoreError
 from stalewise.files import read_json, read_jsonl, write_json_atomic
 from stalewise.guard import Collapsed
 from stalewise.learn.learner import NonFiniteUpdate
+from stalewise.models import EMBEDDED
 from stalewise.run import run
 from stalewise.staleness.judgement import Evidence, Judgement, Trouble, judge, rewards_as_evidence
 from stalewise.staleness.spent import GROWTH, HEADROOM, Stage, StageSchedule, is_spent, next_stage, remaining_ess
@@ -107,6 +109,33 @@ def test_a_stage_ends_when_its_rollouts_are_spent_and_says_why(spent_run: RunCon
         assert stage["ended"]["ess"] == sorted(last)[1] < stage["ended"]["bound"] == 0.995
         assert stage["planned_updates"] <= math.ceil(HEADROOM * used)
     assert max(record["age_max"] for record in metrics) < 20
+
+
+def test_the_end_of_the_last_stage_is_on_record_once(spent_run: RunConfig) -> None:
+    path = spent_run.directory / "ledger" / "stages.jsonl"
+    before = path.read_bytes()
+    *stages, end = read_jsonl(path)
+    batches = len(batch_directories(spent_run.directory / "rollouts"))
+    assert (len(stages), end["generation_batch"], end["first_update"], end["planned_updates"]) == (batches,) * 2 + (
+        20,
+        0,
+    )
+    last = [record["ess"] for record in read_jsonl(spent_run.directory / "metrics.jsonl")][-3:]
+    spent = len(last) == 3 and sorted(last)[1] < 0.995
+    used_up = {"reason": "all of it was used", "planned_updates": stages[-1]["planned_updates"]}
+    assert end["ended"] == used_up or (spent and end["ended"]["ess"] == sorted(last)[1])
+    run(spent_run)  # complete: nothing is written again
+    assert path.read_bytes() == before
+
+
+def test_the_end_of_the_last_stage_comes_again_where_a_kill_lost_it(spent_run: RunConfig, runs: Path) -> None:
+    config = make_config({**spent_run.model_dump(mode="json"), "runs": str(runs)})
+    shutil.copytree(spent_run.directory, config.directory)
+    path = config.directory / "ledger" / "stages.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
+    run(config)
+    assert path.read_bytes() == whole
 
 
 def test_what_a_spent_stage_left_stays_in_the_store_for_learning(spent_run: RunConfig, runs: Path) -> None:
@@ -375,6 +404,21 @@ def test_the_budget_warns_once_before_each_limit() -> None:
     assert BudgetWatch.note({"batch_budget": 0.43, "horizon_budget": 0.12}) == "  budget 43% of batch, 12% of run"
 
 
+def test_a_warning_of_an_earlier_sitting_is_not_repeated(runs: Path) -> None:
+    config = made(runs, evaluation={"every": 2})
+    limits = {"format": "stalewise.limits/1", "limits": [1e-6, 1e-6]}  # any update is beyond them
+    write_json_atomic(config.directory / "limits.json", limits)
+    first, second = Listener(), Listener()
+    conductor = Conductor(config, first)
+    conductor.prepare()
+    while versions(config.directory) != [0, 2]:
+        conductor.act()
+    conductor.close()
+    run(config, second)
+    warned = [[text for text in listener.said if "of the drift" in text] for listener in (first, second)]
+    assert [len(texts) for texts in warned] == [2, 0]
+
+
 def test_a_budget_that_is_not_known_is_not_shown() -> None:
     found = BudgetWatch(None, print).measure(0.5, 0.25)
     assert found["batch_drift"] == 0.25 and math.isnan(found["batch_budget"]) and math.isnan(found["horizon_budget"])
@@ -406,9 +450,11 @@ def test_generation_and_learning_run_side_by_side(runs: Path) -> None:
     assert [record["age_max"] for record in read_jsonl(config.directory / "metrics.jsonl")] == [0, 1, 2, 3, 2, 3]
 
 
-def test_a_generator_that_fails_says_why_and_loses_nothing(runs: Path) -> None:
-    config = made(runs, schedule=PIPELINED, sampler={"foreign": {"path": "nowhere", "share": 0.5}})
-    with pytest.raises(EngineError, match=r"the generating process ended: .*nowhere.*run the same command again"):
+def test_a_generator_that_fails_says_why_and_loses_nothing(runs: Path, tmp_path: Path) -> None:
+    weightless = tmp_path / "weightless"  # whoever samples from it finds that out
+    shutil.copytree(EMBEDDED / "arithmetic", weightless, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = made(runs, schedule=PIPELINED, sampler={"foreign": {"path": str(weightless), "share": 0.5}})
+    with pytest.raises(EngineError, match=r"the generating process ended: .*weightless.*run the same command again"):
         run(config)
     assert "Fatal" not in (config.directory / "generator.log").read_text()
 

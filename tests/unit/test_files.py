@@ -117,6 +117,14 @@ def test_corrupt_json_is_named(tmp_path: Path, content: bytes) -> None:
         read_json(tmp_path / "none.json")
 
 
+def test_what_the_system_does_not_give_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(
+        StoreError, match=r"cannot read .*folder\.json: Is a directory; it should be a file you may read"
+    ):
+        read_json(tmp_path / "folder.json")
+
+
 def test_sha256_file(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"abc")  # the example of FIPS 180-2
     assert sha256_file(tmp_path / "f") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"

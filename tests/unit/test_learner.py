@@ -22,10 +22,10 @@ from transformers import (
 )
 
 from stalewise.attention import PACKED, packs
+from stalewise.compilation import compile_layers
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ModelError, StoreError
 from stalewise.learn.batching import Layout, lay_out, micro_batches, size_above
-from stalewise.learn.compilation import compile_layers
 from stalewise.learn.learner import Learner, NonFiniteUpdate
 from stalewise.learn.logp import output_layer_is_plain, response_logp
 from stalewise.learn.optimizer import learning_rate

@@ -93,8 +93,8 @@ def test_only_adapters_are_trained_and_have_an_optimizer(trained: RunConfig) -> 
     learner.restore(final, read_state(final))
     assert all(".lora_" in name for name in learner.names.values())
     trainable = sum(parameter.numel() for parameter in learner.names)
-    moments = load_file(final / "optimizer.safetensors")
-    assert sum(tensor.numel() for tensor in moments.values()) == 2 * trainable
+    moments = load_file(final / "optimizer_exp_avg.safetensors")
+    assert sum(tensor.numel() for tensor in moments.values()) == trainable
     assert trainable == sum(t.numel() for t in load_file(final / "adapter" / "adapter_model.safetensors").values())
     assert trainable < 0.1 * sum(parameter.numel() for parameter in learner.model.parameters())
     assert all(parameter.grad is None for parameter in learner.model.parameters())
@@ -179,7 +179,7 @@ class StopAt(Silence):
 
 
 def final_files(config: RunConfig) -> list[str]:
-    names = ("model.safetensors", "optimizer.safetensors", "adapter/adapter_model.safetensors")
+    names = ("model.safetensors", "optimizer_exp_avg.safetensors", "adapter/adapter_model.safetensors")
     return [sha256_file(checkpoint_directory(config.directory, 4) / name) for name in names]
 
 

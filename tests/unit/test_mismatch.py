@@ -34,6 +34,7 @@ from stalewise.generate.sampler import Response
 from stalewise.learn.batching import Layout, micro_batches
 from stalewise.learn.logp import response_logp
 from stalewise.models import load_model
+from stalewise.rundirectory import is_started
 from stalewise.tasks import make_task
 from stalewise.types import Rollout, SamplerSettings
 from tiny import call, tiny_record
@@ -316,6 +317,14 @@ def test_a_path_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
         ModelError, match=r"^sampler\.foreign\.path: .*nowhere is no directory; embedded policies: .*arithmetic"
     ):
         check_foreign(str(tmp_path / "nowhere"), POLICY, [])
+
+
+def test_a_foreign_policy_is_looked_at_before_anything_is_made(runs: Path, tmp_path: Path) -> None:
+    foreign = {"foreign": {"path": str(tmp_path / "nowhere"), "share": 0.5}}
+    config = make_config(tiny_record(runs, sampler=foreign))
+    with pytest.raises(ModelError, match=r"^sampler\.foreign\.path: .*nowhere is no directory"):
+        stalewise.run(config)
+    assert not is_started(config.directory) and not (config.directory / "eval.jsonl").exists()
 
 
 @pytest.mark.parametrize(

@@ -54,11 +54,11 @@ def test_a_run_in_bfloat16_alone_goes_on_exactly(tmp_path: Path, model: dict[str
         run(parts, Stop())
     run(parts)
     final, other = (checkpoint_directory(c.directory, 4) for c in (whole, parts))
-    for name in ("model.safetensors", "optimizer.safetensors"):
+    for name in ("model.safetensors", "optimizer_exp_avg.safetensors"):
         assert sha256_file(final / name) == sha256_file(other / name)
     assert {tensor.dtype for tensor in load_file(final / "model.safetensors").values()} == {torch.bfloat16}
     # Adapters are small: they stay float32 whatever lies beneath them.
-    moments = {tensor.dtype for tensor in load_file(final / "optimizer.safetensors").values()}
+    moments = {tensor.dtype for tensor in load_file(final / "optimizer_exp_avg_sq.safetensors").values()}
     assert moments == {torch.float32 if model else torch.bfloat16}
 
 

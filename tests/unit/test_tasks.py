@@ -1,6 +1,7 @@
 """Tasks: prompts by index, training and evaluation apart, gold responses right and spoiled ones wrong."""
 
 import json
+import os
 import random
 import re
 import subprocess
@@ -362,8 +363,41 @@ def test_hugging_face_datasets_from_disk(tmp_path: Path, sums: Path) -> None:
     assert (two.size, len(two.evaluation_prompts(9))) == (45, 5)
     with pytest.raises(TaskError, match="has no split 'tests'; did you mean test"):
         make_task("hf", path=str(tmp_path / "two"), evaluation_split="tests")
-    with pytest.raises(TaskError, match=r"cannot load the split 'train' of .*nowhere"):
+    with pytest.raises(TaskError, match=r"there is no file or directory .*nowhere: correct path, or name a dataset"):
         make_task("hf", path=str(tmp_path / "nowhere"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
+def test_hugging_face_datasets_from_files(tmp_path: Path, sums: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    train = datasets.Dataset.from_list([json.loads(line) for line in sums.read_text().splitlines()])
+    downloaded = tmp_path / "copies" / "owner" / "sums"  # as a hub has it, with the splits in its card
+    downloaded.mkdir(parents=True)
+    train.to_parquet(str(downloaded / "a.parquet"))
+    splits = "- split: train\n    path: a.parquet\n  - split: test\n    path: a.parquet"
+    (downloaded / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files:\n  {splits}\n---\n")
+    expected = make_task("jsonl", path=sums).evaluation_prompts(9)
+    for path in (downloaded, downloaded / "a.parquet", sums):
+        assert make_task("hf", path=str(path)).evaluation_prompts(9) == expected
+    assert len(make_task("hf", path=str(downloaded), split="test").evaluation_prompts(9)) == len(expected)
+    monkeypatch.setenv("STALEWISE_DATASETS", str(tmp_path / "copies"))
+    assert make_task("hf", path="owner/sums").evaluation_prompts(9) == expected
+    with pytest.raises(TaskError, match="is a single file and has no split 'test'"):
+        make_task("hf", path=str(sums), split="test")
+    (tmp_path / "notes.md").write_text("nothing")
+    with pytest.raises(TaskError, match=r"notes\.md is no dataset: name a directory, or a file that ends in \.parquet"):
+        make_task("hf", path=str(tmp_path / "notes.md"))
+
+
+def test_a_dataset_that_only_a_hub_has_is_one_message_without_network(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    code = "from stalewise.tasks import make_task; make_task('hf', path='owner/sums')"
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, timeout=120)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("stalewise.errors.TaskError: cannot load the split 'train' of owner/sums: ConnectionError: ")
+    assert "`hf download owner/sums --repo-type dataset" in last and "$STALEWISE_DATASETS" in last
 
 
 # --- reasoning-gym

@@ -121,6 +121,25 @@ def test_numbers_are_those_of_the_last_updates(tmp_path: Path) -> None:
     assert "2.0 updates/s while learning" in shown and "50% of the batch's drift used, 12% of the run's" in shown
 
 
+@pytest.mark.parametrize(
+    ("seconds", "left"),
+    [
+        (6.0, 6.0 + 4 * 0.5),  # another batch of 6 s, and 4 updates on it
+        (0.5, 6 * 0.5 + 6 / 2 * 1.0),  # 6 updates, and 3 times what switching took in the first 2
+    ],
+)
+def test_the_slower_of_two_sides_says_what_is_left(tmp_path: Path, seconds: float, left: float) -> None:
+    schedule = {"kind": "pipelined", "updates": 8, "updates_per_generation": 4, "lag": 1}
+    run = write_run(tmp_path / "run", done=0, schedule=schedule)
+    learn(run, 0, 2, seconds=0.5)
+    add_journal(run, "switch", 21.0, 1.0, reason="learner")
+    add_journal(run, "wait", 20.0, seconds, generation_batch=0)
+    at = {"time": 20.0, "event": "generate", "generation_batch": 0}
+    append_line(run / "journal-generator.jsonl", {**at, "seconds": seconds})
+    add_batch(run, 0, 0)
+    assert standing(run).seconds_left == pytest.approx(left)
+
+
 def test_generating_beside_learning_is_two_phases(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", done=3)
     (run / "rollouts" / "g000001-v000000").mkdir(parents=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,24 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """What something was measured on."""
+
+    device: str
+    engine: str
+    threads: int  # as far as a CPU is concerned
+
+    def __str__(self) -> str:
+        on = f"{self.device} with {self.threads} threads" if self.device == "cpu" else self.device
+        return f"{on} and the engine {self.engine}"
+
+    def is_as_fast_as(self, other: Place) -> bool:
+        """Whether times that were measured on one hold on the other, as far as names tell."""
+        same = (self.device, self.engine) == (other.device, other.engine)
+        return same and (self.device != "cpu" or self.threads == other.threads)
+
+
+@dataclass(frozen=True, slots=True)
 class Calibration:
     """A calibration: of the probe and the sweep either may be missing."""
 
@@ -74,6 +92,7 @@ class Calibration:
     probe: Probe | None = None
     sweep: Sweep | None = None
     format: str = FORMAT
+    places: dict[str, Place] = field(default_factory=dict)  # of the probe and of the sweep, by these names
 
 
 def calibration_directory(config: RunConfig) -> Path:
@@ -106,8 +125,20 @@ def save_calibration(config: RunConfig, environment: dict[str, Any], **parts: Pr
     identity = identity_of_config(config)
     path = calibration_path(config, identity)
     before = read_calibration(path) if path.is_file() else Calibration(identity, environment)
-    write_json_atomic(path, asdict(replace(before, environment=environment, **parts)))
+    here = Place(environment["device"], config.sampler.engine, environment["threads"])
+    places = {**before.places, **dict.fromkeys(parts, here)}
+    write_json_atomic(path, asdict(replace(before, environment=environment, places=places, **parts)))
     return path
+
+
+def place_of(config: RunConfig) -> Place:
+    """What this config runs on, here and now."""
+    import torch
+
+    from stalewise.models import device_name
+
+    device = device_name(config.model.device)
+    return Place(device, config.sampler.engine, config.model.threads or torch.get_num_threads())
 
 
 def find_calibration(config: RunConfig) -> Calibration | None:

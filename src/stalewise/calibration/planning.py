@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from decimal import ROUND_FLOOR, Decimal
 
 from stalewise.calibration.costs import Costs, costs
-from stalewise.calibration.file import Calibration, find_calibration
+from stalewise.calibration.file import Calibration, Place, find_calibration, place_of
 from stalewise.calibration.grid import rate_name
 from stalewise.config import RunConfig
 from stalewise.errors import CalibrationError
@@ -43,6 +43,7 @@ class ConfigPlan:
     choices: list[Choice]
     fastest: int | None  # the µ that gets as far as the config in the least time
     drift_reduced: bool  # the config goes further than is safe, and the choices are compared at what is safe
+    elsewhere: list[str]  # what was measured on something else than this config runs on, and what that means
 
     @property
     def is_safe(self) -> bool | None:
@@ -146,7 +147,25 @@ def plan_config(config: RunConfig, calibration: Calibration) -> ConfigPlan:
         choices=choices,
         fastest=fastest.updates_per_generation if fastest is not None else None,
         drift_reduced=rate > limit,
+        elsewhere=measured_elsewhere(calibration, place_of(config)),
     )
+
+
+def measured_elsewhere(calibration: Calibration, here: Place) -> list[str]:
+    """What of a calibration was measured on another device or engine; of an old one that is not known."""
+    found: list[str] = []
+    probed, swept = (calibration.places.get(part) for part in ("probe", "sweep"))
+    if calibration.probe is not None and probed is not None and not probed.is_as_fast_as(here):
+        found.append(
+            f"the probe was made on {probed}, and this is {here}: its times do not hold here; `stalewise probe CONFIG` "
+            "measures them again"
+        )
+    if calibration.sweep is not None and swept is not None and swept.device != here.device:
+        found.append(
+            f"the sweep was made on {swept}, and this is {here}: the constants of the law are about the policy and may "
+            "hold here, but were not measured here"
+        )
+    return found
 
 
 def sizes(updates: int) -> list[int]:
@@ -219,6 +238,7 @@ def plan_for_training(config: RunConfig) -> TrainingPlan:
     lines = describe_safety(plan)
     if plan.cost is not None:
         lines.append(f"plan: about {duration(plan.cost.seconds)}, {plan.cost.disk_bytes / 1e6:,.1f} MB on disk")
+    lines += [f"plan: {note}" for note in plan.elsewhere]
     if config.plan.strict and not plan.is_safe:
         raise CalibrationError(" ".join(line.removeprefix("plan: ") for line in describe_safety(plan)))
     return TrainingPlan(lines, plan.is_safe)

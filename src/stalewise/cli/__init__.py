@@ -19,7 +19,7 @@ from stalewise import __version__
 from stalewise.errors import ConfigError, StalewiseError, StoppedByFirst
 
 INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
-CAN_GO_ON = ("demo", "train", "generate", "learn", "probe", "sweep")
+CAN_GO_ON = ("demo", "train", "generate", "learn", "probe", "sweep", "reproduce")
 
 
 class Group(TyperGroup):
@@ -278,6 +278,8 @@ def doctor(
         sys.exit(1)
 
 
-from stalewise.cli import look as look  # noqa: E402  its verbs register themselves here
+from stalewise.cli import hub as hub  # noqa: E402  its verbs register themselves here
+from stalewise.cli import look as look  # noqa: E402  likewise
 from stalewise.cli import plans as plans  # noqa: E402  likewise
+from stalewise.cli import reproduce as reproduce  # noqa: E402  likewise
 from stalewise.cli import serve as serve  # noqa: E402  likewise

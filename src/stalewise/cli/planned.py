@@ -73,7 +73,7 @@ def print_plan(config: RunConfig, plan: ConfigPlan, calibration: Calibration) ->
         lines.append(f"its own η is safe up to S = {plan.staleness_allowed}")
     elif plan.staleness_problem:
         lines.append(plan.staleness_problem)
-    lines += [f"note: {note}" for note in (plan.safe.notes if plan.safe is not None else ())]
+    lines += [f"note: {note}" for note in [*(plan.safe.notes if plan.safe is not None else ()), *plan.elsewhere]]
     if (cost := plan.cost) is not None:
         parts = {"learn": cost.learn, "generate": cost.generate, "switch": cost.switch, "evaluate": cost.evaluate}
         shares = ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items())

@@ -16,10 +16,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from stalewise.compilation import compile_pieces
 from stalewise.errors import ModelError
 from stalewise.generate.growing import decode_growing
 from stalewise.generate.rounding import RoundableWeights
 from stalewise.generate.sampler import Request, Response
+from stalewise.generate.sampling import draw
 from stalewise.generate.slots import Ended, SlotDecoder, slots_problem
 from stalewise.models import context_length, load_model, load_tokenizer, stop_token_ids
 from stalewise.types import FinishReason, SamplerSettings
@@ -48,11 +50,16 @@ class HFSampler:
         dtype: torch.dtype,
         on_tokens: Callable[[int], object] = lambda count: None,
         slots: bool | None = None,
+        compiling_pays: Callable[[Any], bool] = lambda model: False,
     ) -> None:
-        """`on_tokens` is told the number of tokens after every few steps; `slots`: None is on GPUs, where they fit."""
+        """`on_tokens` is told the number of tokens after every few steps; `slots`: None is on GPUs, where they fit.
+
+        `compiling_pays` says whether parts of a model on a GPU are to be compiled.
+        """
         self.settings = settings
         self.max_new_tokens = max_new_tokens
         self.on_tokens = on_tokens
+        self._compiling_pays = compiling_pays
         # A GPU is at its best with a large pool; on a CPU what is decoded together must not depend on what was there.
         self.appetite = POOL if device.type == "cuda" else 1
         self._device = device
@@ -66,6 +73,7 @@ class HFSampler:
         self._slots_wanted = device.type == "cuda" if slots is None else slots
         self.slots_problem = "not loaded"  # empty: responses are decoded in slots
         self._decoder: SlotDecoder | None = None
+        self._draw = draw
 
     def load(self, checkpoint: Path) -> None:
         """Sample from this checkpoint. The first loads a model; later ones only replace its weights."""
@@ -81,6 +89,10 @@ class HFSampler:
             # Some architectures are stored under other names than they have in memory: those are loaded anew each time.
             self._replaceable = names if names <= self._model.state_dict().keys() else frozenset()
             self.slots_problem = slots_problem(self._model) if self._slots_wanted else "not wanted"
+            self._draw = draw
+            if self._device.type == "cuda" and not self.slots_problem and self._compiling_pays(self._model):
+                compile_pieces(self._model)
+                self._draw = torch.compile(draw, dynamic=True)
         else:
             # Not strict, since tied weights are stored once; the names are those of a file that was found complete.
             self._model.load_state_dict(load_file(weights), strict=False)
@@ -170,6 +182,7 @@ class HFSampler:
                 new_tokens=self.max_new_tokens,
                 settings=settings,
                 stop_ids=self._stop_ids,
+                draw=self._draw,
             )
         return decoder
 

@@ -38,6 +38,23 @@ class PolicyFiles:
     weights: str  # another for other weights, as far as sizes and times of files tell
 
 
+class HasPolicy:
+    """An engine outside of this process, as far as it has a policy: its `load` sets `_policy`."""
+
+    _policy: PolicyFiles | None = None
+
+    @property
+    def policy(self) -> PolicyFiles:
+        """Files of the loaded policy."""
+        assert self._policy is not None, "load comes first"
+        return self._policy
+
+    @property
+    def tokenizer(self) -> Any:
+        """Tokenizer of the loaded policy."""
+        return self.policy.tokenizer
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What an engine gave for one request."""

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from stalewise.errors import EngineError
 from stalewise.generate.completions import Server
 from stalewise.generate.crowd import share_out
 from stalewise.generate.endpoint import Gone, patiently
-from stalewise.generate.policy_files import Answer, PolicyFiles, check_lengths, make_responses, read_policy_files
+from stalewise.generate.policy_files import (
+    Answer,
+    HasPolicy,
+    PolicyFiles,
+    check_lengths,
+    make_responses,
+    read_policy_files,
+)
 from stalewise.generate.probe import PolicyCheck
 from stalewise.generate.sampler import Request, Response
 from stalewise.sections import ServerSection
@@ -25,7 +31,7 @@ from stalewise.types import SamplerSettings
 LOSSES = 4
 
 
-class ServerSampler:
+class ServerSampler(HasPolicy):
     """Samples on one or more servers."""
 
     def __init__(
@@ -45,18 +51,6 @@ class ServerSampler:
         self._options = options
         self._servers = [Server(url, options) for url in options.urls]
         self._check = PolicyCheck(options.precision)
-        self._policy: PolicyFiles | None = None
-
-    @property
-    def policy(self) -> PolicyFiles:
-        """Files of the loaded policy."""
-        assert self._policy is not None, "load comes first"
-        return self._policy
-
-    @property
-    def tokenizer(self) -> Any:
-        """Tokenizer of the loaded policy."""
-        return self.policy.tokenizer
 
     def load(self, checkpoint: Path) -> None:
         """Give every server this checkpoint, and see that it has it."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
+from stalewise.compilation import compiling_pays
 from stalewise.config import RunConfig
-from stalewise.generate.foreign import TwoPolicies
+from stalewise.generate.foreign import TwoPolicies, check_foreign
 from stalewise.generate.hf import HFSampler
-from stalewise.generate.loop import BatchPlan
+from stalewise.generate.loop import PROMPTS_TO_COMPARE, BatchPlan
 from stalewise.generate.sampler import Sampler
 from stalewise.models import pick_device, pick_precision
 from stalewise.staleness.schedule import Schedule
 from stalewise.store import Batch
+from stalewise.tasks import Task
 from stalewise.types import SamplerSettings
 
 
@@ -57,9 +61,23 @@ def make_sampler(config: RunConfig, *, on_tokens: Callable[[int], object] = lamb
         return ServerSampler(settings, max_new_tokens=limit, options=config.sampler.server, on_tokens=on_tokens)
 
     def embedded() -> HFSampler:
-        return HFSampler(settings, max_new_tokens=limit, device=device, dtype=precision, on_tokens=on_tokens)
+        return HFSampler(
+            settings,
+            max_new_tokens=limit,
+            device=device,
+            dtype=precision,
+            on_tokens=on_tokens,
+            compiling_pays=partial(compiling_pays, config),
+        )
 
     return TwoPolicies(embedded(), embedded()) if config.sampler.foreign.share else embedded()
+
+
+def check_foreign_of(config: RunConfig, own: Path, task: Task) -> None:
+    """Refuse a foreign policy that does not fit the one at `own`, where the config has one; nothing is loaded."""
+    if config.sampler.foreign.share:
+        prompts = task.prompts(0, min(PROMPTS_TO_COMPARE, task.size or PROMPTS_TO_COMPARE))
+        check_foreign(config.sampler.foreign.path, own, prompts)
 
 
 def batch_problem(batch: Batch) -> str:

@@ -96,8 +96,10 @@ class SlotDecoder:
         new_tokens: int,
         settings: SamplerSettings,
         stop_ids: Tensor,
+        draw: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = draw,
     ) -> None:
-        """Room for this many `requests`, or as many as the device has memory for."""
+        """Room for this many `requests`, or as many as the device has memory for; `draw` may come compiled."""
+        self.draw = draw
         self.model, self.device, self.settings, self.stop_ids = model, model.device, settings, stop_ids
         self.room, self.new_tokens = room, new_tokens
         example = _one_token(model)
@@ -130,7 +132,7 @@ class SlotDecoder:
         )
         count_R, alive_R = self.count_S[slot_R], self.alive_S[slot_R]
         logits_RV = tempered(output.logits[:, -1], self.settings)
-        token_R, logp_R = draw(logits_RV, device_uniforms(self.seed_S[slot_R], count_R))
+        token_R, logp_R = self.draw(logits_RV, device_uniforms(self.seed_S[slot_R], count_R))
         # A row that has ended does its work again and again, and keeps what it has.
         place_R = (count_R - (~alive_R).long()).clamp(min=0)
         self.ids_SN[slot_R, place_R] = torch.where(alive_R, token_R.int(), self.ids_SN[slot_R, place_R])

@@ -24,7 +24,14 @@ import numpy as np
 import torch
 
 from stalewise.errors import ConfigError, EngineError
-from stalewise.generate.policy_files import Answer, PolicyFiles, check_lengths, make_responses, read_policy_files
+from stalewise.generate.policy_files import (
+    Answer,
+    HasPolicy,
+    PolicyFiles,
+    check_lengths,
+    make_responses,
+    read_policy_files,
+)
 from stalewise.generate.probe import Memory, PolicyCheck
 from stalewise.generate.sampler import Request, Response
 from stalewise.sections import VllmSection
@@ -111,7 +118,7 @@ class Copy:
             self.log.unlink(missing_ok=True)
 
 
-class VllmSampler:
+class VllmSampler(HasPolicy):
     """Samples with vLLM on this machine."""
 
     def __init__(
@@ -134,19 +141,7 @@ class VllmSampler:
         self._options = options
         self._copies: list[Copy] = []
         self._check = PolicyCheck(settings.precision, options.max_model_len)
-        self._policy: PolicyFiles | None = None
         self._running: PolicyFiles | None = None  # what the processes have
-
-    @property
-    def policy(self) -> PolicyFiles:
-        """Files of the loaded policy."""
-        assert self._policy is not None, "load comes first"
-        return self._policy
-
-    @property
-    def tokenizer(self) -> Any:
-        """Tokenizer of the loaded policy."""
-        return self.policy.tokenizer
 
     # ------------------------------------------------------------ weights
 

@@ -168,7 +168,8 @@ def _with_padding(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Segments that take up the padding of queries and keys, none of them longer than the longest that is real.
 
-    The number of segments becomes a power of two. A query that is padding sees token 0.
+    The number of segments becomes a power of two. A query that is padding sees any tokens: nothing comes of it, and no
+    token has many copies.
     """
     extra_query = _pieces(padding, int(query_S.max()))
     keys = size_above(len(key_M) + padding, KEY_RATIO)
@@ -179,7 +180,7 @@ def _with_padding(
     return (
         np.concatenate([query_S, extra_query, np.zeros_like(unseen), empty]),
         np.concatenate([key_S, extra_query, unseen, empty]),
-        np.concatenate([key_M, np.zeros(keys - len(key_M), dtype=np.int64)]),
+        np.concatenate([key_M, np.arange(keys - len(key_M)) % (int(query_S.sum()) + padding)]),
     )
 
 

@@ -19,6 +19,7 @@ from stalewise.errors import RankError, StoppedByFirst
 from stalewise.files import sha256_file
 from stalewise.learn.learner import Learner
 from stalewise.learn.parallel import KINDS
+from stalewise.learn.readings import out_of_memory
 from stalewise.learn.shares import unpack_share
 
 
@@ -89,4 +90,4 @@ class Follower:
         try:
             learner.follow(unpack_share(order) if order.arrays else None)
         except torch.OutOfMemoryError:
-            raise learner.out_of_memory() from None
+            raise out_of_memory(learner.token_budget) from None

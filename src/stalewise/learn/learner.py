@@ -7,6 +7,7 @@ depend on the token budget. Everything it holds is in the checkpoint: loading on
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stalewise.attention import PACKED, needs_grids, packs, to_device
+from stalewise.compilation import compile_layers, compiling_pays
 from stalewise.config import RunConfig
 from stalewise.diagnostics import TokenSums, age_statistics
 from stalewise.distributed import ALONE
 from stalewise.errors import ModelError
 from stalewise.learn.batching import Layout, MicroBatch, lay_out
-from stalewise.learn.compilation import compile_layers, compiling_pays
 from stalewise.learn.graphs import GraphedBody
 from stalewise.learn.logp import PLAIN_KERNELS, check_output_layer, compiled_kernels, response_logp
 from stalewise.learn.lora import load_policy
-from stalewise.learn.optimizer import copies, distance, learning_rate, moments_by_name, restore_moments
+from stalewise.learn.optimizer import copies, distance, learning_rate, moments_by_file, read_moments, restore_moments
 from stalewise.learn.parallel import Alone, SeenTokens
 from stalewise.learn.pending import PendingUpdate, Read, to_host
-from stalewise.learn.readings import NonFiniteUpdate, first_nonfinite, read_step
+from stalewise.learn.readings import NonFiniteUpdate, first_nonfinite, out_of_memory, read_step
 from stalewise.learn.shares import Dealt, Share, deal_update, seen_of_tokens
 from stalewise.learn.update_batch import UpdateBatch, loss_denominator, make_update_batch
 from stalewise.models import load_tokenizer, pick_device, pick_precision, turn_dropout_off
@@ -111,7 +112,7 @@ class Learner:
         """Go on from a checkpoint whose weights the constructor has loaded."""
         self.version, self.steps, self.drift = state["version"], state["steps"], state["drift"]
         if self.steps:
-            moments = self.parallel.load(checkpoint / "optimizer.safetensors", self.device)
+            moments = read_moments(checkpoint, partial(self.parallel.load, device=self.device))
             restore_moments(self.optimizer, self.names, moments, self.steps)
         if (checkpoint / "proximal.safetensors").is_file():
             self.proximal = self.parallel.load(checkpoint / "proximal.safetensors", self.device)
@@ -120,23 +121,24 @@ class Learner:
         """Write policy, tokenizer and optimizer state; the caller commits the directory."""
         has_moments = self.steps > 0
         self.parallel.call("save", has_moments=has_moments)
-        policy, moments, proximal = self.gather(has_moments)
-        if self.adapters is None:
-            self.model.save_pretrained(directory, state_dict=policy)
-        else:
-            self.adapters.save(directory)
-        self.tokenizer.save_pretrained(directory)
-        if moments:
-            save_file(moments, directory / "optimizer.safetensors")
-        if proximal:
-            save_file(proximal, directory / "proximal.safetensors")
+        policy, files = self.gather(has_moments)
+        with ThreadPoolExecutor() as threads:  # each of them is as large as the policy
+            written = [threads.submit(save_file, tensors, directory / name) for name, tensors in files.items()]
+            if self.adapters is None:
+                self.model.save_pretrained(directory, state_dict=policy)
+            else:
+                self.adapters.save(directory)
+            self.tokenizer.save_pretrained(directory)
+            for file in written:
+                file.result()
 
-    def gather(self, has_moments: bool) -> tuple[dict[str, Tensor] | None, dict[str, Tensor], dict[str, Tensor]]:
-        """Weights (None: the model has them), moments and proximal policy, on the first rank; all take part."""
-        whole = self.parallel.whole
-        policy = self.parallel.whole_policy()
-        moments = moments_by_name(self.optimizer, self.names, whole) if has_moments else {}
-        return policy, moments, {name: whole(name, own) for name, own in self.proximal.items()}
+    def gather(self, has_moments: bool) -> tuple[dict[str, Tensor] | None, dict[str, dict[str, Tensor]]]:
+        """Weights (None: the model has them), and the files beside them, on the first rank; all take part."""
+        whole, policy = self.parallel.whole, self.parallel.whole_policy()
+        files = moments_by_file(self.optimizer, self.names, whole) if has_moments else {}
+        if self.proximal:
+            files["proximal.safetensors"] = {name: whole(name, own) for name, own in self.proximal.items()}
+        return policy, files
 
     def state(self) -> dict[str, Any]:
         """The numbers that belong to a checkpoint."""
@@ -152,6 +154,17 @@ class Learner:
         except NonFiniteUpdate:
             self.version, self.steps = before
             raise
+
+    def gradient(self, rows: Rows) -> Tensor:
+        """What an update on these rollouts would follow, as one vector; nothing is changed. 0 where nothing teaches."""
+        batch, _ = make_update_batch(rows, self.config, self.objective)
+        self.optimizer.zero_grad(set_to_none=self.body is None)
+        if batch is not None:
+            share = self._deal(batch).shares[0]
+            self._backward(share, self._lay_out(share))
+        found = [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in self.names]
+        self.optimizer.zero_grad(set_to_none=self.body is None)
+        return torch.cat([gradient.flatten() for gradient in found])
 
     def enqueue(self, rows: Rows) -> PendingUpdate:
         """Take one update on these rollouts, without waiting for the device. The version rises by one in any case."""
@@ -178,11 +191,11 @@ class Learner:
             return self._lead(batch)
         except torch.OutOfMemoryError:
             if self.parallel.ranks.world > 1:
-                raise self.out_of_memory() from None
+                raise out_of_memory(self.token_budget) from None
             if self.steps > taken:  # the weights have changed: once more would be twice
                 raise ModelError("out of memory after a step: lower learner.tokens_per_micro_batch") from None
             if self.token_budget < self.config.learner.tokens_per_micro_batch:
-                raise self.out_of_memory() from None
+                raise out_of_memory(self.token_budget) from None
         # Out of the handler, whose traceback would keep the activations alive.
         self.token_budget //= 2
         self.body = None
@@ -191,18 +204,9 @@ class Learner:
         torch.cuda.empty_cache()
         return self._lead(batch)
 
-    def out_of_memory(self) -> ModelError:
-        """What to do about it."""
-        return ModelError(
-            f"out of memory with {self.token_budget} tokens a micro-batch: lower "
-            "learner.tokens_per_micro_batch, or set learner.gradient_checkpointing"
-        )
-
     def _lead(self, batch: UpdateBatch) -> Step:
         """Deal an update out and enqueue this rank's share; the results wait for it and say what it saw."""
-        denominator = loss_denominator(batch, self.config, self.objective)
-        world, in_step = self.parallel.ranks.world, self.parallel.in_step
-        dealt = deal_update(batch, self._layout(), denominator, world=world, in_step=in_step)
+        dealt = self._deal(batch)
         self.parallel.hand_out(dealt)
         read, rate, seen = self._step(dealt.shares[0])
         finish = partial(self._read_step, read, self.version, rate, dealt)
@@ -211,7 +215,7 @@ class Learner:
     def _step(self, share: Share) -> tuple[Read, float, SeenTokens | None]:
         """Enqueue one step; its numbers, its learning rate, and what it saw of each token."""
         self.optimizer.zero_grad(set_to_none=self.body is None)
-        parts = [lay_out(share.batch.rows, chosen, self._layout(), self.device) for chosen in share.plan]
+        parts = self._lay_out(share)
         loss, sums, places, seen = self._backward(share, parts)
         self.parallel.sum_gradients()
         loss, places, sums = self.parallel.together(loss, places, sums, share.whole.passes)
@@ -290,6 +294,14 @@ class Learner:
             found = seen_of_tokens(parts[: share.own], seen[: share.own], self.device)
             recorded = self.parallel.collect(*found, share.whole.tokens)
         return torch.stack(losses).sum(), sums, torch.stack(places), recorded
+
+    def _deal(self, batch: UpdateBatch) -> Dealt:
+        denominator = loss_denominator(batch, self.config, self.objective)
+        world, in_step = self.parallel.ranks.world, self.parallel.in_step
+        return deal_update(batch, self._layout(), denominator, world=world, in_step=in_step)
+
+    def _lay_out(self, share: Share) -> list[MicroBatch]:
+        return [lay_out(share.batch.rows, chosen, self._layout(), self.device) for chosen in share.plan]
 
     def _layout(self) -> Layout:
         return Layout(

@@ -41,6 +41,13 @@ def chunk_gradient(logits_CV: Tensor, lse_C: Tensor, target_C: Tensor, gradient_
     return gradient_CV.scatter_add(1, target_C.unsqueeze(1), gradient_C1).to(logits_CV.dtype)
 
 
+def fusible_chunk_gradient(logits_CV: Tensor, lse_C: Tensor, target_C: Tensor, gradient_C: Tensor) -> Tensor:
+    """The same for a compiler, which makes one pass of it: to scatter it would write the whole in float32 first."""
+    is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == target_C.unsqueeze(1)
+    probability_CV = (logits_CV.float() - lse_C.unsqueeze(1)).exp()
+    return ((is_target_CV.float() - probability_CV) * gradient_C.unsqueeze(1)).to(logits_CV.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """The two functions that read logits; everything else of the output layer is matrix products."""
@@ -55,7 +62,7 @@ PLAIN_KERNELS = Kernels(chunk_statistics, chunk_gradient)
 @cache
 def compiled_kernels() -> Kernels:
     """The same functions, each fused into few passes over the logits."""
-    return Kernels(torch.compile(chunk_statistics, dynamic=True), torch.compile(chunk_gradient, dynamic=True))
+    return Kernels(torch.compile(chunk_statistics, dynamic=True), torch.compile(fusible_chunk_gradient, dynamic=True))
 
 
 def response_logp(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -51,21 +52,32 @@ def learning_rate(
     return peak * (0.5 * (1 + math.cos(math.pi * done)) if schedule == "cosine" else 1 - done)
 
 
-def moments_by_name(
+def moments_by_file(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], whole: Callable[[str, Tensor], Tensor]
-) -> dict[str, Tensor]:
-    """The optimizer's state as tensors by name, ready for safetensors; `whole` makes one of what the ranks hold."""
+) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's state as tensors by name, ready for safetensors: a file for each moment.
+
+    `whole` makes one tensor of what the ranks hold of it.
+    """
     return {
-        f"{moment}.{names[parameter]}": whole(names[parameter], state[moment]).contiguous()
-        for parameter, state in optimizer.state.items()
+        f"optimizer_{moment}.safetensors": {
+            f"{moment}.{names[parameter]}": whole(names[parameter], state[moment]).contiguous()
+            for parameter, state in optimizer.state.items()
+        }
         for moment in _MOMENTS
     }
+
+
+def read_moments(checkpoint: Path, load: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of all these files."""
+    files: Iterator[Path] = checkpoint.glob("optimizer*.safetensors")
+    return {name: tensor for file in files for name, tensor in load(file).items()}
 
 
 def restore_moments(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tensors: Mapping[str, Tensor], steps: int
 ) -> None:
-    """The inverse of `moments_by_name`; `steps` is how many steps the optimizer had taken."""
+    """The inverse of `moments_by_file`; `steps` is how many steps the optimizer had taken."""
     for parameter, name in names.items():
         if f"{_MOMENTS[0]}.{name}" not in tensors:  # it never had a gradient
             continue

@@ -1,4 +1,4 @@
-"""The numbers of a step, once they have come home from the device: metrics, or why it was none."""
+"""The numbers of a step, once they have come home from the device: metrics, or why there was none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stalewise.diagnostics import TokenSums, drift_statistics
-from stalewise.errors import StalewiseError
+from stalewise.errors import ModelError, StalewiseError
 from stalewise.learn.shares import Dealt
 from stalewise.objectives import Tokens
 
@@ -17,6 +17,14 @@ class NonFiniteUpdate(StalewiseError, ArithmeticError):
     """An update whose gradient or ratios are not finite: nothing was changed."""
 
     exit_code = 4
+
+
+def out_of_memory(token_budget: int) -> ModelError:
+    """What to do about it."""
+    return ModelError(
+        f"out of memory with {token_budget} tokens a micro-batch: lower learner.tokens_per_micro_batch, or set "
+        "learner.gradient_checkpointing"
+    )
 
 
 def first_nonfinite(tokens: Tokens) -> Tensor:

@@ -16,7 +16,7 @@ import psutil
 
 from stalewise.files import RunLock
 from stalewise.report.checks import HOLDER
-from stalewise.report.clock import IDLE
+from stalewise.report.clock import IDLE, total
 from stalewise.report.read import Run, read_run
 from stalewise.report.summary import findings
 from stalewise.store import parse_batch_name
@@ -169,7 +169,11 @@ def pace_of(run: Run) -> float | None:
 
 
 def seconds_left(run: Run) -> float | None:
-    """What the rest takes if it goes on as so far; None before the first update."""
+    """What the rest takes if it goes on as so far; None before the first update.
+
+    Side by side, the later of two ends counts: the learner's own work, or the last generation batch and what is
+    learned from it. How long each waited for the other follows from that and is not counted again.
+    """
     rate = pace_of(run)
     if rate is None:
         return None
@@ -177,10 +181,15 @@ def seconds_left(run: Run) -> float | None:
     done = max(len(run.batches), 1)
     planned = done * (1 + share) if run.is_open_ended else run.schedule.generation_batches
     spent = run.seconds
-    generate = 0.0 if run.sources else spent["generate"] * max(planned - done, 0) / done
+    generated = (total(run.generator) if run.generator else spent)["generate"]
+    generate = 0.0 if run.sources else generated * max(planned - done, 0) / done
     learn = (run.planned_updates - run.updates) / rate
-    other = sum(seconds for name, seconds in spent.items() if name not in ("generate", "learn", IDLE)) * share
-    return other + (max(generate, learn) if run.generator else generate + learn)
+    apart = ("generate", "learn", IDLE, *(("wait",) if run.generator else ()))
+    other = sum(seconds for name, seconds in spent.items() if name not in apart) * share
+    if not run.generator:
+        return other + generate + learn
+    last_batch = min(run.schedule.updates_per_generation / rate, learn)
+    return max(other + learn, generate + last_batch)
 
 
 def _last(run: Run, key: str, updates: int = 1) -> float | None:

@@ -1,13 +1,11 @@
-"""Compiling the layers of a model, where that pays: a minute's work for a GPU that trains for many."""
+"""Compiling parts of a model, where that pays: a minute's work for a GPU that trains for many."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from stalewise.attention import can_compile
 from stalewise.config import RunConfig
+from stalewise.kernels import can_compile
 
 # Below these a run is over before compiled layers have earned the time that compiling takes.
 WORTHWHILE_PARAMETERS = 50_000_000
@@ -25,9 +23,14 @@ def compiling_pays(config: RunConfig, model: Any) -> bool:
 
 def compile_layers(model: Any, backend: str = "inductor") -> None:
     """Compile each layer by itself: they are alike, so one compilation serves all. Names of weights do not change."""
-    # Layers differ in their index, which dynamo would otherwise compile for one by one.
-    torch._dynamo.config.allow_unspec_int_on_nn_module = True
     names = set(getattr(model, "_no_split_modules", None) or ())
     for module in model.modules():
         if type(module).__name__ in names:
+            module.compile(dynamic=True, backend=backend)
+
+
+def compile_pieces(model: Any, backend: str = "inductor") -> None:
+    """Compile what lies around attention: decoding writes to a cache on the way, which a compiler cannot follow."""
+    for module in model.modules():
+        if type(module).__name__.endswith(("RMSNorm", "MLP")):
             module.compile(dynamic=True, backend=backend)

@@ -1,0 +1,63 @@
+"""Keys that several segments see: the operator against plain indexing and its gradient."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from stalewise.attention import packed_arguments
+from stalewise.kernels.gather import copies_of, gather_keys
+from stalewise.learn.logp import chunk_gradient, fusible_chunk_gradient
+
+KEYS = np.array([0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 4, 5])  # a prompt of three tokens and two responses
+
+
+def gathered(dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Keys and values [6, 2, 4] that want gradients, and what the operator makes of them."""
+    torch.manual_seed(0)
+    tensors = [torch.randn(6, 2, 4, dtype=dtype, requires_grad=True) for _ in range(2)]
+    copies = [torch.from_numpy(x) for x in copies_of(KEYS, 6)]
+    return tensors, list(gather_keys(*tensors, torch.from_numpy(KEYS), *copies))
+
+
+def test_gathering_is_indexing_and_so_is_its_gradient() -> None:
+    (key, value), found = gathered(torch.float32)
+    expected = [key[KEYS], value[KEYS]]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    weights = [torch.randn_like(x) for x in expected]
+    mine, plain = (
+        torch.autograd.grad([(x * w).sum() for x, w in zip(out, weights, strict=True)], [key, value])
+        for out in (found, expected)
+    )
+    for a, b in zip(mine, plain, strict=True):
+        torch.testing.assert_close(a, b)
+    assert not torch.allclose(mine[0], mine[1])
+
+
+def test_copies_are_added_up_in_float32() -> None:
+    (key, _), (found, _) = gathered(torch.bfloat16)
+    gradient = torch.zeros_like(found)
+    gradient[[0, 3, 7], 0, 0] = torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16)  # 256 + 1 is 256 in bfloat16
+    (added,) = torch.autograd.grad(found, [key], gradient)
+    assert added[0, 0, 0] == 258
+
+
+def test_the_operator_is_sound() -> None:
+    tensors, _ = gathered(torch.float32)
+    copies = [torch.from_numpy(x) for x in copies_of(KEYS, 6)]
+    torch.library.opcheck(gather_keys, (*tensors, torch.from_numpy(KEYS), *copies))
+
+
+@pytest.mark.parametrize("grids", [True, False])
+def test_copies_are_known_where_keys_are_gathered(grids: bool) -> None:
+    made = packed_arguments(np.array([3, 1, 2]), np.array([3, 4, 5]), KEYS, torch.device("cpu"), grids=grids)
+    assert len(made["copy_M"]) == (0 if grids else len(KEYS)) and len(made["copy_start"]) == (0 if grids else 7)
+
+
+def test_the_gradient_for_compilers_is_the_plain_one() -> None:
+    torch.manual_seed(0)
+    logits, target, gradient = torch.randn(5, 11), torch.randint(11, (5,)), torch.randn(5)
+    lse = logits.logsumexp(dim=1)
+    arguments = (logits, lse, target, gradient)
+    torch.testing.assert_close(fusible_chunk_gradient(*arguments), chunk_gradient(*arguments))
