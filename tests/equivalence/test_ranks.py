@@ -45,7 +45,8 @@ FOUR = ["p3o", "m2po-released", "decoupled_ppo"]
 
 def config(runs: Path, setting: int, **changes: Any) -> RunConfig:
     name, params = SETTINGS[setting]
-    changes = {"objective": {"name": name, "params": params, "proximal_every": 2}, **changes}
+    every = 1 if name == "p3o_two_anchor" else 2  # a snapshot that is renewed, and one that is kept
+    changes = {"objective": {"name": name, "params": params, "proximal_every": every}, **changes}
     # With a large ε a step is proportional to the gradient: rounding stays as small as it is.
     steps = {"learning_rate": 1e-2, "epsilon": 1e-2, "step_control": "vcpo" if name == "grpo" else "none"}
     changes["optimizer"] = steps | changes.get("optimizer", {})

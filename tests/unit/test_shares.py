@@ -90,9 +90,10 @@ def test_a_share_comes_out_of_a_message_as_it_went_in() -> None:
     assert torch.equal(again.batch.keep, share.batch.keep)
 
 
-def test_what_was_seen_of_tokens_comes_home_in_the_order_of_rows() -> None:
+@pytest.mark.parametrize("layout", [PACKED, PADDED], ids=["packed", "padded"])
+def test_what_was_seen_of_tokens_comes_home_in_the_order_of_rows(layout: Layout) -> None:
     batch = update(groups=5)
-    dealt = deal_update(batch, PACKED, 7.0, world=3, in_step=True)
+    dealt = deal_update(batch, layout, 7.0, world=3, in_step=True)
     logp = np.full((3, dealt.shares[0].whole.tokens), 255, dtype=np.float32)
     for rank, share in enumerate(dealt.shares):
         seen = [share.batch.rows.response(int(row)) for part in share.plan[: share.own] for row in part]
