@@ -25,6 +25,7 @@ from stalewise.config import RunConfig, make_config
 from stalewise.generate.hf import HFSampler
 from stalewise.generate.rounding import RoundableWeights
 from stalewise.generate.sampler import Request, Response
+from stalewise.learn.batching import micro_batches
 from stalewise.learn.learner import Learner
 from stalewise.learn.update_batch import make_update_batch
 from stalewise.models import EMBEDDED
@@ -132,7 +133,7 @@ def check_log_probabilities(model: str, rows: Rows) -> dict[str, float]:
     learner = Learner(config, Path(model))
     batch, _ = make_update_batch(rows, config, learner.objective)
     assert batch is not None
-    (part,) = learner._micro_batches(batch)
+    (part,) = micro_batches(batch.rows, learner._layout(), learner.device)
     with torch.no_grad():
         ours_BT = learner._forward(part)[0].cpu()
     reference = load(model, torch.float32)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,28 +50,47 @@ def versions(run: str | Path) -> list[int]:
 
 
 def write_checkpoint(
-    run: str | Path, version: int, *, save: Callable[[Path], object], state: Mapping[str, Any]
+    run: str | Path,
+    version: int,
+    *,
+    save: Callable[[Path], object],
+    state: Mapping[str, Any],
+    notes: dict[str, Any] | None = None,
 ) -> Path:
-    """Let `save` fill a directory, add `state` and the manifest, and commit it."""
+    """Let `save` fill a directory, add `state` and the manifest, and commit it.
+
+    `notes` take what was written and how long writing, checksums and flushing to the disk took.
+    """
     final = checkpoint_directory(run, version)
     temporary = temporary_name(final)
     make_directory(temporary)
+    marks = [time.perf_counter()]
     try:
         with explain_write_errors(final, 0):
             save(temporary)
         _write_index(temporary)
         write_json_atomic(temporary / "state.json", {"version": version, **state})
+        marks.append(time.perf_counter())
         paths = sorted(path for path in temporary.rglob("*") if path.is_file())
         files = {
             path.relative_to(temporary).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
             for path, digest in zip(paths, _digests(paths), strict=True)
         }
         write_json_atomic(temporary / "manifest.json", {"format": FORMAT, "version": version, "files": files})
+        marks.append(time.perf_counter())
         commit_directory(temporary, final)
+        marks.append(time.perf_counter())
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    if notes is not None:
+        notes["bytes"] = sum(file["bytes"] for file in files.values())
+        notes |= dict(zip(("writing_s", "checksums_s", "flushing_s"), map(_span, pairwise(marks)), strict=True))
     return final
+
+
+def _span(marks: tuple[float, float]) -> float:
+    return round(marks[1] - marks[0], 3)
 
 
 def _digests(paths: list[Path]) -> list[str]:

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
+from stalewise.beginning import write_first_checkpoint
 from stalewise.budget import BudgetWatch
 from stalewise.calibration.settle import limits_of_run
 from stalewise.checkpoints import checkpoint_directory, prune, read_state, versions, write_checkpoint
 from stalewise.config import RunConfig, write_resolved
 from stalewise.course import begin_stage, first_schedule, forget_stages
+from stalewise.distributed import ALONE
 from stalewise.errors import TaskError
 from stalewise.evaluate import describe_evaluation, evaluate_checkpoint
 from stalewise.files import remove_temporaries, write_json_atomic
@@ -26,11 +28,11 @@ from stalewise.generate.loop import generate_batch
 from stalewise.generate.sampler import Sleeper
 from stalewise.generate.setup import batch_plan, batch_problem, check_foreign_of, make_sampler
 from stalewise.guard import Guard
+from stalewise.learn.crew import make_learner
 from stalewise.learn.learner import Learner, NonFiniteUpdate
-from stalewise.learn.logp import check_output_layer
-from stalewise.learn.lora import base_directory, save_first
-from stalewise.memory import check_memory
-from stalewise.models import device_name, load_model, load_tokenizer, resolve_model
+from stalewise.learn.lora import base_directory
+from stalewise.memory import check_memory, pick_parallel
+from stalewise.models import device_name, resolve_model
 from stalewise.records import Records
 from stalewise.rundirectory import RunResult, check_identity, environment, read_result
 from stalewise.staleness.judgement import Judgement, Trouble
@@ -57,6 +59,7 @@ class Conductor:
         if config.model.threads:
             torch.set_num_threads(config.model.threads)
         self.watcher = watcher
+        self.ranks = ALONE  # those that the learner is spread over; whoever conducts several says so
         self.directory = config.directory
         self.records = Records(self.directory, journal)
         self.schedule = first_schedule(config, self.records.stages_path)
@@ -105,7 +108,7 @@ class Conductor:
             return
         source = str(checkpoint_directory(self.directory, found[0])) if found else self._first_policy()
         self._check_foreign(Path(source))
-        if warning := check_memory(self.config, source):
+        if warning := check_memory(self.config, source, self.ranks.world, self.ranks.local_world):
             self.watcher.say(warning)
 
     def _check_foreign(self, own: Path) -> None:
@@ -116,7 +119,7 @@ class Conductor:
         remove_temporaries(self.directory, spare=is_in_the_making)
         check_identity(self.config)
         write_resolved(self.config, self.directory / "config.resolved.json")
-        here = environment(device_name(self.config.model.device), torch.get_num_threads())
+        here = environment(device_name(self.config.model.device), torch.get_num_threads(), self.ranks.world)
         write_json_atomic(self.directory / "environment.json", here)
         self.guard.rollbacks.finish()
 
@@ -125,17 +128,7 @@ class Conductor:
         return resolve_model(self.config.model.path, self.config.task.name)
 
     def _write_first_checkpoint(self) -> None:
-        source = self._first_policy()
-        model = load_model(source, device=torch.device("cpu"))
-        check_output_layer(model)  # now, and not when a whole stage has been generated
-        tokenizer = load_tokenizer(source)
-
-        def save(directory: Path) -> None:
-            save_first(self.config, model, source, directory)
-            tokenizer.save_pretrained(directory)
-
-        state = {"steps": 0, "drift": 0.0, "source": self.config.model.path}
-        write_checkpoint(self.directory, 0, save=save, state=state)
+        write_first_checkpoint(self.config, self._first_policy())
 
     def act(self) -> bool:
         """Do the next thing. False: the run is complete."""
@@ -271,10 +264,10 @@ class Conductor:
             return
         stop = learner.version
         self.records.journal("learn", time.perf_counter() - start, first=version, stop=stop)
-        with self.records.timed("switch", reason="checkpoint"):
+        with self.records.timed("switch", reason="checkpoint") as notes:
             state = learner.state() | ({"spent": spent} if spent else {})
             self.records.tokens.commit(stop)
-            write_checkpoint(self.directory, stop, save=learner.save, state=state)
+            write_checkpoint(self.directory, stop, save=learner.save, state=state, notes=notes)
             self.states[stop] = {"version": stop, **state}  # whole, since this sitting wrote it
             prune(self.directory, keep=self.config.checkpoints.keep, needed=self._needed_versions(stop))
             self.meeting.publish()
@@ -340,9 +333,14 @@ class Conductor:
                 base_directory(checkpoint)
                 self._checkpoint(0)  # what lies beneath the adapters must be there, and whole
             self.records.forget_updates(before=version)
-            self.learner = Learner(self.config, checkpoint, say=self.watcher.say)
-            self.learner.restore(checkpoint, self.states[version])
-            self.learner.rate_factor = self.guard.rollbacks.learning_rate_factor
+            kind = pick_parallel(self.config, str(checkpoint), self.ranks.world, self.ranks.local_world)
+            if change := self.records.sitting(self.ranks.world, kind):
+                self.watcher.say(change)
+            rate_factor, say = self.guard.rollbacks.learning_rate_factor, self.watcher.say
+            state = self.states[version]
+            self.learner = make_learner(
+                self.config, checkpoint, state, self.ranks, kind, rate_factor=rate_factor, say=say
+            )
         return self.learner
 
     def result(self) -> RunResult:

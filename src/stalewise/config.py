@@ -129,6 +129,10 @@ class LearnerSection(Section):
     compile: Literal["auto", "always", "never"] = Field(
         default="auto", description="Compile the model's layers; auto: on a GPU, where the run is long enough to gain."
     )
+    parallel: Literal["auto", "replicated", "sharded"] = Field(
+        default="auto",
+        description="With several ranks: all weights on each, or a part of each weight; auto: by what a device holds.",
+    )
     record_tokens: bool = Field(
         default=True, description="Write down each token's log-probability at its update; the browser shows ratios."
     )
@@ -197,6 +201,11 @@ class RunConfig(Section):
                 f'guard.action is "{self.guard.action}", but the policies that made rollouts ahead are gone when a '
                 'pipelined run is taken back: use "halve" or "stop"'
             )
+        if self.learner.parallel == "sharded" and self.model.trains_adapters:
+            raise ValueError(
+                'learner.parallel is "sharded", but adapters are trained on replicas of the model: say "replicated", '
+                "or train all weights"
+            )
         if self.sampler.rollouts_per_shard % self.batch.group_size:
             raise ValueError(
                 f"sampler.rollouts_per_shard is {self.sampler.rollouts_per_shard}, no multiple of "
@@ -210,7 +219,8 @@ class RunConfig(Section):
         return Path(self.runs) / self.name
 
     def identity(self) -> dict[str, Any]:
-        """What must be equal for a run to go on: all but where it lies, who watches, what is noted, what samples where.
+        """What must be equal for a run to go on: all but where it lies, who watches, what is noted, what samples where,
+        on how many devices it learns.
 
         Each rollout records the engine that made it.
         """
@@ -223,7 +233,8 @@ def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in record.items() if key not in elsewhere}
     engine = ("engine", *get_args(SamplerSection.model_fields["engine"].annotation))  # and each engine's own table
     kept["sampler"] = {key: value for key, value in record.get("sampler", {}).items() if key not in engine}
-    kept["learner"] = {key: value for key, value in record.get("learner", {}).items() if key != "record_tokens"}
+    free = ("record_tokens", "parallel")
+    kept["learner"] = {key: value for key, value in record.get("learner", {}).items() if key not in free}
     return kept
 
 

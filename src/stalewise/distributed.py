@@ -1,17 +1,158 @@
-"""Merging sums over ranks. The pure rooms know no collectives: this is where they meet."""
+"""The processes of one launch, and merging sums over them. The pure rooms know no collectives: this is where they meet.
+
+The first rank leads: it conducts the run as it would alone, and tells the others what to do. Those wait for its orders.
+So a decision is taken in one place, and a file is written by one process. Orders, and what comes with them, travel from
+process to process over a group of their own, which has all the time in the world: between two orders the first rank may
+generate for hours. A process that ends closes its connections, and whoever waits for it notices at once.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import reduce
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.numpy import load, save
 from torch import Tensor
 
+from stalewise.errors import ConfigError, RankError, StalewiseError
+from stalewise.launch import Launch, launched
 from stalewise.objectives.batch_statistics import Mergeable
 
 MergeableT = TypeVar("MergeableT", bound=Mergeable)
+
+HEADER = "message"  # the array that holds what is said in words
+PATIENCE = timedelta(days=365)
+LAST_WORDS_S = 5.0  # to tell the others that it is over; who is stuck elsewhere notices anyway
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one rank says to another: a word, what JSON can say, and arrays."""
+
+    what: str
+    record: Mapping[str, Any]
+    arrays: Mapping[str, np.ndarray]
+
+
+class Ranks:
+    """The processes that were launched together, as one of them sees it; one process is a case of it."""
+
+    def __init__(self, launch: Launch, control: Any = None) -> None:
+        self.rank, self.world, self.local_world = launch.rank, launch.world, launch.local_world
+        self.control = control  # the group that messages travel over
+        self.is_whole = True  # no, once another has been found to be gone
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this one leads."""
+        return self.rank == 0
+
+    @property
+    def others(self) -> range:
+        """The ranks that are led."""
+        return range(1, self.world)
+
+    def tell(
+        self, rank: int, what: str, record: Mapping[str, Any] | None = None, arrays: Mapping[str, Any] | None = None
+    ) -> None:
+        """Say something to one rank; returns when it has been heard."""
+        for tensor in _letter(what, record, arrays):
+            dist.send(tensor, dst=rank, group=self.control)
+
+    def tell_all(self, what: str, **record: Any) -> None:
+        """Say the same to all that are led."""
+        for rank in self.others:
+            self.tell(rank, what, record)
+
+    def hear(self, rank: int = 0) -> Message:
+        """Wait for what a rank says to this one."""
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, src=rank, group=self.control)
+        body = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(body, src=rank, group=self.control)
+        arrays = load(body.numpy().tobytes())
+        header = json.loads(arrays.pop(HEADER).tobytes())
+        return Message(header["what"], header["record"], arrays)
+
+    def dismiss(self, **record: Any) -> None:
+        """Tell all that are led that it is over, as far as they can hear it."""
+        listening, until = list(self.others), time.monotonic() + LAST_WORDS_S
+        for tensor in _letter("stop", record, None):
+            sent: list[tuple[int, Any]] = []
+            for rank in listening:
+                with contextlib.suppress(RuntimeError):  # it is gone
+                    sent.append((rank, dist.isend(tensor, dst=rank, group=self.control)))
+            listening = []
+            for rank, work in sent:
+                with contextlib.suppress(RuntimeError):  # it waits for something else, and will notice
+                    work.wait(timedelta(seconds=max(until - time.monotonic(), 0.01)))
+                    listening.append(rank)
+
+
+ALONE = Ranks(Launch())
+_joined: list[Ranks] = []
+
+
+def join(device: torch.device) -> Ranks:
+    """Meet the other processes of this launch. Asked again, the same ones."""
+    if _joined:
+        return _joined[0]
+    launch = launched()
+    backend = "gloo"
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if device.index is not None:
+            raise ConfigError(f'model.device is "{device}", but each of {launch.world} ranks has its own: say "auto"')
+        if launch.local_rank >= count:
+            raise ConfigError(f"rank {launch.rank} has no GPU of its own: launch at most {count} processes here")
+        torch.cuda.set_device(launch.local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    if not dist.is_initialized():
+        dist.init_process_group(backend)
+        atexit.register(_leave)
+    _joined.append(Ranks(launch, dist.new_group(backend="gloo", timeout=PATIENCE)))
+    return _joined[0]
+
+
+def _leave() -> None:
+    if all(ranks.is_whole for ranks in _joined):  # else it might wait for one that is gone
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def noticing(ranks: Ranks) -> Iterator[None]:
+    """Turn what a collective raises when another process is gone into a RankError."""
+    try:
+        yield
+    except StalewiseError:
+        raise
+    except RuntimeError as error:
+        of_a_collective = isinstance(error, dist.DistError) or any(name in str(error) for name in ("gloo", "NCCL"))
+        if ranks.world == 1 or not of_a_collective:
+            raise
+        ranks.is_whole = False
+        raise RankError(
+            f"rank {ranks.rank} has lost touch with another rank, which ended or cannot be reached; what was committed "
+            "is kept: run the same command again to go on"
+        ) from error
+
+
+def _letter(what: str, record: Mapping[str, Any] | None, arrays: Mapping[str, Any] | None) -> tuple[Tensor, Tensor]:
+    """How long it is, and a safetensors file: nothing that comes over the wire is ever executed."""
+    header = json.dumps({"what": what, "record": record or {}}).encode()
+    whole = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
+    body = save({**whole, HEADER: np.frombuffer(header, dtype=np.uint8)})
+    return torch.tensor([len(body)]), torch.frombuffer(bytearray(body), dtype=torch.uint8)
 
 
 def merge_over_ranks(sums: MergeableT) -> MergeableT:

@@ -45,6 +45,20 @@ class CalibrationError(StalewiseError, LookupError):
     exit_code = 3
 
 
+class RankError(StalewiseError, RuntimeError):
+    """Ranks of one launch that see different files, or one that is no more."""
+
+    exit_code = 5
+
+
+class StoppedByFirst(RankError):
+    """The first rank has ended the run and said why: no other need say anything."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__("the first rank has ended the run")
+        self.exit_code = exit_code
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Say which known name was probably meant.
 

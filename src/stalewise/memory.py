@@ -38,6 +38,7 @@ GIB = 2**30
 ACTIVATIONS = {(False, 4): (36, 16, 8), (True, 4): (32, 8, 4), (True, 2): (22, 8, 4)}
 # The embedded engine takes as many rows at a time as fit on a GPU, and no fewer than these.
 FEWEST_ROWS_ON_GPU = 64
+COMFORTABLE = 0.8  # share of a device's memory that a policy on every rank may need
 UNKNOWN_PROMPT = 128  # tokens of a prompt, where nobody has looked yet
 
 
@@ -130,8 +131,13 @@ def _adapter_parameters(model: Any, config: RunConfig) -> int:
     return sum(config.model.lora.rank * sum(layer.weight.shape) for layer in layers)
 
 
-def estimate(config: RunConfig, source: str, *, longest_prompt: int = UNKNOWN_PROMPT) -> Estimate | None:
-    """What a run of this config with the model at `source` needs on its device; None where its config does not say."""
+def estimate(
+    config: RunConfig, source: str, *, longest_prompt: int = UNKNOWN_PROMPT, shards: int = 1
+) -> Estimate | None:
+    """What a run of this config with the model at `source` needs on its device; None where its config does not say.
+
+    With `shards`, each of so many devices holds a part of the learner's weights and of what belongs to them.
+    """
     shape = model_shape(source, config)
     if shape is None:
         return None
@@ -141,8 +147,9 @@ def estimate(config: RunConfig, source: str, *, longest_prompt: int = UNKNOWN_PR
     adapters = config.model.trains_adapters
     trained = shape.trained * (4 if adapters else weight)
     embedded = config.sampler.engine == "hf"  # others have processes, or machines, of their own
+    trained //= shards
     certain = {
-        "weights": shape.parameters * weight + (trained if adapters else 0),
+        "weights": shape.parameters * weight // shards + (trained if adapters else 0),
         "gradients": trained,
         "moments": 2 * trained,
         "copy for the update's norm": trained,
@@ -196,10 +203,30 @@ def ways_out(config: RunConfig, needed: Estimate, free: int) -> str:
     return f"if it runs out, {save}lower learner.tokens_per_micro_batch, or {smaller}"
 
 
-def check_memory(config: RunConfig, source: str) -> str:
+def pick_parallel(config: RunConfig, source: str, world: int, local_world: int) -> str:
+    """How the policy lies on the ranks; `auto`: replicated where that fits comfortably, by what the device has in all.
+
+    What is free at the moment decides nothing: a run that goes on would otherwise be taken apart in another way.
+    """
+    if world == 1:
+        return "alone"
+    if config.learner.parallel != "auto":
+        return config.learner.parallel
+    device = pick_device(config.model.device)
+    needed = None if config.model.trains_adapters else estimate(config, source)
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory
+    else:
+        room = psutil.virtual_memory().total // local_world
+    return "replicated" if needed is None or needed.total <= COMFORTABLE * room else "sharded"
+
+
+def check_memory(config: RunConfig, source: str, world: int = 1, local_world: int = 1) -> str:
     """Refuse a model that is too large for its device, before it is loaded; a word of warning where it may be."""
     device = pick_device(config.model.device)
-    needed, free = estimate(config, source), free_bytes(device)
+    shards = world if pick_parallel(config, source, world, local_world) == "sharded" else 1
+    needed, free = estimate(config, source, shards=shards), free_bytes(device)
+    free //= 1 if device.type == "cuda" else local_world  # ranks on one machine share its memory
     if needed is None or needed.total <= free:
         return ""
     figures = f"{needed} on {device}, where {free / GIB:.2f} GiB are free: {ways_out(config, needed, free)}"

@@ -23,6 +23,7 @@ from stalewise.conductor import Conductor
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import EngineError, StalewiseError, StoreError
 from stalewise.files import RunLock
+from stalewise.launch import environment_of_a_child
 from stalewise.rundirectory import read_config
 from stalewise.staleness.judgement import Judgement, Trouble
 from stalewise.store import committed_shards, is_committed
@@ -86,6 +87,7 @@ class Pipelined(Conductor):
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # Ctrl-C is for this side, which then ends the other
+                env=environment_of_a_child(),
             )
 
     def _check(self) -> None:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from stalewise.config import RunConfig
-from stalewise.watch import Watcher
+from stalewise.watch import Silence, Watcher
 
 UNITS = {"generate": "rollouts", "wait": "rollouts", "learn": "updates", "evaluate": "responses"}
 
@@ -143,8 +143,14 @@ class Several:
 
 
 @contextlib.contextmanager
-def watching(config: RunConfig | None = None) -> Iterator[Watcher]:
-    """Progress on stderr, and the trackers of the config, for as long as the block lasts."""
+def watching(config: RunConfig | None = None, *, is_first: bool = True) -> Iterator[Watcher]:
+    """Progress on stderr, and the trackers of the config, for as long as the block lasts.
+
+    Of several processes at one run only the first is worth watching.
+    """
+    if not is_first:
+        yield Silence()
+        return
     console = Console(stderr=True)
     shown = Bars(console) if console.is_terminal else Lines(console)
     with contextlib.ExitStack() as stack:

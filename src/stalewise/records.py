@@ -55,6 +55,19 @@ class Records:
         """Say what was done and how long it took."""
         append_line(self.journal_path, {"time": time.time(), "event": event, "seconds": seconds, **notes})
 
+    def sitting(self, world_size: int, parallel: str) -> str:
+        """Say how many ranks learn from here on, and how; a sentence where it was another number so far.
+
+        One process that was always one is not worth a line.
+        """
+        said = [one["world_size"] for one in read_jsonl(self.journal_path) if one["event"] == "ranks"]
+        if world_size == 1 and not said:
+            return ""
+        before = said[-1] if said else 1 if self.remembered else world_size
+        change = f"world size {before} → {world_size}" if before != world_size else ""
+        self.journal("ranks", 0.0, world_size=world_size, parallel=parallel, **({"change": change} if change else {}))
+        return change and f"{change}: updates from here on are the same to float32 rounding, not to the bit"
+
     @contextlib.contextmanager
     def timed(self, event: str, **notes: Any) -> Iterator[dict[str, Any]]:
         """Journal the block; it may add notes."""

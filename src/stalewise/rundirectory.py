@@ -34,6 +34,8 @@ def read_result(directory: Path, updates: int) -> RunResult:
     """Sum up a run directory."""
     seconds: dict[str, float] = {"generate": 0.0, "learn": 0.0, "switch": 0.0, "evaluate": 0.0}
     for record in read_jsonl(directory / "journal.jsonl"):
+        if record["event"] == "ranks":  # who learns, which takes no time
+            continue
         seconds[record["event"]] = seconds.get(record["event"], 0.0) + record["seconds"]
     return RunResult(directory, updates, read_jsonl(directory / "eval.jsonl"), seconds)
 
@@ -92,7 +94,7 @@ def flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def environment(device: str, threads: int) -> dict[str, Any]:
+def environment(device: str, threads: int, world_size: int) -> dict[str, Any]:
     """What the numbers of a run may depend on besides its config."""
     packages = ("torch", "transformers", "numpy", "pyarrow")
     return {
@@ -103,4 +105,5 @@ def environment(device: str, threads: int) -> dict[str, Any]:
         "machine": platform.machine(),
         "device": device,
         "threads": threads,
+        "world_size": world_size,
     }

@@ -6,7 +6,7 @@ The command line calls these and prints what they return.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from stalewise.calibration.settle import settle
 from stalewise.checkpoints import checkpoint_directory, read_state, versions
 from stalewise.conductor import Conductor
 from stalewise.config import RunConfig, TaskSection, make_config
+from stalewise.distributed import Ranks
 from stalewise.errors import StoreError, TaskError
 from stalewise.evaluate import Evaluation, evaluate_checkpoint
 from stalewise.exclusion import seen_in_training
@@ -28,6 +29,7 @@ from stalewise.staleness.spent import StageSchedule
 from stalewise.store import BatchManifest
 from stalewise.tasks import Seen, make_evaluation_file, make_task
 from stalewise.tasks.overlap import read_ids
+from stalewise.together import together
 from stalewise.watch import Silence, Watcher
 
 
@@ -104,12 +106,17 @@ def learn(
     groups divided by `batch.prompts`, rounded down, and at most `schedule.updates` in all. The policy starts at
     `config.model.path` or at `checkpoint`, with a fresh optimizer. `stalewise.relearn` says how ages are counted.
     """
-    watcher = watcher or Silence()
+    paths, start = [Path(path) for path in rollouts], None if checkpoint is None else Path(checkpoint)
+    return together(config, lambda ranks: _relearn(config, paths, start, watcher or Silence(), ranks))
+
+
+def _relearn(
+    config: RunConfig, rollouts: Sequence[Path], checkpoint: Path | None, watcher: Watcher, ranks: Ranks
+) -> RunResult:
     check_objective(config)  # before anything is loaded
     config = settle(config, watcher.say)
-    start = None if checkpoint is None else Path(checkpoint)
-    planned, sources = plan_sources(config, [Path(path) for path in rollouts], start)
-    return conduct(planned.directory, lambda: Relearner(planned, sources, start, watcher))
+    planned, sources = plan_sources(config, rollouts, checkpoint)
+    return conduct(planned.directory, lambda: Relearner(planned, sources, checkpoint, watcher), ranks)
 
 
 def evaluate(

@@ -38,7 +38,8 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "tasks": BASE,
     "splitmix": frozenset(),
     "store": BASE | {"files", "exclusive", "splitmix"},
-    "distributed": BASE | PURE,
+    "launch": BASE,
+    "distributed": BASE | PURE | {"launch"},
     "smollm2": BASE | {"files"},
     "models": BASE | {"files", "config", "smollm2"},
     "checkpoints": BASE | {"files", "config", "models"},
@@ -63,11 +64,16 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "course": DATA | {"staleness"},
     "budget": frozenset(),
     "stretch": DATA | PURE | CONTROL | {"learn", "watch"},
-    "conductor": DATA | PURE | ROOMS | CONTROL | {"calibration", "stretch"} | {"rundirectory", "watch"},
-    "pipeline": DATA | PURE | {"rundirectory", "watch", "conductor"},
-    "run": DATA | PURE | ROOMS | {"rundirectory", "watch", "calibration", "conductor", "pipeline"},
+    "beginning": DATA | {"learn", "models"},
+    "conductor": DATA | PURE | ROOMS | CONTROL | {"beginning", "calibration", "stretch"} | {"rundirectory", "watch"},
+    "pipeline": DATA | PURE | {"rundirectory", "watch", "conductor", "launch"},
+    "together": DATA | {"distributed", "models", "learn", "rundirectory", "launch"},
+    "run": DATA | PURE | ROOMS | {"rundirectory", "watch", "calibration", "conductor", "pipeline", "together"},
     "relearn": DATA | PURE | ROOMS | {"rundirectory", "watch", "conductor"},
-    "verbs": DATA | PURE | ROOMS | {"rundirectory", "watch", "calibration", "conductor", "run", "relearn", "exclusion"},
+    "verbs": DATA
+    | PURE
+    | ROOMS
+    | {"rundirectory", "watch", "calibration", "conductor", "run", "relearn", "exclusion", "together"},
     "demo": DATA | ROOMS | {"rundirectory", "watch", "run", "verbs"},
     "inspection": DATA | {"rundirectory"},
     "browser": DATA | {"report", "inspection"},
@@ -82,7 +88,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "__main__": frozenset({"cli"}),
     "cli": DATA
     | {"report", "browser", "compare", "rundirectory", "run", "verbs", "demo", "inspection", "template", "progress"}
-    | {"doctor", "hub", "reproduce", "workers"}
+    | {"doctor", "hub", "reproduce", "together", "workers"}
     | {"calibration", "memory", "models"},
 }
 
@@ -109,6 +115,7 @@ WITHOUT_TORCH = frozenset(
         *(
             "splitmix",
             "exclusive",
+            "launch",
             "watch",
             "rundirectory",
             "inspection",

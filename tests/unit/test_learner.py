@@ -25,7 +25,7 @@ from stalewise.attention import PACKED, packs
 from stalewise.compilation import compile_layers
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ModelError, StoreError
-from stalewise.learn.batching import Layout, micro_batches, size_above
+from stalewise.learn.batching import Layout, lay_out, micro_batches, size_above
 from stalewise.learn.learner import Learner, NonFiniteUpdate
 from stalewise.learn.logp import output_layer_is_plain, response_logp
 from stalewise.learn.optimizer import learning_rate
@@ -466,10 +466,10 @@ def test_gradients_do_not_depend_on_padding(monkeypatch: pytest.MonkeyPatch) -> 
     whole, _ = gradient_after_update("grpo", 100_000)
     layouts: list[Layout] = []
 
-    def padded(rows: Rows, layout: Layout, device: torch.device) -> Any:
+    def padded(rows: Rows, chosen: np.ndarray, layout: Layout, device: torch.device) -> Any:
         layouts.append(replace(layout, few_sizes=True))
-        return micro_batches(rows, layouts[-1], device)
+        return lay_out(rows, chosen, layouts[-1], device)
 
-    monkeypatch.setattr("stalewise.learn.learner.micro_batches", padded)
+    monkeypatch.setattr("stalewise.learn.learner.lay_out", padded)
     found, _ = gradient_after_update("grpo", 60)
     assert layouts and (found - whole).norm() <= 2e-4 * whole.norm()

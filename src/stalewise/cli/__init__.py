@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from stalewise import __version__
-from stalewise.errors import ConfigError, StalewiseError
+from stalewise.errors import ConfigError, StalewiseError, StoppedByFirst
 
 INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
 CAN_GO_ON = ("demo", "train", "generate", "learn", "probe", "sweep", "reproduce")
@@ -34,6 +34,8 @@ class Group(TyperGroup):
         """Call the command."""
         try:
             return super().invoke(ctx)
+        except StoppedByFirst as error:  # which has said why
+            raise typer.Exit(error.exit_code) from error
         except StalewiseError as error:
             typer.echo(f"error: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(error.exit_code) from error
@@ -127,20 +129,16 @@ def _run_name(path: Path) -> str:
 def train(config: ConfigFile, settings: Settings = None, as_json: AsJson = False) -> None:
     """Train as a config says, from wherever its run directory stands."""
     checked = _config(config, settings)
-    from stalewise.calibration.planning import plan_for_training
-    from stalewise.calibration.settle import settle
     from stalewise.cli.show import print_result
     from stalewise.progress import watching
     from stalewise.run import run
-    from stalewise.rundirectory import is_started
+    from stalewise.together import meet
 
-    with watching(checked) as watcher:
-        if not is_started(checked.directory):
-            checked = settle(checked, watcher.say)
-            for line in plan_for_training(checked).lines:
-                watcher.say(line)
-        result = run(checked, watcher)
-    print_result(result, as_json)
+    is_first = meet(checked).is_first  # before the trackers, which would look for the others themselves
+    with watching(checked, is_first=is_first) as watcher:
+        result = run(checked, watcher, say_plan=True)
+    if is_first:
+        print_result(result, as_json)
 
 
 @app.command()
@@ -202,11 +200,14 @@ def learn(
     checked = _config(config, settings)
     from stalewise.cli.show import print_result
     from stalewise.progress import watching
+    from stalewise.together import meet
     from stalewise.verbs import learn
 
-    with watching(checked) as watcher:
+    is_first = meet(checked).is_first
+    with watching(checked, is_first=is_first) as watcher:
         result = learn(checked, rollouts, checkpoint=checkpoint, watcher=watcher)
-    print_result(result, as_json)
+    if is_first:
+        print_result(result, as_json)
 
 
 @app.command(name="eval")

@@ -59,21 +59,38 @@ class MicroBatch:
 
 def micro_batches(rows: Rows, layout: Layout, device: torch.device) -> Iterator[MicroBatch]:
     """All rows in micro-batches of at most so many tokens (at least one row each)."""
-    order, cost = _shared(rows) if layout.packed else _padded(rows)
+    return (lay_out(rows, chosen, layout, device) for chosen in plan_micro_batches(rows, layout))
+
+
+def lay_out(rows: Rows, chosen: np.ndarray, layout: Layout, device: torch.device) -> MicroBatch:
+    """The micro-batch of some rows, given by their positions as `plan_micro_batches` has them."""
+    return _pack(rows, chosen, layout, device) if layout.packed else _pad(rows, chosen, layout, device)
+
+
+def plan_micro_batches(rows: Rows, layout: Layout) -> list[np.ndarray]:
+    """Positions of the rows of each micro-batch."""
+    if len(rows) == 0:
+        return []
+    order, cost = order_and_cost(rows, layout)
     budget = layout.token_budget
     if layout.packed:
         # About equally large: sizes that come up again and again are what CUDA graphs are made for.
         total = int(cost.sum())
         budget = min(budget, -(-total // -(-total // budget)) + int(cost.max()))
-    start = 0
+    start, plan = 0, []
     while start < len(order):
         part = cost[start:].copy()
         part[0] = _cost_alone(rows, int(order[start]), layout)  # its prompt may have passed in the micro-batch before
         spent = np.cumsum(part) if layout.packed else part[0] * np.arange(1, len(part) + 1)
         fits = max(1, int(np.searchsorted(spent, budget, side="right")))
-        chosen = order[start : start + fits]
-        yield _pack(rows, chosen, layout, device) if layout.packed else _pad(rows, chosen, layout, device)
+        plan.append(order[start : start + fits])
         start += fits
+    return plan
+
+
+def order_and_cost(rows: Rows, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+    """The order in which rows are put into micro-batches, and the tokens that each adds."""
+    return _shared(rows) if layout.packed else _padded(rows)
 
 
 def _padded(rows: Rows) -> tuple[np.ndarray, np.ndarray]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -53,20 +52,26 @@ def learning_rate(
     return peak * (0.5 * (1 + math.cos(math.pi * done)) if schedule == "cosine" else 1 - done)
 
 
-def moments_by_file(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's state as tensors by name, ready for safetensors: a file for each moment."""
+def moments_by_file(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], whole: Callable[[str, Tensor], Tensor]
+) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's state as tensors by name, ready for safetensors: a file for each moment.
+
+    `whole` makes one tensor of what the ranks hold of it.
+    """
     return {
         f"optimizer_{moment}.safetensors": {
-            f"{moment}.{names[parameter]}": state[moment].contiguous() for parameter, state in optimizer.state.items()
+            f"{moment}.{names[parameter]}": whole(names[parameter], state[moment]).contiguous()
+            for parameter, state in optimizer.state.items()
         }
         for moment in _MOMENTS
     }
 
 
-def read_moments(checkpoint: Path, device: torch.device) -> dict[str, Tensor]:
+def read_moments(checkpoint: Path, load: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
     """The tensors of all these files."""
     files: Iterator[Path] = checkpoint.glob("optimizer*.safetensors")
-    return {name: tensor for file in files for name, tensor in load_file(file, device=str(device)).items()}
+    return {name: tensor for file in files for name, tensor in load(file).items()}
 
 
 def restore_moments(

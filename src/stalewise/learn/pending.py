@@ -6,15 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from stalewise.learn.batching import MicroBatch
-from stalewise.learn.update_batch import UpdateBatch
-from stalewise.objectives.surrogates import TokenLoss
 from stalewise.store import TokenRecord
-from stalewise.types import TokenFlag
 
 Read = Callable[[], Tensor]
 
@@ -62,28 +57,3 @@ def to_host(vector: Tensor) -> Read:
         return copy
 
     return read
-
-
-def recorded(
-    batch: UpdateBatch, parts: list[MicroBatch], seen: list[tuple[Tensor, TokenLoss]]
-) -> Callable[[], TokenRecord]:
-    """Enqueue the copies of what was seen of each token, per micro-batch; calling the result waits for them."""
-    reads = [
-        [to_host(grid) for grid in (logp_BT, loss.clipped_BT, loss.vetoed_BT, loss.trigger_BT) if grid is not None]
-        for logp_BT, loss in seen
-    ]
-    order = np.concatenate([part.rows for part in parts])
-
-    def finish() -> TokenRecord:
-        columns: list[list[np.ndarray]] = []
-        for part, tensors in zip(parts, reads, strict=True):
-            grids = [read().numpy() for read in tensors]
-            is_token = np.arange(grids[0].shape[1]) < batch.rows.response_lengths[part.rows, None]
-            columns.append([grid[is_token] for grid in grids])
-        logp_N, *masks = (np.concatenate(pieces) for pieces in zip(*columns, strict=True))
-        flags_N = np.zeros(len(logp_N), dtype=np.uint8)
-        for mask_N, flag in zip(masks, TokenFlag, strict=False):
-            flags_N |= mask_N.view(np.uint8) * np.uint8(flag)
-        return TokenRecord(batch.rows, order, batch.advantage.numpy(), logp_N, flags_N)
-
-    return finish

@@ -1,0 +1,27 @@
+"""Version 0 of a run: the policy that training begins with, as a checkpoint like all others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from stalewise.checkpoints import write_checkpoint
+from stalewise.config import RunConfig
+from stalewise.learn.logp import check_output_layer
+from stalewise.learn.lora import save_first
+from stalewise.models import load_model, load_tokenizer
+
+
+def write_first_checkpoint(config: RunConfig, source: str) -> None:
+    """Write what transformers loads from `source` as version 0 of the run."""
+    model = load_model(source, device=torch.device("cpu"))
+    check_output_layer(model)  # now, and not when a whole stage has been generated
+    tokenizer = load_tokenizer(source)
+
+    def save(directory: Path) -> None:
+        save_first(config, model, source, directory)
+        tokenizer.save_pretrained(directory)
+
+    state = {"steps": 0, "drift": 0.0, "source": config.model.path}
+    write_checkpoint(config.directory, 0, save=save, state=state)

@@ -1,0 +1,107 @@
+"""Several processes at one run: they find each other, see that they mean the same run, and the first one leads.
+
+The others follow until it is done. Whatever ends one of them ends all: the first one says why, where it can; the run
+directory is as after `kill -9` at worst, and the same command goes on.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from stalewise import __version__
+from stalewise.checkpoints import checkpoint_directory, versions
+from stalewise.config import RunConfig
+from stalewise.distributed import ALONE, Ranks, join, noticing
+from stalewise.errors import ConfigError, StalewiseError
+from stalewise.files import make_directory, sha256_file, temporary_name
+from stalewise.launch import launched
+from stalewise.learn.crew import Follower
+from stalewise.models import pick_device
+from stalewise.rundirectory import RunResult, flat, read_result
+
+LOOK_S = 5.0  # that a file which one rank wrote may take to be seen by another
+
+
+def meet(config: RunConfig) -> Ranks:
+    """The processes that were launched for this run; alone where it is one."""
+    return ALONE if launched().world == 1 else join(pick_device(config.model.device))
+
+
+def together(config: RunConfig, lead: Callable[[Ranks], RunResult]) -> RunResult:
+    """Call `lead` on the first rank; on the others do what it says until it is done. All get the result.
+
+    Ranks that mean another run are refused before anything is done.
+    """
+    ranks = meet(config)
+    if ranks.world == 1:
+        return lead(ranks)
+    with noticing(ranks):
+        _compare(config, ranks)
+        if not ranks.is_first:
+            return read_result(config.directory, Follower(ranks).follow()["updates"])
+        try:
+            result = lead(ranks)
+        except BaseException as error:
+            ranks.dismiss(exit_code=error.exit_code if isinstance(error, StalewiseError) else 1)
+            raise
+        ranks.dismiss(exit_code=0, updates=result.updates)
+        return result
+
+
+def _compare(config: RunConfig, ranks: Ranks) -> None:
+    """See that all ranks have the same config, packages and run directory; an error names the rank and what differs."""
+    if not ranks.is_first:
+        probe = Path(ranks.hear().record["probe"])
+        ranks.tell(0, "facts", {"facts": _facts(config), "sees": _sees(probe)})
+        return
+    probe = temporary_name(config.directory / "probe")
+    make_directory(config.directory)
+    probe.touch()
+    try:
+        ranks.tell_all("compare", probe=str(probe))
+        facts = _facts(config)
+        differences = [_difference(rank, facts, ranks.hear(rank).record, probe.parent) for rank in ranks.others]
+    finally:
+        probe.unlink(missing_ok=True)
+    if found := [difference for difference in differences if difference]:
+        ranks.dismiss(exit_code=ConfigError.exit_code)
+        raise ConfigError("; ".join(found[:3]))
+
+
+def _difference(rank: int, first: Mapping[str, Any], record: Mapping[str, Any], directory: Path) -> str:
+    """What another rank has that differs from the first rank's, as a sentence; empty where nothing does."""
+    theirs: Mapping[str, Any] = record["facts"]
+    names = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
+    if names:
+        shown = [f"{name} is {theirs.get(name)!r} there and {first.get(name)!r} on rank 0" for name in names[:3]]
+        return f"rank {rank} means another run: {'; '.join(shown)}: start all ranks with the same config and packages"
+    if not record["sees"]:
+        return f"rank {rank} does not see what rank 0 writes to {directory}: all ranks need the same file system there"
+    return ""
+
+
+def _facts(config: RunConfig) -> dict[str, Any]:
+    """Whatever must be the same on all ranks."""
+    newest = versions(config.directory)[-1:]
+    manifests = [checkpoint_directory(config.directory, found) / "manifest.json" for found in newest]
+    return {
+        **flat(config.model_dump(mode="json")),
+        "the release of stalewise": __version__,
+        "the release of Python": platform.python_version(),
+        **{f"the release of {package}": version(package) for package in ("torch", "transformers", "numpy")},
+        **{f"the checkpoint {path.parent}": f"sha256 {sha256_file(path)[:12]}" for path in manifests},
+    }
+
+
+def _sees(probe: Path) -> bool:
+    until = time.monotonic() + LOOK_S
+    while not probe.exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
