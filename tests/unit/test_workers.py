@@ -196,6 +196,23 @@ def test_one_of_those_who_see_a_worker_lost_takes_over(sessions: tuple[Directory
     assert [claims.taken_over for claims in seers].count(1) == 1
 
 
+@pytest.mark.parametrize(("place", "lost"), [(None, True), ("another machine", False)])
+def test_a_process_of_this_machine_that_is_no_more_is_not_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str | None, lost: bool
+) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    depot, session = DirectoryDepot(tmp_path), Session(DirectoryDepot(tmp_path), "a", lost_after_s=600.0)
+    with monkeypatch.context() as patched:
+        patched.setattr("os.getpid", lambda: ended.pid)
+        if place is not None:
+            patched.setattr("stalewise.workers.claims._place", lambda: place)
+        session._tell()
+    assert Lookout(depot, 600.0).is_lost(session.id) == lost
+    session._tell()  # of this process, which is there
+    assert not Lookout(depot, 600.0).is_lost(session.id)
+
+
 def test_a_worker_that_took_leave_is_not_waited_for(sessions: tuple[DirectoryDepot, list[Session]]) -> None:
     depot, (a, b, _) = sessions
     assert Claims(depot, "order", a, Lookout(depot, 600.0)).take([0], 1) == [0]

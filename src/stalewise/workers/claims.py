@@ -21,6 +21,8 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
 from stalewise.depot import Depot
 from stalewise.errors import StoreError
@@ -79,7 +81,7 @@ class Session:
 
     def _tell(self) -> None:
         self._beat += 1
-        said = {"worker": self.worker, "host": socket.gethostname(), "pid": os.getpid(), "beat": self._beat}
+        said = {"worker": self.worker, "place": _place(), "pid": os.getpid(), "beat": self._beat}
         self._depot.write(f"{SESSIONS}/{self.id}", json.dumps(said).encode())
 
 
@@ -93,6 +95,8 @@ class Lookout:
     def is_lost(self, session: str) -> bool:
         """Whether a session has ended, or has not changed its sign of life for too long while we were looking."""
         said, now = self._depot.read(f"{SESSIONS}/{session}"), time.monotonic()
+        if said is not None and _has_ended_here(said):
+            return True
         before = self._seen.get(session)
         if before is None or before[0] != said:
             self._seen[session] = (said, now)
@@ -100,6 +104,30 @@ class Lookout:
         # One that took leave removed it; a moment's patience, since a network file system may show things late.
         patience = self._lost_after_s if said is not None else min(self._lost_after_s, LEAVE_S)
         return now - before[1] >= patience
+
+
+@cache
+def _place() -> str:
+    """The machine since it was started, and its view of processes; empty where that cannot be known."""
+    try:
+        started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{socket.gethostname()} {started} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _has_ended_here(said: bytes) -> bool:
+    """Whether a sign of life is that of a process of this very machine which is no more: no need to watch it."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+        record = json.loads(said)
+        if _place() and record["place"] == _place():
+            try:
+                os.kill(record["pid"], 0)
+            except ProcessLookupError:
+                return True
+            except OSError:  # another user's
+                pass
+    return False
 
 
 class Claims:
