@@ -335,6 +335,13 @@ def test_a_worker_may_have_its_own_device_and_engine(runs: Path, tmp_path: Path)
     assert is_committed(config.directory / "rollouts" / BATCH)  # the learner need not be there for that
 
 
+def test_a_worker_takes_the_rate_that_the_learner_settled_on(runs: Path, tmp_path: Path) -> None:
+    settled = make_config(tiny_record(runs, optimizer={"learning_rate": 7e-4}))
+    ordered(settled)
+    planned = {**tiny_record(runs), "plan": {"learning_rate": "planned"}}
+    assert work(write_config(tmp_path / "planned.toml", planned), worker="a", once=True).shards == 2
+
+
 # ---------------------------------------------------------------- orders, temporaries, first come
 
 
