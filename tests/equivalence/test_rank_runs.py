@@ -108,10 +108,13 @@ def test_a_run_on_two_ranks_is_the_run_of_one(undisturbed: Path, tmp_path: Path)
 
 
 LOST_ONCE = """
-import os, signal, torch
+import os, signal, time, torch
 from stalewise.distributed import join
+is_first_time = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+if not is_first_time and os.environ["RANK"] == "0":
+    time.sleep(2)  # the other one must not take the address that this one had before
 ranks = join(torch.device("cpu"))
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+if is_first_time:
     os.kill(os.getpid(), signal.SIGKILL) if ranks.rank else signal.pause()
 ranks.tell_all("met") if ranks.is_first else print(ranks.hear().what)
 """
