@@ -416,6 +416,24 @@ def _fields(one: Any) -> dict[str, Any]:
     return {name: getattr(one, name) for name in one.__dataclass_fields__}
 
 
+def test_a_folder_that_others_clean_up_meanwhile_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    depot = DirectoryDepot(tmp_path)
+    link, gone = os.link, []
+
+    def clean_up_first(*names: Any) -> None:
+        if not gone:
+            gone.append(names)
+            depot.remove("work/claims/order")
+        link(*names)
+
+    monkeypatch.setattr(os, "link", clean_up_first)
+    assert depot.create("work/claims/order/shard-00000-0", b"a") and gone
+    assert depot.names("work/claims/order") == ["shard-00000-0"]
+    monkeypatch.setattr(Path, "is_dir", lambda path: False)  # it was made a moment after somebody looked
+    depot.remove("work/claims/order")
+    assert depot.names("work/claims") == []
+
+
 @pytest.mark.parametrize("links", [True, False])
 def test_first_come_first_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
     def none(*_: object) -> None:
