@@ -23,6 +23,7 @@ from stalewise.store import committed_shards, is_committed, read_ledger
 from stalewise.verbs import generate
 from stalewise.watch import Silence
 from stalewise.workers.exchange import Exchange, digest_of
+from stalewise.workers.meeting import Meeting
 from stalewise.workers.worker import work
 from tiny import refused, tiny_record
 from working import ordered
@@ -203,6 +204,24 @@ def test_a_run_goes_on_on_another_machine(tiny_run: RunConfig, runs: Path, endpo
     )
     updates = [entry.update for entry in read_ledger(config.directory / "ledger" / "updates.jsonl")]
     assert updates == [0, 1, 2, 3]
+
+
+def test_what_a_run_came_to_elsewhere_is_not_replaced(runs: Path, tmp_path: Path) -> None:
+    storage = {"url": f"file://{tmp_path}/depot"}
+    config = make_config(tiny_record(runs, storage=storage))
+    run(config)
+    there, kept = Exchange(depot_of(config)), Exchange(depot_of(config)).published()
+    config.directory.rename(tmp_path / "first")
+    assert generate(config) == [] and there.published() == kept  # it goes on from there, and there is nothing to make
+    shutil.rmtree(checkpoint_directory(config.directory, 4))
+    with pytest.raises(StoreError, match=r"depot is at version 4, and .* at 2: the run has gone on elsewhere; remove"):
+        run(config)
+    (config.directory / "rollbacks" / "r000").mkdir(parents=True)  # unless it was taken back since then
+    (config.directory / "rollbacks" / "r000" / "rollback.json").write_text("{}")
+    Meeting(config, "learner", print).publish()
+    assert list(there.published()) == [2]
+    with pytest.raises(StoreError, match=r"holds the run of another config \(seed was 0 and is 5\): say another"):
+        run(make_config({**tiny_record(runs, "other", storage=storage), "seed": 5}))
 
 
 def test_half_written_objects_are_passed_over_or_named(runs: Path, endpoint: str) -> None:
