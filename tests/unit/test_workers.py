@@ -29,7 +29,16 @@ from stalewise.generate.loop import make_shards
 from stalewise.generate.sampler import Request, Response
 from stalewise.generate.setup import batch_plan, make_sampler
 from stalewise.run import run
-from stalewise.store import committed_shards, is_committed, open_batch, read_batch_manifest, shard_path, write_shard
+from stalewise.store import (
+    AlreadyCommitted,
+    ShardManifest,
+    committed_shards,
+    is_committed,
+    open_batch,
+    read_batch_manifest,
+    shard_path,
+    write_shard,
+)
 from stalewise.tasks import make_task
 from stalewise.types import SamplerSettings
 from stalewise.verbs import generate
@@ -414,6 +423,27 @@ def test_a_shard_that_somebody_put_there_first_is_described_and_not_replaced(tmp
 
 def _fields(one: Any) -> dict[str, Any]:
     return {name: getattr(one, name) for name in one.__dataclass_fields__}
+
+
+def test_a_shard_that_is_committed_while_we_look_stays_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from test_store import make_rollouts
+
+    directory, exists = tmp_path / BATCH, Path.exists
+    committed: list[ShardManifest] = []
+
+    def commit_after_the_first_look(path: Path) -> bool:
+        found = exists(path)
+        if not committed:
+            monkeypatch.setattr(Path, "exists", exists)
+            committed.append(write_shard(directory, 0, make_rollouts(0, 8), extra={"worker": "first"}))
+        return found
+
+    monkeypatch.setattr(Path, "exists", commit_after_the_first_look)
+    with pytest.raises(AlreadyCommitted):
+        write_shard(directory, 0, make_rollouts(0, 8), extra={"worker": "second"})
+    assert committed_shards(directory) == committed
 
 
 def test_a_folder_that_others_clean_up_meanwhile_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
