@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from safetensors.numpy import load, save
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from stalewise.errors import ConfigError, RankError, StalewiseError
 from stalewise.launch import Launch, launched
@@ -128,11 +130,11 @@ def join(device: torch.device) -> Ranks:
 def _meet(launch: Launch, backend: str) -> None:
     """Find the others by the address that all were given."""
     try:
-        store, _, _ = next(dist.rendezvous("env://", launch.rank, launch.world))
+        store, _, _ = next(rendezvous("env://", launch.rank, launch.world))
         if launch.local_world == launch.world:
             # torchrun keeps its store over a restart, with the addresses of those who are no more. On several machines
             # each counts restarts for itself, so the number is no name that all would find each other by.
-            store = dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+            store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
