@@ -273,6 +273,7 @@ def test_nothing_of_this_machine_gets_out(adapted: RunConfig, tmp_path: Path) ->
         for name in names(target):
             data = (target / name).read_bytes()
             assert str(adapted.runs).encode() not in data and str(EMBEDDED).encode() not in data
+            assert b'"worker"' not in data  # the names of machines
 
 
 # ---------------------------------------------------------------- rollouts
