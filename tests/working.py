@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stalewise.config import RunConfig, make_config
-from stalewise.depot import DirectoryDepot
+from stalewise.depot import open_depot
 from stalewise.verbs import generate
 from stalewise.workers.orders import Order, open_orders
 from tiny import tiny_record
@@ -52,5 +52,5 @@ def ordered(config: RunConfig) -> Order:
         patch.setattr("stalewise.conductor.generate_batch", stop)
         with pytest.raises(InterruptedError):
             generate(config, batch=0)
-    (order,) = open_orders(DirectoryDepot(config.directory))
+    (order,) = open_orders(open_depot(config.storage.url or str(config.directory), config.storage.options))
     return order

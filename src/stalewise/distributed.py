@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ import torch
 import torch.distributed as dist
 from safetensors.numpy import load, save
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from stalewise.errors import ConfigError, RankError, StalewiseError
 from stalewise.launch import Launch, launched
@@ -118,10 +121,27 @@ def join(device: torch.device) -> Ranks:
         torch.cuda.set_device(launch.local_rank)
         backend = "cpu:gloo,cuda:nccl"
     if not dist.is_initialized():
-        dist.init_process_group(backend)
+        _meet(launch, backend)
         atexit.register(_leave)
     _joined.append(Ranks(launch, dist.new_group(backend="gloo", timeout=PATIENCE)))
     return _joined[0]
+
+
+def _meet(launch: Launch, backend: str) -> None:
+    """Find the others by the address that all were given."""
+    try:
+        store, _, _ = next(rendezvous("env://", launch.rank, launch.world))
+        if launch.local_world == launch.world:
+            # torchrun keeps its store over a restart, with the addresses of those who are no more. On several machines
+            # each counts restarts for itself, so the number is no name that all would find each other by.
+            store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world)
+    except (RuntimeError, ValueError) as error:
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise RankError(
+            f"rank {launch.rank} of {launch.world} did not find the others at {where}: {' '.join(str(error).split())}; "
+            "see that all were started, and that they can reach each other"
+        ) from error
 
 
 def _leave() -> None:

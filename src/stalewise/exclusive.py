@@ -11,6 +11,7 @@ from stalewise.files import explain_write_errors, fsync_directory, make_director
 
 # File systems without hard links (some FUSE and FAT ones) say it in one of these ways.
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+TRIES = 100
 
 
 def create_atomic(path: str | Path, content: bytes | memoryview | str, *, durable: bool = True) -> bool:
@@ -23,17 +24,19 @@ def create_atomic(path: str | Path, content: bytes | memoryview | str, *, durabl
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
     with explain_write_errors(path, memoryview(data).nbytes):
-        make_directory(path.parent)
-        while True:
-            try:
-                done = _try(path, data, durable)
-                break
-            except FileNotFoundError:  # the temporary file: whoever put the object there has cleaned up
-                if not path.parent.is_dir():
-                    raise
+        done = _try_again(path, data, durable)
         if done and durable:
             fsync_directory(path.parent)
         return done
+
+
+def _try_again(path: Path, data: bytes | memoryview, durable: bool) -> bool:
+    """Try until nobody removes the temporary file or its folder meanwhile: others clean up when a batch is done."""
+    for _ in range(TRIES - 1):
+        with contextlib.suppress(FileNotFoundError):
+            make_directory(path.parent)
+            return _try(path, data, durable)
+    return _try(path, data, durable)
 
 
 def _try(path: Path, data: bytes | memoryview, durable: bool) -> bool:

@@ -31,6 +31,7 @@ from stalewise.tasks import Seen, make_evaluation_file, make_task
 from stalewise.tasks.overlap import read_ids
 from stalewise.together import together
 from stalewise.watch import Silence, Watcher
+from stalewise.workers.meeting import restore
 
 
 def generate(
@@ -49,6 +50,8 @@ def generate(
     watcher = watcher or Silence()
     config = settle(config, watcher.say)
     with RunLock(config.directory):
+        if checkpoint is None:
+            restore(config, watcher.say)
         conductor = Conductor(config, watcher)
         try:
             if checkpoint is not None:

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from ranks import finish, launch, printed
+from stalewise.distributed import join
+from stalewise.errors import RankError
 from stalewise.files import read_json, read_jsonl
 from tiny import call, called_json, tiny_record, write_config
 
@@ -102,6 +105,37 @@ def test_a_run_on_two_ranks_is_the_run_of_one(undisturbed: Path, tmp_path: Path)
     ] == [2]
     assert read_json(undisturbed / "environment.json")["world_size"] == 2
     assert not [record for record in read_jsonl(tmp_path / "one" / "journal.jsonl") if record["event"] == "ranks"]
+
+
+LOST_ONCE = """
+import os, signal, time, torch
+from stalewise.distributed import join
+is_first_time = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+if not is_first_time and os.environ["RANK"] == "0":
+    time.sleep(2)  # the other one must not take the address that this one had before
+ranks = join(torch.device("cpu"))
+if is_first_time:
+    os.kill(os.getpid(), signal.SIGKILL) if ranks.rank else signal.pause()
+ranks.tell_all("met") if ranks.is_first else print(ranks.hear().what)
+"""
+
+
+def test_ranks_that_torchrun_starts_again_find_each_other(tmp_path: Path) -> None:
+    (tmp_path / "lost_once.py").write_text(LOST_ONCE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    command += ["--monitor-interval", "0.1", "--nproc-per-node", "2", str(tmp_path / "lost_once.py")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert (done.returncode, done.stdout) == (0, "met\n"), done.stderr[-3000:]
+
+
+def test_ranks_that_cannot_meet_say_where_they_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999"}
+    for name, value in address.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RankError, match=r"rank 1 of 2 did not find the others at 127\.0\.0\.1:99999: port must have"):
+        join(torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("victim", "parallel"), [(0, "replicated"), (1, "sharded")])

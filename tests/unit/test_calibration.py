@@ -451,3 +451,15 @@ def test_a_warm_up_longer_than_the_probe_is_refused(runs: Path) -> None:
 
     with pytest.raises(ConfigError, match="warmup_updates is 50, more than the 32 updates"):
         probe_config(config_at(runs, optimizer={"warmup_updates": 50}), 32)
+
+
+def test_short_runs_keep_away_from_the_bucket_and_the_workers_of_the_run(runs: Path) -> None:
+    from stalewise.calibration.grid import make_grid
+    from stalewise.calibration.probe import probe_config
+
+    config = config_at(runs, storage={"url": "s3://bucket/run"}, workers={"learner": "waits"})
+    grid = make_grid(
+        config, stalenesses=[1], learning_rates=[1e-3], seeds=[0], updates=8, rule=CollapseRule(evaluations=4)
+    )
+    for short in (probe_config(config, 32), *(cell.config for cell in grid)):
+        assert (short.storage.url, short.workers.learner) == ("", "shares")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from stalewise.checkpoints import checkpoint_directory
+from stalewise.checkpoints import checkpoint_directory, versions
 from stalewise.config import RunConfig, make_config
 from stalewise.depot import Depot, open_depot
 from stalewise.errors import ConfigError, StoreError
@@ -23,7 +23,10 @@ from stalewise.store import committed_shards, is_committed, read_ledger
 from stalewise.verbs import generate
 from stalewise.watch import Silence
 from stalewise.workers.exchange import Exchange, digest_of
+from stalewise.workers.meeting import Meeting
+from stalewise.workers.worker import work
 from tiny import refused, tiny_record
+from working import ordered
 
 pytest.importorskip("moto")
 pytestmark = pytest.mark.xdist_group("s3")  # one server for all of them
@@ -203,6 +206,24 @@ def test_a_run_goes_on_on_another_machine(tiny_run: RunConfig, runs: Path, endpo
     assert updates == [0, 1, 2, 3]
 
 
+def test_what_a_run_came_to_elsewhere_is_not_replaced(runs: Path, tmp_path: Path) -> None:
+    storage = {"url": f"file://{tmp_path}/depot"}
+    config = make_config(tiny_record(runs, storage=storage))
+    run(config)
+    there, kept = Exchange(depot_of(config)), Exchange(depot_of(config)).published()
+    config.directory.rename(tmp_path / "first")
+    assert generate(config) == [] and there.published() == kept  # it goes on from there, and there is nothing to make
+    shutil.rmtree(checkpoint_directory(config.directory, 4))
+    with pytest.raises(StoreError, match=r"depot is at version 4, and .* at 2: the run has gone on elsewhere; remove"):
+        run(config)
+    (config.directory / "rollbacks" / "r000").mkdir(parents=True)  # unless it was taken back since then
+    (config.directory / "rollbacks" / "r000" / "rollback.json").write_text("{}")
+    Meeting(config, "learner", print).publish()
+    assert list(there.published()) == [2]
+    with pytest.raises(StoreError, match=r"holds the run of another config \(seed was 0 and is 5\): say another"):
+        run(make_config({**tiny_record(runs, "other", storage=storage), "seed": 5}))
+
+
 def test_half_written_objects_are_passed_over_or_named(runs: Path, endpoint: str) -> None:
     config = stored(runs, endpoint)
     depot = depot_of(config)
@@ -233,7 +254,7 @@ def test_a_checkpoint_that_is_not_what_it_should_be_is_not_used(runs: Path, endp
     depot, digest = depot_of(config), digest_of(checkpoint_directory(config.directory, 0))
     exchange = Exchange(depot)
     policy = exchange.fetch_policy(0, digest, tmp_path / "cache")
-    assert not (policy / "optimizer.safetensors").exists() and (policy / "model.safetensors").exists()
+    assert (policy / "model.safetensors").exists()
     (folder,) = exchange.published().values()
     with pytest.raises(StoreError, match="another manifest than the order names: another policy lies there"):
         exchange.fetch_policy(0, digest[:-1] + ("0" if digest[-1] != "0" else "1"), tmp_path / "other")
@@ -246,6 +267,30 @@ def test_a_checkpoint_that_is_not_what_it_should_be_is_not_used(runs: Path, endp
     with pytest.raises(StoreError, match="half written or no manifest"):
         exchange.fetch_checkpoint(folder, tmp_path / "whole")
     assert not (tmp_path / "whole").exists() and list((tmp_path / "other" / "checkpoints").iterdir()) == []
+
+
+def test_a_worker_fetches_nothing_that_only_a_learner_needs(tiny_run: RunConfig, tmp_path: Path) -> None:
+    learned = shutil.copytree(tiny_run.directory, tmp_path / "run")
+    version = versions(learned)[-1]
+    checkpoint = checkpoint_directory(learned, version)
+    record = json.loads((checkpoint / "manifest.json").read_text())
+    record["files"]["proximal.safetensors"] = record["files"]["optimizer_exp_avg.safetensors"]  # as of a two-anchor run
+    shutil.copy(checkpoint / "optimizer_exp_avg.safetensors", checkpoint / "proximal.safetensors")
+    (checkpoint / "manifest.json").write_text(json.dumps(record))
+    exchange = Exchange(open_depot(f"memory://{tmp_path.name}"))
+    exchange.publish_checkpoints(learned)
+    policy = exchange.fetch_policy(version, digest_of(checkpoint), tmp_path / "cache")
+    exchange.fetch_checkpoint(exchange.published()[version], tmp_path / "whole")
+    left_out = {path.name for path in (tmp_path / "whole").iterdir()} - {path.name for path in policy.iterdir()}
+    moments = {"optimizer_exp_avg.safetensors", "optimizer_exp_avg_sq.safetensors"}
+    assert left_out == {"proximal.safetensors", *moments}
+
+
+def test_a_worker_that_is_given_the_learners_directory_finds_the_bucket(runs: Path, endpoint: str) -> None:
+    config = stored(runs, endpoint)
+    ordered(config)
+    assert work(config.directory, worker="a", once=True).shards == 2
+    assert Exchange(depot_of(config)).shards(BATCH) == {0, 1}
 
 
 def test_of_two_who_made_a_shard_the_first_in_the_bucket_counts(runs: Path, endpoint: str) -> None:

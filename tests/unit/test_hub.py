@@ -256,9 +256,11 @@ def test_nothing_of_this_machine_gets_out(adapted: RunConfig, tmp_path: Path) ->
     places = {"task": {"name": "jsonl", "options": {"path": "/data/secret/train.jsonl", "chat": True}}}
     served = {"engine": "server", "server": {"urls": ["http://10.0.0.7:9000"], "paths": {"/data": "/mnt"}}}
     planned = {"learning_rate": "planned", "calibration": "/data/c.json"}
-    config = make_config({**places, "sampler": served, "plan": planned, "runs": "/data/runs", "trackers": ["wandb"]})
+    stored = {"url": "s3://mine/run", "options": {"endpoint_url": "http://10.0.0.7:9001"}}
+    elsewhere = {"plan": planned, "runs": "/data/runs", "trackers": ["wandb"], "storage": stored}
+    config = make_config({**places, "sampler": served, **elsewhere})
     text = config_file(config)
-    assert not any(word in text for word in ("/data", "/mnt", "10.0.0.7", "wandb", "planned"))
+    assert not any(word in text for word in ("/data", "/mnt", "10.0.0.7", "wandb", "planned", "mine"))
     (tmp_path / "config.toml").write_text(text)
     again = load_config(tmp_path / "config.toml")
     assert (again.task.options["path"], again.sampler.server.urls) == ("train.jsonl", ["http://localhost:8000"])
@@ -271,6 +273,7 @@ def test_nothing_of_this_machine_gets_out(adapted: RunConfig, tmp_path: Path) ->
         for name in names(target):
             data = (target / name).read_bytes()
             assert str(adapted.runs).encode() not in data and str(EMBEDDED).encode() not in data
+            assert b'"worker"' not in data  # the names of machines
 
 
 # ---------------------------------------------------------------- rollouts

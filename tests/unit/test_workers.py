@@ -29,7 +29,16 @@ from stalewise.generate.loop import make_shards
 from stalewise.generate.sampler import Request, Response
 from stalewise.generate.setup import batch_plan, make_sampler
 from stalewise.run import run
-from stalewise.store import committed_shards, is_committed, open_batch, read_batch_manifest, shard_path, write_shard
+from stalewise.store import (
+    AlreadyCommitted,
+    ShardManifest,
+    committed_shards,
+    is_committed,
+    open_batch,
+    read_batch_manifest,
+    shard_path,
+    write_shard,
+)
 from stalewise.tasks import make_task
 from stalewise.types import SamplerSettings
 from stalewise.verbs import generate
@@ -352,6 +361,13 @@ def test_a_worker_may_have_its_own_device_and_engine(runs: Path, tmp_path: Path)
     assert is_committed(config.directory / "rollouts" / BATCH)  # the learner need not be there for that
 
 
+def test_a_worker_takes_the_rate_that_the_learner_settled_on(runs: Path, tmp_path: Path) -> None:
+    settled = make_config(tiny_record(runs, optimizer={"learning_rate": 7e-4}))
+    ordered(settled)
+    planned = {**tiny_record(runs), "plan": {"learning_rate": "planned"}}
+    assert work(write_config(tmp_path / "planned.toml", planned), worker="a", once=True).shards == 2
+
+
 # ---------------------------------------------------------------- orders, temporaries, first come
 
 
@@ -424,6 +440,45 @@ def test_a_shard_that_somebody_put_there_first_is_described_and_not_replaced(tmp
 
 def _fields(one: Any) -> dict[str, Any]:
     return {name: getattr(one, name) for name in one.__dataclass_fields__}
+
+
+def test_a_shard_that_is_committed_while_we_look_stays_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from test_store import make_rollouts
+
+    directory, exists = tmp_path / BATCH, Path.exists
+    committed: list[ShardManifest] = []
+
+    def commit_after_the_first_look(path: Path) -> bool:
+        found = exists(path)
+        if not committed:
+            monkeypatch.setattr(Path, "exists", exists)
+            committed.append(write_shard(directory, 0, make_rollouts(0, 8), extra={"worker": "first"}))
+        return found
+
+    monkeypatch.setattr(Path, "exists", commit_after_the_first_look)
+    with pytest.raises(AlreadyCommitted):
+        write_shard(directory, 0, make_rollouts(0, 8), extra={"worker": "second"})
+    assert committed_shards(directory) == committed
+
+
+def test_a_folder_that_others_clean_up_meanwhile_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    depot = DirectoryDepot(tmp_path)
+    link, gone = os.link, []
+
+    def clean_up_first(*names: Any) -> None:
+        if not gone:
+            gone.append(names)
+            depot.remove("work/claims/order")
+        link(*names)
+
+    monkeypatch.setattr(os, "link", clean_up_first)
+    assert depot.create("work/claims/order/shard-00000-0", b"a") and gone
+    assert depot.names("work/claims/order") == ["shard-00000-0"]
+    monkeypatch.setattr(Path, "is_dir", lambda path: False)  # it was made a moment after somebody looked
+    depot.remove("work/claims/order")
+    assert depot.names("work/claims") == []
 
 
 @pytest.mark.parametrize("links", [True, False])

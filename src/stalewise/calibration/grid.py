@@ -124,6 +124,8 @@ def _cell_config(
         "runs": str(sweep_directory(config)),
         "seed": seed,
         "trackers": [],
+        "storage": {},  # the run's own, which these must not replace
+        "workers": {},
         "schedule": schedule,
         "optimizer": {**record["optimizer"], "learning_rate": rate},
         "model": {**record["model"], "threads": threads},

@@ -62,7 +62,7 @@ def probe_config(config: RunConfig, updates: int) -> RunConfig:
         raise ConfigError(f"--updates is {updates}; a probe needs at least {LEAST_UPDATES}")
     record = config.model_dump(mode="json")
     schedule = {"kind": "synchronous", "updates": updates, "updates_per_generation": uneven_stage(updates)}
-    plain = {"trackers": [], "recipe": "none", "guard": {}, "plan": {}}
+    plain = {"trackers": [], "recipe": "none", "guard": {}, "plan": {}, "storage": {}, "workers": {}}
     changes = {"name": f"{config.name}-probe", "schedule": schedule, **plain}
     return make_config({**record, **changes}, source="the config of the probe")
 

@@ -68,7 +68,9 @@ class DirectoryDepot:
     def remove(self, name: str) -> None:
         """A file, or a directory with all that is in it."""
         path = self.root / name
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
+        try:
             path.unlink(missing_ok=True)
+        except (IsADirectoryError, PermissionError) as error:  # a directory; some systems say it in the second way
+            shutil.rmtree(path, ignore_errors=True)  # whoever puts something there meanwhile keeps it
+            if isinstance(error, PermissionError) and path.is_file():
+                raise StoreError(f"cannot remove {path}: {error.strerror}") from error

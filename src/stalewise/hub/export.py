@@ -64,7 +64,8 @@ def export_policy(
 def export_rollouts(run: str | Path, directory: str | Path, *, force: bool = False, link: bool = False) -> Path:
     """Write the committed rollouts of a run as a dataset: Parquet that `datasets.load_dataset` reads, with a card.
 
-    The shards are copied as they are, with their manifests: `stalewise learn --rollouts` takes the directory, too.
+    The shards are copied as they are, with their manifests, which no longer say what machine made them:
+    `stalewise learn --rollouts` takes the directory, too.
     """
     run, directory = Path(run), Path(directory).expanduser()
     config = read_config(run)
@@ -78,11 +79,22 @@ def export_rollouts(run: str | Path, directory: str | Path, *, force: bool = Fal
         for path in batches:
             open_batch(path)  # compares its files with their checksums
             for file in sorted(path.iterdir()):
-                if file.suffix in (".parquet", ".json"):
-                    place_file(file, folder / "rollouts" / path.name / file.name, link=link)
+                target = folder / "rollouts" / path.name / file.name
+                if file.suffix == ".parquet":
+                    place_file(file, target, link=link)
+                elif file.suffix == ".json":
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_text(json.dumps(_without_workers(read_json(file)), indent=2) + "\n")
         (folder / CONFIG).write_text(config_file(config))
         (folder / CARD).write_text(dataset_card(read_run(run), config, base, config_name=CONFIG))
     return directory
+
+
+def _without_workers(value: Any) -> Any:
+    """A manifest without the names of workers, which are often those of machines."""
+    if isinstance(value, dict):
+        return {key: _without_workers(item) for key, item in value.items() if key != "worker"}
+    return [_without_workers(item) for item in value] if isinstance(value, list) else value
 
 
 def _version(run: Path, version: int | None) -> int:

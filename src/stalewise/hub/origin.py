@@ -64,12 +64,13 @@ def _later(run: str, version: int, base: Base) -> Base:
 
 
 def shareable(config: RunConfig) -> dict[str, Any]:
-    """The config as nested tables that others can use: without nulls, addresses of servers and paths of this machine.
+    """The config as nested tables that others can use: without nulls, and without the addresses of
+    servers and stores and the paths of this machine.
 
     A learning rate that was planned is given: whoever repeats the run has no calibration.
     """
     record = config.model_dump(mode="json")
-    record |= {"runs": "runs", "trackers": []}
+    record |= {"runs": "runs", "trackers": [], "storage": {}}
     record["plan"] |= {"learning_rate": "given", "calibration": ""}
     server = record["sampler"]["server"]
     server |= {"urls": [f"http://localhost:{8000 + place}" for place in range(len(server["urls"]))], "paths": {}}

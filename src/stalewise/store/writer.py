@@ -60,10 +60,11 @@ def write_shard(
     path, manifest_path = shard_path(directory, index), shard_manifest_path(directory, index)
     if not rollouts:
         raise StoreError(f"{path} would have no rollouts: a shard holds at least one")
-    if path.exists() and manifest_path.exists():
+    was_described = manifest_path.exists()  # asked before the file, which always comes first
+    if was_described and path.exists():
         raise _committed(path)
-    # A manifest whose shard was moved away describes the old file: it must not vouch for the new one for an instant.
-    manifest_path.unlink(missing_ok=True)
+    if was_described:  # its shard was moved away: it must not vouch for the new one for an instant
+        manifest_path.unlink(missing_ok=True)
     data = _parquet(table_from_rollouts(rollouts))
     if not create_atomic(path, data):
         data, rollouts = _first_come(path, data, rollouts)

@@ -26,7 +26,7 @@ from stalewise.store.manifest import BATCH_MANIFEST, read_shard_manifest, shard_
 
 DIGITS = 12  # of a SHA-256 in a name; the whole of it is in the manifest
 _SHARD = re.compile(r"shard-(\d{5,})\.json")
-_LEARNERS = "optimizer.safetensors"  # of a checkpoint; whoever samples needs none of it
+_LEARNERS = re.compile(r"(optimizer\w*|proximal)\.safetensors")  # of a checkpoint; whoever samples needs none of it
 
 
 def digest_of(checkpoint: Path) -> str:
@@ -76,7 +76,7 @@ class Exchange:
         folder = folder_of(version, digest)
         final = cache / folder
         if not final.is_dir():
-            self._fetch(folder, final, digest, wanted=lambda name: name != _LEARNERS)
+            self._fetch(folder, final, digest, wanted=lambda name: not _LEARNERS.fullmatch(name))
         return final
 
     def fetch_checkpoint(self, folder: str, final: Path) -> None:

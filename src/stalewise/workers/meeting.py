@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from stalewise.checkpoints import checkpoint_directory, versions
@@ -19,6 +19,7 @@ from stalewise.depot import Depot, DirectoryDepot, open_depot
 from stalewise.errors import StoreError
 from stalewise.files import commit_directory, remove_temporaries, temporary_name, write_atomic
 from stalewise.generate.loop import BatchPlan
+from stalewise.rundirectory import identity_differences
 from stalewise.store import batch_directory, is_committed
 from stalewise.workers.claims import Lookout, Session
 from stalewise.workers.exchange import Exchange, digest_of, folder_of
@@ -43,6 +44,7 @@ class Meeting:
         self.depot = open_depot(url, config.storage.options) if url else DirectoryDepot(self.run)
         self.exchange = Exchange(self.depot) if url else None
         self.session: Session | None = None
+        self._is_compared = False  # with what is in the depot
         self.lookout = Lookout(self.depot, config.workers.lost_after_s)
 
     def share(self, plan: BatchPlan, checkpoint: Path) -> Share:
@@ -85,6 +87,9 @@ class Meeting:
         """Put checkpoints and records into the depot, as they are here now; nothing to do without one."""
         if self.exchange is None:
             return
+        if not self._is_compared:
+            _refuse_to_replace(self.config, self.depot, self.exchange)  # what is not here is removed there
+            self._is_compared = True
         newest = versions(self.run)[-1]
         folder = folder_of(newest, digest_of(checkpoint_directory(self.run, newest)))
         # Records first: a checkpoint that is there has the records that lead to it.
@@ -132,19 +137,20 @@ def _digest(files: dict[str, str]) -> str:
 def restore(config: RunConfig, say: Callable[[str], object]) -> None:
     """Make a run directory from the depot where there is none here: records, then all checkpoints at once.
 
-    Rollouts come when they are asked for. A run that is here stays as it is: it is never older than what is there.
+    Rollouts come when they are asked for. A run that is here stays as it is.
     """
     run = config.directory
     if not config.storage.url or (run / "checkpoints").is_dir():
         return
     depot = open_depot(config.storage.url, config.storage.options)
     published = Exchange(depot).published()
-    recorded = [version for version, folder in published.items() if depot.read(_records_of(folder)) is not None]
-    if not recorded:
+    newest = _newest_recorded(depot, published)
+    if newest is None:
         return
-    newest = max(recorded)
+    records = _read_records(depot, _records_of(published[newest]))
+    _refuse_another_run(config, depot, records)
     say(f"{run} goes on from version {newest} of {depot.where}")
-    for name, text in _read_records(depot, _records_of(published[newest])).items():
+    for name, text in records.items():
         write_atomic(run / name, text)
     temporary = temporary_name(run / "checkpoints")
     for version, folder in published.items():
@@ -153,12 +159,44 @@ def restore(config: RunConfig, say: Callable[[str], object]) -> None:
     commit_directory(temporary, run / "checkpoints")
 
 
+def _newest_recorded(depot: Depot, published: Mapping[int, str]) -> int | None:
+    """The newest version that a run could go on from."""
+    recorded = [version for version, folder in published.items() if depot.read(_records_of(folder)) is not None]
+    return max(recorded, default=None)
+
+
+def _refuse_another_run(config: RunConfig, depot: Depot, records: Mapping[str, str]) -> None:
+    if differences := identity_differences(config, json.loads(records[CONFIG])):
+        raise StoreError(
+            f"{depot.where} holds the run of another config ({'; '.join(differences[:3])}): say another storage.url, "
+            "or remove what is there"
+        )
+
+
+def _refuse_to_replace(config: RunConfig, depot: Depot, exchange: Exchange) -> None:
+    """Refuse a depot that holds another run, or this one as it has gone on elsewhere: here is what would replace it."""
+    published = exchange.published()
+    newest, here = _newest_recorded(depot, published), versions(config.directory)[-1]
+    if newest is None:
+        return
+    records = _read_records(depot, _records_of(published[newest]))
+    _refuse_another_run(config, depot, records)
+    # One that was taken back since then has fewer versions, and one rollback more.
+    taken_back = len(list((config.directory / "rollbacks").glob("r*/rollback.json")))
+    known = sum(name.endswith("/rollback.json") for name in records)
+    if newest > here and taken_back <= known:
+        raise StoreError(
+            f"{depot.where} is at version {newest}, and {config.directory} at {here}: the run has gone on elsewhere; "
+            f"remove {config.directory} to go on from there, or say another name and storage.url"
+        )
+
+
 def _read_records(depot: Depot, name: str) -> dict[str, str]:
     try:
         record = json.loads(depot.read(name) or b"")
         files: dict[str, str] = record["files"]
         assert record["sha256"] == _digest(files)
-        assert not any(path.startswith("/") or ".." in Path(path).parts for path in files)
+        assert CONFIG in files and not any(path.startswith("/") or ".." in Path(path).parts for path in files)
         return files
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
         raise StoreError(f"{depot.where}/{name} is half written or damaged: go on where the run was") from None

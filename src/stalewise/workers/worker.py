@@ -6,6 +6,7 @@ come and go; one that is lost in the middle of a shard costs that shard's time.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
@@ -30,7 +31,7 @@ from stalewise.tasks import Task, make_task
 from stalewise.watch import Silence, Watcher
 from stalewise.workers.claims import Lookout, Session
 from stalewise.workers.exchange import Exchange, digest_of
-from stalewise.workers.orders import COMPLETE, Order, config_digest, is_open, open_orders, withdraw
+from stalewise.workers.orders import COMPLETE, ITS_OWN, Order, config_digest, is_open, open_orders, withdraw
 from stalewise.workers.shares import Share, Withdrawn
 
 CONFIG = "config.resolved.json"
@@ -93,23 +94,23 @@ class _Place:
     @classmethod
     def of(cls, source: str, overrides: Mapping[str, Any], *, wait: bool, say: Callable[[str], object]) -> _Place:
         """Find it; where the learner has not begun yet, wait for that."""
-        given: RunConfig | None = None
         if "://" in source:
-            depot, run = open_depot(source, _storage_options(overrides)), None
+            depot, run, given = open_depot(source, _storage_options(overrides)), None, None
         elif not Path(source).is_file() and Path(source).suffix != ".toml":  # a run directory, now or soon
-            depot, run = DirectoryDepot(source), Path(source)
+            depot, run, given = DirectoryDepot(source), Path(source), None
         else:
             given = load_config(source, overrides)
-            url = given.storage.url
-            run = None if url else given.directory
-            depot = open_depot(url, given.storage.options) if url else DirectoryDepot(given.directory)
-        record = _config_of(depot, wait, say)
+            depot, run = _meeting_place(given)
+        found = _config_of(depot, wait, say)
         if given is None:
-            for key, value in overrides.items():
-                set_dotted(record, key, value)
-            given = make_config({key: value for key, value in record.items() if key != "format"}, source=depot.where)
-        own = ("model.device", "model.threads")
-        if differences := identity_differences(given, json.loads(_read_config(depot) or b"{}"), but=own):
+            given = _changed(found, overrides, depot.where)
+            if run is not None and given.storage.url:  # the learner's own directory, where no orders are
+                depot, run = _meeting_place(given)
+                found = _config_of(depot, wait, say)
+        elif given.plan.learning_rate != "given":  # the learner has settled it
+            optimizer = given.optimizer.model_copy(update={"learning_rate": found["optimizer"]["learning_rate"]})
+            given = given.model_copy(update={"optimizer": optimizer})
+        if differences := identity_differences(given, found, but=[f"model.{name}" for name in ITS_OWN]):
             raise StoreError(
                 f"{depot.where} belongs to another config ({'; '.join(differences[:3])}): a worker makes rollouts of "
                 "the run's own config only; leave the settings out, or name the run directory instead of a file"
@@ -117,18 +118,29 @@ class _Place:
         return cls(depot, given, run)
 
 
+def _meeting_place(config: RunConfig) -> tuple[Depot, Path | None]:
+    """Where the learner of a config places its orders, and its directory where that is the place."""
+    if config.storage.url:
+        return open_depot(config.storage.url, config.storage.options), None
+    return DirectoryDepot(config.directory), config.directory
+
+
+def _changed(found: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> RunConfig:
+    """The config of a run with some settings of this worker's own."""
+    record = copy.deepcopy({key: value for key, value in found.items() if key != "format"})
+    for key, value in overrides.items():
+        set_dotted(record, key, value)
+    return make_config(record, source=where)
+
+
 def _storage_options(overrides: Mapping[str, Any]) -> dict[str, Any]:
     prefix = "storage.options."
     return {key.removeprefix(prefix): value for key, value in overrides.items() if key.startswith(prefix)}
 
 
-def _read_config(depot: Depot) -> bytes | None:
-    return depot.read(CONFIG)
-
-
 def _config_of(depot: Depot, wait: bool, say: Callable[[str], object]) -> dict[str, Any]:
     """The resolved config of the run in a depot."""
-    content, said = _read_config(depot), False
+    content, said = depot.read(CONFIG), False
     while content is None:
         if not wait:
             raise StoreError(f"{depot.where} holds no run: start `stalewise train` or `stalewise generate` first")
@@ -136,7 +148,7 @@ def _config_of(depot: Depot, wait: bool, say: Callable[[str], object]) -> dict[s
             say(f"waiting for a run in {depot.where}: start `stalewise train` there")
             said = True
         time.sleep(POLL_S if isinstance(depot, DirectoryDepot) else REMOTE_POLL_S)
-        content = _read_config(depot)
+        content = depot.read(CONFIG)
     try:
         record = json.loads(content)
         found = record.get("format")
