@@ -3,7 +3,8 @@
 The first rank leads: it conducts the run as it would alone, and tells the others what to do. Those wait for its orders.
 So a decision is taken in one place, and a file is written by one process. Orders, and what comes with them, travel from
 process to process over a group of their own, which has all the time in the world: between two orders the first rank may
-generate for hours. A process that ends closes its connections, and whoever waits for it notices at once.
+evaluate for hours. A process that ends closes its connections, and whoever waits for it notices at once; whoever has
+something else to do meanwhile can have a thread listen.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import reduce
@@ -51,6 +54,7 @@ class Ranks:
         self.rank, self.world, self.local_world = launch.rank, launch.world, launch.local_world
         self.control = control  # the group that messages travel over
         self.is_whole = True  # no, once another has been found to be gone
+        self._listening: dict[int, Future[Message]] = {}
 
     @property
     def is_first(self) -> bool:
@@ -76,6 +80,31 @@ class Ranks:
 
     def hear(self, rank: int = 0) -> Message:
         """Wait for what a rank says to this one."""
+        listening = self._listening.pop(rank, None)
+        return self._receive(rank) if listening is None else listening.result()
+
+    def listen(self, rank: int = 0) -> None:
+        """Have a thread wait for what a rank says next, so that this one can work meanwhile; `hear` gives it."""
+        heard = self._listening[rank] = Future[Message]()
+
+        def receive() -> None:
+            try:
+                heard.set_result(self._receive(rank))
+            except BaseException as error:  # `hear` raises it
+                heard.set_exception(error)
+
+        threading.Thread(target=receive, daemon=True).start()
+
+    def has_heard(self, rank: int = 0) -> bool:
+        """Whether, after `listen`, something was said, or the other one is gone: `hear` then takes no time."""
+        return rank in self._listening and self._listening[rank].done()
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether a thread waits for what another says."""
+        return not all(heard.done() for heard in self._listening.values())
+
+    def _receive(self, rank: int) -> Message:
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, src=rank, group=self.control)
         body = torch.empty(int(size), dtype=torch.uint8)
@@ -97,6 +126,7 @@ class Ranks:
                 with contextlib.suppress(RuntimeError):  # it waits for something else, and will notice
                     work.wait(timedelta(seconds=max(until - time.monotonic(), 0.01)))
                     listening.append(rank)
+        wait(self._listening.values(), timeout=max(until - time.monotonic(), 0.0))  # they end as those that are led do
 
 
 ALONE = Ranks(Launch())
@@ -125,7 +155,8 @@ def join(device: torch.device) -> Ranks:
 
 
 def _leave() -> None:
-    if all(ranks.is_whole for ranks in _joined):  # else it might wait for one that is gone
+    # Else it might wait for one that is gone.
+    if all(ranks.is_whole and not ranks.is_listening for ranks in _joined):
         dist.destroy_process_group()
 
 

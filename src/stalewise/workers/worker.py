@@ -66,7 +66,7 @@ def work(
     to worker, as `model.device` and the engine do. Policies from a depot are kept in `cache`, or for the time being.
     """
     watcher = watcher or Silence()
-    place = _Place.of(str(source), overrides or {}, wait=not once, say=watcher.say)
+    place = Place.of(str(source), overrides or {}, wait=not once, say=watcher.say)
     with tempfile.TemporaryDirectory(prefix="stalewise-worker-") as scratch:
         name = worker or f"{socket.gethostname()}-{os.getpid()}"
         lost_after_s = place.config.workers.lost_after_s
@@ -74,7 +74,7 @@ def work(
             task = make_task(place.config.task.name, seed=place.config.seed, **place.config.task.options)
             sampler = make_sampler(place.config, say=watcher.say)
             try:
-                one = _Worker(place, session, task, sampler, Path(cache or scratch), watcher)
+                one = Worker(place, session, task, sampler, Path(cache or scratch), watcher)
                 one.work(once)
                 return one.done
             finally:
@@ -83,7 +83,7 @@ def work(
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Where a worker works: the depot, the config of the run there, and its directory where machines share it."""
 
     depot: Depot
@@ -91,7 +91,14 @@ class _Place:
     run: Path | None  # None: the depot is all there is
 
     @classmethod
-    def of(cls, source: str, overrides: Mapping[str, Any], *, wait: bool, say: Callable[[str], object]) -> _Place:
+    def of_run(cls, config: RunConfig) -> Place:
+        """Where a run of this config is, once it has begun."""
+        url = config.storage.url
+        depot = open_depot(url, config.storage.options) if url else DirectoryDepot(config.directory)
+        return cls(depot, config, None if url else config.directory)
+
+    @classmethod
+    def of(cls, source: str, overrides: Mapping[str, Any], *, wait: bool, say: Callable[[str], object]) -> Place:
         """Find it; where the learner has not begun yet, wait for that."""
         given: RunConfig | None = None
         if "://" in source:
@@ -100,9 +107,8 @@ class _Place:
             depot, run = DirectoryDepot(source), Path(source)
         else:
             given = load_config(source, overrides)
-            url = given.storage.url
-            run = None if url else given.directory
-            depot = open_depot(url, given.storage.options) if url else DirectoryDepot(given.directory)
+            its = cls.of_run(given)
+            depot, run = its.depot, its.run
         record = _config_of(depot, wait, say)
         if given is None:
             for key, value in overrides.items():
@@ -147,17 +153,28 @@ def _config_of(depot: Depot, wait: bool, say: Callable[[str], object]) -> dict[s
     return record
 
 
-class _Worker:
+class Worker:
     """One worker at one place."""
 
     def __init__(
-        self, place: _Place, session: Session, task: Task, sampler: Sampler, cache: Path, watcher: Watcher
+        self,
+        place: Place,
+        session: Session,
+        task: Task,
+        sampler: Sampler,
+        cache: Path,
+        watcher: Watcher,
+        *,
+        among: int = 1,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
+        """`among` and `check` are those of a `Share`."""
         self.place, self.session, self.task, self.sampler, self.watcher = place, session, task, sampler, watcher
         self.cache = cache
         self.exchange = None if place.run is not None else Exchange(place.depot)
         self.lookout = Lookout(place.depot, place.config.workers.lost_after_s)
         self.done = WorkDone(session.worker)
+        self.among, self.check = among, check
 
     def work(self, once: bool) -> None:
         """Work at one order after the other."""
@@ -202,6 +219,8 @@ class _Worker:
             self.lookout,
             exchange=self.exchange,
             collects=False,
+            among=self.among,
+            check=self.check,
             say=self.watcher.say,
         )
         self.watcher.begin("generate", plan.prompts * plan.group_size)
