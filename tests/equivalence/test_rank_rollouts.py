@@ -36,7 +36,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 def judge(prompt, response):
     rank = os.environ.get("RANK")
-    if rank is not None and list(HERE.glob("*/work/orders/*.json")):
+    if rank is not None and list(HERE.rglob("orders/*.json")):
         (HERE / f"judges-{rank}").touch()
         if (HERE / f"hang-{rank}").exists():
             parent = os.getppid()
@@ -92,7 +92,7 @@ def test_two_ranks_make_the_batch_of_one_though_one_of_them_is_killed(
     assert min(event["shards"]) >= 1 and sum(event["shards"]) == SHARDS - len(kept)
     shards = read_batch_manifest(run / BATCH).shards
     assert {shard.extra["worker"].split(" on ")[0] for shard in shards} == {"journal", "rank 1"}
-    left = [path for path in tmp_path.glob("*/work/**/*") if path.is_file()]
+    left = [path for work in tmp_path.glob("*/work") for path in work.rglob("*") if path.is_file()]
     assert [path.name for path in left] == ["complete.json"]
 
     (alone,) = generate(make_config(judged_record(tmp_path, "alone", JUDGE, schedule=SCHEDULE)))
