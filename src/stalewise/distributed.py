@@ -99,10 +99,9 @@ class Ranks:
         """Whether, after `listen`, something was said, or the other one is gone: `hear` then takes no time."""
         return rank in self._listening and self._listening[rank].done()
 
-    @property
-    def is_listening(self) -> bool:
-        """Whether a thread waits for what another says."""
-        return not all(heard.done() for heard in self._listening.values())
+    def stop_listening(self) -> bool:
+        """Before this process ends: give threads that listen the time to hear that all end; whether they have."""
+        return not wait(self._listening.values(), timeout=LAST_WORDS_S).not_done
 
     def _receive(self, rank: int) -> Message:
         size = torch.zeros(1, dtype=torch.int64)
@@ -126,7 +125,6 @@ class Ranks:
                 with contextlib.suppress(RuntimeError):  # it waits for something else, and will notice
                     work.wait(timedelta(seconds=max(until - time.monotonic(), 0.01)))
                     listening.append(rank)
-        wait(self._listening.values(), timeout=max(until - time.monotonic(), 0.0))  # they end as those that are led do
 
 
 ALONE = Ranks(Launch())
@@ -155,8 +153,8 @@ def join(device: torch.device) -> Ranks:
 
 
 def _leave() -> None:
-    # Else it might wait for one that is gone.
-    if all(ranks.is_whole and not ranks.is_listening for ranks in _joined):
+    heard = all(ranks.stop_listening() for ranks in _joined)  # one that wakes up later would abort the interpreter
+    if heard and all(ranks.is_whole for ranks in _joined):  # else it might wait for one that is gone
         dist.destroy_process_group()
 
 

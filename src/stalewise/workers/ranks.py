@@ -121,8 +121,11 @@ class Hand:
             shards = self._make(message)
         except RankError:
             raise
-        except StalewiseError as error:
-            self.ranks.tell(0, "failed", {"error": str(error)})
+        except Exception as error:
+            ours = not isinstance(error, StalewiseError)
+            self.ranks.tell(0, "failed", {"error": f"{type(error).__name__}: {error}" if ours else str(error)})
+            if ours:
+                raise  # where it happened can only be seen here; all end by it
         else:
             self.ranks.tell(0, "generated", {"shards": shards})
 
