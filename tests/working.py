@@ -30,16 +30,20 @@ def judge(prompt, response):
 
 def judged(runs: Path, name: str, pause_s: float = 0.004, **changes: Any) -> RunConfig:
     """A task with a judge of one's own, which takes its time and can be made to hang."""
+    return make_config(judged_record(runs, name, f"PAUSE_S = {pause_s}\n{JUDGE}", **changes))
+
+
+def judged_record(runs: Path, name: str, judge: str, **changes: Any) -> dict[str, Any]:
+    """Likewise, as settings; `judge` is the text of the module."""
     runs.mkdir(exist_ok=True)
-    (runs / "judges_of_workers.py").write_text(f"PAUSE_S = {pause_s}\n{JUDGE}")
+    (runs / "judges_of_workers.py").write_text(judge)
     rows = "".join(json.dumps({"problem": f"{i % 9}+{i // 9}=", "answer": "1"}) + "\n" for i in range(60))
     (runs / "data.jsonl").write_text(rows)
     options = {"path": str(runs / "data.jsonl"), "held_out": 0.2, "verifier": "python"}
     options["verifier_options"] = {"function": "judges_of_workers:judge", "workers": 1, "limit_s": 600}
     sampler = {"max_new_tokens": 6, "rollouts_per_shard": 4}
     section = {"name": "jsonl", "options": options}
-    record = tiny_record(runs, name, task=section, model={"path": "arithmetic"}, sampler=sampler, **changes)
-    return make_config(record)
+    return tiny_record(runs, name, task=section, model={"path": "arithmetic"}, sampler=sampler, **changes)
 
 
 def ordered(config: RunConfig) -> Order:

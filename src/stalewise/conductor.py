@@ -85,6 +85,7 @@ class Conductor:
 
     def _tell_tokens(self, count: int) -> None:
         self.tokens += count
+        self.meeting.check()
         self.watcher.advance(0, f"{self.tokens:,} tokens")
 
     # ------------------------------------------------------------ what is there
@@ -221,8 +222,7 @@ class Conductor:
                 on_shard=self.watcher.advance,
                 shares=share,
             )
-            self.meeting.fulfilled(share)
-            notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens}
+            notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens, **self.meeting.fulfilled(share)}
         self._check_batch(open_batch(self.batch_directory(generation_batch), verify=False))
         return manifest
 

@@ -3,7 +3,8 @@
 The first rank leads: it conducts the run as it would alone, and tells the others what to do. Those wait for its orders.
 So a decision is taken in one place, and a file is written by one process. Orders, and what comes with them, travel from
 process to process over a group of their own, which has all the time in the world: between two orders the first rank may
-generate for hours. A process that ends closes its connections, and whoever waits for it notices at once.
+evaluate for hours. A process that ends closes its connections, and whoever waits for it notices at once; whoever has
+something else to do meanwhile can have a thread listen.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import atexit
 import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import reduce
@@ -54,6 +57,7 @@ class Ranks:
         self.rank, self.world, self.local_world = launch.rank, launch.world, launch.local_world
         self.control = control  # the group that messages travel over
         self.is_whole = True  # no, once another has been found to be gone
+        self._listening: dict[int, Future[Message]] = {}
 
     @property
     def is_first(self) -> bool:
@@ -79,6 +83,30 @@ class Ranks:
 
     def hear(self, rank: int = 0) -> Message:
         """Wait for what a rank says to this one."""
+        listening = self._listening.pop(rank, None)
+        return self._receive(rank) if listening is None else listening.result()
+
+    def listen(self, rank: int = 0) -> None:
+        """Have a thread wait for what a rank says next, so that this one can work meanwhile; `hear` gives it."""
+        heard = self._listening[rank] = Future[Message]()
+
+        def receive() -> None:
+            try:
+                heard.set_result(self._receive(rank))
+            except BaseException as error:  # `hear` raises it
+                heard.set_exception(error)
+
+        threading.Thread(target=receive, daemon=True).start()
+
+    def has_heard(self, rank: int = 0) -> bool:
+        """Whether, after `listen`, something was said, or the other one is gone: `hear` then takes no time."""
+        return rank in self._listening and self._listening[rank].done()
+
+    def stop_listening(self) -> bool:
+        """Before this process ends: give threads that listen the time to hear that all end; whether they have."""
+        return not wait(self._listening.values(), timeout=LAST_WORDS_S).not_done
+
+    def _receive(self, rank: int) -> Message:
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, src=rank, group=self.control)
         body = torch.empty(int(size), dtype=torch.uint8)
@@ -145,7 +173,8 @@ def _meet(launch: Launch, backend: str) -> None:
 
 
 def _leave() -> None:
-    if all(ranks.is_whole for ranks in _joined):  # else it might wait for one that is gone
+    heard = all(ranks.stop_listening() for ranks in _joined)  # one that wakes up later would abort the interpreter
+    if heard and all(ranks.is_whole for ranks in _joined):  # else it might wait for one that is gone
         dist.destroy_process_group()
 
 

@@ -19,6 +19,7 @@ from stalewise.rundirectory import RunResult, is_started
 from stalewise.together import together
 from stalewise.watch import Silence, Watcher
 from stalewise.workers.meeting import restore
+from stalewise.workers.ranks import meeting_of
 
 
 def run(config: RunConfig, watcher: Watcher | None = None, *, say_plan: bool = False) -> RunResult:
@@ -57,7 +58,7 @@ def conduct(directory: Path, make_conductor: Callable[[], Conductor], ranks: Ran
     """Do what is next in a run directory until nothing is."""
     with RunLock(directory):
         conductor = make_conductor()
-        conductor.ranks = ranks
+        conductor.ranks, conductor.meeting = ranks, meeting_of(conductor.meeting, ranks)
         try:
             conductor.check_memory()
             conductor.prepare()

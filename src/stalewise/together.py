@@ -23,6 +23,7 @@ from stalewise.launch import launched
 from stalewise.learn.crew import Follower
 from stalewise.models import pick_device
 from stalewise.rundirectory import RunResult, flat, read_result
+from stalewise.workers.ranks import Hand
 
 LOOK_S = 5.0  # that a file which one rank wrote may take to be seen by another
 
@@ -43,7 +44,7 @@ def together(config: RunConfig, lead: Callable[[Ranks], RunResult]) -> RunResult
     with noticing(ranks):
         _compare(config, ranks)
         if not ranks.is_first:
-            return read_result(config.directory, Follower(ranks).follow()["updates"])
+            return read_result(config.directory, _follow(ranks)["updates"])
         try:
             result = lead(ranks)
         except BaseException as error:
@@ -51,6 +52,13 @@ def together(config: RunConfig, lead: Callable[[Ranks], RunResult]) -> RunResult
             raise
         ranks.dismiss(exit_code=0, updates=result.updates)
         return result
+
+
+def _follow(ranks: Ranks) -> Mapping[str, Any]:
+    with Hand(ranks) as hand:
+        follower = Follower(ranks)
+        follower.orders["generate"] = hand.generate
+        return follower.follow()
 
 
 def _compare(config: RunConfig, ranks: Ranks) -> None:

@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "generate": DATA | {"models", "attention", "compilation", "staleness", "splitmix"},
     "learn": DATA | PURE | {"models", "attention", "compilation", "distributed"},
     "depot": BASE | {"files", "exclusive"},
-    "workers": DATA | {"depot", "generate", "rundirectory", "watch"},
+    "workers": DATA | {"depot", "distributed", "generate", "rundirectory", "watch"},
     "memory": BASE | {"config", "models", "objectives", "learn"},
     "intervals": frozenset(),
     "evaluate": DATA | {"models", "generate", "diagnostics", "staleness", "intervals"},
@@ -67,7 +67,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "beginning": DATA | {"learn", "models"},
     "conductor": DATA | PURE | ROOMS | CONTROL | {"beginning", "calibration", "stretch"} | {"rundirectory", "watch"},
     "pipeline": DATA | PURE | {"rundirectory", "watch", "conductor", "launch"},
-    "together": DATA | {"distributed", "models", "learn", "rundirectory", "launch"},
+    "together": DATA | {"distributed", "models", "learn", "workers", "rundirectory", "launch"},
     "run": DATA | PURE | ROOMS | {"rundirectory", "watch", "calibration", "conductor", "pipeline", "together"},
     "relearn": DATA | PURE | ROOMS | {"rundirectory", "watch", "conductor"},
     "verbs": DATA

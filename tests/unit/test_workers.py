@@ -186,6 +186,22 @@ def test_of_all_that_reach_for_a_shard_one_gets_it(sessions: tuple[DirectoryDepo
     assert sorted(got[0] + got[1] + got[2]) == list(range(30))
 
 
+def test_those_that_began_together_leave_each_other_a_part_however_large_their_appetite(
+    runs: Path, sessions: tuple[DirectoryDepot, list[Session]]
+) -> None:
+    config = make_config(tiny_record(runs))
+    order = Order(batch_plan(config, config.schedule.schedule(), 0), "policy", config_digest(config))
+    depot, (a, b, c) = sessions
+    place(depot, order)
+
+    def taken(session: Session, among: int) -> list[int]:
+        lookout = Lookout(depot, 60.0)
+        share = Share(order, runs, depot, session, lookout, exchange=None, collects=False, among=among)
+        return share.take([0, 1, 2, 3, 4, 5, 6, 7], 1000)
+
+    assert [taken(a, 3), taken(b, 3), taken(c, 3)] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
 def test_one_of_those_who_see_a_worker_lost_takes_over(sessions: tuple[DirectoryDepot, list[Session]]) -> None:
     depot, (a, b, c) = sessions
     assert Claims(depot, "order", a, Lookout(depot, 0.6)).take([0], 1) == [0]

@@ -41,6 +41,7 @@ class Session:
     """One process at work, and its sign of life; `with Session(...) as session`.
 
     Of a `role` there is one at a time, which a lock sees to: another session of the same role has ended, killed or not.
+    So have those of `role.anything` that were there before: whoever had the role led them.
     """
 
     def __init__(self, depot: Depot, worker: str, *, lost_after_s: float, role: str = "") -> None:
@@ -54,7 +55,7 @@ class Session:
 
     def __enter__(self) -> Session:
         for name in self._depot.names(SESSIONS):
-            if self.succeeds(name):
+            if self.succeeds(name) or (self.role and name.startswith(f"{self._kind}.")):
                 self._depot.remove(f"{SESSIONS}/{name}")
         self._tell()
         self._thread = threading.Thread(target=self._live, daemon=True)

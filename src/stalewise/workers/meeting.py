@@ -12,6 +12,7 @@ import json
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from stalewise.checkpoints import checkpoint_directory, versions
 from stalewise.config import RunConfig
@@ -34,8 +35,8 @@ _NOT_RECORDS = frozenset({"rollouts", "checkpoints", "work", "tokens"})  # large
 class Meeting:
     """One sitting of a learner, or of the process that generates for it; `role` tells the two apart.
 
-    Of a role there is one process at a time. Where a learner has several, one has the role, and the others have none
-    (""): they order the same, take their shares, and all return from `generate_batch` when the batch is whole.
+    Of a role there is one process at a time. Where a learner has several ranks, the first one has the role
+    (`stalewise.workers.ranks`). Processes without one ("") may order the same and take their shares, too.
     """
 
     def __init__(self, config: RunConfig, role: str, say: Callable[[str], object]) -> None:
@@ -72,11 +73,15 @@ class Meeting:
             say=self.say,
         )
 
-    def fulfilled(self, share: Share) -> None:
-        """A batch is committed here: commit it there, and take the order off the list."""
+    def check(self) -> None:
+        """Raise where there is no use in going on with a share; alone there always is."""
+
+    def fulfilled(self, share: Share) -> dict[str, Any]:
+        """A batch is committed here: commit it there, and take the order off the list; what the journal is to say."""
         if self.exchange is not None:
             self.exchange.publish_batch(share.directory)
         withdraw(self.depot, share.order.name)
+        return {}
 
     def withdraw(self) -> None:
         """Take all orders back."""

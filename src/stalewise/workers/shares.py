@@ -43,10 +43,14 @@ class Share:
         exchange: Exchange | None,
         collects: bool,
         takes: bool = True,
+        among: int = 1,
+        check: Callable[[], object] = lambda: None,
         say: Callable[[str], object] = lambda text: None,
     ) -> None:
+        """`among` so many that began together, each takes no more than its part; `check` raises where all must end."""
         self.order, self.directory, self.exchange, self.collects = order, directory, exchange, collects
         self.provenance: Mapping[str, Any] = {**order.provenance, "worker": session.worker}
+        self.among, self.check = among, check
         self._depot, self._takes, self._say = depot, takes, say
         self._claims = Claims(depot, order.name, session, lookout)
         self.made_here: list[int] = []
@@ -61,6 +65,7 @@ class Share:
 
     def present(self) -> set[int]:
         """Shards that are committed where all can see them."""
+        self.check()
         there = set() if self.exchange is None else self.exchange.shards(self.directory.name)
         found = _here(self.directory)  # after that: what is made meanwhile must not be fetched
         if self.exchange is not None:
@@ -91,7 +96,7 @@ class Share:
             return []
         if not self.collects and not is_open(self._depot, self.order):
             raise Withdrawn
-        taken = self._claims.take(missing, most)
+        taken = self._claims.take(missing, min(most, -(-len(missing) // self.among)))
         if not taken:
             return []
         there = _here(self.directory) if self.exchange is None else self.exchange.shards(self.directory.name)
@@ -129,7 +134,7 @@ class Share:
         time.sleep(POLL_S if self.exchange is None else REMOTE_POLL_S)
         if not self.collects and not is_open(self._depot, self.order):
             raise Withdrawn
-        if time.monotonic() - self._changed > LONELY_S:
+        if self.among == 1 and time.monotonic() - self._changed > LONELY_S:
             self._changed = time.monotonic()
             self._say(
                 f"{self.directory.name} waits for workers: no shard has come for {LONELY_S:g} s; start one with "

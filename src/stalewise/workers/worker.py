@@ -67,7 +67,7 @@ def work(
     to worker, as `model.device` and the engine do. Policies from a depot are kept in `cache`, or for the time being.
     """
     watcher = watcher or Silence()
-    place = _Place.of(str(source), overrides or {}, wait=not once, say=watcher.say)
+    place = Place.of(str(source), overrides or {}, wait=not once, say=watcher.say)
     with tempfile.TemporaryDirectory(prefix="stalewise-worker-") as scratch:
         name = worker or f"{socket.gethostname()}-{os.getpid()}"
         lost_after_s = place.config.workers.lost_after_s
@@ -75,7 +75,7 @@ def work(
             task = make_task(place.config.task.name, seed=place.config.seed, **place.config.task.options)
             sampler = make_sampler(place.config, say=watcher.say)
             try:
-                one = _Worker(place, session, task, sampler, Path(cache or scratch), watcher)
+                one = Worker(place, session, task, sampler, Path(cache or scratch), watcher)
                 one.work(once)
                 return one.done
             finally:
@@ -84,7 +84,7 @@ def work(
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Where a worker works: the depot, the config of the run there, and its directory where machines share it."""
 
     depot: Depot
@@ -92,7 +92,14 @@ class _Place:
     run: Path | None  # None: the depot is all there is
 
     @classmethod
-    def of(cls, source: str, overrides: Mapping[str, Any], *, wait: bool, say: Callable[[str], object]) -> _Place:
+    def of_run(cls, config: RunConfig) -> Place:
+        """Where a run of this config is, once it has begun."""
+        url = config.storage.url
+        depot = open_depot(url, config.storage.options) if url else DirectoryDepot(config.directory)
+        return cls(depot, config, None if url else config.directory)
+
+    @classmethod
+    def of(cls, source: str, overrides: Mapping[str, Any], *, wait: bool, say: Callable[[str], object]) -> Place:
         """Find it; where the learner has not begun yet, wait for that."""
         if "://" in source:
             depot, run, given = open_depot(source, _storage_options(overrides)), None, None
@@ -100,12 +107,14 @@ class _Place:
             depot, run, given = DirectoryDepot(source), Path(source), None
         else:
             given = load_config(source, overrides)
-            depot, run = _meeting_place(given)
+            its = cls.of_run(given)
+            depot, run = its.depot, its.run
         found = _config_of(depot, wait, say)
         if given is None:
             given = _changed(found, overrides, depot.where)
             if run is not None and given.storage.url:  # the learner's own directory, where no orders are
-                depot, run = _meeting_place(given)
+                its = cls.of_run(given)
+                depot, run = its.depot, its.run
                 found = _config_of(depot, wait, say)
         elif given.plan.learning_rate != "given":  # the learner has settled it
             optimizer = given.optimizer.model_copy(update={"learning_rate": found["optimizer"]["learning_rate"]})
@@ -116,13 +125,6 @@ class _Place:
                 "the run's own config only; leave the settings out, or name the run directory instead of a file"
             )
         return cls(depot, given, run)
-
-
-def _meeting_place(config: RunConfig) -> tuple[Depot, Path | None]:
-    """Where the learner of a config places its orders, and its directory where that is the place."""
-    if config.storage.url:
-        return open_depot(config.storage.url, config.storage.options), None
-    return DirectoryDepot(config.directory), config.directory
 
 
 def _changed(found: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> RunConfig:
@@ -159,17 +161,28 @@ def _config_of(depot: Depot, wait: bool, say: Callable[[str], object]) -> dict[s
     return record
 
 
-class _Worker:
+class Worker:
     """One worker at one place."""
 
     def __init__(
-        self, place: _Place, session: Session, task: Task, sampler: Sampler, cache: Path, watcher: Watcher
+        self,
+        place: Place,
+        session: Session,
+        task: Task,
+        sampler: Sampler,
+        cache: Path,
+        watcher: Watcher,
+        *,
+        among: int = 1,
+        check: Callable[[], object] = lambda: None,
     ) -> None:
+        """`among` and `check` are those of a `Share`."""
         self.place, self.session, self.task, self.sampler, self.watcher = place, session, task, sampler, watcher
         self.cache = cache
         self.exchange = None if place.run is not None else Exchange(place.depot)
         self.lookout = Lookout(place.depot, place.config.workers.lost_after_s)
         self.done = WorkDone(session.worker)
+        self.among, self.check = among, check
 
     def work(self, once: bool) -> None:
         """Work at one order after the other."""
@@ -214,6 +227,8 @@ class _Worker:
             self.lookout,
             exchange=self.exchange,
             collects=False,
+            among=self.among,
+            check=self.check,
             say=self.watcher.say,
         )
         self.watcher.begin("generate", plan.prompts * plan.group_size)

@@ -1,0 +1,142 @@
+"""A generation batch made by two ranks: the one that a single process makes, whichever of them is killed meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ranks import finish, launch, printed
+from stalewise.config import make_config
+from stalewise.distributed import Ranks
+from stalewise.files import read_jsonl
+from stalewise.launch import Launch
+from stalewise.store import read_batch_manifest
+from stalewise.verbs import generate
+from stalewise.workers.meeting import Meeting
+from stalewise.workers.ranks import meeting_of
+from tiny import call, tiny_record, write_config
+from working import judged_record
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+
+SCHEDULE = {"kind": "staged", "updates": 2, "stages": 1}
+SHARDS = 8
+BATCH = Path("rollouts") / "g000000-v000000"
+# While ranks generate, a judge waits until those of both have something to judge; the victim's hangs, which lets the
+# other one go on.
+JUDGE = """
+import os, time
+from pathlib import Path
+HERE = Path(__file__).parent
+def judge(prompt, response):
+    rank = os.environ.get("RANK")
+    if rank is not None and list(HERE.rglob("orders/*.json")):
+        (HERE / f"judges-{rank}").touch()
+        if (HERE / f"hang-{rank}").exists():
+            parent = os.getppid()
+            while os.getppid() == parent:
+                time.sleep(0.02)
+            os._exit(0)
+        while not (HERE / f"judges-{1 - int(rank)}").exists():
+            time.sleep(0.02)
+        time.sleep(0.04)
+    return float(len(response) % 2)
+"""
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    until = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def manifests(run: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (run / BATCH).glob("shard-*.json")}
+
+
+@pytest.mark.parametrize(("victim", "depot"), [(0, ""), (1, ""), (1, "file://{}/depot")])
+def test_two_ranks_make_the_batch_of_one_though_one_of_them_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, depot: str
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run = tmp_path / "two"
+    changes: dict[str, Any] = {"schedule": SCHEDULE, "storage": {"url": depot.format(tmp_path)}}
+    config = write_config(tmp_path / "two.toml", judged_record(tmp_path, "two", JUDGE, **changes))
+    (tmp_path / f"hang-{victim}").touch()
+    processes = launch(2, tmp_path, "train", config)
+    wait_until(lambda: (tmp_path / f"judges-{victim}").exists() and manifests(run))
+    pid = processes[victim].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    codes = finish(processes, timeout=30)
+    assert (codes[victim], codes[1 - victim]) == (-signal.SIGKILL, 5)
+    said = printed(tmp_path, 2)[1 - victim]
+    assert said.count("lost touch with another rank") == said.count("error") == 1 and "Traceback" not in said
+    kept = manifests(run)
+    assert 1 <= len(kept) <= SHARDS - 3  # what is left is enough for both
+
+    for file in [*tmp_path.glob("judges-*"), *tmp_path.glob("hang-*")]:
+        file.unlink()
+    start = time.monotonic()
+    assert finish(launch(2, tmp_path, "train", config)) == [0, 0], printed(tmp_path, 2)
+    assert time.monotonic() - start < 30  # nobody is waited for who was killed: that would take a minute
+    assert manifests(run).items() > kept.items()  # nothing was made again
+    (event,) = [record for record in read_jsonl(run / "journal.jsonl") if record["event"] == "generate"]
+    assert min(event["shards"]) >= 1 and sum(event["shards"]) == SHARDS - len(kept)
+    shards = read_batch_manifest(run / BATCH).shards
+    assert {shard.extra["worker"].split(" on ")[0] for shard in shards} == {"journal", "rank 1"}
+    left = [path for work in tmp_path.glob("*/work") for path in work.rglob("*") if path.is_file()]
+    assert [path.name for path in left] == ["complete.json"]
+
+    (alone,) = generate(make_config(judged_record(tmp_path, "alone", JUDGE, schedule=SCHEDULE)))
+    assert [shard.sha256 for shard in shards] == [shard.sha256 for shard in alone.shards]
+
+
+def test_a_process_alone_need_not_watch_what_its_killed_ranks_had_claimed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = write_config(tmp_path / "two.toml", judged_record(tmp_path, "two", JUDGE, schedule=SCHEDULE))
+    for rank in (0, 1):
+        (tmp_path / f"hang-{rank}").touch()
+    processes = launch(2, tmp_path, "train", config)
+    wait_until(lambda: len(list(tmp_path.glob("judges-*"))) == 2)
+    for process in processes:
+        process.kill()
+    finish(processes)
+    start = time.monotonic()
+    assert call("train", config).exit_code == 0
+    assert time.monotonic() - start < 30
+
+
+def test_what_keeps_a_rank_from_generating_is_said_once(tmp_path: Path) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    record = judged_record(here, "two", JUDGE, schedule=SCHEDULE)
+    record["task"]["options"] |= {"path": "data.jsonl", "verifier": "exact", "verifier_options": {}}
+    record["sampler"]["rollouts_per_shard"] = 64
+    elsewhere.mkdir()
+    config = write_config(tmp_path / "two.toml", record)
+    assert finish(launch(3, tmp_path, "train", config, places=[here, elsewhere, here])) == [5, 5, 5]
+    first, *others = printed(tmp_path, 3)
+    assert others == ["", ""]
+    assert "only 1 of 3 ranks generate" in first and "sampler.rollouts_per_shard = 8 or less" in first
+    assert first.count("error") == 1
+    assert first.splitlines()[-1].startswith("error: rank 1 cannot generate: ")
+    assert "data.jsonl" in first.splitlines()[-1]
+
+
+def test_engines_that_are_on_many_devices_by_themselves_stay_with_the_first_rank(tmp_path: Path) -> None:
+    def is_of_all(**changes: Any) -> bool:
+        meeting = Meeting(make_config(tiny_record(tmp_path, **changes)), "journal", print)
+        return meeting_of(meeting, Ranks(Launch(world=2))) is not meeting
+
+    assert is_of_all()
+    assert not is_of_all(sampler={"engine": "vllm"})
+    assert not is_of_all(workers={"learner": "waits"})
