@@ -14,7 +14,6 @@ from stalewise.files import append_line
 from stalewise.report import write_report
 from stalewise.report.words import ACCURACY, CHARTS
 
-pytestmark = pytest.mark.xdist_group("browser")
 UPDATES = 8
 DRAWN = "() => [...document.querySelectorAll('[data-figure]')].every((plot) => plot.querySelector('.main-svg'))"
 POINTS = """() => Object.fromEntries([...document.querySelectorAll("[data-figure]")].map((plot) => [

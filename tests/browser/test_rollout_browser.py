@@ -20,7 +20,6 @@ from stalewise.browser.texts import shown
 from stalewise.store import batch_directories, read_tokens, token_log_directory
 from stalewise.types import TokenFlag
 
-pytestmark = pytest.mark.xdist_group("browser")
 Serve = Callable[[Path], RunServer]
 HAS_SIDEWAYS_SCROLL = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 

@@ -23,7 +23,7 @@ from stalewise.workers.ranks import meeting_of
 from tiny import call, tiny_record, write_config
 from working import judged_record
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 
 SCHEDULE = {"kind": "staged", "updates": 2, "stages": 1}
 SHARDS = 8

@@ -21,7 +21,7 @@ from stalewise.errors import RankError
 from stalewise.files import read_json, read_jsonl
 from tiny import call, called_json, tiny_record, write_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 
 UPDATES = 6
 # With a large ε a step is proportional to the gradient, and what rounding does to one stays small in the other.

@@ -31,7 +31,7 @@ from stalewise.store import Rows, batch_directories, open_batch
 from stalewise.verbs import generate
 from tiny import tiny_record
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+pytestmark = pytest.mark.slow
 
 PROMPTS, GROUP, UPDATES = 6, 4, 2
 KINDS = ("replicated", "sharded")

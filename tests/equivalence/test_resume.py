@@ -17,11 +17,11 @@ SOAK = Path(__file__).parents[2] / "scripts" / "soak.py"
 @pytest.mark.parametrize(
     ("kind", "objective", "kills"),
     [
-        ("staged", "p3o", 14),
-        ("staged", "decoupled_ppo", 6),
-        ("spent", "mu_grpo", 6),
-        ("collapsing", "p3o", 6),
-        ("pipelined", "mu_grpo", 3),
+        ("staged", "p3o", 8),
+        ("staged", "decoupled_ppo", 3),
+        ("spent", "mu_grpo", 3),
+        ("collapsing", "p3o", 4),
+        ("pipelined", "mu_grpo", 2),
     ],
 )
 def test_killed_runs_end_as_if_they_had_never_been_stopped(kind: str, objective: str, kills: int) -> None:

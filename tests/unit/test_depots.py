@@ -29,7 +29,6 @@ from tiny import refused, tiny_record
 from working import ordered
 
 pytest.importorskip("moto")
-pytestmark = pytest.mark.xdist_group("s3")  # one server for all of them
 SERVER = Path(__file__).parents[1] / "s3_server.py"
 BATCH = "g000000-v000000"
 
