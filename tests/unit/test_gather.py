@@ -35,6 +35,16 @@ def test_gathering_is_indexing_and_so_is_its_gradient() -> None:
     assert not torch.allclose(mine[0], mine[1])
 
 
+def test_keys_and_values_may_differ_in_shape() -> None:
+    key, value = (torch.randn(6, 2, width, requires_grad=True) for width in (4, 3))
+    copies = [torch.from_numpy(x) for x in copies_of(KEYS, 6)]
+    found = gather_keys(key, value, torch.from_numpy(KEYS), *copies)
+    mine = torch.autograd.grad([x.square().sum() for x in found], [key, value])
+    plain = torch.autograd.grad([x[KEYS].square().sum() for x in (key, value)], [key, value])
+    for a, b in zip(mine, plain, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_copies_are_added_up_in_float32() -> None:
     (key, _), (found, _) = gathered(torch.bfloat16)
     gradient = torch.zeros_like(found)

@@ -41,7 +41,8 @@ def sum_copies(
 ) -> tuple[Tensor, Tensor]:
     """The sum over each token's copies, for keys and for values, each [T, K, D]."""
     grads = key_grad_MKD.contiguous(), value_grad_MKD.contiguous()
-    if key_grad_MKD.is_cuda and can_compile():
+    # Keys and values of one model nearly always have one shape, and the kernel takes them together.
+    if key_grad_MKD.is_cuda and can_compile() and key_grad_MKD.shape == value_grad_MKD.shape:
         from stalewise.kernels.sums import sum_on_device  # Triton comes with torch for GPUs alone
 
         return sum_on_device(*grads, copy_M, copy_start)

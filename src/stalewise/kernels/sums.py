@@ -9,10 +9,8 @@ from torch import Tensor
 
 
 def sum_on_device(key_MKD: Tensor, value_MKD: Tensor, copy_M: Tensor, copy_start: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum over each token's copies in float32, rounded once; both [T, K, D]. The inputs are contiguous."""
+    """The sum over each token's copies in float32, rounded once; both [T, K, D]. Inputs: contiguous, one shape."""
     tokens, (_, heads, width) = copy_start.shape[0] - 1, key_MKD.shape
-    if value_MKD.shape != key_MKD.shape:
-        raise NotImplementedError("packed attention wants keys and values of one shape")
     key_TKD, value_TKD = (
         torch.empty(tokens, heads, width, dtype=x.dtype, device=x.device) for x in (key_MKD, value_MKD)
     )
