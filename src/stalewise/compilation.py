@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FunctionType
 from typing import Any
+
+import torch
+from torch._dynamo.backends.registry import lookup_backend
+from torch._functorch import config as functorch_config
 
 from stalewise.config import RunConfig
 from stalewise.kernels import can_compile
+
+ROTATION = "apply_rotary_pos_emb"  # in transformers' files of models
+Backend = Callable[[Any, Any], Any]
 
 # Below these a run is over before compiled layers have earned the time that compiling takes.
 WORTHWHILE_PARAMETERS = 50_000_000
@@ -21,12 +33,24 @@ def compiling_pays(config: RunConfig, model: Any) -> bool:
     return model.device.type == "cuda" and large and long and can_compile()
 
 
-def compile_layers(model: Any, backend: str = "inductor") -> None:
-    """Compile each layer by itself: they are alike, so one compilation serves all. Names of weights do not change."""
+def compile_layers(model: Any, keep_activations: float = 1.0, backend: str | Backend = "inductor") -> None:
+    """Compile each layer by itself: they are alike, so one compilation serves all. Names of weights do not change.
+
+    `keep_activations` is the share of what a layer would keep for its backward pass that it may keep.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
+    chosen = lookup_backend(backend) if isinstance(backend, str) else backend
+    if keep_activations < 1:
+        chosen = partial(_compile_within, keep_activations, chosen)
     for module in model.modules():
         if type(module).__name__ in names:
-            module.compile(dynamic=True, backend=backend)
+            module.compile(dynamic=True, backend=chosen)
+
+
+def _compile_within(keep_activations: float, backend: Backend, graph: Any, inputs: Any) -> Any:
+    """The backend, with a bound on activations where forward and backward pass are told apart."""
+    with functorch_config.patch(activation_memory_budget=keep_activations):
+        return backend(graph, inputs)
 
 
 def compile_pieces(model: Any, backend: str = "inductor") -> None:
@@ -34,3 +58,21 @@ def compile_pieces(model: Any, backend: str = "inductor") -> None:
     for module in model.modules():
         if type(module).__name__.endswith(("RMSNorm", "MLP")):
             module.compile(dynamic=True, backend=backend)
+
+
+@contextlib.contextmanager
+def compiled_rotation(model: Any, backend: str = "inductor") -> Iterator[None]:
+    """Within: queries and keys are rotated by one compiled kernel, where the model's file has that as a function.
+
+    Attention calls it by its global name, so that is what is replaced, and put back.
+    """
+    home = sys.modules[type(model.base_model).__module__]
+    plain = vars(home).get(ROTATION)
+    if not isinstance(plain, FunctionType):
+        yield
+        return
+    setattr(home, ROTATION, torch.compile(plain, dynamic=True, backend=backend))
+    try:
+        yield
+    finally:
+        setattr(home, ROTATION, plain)

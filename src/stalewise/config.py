@@ -129,6 +129,12 @@ class LearnerSection(Section):
     compile: Literal["auto", "always", "never"] = Field(
         default="auto", description="Compile the model's layers; auto: on a GPU, where the run is long enough to gain."
     )
+    keep_activations: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Share of what compiled layers would keep for the backward pass that they may; less saves memory.",
+    )
     parallel: Literal["auto", "replicated", "sharded"] = Field(
         default="auto",
         description="With several ranks: all weights on each, or a part of each weight; auto: by what a device holds.",
@@ -233,7 +239,7 @@ def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in record.items() if key not in elsewhere}
     engine = ("engine", *get_args(SamplerSection.model_fields["engine"].annotation))  # and each engine's own table
     kept["sampler"] = {key: value for key, value in record.get("sampler", {}).items() if key not in engine}
-    free = ("record_tokens", "parallel")
+    free = ("record_tokens", "parallel", "keep_activations")
     kept["learner"] = {key: value for key, value in record.get("learner", {}).items() if key not in free}
     return kept
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from stalewise.compilation import compile_pieces
+from stalewise.compilation import compile_pieces, compiled_rotation
 from stalewise.errors import ModelError
 from stalewise.generate.growing import decode_growing
 from stalewise.generate.rounding import RoundableWeights
@@ -74,6 +76,7 @@ class HFSampler:
         self.slots_problem = "not loaded"  # empty: responses are decoded in slots
         self._decoder: SlotDecoder | None = None
         self._draw = draw
+        self._while_capturing: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def load(self, checkpoint: Path) -> None:
         """Sample from this checkpoint. The first loads a model; later ones only replace its weights."""
@@ -89,10 +92,11 @@ class HFSampler:
             # Some architectures are stored under other names than they have in memory: those are loaded anew each time.
             self._replaceable = names if names <= self._model.state_dict().keys() else frozenset()
             self.slots_problem = slots_problem(self._model) if self._slots_wanted else "not wanted"
-            self._draw = draw
+            self._draw, self._while_capturing = draw, nullcontext
             if self._device.type == "cuda" and not self.slots_problem and self._compiling_pays(self._model):
                 compile_pieces(self._model)
                 self._draw = torch.compile(draw, dynamic=True)
+                self._while_capturing = partial(compiled_rotation, self._model)
         else:
             # Not strict, since tied weights are stored once; the names are those of a file that was found complete.
             self._model.load_state_dict(load_file(weights), strict=False)
@@ -101,6 +105,7 @@ class HFSampler:
     def close(self) -> None:
         """Let go of the model and of the memory for its cache."""
         self._model, self._decoder, self._weights = None, None, None
+        self._while_capturing = nullcontext
 
     def sleep(self) -> None:
         """Give the memory of the slots back until the next pool, where the learner may want it."""
@@ -183,12 +188,13 @@ class HFSampler:
                 settings=settings,
                 stop_ids=self._stop_ids,
                 draw=self._draw,
+                while_capturing=self._while_capturing,
             )
         return decoder
 
     def _responses(self, ended: Ended) -> list[tuple[int, Response]]:
         ids = [row[:length].tolist() for row, length in zip(ended.ids, ended.lengths, strict=True)]
-        texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
+        texts = texts_of(ids, self._tokenizer)
         return [
             (
                 int(index),
@@ -201,6 +207,14 @@ class HFSampler:
             )
             for index, tokens, logp, text in zip(ended.requests, ids, ended.logp, texts, strict=True)
         ]
+
+
+def texts_of(ids: list[list[int]], tokenizer: Any) -> list[str]:
+    """What `batch_decode` gives, by the tokenizer's own library where it can: on all cores, and Python goes on."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None or tokenizer.clean_up_tokenization_spaces:
+        return tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return fast.decode_batch(ids, skip_special_tokens=True)
 
 
 def _shape(settings: SamplerSettings) -> tuple[float, ...]:

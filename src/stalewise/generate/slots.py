@@ -12,6 +12,7 @@ room for, K key-value heads, D numbers per head, V vocabulary, N new tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from stalewise.generate.waiting import Waiting
 from stalewise.types import SamplerSettings
 
 STEPS_BETWEEN_LOOKS = 4
-REFILL_SHARE = 0.125  # of the slots; filling a few at a time costs as much as filling many
+REFILL_SHARE = 0.0625  # of the slots; filling a few at a time costs as much as filling many
 PREFILL_TOKENS = 65_536
 FEWEST_ROWS = 64
 MOST_SLOTS = 8192
@@ -97,9 +98,10 @@ class SlotDecoder:
         settings: SamplerSettings,
         stop_ids: Tensor,
         draw: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = draw,
+        while_capturing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Room for this many `requests`, or as many as the device has memory for; `draw` may come compiled."""
-        self.draw = draw
+        self.draw, self.while_capturing = draw, while_capturing
         self.model, self.device, self.settings, self.stop_ids = model, model.device, settings, stop_ids
         self.room, self.new_tokens = room, new_tokens
         example = _one_token(model)
@@ -149,7 +151,8 @@ class SlotDecoder:
         """Let these slots take some steps."""
         if rows not in self.rows_of:
             slot_R = to_device(slots, self.device).clone()
-            self.rows_of[rows] = slot_R, self._capture(slot_R)
+            with self.while_capturing():
+                self.rows_of[rows] = slot_R, self._capture(slot_R)
         slot_R, graph = self.rows_of[rows]
         slot_R.copy_(to_device(slots, self.device))
         for _ in range(steps):

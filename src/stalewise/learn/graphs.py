@@ -2,7 +2,8 @@
 
 A graph works on fixed addresses and sizes, so micro-batches are padded up to few different sizes. Graphs are
 captured when a size comes up first and share their memory: a backward pass always follows its forward pass before the
-next begins. Axes: T tokens with padding, H hidden numbers.
+next begins. The weights of linear layers are rounded once an update, not in every replay. Axes: T tokens with padding,
+H hidden numbers.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from torch import Tensor
 
 from stalewise.learn.batching import MicroBatch
 from stalewise.learn.optimizer import add_to, copies
+from stalewise.learn.rounded import RoundedWeights
 
-# Each keeps its last hidden states, and took a third of a second to make. Sizes beyond these are launched by Python.
-MOST_GRAPHS = 16
+# Each keeps its last hidden states, and took a third of a second to make. Lengths change as a policy learns, and sizes
+# that do not come up any more make room for others.
+MOST_GRAPHS = 32
 
 
 @dataclass(slots=True)
@@ -48,6 +51,7 @@ class GraphedBody:
         for parameter, total in zip(parameters, self.totals, strict=True):
             parameter.grad = total
         self.anchor = torch.zeros((), device=model.device, requires_grad=True)
+        self.rounded = RoundedWeights(model.base_model, precision)
         self.captured: dict[tuple[int, ...], Captured] = {}
         self.twins: dict[Tensor, Tensor] = {}
         self.pool: Any = None
@@ -55,14 +59,15 @@ class GraphedBody:
     def __call__(self, part: MicroBatch) -> Tensor:
         """Last hidden states [T, H] of the micro-batch, whose tokens come first."""
         captured = self._captured_for(part)
-        if captured is None:
-            body = self.model.base_model(input_ids=part.input_ids_XW, use_cache=False, **part.arguments)
-            return body.last_hidden_state.squeeze(0)
         self._put(part, captured)
         if torch.is_grad_enabled():
             return _Replay.apply(self.anchor, captured)  # pyright: ignore[reportReturnType]
         captured.forward.replay()
         return captured.hidden_TH
+
+    def weights_changed(self) -> None:
+        """What the graphs read is rounded anew; to be called after every step."""
+        self.rounded.refresh()
 
     def twin(self, parameter: Tensor | None) -> Any:
         """The same numbers and the same gradient, for use outside the graphs.
@@ -77,7 +82,7 @@ class GraphedBody:
             self.twins[parameter].grad = parameter.grad
         return self.twins[parameter]
 
-    def _captured_for(self, part: MicroBatch) -> Captured | None:
+    def _captured_for(self, part: MicroBatch) -> Captured:
         given = part.arguments
         key = (
             part.input_ids_XW.shape[1],
@@ -86,9 +91,10 @@ class GraphedBody:
             given["max_length_q"],
             given["max_length_k"],
         )
-        if key not in self.captured and len(self.captured) < MOST_GRAPHS:
-            self.captured[key] = self._capture(part)
-        return self.captured.get(key)
+        self.captured[key] = captured = self.captured.pop(key, None) or self._capture(part)  # the last used is last
+        if len(self.captured) > MOST_GRAPHS:
+            del self.captured[next(iter(self.captured))]
+        return captured
 
     def _put(self, part: MicroBatch, captured: Captured) -> None:
         """Write a micro-batch to the addresses that the graphs read."""
@@ -115,6 +121,7 @@ class GraphedBody:
                     self._backward(hidden_TH, torch.zeros_like(hidden_TH))
                     del hidden_TH
             torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.empty_cache()  # what lies in the cache of that stream is of use to nobody else
             with torch.cuda.graph(captured.forward, pool=self.pool):
                 captured.hidden_TH = self._forward(captured)
             self.pool = captured.forward.pool()
@@ -126,16 +133,17 @@ class GraphedBody:
 
     def _forward(self, captured: Captured) -> Tensor:
         enabled = self.precision is not torch.float32
-        # Without its cache, autocast rounds the weights anew in every replay, as it must: they change.
+        # Without its cache: a weight that is not rounded here, it rounds anew in every replay, as it must.
         with (
             torch.enable_grad(),
             torch.autocast("cuda", dtype=self.precision, enabled=enabled, cache_enabled=False),
+            self.rounded.in_place(),
         ):
             body = self.model.base_model(input_ids=captured.input_ids_1T, use_cache=False, **captured.arguments)
         return body.last_hidden_state.squeeze(0)
 
     def _backward(self, hidden_TH: Tensor, gradient_TH: Tensor) -> None:
-        found = torch.autograd.grad(hidden_TH, self.parameters, gradient_TH, allow_unused=True)
+        found = self.rounded.gradients(hidden_TH, self.parameters, gradient_TH)
         reached = [(total, g) for total, g in zip(self.totals, found, strict=True) if g is not None]
         add_to([total for total, _ in reached], [amount for _, amount in reached])
 

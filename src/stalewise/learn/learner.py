@@ -80,7 +80,7 @@ class Learner:
         self.kernels = PLAIN_KERNELS
         # Weights that come and go cannot be in a graph, and what compiling gains there was never measured.
         if compiled := not parallel.is_sharded and compiling_pays(config, self.model):
-            compile_layers(self.model)
+            compile_layers(self.model, config.learner.keep_activations)
             self.kernels = compiled_kernels()
         self.body: GraphedBody | None = None
         if compiled and self.packed and self._can_be_graphed():
@@ -254,6 +254,8 @@ class Learner:
         # The name under which torch's gradient scaler tells a fused optimizer to leave everything as it is.
         vars(self.optimizer)["found_inf"] = unusable.float()
         self.optimizer.step()
+        if self.body is not None:
+            self.body.weights_changed()
         self.steps += 1
         return self.parallel.norm(distance(before, weights))
 

@@ -26,9 +26,22 @@ def distance(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(_foreach._foreach_norm(before, 2, dtype=torch.float32)).double())
 
 
+def copy_to(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source to its target, rounding where precisions differ."""
+    _foreach._foreach_copy_(targets, sources)
+
+
 def add_to(totals: Sequence[Tensor], amounts: Sequence[Tensor]) -> None:
-    """Add each amount to its total, in place."""
-    _foreach._foreach_add_(totals, amounts)
+    """Add each amount to its total, in place. Amounts of lower precision are made like their totals together."""
+    low = [
+        place for place, (total, amount) in enumerate(zip(totals, amounts, strict=True)) if total.dtype != amount.dtype
+    ]
+    same = list(amounts)
+    widened = [torch.empty_like(totals[place]) for place in low]
+    copy_to(widened, [amounts[place] for place in low])
+    for place, amount in zip(low, widened, strict=True):
+        same[place] = amount
+    _foreach._foreach_add_(totals, same)
 
 
 def learning_rate(

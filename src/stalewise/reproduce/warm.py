@@ -19,7 +19,6 @@ from stalewise.models import encode_prompts, load_model, load_tokenizer, pick_de
 from stalewise.tasks import make_task
 
 IGNORED = -100  # label of tokens without a loss
-CHECK_EVERY = 20  # steps
 OPERATION = re.compile(r"(\d+)\+(\d+)")
 
 
@@ -48,10 +47,14 @@ def warm_start(
     batch: int,
     learning_rate: float,
     target: float,
+    check_every: int,
     checked: int = 128,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Train until the sampled accuracy on `checked` training prompts is at the target, at most so many steps."""
+    """Train until the sampled accuracy on `checked` training prompts is at the target, at most so many steps.
+
+    Accuracy rises from nothing to most of it within some ten steps, so it is looked at every few.
+    """
     start = time.perf_counter()
     torch.manual_seed(seed)
     source, device = resolve_model(model), pick_device("auto")
@@ -61,7 +64,7 @@ def warm_start(
     curve: list[list[float]] = []
     try:
         for step in range(steps + 1):
-            if step % CHECK_EVERY == 0:
+            if step % check_every == 0:
                 accuracy = _sampled_accuracy(policy, tokenizer, asked, checked, device)
                 curve.append([step, round(accuracy, 4)])
                 if accuracy >= target:

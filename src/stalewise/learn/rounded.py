@@ -1,0 +1,154 @@
+"""Weights of linear layers in a lower precision, at addresses that stay, and layers with one input made one.
+
+Autocast rounds every weight at every use, and returns every gradient in float32: with CUDA graphs that is a launch for
+each weight in every replay. Here all are rounded in a few launches after a step. Layers that read the same numbers,
+such as those of queries, keys and values, are one product forward and two backward instead of three and six.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from stalewise.learn.optimizer import copy_to
+
+# Children of one module that read the same input, in the order in which they do: the names of the Llama family.
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class Together(torch.nn.Module):
+    """Several linear layers with one input as one product; stands in for the first of them."""
+
+    def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None, sizes: Sequence[int]) -> None:
+        super().__init__()
+        self.weight, self.bias, self.sizes = weight, bias, tuple(sizes)
+        self.parts: tuple[Tensor, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The part of the first layer; those of the others wait."""
+        product = linear(x, self.weight, self.bias)
+        if len(self.sizes) == 1:
+            return product
+        self.parts = product.split(self.sizes, dim=-1)
+        return self.parts[0]
+
+
+class Later(torch.nn.Module):
+    """Stands in for one of the others, which read what the first one read."""
+
+    def __init__(self, together: Together, place: int) -> None:
+        super().__init__()
+        self.together = [together]  # not a child a second time: its weights would have two names
+        self.place = place
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What was computed along with the first; after the last one nothing is held any more."""
+        together = self.together[0]
+        part = together.parts[self.place]
+        if self.place + 1 == len(together.sizes):
+            together.parts = ()
+        return part
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a weight is within a rounded one: so many of its rows, from one of them on."""
+
+    rounded: torch.nn.Parameter
+    start: int
+    rows: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The rows of a tensor that is as large as the rounded one."""
+        return tensor.narrow(0, self.start, self.rows)
+
+
+class RoundedWeights:
+    """The weights of a module's linear layers, rounded; parameters, since the compiler fixes sizes of those alone.
+
+    A weight that has another use as well, such as an embedding, stays as it is: that use is no matrix product.
+    """
+
+    def __init__(self, module: torch.nn.Module, precision: torch.dtype) -> None:
+        self.precision = precision
+        self.places: dict[Tensor, Place] = {}
+        self.swaps: list[tuple[torch.nn.Module, str, torch.nn.Module, torch.nn.Module]] = []
+        others = (layer for layer in module.modules() if type(layer) is not torch.nn.Linear)
+        self.used_elsewhere = {id(weight) for layer in others for weight in layer.parameters(recurse=False)}
+        for parent in list(module.modules()):
+            done: set[str] = set()
+            for names in TOGETHER:
+                if self._join(parent, names):
+                    done |= set(names)
+            for name, layer in parent.named_children():
+                if name not in done and isinstance(layer, torch.nn.Linear) and self._fits(layer):
+                    self._round(parent, name, layer)
+
+    def _fits(self, layer: torch.nn.Module | None) -> bool:
+        return type(layer) is torch.nn.Linear and not any(
+            weight.dtype is self.precision or id(weight) in self.used_elsewhere or weight in self.places
+            for weight in layer.parameters()
+        )
+
+    def _join(self, parent: torch.nn.Module, names: Sequence[str]) -> bool:
+        layers = [getattr(parent, name, None) for name in names]
+        plain = [layer for layer in layers if isinstance(layer, torch.nn.Linear) and self._fits(layer)]
+        alike = {(layer.in_features, layer.bias is None, layer.weight.requires_grad) for layer in plain}
+        if len(plain) < len(names) or len(alike) > 1:
+            return False
+        weight = self._together([layer.weight for layer in plain])
+        biases = [layer.bias for layer in plain if layer.bias is not None]
+        first = Together(weight, self._together(biases) if biases else None, [layer.out_features for layer in plain])
+        stand_ins = [first, *(Later(first, place) for place in range(1, len(plain)))]
+        for name, layer, stand_in in zip(names, plain, stand_ins, strict=True):
+            self.swaps.append((parent, name, layer, stand_in))
+        return True
+
+    def _round(self, parent: torch.nn.Module, name: str, layer: torch.nn.Linear) -> None:
+        bias = None if layer.bias is None else self._together([layer.bias])
+        self.swaps.append((parent, name, layer, Together(self._together([layer.weight]), bias, [layer.out_features])))
+
+    def _together(self, weights: Sequence[Tensor]) -> torch.nn.Parameter:
+        rounded = torch.cat([weight.detach().to(self.precision) for weight in weights])
+        parameter = torch.nn.Parameter(rounded, requires_grad=weights[0].requires_grad)
+        start = 0
+        for weight in weights:
+            self.places[weight] = Place(parameter, start, len(weight))
+            start += len(weight)
+        return parameter
+
+    def refresh(self) -> None:
+        """Round what the weights are now."""
+        copy_to(
+            [place.of(place.rounded.detach()) for place in self.places.values()],
+            [weight.detach() for weight in self.places],
+        )
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The module with these layers for its own."""
+        try:
+            for parent, name, _, stand_in in self.swaps:
+                parent._modules[name] = stand_in
+            yield
+        finally:
+            for parent, name, own, _ in self.swaps:
+                parent._modules[name] = own
+
+    def gradients(self, output: Tensor, weights: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
+        """Gradients of the module's own weights, from an output that was made with these."""
+        read = {id(leaf): leaf for leaf in (self._read(weight) for weight in weights)}
+        found = torch.autograd.grad(output, list(read.values()), gradient, allow_unused=True)
+        by_leaf = dict(zip(read, found, strict=True))
+        return [self._part(weight, by_leaf[id(self._read(weight))]) for weight in weights]
+
+    def _read(self, weight: Tensor) -> Tensor:
+        return self.places[weight].rounded if weight in self.places else weight
+
+    def _part(self, weight: Tensor, gradient: Tensor | None) -> Tensor | None:
+        return self.places[weight].of(gradient) if gradient is not None and weight in self.places else gradient

@@ -1,0 +1,51 @@
+"""Layers that are compiled keep as much for the backward pass as they may, and have the same gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.llama import modeling_llama
+
+from stalewise.compilation import compile_layers, compiled_rotation
+from stalewise.models import load_model, resolve_model
+
+
+def bytes_and_gradients(keep: float) -> tuple[int, list[torch.Tensor]]:
+    torch._dynamo.reset()
+    model = load_model(resolve_model("auto", "arithmetic"), device=torch.device("cpu"))
+    compile_layers(model, keep, backend="aot_eager_decomp_partition")  # all but the generation of code
+    weights = {weight.data_ptr() for weight in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keeping(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in weights:
+            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keeping, lambda tensor: tensor):
+        ids = torch.arange(64).unsqueeze(0) % 12 + 3
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    parameters = [weight for weight in model.base_model.parameters() if weight.requires_grad]
+    return sum(kept.values()), list(torch.autograd.grad(hidden.square().sum(), parameters))
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about itself
+def test_half_of_the_activations_are_kept_where_that_is_asked_for() -> None:
+    whole, expected = bytes_and_gradients(1.0)
+    half, found = bytes_and_gradients(0.5)
+    assert 0.4 * whole < half < 0.6 * whole
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about itself
+def test_the_rotation_is_compiled_within_and_put_back_after() -> None:
+    model = load_model(resolve_model("auto", "arithmetic"), device=torch.device("cpu"))
+    ids = torch.arange(9).unsqueeze(0) + 3
+    plain, home = modeling_llama.apply_rotary_pos_emb, modeling_llama
+    expected = model(input_ids=ids).logits
+    with pytest.raises(ZeroDivisionError), compiled_rotation(model, backend="eager"):
+        assert home.apply_rotary_pos_emb is not plain
+        assert torch.equal(model(input_ids=ids).logits, expected)
+        raise ZeroDivisionError
+    assert home.apply_rotary_pos_emb is plain

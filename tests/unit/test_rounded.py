@@ -1,0 +1,133 @@
+"""Weights that are rounded once stand in for those that autocast rounds at every use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from stalewise.compilation import compile_layers
+from stalewise.learn.optimizer import add_to
+from stalewise.learn.rounded import RoundedWeights
+from stalewise.models import load_model, resolve_model
+
+
+@pytest.fixture
+def model() -> Any:
+    return load_model(resolve_model("auto", "arithmetic"), device=torch.device("cpu"))
+
+
+def hidden(model: Any) -> torch.Tensor:
+    ids = torch.arange(6).unsqueeze(0) + 3
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        return model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm())
+
+
+def test_rounded_weights_give_what_autocast_gives_and_the_same_gradients(model: Any) -> None:
+    rounded = RoundedWeights(model.base_model, torch.bfloat16)
+    parameters = list(model.base_model.parameters())
+    plain = hidden(model)
+    expected = torch.autograd.grad(plain.square().sum(), parameters)
+    with rounded.in_place():
+        found = hidden(model)
+    gradients = rounded.gradients(found.square().sum(), parameters, torch.ones(()))
+    assert relative(found, plain) < 0.01
+    assert len(rounded.places) == 7 * model.config.num_hidden_layers
+    for parameter, one, other in zip(parameters, gradients, expected, strict=True):
+        assert one is not None and one.shape == parameter.shape
+        assert one.dtype is (torch.bfloat16 if parameter in rounded.places else torch.float32)
+        assert relative(one, other) < 0.03
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # the compiler's
+def test_the_compiler_follows_and_takes_sizes_for_constants(model: Any) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    rounded = RoundedWeights(model.base_model, torch.bfloat16)
+    with rounded.in_place():
+        plain = hidden(model)
+        compile_layers(model, backend=backend)
+        found = hidden(model)
+    torch._dynamo.reset()
+    assert torch.equal(found, plain)
+    assert len(graphs) == 1  # one graph, without breaks, for all layers
+    products = [node for node in graphs[0].graph.nodes if node.op == "call_function" and "linear" in str(node.target)]
+    splits = [node for node in graphs[0].graph.nodes if node.op == "call_method" and node.target == "split"]
+    assert len(products) == 4
+    assert len(splits) == 2
+    assert all(isinstance(size, int) for node in splits for size in node.args[1])
+
+
+def test_layers_that_read_the_same_are_one_product(model: Any) -> None:
+    rounded = RoundedWeights(model.base_model, torch.bfloat16)
+    layer = model.base_model.layers[0]
+    weights = [getattr(layer.self_attn, name).weight for name in ("q_proj", "k_proj", "v_proj")]
+    places = [rounded.places[weight] for weight in weights]
+    assert len({id(place.rounded) for place in places}) == 1
+    assert [place.start for place in places] == [0, len(weights[0]), len(weights[0]) + len(weights[1])]
+    x = torch.randn(5, model.config.hidden_size, dtype=torch.bfloat16)
+    alone = [x @ weight.detach().bfloat16().T for weight in weights]
+    with rounded.in_place():
+        together = [getattr(layer.self_attn, name)(x) for name in ("q_proj", "k_proj", "v_proj")]
+    for one, other in zip(together, alone, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+
+
+def test_what_is_in_place_of_the_weights_goes_again_and_follows_them(model: Any) -> None:
+    rounded = RoundedWeights(model.base_model, torch.bfloat16)
+    before = {name: id(weight) for name, weight in model.named_parameters()}
+    with pytest.raises(ZeroDivisionError), rounded.in_place():
+        raise ZeroDivisionError
+    assert {name: id(weight) for name, weight in model.named_parameters()} == before
+    with torch.no_grad():
+        for number, weight in enumerate(rounded.places):
+            weight.mul_(1 + number)
+    addresses = [place.rounded.data_ptr() for place in rounded.places.values()]
+    rounded.refresh()
+    assert [place.rounded.data_ptr() for place in rounded.places.values()] == addresses
+    for weight, place in rounded.places.items():
+        assert torch.equal(place.of(place.rounded), weight.to(torch.bfloat16))
+
+
+def test_biases_are_rounded_too_and_frozen_weights_have_no_gradient() -> None:
+    module = torch.nn.Module()
+    module.gate_proj, module.up_proj = torch.nn.Linear(3, 4), torch.nn.Linear(3, 2)
+    module.frozen = torch.nn.Linear(3, 3).requires_grad_(False)
+    rounded = RoundedWeights(module, torch.bfloat16)
+    assert set(rounded.places) == set(module.parameters())
+    x = torch.randn(7, 3)
+    expected = module.gate_proj(x), module.up_proj(x)
+    with rounded.in_place():
+        low = x.bfloat16()
+        found = module.gate_proj(low), module.up_proj(low)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=0.05, atol=0.05)
+    assert not rounded.places[module.frozen.weight].rounded.requires_grad
+
+
+def test_a_weight_that_an_embedding_has_too_stays_as_it_is() -> None:
+    module = torch.nn.Module()
+    module.embedding, module.tied, module.own = (
+        torch.nn.Embedding(4, 3),
+        torch.nn.Linear(3, 4, bias=False),
+        torch.nn.Linear(3, 3),
+    )
+    module.tied.weight = module.embedding.weight
+    rounded = RoundedWeights(module, torch.bfloat16)
+    assert set(rounded.places) == set(module.own.parameters())
+
+
+def test_amounts_of_lower_precision_are_added_in_that_of_the_totals() -> None:
+    totals = [torch.full((2,), 1.0), torch.full((3,), 256.0)]
+    add_to(totals, [torch.full((2,), 0.5), torch.full((3,), 1.0, dtype=torch.bfloat16)])
+    assert [total.tolist() for total in totals] == [[1.5] * 2, [257.0] * 3]  # 257 is no bfloat16
