@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from stalewise.config import RunConfig
 from stalewise.errors import ConfigError
 from stalewise.learn.learner import Learner
 from stalewise.reproduce.bias import distance
+from stalewise.reproduce.crew import Crew, kept_path
 from stalewise.reproduce.definition import load_experiments
 from stalewise.reproduce.reproducing import ordered_jobs
 from stalewise.reproduce.results import LARGEST_BYTES, read_results, text_of
@@ -178,6 +180,23 @@ def test_the_command_renders_and_does_nothing_again(reproduced: tuple[Path, dict
     assert "Rule, stated before these runs" in page and "broken, seed 1" in page and "(lab.svg)" in page
     assert (experiments / "tiny" / "lab.svg").read_text().startswith("<svg")
     assert "stalewise reproduce tiny" in (root / "docs" / "results.md").read_text()
+
+
+def test_a_result_stays_until_the_run_that_others_need_again_is_made(
+    reproduced: tuple[Path, dict[str, Any], set[str]], tmp_path: Path
+) -> None:
+    """Without time for it, nothing may be lost; with time, the run is made again and then what needs it."""
+    root, _, _ = reproduced
+    jobs = ordered_jobs(load_experiments(root / "experiments"), "lab")
+    stage = next(job for job in jobs if job.kind == "learn")
+    chain = [job for job in jobs if job.key in (*stage.needs, stage.key)]
+    shutil.copytree(root / "out" / "kept", tmp_path / "kept")
+    kept_path(tmp_path, stage.key).unlink()
+    assert Crew(chain, tmp_path, workers=1, deadline_s=-1).run() == {}
+    assert kept_path(tmp_path, stage.needs[-1]).is_file()
+    assert not kept_path(tmp_path, stage.key).is_file()
+    assert Crew(chain, tmp_path, workers=2).run() == {}
+    assert kept_path(tmp_path, stage.key).is_file()
 
 
 def test_makers_of_runs_import_neither_typer_nor_plotly() -> None:

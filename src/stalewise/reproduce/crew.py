@@ -47,22 +47,27 @@ class Crew:
         self.until = None if deadline_s is None else time.monotonic() + deadline_s
         self.lock = threading.Condition()
         self.failed: dict[str, str] = {}
-        self._unmake_what_is_needed_again()
-        self.waiting = [key for key in self.jobs if not kept_path(out, key).is_file()]
+        needed_again = self._needed_again()
+        self.waiting = [key for key in self.jobs if not kept_path(out, key).is_file() or key in needed_again]
         self.total = len(self.waiting)
         self.running: set[str] = set()
         self.processes: set[subprocess.Popen[str]] = set()
 
-    def _unmake_what_is_needed_again(self) -> None:
-        """A run whose rollouts and policies are gone must be made anew where a job that is not done needs them."""
+    def _needed_again(self) -> set[str]:
+        """Runs that are done but whose rollouts and policies are gone, where a job that is not done needs those.
+
+        What is kept of such a run stays until it is made anew: there may be no time for that.
+        """
         pending = {key for key in self.jobs if not kept_path(self.out, key).is_file()}
-        for job in self.jobs.values():
-            for need in job.needs if job.key in pending else ():
-                kind = self.jobs[need].kind
+        found: set[str] = set()
+        for key in pending:
+            for need in self.jobs[key].needs:
                 directory = self.out / "runs" / need
-                if kind in MODEL_OF and need not in pending and not (directory / "checkpoints").is_dir():
-                    kept_path(self.out, need).unlink(missing_ok=True)
+                made = self.jobs[need].kind in MODEL_OF and need not in pending
+                if made and not (directory / "checkpoints").is_dir():
                     shutil.rmtree(directory, ignore_errors=True)
+                    found.add(need)
+        return found
 
     def run(self) -> dict[str, str]:
         """Do what can be done until the deadline; the reasons of jobs that failed, by key."""
@@ -97,7 +102,7 @@ class Crew:
                     if broken := next((need for need in job.needs if need in self.failed), None):
                         self.waiting.remove(key)
                         self.failed[key] = f"it needs {broken}, which failed: {self.failed[broken]}"
-                    elif all(kept_path(self.out, need).is_file() for need in job.needs):
+                    elif not any(need in self.waiting or need in self.running for need in job.needs):
                         self.waiting.remove(key)
                         self.running.add(key)
                         return job
@@ -159,13 +164,14 @@ class Crew:
         return json.loads(answer)["problem"]
 
     def _end(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdin is not None
+        assert process.stdin is not None and process.stdout is not None
         process.stdin.close()
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        process.stdout.close()
         self.processes.discard(process)
 
     def _strip(self, keys: Iterable[str]) -> None:

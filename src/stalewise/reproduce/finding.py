@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from stalewise.reproduce.results import Mean
 
-SHOWN, NOT_SHOWN, OPPOSITE, UNKNOWN = "shown", "not shown", "opposite", "no results"
+SHOWN, NOT_SHOWN, OPPOSITE, UNKNOWN = "shown", "not shown", "opposite", "cannot say"
 RULE_IN_WORDS = (
     "the mean of two evaluations of held-out accuracy falls below half of its best and does not come back within "
     "three, or the run ends below it, or an update is not finite"
@@ -30,7 +30,7 @@ class Finding:
 
 def missing(what: str) -> Finding:
     """Nothing can be said yet."""
-    return Finding(UNKNOWN, "–", [f"Not there yet: {what}."])
+    return Finding(UNKNOWN, f"missing: {what}")
 
 
 def above(mean: Mean, bound: float = 0.0) -> bool:

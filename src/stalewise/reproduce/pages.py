@@ -134,10 +134,10 @@ def describe_runs(results: Results) -> str:
     spent = sum(run.get("wall_seconds", 0.0) for arm in results.arms for run in arm.runs.values())
     seeds = sorted({len(arm.runs) for arm in results.arms})
     many = f"{seeds[0]} to {seeds[-1]} seeds" if len(seeds) > 1 else f"{seeds[0]} seed{'s' if seeds[0] > 1 else ''}"
-    machine = record["machine"]
+    machines = " and ".join(f"{one['cores']} cores ({one['workers']} at a time)" for one in record["machine"])
     return (
-        f"{record['done']} of {record['planned']} jobs done, {many} an arm; {device}, {machine['cores']} cores, "
-        f"{machine['workers']} at a time, {spent:,.0f} s of jobs in all."
+        f"{record['done']} of {record['planned']} jobs done, {many} an arm; {device}, {machines}, "
+        f"{spent:,.0f} s of jobs in all."
     )
 
 

@@ -80,7 +80,7 @@ def reproduce(
     return Reproduced(setting, len(jobs), done, failed, seconds, results)
 
 
-def write_all(experiments: Sequence[Experiment], setting: str, out: Path, machine: dict[str, Any]) -> list[Path]:
+def write_all(experiments: Sequence[Experiment], setting: str, out: Path, machine: list[dict[str, Any]]) -> list[Path]:
     """Results of all experiments that have any in this setting."""
     written: list[Path] = []
     for experiment in experiments:
@@ -93,10 +93,15 @@ def write_all(experiments: Sequence[Experiment], setting: str, out: Path, machin
     return written
 
 
-def _note_machine(out: Path, setting: str, workers: int, seconds: float) -> dict[str, Any]:
-    """What the jobs were done on, over all sittings."""
+def _note_machine(out: Path, setting: str, workers: int, seconds: float) -> list[dict[str, Any]]:
+    """What the jobs were done on: cores, jobs at a time and seconds, over all sittings."""
     path = out / f"machine-{setting}.json"
-    before = read_json(path) if path.is_file() else {"seconds": 0.0}
-    machine = {"cores": os.cpu_count(), "workers": workers, "seconds": round(before["seconds"] + seconds, 1)}
-    write_json_atomic(path, machine)
-    return machine
+    sittings: list[dict[str, Any]] = read_json(path)["sittings"] if path.is_file() else []
+    here = {"cores": os.cpu_count(), "workers": workers}
+    alike = next((one for one in sittings if here.items() <= one.items()), None)
+    if alike is None:
+        sittings.append(here | {"seconds": round(seconds, 1)})
+    else:
+        alike["seconds"] = round(alike["seconds"] + seconds, 1)
+    write_json_atomic(path, {"sittings": sittings})
+    return sittings

@@ -27,7 +27,7 @@ def results_name(setting: str) -> str:
     return f"results-{setting}.json"
 
 
-def collect(experiment: Experiment, setting: str, out: Path, machine: Mapping[str, Any]) -> dict[str, Any]:
+def collect(experiment: Experiment, setting: str, out: Path, machine: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What is done of an experiment, in as many points per curve as the file may have."""
     arms: dict[str, dict[str, Any]] = {}
     problems: dict[str, str] = {}
@@ -45,7 +45,7 @@ def collect(experiment: Experiment, setting: str, out: Path, machine: Mapping[st
         "format": FORMAT,
         "experiment": experiment.name,
         "setting": setting,
-        "machine": dict(machine),
+        "machine": [dict(sitting) for sitting in machine],
         "planned": planned,
         "done": done,
         "failed": problems,

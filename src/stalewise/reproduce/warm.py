@@ -47,13 +47,13 @@ def warm_start(
     batch: int,
     learning_rate: float,
     target: float,
-    check_every: int,
+    check_every: int = 20,
     checked: int = 128,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Train until the sampled accuracy on `checked` training prompts is at the target, at most so many steps.
 
-    Accuracy rises from nothing to most of it within some ten steps, so it is looked at every few.
+    Accuracy may rise from nothing to most of it within `check_every` steps, so it ends at the target or above it.
     """
     start = time.perf_counter()
     torch.manual_seed(seed)
