@@ -77,6 +77,7 @@ class ExperimentTable(Section):
     verdict: str = Field(description="Function of `stalewise.reproduce.verdicts`; its docstring is the rule.")
     metrics: list[str] = Field(default_factory=list, description="Metrics whose curves are kept.")
     words: str = Field(default="", description="What a reader should know besides.")
+    reading: str = Field(default="", description="What we make of the results, written after them.")
     lab: SettingTable | None = None
     real: SettingTable | None = None
 

@@ -123,6 +123,8 @@ def page(
         lines += [*arm_table(results.arms), ""]
         lines += [f"- Failed: {name}: {reason}" for name, reason in results.record["failed"].items()]
         lines += [""] if results.record["failed"] else []
+    if table.reading:
+        lines += ["## Reading, written after the results", "", table.reading, ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
