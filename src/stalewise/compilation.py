@@ -61,7 +61,7 @@ def compile_pieces(model: Any, backend: str = "inductor") -> None:
 
 
 @contextlib.contextmanager
-def compiled_rotation(model: Any, backend: str = "inductor") -> Iterator[None]:
+def compiled_rotation(model: Any, backend: str | Backend = "inductor") -> Iterator[None]:
     """Within: queries and keys are rotated by one compiled kernel, where the model's file has that as a function.
 
     Attention calls it by its global name, so that is what is replaced, and put back.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers.models.llama import modeling_llama
@@ -42,10 +44,17 @@ def test_half_of_the_activations_are_kept_where_that_is_asked_for() -> None:
 def test_the_rotation_is_compiled_within_and_put_back_after() -> None:
     model = load_model(resolve_model("auto", "arithmetic"), device=torch.device("cpu"))
     ids = torch.arange(9).unsqueeze(0) + 3
-    plain, home = modeling_llama.apply_rotary_pos_emb, modeling_llama
-    expected = model(input_ids=ids).logits
-    with pytest.raises(ZeroDivisionError), compiled_rotation(model, backend="eager"):
-        assert home.apply_rotary_pos_emb is not plain
+    plain, expected = modeling_llama.apply_rotary_pos_emb, model(input_ids=ids).logits
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    with pytest.raises(ZeroDivisionError), compiled_rotation(model, backend=backend):
         assert torch.equal(model(input_ids=ids).logits, expected)
         raise ZeroDivisionError
-    assert home.apply_rotary_pos_emb is plain
+    assert len(graphs) == 1  # one for all layers
+    assert modeling_llama.apply_rotary_pos_emb is plain
+    model(input_ids=ids)
+    assert len(graphs) == 1

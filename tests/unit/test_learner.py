@@ -422,6 +422,43 @@ def test_compiled_layers_give_the_same_gradient() -> None:
     assert list(compiled.model.state_dict()) == list(plain.model.state_dict())
 
 
+class WatchedBody:
+    """Stands in for the graphs: takes down what the weights were when it was told that they had changed."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner, self.told = learner, list[torch.Tensor]()
+        for parameter in learner.names:
+            parameter.grad = torch.zeros_like(parameter)
+
+    def __call__(self, part: Any) -> torch.Tensor:
+        body = self.learner.model.base_model(input_ids=part.input_ids_XW, use_cache=False, **part.arguments)
+        return body.last_hidden_state.squeeze(0)
+
+    def twin(self, parameter: Any) -> Any:
+        return parameter
+
+    def weights_changed(self) -> None:
+        self.told.append(torch.cat([weight.detach().flatten().clone() for weight in self.learner.names]))
+
+
+def test_graphs_are_told_of_every_change_of_the_weights() -> None:
+    plain, learner = Learner(config(), POLICY), Learner(config(), POLICY)
+    body = WatchedBody(learner)
+    learner.body = body  # pyright: ignore[reportAttributeAccessIssue]
+    for seed in (1, 2):
+        plain.update(rollouts(seed=seed))
+        learner.update(rollouts(seed=seed))
+    after = torch.cat([weight.detach().flatten() for weight in learner.names])
+    assert len(body.told) == 2 and torch.equal(body.told[-1], after)
+    torch.testing.assert_close(after, torch.cat([weight.detach().flatten() for weight in plain.names]))
+
+
+def test_keeping_fewer_activations_without_compiling_is_said_to_change_nothing() -> None:
+    said: list[str] = []
+    Learner(config(learner={"keep_activations": 0.5}), POLICY, said.append)
+    assert any("keep_activations changes nothing" in text for text in said)
+
+
 def test_out_of_memory_after_the_step_is_not_a_reason_to_take_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(before: Any, after: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -23,7 +23,7 @@ from stalewise.learn.learner import Learner
 from stalewise.reproduce.bias import distance
 from stalewise.reproduce.crew import Crew, kept_path
 from stalewise.reproduce.definition import load_experiments
-from stalewise.reproduce.reproducing import ordered_jobs
+from stalewise.reproduce.reproducing import note_machine, ordered_jobs
 from stalewise.reproduce.results import LARGEST_BYTES, read_results, text_of
 from stalewise.reproduce.thin import thinned
 from stalewise.store import batch_directories, open_batch
@@ -195,8 +195,21 @@ def test_a_result_stays_until_the_run_that_others_need_again_is_made(
     assert Crew(chain, tmp_path, workers=1, deadline_s=-1).run() == {}
     assert kept_path(tmp_path, stage.needs[-1]).is_file()
     assert not kept_path(tmp_path, stage.key).is_file()
+    # A sitting that is killed in the middle of it leaves half a run, which must not pass for one.
+    (tmp_path / "runs" / stage.needs[-1] / "checkpoints").mkdir(parents=True)
+    assert set(Crew(chain, tmp_path, workers=1).waiting) == {stage.needs[-1], stage.key}
     assert Crew(chain, tmp_path, workers=2).run() == {}
     assert kept_path(tmp_path, stage.key).is_file()
+
+
+def test_machines_of_all_sittings_are_written_down(tmp_path: Path) -> None:
+    for workers, seconds in ((4, 1.5), (2, 1.0), (4, 2.0)):
+        sittings = note_machine(tmp_path, "lab", workers, seconds)
+    cores = os.cpu_count()
+    assert sittings == [
+        {"cores": cores, "workers": 4, "seconds": 3.5},
+        {"cores": cores, "workers": 2, "seconds": 1.0},
+    ]
 
 
 def test_makers_of_runs_import_neither_typer_nor_plotly() -> None:

@@ -127,6 +127,30 @@ def test_a_weight_that_an_embedding_has_too_stays_as_it_is() -> None:
     assert set(rounded.places) == set(module.own.parameters())
 
 
+def test_a_layer_that_is_used_twice_keeps_all_of_its_gradient() -> None:
+    module = torch.nn.Module()
+    module.one, module.other, module.alone = (
+        torch.nn.Linear(3, 3),
+        torch.nn.Linear(3, 3, bias=False),
+        torch.nn.Linear(3, 3),
+    )
+    module.again, module.other.weight = module.one, module.alone.weight
+    rounded = RoundedWeights(module, torch.bfloat16)
+    assert set(rounded.places) == set()  # the bias of `alone` is used once, but belongs to a layer that is not swapped
+    module.lone = torch.nn.Linear(3, 3)
+    assert set(RoundedWeights(module, torch.bfloat16).places) == set(module.lone.parameters())
+
+
+def test_layers_that_read_something_else_than_their_names_say_are_refused() -> None:
+    module = torch.nn.Module()
+    module.gate_proj, module.up_proj = torch.nn.Linear(3, 4), torch.nn.Linear(3, 2)
+    rounded = RoundedWeights(module, torch.bfloat16)
+    x = torch.randn(7, 3, dtype=torch.bfloat16)
+    with rounded.in_place(), pytest.raises(RuntimeError, match="read the same input"):
+        module.gate_proj(x)
+        module.up_proj(x + 1)
+
+
 def test_amounts_of_lower_precision_are_added_in_that_of_the_totals() -> None:
     totals = [torch.full((2,), 1.0), torch.full((3,), 256.0)]
     add_to(totals, [torch.full((2,), 0.5), torch.full((3,), 1.0, dtype=torch.bfloat16)])

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from stalewise.errors import ModelError
-from stalewise.generate.hf import HFSampler
+from stalewise.generate.hf import HFSampler, texts_of
 from stalewise.generate.sampler import Request
 from stalewise.generate.sampling import device_uniforms, draw, rollout_seed, sampling_logp, uniforms
 from stalewise.generate.slots import slots_problem
-from stalewise.models import EMBEDDED, encode_prompts, load_model, load_tokenizer
+from stalewise.models import EMBEDDED, encode_prompts, load_model, load_tokenizer, resolve_model
 from stalewise.tasks import make_task
 from stalewise.tasks.arithmetic import Steps
 from stalewise.types import FinishReason, SamplerSettings
@@ -256,3 +256,12 @@ def test_a_cache_that_is_more_than_keys_and_values_is_not_put_into_slots() -> No
 def test_logits_that_are_not_numbers_draw_a_token_with_no_log_probability() -> None:
     token, logp = draw(torch.full((2, 300), math.nan), torch.tensor([0.1, 0.9]))
     assert (token < 300).all() and not logp.isfinite().any()
+
+
+def test_texts_are_those_that_the_tokenizer_itself_gives() -> None:
+    tokenizer = load_tokenizer(resolve_model("auto", "arithmetic"))
+    ids = [[row % len(tokenizer), 1, 3 + row % 9, tokenizer.eos_token_id] for row in range(40)] + [[]]
+    expected = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    assert texts_of(ids, tokenizer) == expected
+    tokenizer.clean_up_tokenization_spaces = True  # which its library knows nothing of
+    assert texts_of(ids, tokenizer) == tokenizer.batch_decode(ids, skip_special_tokens=True)

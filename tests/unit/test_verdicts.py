@@ -250,10 +250,9 @@ def test_the_power_of_a_bias_is_found_where_some_places_drown_in_noise() -> None
                 seeds[str(seed)] = {"learning_rate": rate, "rows": rows}
             arms.append({"name": f"{rate}", "kind": "bias", "axes": {"bias_rate": f"{rate:g}"}, "seeds": seeds})
         slope = bias_slope(results(*arms))
-        assert slope.low <= slope.value <= slope.high
         assert slope.value == pytest.approx(1.0, abs=0.15)
         inside += slope.low <= 1.0 <= slope.high
-    assert inside >= 12  # points that stand out by luck pull the power down a little, so fewer than 19
+    assert inside >= 17
 
 
 # ---------------------------------------------------------------- means, figures and pages

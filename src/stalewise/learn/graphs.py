@@ -20,8 +20,7 @@ from stalewise.learn.batching import MicroBatch
 from stalewise.learn.optimizer import add_to, copies
 from stalewise.learn.rounded import RoundedWeights
 
-# Each keeps its last hidden states, and took a third of a second to make. Lengths change as a policy learns, and sizes
-# that do not come up any more make room for others.
+# Each keeps its last hidden states, and took a third of a second to make. Sizes beyond these are launched by Python.
 MOST_GRAPHS = 32
 
 
@@ -59,6 +58,9 @@ class GraphedBody:
     def __call__(self, part: MicroBatch) -> Tensor:
         """Last hidden states [T, H] of the micro-batch, whose tokens come first."""
         captured = self._captured_for(part)
+        if captured is None:
+            body = self.model.base_model(input_ids=part.input_ids_XW, use_cache=False, **part.arguments)
+            return body.last_hidden_state.squeeze(0)
         self._put(part, captured)
         if torch.is_grad_enabled():
             return _Replay.apply(self.anchor, captured)  # pyright: ignore[reportReturnType]
@@ -82,7 +84,7 @@ class GraphedBody:
             self.twins[parameter].grad = parameter.grad
         return self.twins[parameter]
 
-    def _captured_for(self, part: MicroBatch) -> Captured:
+    def _captured_for(self, part: MicroBatch) -> Captured | None:
         given = part.arguments
         key = (
             part.input_ids_XW.shape[1],
@@ -91,10 +93,9 @@ class GraphedBody:
             given["max_length_q"],
             given["max_length_k"],
         )
-        self.captured[key] = captured = self.captured.pop(key, None) or self._capture(part)  # the last used is last
-        if len(self.captured) > MOST_GRAPHS:
-            del self.captured[next(iter(self.captured))]
-        return captured
+        if key not in self.captured and len(self.captured) < MOST_GRAPHS:
+            self.captured[key] = self._capture(part)
+        return self.captured.get(key)
 
     def _put(self, part: MicroBatch, captured: Captured) -> None:
         """Write a micro-batch to the addresses that the graphs read."""

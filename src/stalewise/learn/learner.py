@@ -82,6 +82,8 @@ class Learner:
         if compiled := not parallel.is_sharded and compiling_pays(config, self.model):
             compile_layers(self.model, config.learner.keep_activations)
             self.kernels = compiled_kernels()
+        elif config.learner.keep_activations < 1:
+            self.say("learner.keep_activations changes nothing here: it is for compiled layers")
         self.body: GraphedBody | None = None
         if compiled and self.packed and self._can_be_graphed():
             self.body = GraphedBody(self.model, list(self.names), self.precision)
@@ -254,9 +256,9 @@ class Learner:
         # The name under which torch's gradient scaler tells a fused optimizer to leave everything as it is.
         vars(self.optimizer)["found_inf"] = unusable.float()
         self.optimizer.step()
+        self.steps += 1
         if self.body is not None:
             self.body.weights_changed()
-        self.steps += 1
         return self.parallel.norm(distance(before, weights))
 
     def _backward(self, share: Share, parts: list[MicroBatch]) -> tuple[Tensor, TokenSums, Tensor, SeenTokens | None]:

@@ -8,6 +8,7 @@ such as those of queries, keys and values, are one product forward and two backw
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ class Together(torch.nn.Module):
     def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None, sizes: Sequence[int]) -> None:
         super().__init__()
         self.weight, self.bias, self.sizes = weight, bias, tuple(sizes)
+        self.input: Tensor | None = None
         self.parts: tuple[Tensor, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,7 +36,7 @@ class Together(torch.nn.Module):
         product = linear(x, self.weight, self.bias)
         if len(self.sizes) == 1:
             return product
-        self.parts = product.split(self.sizes, dim=-1)
+        self.input, self.parts = x, product.split(self.sizes, dim=-1)
         return self.parts[0]
 
 
@@ -49,9 +51,11 @@ class Later(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """What was computed along with the first; after the last one nothing is held any more."""
         together = self.together[0]
+        if x is not together.input:
+            raise RuntimeError("layers whose names say that they read the same input do not")
         part = together.parts[self.place]
         if self.place + 1 == len(together.sizes):
-            together.parts = ()
+            together.input, together.parts = None, ()
         return part
 
 
@@ -71,15 +75,18 @@ class Place:
 class RoundedWeights:
     """The weights of a module's linear layers, rounded; parameters, since the compiler fixes sizes of those alone.
 
-    A weight that has another use as well, such as an embedding, stays as it is: that use is no matrix product.
+    A weight that has another use as well, such as an embedding or a second layer, stays as it is.
     """
 
     def __init__(self, module: torch.nn.Module, precision: torch.dtype) -> None:
         self.precision = precision
         self.places: dict[Tensor, Place] = {}
         self.swaps: list[tuple[torch.nn.Module, str, torch.nn.Module, torch.nn.Module]] = []
-        others = (layer for layer in module.modules() if type(layer) is not torch.nn.Linear)
-        self.used_elsewhere = {id(weight) for layer in others for weight in layer.parameters(recurse=False)}
+        self.uses = Counter(
+            id(weight)
+            for _, layer in module.named_modules(remove_duplicate=False)
+            for weight in layer.parameters(recurse=False)
+        )
         for parent in list(module.modules()):
             done: set[str] = set()
             for names in TOGETHER:
@@ -91,8 +98,7 @@ class RoundedWeights:
 
     def _fits(self, layer: torch.nn.Module | None) -> bool:
         return type(layer) is torch.nn.Linear and not any(
-            weight.dtype is self.precision or id(weight) in self.used_elsewhere or weight in self.places
-            for weight in layer.parameters()
+            weight.dtype is self.precision or self.uses[id(weight)] > 1 for weight in layer.parameters()
         )
 
     def _join(self, parent: torch.nn.Module, names: Sequence[str]) -> bool:

@@ -29,6 +29,11 @@ def failed_path(out: Path, key: str) -> Path:
     return out / "failed" / f"{key}.json"
 
 
+def again_path(out: Path, key: str) -> Path:
+    """Where it says that a job is to be done once more, though it has a result."""
+    return out / "again" / key
+
+
 class Crew:
     """Does jobs side by side. What fails is written down and does not stop the others."""
 
@@ -56,18 +61,19 @@ class Crew:
     def _needed_again(self) -> set[str]:
         """Runs that are done but whose rollouts and policies are gone, where a job that is not done needs those.
 
-        What is kept of such a run stays until it is made anew: there may be no time for that.
+        What is kept of such a run stays until it is made anew: there may be no time for that. A mark says that it is
+        being made, so that half a run is not taken for one.
         """
         pending = {key for key in self.jobs if not kept_path(self.out, key).is_file()}
-        found: set[str] = set()
         for key in pending:
             for need in self.jobs[key].needs:
                 directory = self.out / "runs" / need
                 made = self.jobs[need].kind in MODEL_OF and need not in pending
                 if made and not (directory / "checkpoints").is_dir():
                     shutil.rmtree(directory, ignore_errors=True)
-                    found.add(need)
-        return found
+                    again_path(self.out, need).parent.mkdir(parents=True, exist_ok=True)
+                    again_path(self.out, need).touch()
+        return {key for key in self.jobs if again_path(self.out, key).is_file()}
 
     def run(self) -> dict[str, str]:
         """Do what can be done until the deadline; the reasons of jobs that failed, by key."""
@@ -121,6 +127,8 @@ class Crew:
                     self.running.discard(job.key)
                     if problem:
                         self.failed[job.key] = problem
+                    else:
+                        again_path(self.out, job.key).unlink(missing_ok=True)
                     self._strip((job.key, *job.needs))
                     done = self.total - len(self.waiting) - len(self.running)
                     self.say(

@@ -10,11 +10,10 @@ import numpy as np
 
 from stalewise.errors import CalibrationError
 from stalewise.reproduce.finding import UNKNOWN, Finding, below, judged
-from stalewise.reproduce.results import Mean, Results, mean_of
+from stalewise.reproduce.results import Mean, Results, mean_of, student
 from stalewise.staleness.law import Fit, Law, Observation, fit, log_likelihood
 
 BIAS_OF = "relaxed clip"  # the objective whose bias is judged: every ratio counts as it is
-RESAMPLES = 1000
 NOISE = 0.1  # relative bias that one seed can tell from none
 
 
@@ -135,9 +134,9 @@ def _power(points: Sequence[tuple[float, float]]) -> float | None:
 
 
 def bias_slope(results: Results) -> Mean:
-    """The power with which the bias grows in S·η: 1 by the law. Its interval is a bootstrap over seeds.
+    """The power with which the bias grows in S·η: 1 by the law. Its interval is a jackknife over seeds (Student's t).
 
-    The places are those that stand out from the noise with all seeds: to choose them anew in every resample would make
+    The places are those that stand out from the noise with all seeds: to choose them anew without each seed would make
     the power depend on which are chosen more than on what is measured there.
     """
     points, cells = bias_points(results), bias_cells(results, BIAS_OF)
@@ -147,15 +146,15 @@ def bias_slope(results: Results) -> Mean:
         return mean_of([])
     if len(seeds) < 3:
         return Mean(whole, math.nan, math.nan, 1)
-    choice = np.random.default_rng(0).choice(seeds, (RESAMPLES, len(seeds)))
-    powers: list[float] = []
-    for chosen in choice.tolist():
-        squares = [
-            (x, float(np.mean([cells[x][seed] for seed in chosen if seed in cells[x]] or 0.0))) for x, _ in points
-        ]
-        powers.append(_power([(x, math.sqrt(square)) for x, square in squares if square > 0]) or math.nan)
-    low, high = np.nanquantile(powers, [0.025, 0.975])
-    return Mean(whole, float(low), float(high), len(seeds))
+    without: list[float] = []
+    for left_out in seeds:
+        squares = [(x, [square for seed, square in cells[x].items() if seed != left_out]) for x, _ in points]
+        found = [(x, math.sqrt(np.mean(values))) for x, values in squares if values and np.mean(values) > 0]
+        without.append(_power(found) or math.nan)
+    n = len(seeds)
+    spread = math.sqrt((n - 1) ** 2 / n * float(np.var(without, ddof=1)))
+    half = student(n - 1) * spread
+    return Mean(whole, whole - half, whole + half, n)
 
 
 def describe_fit(found: Sequence[Observed]) -> tuple[Fit | None, str]:
@@ -178,9 +177,9 @@ def the_law(results: Results) -> Finding:
     white, black = halves(found)
     try:
         both = [predict(white, black), predict(black, white)]
-    except (CalibrationError, ValueError):
+    except (CalibrationError, ValueError) as error:
         fell = sum(one.run.collapsed_at is not None for one in found)
-        return Finding(UNKNOWN, f"{fell} of {len(found)} runs collapsed: too few to fit the law on halves of them")
+        return Finding(UNKNOWN, f"{fell} of {len(found)} runs collapsed; on halves of them: {error}")
     fitted, words = describe_fit(found)
     slope = bias_slope(results)
     better = [one.per_run > one.base_rate for one in both]

@@ -74,7 +74,7 @@ def reproduce(
         failed = crew.run()
     finally:
         seconds = time.perf_counter() - start
-        machine = _note_machine(out, setting, workers, seconds)
+        machine = note_machine(out, setting, workers, seconds)
         results = write_all(experiments, setting, out, machine)
     done = sum(kept_path(out, job.key).is_file() for job in jobs)
     return Reproduced(setting, len(jobs), done, failed, seconds, results)
@@ -93,10 +93,10 @@ def write_all(experiments: Sequence[Experiment], setting: str, out: Path, machin
     return written
 
 
-def _note_machine(out: Path, setting: str, workers: int, seconds: float) -> list[dict[str, Any]]:
+def note_machine(out: Path, setting: str, workers: int, seconds: float) -> list[dict[str, Any]]:
     """What the jobs were done on: cores, jobs at a time and seconds, over all sittings."""
     path = out / f"machine-{setting}.json"
-    sittings: list[dict[str, Any]] = read_json(path)["sittings"] if path.is_file() else []
+    sittings: list[dict[str, Any]] = read_json(path).get("sittings", []) if path.is_file() else []
     here = {"cores": os.cpu_count(), "workers": workers}
     alike = next((one for one in sittings if here.items() <= one.items()), None)
     if alike is None:

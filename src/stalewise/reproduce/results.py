@@ -108,10 +108,15 @@ def mean_of(values: Iterable[float | None]) -> Mean:
     value = float(known.mean())
     if len(known) == 1:
         return Mean(value, math.nan, math.nan, 1)
+    half = student(len(known) - 1) * float(known.std(ddof=1)) / math.sqrt(len(known))
+    return Mean(value, value - half, value + half, len(known))
+
+
+def student(freedom: int) -> float:
+    """How many standard errors wide each half of the interval is."""
     from scipy.stats import t
 
-    half = float(t.ppf((1 + CONFIDENCE) / 2, len(known) - 1)) * float(known.std(ddof=1)) / math.sqrt(len(known))
-    return Mean(value, value - half, value + half, len(known))
+    return float(t.ppf((1 + CONFIDENCE) / 2, freedom))
 
 
 Measure = Callable[[Mapping[str, Any]], float | None]
