@@ -13,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers.cache_utils import DynamicLayer
 
 from stalewise.errors import ModelError
+from stalewise.generate.growing import RoomyLayer
 from stalewise.generate.hf import HFSampler, texts_of
 from stalewise.generate.sampler import Request
 from stalewise.generate.sampling import device_uniforms, draw, rollout_seed, sampling_logp, uniforms
@@ -265,3 +267,20 @@ def test_texts_are_those_that_the_tokenizer_itself_gives() -> None:
     assert texts_of(ids, tokenizer) == expected
     tokenizer.clean_up_tokenization_spaces = True  # which its library knows nothing of
     assert texts_of(ids, tokenizer) == tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+def test_a_cache_with_room_holds_what_a_growing_one_holds_and_seldom_moves() -> None:
+    torch.manual_seed(0)
+    roomy, plain = RoomyLayer(), DynamicLayer()
+    moves, last = 0, 0
+    for step in range(200):
+        rows = 5 if step < 100 else 3
+        key, value = torch.randn(rows, 2, 4 if step == 0 else 1, 8), torch.randn(rows, 2, 4 if step == 0 else 1, 6)
+        held = roomy.update(key, value)
+        assert all(map(torch.equal, held, plain.update(key, value)))
+        moves, last = moves + (held[0].data_ptr() != last), held[0].data_ptr()
+        if step == 99:  # rows that have ended are dropped
+            for layer in (roomy, plain):
+                layer.batch_select_indices(torch.tensor([0, 2, 4]))
+    assert roomy.get_seq_length() == plain.get_seq_length() == 203
+    assert moves <= 15

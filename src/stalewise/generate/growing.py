@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from stalewise.generate.sampler import Request
 from stalewise.generate.sampling import draw, tempered, uniforms
@@ -20,6 +21,39 @@ from stalewise.types import SamplerSettings
 
 # Rows that have ended are dropped once they are this share of the batch: dropping copies the cache.
 DROP_SHARE = 0.25
+ROOM_RATIO = 1.5  # of what is needed, where the room of a cache has become too small
+
+
+class RoomyLayer(DynamicLayer):
+    """Keys and values of a layer in memory with room for more: a step writes one token, and copies none but seldom."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rooms: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """What attention is to read, after the new tokens are written."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        key_room, self.keys = _append(self.rooms[0], self.keys, key_states)
+        value_room, self.values = _append(self.rooms[1], self.values, value_states)
+        self.rooms = key_room, value_room
+        return self.keys, self.values
+
+
+def _append(room: Tensor | None, held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """`held` [R, K, L, D] with `new` after it: in its room, or in a larger one where that is too small or another's."""
+    before = held.shape[-2] if held.numel() else 0
+    length = before + new.shape[-2]
+    # Rows that have ended are taken out by copying the others, which are then elsewhere.
+    lies_there = room is not None and held.data_ptr() == room.data_ptr() and len(held) == len(room)
+    if room is None or not lies_there or length > room.shape[-2]:
+        room = new.new_empty(*new.shape[:-2], int(ROOM_RATIO * length) + 1, new.shape[-1])
+        if before:
+            room[..., :before, :] = held
+    room[..., before:length, :] = new
+    return room, room[..., :length, :]
 
 
 @torch.inference_mode()
@@ -83,6 +117,7 @@ def _prefill(model: Any, requests: Sequence[Request], pad_id: int) -> tuple[Tens
     distinct_R = [places.setdefault(tuple(request.prompt_ids), len(places)) for request in requests]
     input_ids, attention = _padded(list(places), pad_id, model.device)
     cache = DynamicCache(config=model.config)
+    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     positions = (attention.cumsum(dim=1) - 1).clamp(min=0)
     logits = _forward(model, input_ids, cache, attention, positions)
     spread = torch.tensor(distinct_R, device=model.device)
