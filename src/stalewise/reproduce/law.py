@@ -14,6 +14,7 @@ from stalewise.reproduce.results import Mean, Results, mean_of, student
 from stalewise.staleness.law import Fit, Law, Observation, fit, log_likelihood
 
 BIAS_OF = "relaxed clip"  # the objective whose bias is judged: every ratio counts as it is
+CLEAR = 1.2  # size of a cosine, which halves of a batch estimate, beyond which it and the norms are noise
 NOISE = 0.1  # relative bias that one seed can tell from none
 
 
@@ -101,7 +102,8 @@ def bias_cells(results: Results, objective: str, key: str = "bias") -> dict[floa
     for arm in results.arms:
         for seed, run in arm.runs.items() if arm.kind == "bias" else ():
             for row in run["rows"]:
-                if row["objective"] == objective and (value := row[key]) is not None:
+                known = key == "bias" or abs(row["cosine"] or math.inf) <= CLEAR
+                if row["objective"] == objective and known and (value := row[key]) is not None:
                     place = round(row["age"] * run["learning_rate"], 9)
                     cells.setdefault(place, {})[seed] = value * abs(value) if key == "bias" else value
     return cells
