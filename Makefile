@@ -29,10 +29,10 @@ lint: install
 types: install
 	$(BIN)/pyright
 
-# One thread for each of many processes: two on a busy core wait for each other. Three processes on two cores, since many
-# tests wait for processes of their own. The browser in one of its own: it keeps an event loop running.
+# One thread for each of many processes: two on a busy core wait for each other. The browser in a process of its own: it
+# keeps an event loop running, which others would run into.
 unit: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 3 --dist loadfile --ignore tests/browser --ignore tests/on_ray
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --ignore tests/browser --ignore tests/on_ray
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/browser
 
 # Real vLLM on the CPU, in an environment of its own: it wants an older transformers than we are tested with. Nothing is
