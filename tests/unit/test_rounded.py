@@ -99,9 +99,20 @@ def test_what_is_in_place_of_the_weights_goes_again_and_follows_them(model: Any)
         assert torch.equal(place.of(place.rounded), weight.to(torch.bfloat16))
 
 
+def module_of(**layers: torch.nn.Module) -> Any:
+    module: Any = torch.nn.Module()
+    for name, layer in layers.items():
+        setattr(module, name, layer)
+    return module
+
+
+def gated() -> Any:
+    """Two layers whose names say that they read the same."""
+    return module_of(gate_proj=torch.nn.Linear(3, 4), up_proj=torch.nn.Linear(3, 2))
+
+
 def test_biases_are_rounded_too_and_frozen_weights_have_no_gradient() -> None:
-    module = torch.nn.Module()
-    module.gate_proj, module.up_proj = torch.nn.Linear(3, 4), torch.nn.Linear(3, 2)
+    module = gated()
     module.frozen = torch.nn.Linear(3, 3).requires_grad_(False)
     rounded = RoundedWeights(module, torch.bfloat16)
     assert set(rounded.places) == set(module.parameters())
@@ -116,24 +127,16 @@ def test_biases_are_rounded_too_and_frozen_weights_have_no_gradient() -> None:
 
 
 def test_a_weight_that_an_embedding_has_too_stays_as_it_is() -> None:
-    module = torch.nn.Module()
-    module.embedding, module.tied, module.own = (
-        torch.nn.Embedding(4, 3),
-        torch.nn.Linear(3, 4, bias=False),
-        torch.nn.Linear(3, 3),
-    )
+    tied = torch.nn.Linear(3, 4, bias=False)
+    module = module_of(embedding=torch.nn.Embedding(4, 3), tied=tied, own=torch.nn.Linear(3, 3))
     module.tied.weight = module.embedding.weight
     rounded = RoundedWeights(module, torch.bfloat16)
     assert set(rounded.places) == set(module.own.parameters())
 
 
 def test_a_layer_that_is_used_twice_keeps_all_of_its_gradient() -> None:
-    module = torch.nn.Module()
-    module.one, module.other, module.alone = (
-        torch.nn.Linear(3, 3),
-        torch.nn.Linear(3, 3, bias=False),
-        torch.nn.Linear(3, 3),
-    )
+    one, other, alone = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3)
+    module = module_of(one=one, other=other, alone=alone)
     module.again, module.other.weight = module.one, module.alone.weight
     rounded = RoundedWeights(module, torch.bfloat16)
     assert set(rounded.places) == set()  # the bias of `alone` is used once, but belongs to a layer that is not swapped
@@ -142,8 +145,7 @@ def test_a_layer_that_is_used_twice_keeps_all_of_its_gradient() -> None:
 
 
 def test_layers_that_read_something_else_than_their_names_say_are_refused() -> None:
-    module = torch.nn.Module()
-    module.gate_proj, module.up_proj = torch.nn.Linear(3, 4), torch.nn.Linear(3, 2)
+    module = gated()
     rounded = RoundedWeights(module, torch.bfloat16)
     x = torch.randn(7, 3, dtype=torch.bfloat16)
     with rounded.in_place(), pytest.raises(RuntimeError, match="read the same input"):
