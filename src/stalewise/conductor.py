@@ -44,6 +44,7 @@ from stalewise.store import (
     is_committed,
     open_batch,
     rewards_of_updates,
+    rollouts_of_updates,
 )
 from stalewise.stretch import Stretch
 from stalewise.tasks import make_task
@@ -244,6 +245,7 @@ class Conductor:
                 self.sampler.sleep()
             learner = self._learner_at(version)
             batch = self._batch_at(version)
+            rollouts_of_updates(batch, self.config.batch.prompts)  # while nobody waits for it
             if version == 0:  # the sitting that generated it may have been told already, and have gone on all the same
                 self._check_batch(batch)
         self._begin("learn", stop - version)
@@ -337,10 +339,8 @@ class Conductor:
             if change := self.records.sitting(self.ranks.world, kind):
                 self.watcher.say(change)
             rate_factor, say = self.guard.rollbacks.learning_rate_factor, self.watcher.say
-            state = self.states[version]
-            self.learner = make_learner(
-                self.config, checkpoint, state, self.ranks, kind, rate_factor=rate_factor, say=say
-            )
+            state, ranks = self.states[version], self.ranks
+            self.learner = make_learner(self.config, checkpoint, state, ranks, kind, rate_factor=rate_factor, say=say)
         return self.learner
 
     def result(self) -> RunResult:

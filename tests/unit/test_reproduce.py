@@ -21,8 +21,8 @@ from stalewise.config import RunConfig
 from stalewise.errors import ConfigError
 from stalewise.learn.learner import Learner
 from stalewise.reproduce.bias import distance
-from stalewise.reproduce.crew import Crew, kept_path
-from stalewise.reproduce.definition import load_experiments
+from stalewise.reproduce.crew import Crew, kept_path, warm_path
+from stalewise.reproduce.definition import Job, load_experiments
 from stalewise.reproduce.reproducing import note_machine, ordered_jobs
 from stalewise.reproduce.results import LARGEST_BYTES, read_results, text_of
 from stalewise.reproduce.thin import thinned
@@ -200,6 +200,17 @@ def test_a_result_stays_until_the_run_that_others_need_again_is_made(
     assert set(Crew(chain, tmp_path, workers=1).waiting) == {stage.needs[-1], stage.key}
     assert Crew(chain, tmp_path, workers=2).run() == {}
     assert kept_path(tmp_path, stage.key).is_file()
+
+
+def test_a_warm_start_whose_policy_is_gone_is_made_again(tmp_path: Path) -> None:
+    warm = Job("first", "warm", {})
+    run = Job("second", "train", {"model": {"path": "warm:sums"}}, needs=("first",))
+    kept_path(tmp_path, "first").parent.mkdir()
+    kept_path(tmp_path, "first").write_text("{}")
+    assert Crew([warm, run], tmp_path, workers=1).waiting == ["first", "second"]
+    shutil.rmtree(tmp_path / "again")
+    warm_path(tmp_path, "first").mkdir(parents=True)
+    assert Crew([warm, run], tmp_path, workers=1).waiting == ["second"]
 
 
 def test_machines_of_all_sittings_are_written_down(tmp_path: Path) -> None:

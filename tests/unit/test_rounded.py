@@ -9,7 +9,7 @@ import torch
 
 from stalewise.compilation import compile_layers
 from stalewise.learn.optimizer import add_to
-from stalewise.learn.rounded import RoundedWeights
+from stalewise.learn.rounded import RoundedWeights, Twins
 from stalewise.models import load_model, resolve_model
 
 
@@ -34,11 +34,22 @@ def test_rounded_weights_give_what_autocast_gives_and_the_same_gradients(model: 
     parameters = list(model.base_model.parameters())
     plain = hidden(model)
     expected = torch.autograd.grad(plain.square().sum(), parameters)
-    with rounded.in_place():
-        found = hidden(model)
-    gradients = rounded.gradients(found.square().sum(), parameters, torch.ones(()))
-    assert relative(found, plain) < 0.01
     assert len(rounded.places) == 7 * model.config.num_hidden_layers
+    lanes = [Twins(rounded), Twins(rounded)]
+    for lane in lanes:
+        with rounded.in_place(), lane.in_place(model.base_model):
+            found = hidden(model)
+        gradients = lane.gradients(found.square().sum(), parameters, torch.ones(()))
+        assert relative(found, plain) < 0.01
+        assert_gradients(parameters, rounded, gradients, expected)
+    assert all(parameter.grad is None for parameter in parameters)
+    # Autograd must not meet a parameter of one pass in the other.
+    first, second = ({id(twin) for twin in lane.twins.values()} for lane in lanes)
+    assert len(first) == len(second) > 0 and not first & second & {id(parameter) for parameter in parameters}
+    assert not first & second
+
+
+def assert_gradients(parameters: Any, rounded: RoundedWeights, gradients: Any, expected: Any) -> None:
     for parameter, one, other in zip(parameters, gradients, expected, strict=True):
         assert one is not None and one.shape == parameter.shape
         assert one.dtype is (torch.bfloat16 if parameter in rounded.places else torch.float32)
@@ -57,9 +68,12 @@ def test_the_compiler_follows_and_takes_sizes_for_constants(model: Any) -> None:
     with rounded.in_place():
         plain = hidden(model)
         compile_layers(model, backend=backend)
-        found = hidden(model)
+        found = []
+        for lane in (Twins(rounded), Twins(rounded)):
+            with lane.in_place(model.base_model):
+                found.append(hidden(model))
     torch._dynamo.reset()
-    assert torch.equal(found, plain)
+    assert all(torch.equal(one, plain) for one in found)
     assert len(graphs) == 1  # one graph, without breaks, for all layers
     products = [node for node in graphs[0].graph.nodes if node.op == "call_function" and "linear" in str(node.target)]
     splits = [node for node in graphs[0].graph.nodes if node.op == "call_method" and node.target == "split"]
@@ -87,6 +101,9 @@ def test_what_is_in_place_of_the_weights_goes_again_and_follows_them(model: Any)
     rounded = RoundedWeights(model.base_model, torch.bfloat16)
     before = {name: id(weight) for name, weight in model.named_parameters()}
     with pytest.raises(ZeroDivisionError), rounded.in_place():
+        raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError), Twins(rounded).in_place(model):
+        assert not {id(weight) for weight in model.parameters()} & set(before.values())
         raise ZeroDivisionError
     assert {name: id(weight) for name, weight in model.named_parameters()} == before
     with torch.no_grad():

@@ -2,34 +2,35 @@
 
 A graph works on fixed addresses and sizes, so micro-batches are padded up to few different sizes. Graphs are
 captured when a size comes up first and share their memory: a backward pass always follows its forward pass before the
-next begins. The weights of linear layers are rounded once an update, not in every replay. Axes: T tokens with padding,
-H hidden numbers.
+next begins. The weights of linear layers are rounded once an update, not in every replay. Two halves of a micro-batch
+are branches of one graph: while one of them waits for its next kernel, the other has the device. Axes: T tokens with
+padding, H hidden numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stalewise.learn.batching import MicroBatch
+from stalewise.learn.batching import MicroBatch, Passage
 from stalewise.learn.optimizer import add_to, copies
-from stalewise.learn.rounded import RoundedWeights
+from stalewise.learn.rounded import RoundedWeights, Twins
 
 # Each keeps its last hidden states, and took a third of a second to make. Sizes beyond these are launched by Python.
 MOST_GRAPHS = 32
+LANES = 2  # passages of a micro-batch
 
 
 @dataclass(slots=True)
 class Captured:
     """Graphs of one size, and the tensors that they read and write."""
 
-    input_ids_1T: Tensor
-    arguments: dict[str, Any]
+    passages: list[Passage]
     hidden_TH: Tensor
     gradient_TH: Tensor
     forward: torch.cuda.CUDAGraph
@@ -51,16 +52,16 @@ class GraphedBody:
             parameter.grad = total
         self.anchor = torch.zeros((), device=model.device, requires_grad=True)
         self.rounded = RoundedWeights(model.base_model, precision)
+        self.lanes = [Twins(self.rounded) for _ in range(LANES)]
+        self.beside = [torch.cuda.Stream() for _ in range(LANES - 1)]  # the first lane has the stream at hand
         self.captured: dict[tuple[int, ...], Captured] = {}
-        self.twins: dict[Tensor, Tensor] = {}
         self.pool: Any = None
 
     def __call__(self, part: MicroBatch) -> Tensor:
-        """Last hidden states [T, H] of the micro-batch, whose tokens come first."""
+        """Last hidden states [T, H] of the micro-batch, passage by passage, padding included."""
         captured = self._captured_for(part)
         if captured is None:
-            body = self.model.base_model(input_ids=part.input_ids_XW, use_cache=False, **part.arguments)
-            return body.last_hidden_state.squeeze(0)
+            return run_passages(self.model, part.passages)
         self._put(part, captured)
         if torch.is_grad_enabled():
             return _Replay.apply(self.anchor, captured)  # pyright: ignore[reportReturnType]
@@ -71,27 +72,15 @@ class GraphedBody:
         """What the graphs read is rounded anew; to be called after every step."""
         self.rounded.refresh()
 
-    def twin(self, parameter: Tensor | None) -> Any:
-        """The same numbers and the same gradient, for use outside the graphs.
-
-        Autograd ties a parameter to the stream of its first use; a tie to another stream than theirs would break a
-        capture.
-        """
-        if parameter is None or not parameter.requires_grad:
-            return parameter
-        if parameter not in self.twins:
-            self.twins[parameter] = parameter.detach().requires_grad_()
-            self.twins[parameter].grad = parameter.grad
-        return self.twins[parameter]
-
     def _captured_for(self, part: MicroBatch) -> Captured | None:
-        given = part.arguments
+        first = part.passages[0]  # the others are as large
         key = (
-            part.input_ids_XW.shape[1],
-            len(given["key_M"]),
-            len(given["cu_seq_lens_q"]),
-            given["max_length_q"],
-            given["max_length_k"],
+            len(part.passages),
+            first.input_ids_XW.shape[1],
+            len(first.arguments["key_M"]),
+            len(first.arguments["cu_seq_lens_q"]),
+            first.arguments["max_length_q"],
+            first.arguments["max_length_k"],
         )
         if key not in self.captured and len(self.captured) < MOST_GRAPHS:
             self.captured[key] = self._capture(part)
@@ -99,54 +88,87 @@ class GraphedBody:
 
     def _put(self, part: MicroBatch, captured: Captured) -> None:
         """Write a micro-batch to the addresses that the graphs read."""
-        captured.input_ids_1T.copy_(part.input_ids_XW)
-        for name, value in part.arguments.items():
-            if isinstance(value, Tensor):
-                captured.arguments[name].copy_(value)
+        for given, read in zip(part.passages, captured.passages, strict=True):
+            read.input_ids_XW.copy_(given.input_ids_XW)
+            for name, value in given.arguments.items():
+                if isinstance(value, Tensor):
+                    read.arguments[name].copy_(value)
 
     def _capture(self, part: MicroBatch) -> Captured:
-        device = part.input_ids_XW.device
-        input_ids_1T = part.input_ids_XW.clone()
-        arguments = {
-            name: value.clone() if isinstance(value, Tensor) else value for name, value in part.arguments.items()
-        }
-        empty = torch.empty(0, device=device)
+        empty = torch.empty(0, device=self.model.device)
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        captured = Captured(input_ids_1T, arguments, empty, empty, forward, backward)
+        captured = Captured([_copied(passage) for passage in part.passages], empty, empty, forward, backward)
         with _kept(self.totals):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # what is set up at the first run must not be part of a graph
                 for _ in range(2):
-                    hidden_TH = self._forward(captured)
-                    self._backward(hidden_TH, torch.zeros_like(hidden_TH))
-                    del hidden_TH
+                    hidden = self._forward(captured)
+                    self._backward(hidden, torch.zeros_like(torch.cat(hidden)))
+                    del hidden
             torch.cuda.current_stream().wait_stream(stream)
             torch.cuda.empty_cache()  # what lies in the cache of that stream is of use to nobody else
             with torch.cuda.graph(captured.forward, pool=self.pool):
-                captured.hidden_TH = self._forward(captured)
+                hidden = self._forward(captured)
+                captured.hidden_TH = torch.cat([lane_TH.detach() for lane_TH in hidden])
             self.pool = captured.forward.pool()
             captured.gradient_TH = torch.zeros_like(captured.hidden_TH)
             with torch.cuda.graph(captured.backward, pool=self.pool):
-                self._backward(captured.hidden_TH, captured.gradient_TH)
-        captured.hidden_TH = captured.hidden_TH.detach()
+                self._backward(hidden, captured.gradient_TH)
         return captured
 
-    def _forward(self, captured: Captured) -> Tensor:
+    def _forward(self, captured: Captured) -> list[Tensor]:
+        """Last hidden states of each passage, which pass side by side."""
         enabled = self.precision is not torch.float32
-        # Without its cache: a weight that is not rounded here, it rounds anew in every replay, as it must.
-        with (
-            torch.enable_grad(),
-            torch.autocast("cuda", dtype=self.precision, enabled=enabled, cache_enabled=False),
-            self.rounded.in_place(),
-        ):
-            body = self.model.base_model(input_ids=captured.input_ids_1T, use_cache=False, **captured.arguments)
-        return body.last_hidden_state.squeeze(0)
+        hidden: list[Tensor] = []
+        with self._side_by_side() as streams:
+            for lane, stream, passage in zip(self.lanes, streams, captured.passages, strict=False):
+                # Without its cache: a weight that is not rounded here, it rounds anew in every replay, as it must.
+                with (
+                    torch.cuda.stream(stream),
+                    torch.enable_grad(),
+                    torch.autocast("cuda", dtype=self.precision, enabled=enabled, cache_enabled=False),
+                    self.rounded.in_place(),
+                    lane.in_place(self.model.base_model),
+                ):
+                    hidden.append(run_passages(self.model, [passage]))
+        return hidden
 
-    def _backward(self, hidden_TH: Tensor, gradient_TH: Tensor) -> None:
-        found = self.rounded.gradients(hidden_TH, self.parameters, gradient_TH)
-        reached = [(total, g) for total, g in zip(self.totals, found, strict=True) if g is not None]
-        add_to([total for total, _ in reached], [amount for _, amount in reached])
+    def _backward(self, hidden: Sequence[Tensor], gradient_TH: Tensor) -> None:
+        found: list[list[Tensor | None]] = []
+        gradients = gradient_TH.split([len(lane_TH) for lane_TH in hidden])
+        with self._side_by_side() as streams:
+            for lane, stream, lane_TH, gradient in zip(self.lanes, streams, hidden, gradients, strict=False):
+                with torch.cuda.stream(stream):
+                    found.append(lane.gradients(lane_TH, self.parameters, gradient))
+        for of_lane in found:  # one after the other, so that sums are the same every time
+            reached = [(total, g) for total, g in zip(self.totals, of_lane, strict=True) if g is not None]
+            add_to([total for total, _ in reached], [amount for _, amount in reached])
+
+    @contextlib.contextmanager
+    def _side_by_side(self) -> Iterator[list[torch.cuda.Stream]]:
+        """A stream for each lane; all begin where the one at hand is, and it goes on when all are done."""
+        here = torch.cuda.current_stream()
+        for stream in self.beside:
+            stream.wait_stream(here)
+        yield [here, *self.beside]
+        for stream in self.beside:
+            here.wait_stream(stream)
+
+
+def run_passages(model: Any, passages: Sequence[Passage]) -> Tensor:
+    """Last hidden states [T, H] of all passages, one after the other."""
+    bodies = (model.base_model(input_ids=one.input_ids_XW, use_cache=False, **one.arguments) for one in passages)
+    hidden = [body.last_hidden_state.flatten(0, 1) for body in bodies]
+    return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
+
+
+def _copied(passage: Passage) -> Passage:
+    """The same numbers at addresses of their own."""
+    arguments = {
+        name: value.clone() if isinstance(value, Tensor) else value for name, value in passage.arguments.items()
+    }
+    return Passage(passage.input_ids_XW.clone(), arguments)
 
 
 class _Replay(torch.autograd.Function):

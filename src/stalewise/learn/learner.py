@@ -308,13 +308,9 @@ class Learner:
         return [lay_out(share.batch.rows, chosen, self._layout(), self.device) for chosen in share.plan]
 
     def _layout(self) -> Layout:
-        return Layout(
-            token_budget=self.token_budget,
-            packed=self.packed,
-            grids=needs_grids(self.device, self.precision),
-            few_sizes=self.body is not None,
-            pad_id=self.tokenizer.pad_token_id,
-        )
+        graphed, grids = self.body is not None, needs_grids(self.device, self.precision)
+        pad_id = self.tokenizer.pad_token_id
+        return Layout(self.token_budget, self.packed, grids, few_sizes=graphed, side_by_side=graphed, pad_id=pad_id)
 
     def _forward(self, part: MicroBatch, body: GraphedBody | None = None) -> tuple[Tensor, Tensor]:
         enabled = self.precision is not torch.float32

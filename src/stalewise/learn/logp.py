@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stalewise.errors import ModelError
 from stalewise.learn.batching import MicroBatch
-from stalewise.learn.graphs import GraphedBody
+from stalewise.learn.graphs import GraphedBody, run_passages
 
 # Logits of one chunk, in numbers. A GPU wants large products: 2^27 are 256 MiB in bfloat16, and twice that in float32.
 CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
@@ -80,10 +80,7 @@ def response_logp(
     """
     head = model.get_output_embeddings()
     weight_VH, bias_V = head.weight, head.bias
-    if body is None:
-        hidden_TH = _last_hidden_states(model, micro_batch)
-    else:
-        hidden_TH, weight_VH, bias_V = body(micro_batch), body.twin(weight_VH), body.twin(bias_V)
+    hidden_TH = run_passages(model, micro_batch.passages) if body is None else body(micro_batch)
     hidden_NH = hidden_TH[micro_batch.source_N]
     elements = chunk_elements or CHUNK_ELEMENTS.get(hidden_NH.device.type, 1 << 24)
     rows_at_once = max(1, elements // weight_VH.shape[0])
@@ -91,11 +88,6 @@ def response_logp(
         hidden_NH, weight_VH, bias_V, micro_batch.target_N, rows_at_once, dtype, kernels
     )  # pyright: ignore[reportGeneralTypeIssues]
     return micro_batch.to_response_grid(logp_N), micro_batch.to_response_grid(entropy_N)
-
-
-def _last_hidden_states(model: Any, micro_batch: MicroBatch) -> Tensor:
-    body = model.base_model(input_ids=micro_batch.input_ids_XW, use_cache=False, **micro_batch.arguments)
-    return body.last_hidden_state.flatten(0, 1)
 
 
 class OutputLayerLogp(torch.autograd.Function):

@@ -146,15 +146,52 @@ class RoundedWeights:
             for parent, name, own, _ in self.swaps:
                 parent._modules[name] = own
 
-    def gradients(self, output: Tensor, weights: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
-        """Gradients of the module's own weights, from an output that was made with these."""
-        read = {id(leaf): leaf for leaf in (self._read(weight) for weight in weights)}
-        found = torch.autograd.grad(output, list(read.values()), gradient, allow_unused=True)
-        by_leaf = dict(zip(read, found, strict=True))
-        return [self._part(weight, by_leaf[id(self._read(weight))]) for weight in weights]
-
-    def _read(self, weight: Tensor) -> Tensor:
+    def read(self, weight: Tensor) -> Tensor:
+        """What the module reads in place of this weight."""
         return self.places[weight].rounded if weight in self.places else weight
 
-    def _part(self, weight: Tensor, gradient: Tensor | None) -> Tensor | None:
+    def part(self, weight: Tensor, gradient: Tensor | None) -> Tensor | None:
+        """The gradient of a weight, within that of what is read in its place."""
         return self.places[weight].of(gradient) if gradient is not None and weight in self.places else gradient
+
+
+class Twins:
+    """Parameters of its own for a pass of a module, with the same numbers at the same addresses.
+
+    Autograd ties a parameter to the stream of its first use: passes on different streams that shared one would wait
+    for each other, and break a capture.
+    """
+
+    def __init__(self, rounded: RoundedWeights) -> None:
+        self.rounded = rounded
+        self.twins: dict[Tensor, torch.nn.Parameter] = {}
+
+    @contextlib.contextmanager
+    def in_place(self, module: torch.nn.Module) -> Iterator[None]:
+        """The module with these for its parameters."""
+        places = [
+            (layer, name, weight)
+            for layer in module.modules()
+            for name, weight in layer.named_parameters(recurse=False)
+            if weight.requires_grad
+        ]
+        try:
+            for layer, name, weight in places:
+                layer._parameters[name] = self._twin(weight)
+            yield
+        finally:
+            for layer, name, weight in places:
+                layer._parameters[name] = weight
+
+    def _twin(self, weight: torch.nn.Parameter) -> torch.nn.Parameter:
+        if weight not in self.twins:
+            self.twins[weight] = torch.nn.Parameter(weight.detach())
+        return self.twins[weight]
+
+    def gradients(self, output: Tensor, weights: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
+        """Gradients of the module's own weights, from an output that was made with these."""
+        leaves = {id(weight): self.twins.get(self.rounded.read(weight)) for weight in weights}
+        distinct = list({id(leaf): leaf for leaf in leaves.values() if leaf is not None}.values())
+        found = torch.autograd.grad(output, distinct, gradient, allow_unused=True)
+        by_leaf = dict(zip(map(id, distinct), found, strict=True))
+        return [self.rounded.part(weight, by_leaf.get(id(leaves[id(weight)]))) for weight in weights]

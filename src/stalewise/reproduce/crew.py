@@ -15,7 +15,6 @@ from pathlib import Path
 from stalewise.files import write_json_atomic
 from stalewise.reproduce.definition import Job
 
-MODEL_OF = ("train", "learn")  # kinds of jobs that leave a run directory
 HEAVY = ("checkpoints", "rollouts", "ledger", "bias")  # of a run directory: what nobody needs once its numbers are kept
 
 
@@ -32,6 +31,18 @@ def failed_path(out: Path, key: str) -> Path:
 def again_path(out: Path, key: str) -> Path:
     """Where it says that a job is to be done once more, though it has a result."""
     return out / "again" / key
+
+
+def warm_path(out: Path, key: str) -> Path:
+    """Where the policy lies that a warm start made."""
+    return out / "warm" / key
+
+
+def left_behind(out: Path, job: Job) -> Path | None:
+    """What a job leaves for others beside its result, where it does."""
+    if job.kind == "warm":
+        return warm_path(out, job.key)
+    return out / "runs" / job.key / "checkpoints" if job.kind in ("train", "learn") else None
 
 
 class Crew:
@@ -59,7 +70,7 @@ class Crew:
         self.processes: set[subprocess.Popen[str]] = set()
 
     def _needed_again(self) -> set[str]:
-        """Runs that are done but whose rollouts and policies are gone, where a job that is not done needs those.
+        """What is done but whose rollouts and policies are gone, where a job that is not done needs those.
 
         What is kept of such a run stays until it is made anew: there may be no time for that. A mark says that it is
         being made, so that half a run is not taken for one.
@@ -67,10 +78,9 @@ class Crew:
         pending = {key for key in self.jobs if not kept_path(self.out, key).is_file()}
         for key in pending:
             for need in self.jobs[key].needs:
-                directory = self.out / "runs" / need
-                made = self.jobs[need].kind in MODEL_OF and need not in pending
-                if made and not (directory / "checkpoints").is_dir():
-                    shutil.rmtree(directory, ignore_errors=True)
+                left = left_behind(self.out, self.jobs[need])
+                if left is not None and need not in pending and not left.is_dir():
+                    shutil.rmtree(self.out / "runs" / need, ignore_errors=True)
                     again_path(self.out, need).parent.mkdir(parents=True, exist_ok=True)
                     again_path(self.out, need).touch()
         return {key for key in self.jobs if again_path(self.out, key).is_file()}

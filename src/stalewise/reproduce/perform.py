@@ -24,7 +24,7 @@ from stalewise.intervals import bootstrap
 from stalewise.learn.learner import NonFiniteUpdate
 from stalewise.models import resolve_model
 from stalewise.reproduce.bias import measure_bias
-from stalewise.reproduce.crew import kept_path
+from stalewise.reproduce.crew import kept_path, warm_path
 from stalewise.reproduce.definition import WARM, run_config
 from stalewise.reproduce.keep import keep_run
 from stalewise.reproduce.warm import warm_start
@@ -51,7 +51,8 @@ def perform(job: Mapping[str, Any], out: Path) -> dict[str, Any]:
 
 def _config(job: Mapping[str, Any], out: Path) -> RunConfig:
     path = job["config"]["model"]["path"]
-    model = str(out / "warm" / path.removeprefix(WARM)) if path.startswith(WARM) else None
+    # By its key: a definition that has changed must not find the policy of the one before.
+    model = str(warm_path(out, job["needs"][0])) if path.startswith(WARM) else None
     return run_config(job["config"], name=job["key"], runs=out / "runs", model=model)
 
 
@@ -136,8 +137,8 @@ def _bias(job: Mapping[str, Any], out: Path) -> dict[str, Any]:
 
 
 def _warm(job: Mapping[str, Any], out: Path) -> dict[str, Any]:
-    options = dict(job["options"])
-    return warm_start(out / "warm" / options.pop("name"), **options)
+    options = {name: value for name, value in job["options"].items() if name != "name"}
+    return warm_start(warm_path(out, job["key"]), **options)
 
 
 _DO = {"train": _train, "learn": _learn, "evaluate": _evaluate, "bias": _bias, "warm": _warm}

@@ -64,6 +64,7 @@ class Batch:
     def __init__(self, directory: Path, manifest: BatchManifest) -> None:
         self.directory = directory
         self.manifest = manifest
+        self.dealt: dict[int, list[npt.NDArray[np.int64]]] = {}  # what `rollouts_of_updates` has found
         self._footers: dict[int, pq.FileMetaData] = {}
         self._first = np.array(
             [shard.rollout_first for shard in manifest.shards], np.int64

@@ -34,9 +34,11 @@ def deal(group_column: npt.ArrayLike, per_update: int) -> list[npt.NDArray[np.in
 
 
 def rollouts_of_updates(batch: Batch, per_update: int) -> list[npt.NDArray[np.int64]]:
-    """Rollout ids of each update on a generation batch."""
-    rollout_ids = batch.column("rollout_id")
-    return [rollout_ids[rows] for rows in deal(batch.column("group"), per_update)]
+    """Rollout ids of each update on a generation batch; looked up once, since a stage is learned from in pieces."""
+    if per_update not in batch.dealt:
+        rollout_ids = batch.column("rollout_id")
+        batch.dealt[per_update] = [rollout_ids[rows] for rows in deal(batch.column("group"), per_update)]
+    return batch.dealt[per_update]
 
 
 def rewards_of_updates(batch: Batch, per_update: int) -> list[tuple[float, float]]:

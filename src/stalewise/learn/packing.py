@@ -1,0 +1,163 @@
+"""Rollouts one after the other in a single row, each prompt once for all of its responses; numbers of the host alone.
+
+Where a device repeats recorded work, rows are padded to few different sizes, and may be made in two halves that pass
+side by side.
+
+Axes: B responses, P prompts, S segments (prompts and responses), N all response tokens, T tokens of a row, M keys of
+all segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from stalewise.store import Rows
+
+# Sizes of padded rows. Tokens cost time; keys that nobody sees are only copied.
+SIZE_STEP, TOKEN_RATIO, KEY_RATIO = 128, 1.06, 1.25
+# Two halves may cost so much more than the whole, by a prompt that is in both or by being unequal.
+HALVES_RATIO = 1.03
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A row of segments. A segment has its own queries, and keys that end with its own tokens."""
+
+    input_ids_T: np.ndarray
+    query_S: np.ndarray  # how many each segment has
+    key_S: np.ndarray
+    key_M: np.ndarray  # token of each key
+    source_N: np.ndarray  # token whose output predicts each response token
+
+
+def pack(part: Rows) -> Packed:
+    """Rollouts in one row; those with one prompt lie together. The last token of a response is not in it."""
+    prompt_B = prompt_numbers(part)
+    first_B = np.flatnonzero(np.diff(prompt_B, prepend=-1))  # the first response of each prompt
+    prompt_P, own_B = part.prompt_lengths[first_B], part.response_lengths - 1
+
+    # A prompt is followed by its responses. Where each begins:
+    is_first = np.zeros(len(part), dtype=np.int64)
+    is_first[first_B] = prompt_P
+    response_start = np.cumsum(own_B + is_first) - own_B
+    prompt_start = response_start[first_B] - prompt_P
+
+    row_N, column_N = rows_and_columns(part.response_lengths)
+    last_of_prompt_B = (prompt_start + prompt_P - 1)[prompt_B]
+    source_N = np.where(column_N == 0, last_of_prompt_B[row_N], response_start[row_N] + column_N - 1)
+
+    input_ids = np.zeros(int(prompt_P.sum() + own_B.sum()), dtype=np.int64)
+    input_ids[ranges(prompt_start, prompt_P)] = np.concatenate([part.prompt(int(row)) for row in first_B])
+    passing_N = column_N < own_B[row_N]
+    input_ids[(response_start[row_N] + column_N)[passing_N]] = part.response_ids[passing_N]
+
+    # Segments in the order of their tokens; a response of one token has none that pass.
+    start_S = np.concatenate([prompt_start, response_start[own_B > 0]])
+    query_S = np.concatenate([prompt_P, own_B[own_B > 0]])
+    seen_S = np.concatenate([np.zeros_like(prompt_P), prompt_P[prompt_B][own_B > 0]])  # keys of the prompt
+    seen_start_S = np.concatenate([prompt_start, prompt_start[prompt_B][own_B > 0]])
+    by_place = np.argsort(start_S)
+    start_S, query_S, seen_S, seen_start_S = (x[by_place] for x in (start_S, query_S, seen_S, seen_start_S))
+    both = np.stack([seen_S, query_S], axis=1).ravel()
+    key_M = ranges(np.stack([seen_start_S, start_S], axis=1).ravel(), both)
+    return Packed(input_ids, query_S, seen_S + query_S, key_M, source_N)
+
+
+def shared_cost(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Rows with one prompt together, in the order of their prompts, and the tokens that each adds."""
+    prompt_B = prompt_numbers(rows)
+    order = np.argsort(prompt_B, kind="stable")
+    is_first = np.diff(prompt_B[order], prepend=-1) != 0
+    return order, rows.response_lengths[order] - 1 + np.where(is_first, rows.prompt_lengths[order], 0)
+
+
+def prompt_numbers(rows: Rows) -> np.ndarray:
+    """A number for each distinct prompt, [B]."""
+    numbers: dict[bytes, int] = {}
+    return np.array([numbers.setdefault(rows.prompt(row).tobytes(), len(numbers)) for row in range(len(rows))])
+
+
+def halves(part: Rows) -> list[Rows]:
+    """Two parts of about as many tokens, in the order of their rows; the whole where that would cost more."""
+    _, cost_B = shared_cost(part)
+    prompt_B, whole = prompt_numbers(part), int(cost_B.sum())
+    if len(part) < 2:
+        return [part]
+    left = np.cumsum(cost_B)[:-1]
+    # A prompt whose responses are on both sides passes twice.
+    right = whole - left + np.where(np.diff(prompt_B) == 0, part.prompt_lengths[1:], 0)
+    larger = np.maximum(left, right)
+    cut = int(larger.argmin())
+    if 2 * larger[cut] > HALVES_RATIO * whole:
+        return [part]
+    return [part.take(np.arange(cut + 1)), part.take(np.arange(cut + 1, len(part)))]
+
+
+def in_few_sizes(rows: Sequence[Packed]) -> list[Packed]:
+    """Rows padded to one size, of which few different ones come up."""
+    tokens = size_above(max(len(one.input_ids_T) for one in rows), TOKEN_RATIO)
+    keys = size_above(max(len(one.key_M) + tokens - len(one.input_ids_T) for one in rows), KEY_RATIO)
+    padded = [_padded(one, tokens, keys) for one in rows]
+    segments = 1 << max(len(one.query_S) for one in padded).bit_length()
+    return [
+        replace(one, query_S=_extended(one.query_S, segments), key_S=_extended(one.key_S, segments)) for one in padded
+    ]
+
+
+def _padded(row: Packed, tokens: int, keys: int) -> Packed:
+    """Segments that take up the padding of queries and keys, none of them longer than the longest that is real.
+
+    A query that is padding sees any tokens: nothing comes of it, and no token has many copies.
+    """
+    padding = tokens - len(row.input_ids_T)
+    extra_query = _pieces(padding, int(row.query_S.max()))
+    unseen = _pieces(keys - len(row.key_M) - padding, int(row.key_S.max()))  # keys that no query sees
+    return Packed(
+        _extended(row.input_ids_T, tokens),
+        np.concatenate([row.query_S, extra_query, np.zeros_like(unseen)]),
+        np.concatenate([row.key_S, extra_query, unseen]),
+        np.concatenate([row.key_M, np.arange(keys - len(row.key_M)) % tokens]),
+        row.source_N,
+    )
+
+
+def _extended(numbers: np.ndarray, length: int) -> np.ndarray:
+    """With zeros up to this length."""
+    return np.concatenate([numbers, np.zeros(length - len(numbers), dtype=numbers.dtype)])
+
+
+def _pieces(total: int, most: int) -> np.ndarray:
+    """`total` as pieces of `most`, and a rest."""
+    whole, rest = divmod(total, most)
+    return np.array([most] * whole + [rest] * (rest > 0), dtype=np.int64)
+
+
+def size_above(number: int, ratio: float) -> int:
+    """The next of few sizes, each at most about `ratio` times the one before it; multiples of SIZE_STEP.
+
+    >>> [size_above(n, 1.06) for n in (1, 1000, 1030, 16_000)]
+    [128, 1024, 1152, 16512]
+    """
+    size = SIZE_STEP
+    while size < number:
+        size = max(size + SIZE_STEP, int(size * ratio) // SIZE_STEP * SIZE_STEP)
+    return size
+
+
+def rows_and_columns(length_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each response token its response and its place in it, [N] each."""
+    row_N = np.repeat(np.arange(len(length_B)), length_B)
+    return row_N, np.arange(len(row_N)) - (np.cumsum(length_B) - length_B)[row_N]
+
+
+def ranges(start_S: np.ndarray, length_S: np.ndarray) -> np.ndarray:
+    """start, start + 1, … of each segment, one after the other.
+
+    >>> ranges(np.array([10, 3]), np.array([2, 3])).tolist()
+    [10, 11, 3, 4, 5]
+    """
+    segment, column = rows_and_columns(length_S)
+    return start_S[segment] + column
