@@ -128,6 +128,17 @@ class Ranks:
                 with contextlib.suppress(RuntimeError):  # it waits for something else, and will notice
                     work.wait(timedelta(seconds=max(until - time.monotonic(), 0.01)))
                     listening.append(rank)
+        for rank in listening:
+            self._see_off(rank, until)
+
+    def _see_off(self, rank: int, until: float) -> None:
+        """Wait until a rank has closed its connection: leaving before it would take back what it has yet to read."""
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            while True:
+                if rank not in self._listening:
+                    self.listen(rank)
+                self._listening[rank].result(max(until - time.monotonic(), 0.01))
+                del self._listening[rank]  # a report that crossed our word: what we wait for is the end
 
 
 ALONE = Ranks(Launch())

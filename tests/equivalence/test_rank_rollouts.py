@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from ranks import finish, launch, printed
+from ranks import finish, launch, printed, start
 from stalewise.config import make_config
-from stalewise.distributed import Ranks
+from stalewise.distributed import Ranks, join
 from stalewise.files import read_jsonl
 from stalewise.launch import Launch
 from stalewise.store import read_batch_manifest
@@ -130,6 +131,27 @@ def test_what_keeps_a_rank_from_generating_is_said_once(tmp_path: Path) -> None:
     assert first.count("error") == 1
     assert first.splitlines()[-1].startswith("error: rank 1 cannot generate: ")
     assert "data.jsonl" in first.splitlines()[-1]
+
+
+def part(rank: int, directory: Path) -> None:
+    ranks = join(torch.device("cpu"))
+    if ranks.is_first:
+        ranks.listen(1)
+        ranks.dismiss(exit_code=0)
+        (directory / "first-left").touch()
+        return
+    ranks.listen()
+    ranks.tell(0, "generated", {"shards": 1})  # crosses the word that it is over
+    assert ranks.hear().what == "stop"
+    time.sleep(0.5)
+    assert not (directory / "first-left").exists()
+
+
+def test_the_first_rank_leaves_last(tmp_path: Path) -> None:
+    """If it left before, what it said last might not have been read, and another would say that touch was lost."""
+    begun = time.monotonic()
+    assert finish(start(2, part, tmp_path)) == [0, 0]
+    assert time.monotonic() - begun < 30
 
 
 def test_engines_that_are_on_many_devices_by_themselves_stay_with_the_first_rank(tmp_path: Path) -> None:
