@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 
 from stalewise.kernels import can_compile
 from stalewise.kernels.gather import copies_of, gather_keys
+from stalewise.transfer import send
 
 PACKED = "stalewise_packed"
 SLOTS = "stalewise_slots"
@@ -52,42 +53,44 @@ def packed_arguments(
     query_S: np.ndarray, key_S: np.ndarray, key_M: np.ndarray, device: torch.device, *, grids: bool
 ) -> PackedArguments:
     """Arguments for segments with so many queries and keys; `key_M` says which tokens the keys are of."""
+    arrays, longest = segment_arrays(query_S, key_S, key_M, grids=grids)
+    made: Any = {**send(arrays, device)[1], **longest}
+    return PackedArguments(**made)
+
+
+def segment_arrays(
+    query_S: np.ndarray, key_S: np.ndarray, key_M: np.ndarray, *, grids: bool
+) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    """What `PackedArguments` holds, before it goes to a device: arrays, and lengths of the longest segments."""
     query_start, key_start = np.cumsum(query_S) - query_S, np.cumsum(key_S) - key_S
     segment_T = np.repeat(np.arange(len(query_S)), query_S)
     column_T = np.arange(len(segment_T)) - query_start[segment_T]
     width, depth = int(query_S.max()), int(key_S.max())
-    queries, keys = np.arange(width), np.arange(depth)
-    if grids:
-        query_SW = query_start[:, None] + np.minimum(queries, query_S[:, None] - 1)
-        key_SL = key_M[key_start[:, None] + np.minimum(keys, key_S[:, None] - 1)]
-        # The last query of a segment sees its last key, the one before it all but that one, and so on.
-        last_seen_SW = queries + (key_S - query_S)[:, None]
-        mask_SWL = (keys <= last_seen_SW[:, :, None]) & (keys < key_S[:, None])[:, None, :]
-        copy_M = copy_start = np.zeros(0, dtype=np.int64)
-    else:
-        query_SW = key_SL = mask_SWL = np.zeros((0, 0), dtype=np.int64)
+    arrays = {
+        "position_ids": (column_T + (key_S - query_S)[segment_T])[None],
+        "cu_seq_lens_q": np.append(query_start, query_S.sum()).astype(np.int32),
+        "cu_seq_lens_k": np.append(key_start, key_S.sum()).astype(np.int32),
+        "key_M": key_M,
+    }
+    # Rounded up, so that a compiled layer meets few different values.
+    longest = {"max_length_q": 1 << (width - 1).bit_length(), "max_length_k": 1 << (depth - 1).bit_length()}
+    none, no_grid = np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.int64)
+    if not grids:
         copy_M, copy_start = copies_of(key_M, len(segment_T))
-    return PackedArguments(
-        position_ids=to_device((column_T + (key_S - query_S)[segment_T])[None], device),
-        cu_seq_lens_q=to_device(np.append(query_start, query_S.sum()).astype(np.int32), device),
-        cu_seq_lens_k=to_device(np.append(key_start, key_S.sum()).astype(np.int32), device),
-        # Rounded up, so that a compiled layer meets few different values.
-        max_length_q=1 << (width - 1).bit_length(),
-        max_length_k=1 << (depth - 1).bit_length(),
-        key_M=to_device(key_M, device),
-        copy_M=to_device(copy_M, device),
-        copy_start=to_device(copy_start, device),
-        query_SW=to_device(query_SW, device),
-        key_SL=to_device(key_SL, device),
-        mask_SWL=to_device(mask_SWL.astype(np.bool_), device),
-        place_T=to_device(segment_T * width + column_T if grids else np.zeros(0, dtype=np.int64), device),
-    )
-
-
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A tensor with the numbers of `array`; the copy to a GPU is enqueued, not waited for."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+        arrays |= {"copy_M": copy_M, "copy_start": copy_start, "query_SW": no_grid, "key_SL": no_grid}
+        return arrays | {"mask_SWL": no_grid.astype(np.bool_), "place_T": none}, longest
+    queries, keys = np.arange(width), np.arange(depth)
+    # The last query of a segment sees its last key, the one before it all but that one, and so on.
+    last_seen_SW = queries + (key_S - query_S)[:, None]
+    arrays |= {
+        "copy_M": none,
+        "copy_start": none,
+        "query_SW": query_start[:, None] + np.minimum(queries, query_S[:, None] - 1),
+        "key_SL": key_M[key_start[:, None] + np.minimum(keys, key_S[:, None] - 1)],
+        "mask_SWL": (keys <= last_seen_SW[:, :, None]) & (keys < key_S[:, None])[:, None, :],
+        "place_T": segment_T * width + column_T,
+    }
+    return arrays, longest
 
 
 def needs_grids(device: torch.device, precision: torch.dtype) -> bool:

@@ -15,6 +15,7 @@ from stalewise.config import RunConfig
 from stalewise.course import SPENT_ESS
 from stalewise.learn.learner import Learner
 from stalewise.learn.pending import PendingUpdate
+from stalewise.learn.prepared import one_ahead
 from stalewise.records import Records
 from stalewise.staleness.schedule import Schedule, Step
 from stalewise.staleness.spent import StageSchedule, fresh_ess, is_spent, remaining_ess
@@ -40,10 +41,11 @@ class Stretch:
         # A GPU works on an update while the one before it is read and written down.
         ahead = 1 if learner.device.type == "cuda" else 0
         spent: dict[str, Any] | None = None
-        for update in updates:
-            step = self.schedule.at(update)
-            rollout_ids = dealt[update - self.schedule.updates_of(step.generation_batch).start]
-            waiting.append((step, rollout_ids, learner.enqueue(batch.take(rollout_ids))))
+        steps = [self.schedule.at(update) for update in updates]
+        ids = [dealt[step.update - self.schedule.updates_of(step.generation_batch).start] for step in steps]
+        prepared = one_ahead(lambda rollout_ids: learner.prepare(batch.take(rollout_ids)), ids, learner.device)
+        for step, rollout_ids, ready in zip(steps, ids, prepared, strict=True):
+            waiting.append((step, rollout_ids, learner.enqueue(ready)))
             while len(waiting) > ahead:
                 last = self._record(*waiting.popleft(), since=last)
             if spent := self._spent(step):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from stalewise.compilation import compile_layers
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ModelError, StoreError
 from stalewise.learn.batching import Layout, lay_out, micro_batches
-from stalewise.learn.graphs import run_passages
+from stalewise.learn.graphs import _copied, run_passages
 from stalewise.learn.learner import Learner, NonFiniteUpdate
 from stalewise.learn.logp import output_layer_is_plain, response_logp
 from stalewise.learn.optimizer import learning_rate
@@ -328,7 +329,7 @@ def test_a_shared_prompt_passes_once_and_last_tokens_do_not_pass() -> None:
 @pytest.mark.parametrize("side_by_side", [False, True])
 def test_padding_makes_few_sizes(side_by_side: bool) -> None:
     sizes = set()
-    for seed in range(20):
+    for seed in range(8):
         rows = rollouts(groups=40, seed=seed)
         layout = Layout(10_000, few_sizes=True, grids=False, side_by_side=side_by_side)
         (part,) = micro_batches(rows, layout, CPU)
@@ -357,7 +358,7 @@ SIZED = ("key_M", "copy_M", "copy_start", "cu_seq_lens_q", "cu_seq_lens_k")
 
 def test_halves_are_about_as_large_and_whole_where_that_would_cost_more() -> None:
     rows = rollouts(groups=40)
-    parts = halves(rows)
+    parts = [part for part, _ in halves(rows)]
     assert len(parts) == 2
     assert np.concatenate([part.rollout_id for part in parts]).tolist() == rows.rollout_id.tolist()
     costs = [next(micro_batches(part, Layout(10_000), CPU)).tokens for part in parts]
@@ -438,6 +439,37 @@ def test_updates_can_be_enqueued_before_they_are_read() -> None:
     batches = [rollouts(seed=seed) for seed in range(3)]
     pending = [one.enqueue(rows) for rows in batches]
     assert [p.metrics() for p in pending] == [other.update(rows) for rows in batches]
+
+
+def test_updates_can_be_prepared_in_another_thread_and_before_memory_runs_out() -> None:
+    one, other = Learner(config(), POLICY), Learner(config(), POLICY)
+    batches = [rollouts(groups=12, seed=seed) for seed in range(3)]
+    with ThreadPoolExecutor(1) as thread:
+        prepared = list(thread.map(one.prepare, batches))
+    expected = [other.update(rows) for rows in batches[:2]]
+    assert [one.enqueue(ready).metrics() for ready in prepared[:2]] == expected
+    for learner in (one, other):
+        learner.token_budget = 100
+    laid_out = prepared[2].laid_out
+    assert laid_out is not None and len(laid_out.parts) == 1
+    assert one.enqueue(prepared[2]).metrics() == other.update(batches[2])
+
+
+def test_recorded_passages_take_on_another_micro_batch_of_their_size() -> None:
+    layout = Layout(10_000, few_sizes=True, side_by_side=True, grids=False)
+    (one,), (other,) = (list(micro_batches(rollouts(groups=40, seed=seed), layout, CPU)) for seed in (0, 4))
+    assert [tokens_of(one), len(one.passages)] == [tokens_of(other), 2]
+    buffer, passages = _copied(one)
+    assert_alike(passages, one.passages)
+    buffer.copy_(other.buffer[: len(buffer)])
+    assert_alike(passages, other.passages)
+
+
+def assert_alike(passages: Any, expected: Any) -> None:
+    for found, given in zip(passages, expected, strict=True):
+        assert torch.equal(found.input_ids_XW, given.input_ids_XW)
+        for name, value in given.arguments.items():
+            assert torch.equal(torch.as_tensor(found.arguments[name]), torch.as_tensor(value)), name
 
 
 def test_the_mismatch_of_the_engines_is_that_of_fresh_rollouts() -> None:
@@ -541,6 +573,6 @@ def test_gradients_do_not_depend_on_padding(monkeypatch: pytest.MonkeyPatch) -> 
         layouts.append(replace(layout, few_sizes=True, side_by_side=True))
         return lay_out(rows, chosen, layouts[-1], device)
 
-    monkeypatch.setattr("stalewise.learn.learner.lay_out", padded)
+    monkeypatch.setattr("stalewise.learn.prepared.lay_out", padded)
     found, _ = gradient_after_update("grpo", 60)
     assert layouts and (found - whole).norm() <= 2e-4 * whole.norm()

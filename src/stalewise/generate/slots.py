@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from stalewise.attention import PACKED, SLOTS, needs_grids, packed_arguments, to_device
+from stalewise.attention import PACKED, SLOTS, needs_grids, packed_arguments
 from stalewise.generate.sampler import Request
 from stalewise.generate.sampling import device_uniforms, draw, tempered
 from stalewise.generate.waiting import Waiting
+from stalewise.transfer import to_device
 from stalewise.types import SamplerSettings
 
 STEPS_BETWEEN_LOOKS = 4

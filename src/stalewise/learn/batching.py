@@ -10,7 +10,7 @@ response tokens, [X, W] what the model is given: [1, all tokens] packed, [B, tok
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stalewise.attention import packed_arguments, to_device
-from stalewise.learn.packing import halves, in_few_sizes, pack, ranges, rows_and_columns, shared_cost
+from stalewise.attention import segment_arrays
+from stalewise.learn.packing import (
+    halves,
+    in_few_sizes,
+    pack,
+    prompt_numbers,
+    ranges,
+    rows_and_columns,
+    shared_cost,
+)
 from stalewise.store import Rows
+from stalewise.transfer import send
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,7 @@ class MicroBatch:
 
     rows: np.ndarray  # [B] positions in the optimizer batch
     tokens: int  # that pass through the model, without padding
+    buffer: Tensor  # of bytes, which all its tensors are views of, those of the passages first
     passages: tuple[Passage, ...]
     source_N: Tensor  # place in the flattened [X, W] of all passages whose output predicts each response token
     row_N: Tensor  # response of each response token
@@ -113,27 +123,20 @@ def _cost_alone(rows: Rows, row: int, layout: Layout) -> int:
 
 def _pack(rows: Rows, chosen: np.ndarray, layout: Layout, device: torch.device) -> MicroBatch:
     part = rows.take(chosen)
-    packed = [pack(one) for one in (halves(part) if layout.side_by_side else [part])]
+    packed = [pack(*one) for one in (halves(part) if layout.side_by_side else [(part, prompt_numbers(part))])]
     tokens = sum(len(one.input_ids_T) for one in packed)
     if layout.few_sizes:
         packed = in_few_sizes(packed)
-    starts = np.cumsum([0, *(len(one.input_ids_T) for one in packed)])
-    row_N, column_N = rows_and_columns(part.response_lengths)
-    made = [packed_arguments(one.query_S, one.key_S, one.key_M, device, grids=layout.grids) for one in packed]
+    made = [segment_arrays(one.query_S, one.key_S, one.key_M, grids=layout.grids) for one in packed]
     # The longest segments of both: what is recorded for one size is then recorded once.
-    longest: Any = {name: max(one[name] for one in made) for name in ("max_length_q", "max_length_k")}
-    return MicroBatch(
-        rows=chosen,
-        tokens=tokens,
-        passages=tuple(
-            Passage(to_device(one.input_ids_T[None], device), {**arguments, **longest})
-            for one, arguments in zip(packed, made, strict=True)
-        ),
-        source_N=to_device(
-            np.concatenate([start + one.source_N for start, one in zip(starts, packed, strict=False)]), device
-        ),
-        **_responses(part, row_N, column_N, device),
-    )
+    longest = {name: max(lengths[name] for _, lengths in made) for name in made[0][1]}
+    passages = [
+        ({"input_ids_XW": one.input_ids_T[None], **arrays}, longest)
+        for one, (arrays, _) in zip(packed, made, strict=True)
+    ]
+    starts = np.cumsum([0, *(len(one.input_ids_T) for one in packed[:-1])])
+    source_N = np.concatenate([start + one.source_N for start, one in zip(starts, packed, strict=True)])
+    return _sent(chosen, tokens, passages, {"source_N": source_N, **_responses(part)}, device)
 
 
 def _pad(rows: Rows, chosen: np.ndarray, layout: Layout, device: torch.device) -> MicroBatch:
@@ -146,24 +149,45 @@ def _pad(rows: Rows, chosen: np.ndarray, layout: Layout, device: torch.device) -
     input_ids = np.full(len(part) * width, layout.pad_id, dtype=np.int64)
     input_ids[ranges(start_B, part.prompt_lengths)] = part.prompt_ids
     input_ids[place_N] = part.response_ids
-    return MicroBatch(
-        rows=chosen,
-        tokens=int(length_B.sum()),
-        passages=(Passage(to_device(input_ids.reshape(len(part), width), device), {}),),
-        source_N=to_device(place_N - 1, device),
-        **_responses(part, row_N, column_N, device),
-    )
+    passage = {"input_ids_XW": input_ids.reshape(len(part), width)}, dict[str, int]()
+    return _sent(chosen, int(length_B.sum()), [passage], {"source_N": place_N - 1, **_responses(part)}, device)
 
 
-def _responses(part: Rows, row_N: np.ndarray, column_N: np.ndarray, device: torch.device) -> dict[str, Any]:
+def _responses(part: Rows) -> dict[str, np.ndarray]:
     """What both layouts say of the responses themselves."""
+    row_N, column_N = rows_and_columns(part.response_lengths)
     tokens = int(part.response_lengths.max())
     behaviour_BT = np.zeros((len(part), tokens), dtype=np.float32)
     behaviour_BT[row_N, column_N] = part.behaviour_logp
     return {
-        "row_N": to_device(row_N, device),
-        "column_N": to_device(column_N, device),
-        "target_N": to_device(part.response_ids.astype(np.int64), device),
-        "behaviour_logp_BT": to_device(behaviour_BT, device),
-        "mask_BT": to_device(np.arange(tokens) < part.response_lengths[:, None], device),
+        "row_N": row_N,
+        "column_N": column_N,
+        "target_N": part.response_ids.astype(np.int64),
+        "behaviour_logp_BT": behaviour_BT,
+        "mask_BT": np.arange(tokens) < part.response_lengths[:, None],
     }
+
+
+def _sent(
+    chosen: np.ndarray,
+    tokens: int,
+    passages: Sequence[tuple[Mapping[str, np.ndarray], Mapping[str, int]]],
+    responses: Mapping[str, np.ndarray],
+    device: torch.device,
+) -> MicroBatch:
+    """The micro-batch of arrays of the host; they travel in one piece."""
+    named = {f"{place}.{name}": array for place, (arrays, _) in enumerate(passages) for name, array in arrays.items()}
+    buffer, there = send({**named, **responses}, device)
+
+    def passage(place: int) -> Passage:
+        arrays, numbers = passages[place]
+        arguments: dict[str, Any] = {name: there[f"{place}.{name}"] for name in arrays} | dict(numbers)
+        return Passage(arguments.pop("input_ids_XW"), arguments)
+
+    return MicroBatch(
+        rows=chosen,
+        tokens=tokens,
+        buffer=buffer,
+        passages=tuple(map(passage, range(len(passages)))),
+        **{name: there[name] for name in responses},
+    )

@@ -20,6 +20,7 @@ from torch import Tensor
 from stalewise.learn.batching import MicroBatch, Passage
 from stalewise.learn.optimizer import add_to, copies
 from stalewise.learn.rounded import RoundedWeights, Twins
+from stalewise.transfer import UNDISTURBED, in_buffer
 
 # Each keeps its last hidden states, and took a third of a second to make. Sizes beyond these are launched by Python.
 MOST_GRAPHS = 32
@@ -30,6 +31,7 @@ LANES = 2  # passages of a micro-batch
 class Captured:
     """Graphs of one size, and the tensors that they read and write."""
 
+    buffer: Tensor  # which the passages are views of
     passages: list[Passage]
     hidden_TH: Tensor
     gradient_TH: Tensor
@@ -62,7 +64,7 @@ class GraphedBody:
         captured = self._captured_for(part)
         if captured is None:
             return run_passages(self.model, part.passages)
-        self._put(part, captured)
+        captured.buffer.copy_(part.buffer[: len(captured.buffer)])  # to the addresses that the graphs read
         if torch.is_grad_enabled():
             return _Replay.apply(self.anchor, captured)  # pyright: ignore[reportReturnType]
         captured.forward.replay()
@@ -83,21 +85,14 @@ class GraphedBody:
             first.arguments["max_length_k"],
         )
         if key not in self.captured and len(self.captured) < MOST_GRAPHS:
-            self.captured[key] = self._capture(part)
+            with UNDISTURBED:
+                self.captured[key] = self._capture(part)
         return self.captured.get(key)
-
-    def _put(self, part: MicroBatch, captured: Captured) -> None:
-        """Write a micro-batch to the addresses that the graphs read."""
-        for given, read in zip(part.passages, captured.passages, strict=True):
-            read.input_ids_XW.copy_(given.input_ids_XW)
-            for name, value in given.arguments.items():
-                if isinstance(value, Tensor):
-                    read.arguments[name].copy_(value)
 
     def _capture(self, part: MicroBatch) -> Captured:
         empty = torch.empty(0, device=self.model.device)
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        captured = Captured([_copied(passage) for passage in part.passages], empty, empty, forward, backward)
+        captured = Captured(*_copied(part), empty, empty, forward, backward)
         with _kept(self.totals):
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
@@ -163,12 +158,27 @@ def run_passages(model: Any, passages: Sequence[Passage]) -> Tensor:
     return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
 
 
-def _copied(passage: Passage) -> Passage:
-    """The same numbers at addresses of their own."""
-    arguments = {
-        name: value.clone() if isinstance(value, Tensor) else value for name, value in passage.arguments.items()
-    }
-    return Passage(passage.input_ids_XW.clone(), arguments)
+def _copied(part: MicroBatch) -> tuple[Tensor, list[Passage]]:
+    """The passages of a micro-batch at addresses of their own, and the buffer that holds them."""
+    tensors = [
+        tensor
+        for passage in part.passages
+        for tensor in (passage.input_ids_XW, *passage.arguments.values())
+        if isinstance(tensor, Tensor)
+    ]
+    end = max(tensor.storage_offset() * tensor.element_size() + tensor.nbytes for tensor in tensors)
+    buffer = part.buffer[:end].clone()
+    passages = [
+        Passage(
+            in_buffer(passage.input_ids_XW, buffer),
+            {
+                name: in_buffer(value, buffer) if isinstance(value, Tensor) else value
+                for name, value in passage.arguments.items()
+            },
+        )
+        for passage in part.passages
+    ]
+    return buffer, passages
 
 
 class _Replay(torch.autograd.Function):

@@ -16,19 +16,20 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stalewise.attention import PACKED, needs_grids, packs, to_device
+from stalewise.attention import PACKED, needs_grids, packs
 from stalewise.compilation import compile_layers, compiling_pays
 from stalewise.config import RunConfig
 from stalewise.diagnostics import TokenSums, age_statistics
 from stalewise.distributed import ALONE
 from stalewise.errors import ModelError
-from stalewise.learn.batching import Layout, MicroBatch, lay_out
+from stalewise.learn.batching import Layout, MicroBatch
 from stalewise.learn.graphs import GraphedBody
 from stalewise.learn.logp import PLAIN_KERNELS, check_output_layer, compiled_kernels, response_logp
 from stalewise.learn.lora import load_policy
 from stalewise.learn.optimizer import copies, distance, learning_rate, moments_by_file, read_moments, restore_moments
 from stalewise.learn.parallel import Alone, SeenTokens
 from stalewise.learn.pending import PendingUpdate, Read, to_host
+from stalewise.learn.prepared import LaidOut, Prepared, lay_out_share
 from stalewise.learn.readings import NonFiniteUpdate, first_nonfinite, out_of_memory, read_step
 from stalewise.learn.shares import Dealt, Share, deal_update, seen_of_tokens
 from stalewise.learn.update_batch import UpdateBatch, loss_denominator, make_update_batch
@@ -36,6 +37,7 @@ from stalewise.models import load_tokenizer, pick_device, pick_precision, turn_d
 from stalewise.objectives import Tokens, get_objective, make_tokens, micro_batch_loss
 from stalewise.staleness.step_control import vcpo_factor
 from stalewise.store import Rows, TokenRecord
+from stalewise.transfer import to_device
 
 Step = tuple[Callable[[], dict[str, float]], Callable[[], TokenRecord] | None]
 
@@ -159,38 +161,42 @@ class Learner:
 
     def gradient(self, rows: Rows) -> Tensor:
         """What an update on these rollouts would follow, as one vector; nothing is changed. 0 where nothing teaches."""
-        batch, _ = make_update_batch(rows, self.config, self.objective)
+        laid_out = self.prepare(rows).laid_out
         self.optimizer.zero_grad(set_to_none=self.body is None)
-        if batch is not None:
-            share = self._deal(batch).shares[0]
-            self._backward(share, self._lay_out(share))
+        if laid_out is not None:
+            self._backward(laid_out.dealt.shares[0], laid_out.parts)
         found = [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in self.names]
         self.optimizer.zero_grad(set_to_none=self.body is None)
         return torch.cat([gradient.flatten() for gradient in found])
 
-    def enqueue(self, rows: Rows) -> PendingUpdate:
-        """Take one update on these rollouts, without waiting for the device. The version rises by one in any case."""
+    def prepare(self, rows: Rows) -> Prepared:
+        """Do what does not depend on the policy; may be called from another thread, ahead of `enqueue`."""
         batch, described = make_update_batch(rows, self.config, self.objective)
-        described |= age_statistics(self.version, torch.from_numpy(rows.version_first))
+        return Prepared(described, rows.version_first, batch, None if batch is None else self._lay_out(batch))
+
+    def enqueue(self, rows: Rows | Prepared) -> PendingUpdate:
+        """Take one update on these rollouts, without waiting for the device. The version rises by one in any case."""
+        prepared = rows if isinstance(rows, Prepared) else self.prepare(rows)
+        described = prepared.described | age_statistics(self.version, torch.from_numpy(prepared.version_first))
         self._snapshot_if_due()
-        if batch is None:
+        if prepared.batch is None:
             self.parallel.hand_out(None)
-        pending = PendingUpdate(described, *(self._step_within_memory(batch) if batch is not None else (None, None)))
+        step = (None, None) if prepared.batch is None else self._step_within_memory(prepared.batch, prepared.laid_out)
         self.version += 1
-        return pending
+        return PendingUpdate(described, *step)
 
     def follow(self, share: Share | None) -> None:
         """Take part in an update that the first rank has dealt out; None: there is nothing to learn from."""
         self._snapshot_if_due()
         if share is not None:
-            self._step(share)
+            self._step(share, lay_out_share(share, self._layout(), self.device))
         self.version += 1
 
-    def _step_within_memory(self, batch: UpdateBatch) -> Step:
+    def _step_within_memory(self, batch: UpdateBatch, laid_out: LaidOut | None) -> Step:
         """One step; where the device runs out of memory on the way, once with half the token budget from here on."""
         taken = self.steps
         try:
-            return self._lead(batch)
+            return self._lead(batch, laid_out)
         except torch.OutOfMemoryError:
             if self.parallel.ranks.world > 1:
                 raise out_of_memory(self.token_budget) from None
@@ -204,20 +210,20 @@ class Learner:
         self.say(f"out of memory: from here on {self.token_budget} tokens a micro-batch, half of what the config says")
         self.optimizer.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
-        return self._lead(batch)
+        return self._lead(batch, None)
 
-    def _lead(self, batch: UpdateBatch) -> Step:
-        """Deal an update out and enqueue this rank's share; the results wait for it and say what it saw."""
-        dealt = self._deal(batch)
-        self.parallel.hand_out(dealt)
-        read, rate, seen = self._step(dealt.shares[0])
+    def _lead(self, batch: UpdateBatch, laid_out: LaidOut | None) -> Step:
+        """Hand an update out and enqueue this rank's share; the results wait for it and say what it saw."""
+        if laid_out is None or laid_out.layout != self._layout():  # it was laid out before memory ran out
+            laid_out = self._lay_out(batch)
+        self.parallel.hand_out(dealt := laid_out.dealt)
+        read, rate, seen = self._step(dealt.shares[0], laid_out.parts)
         finish = partial(self._read_step, read, self.version, rate, dealt)
         return finish, None if seen is None else partial(dealt.token_record, seen)
 
-    def _step(self, share: Share) -> tuple[Read, float, SeenTokens | None]:
+    def _step(self, share: Share, parts: list[MicroBatch]) -> tuple[Read, float, SeenTokens | None]:
         """Enqueue one step; its numbers, its learning rate, and what it saw of each token."""
         self.optimizer.zero_grad(set_to_none=self.body is None)
-        parts = self._lay_out(share)
         loss, sums, places, seen = self._backward(share, parts)
         self.parallel.sum_gradients()
         loss, places, sums = self.parallel.together(loss, places, sums, share.whole.passes)
@@ -299,13 +305,11 @@ class Learner:
             recorded = self.parallel.collect(*found, share.whole.tokens)
         return torch.stack(losses).sum(), sums, torch.stack(places), recorded
 
-    def _deal(self, batch: UpdateBatch) -> Dealt:
-        denominator = loss_denominator(batch, self.config, self.objective)
+    def _lay_out(self, batch: UpdateBatch) -> LaidOut:
+        layout, denominator = self._layout(), loss_denominator(batch, self.config, self.objective)
         world, in_step = self.parallel.ranks.world, self.parallel.in_step
-        return deal_update(batch, self._layout(), denominator, world=world, in_step=in_step)
-
-    def _lay_out(self, share: Share) -> list[MicroBatch]:
-        return [lay_out(share.batch.rows, chosen, self._layout(), self.device) for chosen in share.plan]
+        dealt = deal_update(batch, layout, denominator, world=world, in_step=in_step)
+        return LaidOut(layout, dealt, lay_out_share(dealt.shares[0], layout, self.device))
 
     def _layout(self) -> Layout:
         graphed, grids = self.body is not None, needs_grids(self.device, self.precision)

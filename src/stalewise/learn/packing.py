@@ -33,9 +33,8 @@ class Packed:
     source_N: np.ndarray  # token whose output predicts each response token
 
 
-def pack(part: Rows) -> Packed:
+def pack(part: Rows, prompt_B: np.ndarray) -> Packed:
     """Rollouts in one row; those with one prompt lie together. The last token of a response is not in it."""
-    prompt_B = prompt_numbers(part)
     first_B = np.flatnonzero(np.diff(prompt_B, prepend=-1))  # the first response of each prompt
     prompt_P, own_B = part.prompt_lengths[first_B], part.response_lengths - 1
 
@@ -70,30 +69,39 @@ def shared_cost(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     """Rows with one prompt together, in the order of their prompts, and the tokens that each adds."""
     prompt_B = prompt_numbers(rows)
     order = np.argsort(prompt_B, kind="stable")
-    is_first = np.diff(prompt_B[order], prepend=-1) != 0
-    return order, rows.response_lengths[order] - 1 + np.where(is_first, rows.prompt_lengths[order], 0)
+    return order, _cost(rows.prompt_lengths[order], rows.response_lengths[order], prompt_B[order])
+
+
+def _cost(prompt_length_B: np.ndarray, response_length_B: np.ndarray, prompt_B: np.ndarray) -> np.ndarray:
+    """Tokens that each row adds to those before it."""
+    is_first = np.diff(prompt_B, prepend=-1) != 0
+    return response_length_B - 1 + np.where(is_first, prompt_length_B, 0)
 
 
 def prompt_numbers(rows: Rows) -> np.ndarray:
-    """A number for each distinct prompt, [B]."""
+    """A number for each distinct prompt, in the order in which they come up, [B]."""
     numbers: dict[bytes, int] = {}
     return np.array([numbers.setdefault(rows.prompt(row).tobytes(), len(numbers)) for row in range(len(rows))])
 
 
-def halves(part: Rows) -> list[Rows]:
-    """Two parts of about as many tokens, in the order of their rows; the whole where that would cost more."""
-    _, cost_B = shared_cost(part)
-    prompt_B, whole = prompt_numbers(part), int(cost_B.sum())
-    if len(part) < 2:
-        return [part]
-    left = np.cumsum(cost_B)[:-1]
+def halves(part: Rows) -> list[tuple[Rows, np.ndarray]]:
+    """Two parts of about as many tokens, in the order of their rows; the whole where that would cost more.
+
+    With the numbers of their prompts, which lie together.
+    """
+    prompt_B = prompt_numbers(part)
+    cost_B = _cost(part.prompt_lengths, part.response_lengths, prompt_B)
+    left, whole = np.cumsum(cost_B)[:-1], int(cost_B.sum())
     # A prompt whose responses are on both sides passes twice.
     right = whole - left + np.where(np.diff(prompt_B) == 0, part.prompt_lengths[1:], 0)
     larger = np.maximum(left, right)
-    cut = int(larger.argmin())
-    if 2 * larger[cut] > HALVES_RATIO * whole:
-        return [part]
-    return [part.take(np.arange(cut + 1)), part.take(np.arange(cut + 1, len(part)))]
+    if len(part) < 2 or 2 * larger.min() > HALVES_RATIO * whole:
+        return [(part, prompt_B)]
+    cut = int(larger.argmin()) + 1
+    return [
+        (part.take(np.arange(start, stop)), prompt_B[start:stop] - prompt_B[start])
+        for start, stop in ((0, cut), (cut, len(part)))
+    ]
 
 
 def in_few_sizes(rows: Sequence[Packed]) -> list[Packed]:
