@@ -158,6 +158,43 @@ def test_what_a_run_may_do_adds_up_to_one() -> None:
     assert sum(math.exp(log_likelihood(law, [one])) for one in outcomes) == pytest.approx(1.0, abs=1e-12)
 
 
+def test_likelihood_of_a_collapse_that_is_seen_later() -> None:
+    # Alive at update 24, seen at 40: the batch broke (Φ(1) = 0.8413447) in 16 of 100 updates: 0.1346152. Or it held
+    # and R_crit = 0.4 was crossed between drifts 0.24 and 0.40: Φ(0) - Φ(log(0.6)/0.3) = 0.5 - 0.0442994 = 0.4557006,
+    # times 0.1586553 is 0.0722993.
+    law = Law(0.08 * math.exp(-0.3), 0.4, 0.3)
+    seen = replace(run(collapsed_at=40), resolution=16)
+    assert log_likelihood(law, [seen]) == pytest.approx(math.log(0.1346152 + 0.0722993), abs=1e-5)
+    # The same as all the updates in between together; and a look that reaches back beyond the start begins there.
+    each = [math.exp(log_likelihood(law, [run(collapsed_at=update)])) for update in range(25, 41)]
+    assert math.exp(log_likelihood(law, [seen])) == pytest.approx(sum(each), abs=1e-12)
+    early = [math.exp(log_likelihood(law, [run(collapsed_at=update)])) for update in range(1, 9)]
+    whole = log_likelihood(law, [replace(run(collapsed_at=8), resolution=32)])
+    assert math.exp(whole) == pytest.approx(sum(early), abs=1e-12)
+
+
+def test_who_looks_rarely_finds_the_same_constants_less_sharply() -> None:
+    runs = sweep(Law(0.25, 1.0, 0.15), seed=3)
+    coarse = [
+        replace(one, resolution=128, collapsed_at=one.collapsed_at and -(-one.collapsed_at // 128) * 128)
+        for one in runs
+    ]
+    sharp, seen = fit(runs, resamples=10), fit(coarse, resamples=10)
+    naive = fit([replace(one, resolution=1) for one in coarse], resamples=10)
+    truth = 1.0
+    assert seen.critical_radius.low <= truth <= seen.critical_radius.high
+    assert seen.critical_radius.value == pytest.approx(sharp.critical_radius.value, rel=0.1)
+    assert abs(naive.critical_radius.value - truth) > abs(seen.critical_radius.value - truth)
+    assert naive.critical_radius.low > truth  # sure of a wrong number
+
+
+def test_runs_that_all_fell_before_the_first_look_only_bound_what_broke_them() -> None:
+    runs = [Observation(4, rate, 64, 8, 1.0, resolution=8) for rate in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)]
+    found = fit(runs, resamples=10)
+    assert not found.critical_radius.known and not found.batch_radius.known
+    assert "R_crit is not determined: every run collapsed, so at most 0.8 if" in found.describe()  # 8 · 0.1
+
+
 def test_likelihood_far_in_both_tails_is_finite_and_right() -> None:
     # Mass between 30 and 31 standard deviations: φ-tail ratio says it is the upper tail at 30, log = -454.3212.
     assert log_mass(np.array([30.0]), np.array([31.0]))[0] == pytest.approx(-454.3212440, abs=1e-6)
@@ -172,6 +209,7 @@ def test_the_gradient_is_that_of_the_likelihood(parameters: tuple[float, float, 
         np.array([8.0, 16.0, 4.0, 64.0, 8.0]),
         np.array([0.01, 0.02, 0.005, 0.01, 0.3]),
         np.array([100.0, 50.0, 200.0, 100.0, 100.0]),
+        np.array([1.0, 10.0, 1.0, 1.0, 32.0]),
         np.array([0.0, 30.0, 0.0, 40.0, 1.0]),
     )
     here = np.array(parameters)
@@ -266,8 +304,7 @@ def test_the_search_reaches_three_of_the_largest_scatters_beyond_the_drifts() ->
     staleness, rate = np.array([8.0, 4.0, 64.0, 64.0] * 3), np.array([0.001, 0.02, 0.01, 0.02] * 3)
     # (8, 0.001) survives; (4, 0.02) collapses at t·η·G = 1; the others, of large S·η·G, at times that say nothing
     times = np.array([0, 50, 3, 90, 0, 50, 77, 12, 0, 50, 31, 60.0])
-    columns = staleness, rate, np.full(12, 100.0)
-    data = arrange(*columns, times)
+    data = arrange(staleness, rate, np.full(12, 100.0), np.ones(12), times)
     _, box, radii = choose(data, starting_points(np.log(staleness * rate), data.collapsed_by))
     assert radii == [0, 1]
     assert box[0] == pytest.approx([math.log(0.008) - 6, math.log(1.28) + 6])  # S·η·G of 8 · 0.001 and 64 · 0.02

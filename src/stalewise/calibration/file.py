@@ -31,6 +31,7 @@ class SweepRun:
     best_accuracy: float
     last_accuracy: float
     directory: str
+    resolution: int = 1  # updates before the collapse at which it was last seen alive
 
     @property
     def key(self) -> tuple[int, float, int, int]:
@@ -40,7 +41,14 @@ class SweepRun:
     @property
     def observation(self) -> Observation:
         """What the law is fitted to."""
-        return Observation(self.staleness, self.learning_rate, self.updates, self.collapsed_at, self.update_norm_per_lr)
+        return Observation(
+            self.staleness,
+            self.learning_rate,
+            self.updates,
+            self.collapsed_at,
+            self.update_norm_per_lr,
+            self.resolution,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,6 +151,20 @@ def find_collapse_of_run(evaluations: Sequence[Mapping[str, Any]], rule: Collaps
     return None if index is None else sorted(accuracy)[index]
 
 
+def resolution_of(versions: Sequence[int], collapsed_at: int | None, rule: CollapseRule) -> int:
+    """How many updates before a collapse the run was last seen alive: it is seen in a mean of several evaluations.
+
+    1 where it was not found by evaluations.
+
+    >>> resolution_of([0, 16, 32, 48], 48, CollapseRule(smoothing=2)), resolution_of([0, 16], 7, CollapseRule())
+    (32, 1)
+    """
+    seen = sorted(versions)
+    if collapsed_at is None or collapsed_at not in seen:
+        return 1
+    return max(collapsed_at - seen[max(seen.index(collapsed_at) - rule.smoothing, 0)], 1)
+
+
 def outcome(cell: Cell, rule: CollapseRule) -> SweepRun:
     """What became of a run that has ended: at its end, or before it because an update was not finite (`OUTCOME`)."""
     evaluations = read_jsonl(cell.directory / "eval.jsonl")
@@ -174,6 +188,7 @@ def outcome(cell: Cell, rule: CollapseRule) -> SweepRun:
         best_accuracy=max(accuracy, default=math.nan),
         last_accuracy=accuracy[-1] if accuracy else math.nan,
         directory=cell.directory.name,
+        resolution=resolution_of([record["version"] for record in evaluations], collapsed_at, rule),
     )
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 import numpy as np
 
+from stalewise.calibration.grid import resolution_of
 from stalewise.errors import CalibrationError
 from stalewise.reproduce.finding import UNKNOWN, Finding, below, judged
+from stalewise.reproduce.keep import RULE
 from stalewise.reproduce.results import Mean, Results, mean_of, student
 from stalewise.staleness.law import Fit, Law, Observation, fit, log_likelihood
 
@@ -48,7 +52,8 @@ def observations(results: Results) -> list[Observed]:
             norm, updates = run.get("update_norm_per_lr"), int(arm.axes["T"])
             if norm:
                 collapsed_at = run["collapsed_at"] and min(max(run["collapsed_at"], 1), updates)
-                one = Observation(int(arm.axes["S"]), float(arm.axes["rate"]), updates, collapsed_at, norm)
+                resolution = resolution_of(run["evaluations"]["version"], collapsed_at, RULE)
+                one = Observation(int(arm.axes["S"]), float(arm.axes["rate"]), updates, collapsed_at, norm, resolution)
                 found.append(Observed(one, cell))
     return found
 
@@ -193,6 +198,7 @@ def the_law(results: Results) -> Finding:
         f"{one.per_run:.3f}, of the coin {one.base_rate:.3f}."
         for one in both
     ]
+    lines += _by_horizon([one.run for one in found])
     stable = largest_stable(found)
     lines.append(
         "Largest stable η: " + ", ".join(f"{rate:g} at S={S}, T={T}" for (T, S), rate in sorted(stable.items())) + "."
@@ -206,6 +212,24 @@ def the_law(results: Results) -> Finding:
     ours += f"; R_crit {critical:.3g}" if math.isfinite(critical) else ""
     flat = slope.seeds > 1 and below(slope, 0.25)
     return Finding(judged(all(better) and grows, not any(better) or flat), ours, lines)
+
+
+def _by_horizon(runs: Sequence[Observation]) -> list[str]:
+    """The same constant from runs of each length alone, and whether one length foretells the other. Beside the rule."""
+    horizons = sorted({run.updates for run in runs})
+    alone = {T: [run for run in runs if run.updates == T] for T in horizons}
+    lines: list[str] = []
+    for T in horizons if len(horizons) > 1 else ():
+        with contextlib.suppress(CalibrationError, ValueError):
+            lines.append(f"From runs of T={T} alone: {fit(alone[T], resamples=100).describe()}")
+    for known, unknown in permutations(horizons, 2):
+        with contextlib.suppress(CalibrationError, ValueError):
+            one = predict(alone[known], alone[unknown])
+            lines.append(
+                f"Fitted on T={known}, {one.right} of {one.runs} outcomes of T={unknown} foretold; log-likelihood per "
+                f"run {one.per_run:.3f}, of the coin {one.base_rate:.3f}."
+            )
+    return lines
 
 
 def _products(found: Sequence[Observed]) -> list[str]:

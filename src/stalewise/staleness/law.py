@@ -52,6 +52,8 @@ def require_count(name: str, value: int) -> None:
 class Observation:
     """One run of a sweep: its S, η, horizon T and G, and the update at which it collapsed (None: it survived).
 
+    Collapse is found by looking now and then: it was still alive `resolution` updates before that one.
+
     >>> Observation(staleness=8, learning_rate=0.01, updates=100, collapsed_at=50, update_norm_per_lr=2.0).batch_drift
     0.16
     """
@@ -61,11 +63,13 @@ class Observation:
     updates: int
     collapsed_at: int | None
     update_norm_per_lr: float
+    resolution: int = 1
 
     def __post_init__(self) -> None:
         require_count("staleness", self.staleness)
         require_positive("learning_rate", self.learning_rate)
         require_count("updates", self.updates)
+        require_count("resolution", self.resolution)
         require_positive("update_norm_per_lr", self.update_norm_per_lr)
         if self.collapsed_at is not None and self.collapsed_at not in range(1, self.updates + 1):
             raise ValueError(f"collapsed_at must be in 1..updates = 1..{self.updates}, got {self.collapsed_at}")
@@ -165,20 +169,23 @@ class Fit:
         return " ".join([*parts, scatter])
 
 
-def _columns(observations: Sequence[Observation]) -> tuple[Array, Array, Array, Array]:
-    rows = [(o.staleness, o.learning_rate * o.update_norm_per_lr, o.updates, o.collapsed_at or 0) for o in observations]
-    staleness, rate, updates, collapsed_at = np.array(rows, dtype=np.float64).T
-    return staleness, rate, updates, collapsed_at
+def _columns(observations: Sequence[Observation]) -> tuple[Array, Array, Array, Array, Array]:
+    rows = [
+        (o.staleness, o.learning_rate * o.update_norm_per_lr, o.updates, o.resolution, o.collapsed_at or 0)
+        for o in observations
+    ]
+    staleness, rate, updates, resolution, collapsed_at = np.array(rows, dtype=np.float64).T
+    return staleness, rate, updates, resolution, collapsed_at
 
 
 def log_likelihood(law: Law, observations: Iterable[Observation]) -> float:
     """Log-probability of what the runs did: with z(x) = log(x/R)/σ and Φ the normal distribution function,
 
         survived:        log Φ(-z_batch(S·η·G)) + log Φ(-z_crit(T·η·G))
-        collapsed at t:  log( P/T + (1 - P)·[Φ(z_crit(t·η·G)) - Φ(z_crit((t-1)·η·G))] ),   P = Φ(z_batch(S·η·G))
+        collapsed at t:  log( P·r/T + (1 - P)·[Φ(z_crit(t·η·G)) - Φ(z_crit((t-r)·η·G))] ),   P = Φ(z_batch(S·η·G))
 
-    The bracket is the probability that R_crit is crossed in update t: the density φ(z_crit(t·η·G))/(σ·t), integrated
-    over that update, so it is exact for the first updates too and bounded as σ goes to 0, which the density is not.
+    with r the resolution, t at most. The bracket is the probability that R_crit is crossed since the run was last seen
+    alive: the density, integrated, so it is exact for the first updates too and bounded as σ goes to 0.
 
     >>> survivor = Observation(8, 0.01, 100, None, 1.0)  # S·η·G = 0.08, T·η·G = 1
     >>> round(log_likelihood(Law(0.08, 1.0, 0.3), [survivor]), 6) == round(2 * math.log(0.5), 6)
@@ -259,7 +266,7 @@ def fit(observations: Iterable[Observation], *, confidence: float = 0.9, resampl
         data = arrange(*columns)
         starts = starting_points(np.log(columns[0] * columns[1]), data.collapsed_by)
         peak, box, radii = choose(data, starts)
-        falls = thresholds(peak, box, radii, columns[:3], confidence, resamples, seed)
+        falls = thresholds(peak, box, radii, columns[:4], confidence, resamples, seed)
         for index, threshold in zip(radii, falls, strict=True):
             low, high = interval(data, peak, box, index, threshold, starts)
             if low > 0.0:

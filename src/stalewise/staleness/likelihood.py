@@ -35,20 +35,26 @@ class Drifts(NamedTuple):
     survived_batch: Array
     survived_horizon: Array
     collapsed_batch: Array
-    collapsed_before: Array  # log((t - 1)·η·G): the run was still alive here …
+    collapsed_before: Array  # log((t - r)·η·G): the run was still alive here …
     collapsed_by: Array  # … and no longer here, log(t·η·G)
-    collapsed_log_updates: Array
+    collapsed_log_share: Array  # log(r/T): the share of the run that lies between
 
 
-def arrange(staleness: Array, rate: Array, updates: Array, collapsed_at: Array) -> Drifts:
+def arrange(staleness: Array, rate: Array, updates: Array, resolution: Array, collapsed_at: Array) -> Drifts:
     """Sort runs into `Drifts`; `rate` is η·G and `collapsed_at` 0 for a survivor."""
     collapsed = collapsed_at > 0
     batch, horizon = np.log(staleness * rate), np.log(updates * rate)
     time, speed = collapsed_at[collapsed], rate[collapsed]
-    with np.errstate(divide="ignore"):  # a collapse at the first update was alive at drift 0, whose log is -inf
-        before = np.log((time - 1.0) * speed)
-    by, log_updates = np.log(time * speed), np.log(updates[collapsed])
-    return Drifts(batch[~collapsed], horizon[~collapsed], batch[collapsed], before, by, log_updates)
+    alive = np.maximum(time - resolution[collapsed], 0.0)
+    with np.errstate(divide="ignore"):  # a collapse at the first look was alive at drift 0, whose log is -inf
+        before = np.log(alive * speed)
+    by, log_share = np.log(time * speed), np.log((time - alive) / updates[collapsed])
+    return Drifts(batch[~collapsed], horizon[~collapsed], batch[collapsed], before, by, log_share)
+
+
+def seen_at(collapsed_at: Array, updates: Array, resolution: Array) -> Array:
+    """When a collapse is seen by who looks every so many updates, the last time at the end; 0 stays 0."""
+    return np.minimum(np.ceil(collapsed_at / resolution) * resolution, updates)
 
 
 def log_density_of(z: Array) -> Array:
@@ -73,11 +79,11 @@ def likelihood(parameters: Array, data: Drifts) -> tuple[float, Array]:
     batch_slope, horizon_slope = np.exp(log_density_of(batch) - log_valid), np.exp(log_density_of(horizon) - log_alive)
     total = float(np.sum(log_valid + log_alive))
     gradient = np.array([batch_slope.sum(), horizon_slope.sum(), batch_slope @ batch + horizon_slope @ horizon])
-    # Collapsed: either the batch broke (any update of T alike), or it held and R_crit was crossed in this update.
+    # Collapsed: either the batch broke (any update of T alike), or it held and R_crit was crossed since the last look.
     batch = (data.collapsed_batch - batch_centre) / scatter
     low, high = (data.collapsed_before - horizon_centre) / scatter, (data.collapsed_by - horizon_centre) / scatter
     log_broken, log_valid, log_crossed = log_ndtr(batch), log_ndtr(-batch), log_mass(low, high)
-    log_by_batch, log_by_horizon = log_broken - data.collapsed_log_updates, log_valid + log_crossed
+    log_by_batch, log_by_horizon = log_broken + data.collapsed_log_share, log_valid + log_crossed
     log_total = np.logaddexp(log_by_batch, log_by_horizon)
     total += float(np.sum(log_total))
     by_batch, by_horizon = np.exp(log_by_batch - log_total), np.exp(log_by_horizon - log_total)
@@ -161,7 +167,7 @@ def thresholds(
     peak: Peak,
     box: Array,
     radii: list[int],
-    columns: tuple[Array, Array, Array],
+    columns: tuple[Array, Array, Array, Array],
     confidence: float,
     resamples: int,
     seed: int,
@@ -173,7 +179,8 @@ def thresholds(
     """
     generator, falls = np.random.default_rng(seed), np.zeros((max(resamples, 1), len(radii)))
     for row in falls[:resamples]:
-        data = arrange(*columns, draw(peak.parameters, *columns, generator))
+        drawn = draw(peak.parameters, *columns[:3], generator)
+        data = arrange(*columns, seen_at(drawn, columns[2], columns[3]))
         top = maximise(data, box, [peak.parameters]).log_likelihood
         for column, index in enumerate(radii):
             at_truth = fixed(box, index, peak.parameters[index])
