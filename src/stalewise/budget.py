@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+
+from stalewise.staleness.spent import fresh_ess, is_spent, remaining_ess
 
 WARN_AT = 0.8  # of a limit
+WARN_ESS = 0.5  # of what the effective sample size was when the rollouts were new
 
 
 class BudgetWatch:
     """Measures each update against limits, where they are known, and warns once in a run about each.
 
-    The limits are the lower ends of the law's radii: R_batch within one generation batch, R_crit over the whole run.
-    `used` has the largest shares on record: what an earlier sitting warned about is known.
+    It warns where most of a limit is used, or where one more step like the last would cross it. The limits are the
+    lower ends of the law's radii: R_batch within one generation batch, R_crit over the whole run. `used` has the
+    largest shares on record: what an earlier sitting warned about is known.
     """
 
     def __init__(
@@ -24,6 +28,7 @@ class BudgetWatch:
         self.limits = limits
         self.say = say
         self.warned = {name for name, share in (used or {}).items() if share >= WARN_AT}
+        self.last: dict[str, float] = {}
 
     def measure(self, drift: float, drift_of_version: float) -> dict[str, float]:
         """Metrics of an update after which the run has drifted so far, and its rollouts' policy had so far."""
@@ -37,10 +42,23 @@ class BudgetWatch:
             "horizon_budget": "in all: stop here, or go on with a lower optimizer.learning_rate in a new run",
         }
         for name, share in used.items():
-            if share >= WARN_AT and name not in self.warned:
+            step = share - self.last.get(name, share)  # negative where a new batch begins
+            if name not in self.warned and (share >= WARN_AT or share + max(step, 0.0) >= 1.0):
                 self.warned.add(name)
                 self.say(f"{share:.0%} of the drift that this policy bears is used {advice[name]}")
+        self.last = used
         return {"batch_drift": batch_drift, **used}
+
+    def look_at(self, ess: Sequence[float]) -> None:
+        """Warn where the rollouts of a stage, by the effective sample sizes of its updates, are worth half as much."""
+        fell = is_spent(ess, WARN_ESS) and not is_spent(ess[:-1], WARN_ESS)  # just now: not what a sitting before saw
+        left = remaining_ess(ess) / fresh_ess(ess) if fell else math.nan
+        if left < WARN_ESS and "ess" not in self.warned:
+            self.warned.add("ess")
+            self.say(
+                f"the rollouts of this stage are worth {left:.0%} of what they were when they were new: smaller "
+                'stages, schedule.end = "spent" or a lower optimizer.learning_rate keep them useful'
+            )
 
     @staticmethod
     def note(metrics: dict[str, float]) -> str:

@@ -56,6 +56,12 @@ class ScheduleSection(Section):
             raise ValueError('end = "spent" finds the stages of a staged run itself: remove stages, say kind = staged')
         if self.end == "count" and self.spent_ess is not None:
             raise ValueError('spent_ess has no meaning without end = "spent": remove it')
+        batches = -(-self.updates // (self.updates_per_generation or 4))
+        if self.kind == "pipelined" and (self.lag or 1) >= batches:
+            raise ValueError(
+                f"lag is {self.lag or 1}, but {self.updates} updates have only {batches} generation batches: the first "
+                "policy would make all of them; lower lag or updates_per_generation, or raise updates"
+            )
         if self.stages is not None and self.stages > self.updates:
             raise ValueError(f"stages is {self.stages} but there are only {self.updates} updates")
         return self

@@ -58,6 +58,7 @@ class Ranks:
         self.control = control  # the group that messages travel over
         self.is_whole = True  # no, once another has been found to be gone
         self._listening: dict[int, Future[Message]] = {}
+        self._farewells: list[threading.Thread] = []
 
     @property
     def is_first(self) -> bool:
@@ -82,9 +83,13 @@ class Ranks:
             self.tell(rank, what, record)
 
     def hear(self, rank: int = 0) -> Message:
-        """Wait for what a rank says to this one."""
+        """Wait for what a rank says to this one; that it is over is answered."""
         listening = self._listening.pop(rank, None)
-        return self._receive(rank) if listening is None else listening.result()
+        message = self._receive(rank) if listening is None else listening.result()
+        if message.what == "stop":
+            with contextlib.suppress(RuntimeError):  # the first one has not waited
+                self.tell(0, "bye")
+        return message
 
     def listen(self, rank: int = 0) -> None:
         """Have a thread wait for what a rank says next, so that this one can work meanwhile; `hear` gives it."""
@@ -104,6 +109,8 @@ class Ranks:
 
     def stop_listening(self) -> bool:
         """Before this process ends: give threads that listen the time to hear that all end; whether they have."""
+        if any(thread.is_alive() for thread in self._farewells):
+            return False  # they have had their time
         return not wait(self._listening.values(), timeout=LAST_WORDS_S).not_done
 
     def _receive(self, rank: int) -> Message:
@@ -116,29 +123,25 @@ class Ranks:
         return Message(header["what"], header["record"], arrays)
 
     def dismiss(self, **record: Any) -> None:
-        """Tell all that are led that it is over, as far as they can hear it."""
-        listening, until = list(self.others), time.monotonic() + LAST_WORDS_S
-        for tensor in _letter("stop", record, None):
-            sent: list[tuple[int, Any]] = []
-            for rank in listening:
-                with contextlib.suppress(RuntimeError):  # it is gone
-                    sent.append((rank, dist.isend(tensor, dst=rank, group=self.control)))
-            listening = []
-            for rank, work in sent:
-                with contextlib.suppress(RuntimeError):  # it waits for something else, and will notice
-                    work.wait(timedelta(seconds=max(until - time.monotonic(), 0.01)))
-                    listening.append(rank)
-        for rank in listening:
-            self._see_off(rank, until)
+        """Tell all that are led that it is over, as far as they can hear it, and wait until they have.
 
-    def _see_off(self, rank: int, until: float) -> None:
-        """Wait until a rank has closed its connection: leaving before it would take back what it has yet to read."""
-        with contextlib.suppress(RuntimeError, TimeoutError):
-            while True:
-                if rank not in self._listening:
-                    self.listen(rank)
-                self._listening[rank].result(max(until - time.monotonic(), 0.01))
-                del self._listening[rank]  # a report that crossed our word: what we wait for is the end
+        Side by side: who waits for something else must not keep the word from the others, and will notice.
+        """
+        until = time.monotonic() + LAST_WORDS_S
+        self._farewells = [
+            threading.Thread(target=self._see_off, args=(rank, record), daemon=True) for rank in self.others
+        ]
+        for thread in self._farewells:
+            thread.start()
+        for thread in self._farewells:
+            thread.join(max(until - time.monotonic(), 0.01))
+
+    def _see_off(self, rank: int, record: Mapping[str, Any]) -> None:
+        """Leaving before a rank has read that it is over might take the word back."""
+        with contextlib.suppress(RuntimeError):  # it is gone
+            self.tell(rank, "stop", record)
+            while self.hear(rank).what != "bye":  # a report that crossed our word
+                pass
 
 
 ALONE = Ranks(Launch())

@@ -63,6 +63,8 @@ class Stretch:
         record = {"update": step.update, "generation_batch": step.generation_batch, **metrics, "seconds": now - since}
         self.records.update(step, rollout_ids, record)
         self.records.tokens.add(step.update, pending.tokens())
+        if not isinstance(self.schedule, StageSchedule):  # which ends a stage long before
+            self.budget.look_at([one.ess for one in self.records.taken_on(step.generation_batch)])
         self.watcher.metrics(step.update, record)
         note = f"reward {record['reward']:.3f}  ESS {record.get('ess', float('nan')):.3f}"
         self.watcher.advance(1, note + self.budget.note(record))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ranks import finish, launch, printed, start
 from stalewise.config import make_config
@@ -135,23 +136,41 @@ def test_what_keeps_a_rank_from_generating_is_said_once(tmp_path: Path) -> None:
 
 def part(rank: int, directory: Path) -> None:
     ranks = join(torch.device("cpu"))
+    begun = time.monotonic()
     if ranks.is_first:
         ranks.listen(1)
         ranks.dismiss(exit_code=0)
-        (directory / "first-left").touch()
-        return
-    ranks.listen()
-    ranks.tell(0, "generated", {"shards": 1})  # crosses the word that it is over
-    assert ranks.hear().what == "stop"
-    time.sleep(0.5)
-    assert not (directory / "first-left").exists()
+        assert (directory / "read").exists() and time.monotonic() - begun < 4.0
+    else:
+        ranks.listen()
+        ranks.tell(0, "generated", {"shards": 1})  # crosses the word that it is over
+        time.sleep(0.5)
+        (directory / "read").touch()
+        assert ranks.hear().what == "stop"
+    dist.barrier()  # in taking groups of GPUs apart all ranks take part: nobody may wait for another to be gone
+    assert ranks.stop_listening() and time.monotonic() - begun < 4.0
 
 
-def test_the_first_rank_leaves_last(tmp_path: Path) -> None:
-    """If it left before, what it said last might not have been read, and another would say that touch was lost."""
-    begun = time.monotonic()
+def test_the_first_rank_leaves_when_its_last_word_was_read(tmp_path: Path) -> None:
+    """If it left before, another would say that touch was lost."""
     assert finish(start(2, part, tmp_path)) == [0, 0]
-    assert time.monotonic() - begun < 30
+
+
+def part_beside_one_that_is_stuck(rank: int, directory: Path) -> None:
+    ranks = join(torch.device("cpu"))
+    if ranks.is_first:
+        ranks.dismiss(exit_code=3)
+        assert not ranks.stop_listening()
+        (directory / "over").touch()
+    elif rank == 2:
+        assert ranks.hear().record == {"exit_code": 3}
+    else:
+        wait_until((directory / "over").exists)
+    os._exit(0)
+
+
+def test_one_that_is_stuck_does_not_keep_the_last_word_from_others(tmp_path: Path) -> None:
+    assert finish(start(3, part_beside_one_that_is_stuck, tmp_path)) == [0, 0, 0]
 
 
 def test_engines_that_are_on_many_devices_by_themselves_stay_with_the_first_rank(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "rollbacks": DATA | {"staleness", "records"},
     "guard": DATA | {"staleness", "records", "rollbacks"},
     "course": DATA | {"staleness"},
-    "budget": frozenset(),
+    "budget": frozenset({"staleness"}),
     "stretch": DATA | PURE | CONTROL | {"learn", "watch"},
     "beginning": DATA | {"learn", "models"},
     "conductor": DATA | PURE | ROOMS | CONTROL | {"beginning", "calibration", "stretch"} | {"rundirectory", "watch"},

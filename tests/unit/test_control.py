@@ -404,6 +404,28 @@ def test_the_budget_warns_once_before_each_limit() -> None:
     assert BudgetWatch.note({"batch_budget": 0.43, "horizon_budget": 0.12}) == "  budget 43% of batch, 12% of run"
 
 
+def test_the_budget_warns_where_one_more_step_would_cross_a_limit() -> None:
+    said: list[str] = []
+    budget = BudgetWatch((1.0, 100.0), said.append)
+    budget.measure(0.3, 0.0)
+    assert not said  # what was used before the first look is not known to be one step
+    budget.measure(0.7, 0.0)
+    assert len(said) == 1 and "70% of the drift" in said[0]
+
+
+def test_a_stage_whose_rollouts_have_lost_half_their_worth_is_told_once() -> None:
+    said: list[str] = []
+    budget = BudgetWatch(None, said.append)
+    falling = [1.0, 0.9, 0.8, 0.6, 0.45, 0.4, 0.3]
+    for seen in range(len(falling)):
+        budget.look_at(falling[: seen + 1])
+    assert len(said) == 1 and "worth 45% of what they were" in said[0] and 'schedule.end = "spent"' in said[0]
+    BudgetWatch(None, said.append).look_at(falling)  # another sitting, in the same stage
+    BudgetWatch(None, said.append).look_at([0.5, 0.5, 0.5, 0.5])  # low from the start: not age
+    BudgetWatch(None, said.append).look_at([])
+    assert len(said) == 1
+
+
 def test_a_warning_of_an_earlier_sitting_is_not_repeated(runs: Path) -> None:
     config = made(runs, evaluation={"every": 2})
     limits = {"format": "stalewise.limits/1", "limits": [1e-6, 1e-6]}  # any update is beyond them

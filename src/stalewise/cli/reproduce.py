@@ -26,6 +26,9 @@ def reproduce(
     source: Annotated[
         Path | None, typer.Option("--from", help="With --render-only: take results from this directory first.")
     ] = None,
+    replace: Annotated[
+        bool, typer.Option("--replace", help="Let results of fewer jobs take the place of kept ones.")
+    ] = False,
     keep_runs: Annotated[bool, typer.Option("--keep-runs", help="Keep weights and rollouts of every run.")] = False,
     experiments: Annotated[Path | None, typer.Option(help="Where experiments are defined.")] = None,
     as_json: AsJson = False,
@@ -56,22 +59,28 @@ def reproduce(
     else:
         record = {}
     if names:
-        _render(root, source)
+        for sentence in _render(root, source, replace):
+            typer.echo(sentence, err=True)
     _show(root, [experiment.name for experiment in chosen], record, as_json)
+    if record.get("failed"):
+        raise typer.Exit(1)
 
 
-def _render(root: Path, source: Path | None) -> None:
-    """Take results over, and write what follows from them: pages of all experiments, and the table of all."""
+def _render(root: Path, source: Path | None, replace: bool) -> list[str]:
+    """Take results over, and write what follows from them: pages of all experiments, and the table of all.
+
+    What is not taken, and why.
+    """
     from stalewise.reproduce.definition import load_experiments
     from stalewise.reproduce.pages import render, results_table, take_results, write_files
 
     every = load_experiments(root)
-    if source is not None:
-        take_results(every, source)
+    refused = take_results(every, source, replace=replace) if source is not None else []
     files = render(every)
     if (root.parent / "docs").is_dir():
         files[root.parent / "docs" / "results.md"] = results_table(every)
     write_files(files)
+    return refused
 
 
 def _show(root: Path, names: list[str], record: dict[str, Any], as_json: bool) -> None:

@@ -45,17 +45,27 @@ def found(experiment: Experiment) -> dict[str, tuple[Results, Finding]]:
     return made
 
 
-def take_results(experiments: Sequence[Experiment], source: Path) -> list[Path]:
-    """Copy results that were made elsewhere to the experiments they belong to."""
-    taken: list[Path] = []
+def take_results(experiments: Sequence[Experiment], source: Path, *, replace: bool = False) -> list[str]:
+    """Copy results that were made elsewhere to the experiments they belong to; a sentence for each that is not taken.
+
+    Those of fewer jobs than are kept already are not, unless `replace` says so: a trial must not undo a night's work.
+    """
+    refused: list[str] = []
     for experiment in experiments:
         for setting in experiment.settings:
-            path = source / experiment.name / results_name(setting)
-            if path.is_file() and path.parent.resolve() != experiment.directory.resolve():
-                read_results(path)  # of this format, or nothing is taken
-                shutil.copyfile(path, experiment.directory / path.name)
-                taken.append(experiment.directory / path.name)
-    return taken
+            path, kept = (place / results_name(setting) for place in (source / experiment.name, experiment.directory))
+            if not path.is_file() or path.parent.resolve() == experiment.directory.resolve():
+                continue
+            done = read_results(path).done  # of this format, or nothing is taken
+            before = read_results(kept).done if kept.is_file() else 0
+            if done < before and not replace:
+                refused.append(
+                    f"{kept} keeps its {before} jobs: {path} has {done}; --replace takes those instead, and the page "
+                    "then says so"
+                )
+            else:
+                shutil.copyfile(path, kept)
+    return refused
 
 
 def render(experiments: Sequence[Experiment]) -> dict[Path, str]:

@@ -202,6 +202,11 @@ class Results:
     record: Mapping[str, Any]
 
     @property
+    def done(self) -> int:
+        """Jobs that have a result."""
+        return int(self.record["done"])
+
+    @property
     def arms(self) -> list[ArmResult]:
         """Arms that have at least one run."""
         return [
