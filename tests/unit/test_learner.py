@@ -100,15 +100,17 @@ def tokens_of(part: Any) -> list[int]:
 def test_log_probabilities_equal_a_plain_forward_pass(
     token_budget: int, chunk_elements: int, shared: bool, few_sizes: bool, side_by_side: bool
 ) -> None:
-    rows, model = rollouts(shared=shared), load_model(str(POLICY), device=CPU)
+    rows, model = rollouts(groups=10 if side_by_side else 3, shared=shared), load_model(str(POLICY), device=CPU)
     model.set_attn_implementation(PACKED)
     expected, found = plain_logp(rows), np.full(len(rows.response_ids), np.nan)
     seen: list[int] = []
     for part in micro_batches(rows, Layout(token_budget, few_sizes=few_sizes, side_by_side=side_by_side), CPU):
         logp_BT, entropy_BT = response_logp(model, part, chunk_elements=chunk_elements)
-        if not side_by_side:
+        if side_by_side:
+            assert len(part.passages) == 2 or token_budget < 1000
+        else:
             assert tokens_of(part) == [size_above(part.tokens, 1.06) if few_sizes else part.tokens]
-        assert part.tokens <= 1.03 * token_budget or len(part.rows) == 1
+        assert part.tokens <= (1.03 if side_by_side else 1.0) * token_budget or len(part.rows) == 1
         assert (entropy_BT[part.mask_BT] > 0).all()
         assert (entropy_BT <= math.log(18)).all()
         for place, row in enumerate(part.rows):
@@ -119,7 +121,7 @@ def test_log_probabilities_equal_a_plain_forward_pass(
             seen.append(int(row))
     assert sorted(seen) == list(range(len(rows)))
     # 1e-5, or the rounding of float32 where a made-up token is as improbable as e^−17.
-    assert found == pytest.approx(expected, abs=1e-5, rel=2e-6)
+    assert found == pytest.approx(expected, abs=1e-5, rel=5e-6)
 
 
 def gradient_after_update(name: str, token_budget: int, **objective: Any) -> tuple[torch.Tensor, dict[str, float]]:
@@ -567,12 +569,14 @@ def test_an_empty_response_is_named() -> None:
 
 def test_gradients_do_not_depend_on_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = gradient_after_update("grpo", 100_000)
-    layouts: list[Layout] = []
+    passages: list[int] = []
 
     def padded(rows: Rows, chosen: np.ndarray, layout: Layout, device: torch.device) -> Any:
-        layouts.append(replace(layout, few_sizes=True, side_by_side=True))
-        return lay_out(rows, chosen, layouts[-1], device)
+        part = lay_out(rows, chosen, replace(layout, few_sizes=True, side_by_side=True), device)
+        passages.append(len(part.passages))
+        return part
 
+    monkeypatch.setattr("stalewise.learn.packing.HALVES_RATIO", 1.5)
     monkeypatch.setattr("stalewise.learn.prepared.lay_out", padded)
     found, _ = gradient_after_update("grpo", 60)
-    assert layouts and (found - whole).norm() <= 2e-4 * whole.norm()
+    assert passages.count(2) > 1 and (found - whole).norm() <= 2e-4 * whole.norm()

@@ -22,8 +22,8 @@ from stalewise.learn.optimizer import add_to, copies
 from stalewise.learn.rounded import RoundedWeights, Twins
 from stalewise.transfer import UNDISTURBED, in_buffer
 
-# Each keeps its last hidden states, and took a third of a second to make. Sizes beyond these are launched by Python.
-MOST_GRAPHS = 32
+# Each took a third of a second to make. Sizes beyond these are launched by Python.
+MOST_GRAPHS = 64
 LANES = 2  # passages of a micro-batch
 
 
@@ -55,8 +55,12 @@ class GraphedBody:
         self.anchor = torch.zeros((), device=model.device, requires_grad=True)
         self.rounded = RoundedWeights(model.base_model, precision)
         self.lanes = [Twins(self.rounded) for _ in range(LANES)]
-        self.beside = [torch.cuda.Stream() for _ in range(LANES - 1)]  # the first lane has the stream at hand
+        # Of its own, and always the same: memory of a stream, such as a library's workspace, stays with it. The lanes
+        # beside the first have the others.
+        self.stream, *self.beside = (torch.cuda.Stream() for _ in range(LANES))
         self.captured: dict[tuple[int, ...], Captured] = {}
+        # Last hidden states and their gradients, of whichever size is at work.
+        self.hidden_TH = self.gradient_TH = torch.empty(0, 0, device=model.device)
         self.pool: Any = None
 
     def __call__(self, part: MicroBatch) -> Tensor:
@@ -94,30 +98,41 @@ class GraphedBody:
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         captured = Captured(*_copied(part), empty, empty, forward, backward)
         with _kept(self.totals):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # what is set up at the first run must not be part of a graph
-                for _ in range(2):
-                    hidden = self._forward(captured)
-                    self._backward(hidden, torch.zeros_like(torch.cat(hidden)))
-                    del hidden
-            torch.cuda.current_stream().wait_stream(stream)
+            self._try_out(captured)
             torch.cuda.empty_cache()  # what lies in the cache of that stream is of use to nobody else
-            with torch.cuda.graph(captured.forward, pool=self.pool):
+            with torch.cuda.graph(captured.forward, pool=self.pool, stream=self.stream):
                 hidden = self._forward(captured)
-                captured.hidden_TH = torch.cat([lane_TH.detach() for lane_TH in hidden])
+                torch.cat([lane_TH.detach() for lane_TH in hidden], out=captured.hidden_TH)
             self.pool = captured.forward.pool()
-            captured.gradient_TH = torch.zeros_like(captured.hidden_TH)
-            with torch.cuda.graph(captured.backward, pool=self.pool):
+            with torch.cuda.graph(captured.backward, pool=self.pool, stream=self.stream):
                 self._backward(hidden, captured.gradient_TH)
         return captured
+
+    def _try_out(self, captured: Captured) -> None:
+        """Twice without a graph: what is set up at the first run must not be part of one."""
+        here = torch.cuda.current_stream()
+        self.stream.wait_stream(here)
+        try:
+            with torch.cuda.stream(self.stream):
+                for _ in range(2):
+                    hidden = self._forward(captured)
+                    tokens = sum(map(len, hidden))
+                    if tokens > len(self.hidden_TH):  # graphs that are there keep the ones that they were made with
+                        self.hidden_TH = hidden[0].new_empty(tokens, hidden[0].shape[1])
+                        self.gradient_TH = torch.zeros_like(self.hidden_TH)
+                    captured.hidden_TH, captured.gradient_TH = self.hidden_TH[:tokens], self.gradient_TH[:tokens]
+                    self._backward(hidden, captured.gradient_TH.zero_())
+                    del hidden
+        finally:
+            here.wait_stream(self.stream)
 
     def _forward(self, captured: Captured) -> list[Tensor]:
         """Last hidden states of each passage, which pass side by side."""
         enabled = self.precision is not torch.float32
         hidden: list[Tensor] = []
+        count = len(captured.passages)
         with self._side_by_side() as streams:
-            for lane, stream, passage in zip(self.lanes, streams, captured.passages, strict=False):
+            for lane, stream, passage in zip(self.lanes[:count], streams[:count], captured.passages, strict=True):
                 # Without its cache: a weight that is not rounded here, it rounds anew in every replay, as it must.
                 with (
                     torch.cuda.stream(stream),
@@ -133,7 +148,8 @@ class GraphedBody:
         found: list[list[Tensor | None]] = []
         gradients = gradient_TH.split([len(lane_TH) for lane_TH in hidden])
         with self._side_by_side() as streams:
-            for lane, stream, lane_TH, gradient in zip(self.lanes, streams, hidden, gradients, strict=False):
+            lanes = zip(self.lanes[: len(hidden)], streams[: len(hidden)], hidden, gradients, strict=True)
+            for lane, stream, lane_TH, gradient in lanes:
                 with torch.cuda.stream(stream):
                     found.append(lane.gradients(lane_TH, self.parameters, gradient))
         for of_lane in found:  # one after the other, so that sums are the same every time
@@ -146,9 +162,11 @@ class GraphedBody:
         here = torch.cuda.current_stream()
         for stream in self.beside:
             stream.wait_stream(here)
-        yield [here, *self.beside]
-        for stream in self.beside:
-            here.wait_stream(stream)
+        try:
+            yield [here, *self.beside]
+        finally:  # a capture that fails must end whole, or it hides why it failed
+            for stream in self.beside:
+                here.wait_stream(stream)
 
 
 def run_passages(model: Any, passages: Sequence[Passage]) -> Tensor:

@@ -104,7 +104,10 @@ class RoundedWeights:
     def _join(self, parent: torch.nn.Module, names: Sequence[str]) -> bool:
         layers = [getattr(parent, name, None) for name in names]
         plain = [layer for layer in layers if isinstance(layer, torch.nn.Linear) and self._fits(layer)]
-        alike = {(layer.in_features, layer.bias is None, layer.weight.requires_grad) for layer in plain}
+        alike = {
+            (layer.in_features, *(w.requires_grad if w is not None else None for w in (layer.weight, layer.bias)))
+            for layer in plain
+        }
         if len(plain) < len(names) or len(alike) > 1:
             return False
         weight = self._together([layer.weight for layer in plain])
@@ -172,7 +175,7 @@ class Twins:
         places = [
             (layer, name, weight)
             for layer in module.modules()
-            for name, weight in layer.named_parameters(recurse=False)
+            for name, weight in layer.named_parameters(recurse=False, remove_duplicate=False)
             if weight.requires_grad
         ]
         try:

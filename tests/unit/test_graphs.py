@@ -1,0 +1,138 @@
+"""The body as graphs, with streams and graphs that do nothing: what would be recorded runs at once, on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from test_learner import rollouts
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from stalewise.attention import PACKED
+from stalewise.learn import graphs
+from stalewise.learn.batching import Layout, MicroBatch, micro_batches
+from stalewise.learn.graphs import Captured, GraphedBody, _copied
+from stalewise.learn.logp import response_logp
+
+CPU = torch.device("cpu")
+SIZE: dict[str, Any] = {
+    "vocab_size": 18,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+class Stream:
+    """Everything is in order without it; it notes who waited for whom."""
+
+    waits: ClassVar[list[tuple[Stream, Stream]]] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waits.append((self, other))
+
+
+class Graph:
+    """Records nothing."""
+
+    def pool(self) -> int:
+        return 1
+
+
+class Replayed(GraphedBody):
+    """Does anew what a replay would repeat."""
+
+    def __call__(self, part: MicroBatch) -> torch.Tensor:
+        assert self._captured_for(part) is not None
+        empty = torch.empty(0)
+        again = Captured(*_copied(part), empty, empty, Graph(), Graph())  # pyright: ignore[reportArgumentType]
+        hidden = self._forward(again)
+        body = self
+
+        class Pass(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, anchor: torch.Tensor) -> torch.Tensor:
+                return torch.cat([lane_TH.detach() for lane_TH in hidden])
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: torch.Tensor) -> None:
+                body._backward(hidden, gradients[0])
+
+        return Pass.apply(self.anchor)  # pyright: ignore[reportReturnType]
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    Stream.waits = []
+    here, autocast = Stream(), torch.autocast
+    for name, stand_in in {
+        "Stream": Stream,
+        "CUDAGraph": Graph,
+        "current_stream": lambda: here,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "graph": lambda graph, pool, stream: contextlib.nullcontext(),
+        "empty_cache": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(graphs.torch, "autocast", lambda device, **options: autocast("cpu", **options))
+
+
+def model_of(kind: str) -> Any:
+    torch.manual_seed(0)
+    if kind == "biases":
+        return Qwen2ForCausalLM(Qwen2Config(**SIZE, tie_word_embeddings=True))
+    model: Any = LlamaForCausalLM(LlamaConfig(**SIZE, tie_word_embeddings=kind != "untied"))
+    if kind == "partly frozen":
+        model.model.layers[0].requires_grad_(False)
+        model.model.layers[1].self_attn.k_proj.weight.requires_grad_(False)
+    if kind == "adapters":
+        targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
+        inject_adapter_in_model(LoraConfig(r=4, target_modules=targets, init_lora_weights=False), model)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "biases", "partly frozen", "adapters"])
+def test_both_lanes_give_the_gradients_of_a_plain_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stalewise.learn.packing.HALVES_RATIO", 1.1)
+    model = model_of(kind).eval()
+    model.set_attn_implementation(PACKED)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    seen: set[int] = set()
+
+    def gradients(body: GraphedBody | None) -> list[torch.Tensor]:
+        for rows, budget in ((rollouts(groups=10, seed=3), 10_000), (rollouts(groups=4, seed=4), 60)):
+            for part in micro_batches(rows, Layout(budget, few_sizes=True, side_by_side=True), CPU):
+                seen.add(len(part.passages))
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    logp_BT, _ = response_logp(model, part, dtype=torch.bfloat16, body=body)
+                (logp_BT * torch.linspace(-1, 1, logp_BT.shape[1])).sum().backward()
+        return [torch.zeros_like(w) if w.grad is None else w.grad.clone() for w in weights]
+
+    expected = gradients(None)
+    body = Replayed(model, weights, torch.bfloat16)
+    found = gradients(body)
+    assert seen == {1, 2}
+    assert all(weight.grad is total for weight, total in zip(weights, body.totals, strict=True))
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= 0.03 * other.norm() + 1e-6
+
+
+def test_streams_are_joined_though_a_pass_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("tied")
+    body = Replayed(model, list(model.parameters()), torch.bfloat16)
+
+    def fail(model: Any, passages: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(graphs, "run_passages", fail)
+    (part,) = micro_batches(rollouts(groups=10), Layout(10_000, few_sizes=True, side_by_side=True), CPU)
+    with pytest.raises(torch.OutOfMemoryError):
+        body(part)
+    here = torch.cuda.current_stream()
+    assert Stream.waits[-2:] == [(here, body.beside[0]), (here, body.stream)]
+    assert not body.captured
