@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from stalewise.config import RunConfig, is_section
+from stalewise.control import RECIPES
 from stalewise.errors import TaskError, nearest
 from stalewise.tasks import TASKS
 
@@ -23,6 +24,8 @@ _LANGUAGE_MODEL: dict[str, Any] = {
     "optimizer.learning_rate": 1e-6,
     "learner.gradient_checkpointing": True,
 }
+RECIPE = "auto"  # what docs/control.md recommends
+OF_RECIPE = {f"{table}.{key}": value for table, settings in RECIPES[RECIPE].items() for key, value in settings.items()}
 # What differs from the defaults where a task is for another kind of model than the embedded policies.
 SUGGESTIONS: dict[str, dict[str, Any]] = {
     "arithmetic": {"sampler.max_new_tokens": 8, "optimizer.learning_rate": 3e-4},
@@ -48,7 +51,7 @@ def config_template(task: str = "arithmetic", name: str = "run") -> str:
     """A TOML file with every setting, its default and what it means."""
     if task not in TASKS:
         raise TaskError(f"unknown task {task!r}; {nearest(task, TASKS)}")
-    suggested = {"name": name, "task.name": task, **SUGGESTIONS.get(task, {})}
+    suggested = {"name": name, "recipe": RECIPE, "task.name": task, **SUGGESTIONS.get(task, {})}
     lines = [f"# {RunConfig.__doc__}", "# Delete what you do not change: these are the defaults, unless noted.", ""]
     sections: list[str] = []
     for key, field in RunConfig.model_fields.items():
@@ -78,6 +81,8 @@ def _setting(prefix: str, key: str, field: FieldInfo, suggested: dict[str, Any])
     meaning = f"# {field.description}" + (f" One of: {', '.join(choices)}." if choices else "")
     if value is None:  # TOML has no null
         return [meaning, f"# {key} ="]
+    if prefix + key in OF_RECIPE:  # said here, it would stand against the recipe
+        return [meaning, f"# {key} = {toml(OF_RECIPE[prefix + key])}  # by the recipe; without: {toml(default)}"]
     noted = "" if value == default else f"  # default: {toml(default)}"
     return [meaning, f"{key} = {toml(value)}{noted}"]
 

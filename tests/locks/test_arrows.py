@@ -79,7 +79,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "inspection": DATA | {"rundirectory"},
     "browser": DATA | {"report", "inspection"},
     "hub": DATA | {"report", "rundirectory", "smollm2", "models", "objectives", "template"},
-    "template": BASE | {"config", "tasks"},
+    "template": BASE | {"config", "control", "tasks"},
     "calibration": DATA | PURE | {"models", "rundirectory", "watch", "template"},
     "trackers": BASE | {"files", "config", "rundirectory"},
     "progress": BASE | {"config", "watch", "trackers"},

@@ -90,8 +90,9 @@ def test_a_run_from_init_to_report(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert trained.stdout.splitlines()[-1] == "runs/first"
     assert "version 2: accuracy" in trained.stdout
     shown = [line.split(" in ")[0] for line in trained.stderr.splitlines()]
-    assert "`stalewise sweep CONFIG --staleness 1 --lr 3e-4" in shown[0]  # what the run is based on: nothing
-    assert [line for line in shown[1:] if not line.startswith("version")] == [
+    assert "optimizer.learning_rate stays 0.0003, as given" in shown[0]  # by the recipe
+    assert "`stalewise sweep CONFIG --staleness 1 --lr 3e-4" in shown[1]  # what the run is based on: nothing
+    assert [line for line in shown[2:] if not line.startswith("version")] == [
         "evaluate: 8/8 responses",
         "generate: 32/32 rollouts",
         "learn: 2/2 updates",

@@ -39,9 +39,10 @@ def test_names_of_the_examples_are_distinct() -> None:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_template_is_the_defaults_and_what_it_notes(task: str) -> None:
+def test_the_template_is_the_recipe_the_defaults_and_what_it_notes(task: str) -> None:
     record = tomllib.loads(config_template(task, name="mine"))
-    expected: dict[str, Any] = RunConfig().model_dump(mode="json") | {"name": "mine"}
+    expected: dict[str, Any] = make_config({"recipe": "auto"}).model_dump(mode="json") | {"name": "mine"}
+    assert (expected["schedule"]["end"], expected["guard"]["action"]) == ("spent", "halve")
     expected["task"]["name"] = task
     for key, value in SUGGESTIONS.get(task, {}).items():
         section, _, setting = key.partition(".")
