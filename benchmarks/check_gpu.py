@@ -11,6 +11,7 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,6 +34,7 @@ from stalewise.store import Rows
 from stalewise.types import SamplerSettings
 
 CUDA = torch.device("cuda")
+BEGUN = time.perf_counter()
 
 
 def random_model(directory: Path) -> str:
@@ -110,6 +112,11 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm() / expected.norm())
 
 
+def tell(text: str) -> None:
+    """Whoever is cut off should know how far it came."""
+    print(f"{time.perf_counter() - BEGUN:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+
 def check_gradients(model: str, rows: Rows, vocabulary: int) -> dict[str, float]:
     """Distances from the float32 gradient, by that of a plain bfloat16 pass on the same batch; medians over batches."""
     batches = [rows, *(on_policy(made_up_rows(vocabulary, seed=seed), model) for seed in (1, 2, 3))]
@@ -124,12 +131,14 @@ def check_gradients(model: str, rows: Rows, vocabulary: int) -> dict[str, float]
     plain = gradients(settings(model, tokens_per_micro_batch=100_000), model, batches)
     split = gradients(settings(model, precision="float32", tokens_per_micro_batch=1024), model, batches)
     far = [relative(*pair) for pair in zip(plain, exact, strict=True)]
+    tell(f"gradients of a plain pass: {far}")
     distances = {"float32_split": max(relative(*pair) for pair in zip(split, exact, strict=True))}
     for name, kind in kinds.items():
         graphs = kind.pop("graphs", True)
         found = gradients(settings(model, **kind), model, batches, graphs)
         ratios = [relative(one, truth) / usual for one, truth, usual in zip(found, exact, far, strict=True)]
         distances[name] = float(np.median(ratios))
+        tell(f"gradients {name}: {ratios}")
     return distances | {"bfloat16_itself": float(np.median(far))}
 
 
@@ -300,16 +309,17 @@ def main() -> int:
             "token_record": lambda: check_token_record(model, rows),
             "waits": lambda: count_waits(model, rows),
         }
-        chosen = arguments.only.split(",") if arguments.only else list(checks)
-        found: dict[str, Any] = {name: checks[name]() for name in chosen}
-    found["passed"] = {
-        f"{name}: {words}": bool(passed) for name in chosen for words, passed in verdicts(name, found[name]).items()
-    }
-    text = json.dumps(found, indent=2)
-    print(text)
-    if arguments.out:
-        arguments.out.write_text(text)
-    return 0 if all(found["passed"].values()) else 1
+        found: dict[str, Any] = {}
+        passed: dict[str, bool] = {}
+        tell("begun")
+        for name in arguments.only.split(",") if arguments.only else list(checks):
+            found[name] = checks[name]()
+            passed |= {f"{name}: {words}": bool(is_so) for words, is_so in verdicts(name, found[name]).items()}
+            tell(f"{name}: {found[name]}")
+            if arguments.out:
+                arguments.out.write_text(json.dumps({**found, "passed": passed}, indent=2))
+    print(json.dumps({**found, "passed": passed}, indent=2))
+    return 0 if all(passed.values()) else 1
 
 
 if __name__ == "__main__":

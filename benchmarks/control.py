@@ -3,6 +3,7 @@
     python benchmarks/control.py stages    # stages that end when they are spent, against every fixed size
     python benchmarks/control.py guard     # a learning rate ten times too large, with and without the guard
     python benchmarks/control.py auto      # the recipe `auto`, against each of its parts alone
+    python benchmarks/control.py pipelined --jobs 1   # who waits where generation goes on beside learning
 
 Runs are ordinary run directories under --runs: what is there is not made again. Accuracies hold on any machine;
 seconds do, and are those of one thread per run.
@@ -86,7 +87,23 @@ def auto_variants() -> dict[str, dict[str, Any]]:
     return found
 
 
-VARIANTS = {"stages": stage_variants, "guard": guard_variants, "auto": auto_variants}
+def pipelined_variants() -> dict[str, dict[str, Any]]:
+    """Long enough for the start of a second process, some seconds of imports, to be a small part."""
+    small = {"schedule.updates": 1024, "batch.prompts": 8, "evaluation.every": 0}
+    beside = {"schedule.kind": "pipelined", "schedule.updates_per_generation": 4}
+    return {
+        "synchronous, µ 4": {**small, **fixed(4)},
+        "pipelined, µ 4, lag 1": {**small, **beside, "schedule.lag": 1},
+        "pipelined, µ 4, lag 2": {**small, **beside, "schedule.lag": 2},
+    }
+
+
+VARIANTS = {
+    "stages": stage_variants,
+    "guard": guard_variants,
+    "auto": auto_variants,
+    "pipelined": pipelined_variants,
+}
 SWEEP = ("--staleness", "3,31,127", "--lr", "3e-4,1e-3,2e-3,4e-3", "--seeds", "0,1")
 
 
@@ -123,7 +140,7 @@ def measure(directory: Path) -> dict[str, Any]:
         for place in sorted(directory.glob("rollbacks/*"))
         for record in read_jsonl(place / "eval.jsonl")
     ]
-    journal = read_jsonl(directory / "journal.jsonl")
+    journal, beside = (read_jsonl(directory / name) for name in ("journal.jsonl", "journal-generator.jsonl"))
     batches = [read_batch_manifest(place) for place in batch_directories(directory / "rollouts")]
     updates = read_jsonl(directory / "metrics.jsonl")
     best = max([*accuracies, *taken_back])
@@ -131,11 +148,19 @@ def measure(directory: Path) -> dict[str, Any]:
         "final": accuracies[-1],
         "best": best,
         "final_of_best": accuracies[-1] / best,
-        "generations": len([record for record in journal if record["event"] == "generate"]),
+        "generations": len([record for record in [*journal, *beside] if record["event"] == "generate"]),
         "rollouts_unused": 1 - sum(record["rollouts"] for record in updates) / sum(batch.rows for batch in batches),
         "rollbacks": len(list(directory.glob("rollbacks/*"))),
         "seconds": sum(record["seconds"] for record in journal if record["event"] != "evaluate"),
+        "learner_waits": waits(journal),
+        "generator_waits": waits(beside),
     }
+
+
+def waits(journal: list[dict[str, Any]]) -> float:
+    """The share of its time that a process waits for the other; 0 where there is one process."""
+    spent = {event: sum(one["seconds"] for one in journal if one["event"] == event) for event in ("wait", "evaluate")}
+    return spent["wait"] / (sum(one["seconds"] for one in journal) - spent["evaluate"] or 1.0)
 
 
 def table(results: Mapping[str, list[dict[str, Any]]], title: str) -> Table:

@@ -139,15 +139,19 @@ def no_knob(results: Results) -> Finding:
     """
     gaps: dict[str, Mean] = {}
     lines: list[str] = []
-    for mu in results.values("mu"):
-        p3o = only(results.where(mu=mu, method="P3O"))
-        others = [arm for arm in results.where(mu=mu) if arm.axes["method"] != "P3O"]
+    for rate, mu in product((None, *results.values("rate")), results.values("mu")):  # another η is beside the rule
+        arms = [arm for arm in results.where(mu=mu) if arm.axes.get("rate") == rate]
+        p3o = only([arm for arm in arms if arm.axes["method"] == "P3O"])
+        others = [arm for arm in arms if arm.axes["method"] != "P3O"]
         chosen = tuned(others)
         if p3o is None or chosen is None:
             continue
-        gaps[mu] = difference(chosen, p3o)
+        gap = difference(chosen, p3o)
         listed = ", ".join(f"{arm.axes['method']} {arm.mean(final)}" for arm in [*others, p3o])
-        lines.append(f"µ={mu}: {listed}; P3O less the best of GRPO ({chosen.axes['method']}): {signed(gaps[mu])}.")
+        place = f"µ={mu}" if rate is None else f"Beside the rule, η={rate}, µ={mu}"
+        lines.append(f"{place}: {listed}; P3O less the best of GRPO ({chosen.axes['method']}): {signed(gap)}.")
+        if rate is None:
+            gaps[mu] = gap
     if not gaps:
         return missing("P3O and GRPO at one µ")
     kept = all((gap.low if gap.seeds > 1 else gap.value) > -EQUAL for gap in gaps.values())
