@@ -84,12 +84,13 @@ mutation: install
 soak: install
 	$(BIN)/python scripts/soak.py --kills 200
 
-# The claims of the papers: `make reproduce-clipping-dilemma`, or `make reproduce` for the laboratory part of all.
+# The claims of the papers: `make reproduce-clipping-dilemma`, or `make reproduce` for all; on a GPU with SETTING=real.
+SETTING := lab
 reproduce: install
-	$(BIN)/stalewise reproduce all
+	$(BIN)/stalewise reproduce all --setting $(SETTING)
 
 reproduce-%: install
-	$(BIN)/stalewise reproduce $*
+	$(BIN)/stalewise reproduce $* --setting $(SETTING)
 
 benchmark: install
 	$(BIN)/python benchmarks/objectives.py

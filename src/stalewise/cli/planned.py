@@ -53,7 +53,8 @@ def print_sweep(found: Swept) -> None:
         f"best and did not come back within {rule.window}, or the run ended below it, or an update was not finite; "
         f"{rule.evaluations} evaluations in a run",
         sweep.fit.describe() if sweep.fit is not None else f"no fit: {sweep.problem}",
-        f"G = {sweep.update_norm_per_lr:.4g}, the median of the runs that survived",
+        f"G = {sweep.update_norm_per_lr:.4g}, the median of the runs"
+        + (" that survived" if any(run.collapsed_at is None for run in sweep.runs) else ", none of which survived"),
         *(f"failed: {name}: {reason}" for name, reason in found.failed.items()),
         str(found.map),
         str(found.path),

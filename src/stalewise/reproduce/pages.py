@@ -176,8 +176,9 @@ def results_table(experiments: Sequence[Experiment]) -> str:
         "",
         "Each claim is tested in the laboratory (embedded policies, CPU) and on a real model (SmolLM2-135M-Instruct, "
         "GPU), by a rule that was stated before these runs (where an estimate was changed afterwards, its page says "
-        "so); where to look was found with seed 0, which is in none of them. Sizes are some thousand times smaller than the papers': what "
-        "is shown here is that an effect is there or not, not how large it is elsewhere. What is not shown, or is the "
+        "so); where to look was found with seed 0, which is in none of them. Sizes are some thousand times smaller "
+        "than the papers': what is shown here is that an effect is there or not, not how large it is elsewhere. What "
+        "is not shown, or is the "
         "other way round, stands beside what is. [How to run them](experiments.md). This page is written by "
         "`stalewise reproduce all --render-only`.",
         "",
