@@ -85,6 +85,11 @@ MISTAKES = [
         "schedule.kind is 'stagd': input should be 'staged', 'synchronous' or",
     ),
     ({"schedule": {"lag": 2}}, "schedule: lag has no meaning in a staged schedule: remove it or change kind"),
+    (
+        {"schedule": {"kind": "pipelined", "updates": 8, "lag": 2}},
+        "schedule: lag is 2, but 8 updates have only 2 generation batches: the first policy would make all of them; "
+        "lower lag or updates_per_generation, or raise updates",
+    ),
     ({"schedule": {"updates": 2, "stages": 3}}, "schedule: stages is 3 but there are only 2 updates"),
     ({"optimizer": {"warmup_updates": 129}}, "optimizer.warmup_updates is 129, more than the 128 updates of the run"),
     ({"sampler": {"rollouts_per_shard": 12}}, "no multiple of batch.group_size 8"),

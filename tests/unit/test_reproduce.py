@@ -23,11 +23,12 @@ from stalewise.learn.learner import Learner
 from stalewise.reproduce.bias import distance
 from stalewise.reproduce.crew import Crew, kept_path, warm_path
 from stalewise.reproduce.definition import Job, load_experiments
+from stalewise.reproduce.pages import take_results
 from stalewise.reproduce.reproducing import note_machine, ordered_jobs
 from stalewise.reproduce.results import LARGEST_BYTES, read_results, text_of
 from stalewise.reproduce.thin import thinned
 from stalewise.store import batch_directories, open_batch
-from tiny import called_json, refused
+from tiny import call, called_json, refused
 
 BASES = """
 [tiny.task]
@@ -182,6 +183,13 @@ def test_the_command_renders_and_does_nothing_again(reproduced: tuple[Path, dict
     assert "stalewise reproduce tiny" in (root / "docs" / "results.md").read_text()
 
 
+def test_jobs_that_failed_are_seen_in_the_exit_status(reproduced: tuple[Path, dict[str, Any], set[str]]) -> None:
+    root, _, _ = reproduced
+    words = ["reproduce", "tiny", "--workers", "1", "--out", root / "out", "--experiments", root / "experiments"]
+    again = call(*words)
+    assert again.exit_code == 1 and "failed: " in again.stderr
+
+
 def test_a_result_stays_until_the_run_that_others_need_again_is_made(
     reproduced: tuple[Path, dict[str, Any], set[str]], tmp_path: Path
 ) -> None:
@@ -200,6 +208,26 @@ def test_a_result_stays_until_the_run_that_others_need_again_is_made(
     assert set(Crew(chain, tmp_path, workers=1).waiting) == {stage.needs[-1], stage.key}
     assert Crew(chain, tmp_path, workers=2).run() == {}
     assert kept_path(tmp_path, stage.key).is_file()
+
+
+def test_results_of_fewer_jobs_do_not_take_the_place_of_kept_ones(
+    reproduced: tuple[Path, dict[str, Any], set[str]], tmp_path: Path
+) -> None:
+    root, _, _ = reproduced
+    shutil.copytree(root / "experiments", tmp_path / "experiments")
+    kept = tmp_path / "experiments" / "tiny" / "results-lab.json"
+    shutil.copyfile(root / "out" / "tiny" / "results-lab.json", kept)
+    before, record = kept.read_text(), json.loads(kept.read_text())
+    (tmp_path / "trial" / "tiny").mkdir(parents=True)
+    trial = text_of({**record, "done": record["done"] - 1})
+    (tmp_path / "trial" / "tiny" / "results-lab.json").write_text(trial)
+    experiments = load_experiments(tmp_path / "experiments")
+    (sentence,) = take_results(experiments, tmp_path / "trial")
+    assert f"keeps its {record['done']} jobs" in sentence and "--replace" in sentence
+    assert kept.read_text() == before
+    assert take_results(experiments, tmp_path / "trial", replace=True) == [] and kept.read_text() == trial
+    assert take_results(experiments, root / "out") == []  # as many, or more
+    assert read_results(kept).done == record["done"]
 
 
 def test_a_warm_start_whose_policy_is_gone_is_made_again(tmp_path: Path) -> None:

@@ -172,16 +172,16 @@ class Learner:
     def prepare(self, rows: Rows) -> Prepared:
         """Do what does not depend on the policy; may be called from another thread, ahead of `enqueue`."""
         batch, described = make_update_batch(rows, self.config, self.objective)
-        return Prepared(described, rows.version_first, batch, None if batch is None else self._lay_out(batch))
+        return Prepared(described, rows.version_first, None if batch is None else self._lay_out(batch))
 
     def enqueue(self, rows: Rows | Prepared) -> PendingUpdate:
         """Take one update on these rollouts, without waiting for the device. The version rises by one in any case."""
         prepared = rows if isinstance(rows, Prepared) else self.prepare(rows)
         described = prepared.described | age_statistics(self.version, torch.from_numpy(prepared.version_first))
         self._snapshot_if_due()
-        if prepared.batch is None:
+        if prepared.laid_out is None:
             self.parallel.hand_out(None)
-        step = (None, None) if prepared.batch is None else self._step_within_memory(prepared.batch, prepared.laid_out)
+        step = (None, None) if prepared.laid_out is None else self._step_within_memory(prepared.laid_out)
         self.version += 1
         return PendingUpdate(described, *step)
 
@@ -192,11 +192,11 @@ class Learner:
             self._step(share, lay_out_share(share, self._layout(), self.device))
         self.version += 1
 
-    def _step_within_memory(self, batch: UpdateBatch, laid_out: LaidOut | None) -> Step:
+    def _step_within_memory(self, laid_out: LaidOut) -> Step:
         """One step; where the device runs out of memory on the way, once with half the token budget from here on."""
         taken = self.steps
         try:
-            return self._lead(batch, laid_out)
+            return self._lead(laid_out)
         except torch.OutOfMemoryError:
             if self.parallel.ranks.world > 1:
                 raise out_of_memory(self.token_budget) from None
@@ -210,12 +210,12 @@ class Learner:
         self.say(f"out of memory: from here on {self.token_budget} tokens a micro-batch, half of what the config says")
         self.optimizer.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
-        return self._lead(batch, None)
+        return self._lead(laid_out)
 
-    def _lead(self, batch: UpdateBatch, laid_out: LaidOut | None) -> Step:
+    def _lead(self, laid_out: LaidOut) -> Step:
         """Hand an update out and enqueue this rank's share; the results wait for it and say what it saw."""
-        if laid_out is None or laid_out.layout != self._layout():  # it was laid out before memory ran out
-            laid_out = self._lay_out(batch)
+        if laid_out.layout != self._layout():  # it was laid out before memory ran out
+            laid_out = self._lay_out(laid_out.dealt.batch)
         self.parallel.hand_out(dealt := laid_out.dealt)
         read, rate, seen = self._step(dealt.shares[0], laid_out.parts)
         finish = partial(self._read_step, read, self.version, rate, dealt)

@@ -13,7 +13,6 @@ import torch
 
 from stalewise.learn.batching import Layout, MicroBatch, lay_out
 from stalewise.learn.shares import Dealt, Share
-from stalewise.learn.update_batch import UpdateBatch
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -39,8 +38,7 @@ class Prepared:
 
     described: dict[str, float]  # what is known of the rollouts alone
     version_first: np.ndarray  # of each rollout, [B]
-    batch: UpdateBatch | None  # None: there is nothing to learn from
-    laid_out: LaidOut | None = None
+    laid_out: LaidOut | None  # None: there is nothing to learn from
 
 
 def one_ahead(make: Callable[[Item], Made], items: Iterable[Item], device: torch.device) -> Iterator[Made]:
