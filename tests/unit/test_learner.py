@@ -31,7 +31,7 @@ from stalewise.learn.graphs import _copied, run_passages
 from stalewise.learn.learner import Learner, NonFiniteUpdate
 from stalewise.learn.logp import output_layer_is_plain, response_logp
 from stalewise.learn.optimizer import learning_rate
-from stalewise.learn.packing import halves, size_above
+from stalewise.learn.packing import halves, in_few_sizes, pack, prompt_numbers, size_above
 from stalewise.models import EMBEDDED, load_model, load_tokenizer
 from stalewise.objectives import OBJECTIVES
 from stalewise.store import Rows
@@ -353,6 +353,14 @@ def test_padding_makes_few_sizes(side_by_side: bool) -> None:
         # One size for both: what is recorded for it is recorded once.
         assert len({tuple(len(x.arguments[name]) for name in SIZED) for x in part.passages}) == 1
     assert len(sizes) <= 6
+
+
+def test_the_largest_decides_the_size_of_all() -> None:
+    rows = [rollouts(groups=groups) for groups in (30, 3)]
+    made = in_few_sizes([pack(one, prompt_numbers(one)) for one in rows])
+    assert len({(len(x.input_ids_T), len(x.key_M), len(x.query_S), len(x.key_S)) for x in made}) == 1
+    for one in made:
+        assert one.query_S.sum() == len(one.input_ids_T) and one.key_S.sum() == len(one.key_M)
 
 
 SIZED = ("key_M", "copy_M", "copy_start", "cu_seq_lens_q", "cu_seq_lens_k")
