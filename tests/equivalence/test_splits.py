@@ -14,7 +14,14 @@ from torch.multiprocessing.spawn import start_processes
 
 from batches import SETTING_IDS, SETTINGS, random_batch
 from stalewise.distributed import merge_over_ranks
-from stalewise.objectives import Tokens, get_objective, make_tokens, micro_batch_loss, natural_denominator
+from stalewise.objectives import (
+    Tokens,
+    get_objective,
+    make_tokens,
+    micro_batch_loss,
+    micro_batch_sums,
+    natural_denominator,
+)
 
 WIDTH = 5  # parameters of the toy policy
 
@@ -43,11 +50,10 @@ def gradient_over(
         statistics = merge_over_ranks(statistics) if statistics is not None else None
     all_sums = []
     for rows in splits:
-        loss, sums, _ = micro_batch_loss(
-            objective, policy_tokens(batch, parameters, rows), statistics, settings, denominator
-        )
+        tokens = policy_tokens(batch, parameters, rows)
+        loss, token_loss = micro_batch_loss(objective, tokens, statistics, settings, denominator)
         loss.backward()
-        all_sums.append(sums)
+        all_sums.append(micro_batch_sums(tokens, token_loss))
     sums = reduce(lambda a, b: a.merge(b), all_sums)
     gradient = parameters.grad
     assert gradient is not None

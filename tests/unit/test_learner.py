@@ -579,8 +579,8 @@ def test_gradients_do_not_depend_on_padding(monkeypatch: pytest.MonkeyPatch) -> 
     whole, _ = gradient_after_update("grpo", 100_000)
     passages: list[int] = []
 
-    def padded(rows: Rows, chosen: np.ndarray, layout: Layout, device: torch.device) -> Any:
-        part = lay_out(rows, chosen, replace(layout, few_sizes=True, side_by_side=True), device)
+    def padded(rows: Rows, chosen: np.ndarray, layout: Layout, device: torch.device, of_rows: Any) -> Any:
+        part = lay_out(rows, chosen, replace(layout, few_sizes=True, side_by_side=True), device, of_rows)
         passages.append(len(part.passages))
         return part
 

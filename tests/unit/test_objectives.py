@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stalewise.objectives import evaluate, get_objective, make_tokens, micro_batch_loss
+from stalewise.objectives import evaluate, get_objective, make_tokens, micro_batch_loss, micro_batch_sums
 
 
 def loss_and_gradient(
@@ -347,7 +347,7 @@ def test_the_learner_can_give_the_exact_entropy() -> None:
     logp = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
     tokens = make_tokens(logp=logp, behaviour_logp=logp, advantage=torch.ones(1), mask=torch.ones(1, 2))
     objective = get_objective("grpo")
-    arguments = (objective, tokens, None, objective.settings(), 2.0)
-    assert micro_batch_loss(*arguments)[1].summary()["entropy"] == 1.5
+    _, token_loss = micro_batch_loss(objective, tokens, None, objective.settings(), 2.0)
+    assert micro_batch_sums(tokens, token_loss).summary()["entropy"] == 1.5
     exact = torch.tensor([[0.5, 1.5]], dtype=torch.float64)
-    assert micro_batch_loss(*arguments, entropy_BT=exact)[1].summary()["entropy"] == 1.0
+    assert micro_batch_sums(tokens, token_loss, exact).summary()["entropy"] == 1.0

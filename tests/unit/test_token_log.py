@@ -192,14 +192,14 @@ def test_a_run_records_what_its_objective_says(tiny_run: RunConfig) -> None:
 
 @pytest.mark.parametrize("scope", ["suffix", "post", "trigger", "sequence"])
 def test_flags_are_the_masks_of_the_objective(scope: str) -> None:
-    from stalewise.objectives import get_objective, make_tokens, micro_batch_loss
+    from stalewise.objectives import get_objective, make_tokens, micro_batch_loss, micro_batch_sums
 
     batch: dict[str, Any] = {**random_batch()}
     objective = get_objective("mu_grpo")
     settings = objective.settings({"kappa": 0.9, "scope": scope, "clip_high": 1.1})
     tokens = make_tokens(**batch)
-    _, sums, loss = micro_batch_loss(objective, tokens, None, settings, 1.0)
-    stats = sums.summary()
+    _, loss = micro_batch_loss(objective, tokens, None, settings, 1.0)
+    stats = micro_batch_sums(tokens, loss).summary()
     assert loss.trigger_BT is not None
     trigger = tokens.mask_BT & (tokens.advantage_BT < 0) & (tokens.log_ratio_BT.exp() < 0.9)
     assert bool(trigger.any()) and torch.equal(loss.trigger_BT, trigger)

@@ -28,7 +28,14 @@ from stalewise.distributed import merge_over_ranks
 from stalewise.errors import ConfigError
 from stalewise.integrations.trl_store import RolloutWriter
 from stalewise.learn.learner import NonFiniteUpdate
-from stalewise.objectives import Tokens, get_objective, group_advantages, make_tokens, micro_batch_loss
+from stalewise.objectives import (
+    Tokens,
+    get_objective,
+    group_advantages,
+    make_tokens,
+    micro_batch_loss,
+    micro_batch_sums,
+)
 from stalewise.objectives.batch_statistics import Mergeable
 from stalewise.types import SamplerSettings
 
@@ -212,10 +219,8 @@ class StaleGRPOTrainer(GRPOTrainer):
         if window is None:
             window = self._open_window(model, self._parts() if training else [inputs], tokens)
         settings = self.objective_settings
-        loss, sums, _ = micro_batch_loss(
-            self.objective, tokens, window.statistics, settings, window.denominator, entropy_BT=entropy_BT
-        )
-        window.sums.append(sums)
+        loss, token_loss = micro_batch_loss(self.objective, tokens, window.statistics, settings, window.denominator)
+        window.sums.append(micro_batch_sums(tokens, token_loss, entropy_BT))
         over = len(window.sums) == len(window.parts)
         if training:
             self._window = None if over else window

@@ -10,8 +10,9 @@ response tokens, [X, W] what the model is given: [1, all tokens] packed, [B, tok
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,7 @@ class MicroBatch:
     target_N: Tensor  # its token id
     behaviour_logp_BT: Tensor
     mask_BT: Tensor
+    of_rows: Mapping[str, Tensor]  # what else travels with them, a number for each: [B]
 
     def to_response_grid(self, value_N: Tensor) -> Tensor:
         """Put one value per response token where it belongs in [B, T]; 0 elsewhere."""
@@ -78,9 +80,37 @@ def micro_batches(rows: Rows, layout: Layout, device: torch.device) -> Iterator[
     return (lay_out(rows, chosen, layout, device) for chosen in plan_micro_batches(rows, layout))
 
 
-def lay_out(rows: Rows, chosen: np.ndarray, layout: Layout, device: torch.device) -> MicroBatch:
-    """The micro-batch of some rows, given by their positions as `plan_micro_batches` has them."""
-    return _pack(rows, chosen, layout, device) if layout.packed else _pad(rows, chosen, layout, device)
+def lay_out(
+    rows: Rows,
+    chosen: np.ndarray,
+    layout: Layout,
+    device: torch.device,
+    of_rows: Mapping[str, np.ndarray] = MappingProxyType({}),
+) -> MicroBatch:
+    """The micro-batch of some rows, given by their positions as `plan_micro_batches` has them.
+
+    `of_rows` are numbers of all rows that travel with those of the chosen ones.
+    """
+    part = rows.take(chosen)
+    tokens, passages, source_N = _packed(part, layout) if layout.packed else _padded(part, layout)
+    named = {f"{place}.{name}": array for place, (arrays, _) in enumerate(passages) for name, array in arrays.items()}
+    responses = {"source_N": source_N, **_responses(part)}
+    beside = {f"rows.{name}": array[chosen] for name, array in of_rows.items()}
+    buffer, there = send({**named, **responses, **beside}, device)
+
+    def passage(place: int) -> Passage:
+        arrays, numbers = passages[place]
+        arguments: dict[str, Any] = {name: there[f"{place}.{name}"] for name in arrays} | dict(numbers)
+        return Passage(arguments.pop("input_ids_XW"), arguments)
+
+    return MicroBatch(
+        rows=chosen,
+        tokens=tokens,
+        buffer=buffer,
+        passages=tuple(map(passage, range(len(passages)))),
+        of_rows={name: there[f"rows.{name}"] for name in of_rows},
+        **{name: there[name] for name in responses},
+    )
 
 
 def plan_micro_batches(rows: Rows, layout: Layout) -> list[np.ndarray]:
@@ -106,10 +136,10 @@ def plan_micro_batches(rows: Rows, layout: Layout) -> list[np.ndarray]:
 
 def order_and_cost(rows: Rows, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     """The order in which rows are put into micro-batches, and the tokens that each adds."""
-    return shared_cost(rows) if layout.packed else _padded(rows)
+    return shared_cost(rows) if layout.packed else _longest_first(rows)
 
 
-def _padded(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+def _longest_first(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     """Longest first: a padded row costs as much as the longest of its micro-batch, which is the first."""
     length_B = rows.prompt_lengths + rows.response_lengths
     order = np.argsort(-length_B, kind="stable")
@@ -121,8 +151,11 @@ def _cost_alone(rows: Rows, row: int, layout: Layout) -> int:
     return length - 1 if layout.packed else length
 
 
-def _pack(rows: Rows, chosen: np.ndarray, layout: Layout, device: torch.device) -> MicroBatch:
-    part = rows.take(chosen)
+# Tokens without padding; for each passage arrays and sizes; where in all of them each response token is predicted.
+Passing = tuple[int, list[tuple[dict[str, np.ndarray], dict[str, int]]], np.ndarray]
+
+
+def _packed(part: Rows, layout: Layout) -> Passing:
     packed = [pack(*one) for one in (halves(part) if layout.side_by_side else [(part, prompt_numbers(part))])]
     tokens = sum(len(one.input_ids_T) for one in packed)
     if layout.few_sizes:
@@ -136,11 +169,10 @@ def _pack(rows: Rows, chosen: np.ndarray, layout: Layout, device: torch.device) 
     ]
     starts = np.cumsum([0, *(len(one.input_ids_T) for one in packed[:-1])])
     source_N = np.concatenate([start + one.source_N for start, one in zip(starts, packed, strict=True)])
-    return _sent(chosen, tokens, passages, {"source_N": source_N, **_responses(part)}, device)
+    return tokens, passages, source_N
 
 
-def _pad(rows: Rows, chosen: np.ndarray, layout: Layout, device: torch.device) -> MicroBatch:
-    part = rows.take(chosen)
+def _padded(part: Rows, layout: Layout) -> Passing:
     length_B = part.prompt_lengths + part.response_lengths
     width = int(length_B.max())
     start_B = np.arange(len(part)) * width
@@ -149,8 +181,7 @@ def _pad(rows: Rows, chosen: np.ndarray, layout: Layout, device: torch.device) -
     input_ids = np.full(len(part) * width, layout.pad_id, dtype=np.int64)
     input_ids[ranges(start_B, part.prompt_lengths)] = part.prompt_ids
     input_ids[place_N] = part.response_ids
-    passage = {"input_ids_XW": input_ids.reshape(len(part), width)}, dict[str, int]()
-    return _sent(chosen, int(length_B.sum()), [passage], {"source_N": place_N - 1, **_responses(part)}, device)
+    return int(length_B.sum()), [({"input_ids_XW": input_ids.reshape(len(part), width)}, {})], place_N - 1
 
 
 def _responses(part: Rows) -> dict[str, np.ndarray]:
@@ -166,28 +197,3 @@ def _responses(part: Rows) -> dict[str, np.ndarray]:
         "behaviour_logp_BT": behaviour_BT,
         "mask_BT": np.arange(tokens) < part.response_lengths[:, None],
     }
-
-
-def _sent(
-    chosen: np.ndarray,
-    tokens: int,
-    passages: Sequence[tuple[Mapping[str, np.ndarray], Mapping[str, int]]],
-    responses: Mapping[str, np.ndarray],
-    device: torch.device,
-) -> MicroBatch:
-    """The micro-batch of arrays of the host; they travel in one piece."""
-    named = {f"{place}.{name}": array for place, (arrays, _) in enumerate(passages) for name, array in arrays.items()}
-    buffer, there = send({**named, **responses}, device)
-
-    def passage(place: int) -> Passage:
-        arrays, numbers = passages[place]
-        arguments: dict[str, Any] = {name: there[f"{place}.{name}"] for name in arrays} | dict(numbers)
-        return Passage(arguments.pop("input_ids_XW"), arguments)
-
-    return MicroBatch(
-        rows=chosen,
-        tokens=tokens,
-        buffer=buffer,
-        passages=tuple(map(passage, range(len(passages)))),
-        **{name: there[name] for name in responses},
-    )

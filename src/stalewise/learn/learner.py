@@ -22,6 +22,7 @@ from stalewise.config import RunConfig
 from stalewise.diagnostics import TokenSums, age_statistics
 from stalewise.distributed import ALONE
 from stalewise.errors import ModelError
+from stalewise.learn.aside import Aside
 from stalewise.learn.batching import Layout, MicroBatch
 from stalewise.learn.graphs import GraphedBody
 from stalewise.learn.logp import PLAIN_KERNELS, check_output_layer, compiled_kernels, response_logp
@@ -34,10 +35,9 @@ from stalewise.learn.readings import NonFiniteUpdate, first_nonfinite, out_of_me
 from stalewise.learn.shares import Dealt, Share, deal_update, seen_of_tokens
 from stalewise.learn.update_batch import UpdateBatch, loss_denominator, make_update_batch
 from stalewise.models import load_tokenizer, pick_device, pick_precision, turn_dropout_off
-from stalewise.objectives import Tokens, get_objective, make_tokens, micro_batch_loss
+from stalewise.objectives import Tokens, get_objective, make_tokens, micro_batch_loss, micro_batch_sums
 from stalewise.staleness.step_control import vcpo_factor
 from stalewise.store import Rows, TokenRecord
-from stalewise.transfer import to_device
 
 Step = tuple[Callable[[], dict[str, float]], Callable[[], TokenRecord] | None]
 
@@ -86,6 +86,7 @@ class Learner:
             self.kernels = compiled_kernels()
         elif config.learner.keep_activations < 1:
             self.say("learner.keep_activations changes nothing here: it is for compiled layers")
+        self.aside = Aside(self.device)
         self.body: GraphedBody | None = None
         if compiled and self.packed and self._can_be_graphed():
             self.body = GraphedBody(self.model, list(self.names), self.precision)
@@ -209,6 +210,7 @@ class Learner:
         self.body = None
         self.say(f"out of memory: from here on {self.token_budget} tokens a micro-batch, half of what the config says")
         self.optimizer.zero_grad(set_to_none=True)
+        self.aside.join()  # it holds activations
         torch.cuda.empty_cache()
         return self._lead(laid_out)
 
@@ -272,37 +274,34 @@ class Learner:
 
         The third is, for each micro-batch, the place of its first token with a non-finite ratio, or −1.
         """
-        proximal = [self._proximal_logp(part) for part in parts]
+        both = [(part, self._proximal_logp(part)) for part in parts]
         statistics = None
         if self.objective.measure is not None and share.whole.passes > 1:
             with torch.no_grad():
-                measured = [
-                    self.objective.measure(
-                        self._tokens(part, share, near, self._forward(part, self.body)[0]), self.settings
-                    )
-                    for part, near in zip(parts, proximal, strict=True)
-                ]
+                passed = (self._tokens(part, near, self._forward(part, self.body)[0]) for part, near in both)
+                measured = [self.objective.measure(tokens, self.settings) for tokens in passed]
             statistics = self.parallel.merge(reduce(lambda merged, more: merged.merge(more), measured))
         losses, all_sums, places, seen = [], [], [], []
-        for part, near in zip(parts, proximal, strict=True):
+        for part, near in both:
             logp_BT, entropy_BT = self._forward(part, self.body)
-            tokens = self._tokens(part, share, near, logp_BT)
+            tokens = self._tokens(part, near, logp_BT)
             if share.whole.passes == 1:  # the batch in one piece needs no pass of its own for its statistics
                 statistics = self.objective.first_pass(tokens, self.settings)
                 statistics = None if statistics is None else self.parallel.merge(statistics)
-            loss, sums, token_loss = micro_batch_loss(
-                self.objective, tokens, statistics, self.settings, share.whole.denominator, entropy_BT=entropy_BT
-            )
+            denominator = share.whole.denominator
+            loss, token_loss = micro_batch_loss(self.objective, tokens, statistics, self.settings, denominator)
+            with self.aside.reading(tokens, token_loss, entropy_BT):
+                all_sums.append(micro_batch_sums(tokens, token_loss, entropy_BT))
+                places.append(first_nonfinite(tokens))
             loss.backward()
             losses.append(loss.detach())
-            all_sums.append(sums)
-            places.append(first_nonfinite(tokens))
             seen.append((logp_BT.detach(), token_loss))
-        sums = reduce(lambda merged, more: merged.merge(more), all_sums)
-        recorded = None
-        if self.config.learner.record_tokens:
-            found = seen_of_tokens(parts[: share.own], seen[: share.own], self.device)
-            recorded = self.parallel.collect(*found, share.whole.tokens)
+        with self.aside.reading(parts, seen):
+            sums = reduce(lambda merged, more: merged.merge(more), all_sums)
+            kept = share.own if self.config.learner.record_tokens else 0
+            found = seen_of_tokens(parts[:kept], seen[:kept], self.device)
+        self.aside.join()
+        recorded = self.parallel.collect(*found, share.whole.tokens) if self.config.learner.record_tokens else None
         return torch.stack(losses).sum(), sums, torch.stack(places), recorded
 
     def _lay_out(self, batch: UpdateBatch) -> LaidOut:
@@ -323,12 +322,12 @@ class Learner:
             forward = self.parallel.through(response_logp)
             return forward(self.model, part, dtype=self.precision, kernels=self.kernels, body=body)
 
-    def _tokens(self, part: MicroBatch, share: Share, proximal_logp: Tensor | None, logp_BT: Tensor) -> Tokens:
+    def _tokens(self, part: MicroBatch, proximal_logp: Tensor | None, logp_BT: Tensor) -> Tokens:
         return make_tokens(
             logp=logp_BT,
             behaviour_logp=part.behaviour_logp_BT,
-            advantage=to_device(share.batch.advantage[part.rows].numpy(), self.device),
-            mask=part.mask_BT & to_device(share.batch.keep[part.rows].numpy(), self.device).unsqueeze(1),
+            advantage=part.of_rows["advantage"],
+            mask=part.mask_BT & part.of_rows["keep"].unsqueeze(1),
             proximal_logp=proximal_logp,
             check_values=False,
         )

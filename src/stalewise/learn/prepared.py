@@ -29,7 +29,8 @@ class LaidOut:
 
 def lay_out_share(share: Share, layout: Layout, device: torch.device) -> list[MicroBatch]:
     """The micro-batches of one rank."""
-    return [lay_out(share.batch.rows, chosen, layout, device) for chosen in share.plan]
+    of_rows = {"advantage": share.batch.advantage.numpy(), "keep": share.batch.keep.numpy()}
+    return [lay_out(share.batch.rows, chosen, layout, device, of_rows) for chosen in share.plan]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +53,10 @@ def one_ahead(make: Callable[[Item], Made], items: Iterable[Item], device: torch
 
 def _one_ahead(make: Callable[[Item], Made], items: Iterable[Item], thread: ThreadPoolExecutor) -> Iterator[Made]:
     coming: deque[Future[Made]] = deque()
-    for item in items:
+    for place, item in enumerate(items):
+        if place == 0:  # everybody waits for it: the next one would take the interpreter from whoever goes on with it
+            yield make(item)
+            continue
         coming.append(thread.submit(make, item))
         if len(coming) > 1:
             yield coming.popleft().result()

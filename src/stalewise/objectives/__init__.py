@@ -1,7 +1,7 @@
 """Objectives as pure functions: ratios, advantages, surrogates, reductions, and a registry by name."""
 
 from stalewise.objectives.advantages import Advantages, group_advantages
-from stalewise.objectives.evaluation import ObjectiveResult, evaluate, micro_batch_loss
+from stalewise.objectives.evaluation import ObjectiveResult, evaluate, micro_batch_loss, micro_batch_sums
 from stalewise.objectives.reduce import constant_denominator, natural_denominator
 from stalewise.objectives.registry import OBJECTIVES, Objective, Settings, get_objective
 from stalewise.objectives.tokens import Tokens, make_tokens
@@ -19,5 +19,6 @@ __all__ = [
     "group_advantages",
     "make_tokens",
     "micro_batch_loss",
+    "micro_batch_sums",
     "natural_denominator",
 ]

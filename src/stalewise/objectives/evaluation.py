@@ -69,8 +69,8 @@ def evaluate(
     elif not bool(torch.as_tensor(denominator).isfinite().all()) or float(denominator) <= 0:
         raise ValueError(f"denominator is {float(denominator)}; expected a positive number")
     batch = objective.first_pass(tokens, settings)
-    loss, sums, _ = micro_batch_loss(objective, tokens, batch, settings, denominator)
-    return ObjectiveResult(loss, sums.summary())
+    loss, token_loss = micro_batch_loss(objective, tokens, batch, settings, denominator)
+    return ObjectiveResult(loss, micro_batch_sums(tokens, token_loss).summary())
 
 
 def micro_batch_loss(
@@ -79,16 +79,14 @@ def micro_batch_loss(
     batch: Mergeable | None,
     settings: Settings,
     denominator: float | Tensor,
-    *,
-    entropy_BT: Tensor | None = None,
-) -> tuple[Tensor, diagnostics.TokenSums, TokenLoss]:
-    """This micro-batch's share of the loss, its sums for the diagnostics, and what became of each token.
-
-    Reads nothing back from the device.
-    """
+) -> tuple[Tensor, TokenLoss]:
+    """This micro-batch's share of the loss, and what became of each token. Reads nothing back from the device."""
     token_loss = objective.second_pass(tokens, batch, settings)
-    loss = reduced(token_loss.loss_BT, tokens, objective.reduction, denominator)
-    sums = diagnostics.token_sums(
+    return reduced(token_loss.loss_BT, tokens, objective.reduction, denominator), token_loss
+
+
+def micro_batch_sums(tokens: Tokens, token_loss: TokenLoss, entropy_BT: Tensor | None = None) -> diagnostics.TokenSums:
+    """This micro-batch's sums for the diagnostics. Reads nothing back from the device."""
+    return diagnostics.token_sums(
         tokens, clipped_BT=token_loss.clipped_BT, vetoed_BT=token_loss.vetoed_BT, entropy_BT=entropy_BT
     )
-    return loss, sums, token_loss
