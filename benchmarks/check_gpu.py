@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import tempfile
 import time
@@ -57,32 +58,34 @@ def random_model(directory: Path) -> str:
     return str(directory)
 
 
-def made_up_rows(vocabulary: int, count: int = 64, seed: int = 0) -> Rows:
+def sampled_rows(model: str, vocabulary: int, seed: int = 0, groups: int = 8) -> Rows:
+    """Rollouts of the model itself to made-up prompts, with its own log-probabilities in float32.
+
+    Of tokens that it would never choose rounding makes anything, and near ratio 1 no token is near a clip range, where
+    gradients jump.
+    """
     rng = np.random.default_rng(seed)
-    prompt, response = np.repeat(rng.integers(20, 44, count // 8), 8), np.clip(rng.geometric(1 / 40, count), 4, 64)
-    prompts = [rng.integers(3, vocabulary, length) for length in prompt[::8]]  # one for each group
+    prompts = [rng.integers(3, vocabulary, length).tolist() for length in rng.integers(20, 44, groups)]
+    requests = [Request(prompt, 1000 * seed + 8 * i + j) for i, prompt in enumerate(prompts) for j in range(8)]
+    responses = make_sampler(model, torch.float32).sample(requests)
+    reference, logp = load(model, torch.float32), []
+    for request, response in zip(requests, responses, strict=True):
+        ids = torch.tensor([[*request.prompt_ids, *response.token_ids]], device=CUDA)
+        logp.append(_plain_logp(reference, ids, len(request.prompt_ids), False).cpu().numpy())
+    count, lengths = len(requests), [len(response.token_ids) for response in responses]
     return Rows(
         rollout_id=np.arange(count),
-        group=np.repeat(np.arange(count // 8), 8),
+        group=np.repeat(np.arange(groups), 8),
         reward=np.tile([1.0, 0.0], count // 2),
-        truncated=response >= 64,
+        truncated=np.zeros(count, dtype=np.bool_),
         version_first=np.zeros(count, dtype=np.int32),
         version_last=np.zeros(count, dtype=np.int32),
-        prompt_ids=np.concatenate([prompts[row // 8] for row in range(count)]).astype(np.int32),
-        prompt_offsets=np.r_[0, prompt.cumsum()],
-        response_ids=rng.integers(3, vocabulary, response.sum()).astype(np.int32),
-        behaviour_logp=np.full(response.sum(), -float(np.log(vocabulary)), dtype=np.float32),
-        response_offsets=np.r_[0, response.cumsum()],
+        prompt_ids=np.concatenate([request.prompt_ids for request in requests]).astype(np.int32),
+        prompt_offsets=np.cumsum([0, *(len(request.prompt_ids) for request in requests)]),
+        response_ids=np.concatenate([response.token_ids for response in responses]).astype(np.int32),
+        behaviour_logp=np.concatenate(logp).astype(np.float32),
+        response_offsets=np.cumsum([0, *lengths]),
     )
-
-
-def on_policy(rows: Rows, model: str) -> Rows:
-    """With the policy's own log-probabilities: near ratio 1 no token is near a clip range, where gradients jump."""
-    reference, logp = load(model, torch.float32), []
-    for row in range(len(rows)):
-        ids = torch.from_numpy(np.r_[rows.prompt(row), rows.response(row)].astype(np.int64))[None].to(CUDA)
-        logp.append(_plain_logp(reference, ids, len(rows.prompt(row)), False).cpu().numpy())
-    return replace(rows, behaviour_logp=np.concatenate(logp).astype(np.float32))
 
 
 def settings(model: str, **learner: Any) -> RunConfig:
@@ -119,7 +122,7 @@ def tell(text: str) -> None:
 
 def check_gradients(model: str, rows: Rows, vocabulary: int) -> dict[str, float]:
     """Distances from the float32 gradient, by that of a plain bfloat16 pass on the same batch; medians over batches."""
-    batches = [rows, *(on_policy(made_up_rows(vocabulary, seed=seed), model) for seed in (1, 2, 3))]
+    batches = [rows, *(sampled_rows(model, vocabulary, seed) for seed in (1, 2, 3))]
     exact = gradients(settings(model, precision="float32", tokens_per_micro_batch=100_000), model, batches)
     kinds: dict[str, dict[str, Any]] = {
         "bfloat16_split": {"tokens_per_micro_batch": 1024},
@@ -233,17 +236,26 @@ def check_rounding(model: str, vocabulary: int) -> dict[str, float]:
 
 
 def check_token_record(model: str, rows: Rows) -> dict[str, float]:
-    """What the learner writes down of each token, on the GPU and on the CPU."""
-    records = []
+    """What the learner says of an update and writes down of each token, on the GPU and on the CPU."""
+    records, metrics = [], []
     for device in ("cuda", "cpu"):
         config = settings(model, precision="float32", tokens_per_micro_batch=2048, device=device)
-        records.append(Learner(config, Path(model)).enqueue(rows).tokens())
+        pending = Learner(config, Path(model)).enqueue(rows)
+        metrics.append(pending.metrics())
+        records.append(pending.tokens())
     gpu, cpu = records
     assert gpu is not None and cpu is not None and (gpu.order == cpu.order).all()
+    assert metrics[0].keys() == metrics[1].keys()
+    # Rounding apart: what is next to nothing may differ by all of itself.
+    apart = {name: abs(metrics[0][name] - value) / (abs(value) + 1e-3) for name, value in metrics[1].items()}
+    worst = max((name for name in apart if apart[name] == apart[name]), key=lambda name: apart[name])
+    tell(f"metrics: {worst} is {metrics[0][worst]} on the GPU, {metrics[1][worst]} on the CPU")
     return {
         "tokens": len(gpu.logp),
         "logp_max": float(np.abs(gpu.logp - cpu.logp).max()),
         "flags_that_differ": float((gpu.flags != cpu.flags).mean()),
+        "metrics_max": apart[worst],
+        "metrics_unknown_to_one": sum(math.isnan(metrics[0][name]) != math.isnan(metrics[1][name]) for name in apart),
     }
 
 
@@ -285,7 +297,10 @@ def verdicts(name: str, found: Any) -> dict[str, bool]:
     if name == "rounding":
         return {"captured steps compute with rounded weights, and with exact ones again": max(found.values()) < 2e-3}
     if name == "token_record":
-        return {"that of the CPU": found["logp_max"] < 2e-3 and found["flags_that_differ"] < 1e-3}
+        return {
+            "that of the CPU": found["logp_max"] < 2e-3 and found["flags_that_differ"] < 1e-3,
+            "so are the metrics": found["metrics_max"] < 0.02 and not found["metrics_unknown_to_one"],
+        }
     return {"an update is enqueued without waiting": found == 0}
 
 
@@ -298,7 +313,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         model = arguments.model or random_model(Path(scratch))
         vocabulary = AutoModelForCausalLM.from_pretrained(model).config.vocab_size
-        rows = on_policy(made_up_rows(vocabulary), model)
+        rows = sampled_rows(model, vocabulary)
         checks: dict[str, Callable[[], Any]] = {
             "gradients": lambda: check_gradients(model, rows, vocabulary),
             "log_probabilities": lambda: check_log_probabilities(model, rows),

@@ -279,6 +279,7 @@ def _idle_figures(
         "kernels": len(intervals),
         "idle_share_gaps_over_10_us": sum(buckets["over_10_us"]) / 1e6 / profiled["seconds"],
         "gap_places": gap_places(intervals, longer_than=10.0),
+        "all_gap_places": gap_places(intervals, longer_than=0.0, most=40),
         "gaps": {name: {"count": len(found), "ms": sum(found) / 1e3} for name, found in buckets.items()},
         "top_kernels": [{"name": name[:120], "ms": round(ms[name], 3), "calls": calls[name]} for name in longest],
     }

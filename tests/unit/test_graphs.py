@@ -76,7 +76,9 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
         "current_stream": lambda: here,
         "stream": lambda stream: contextlib.nullcontext(),
         "graph": lambda graph, pool, stream: contextlib.nullcontext(),
+        "synchronize": lambda: None,
         "empty_cache": lambda: None,
+        "is_current_stream_capturing": lambda: True,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(graphs.torch, "autocast", lambda device, **options: autocast("cpu", **options))

@@ -33,8 +33,11 @@ class Aside:
             with torch.cuda.stream(self.stream):
                 yield
 
-    def join(self) -> None:
-        """What is enqueued after this comes after all of it."""
+    def join(self, *made: torch.Tensor) -> None:
+        """What is enqueued after this comes after all of it, and may read what was made there."""
         if self.stream is not None:
-            torch.cuda.current_stream().wait_stream(self.stream)
+            here = torch.cuda.current_stream()
+            here.wait_stream(self.stream)
+            for tensor in made:
+                tensor.record_stream(here)
         self.held.clear()

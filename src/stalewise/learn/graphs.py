@@ -99,7 +99,10 @@ class GraphedBody:
         captured = Captured(*_copied(part), empty, empty, forward, backward)
         with _kept(self.totals):
             self._try_out(captured)
-            torch.cuda.empty_cache()  # what lies in the cache of that stream is of use to nobody else
+            # What lies in the caches of the lanes' streams is of use to nobody else. Nothing may be under way: with
+            # expandable segments memory is taken away as soon as the stream that asked for it is done.
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
             with torch.cuda.graph(captured.forward, pool=self.pool, stream=self.stream):
                 hidden = self._forward(captured)
                 torch.cat([lane_TH.detach() for lane_TH in hidden], out=captured.hidden_TH)
@@ -152,7 +155,11 @@ class GraphedBody:
             for lane, stream, lane_TH, gradient in lanes:
                 with torch.cuda.stream(stream):
                     found.append(lane.gradients(lane_TH, self.parameters, gradient))
+        here = torch.cuda.current_stream()
         for of_lane in found:  # one after the other, so that sums are the same every time
+            if not torch.cuda.is_current_stream_capturing():  # which keeps all memory until it ends
+                for gradient in (one for one in of_lane if one is not None):
+                    gradient.record_stream(here)
             reached = [(total, g) for total, g in zip(self.totals, of_lane, strict=True) if g is not None]
             add_to([total for total, _ in reached], [amount for _, amount in reached])
 

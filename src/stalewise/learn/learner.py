@@ -297,12 +297,13 @@ class Learner:
             losses.append(loss.detach())
             seen.append((logp_BT.detach(), token_loss))
         with self.aside.reading(parts, seen):
-            sums = reduce(lambda merged, more: merged.merge(more), all_sums)
-            kept = share.own if self.config.learner.record_tokens else 0
-            found = seen_of_tokens(parts[:kept], seen[:kept], self.device)
-        self.aside.join()
-        recorded = self.parallel.collect(*found, share.whole.tokens) if self.config.learner.record_tokens else None
-        return torch.stack(losses).sum(), sums, torch.stack(places), recorded
+            packed = reduce(lambda merged, more: merged.merge(more), all_sums).pack()
+            keep = self.config.learner.record_tokens
+            logp_N, flags_N = seen_of_tokens(parts[: share.own * keep], seen[: share.own * keep], self.device)
+            place_P = torch.stack(places)
+        self.aside.join(packed, logp_N, flags_N, place_P)
+        recorded = self.parallel.collect(logp_N, flags_N, share.whole.tokens) if keep else None
+        return torch.stack(losses).sum(), TokenSums.unpack(packed), place_P, recorded
 
     def _lay_out(self, batch: UpdateBatch) -> LaidOut:
         layout, denominator = self._layout(), loss_denominator(batch, self.config, self.objective)
