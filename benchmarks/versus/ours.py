@@ -22,7 +22,7 @@ from stalewise.checkpoints import checkpoint_directory
 from stalewise.config import RunConfig
 from stalewise.files import read_jsonl
 from stalewise.learn.learner import Learner
-from stalewise.learn.pending import PendingUpdate
+from stalewise.learn.pending import PendingUpdate, updates_ahead
 from stalewise.models import load_model
 from stalewise.run import run
 from stalewise.store import Batch, Rows, batch_directories, open_batch, rollouts_of_updates
@@ -105,14 +105,14 @@ def groups_of(rows: Rows) -> Iterator[tuple[int, list[int]]]:
 
 
 def learn(held: Learner, parts: Iterable[Rows]) -> tuple[list[float], dict[str, float]]:
-    """Take updates as the conductor does: on a GPU the next one is enqueued before the last one's numbers are read.
+    """Take updates as the conductor does: on a GPU the next ones are enqueued before the last one's numbers are read.
 
     The one place here that knows how updates are asked for. Returns when each was over, and the numbers of the last.
     """
     marks: list[float] = []
     metrics: dict[str, float] = {}
     waiting: deque[PendingUpdate] = deque()
-    ahead = 1 if held.device.type == "cuda" else 0
+    ahead = updates_ahead(held.device)
 
     def wait() -> None:
         nonlocal metrics

@@ -44,7 +44,6 @@ from stalewise.store import (
     is_committed,
     open_batch,
     rewards_of_updates,
-    rollouts_of_updates,
 )
 from stalewise.stretch import Stretch
 from stalewise.tasks import make_task
@@ -245,16 +244,16 @@ class Conductor:
                 self.sampler.sleep()
             learner = self._learner_at(version)
             batch = self._batch_at(version)
-            rollouts_of_updates(batch, self.config.batch.prompts)  # while nobody waits for it
             if version == 0:  # the sitting that generated it may have been told already, and have gone on all the same
                 self._check_batch(batch)
-        self._begin("learn", stop - version)
-        start = time.perf_counter()
-        try:
             limits, used = limits_of_run(self.config), self.records.budget_used()
             self.budget = self.budget or BudgetWatch(limits, self.watcher.say, used)
             stretch = Stretch(self.config, self.schedule, self.records, self.budget, self.watcher)
-            spent = stretch.learn(batch, learner, range(version, stop))
+            ready = stretch.make_ready(batch, learner, range(version, stop))
+        self._begin("learn", stop - version)
+        start = time.perf_counter()
+        try:
+            spent = stretch.learn(ready, learner)
         except NonFiniteUpdate as error:
             self.learner = None
             if not self.guard.is_on:

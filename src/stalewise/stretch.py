@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,13 +16,15 @@ from stalewise.budget import BudgetWatch
 from stalewise.config import RunConfig
 from stalewise.course import SPENT_ESS
 from stalewise.learn.learner import Learner
-from stalewise.learn.pending import PendingUpdate
-from stalewise.learn.prepared import one_ahead
+from stalewise.learn.pending import PendingUpdate, updates_ahead
+from stalewise.learn.prepared import Prepared, one_ahead
 from stalewise.records import Records
 from stalewise.staleness.schedule import Schedule, Step
 from stalewise.staleness.spent import StageSchedule, fresh_ess, is_spent, remaining_ess
 from stalewise.store import Batch, rollouts_of_updates
 from stalewise.watch import Watcher
+
+Ready = tuple[Step, npt.NDArray[np.int64], Prepared]  # an update, its rollouts, and what the learner makes of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,26 +37,30 @@ class Stretch:
     budget: BudgetWatch
     watcher: Watcher
 
-    def learn(self, batch: Batch, learner: Learner, updates: range) -> dict[str, Any] | None:
-        """Take these updates; where the rollouts are spent before, stop there and say by which numbers."""
+    def make_ready(self, batch: Batch, learner: Learner, updates: range) -> Iterator[Ready]:
+        """What these updates learn from; the first one is ready at once, the others while the ones before are taken."""
         dealt = rollouts_of_updates(batch, self.config.batch.prompts)
-        last = time.perf_counter()
-        waiting: deque[tuple[Step, npt.NDArray[np.int64], PendingUpdate]] = deque()
-        # A GPU works on an update while the one before it is read and written down.
-        ahead = 1 if learner.device.type == "cuda" else 0
-        spent: dict[str, Any] | None = None
         steps = [self.schedule.at(update) for update in updates]
         ids = [dealt[step.update - self.schedule.updates_of(step.generation_batch).start] for step in steps]
         prepared = one_ahead(lambda rollout_ids: learner.prepare(batch.take(rollout_ids)), ids, learner.device)
-        for step, rollout_ids, ready in zip(steps, ids, prepared, strict=True):
-            waiting.append((step, rollout_ids, learner.enqueue(ready)))
+        ready = zip(steps, ids, prepared, strict=True)
+        return chain([next(ready)], ready)
+
+    def learn(self, ready: Iterator[Ready], learner: Learner) -> dict[str, Any] | None:
+        """Take these updates; where the rollouts are spent before, stop there and say by which numbers."""
+        last = time.perf_counter()
+        waiting: deque[tuple[Step, npt.NDArray[np.int64], PendingUpdate]] = deque()
+        ahead = updates_ahead(learner.device, heeded=isinstance(self.schedule, StageSchedule))
+        spent: dict[str, Any] | None = None
+        for step, rollout_ids, prepared in ready:
+            waiting.append((step, rollout_ids, learner.enqueue(prepared)))
             while len(waiting) > ahead:
                 last = self._record(*waiting.popleft(), since=last)
             if spent := self._spent(step):
                 break
         for rest in waiting:
             last = self._record(*rest, since=last)
-        return spent or self._spent(self.schedule.at(updates[-1]))
+        return spent or self._spent(self.schedule.at(learner.version - 1))
 
     def _record(self, step: Step, rollout_ids: npt.NDArray[np.int64], pending: PendingUpdate, *, since: float) -> float:
         """Wait for an update and write down what happened; the time at which it was over."""

@@ -43,6 +43,15 @@ class PendingUpdate:
         return None if self.seen is None else self.seen()
 
 
+def updates_ahead(device: torch.device, *, heeded: bool = False) -> int:
+    """How many updates are enqueued while the oldest of them is waited for, read and written down.
+
+    A GPU would be idle with none, and with one whenever the host is late. `heeded`: what an update says may end the
+    stage, so that the fewer the better.
+    """
+    return 0 if device.type != "cuda" else 1 if heeded else 2
+
+
 def to_host(vector: Tensor) -> Read:
     """Enqueue a copy to the host; calling the result waits for it, and for nothing enqueued after it."""
     if vector.device.type != "cuda":
