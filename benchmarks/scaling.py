@@ -101,7 +101,7 @@ def main() -> None:
     if arguments.quick and not arguments.out:
         raise SystemExit("--quick needs --out: its figures must not lie among the results")
     out = arguments.out or Path(__file__).resolve().parent / "results" / f"scaling-{kind}.json"
-    counts, lengths = ([int(n) for n in text.split(",")] for text in (arguments.counts, arguments.lengths))
+    counts, lengths = ([int(n) for n in text.split(",") if n] for text in (arguments.counts, arguments.lengths))
     results = Results(out, dataclasses.asdict(settings), headline)
     results.begin_sitting(settings.device)
     with tempfile.TemporaryDirectory(prefix="scaling-") as temporary:
