@@ -192,8 +192,15 @@ class Enough(BaseException):
     """Everything was seen; the run need not go on. Nobody's `except Exception` is to keep it going."""
 
 
+PHASES = ("warm-up", "plain", "profiler's warm-up", "profiled")
+
+
 class PhaseWatcher(Silence):
-    """Times three learning phases of a run, each from its `begin` to the advance that ends it; profiles the last."""
+    """Times learning phases of a run, each from its `begin` to the advance that ends it; profiles the last.
+
+    The profiler instruments every CUDA graph when that is first launched, which holds up the host: what it sees in the
+    phase before the last is thrown away.
+    """
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -206,10 +213,16 @@ class PhaseWatcher(Silence):
         self._left = total if what == "learn" else 0
         if what != "learn":
             return
-        if len(self.seconds) == 2 and torch.cuda.is_available():
-            self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+        phase = PHASES[len(self.seconds)]
+        if torch.cuda.is_available() and phase == "profiler's warm-up":
+            self.profiler = torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CUDA],
+                schedule=torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1),
+            )
             self.profiler.start()
-            torch.ones(1, device="cuda").add_(1)  # the first launch under a profiler takes longer than any other
+        elif self.profiler is not None and phase == "profiled":
+            self.profiler.step()
+            torch.ones(1, device="cuda").add_(1)  # the first launch that is kept takes longer than any other
         self._start = synchronised()
 
     def advance(self, amount: int, note: str = "") -> None:
@@ -219,20 +232,20 @@ class PhaseWatcher(Silence):
         self._left -= amount
         if self._left <= 0:
             self.seconds.append(synchronised() - self._start)
-            if len(self.seconds) == 3:
+            if len(self.seconds) == len(PHASES):
                 if self.profiler is not None:
                     self.profiler.stop()
                 raise Enough
 
 
 def idle(settings: Settings, work: Path) -> dict[str, Any]:
-    """Three learning phases of a real run: warm-up, plain and profiled; rows from the store, ledger and metrics."""
+    """Learning phases of a real run, one of them profiled; rows from the store, ledger and metrics."""
     set_up(settings.device, settings.threads)
     each = settings.idle_updates
-    # A long run, since a short one would not be compiled; it is left after three phases.
-    updates = max(settings.steady_updates or settings.updates, 3 * each)
+    # A long run, since a short one would not be compiled; it is left after its first stage.
+    updates = max(settings.steady_updates or settings.updates, len(PHASES) * each)
     changes = {
-        "schedule": {"updates": updates, "stages": updates // (3 * each)},
+        "schedule": {"updates": updates, "stages": updates // (len(PHASES) * each)},
         "checkpoints": {"every": each, "keep": 1},
     }
     watcher = PhaseWatcher()
@@ -242,8 +255,10 @@ def idle(settings: Settings, work: Path) -> dict[str, Any]:
             run(config, watcher)
         batch = open_batch(batch_directories(config.directory / "rollouts")[0], verify=False)
         tokens = [tokens_of(batch.take(ids)) for ids in rollouts_of_updates(batch, config.batch.prompts)]
-    if len(watcher.seconds) != 3:
-        raise RuntimeError(f"expected three learning phases, saw {len(watcher.seconds)}: has the watcher changed?")
+    if len(watcher.seconds) != len(PHASES):
+        raise RuntimeError(
+            f"expected {len(PHASES)} learning phases, saw {len(watcher.seconds)}: has the watcher changed?"
+        )
     phases = [
         {"seconds": seconds, "tokens": sum(tokens[place * each : (place + 1) * each])}
         for place, seconds in enumerate(watcher.seconds)
@@ -254,7 +269,7 @@ def idle(settings: Settings, work: Path) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".json", dir=work) as file:
         watcher.profiler.export_chrome_trace(file.name)
         trace = json.loads(Path(file.name).read_text(errors="replace"))
-    return {**found, **_idle_figures(device_intervals(trace), plain=phases[1], profiled=phases[2])}
+    return {**found, **_idle_figures(device_intervals(trace), plain=phases[1], profiled=phases[-1])}
 
 
 def _idle_figures(

@@ -38,7 +38,7 @@ class Stretch:
     watcher: Watcher
 
     def make_ready(self, batch: Batch, learner: Learner, updates: range) -> Iterator[Ready]:
-        """What these updates learn from; the first one is ready at once, the others while the ones before are taken."""
+        """What these updates learn from; the first two are ready at once, the others while those before are taken."""
         dealt = rollouts_of_updates(batch, self.config.batch.prompts)
         steps = [self.schedule.at(update) for update in updates]
         ids = [dealt[step.update - self.schedule.updates_of(step.generation_batch).start] for step in steps]

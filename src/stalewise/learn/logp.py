@@ -109,10 +109,11 @@ class OutputLayerLogp(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, each [N]."""
         hidden_low, weight_low = hidden_NH.to(dtype), weight_VH.to(dtype)
-        logp_N, entropy_N, lse_N = (torch.empty(len(hidden_NH), device=hidden_NH.device) for _ in range(3))
-        for chunk in _chunks(len(hidden_NH), rows_at_once):
-            logits_CV = _logits(hidden_low[chunk], weight_low, bias_V)
-            lse_N[chunk], logp_N[chunk], entropy_N[chunk] = kernels.statistics(logits_CV, target_N[chunk])
+        found = [
+            kernels.statistics(_logits(hidden_low[chunk], weight_low, bias_V), target_N[chunk])
+            for chunk in _chunks(len(hidden_NH), rows_at_once)
+        ]
+        lse_N, logp_N, entropy_N = map(torch.cat, zip(*found, strict=True))
         ctx.save_for_backward(hidden_low, weight_low, bias_V, target_N, lse_N)
         ctx.rows_at_once, ctx.kernels = rows_at_once, kernels
         ctx.hidden_dtype, ctx.weight_dtype = hidden_NH.dtype, weight_VH.dtype
@@ -130,7 +131,7 @@ class OutputLayerLogp(torch.autograd.Function):
         for chunk in _chunks(len(hidden_NH), ctx.rows_at_once):
             logits_CV = _logits(hidden_NH[chunk], weight_VH, bias_V)
             grad_CV = ctx.kernels.gradient(logits_CV, lse_N[chunk], target_N[chunk], gradients[0][chunk])
-            hidden_grad_NH[chunk] = grad_CV @ weight_VH
+            torch.mm(grad_CV, weight_VH, out=hidden_grad_NH[chunk])
             if weight_grad_VH is not None:
                 weight_grad_VH += grad_CV.T @ hidden_NH[chunk]
             if bias_grad_V is not None:
@@ -140,7 +141,8 @@ class OutputLayerLogp(torch.autograd.Function):
 
 
 def _chunks(length: int, rows_at_once: int) -> Iterator[slice]:
-    return (slice(start, start + rows_at_once) for start in range(0, length, rows_at_once))
+    """At least one, though it be empty."""
+    return (slice(start, start + rows_at_once) for start in range(0, max(length, 1), rows_at_once))
 
 
 def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:

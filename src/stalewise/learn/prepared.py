@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -54,10 +54,9 @@ def one_ahead(make: Callable[[Item], Made], items: Iterable[Item], device: torch
 def _one_ahead(make: Callable[[Item], Made], items: Iterable[Item], thread: ThreadPoolExecutor) -> Iterator[Made]:
     coming: deque[Future[Made]] = deque()
     for place, item in enumerate(items):
-        if place == 0:  # everybody waits for it: the next one would take the interpreter from whoever goes on with it
-            yield make(item)
-            continue
         coming.append(thread.submit(make, item))
+        if place == 1:  # made beside the first update, it would take the interpreter from whoever enqueues that one
+            wait(coming)
         if len(coming) > 1:
             yield coming.popleft().result()
     while coming:
