@@ -61,6 +61,8 @@ def reproduce(
     if names:
         for sentence in _render(root, source, replace):
             typer.echo(sentence, err=True)
+        if source is not None:
+            _tell_own(root, [experiment.name for experiment in chosen], source)
     _show(root, [experiment.name for experiment in chosen], record, as_json)
     if record.get("failed"):
         raise typer.Exit(1)
@@ -81,6 +83,22 @@ def _render(root: Path, source: Path | None, replace: bool) -> list[str]:
         files[root.parent / "docs" / "results.md"] = results_table(every)
     write_files(files)
     return refused
+
+
+def _tell_own(root: Path, names: list[str], source: Path) -> None:
+    """What results say that did not take the place of the kept ones."""
+    from stalewise.reproduce.definition import load_experiments
+    from stalewise.reproduce.pages import describe_runs
+    from stalewise.reproduce.results import read_results, results_name
+    from stalewise.reproduce.verdicts import rules
+
+    for experiment in load_experiments(root, names):
+        for setting in experiment.settings:
+            own, kept = (place / results_name(setting) for place in (source / experiment.name, experiment.directory))
+            if own.is_file() and own.read_bytes() != kept.read_bytes():
+                results = read_results(own)
+                finding = rules()[experiment.table.verdict](results)
+                typer.echo(f"{own}: {finding.verdict} ({finding.ours}); {describe_runs(results)}", err=True)
 
 
 def _show(root: Path, names: list[str], record: dict[str, Any], as_json: bool) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import numpy as np
 
 from stalewise.reproduce.compared import tuned
 from stalewise.reproduce.draw import COLOURS, Panel, Point, Row, Rows, Series, draw_panels, draw_rows
-from stalewise.reproduce.law import bias_points, describe_fit, observations
+from stalewise.reproduce.law import Observed, bias_points, describe_fit, largest_stable, observations
 from stalewise.reproduce.results import ArmResult, Measure, Results, final
 
 Figures = dict[str, str]
@@ -102,9 +103,13 @@ def accuracy_at_speed(results: Results) -> Figures:
 
 def no_knob(results: Results) -> Figures:
     """Accuracy of P3O and of GRPO at each ε."""
-    panels = [
-        Panel(f"µ {mu}", _curves(results.where(mu=mu), _axis("method")), **ACCURACY) for mu in results.values("mu")
-    ]
+    panels: list[Panel] = []
+    for rate, mu in product((None, *results.values("rate")), results.values("mu")):
+        arms = [arm for arm in results.where(mu=mu) if arm.axes.get("rate") == rate]
+        if arms:
+            panels.append(
+                Panel(f"µ {mu}" + (f", η {rate}" if rate else ""), _curves(arms, _axis("method")), **ACCURACY)
+            )
     return {"": draw_panels("GRPO with three clipping ranges, and P3O; bands from least to largest seed", panels, 3)}
 
 
@@ -153,9 +158,30 @@ def the_law(results: Results) -> Figures:
                 level = fitted.critical_radius.value / (updates * norm)
                 series.append(Series("R_crit/(T·G)", [_point(float(S), level) for S in lags], "dashed", COLOURS[3]))
         panels.append(Panel(f"T = {updates}", series, "staleness S", "learning rate η", x_log=True, y_log=True))
+    panels += _collapse_panels(found)
     if any(arm.kind == "bias" for arm in results.arms):
         panels += _bias_panels(results)
     return {"": draw_panels("The law: who survived, and the bias of stale gradients", panels)}
+
+
+def _collapse_panels(found: Sequence[Observed]) -> list[Panel]:
+    """The largest stable η by S, and t·η at collapse by S, which is M_collapse·(S+1)·η; for each T."""
+    largest = largest_stable(found)
+    stable: list[Series] = []
+    fell: list[Series] = []
+    for place, updates in enumerate(sorted({T for T, _ in largest}, reverse=True)):
+        colour = COLOURS[8 + place % 2]
+        points = [_point(float(S), rate) for (T, S), rate in sorted(largest.items()) if updates == T and rate == rate]
+        stable.append(Series(f"T = {updates}", points, "line", colour))
+        here = [one.run for one in found if one.run.updates == updates and one.run.collapsed_at is not None]
+        products = [(float(run.staleness), (run.collapsed_at or 0) * run.learning_rate) for run in here]
+        fell.append(Series(f"T = {updates}", _side_by_side(products), "dot", colour))
+    panels = [("largest stable η", stable, "learning rate η"), ("t·η at collapse", fell, "updates × η")]
+    return [
+        Panel(title, series, "staleness S", unit, x_log=True, y_log=True)
+        for title, series, unit in panels
+        if any(one.points for one in series)
+    ]
 
 
 def _bias_panels(results: Results) -> list[Panel]:
@@ -164,6 +190,7 @@ def _bias_panels(results: Results) -> list[Panel]:
     for key, title, log in (
         ("bias", "‖stale − fresh‖ / ‖fresh‖", True),
         ("cosine", "cosine of stale and fresh", False),
+        ("norm_ratio", "‖stale‖ / ‖fresh‖", True),
     ):
         series = [
             Series(name, sorted(_point(x, y) for x, y in bias_points(results, name, key)), "dot", COLOURS[4 + place])

@@ -108,7 +108,7 @@ def bias_cells(results: Results, objective: str, key: str = "bias") -> dict[floa
         for seed, run in arm.runs.items() if arm.kind == "bias" else ():
             for row in run["rows"]:
                 known = key == "bias" or abs(row["cosine"] or math.inf) <= CLEAR
-                if row["objective"] == objective and known and (value := row[key]) is not None:
+                if row["objective"] == objective and known and (value := row.get(key)) is not None:
                     place = round(row["age"] * run["learning_rate"], 9)
                     cells.setdefault(place, {})[seed] = value * abs(value) if key == "bias" else value
     return cells
@@ -206,10 +206,11 @@ def the_law(results: Results) -> Finding:
     lines += _products(found)
     power = f"{slope}" if slope.seeds else "not measured"
     lines.append(f"Power with which the bias of the gradient grows in S·η ({BIAS_OF}): {power}.")
-    critical = fitted.critical_radius.value if fitted is not None and fitted.critical_radius.known else math.nan
     ours = f"{right} of {runs} collapses and survivals foretold"
-    ours += f"; bias ∝ (S·η)^{slope.value:.2f}" if slope.seeds else ""
-    ours += f"; R_crit {critical:.3g}" if math.isfinite(critical) else ""
+    ours += f"; bias ∝ (S·η)^b, b = {slope}" if slope.seeds else ""
+    if fitted is not None and fitted.critical_radius.known:
+        radius = fitted.critical_radius
+        ours += f"; R_crit {radius.value:.3g}, 90% interval {radius.low:.3g} to {radius.high:.3g}"
     flat = slope.seeds > 1 and below(slope, 0.25)
     return Finding(judged(all(better) and grows, not any(better) or flat), ours, lines)
 

@@ -202,7 +202,24 @@ def results_table(experiments: Sequence[Experiment]) -> str:
             else:
                 cells = [f"{setting}: –", "not run yet", command, "–"]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in [*about, *cells]) + " |")
+    outside = [line for experiment in experiments for line in outside_checks(experiment)]
+    if outside:
+        lines += ["", "The outside check, whatever it says (one seed, 95% interval over questions):", ""]
+        lines += [f"- {line}" for line in outside]
     return "\n".join(lines) + "\n"
+
+
+def outside_checks(experiment: Experiment) -> list[str]:
+    """Accuracy on questions that have nothing to do with what was trained on."""
+    made = found(experiment)
+    return [
+        f"{arm.name}: {run['accuracy']['value']:.1%} [{run['accuracy']['low']:.1%}, {run['accuracy']['high']:.1%}] of "
+        f"{run['prompts']} questions"
+        for results, _ in made.values()
+        for arm in results.arms
+        if arm.kind == "evaluate" and arm.name.startswith("GSM8K")
+        for run in arm.runs.values()
+    ]
 
 
 def hardware(results: Results) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -26,6 +26,7 @@ from stalewise.reproduce.results import (
     Mean,
     Results,
     best,
+    collapsed,
     difference,
     final,
     mean_of,
@@ -80,7 +81,7 @@ def where_the_harm_is(results: Results) -> Finding:
             f"The scopes differ by 0.1 or more at {len(wide)} of {len(region)} places tried: {', '.join(wide)}."
         )
         lines.append("Three less two, by place: " + "; ".join(f"{p}: {gap:+.2f}" for p, gap in region.items()) + ".")
-    ours = ", ".join(f"{scope} {arm.mean(final).value:.2f}" for scope, arm in arms.items())
+    ours = ", ".join(f"{scope} {arm.mean(final)}" for scope, arm in arms.items())
     return Finding(judged(right == 6, right == 0 and wrong > 0), f"{ours}; {right} of 6 pairs", lines)
 
 
@@ -155,7 +156,7 @@ def no_knob(results: Results) -> Finding:
     if not gaps:
         return missing("P3O and GRPO at one µ")
     kept = all((gap.low if gap.seeds > 1 else gap.value) > -EQUAL for gap in gaps.values())
-    ours = "P3O less best GRPO: " + ", ".join(f"{gap.value:+.3f} at µ={mu}" for mu, gap in gaps.items())
+    ours = "P3O less best GRPO: " + ", ".join(f"{signed(gap)} at µ={mu}" for mu, gap in gaps.items())
     return Finding(judged(kept, all(below(gap, -EQUAL) for gap in gaps.values())), ours, lines)
 
 
@@ -187,8 +188,8 @@ def mismatch(results: Results) -> Finding:
         for kind in kinds
     ]
     worst = max(gaps, key=lambda kind: losses[kind, "P3O"].value)
-    ours = f"P3O loses {losses[worst, 'P3O'].value:+.3f} at most ({worst}); less than GRPO in {fewer}, more in {more}"
-    ours += f" of {len(gaps)}"
+    ours = f"P3O loses {signed(losses[worst, 'P3O'])} at most, under {worst}; by the rule less than GRPO in {fewer}, "
+    ours += f"more in {more} of {len(gaps)}"
     return Finding(judged(stays and fewer > 0, more > fewer), ours, lines)
 
 
@@ -250,7 +251,7 @@ def pass_at_k(results: Results) -> Finding:
     ]
     kept = all((gap.low if gap.seeds > 1 else gap.value) > -EQUAL for gap in last)
     ours = "; ".join(
-        f"{a.name.removeprefix('after ')}: pass@1 {f.value:+.3f}, pass@{k} {g.value:+.3f}"
+        f"{a.name.removeprefix('after ')}: pass@1 {signed(f)}, pass@{k} {signed(g)}"
         for a, f, g in zip(p3o, first, last, strict=True)
     )
     return Finding(judged(all(map(above, first)) and kept, any(below(gap, -EQUAL) for gap in last)), ours, lines)
@@ -270,23 +271,13 @@ def ours(results: Results) -> Finding:
     single = [arm for arm in arms if arm.axes["method"] != "auto"]
     if not automatic or not single:
         return missing("auto and a single method")
-    clock = min(arm.mean(seconds).value for arm in arms)
-
-    def at_clock(run: Mapping[str, Any]) -> float | None:
-        known = [
-            (s, a)
-            for s, a in zip(run["evaluations"]["seconds"], run["evaluations"]["accuracy"], strict=True)
-            if s is not None
-        ]
-        return float(np.interp(clock, [s for s, _ in known], [a for _, a in known])) if known else None
-
-    one, other = (tuned(side, at_clock) for side in (automatic, single))
-    assert one is not None and other is not None
-    gap = difference(other, one, at_clock)
-    lines = [
-        f"At {clock:.1f} s of training, best η each: {one.name} {one.mean(at_clock)}, "
-        f"{other.name} {other.mean(at_clock)}."
-    ]
+    gap, other, told = _at_clock(automatic, single, min(arm.mean(seconds).value for arm in arms))
+    lines = [told]
+    # A ruined run may end early, and would set the clock for all.
+    whole = [arm.mean(seconds).value for arm in arms if not arm.count(collapsed)[0]]
+    if whole:
+        lines.append("Beside the rule, by the shortest time of an arm that never collapsed: ")
+        lines[-1] += _at_clock(automatic, single, min(whole))[2]
     for method in results.values("method"):
         finals = {arm.axes["rate"]: arm.mean(final) for arm in arms if arm.axes["method"] == method}
         lines.append(
@@ -299,7 +290,25 @@ def ours(results: Results) -> Finding:
             + ", ".join(f"{a.axes['objective']} {a.mean(final)}" for a in stage)
             + "."
         )
-    return Finding(judged(above(gap), below(gap)), f"auto less {other.name}: {signed(gap)} at equal wall-clock", lines)
+    return Finding(judged(above(gap), below(gap)), f"auto less {other}: {signed(gap)} at equal wall-clock", lines)
+
+
+def _at_clock(automatic: Sequence[ArmResult], single: Sequence[ArmResult], clock: float) -> tuple[Mean, str, str]:
+    """`auto` less the best single method at a time, the name of that method, and both in words."""
+
+    def there(run: Mapping[str, Any]) -> float | None:
+        known = [
+            (s, a)
+            for s, a in zip(run["evaluations"]["seconds"], run["evaluations"]["accuracy"], strict=True)
+            if s is not None
+        ]
+        return float(np.interp(clock, [s for s, _ in known], [a for _, a in known])) if known else None
+
+    one, other = (tuned(side, there) for side in (automatic, single))
+    assert one is not None and other is not None
+    gap = difference(other, one, there)
+    told = f"at {clock:.1f} s of training, best η each, {one.name} has {one.mean(there)}, {other.name} "
+    return gap, other.name, told + f"{other.mean(there)} ({signed(gap)})."
 
 
 def rules() -> dict[str, Callable[[Results], Finding]]:
