@@ -96,6 +96,12 @@ def _kill_before_fsync(count: int) -> None:
     os.fsync = fsync
 
 
+def wait_for_learning(child: int, config: RunConfig) -> None:
+    """Wait for the first checkpoint after the one that a run begins with; a child that ends before is left alone."""
+    while (versions(config.directory) or [0])[-1] == 0 and os.path.exists(f"/proc/{child}/fd"):
+        time.sleep(0.001)
+
+
 def wait(child: int, limit: float | None = None) -> bool:
     """Whether the child ended well; after `limit` seconds it is killed."""
     deadline = None if limit is None else time.monotonic() + limit
@@ -142,8 +148,8 @@ def soak(runs: Path, *, kills: int, seed: int, objective: str, rank: int = 0, ki
     began = time.monotonic()
     assert wait(start(reference))
     whole = time.monotonic() - began
+    longest = whole / 4 if kind == "pipelined" else whole  # of a pipelined run from its first checkpoint on
     expected = outcome(reference)
-    earliest = 0.5 if kind == "pipelined" else 0.0  # what its second process takes to start
     done = victims = 0
     killed_at: list[int] = []  # newest checkpoint when a sitting was killed
     while done < kills:
@@ -154,7 +160,9 @@ def soak(runs: Path, *, kills: int, seed: int, objective: str, rank: int = 0, ki
             last_chance = done >= kills
             within_commit = not last_chance and done % 2 == 1
             child = start(victim, rng.randrange(FSYNCS) if within_commit else None)
-            finished = wait(child, None if last_chance or within_commit else rng.uniform(earliest * whole, whole))
+            if kind == "pipelined" and not within_commit and not last_chance:
+                wait_for_learning(child, victim)  # its second process takes long to start
+            finished = wait(child, None if last_chance or within_commit else rng.uniform(0, longest))
             done += not finished
             killed_at.append((versions(victim.directory) or [0])[-1] if not finished else 0)
             now = committed_shards(victim.directory)

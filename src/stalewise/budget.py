@@ -15,8 +15,8 @@ class BudgetWatch:
     """Measures each update against limits, where they are known, and warns once in a run about each.
 
     It warns where most of a limit is used, or where one more step like the last would cross it. The limits are the
-    lower ends of the law's radii: R_batch within one generation batch, R_crit over the whole run. `used` has the
-    largest shares on record: what an earlier sitting warned about is known.
+    lower ends of the law's radii, 0 where one is not known: R_batch within one generation batch, R_crit over the whole
+    run. `used` has the largest shares on record: what an earlier sitting warned about is known.
     """
 
     def __init__(
@@ -35,8 +35,9 @@ class BudgetWatch:
         batch_drift = drift - drift_of_version
         if self.limits is None:
             return {"batch_drift": batch_drift, "batch_budget": math.nan, "horizon_budget": math.nan}
-        batch_limit, horizon_limit = self.limits
-        used = {"batch_budget": batch_drift / batch_limit, "horizon_budget": drift / horizon_limit}
+        drifts = {"batch_budget": batch_drift, "horizon_budget": drift}
+        both = zip(drifts.items(), self.limits, strict=True)
+        used = {name: far / limit if limit > 0 else math.nan for (name, far), limit in both}
         advice = {
             "batch_budget": "within its rollouts: smaller stages or a lower optimizer.learning_rate keep it valid",
             "horizon_budget": "in all: stop here, or go on with a lower optimizer.learning_rate in a new run",
@@ -63,5 +64,6 @@ class BudgetWatch:
     @staticmethod
     def note(metrics: dict[str, float]) -> str:
         """The budget for a progress line; empty where it is not known."""
-        shares = [metrics.get(name, math.nan) for name in ("batch_budget", "horizon_budget")]
-        return "" if any(map(math.isnan, shares)) else f"  budget {shares[0]:.0%} of batch, {shares[1]:.0%} of run"
+        shares = {"batch": metrics.get("batch_budget", math.nan), "run": metrics.get("horizon_budget", math.nan)}
+        known = ", ".join(f"{share:.0%} of {name}" for name, share in shares.items() if not math.isnan(share))
+        return f"  budget {known}" if known else ""

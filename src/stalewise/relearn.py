@@ -13,7 +13,7 @@ all of them count as version 0: age is the number of updates since the start.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,20 @@ from stalewise.files import read_json, write_json_atomic
 from stalewise.models import load_tokenizer, resolve_model, vocabulary_size
 from stalewise.rundirectory import is_started, read_config
 from stalewise.staleness.schedule import Schedule, Step
-from stalewise.store import Batch, BatchManifest, Rows, batch_directories, is_committed, open_batch, read_batch_manifest
+from stalewise.store import (
+    Batch,
+    BatchManifest,
+    Ranges,
+    Rows,
+    batch_directories,
+    consumed,
+    from_ranges,
+    is_committed,
+    ledger_path,
+    open_batch,
+    read_batch_manifest,
+    read_ledger,
+)
 from stalewise.watch import Watcher
 
 FORMAT = "stalewise.sources/1"
@@ -47,6 +60,7 @@ class Source:
     groups: int
     first_update: int
     updates: int
+    left_out: Ranges = ()  # rollout ids that are not to be learned from
 
     @property
     def version(self) -> int:
@@ -64,6 +78,7 @@ class Source:
             "first_update": self.first_update,
             "updates": self.updates,
             "shards": [shard.sha256 for shard in self.manifest.shards],
+            **({"left_out": [list(interval) for interval in self.left_out]} if self.left_out else {}),
         }
 
 
@@ -96,11 +111,17 @@ class SourceSchedule(Schedule):
 
 
 class SourceBatch(Batch):
-    """A batch whose versions are counted from the policy that the new run starts from."""
+    """A batch whose versions are counted from the policy that the new run starts from, without what is left out."""
 
     def __init__(self, batch: Batch, source: Source) -> None:
         super().__init__(batch.directory, batch.manifest)
         self.source = source
+
+    def column(self, name: str) -> npt.NDArray[Any]:
+        """One light column of the rollouts that are to be learned from."""
+        if not self.source.left_out:
+            return super().column(name)
+        return super().column(name)[~np.isin(super().column("rollout_id"), from_ranges(self.source.left_out))]
 
     def take(self, rollout_ids: npt.ArrayLike) -> Rows:
         """Fetch the given rollouts in the given order."""
@@ -173,9 +194,17 @@ class Relearner(Conductor):
 
 
 def plan_sources(
-    config: RunConfig, rollouts: Sequence[Path], checkpoint: Path | None
+    config: RunConfig,
+    rollouts: Sequence[Path],
+    checkpoint: Path | None,
+    *,
+    unused: bool = False,
+    say: Callable[[str], object] = lambda text: None,
 ) -> tuple[RunConfig, list[Source]]:
-    """The batches to learn from with the updates of each, and the config with the schedule that follows."""
+    """The batches to learn from with the updates of each, and the config with the schedule that follows.
+
+    `unused` leaves out what the runs that the batches lie in have learned from.
+    """
     if checkpoint is not None and config.model.adapter:
         raise ConfigError(f"model.adapter is for model.path, but {checkpoint} is to be started from: remove one")
     if config.guard.action in ("fresh", "both"):
@@ -186,19 +215,27 @@ def plan_sources(
     if len({directory.resolve() for directory in directories}) < len(directories):
         raise StoreError("a generation batch is named twice: one pass reads each rollout once")
     sources: list[Source] = []
+    would_serve = 0
     for directory in directories:
         if config.directory.resolve() in directory.resolve().parents:
             raise StoreError(f"{directory} belongs to {config.directory}: choose another name for the new run")
-        groups = len(np.unique(open_batch(directory, verify=False).column("group")))
+        batch = open_batch(directory, verify=False)
+        left_out = _used_of(directory, batch.manifest) if unused else ()
+        fresh = ~np.isin(batch.column("rollout_id"), from_ranges(left_out))
+        groups = len(np.unique(batch.column("group")[fresh]))
         first = sources[-1].first_update + sources[-1].updates if sources else 0
+        would_serve += groups // config.batch.prompts
         updates = min(groups // config.batch.prompts, config.schedule.updates - first)
         if updates:
             start = _start_in(_run_of(directory), config, checkpoint)
             manifest = read_batch_manifest(directory)
-            sources.append(Source(directory.resolve(), manifest, start, groups, first, updates))
+            sources.append(Source(directory.resolve(), manifest, start, groups, first, updates, left_out))
     if not sources:
-        raise ConfigError(f"batch.prompts is {config.batch.prompts}, more than the groups of any batch: lower it")
+        left = " that its run has not learned from" if unused else ""
+        raise ConfigError(f"batch.prompts is {config.batch.prompts}, more than the groups{left} of any batch: lower it")
     total = sources[-1].first_update + sources[-1].updates
+    if total < would_serve:
+        say(f"these rollouts would serve {would_serve} updates: {total} are taken, as schedule.updates says")
     schedule = {"kind": "staged", "updates": total, "stages": len(sources)}
     return make_config({**config.model_dump(mode="json"), "schedule": schedule}, source="learn"), sources
 
@@ -214,6 +251,14 @@ def _batches_of(path: Path) -> list[Path]:
         raise StoreError(f"{path} does not exist: name a run directory or a generation batch in its `rollouts`")
     read_batch_manifest(path)  # says what is wrong if it is none
     return [path]
+
+
+def _used_of(directory: Path, manifest: BatchManifest) -> Ranges:
+    """Rollouts of a batch that the run which it lies in has learned from."""
+    run = _run_of(directory)
+    if run is None:
+        raise StoreError(f"{directory} lies in no run: which of its rollouts were used is in the ledger of one")
+    return consumed(read_ledger(ledger_path(run)), manifest.generation_batch)
 
 
 def _run_of(batch: Path) -> Path | None:

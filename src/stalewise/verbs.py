@@ -101,6 +101,7 @@ def learn(
     rollouts: Iterable[str | Path],
     *,
     checkpoint: str | Path | None = None,
+    unused: bool = False,
     watcher: Watcher | None = None,
 ) -> RunResult:
     """Learn once through rollouts that exist: of run directories, or of single generation batches, in this order.
@@ -108,17 +109,18 @@ def learn(
     The result is a run directory like any other, except that its rollouts lie elsewhere. Updates: for each batch its
     groups divided by `batch.prompts`, rounded down, and at most `schedule.updates` in all. The policy starts at
     `config.model.path` or at `checkpoint`, with a fresh optimizer. `stalewise.relearn` says how ages are counted.
+    `unused` leaves out what the runs that made the rollouts have learned from.
     """
     paths, start = [Path(path) for path in rollouts], None if checkpoint is None else Path(checkpoint)
-    return together(config, lambda ranks: _relearn(config, paths, start, watcher or Silence(), ranks))
+    return together(config, lambda ranks: _relearn(config, paths, start, unused, watcher or Silence(), ranks))
 
 
 def _relearn(
-    config: RunConfig, rollouts: Sequence[Path], checkpoint: Path | None, watcher: Watcher, ranks: Ranks
+    config: RunConfig, rollouts: Sequence[Path], checkpoint: Path | None, unused: bool, watcher: Watcher, ranks: Ranks
 ) -> RunResult:
     check_objective(config)  # before anything is loaded
     config = settle(config, watcher.say)
-    planned, sources = plan_sources(config, rollouts, checkpoint)
+    planned, sources = plan_sources(config, rollouts, checkpoint, unused=unused, say=watcher.say)
     return conduct(planned.directory, lambda: Relearner(planned, sources, checkpoint, watcher), ranks)
 
 

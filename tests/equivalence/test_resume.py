@@ -36,7 +36,6 @@ def test_killed_runs_end_as_if_they_had_never_been_stopped(kind: str, objective:
     assert figures["kills"] >= kills
     # A kill before the first checkpoint of the learner only starts the run anew: enough must come later, on a machine
     # whose other load moves them about.
-    # How long the second process of a pipelined run takes to start varies too much to say when its kills come.
-    assert figures["kills_after_learning_began"] >= (0 if kind == "pipelined" else kills // 6)
+    assert figures["kills_after_learning_began"] >= (1 if kind == "pipelined" else kills // 6)
     assert (figures["rollbacks"] > 0) == (kind == "collapsing")
     assert figures["generation_batches"] > (3 if kind in ("spent", "pipelined") else 2)

@@ -34,6 +34,7 @@ from stalewise.calibration.planning import (
     require_calibration,
 )
 from stalewise.calibration.probe import generation_costs, measure, phases, switching_costs
+from stalewise.calibration.settle import settle
 from stalewise.calibration.sweep import fit_sweep
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import CalibrationError, ConfigError
@@ -430,9 +431,25 @@ def test_a_sweep_in_which_everything_collapsed_plans_nothing(runs: Path) -> None
     plan = plan_config(config, require_calibration(config))
     assert (plan.safe, plan.is_safe) == (None, None)
     assert "is unknown: no run survived" in plan.problem
-    assert budget_limits(config) is None
+    limits = budget_limits(config)
+    assert limits is not None and limits[0] == 0 < limits[1]  # R_crit is watched though R_batch cannot be
     with pytest.raises(CalibrationError, match="is unknown: no run survived"):
         law_learning_rate(config)
+
+
+def test_a_rate_that_is_merely_known_to_be_safe_does_not_take_the_place_of_a_larger_one(runs: Path) -> None:
+    whole = fit_sweep([replace(run, collapsed_at=None) for run in stable_and_not()], CollapseRule(), resamples=0)
+    given = {"optimizer": {"learning_rate": 0.1}}
+    if_calibrated = {"plan": {"learning_rate": "planned-if-calibrated"}}
+    said: list[str] = []
+    config = calibrated(runs, sweep=whole)(**given, **if_calibrated)
+    assert law_learning_rate(config) < 0.1
+    assert settle(config, said.append).optimizer.learning_rate == 0.1
+    assert "stays 0.1, as given: up to" in said[0] and "no run of the sweep says that more is not" in said[0]
+    asked_for = calibrated(runs, sweep=whole)(**given, plan={"learning_rate": "planned"})
+    assert settle(asked_for).optimizer.learning_rate == law_learning_rate(asked_for)
+    fallen = calibrated(runs, sweep=SWEEP)(**given, **if_calibrated)
+    assert settle(fallen).optimizer.learning_rate == law_learning_rate(fallen) < 0.1
 
 
 def test_identities_are_told_apart_by_what_one_of_them_lacks() -> None:

@@ -445,6 +445,10 @@ def test_a_budget_that_is_not_known_is_not_shown() -> None:
     found = BudgetWatch(None, print).measure(0.5, 0.25)
     assert found["batch_drift"] == 0.25 and math.isnan(found["batch_budget"]) and math.isnan(found["horizon_budget"])
     assert BudgetWatch.note(found) == ""
+    said: list[str] = []
+    half = BudgetWatch((0.0, 1.0), said.append).measure(0.95, 0.0)  # one of two
+    assert math.isnan(half["batch_budget"]) and BudgetWatch.note(half) == "  budget 95% of run"
+    assert len(said) == 1 and "in all" in said[0]
 
 
 def test_drift_within_a_batch_is_counted_from_the_policy_that_made_it(tiny_run: RunConfig) -> None:

@@ -18,7 +18,7 @@ from stalewise.errors import ConfigError, ModelError, StoreError, TaskError
 from stalewise.files import read_json, read_jsonl, sha256_file
 from stalewise.models import EMBEDDED
 from stalewise.run import run
-from stalewise.store import batch_directories, ledger_path, read_ledger
+from stalewise.store import batch_directories, consumed, from_ranges, ledger_path, read_ledger, truncate_ledger
 from stalewise.verbs import evaluate, generate, learn
 from stalewise.watch import Silence
 from tiny import tiny_record
@@ -78,6 +78,40 @@ def test_learning_goes_on_where_it_was_interrupted(tiny_run: RunConfig, runs: Pa
     assert steps(parts) == steps(whole)
     assert weights(parts, 4) == weights(whole, 4) != weights(tiny_run, 4)
     assert [record["update"] for record in read_jsonl(parts.directory / "metrics.jsonl")] == [0, 1, 2, 3]
+
+
+class Listener(Silence):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def say(self, message: str) -> None:
+        self.said.append(message)
+
+
+def test_what_a_run_has_not_learned_from_can_be_learned_from_alone(tiny_run: RunConfig, runs: Path) -> None:
+    source = runs / "stopped"
+    shutil.copytree(tiny_run.directory, source)
+    truncate_ledger(ledger_path(source), 1)  # as if the rollouts of the first stage had been spent after one update
+    used = read_ledger(ledger_path(source))
+    rest = make_config(tiny_record(runs, "rest"))
+    said = Listener()
+    assert learn(rest, [source], unused=True, watcher=said).updates == 3
+    assert [step[:2] for step in steps(rest)] == [(0, 0), (1, 1), (2, 1)]
+    before, after = (consumed(entries, 0) for entries in (used, read_ledger(ledger_path(rest.directory))))
+    assert not set(from_ranges(before)) & set(from_ranges(after))
+    learn(rest, [source], unused=True)  # it is done, and of the same rollouts
+    with pytest.raises(StoreError, match="learned from other rollouts"):
+        learn(rest, [source])
+    with pytest.raises(ConfigError, match="more than the groups that its run has not learned from"):
+        learn(make_config(tiny_record(runs, "none")), [tiny_run.directory], unused=True)
+    elsewhere = runs / "alone" / rollouts_of(tiny_run)[0].name
+    shutil.copytree(rollouts_of(tiny_run)[0], elsewhere)
+    with pytest.raises(StoreError, match="lies in no run"):
+        learn(make_config(tiny_record(runs, "none")), [elsewhere], unused=True)
+    short = make_config(tiny_record(runs, "short", schedule={"kind": "staged", "updates": 3, "stages": 1}))
+    learn(short, [tiny_run.directory], watcher=(heard := Listener()))
+    told = "these rollouts would serve 4 updates: 3 are taken, as schedule.updates says"
+    assert told in heard.said and not any("would serve" in text for text in said.said)
 
 
 def test_ages_are_counted_from_the_checkpoint_in_the_run_that_made_the_rollouts(

@@ -93,7 +93,8 @@ def make_grid(
     for staleness in stalenesses:
         if not 1 <= staleness <= updates:
             raise ConfigError(
-                f"--staleness {staleness}: expected 1 to {updates}, the updates of a run: no rollout gets older"
+                f"--staleness {staleness}: expected 1 to {updates}, the updates of a run: no rollout gets older; "
+                "--updates makes them longer"
             )
     for learning_rate in learning_rates:
         if not 0 < learning_rate < math.inf:

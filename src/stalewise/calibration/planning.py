@@ -200,18 +200,30 @@ def law_learning_rate(config: RunConfig) -> float:
     return _safe(config, require_calibration(config), staleness_of(config), config.schedule.updates).learning_rate
 
 
+def rests_on_collapses(config: RunConfig) -> bool:
+    """Whether runs of the sweep say that more than that learning rate is not safe.
+
+    Where nothing collapsed, the rate that the law calls safe is no more than that: larger ones may be safe as well.
+    """
+    calibration = require_calibration(config)
+    binding = _safe(config, calibration, staleness_of(config), config.schedule.updates).binding
+    found, _ = _fit(config, calibration)
+    radius = {"batch": found.batch_radius, "horizon": found.critical_radius}.get(binding)
+    return radius is not None and radius.known
+
+
 def budget_limits(config: RunConfig) -> tuple[float, float] | None:
-    """The lower ends of R_batch and R_crit, to watch a run against; None where there is nothing to watch against."""
+    """The lower ends of R_batch and R_crit, to watch a run against, 0 for one that is unknown; None where both are."""
     found = find_calibration(config)
     if found is None or found.sweep is None or found.sweep.fit is None:
         return None
     low = found.sweep.fit.batch_radius.low, found.sweep.fit.critical_radius.low
-    return low if min(low) > 0.0 else None
+    return low if max(low) > 0.0 else None
 
 
 def describe_safety(plan: ConfigPlan) -> list[str]:
     """Whether a config is safe, in a line or two; what to change where it is not."""
-    what = f"S = {plan.staleness}, T = {plan.updates}, η = {rate_name(plan.learning_rate)}"
+    what = f"S = {plan.staleness}, T = {plan.updates}, η = {rate_name(float(f'{plan.learning_rate:.3g}'))}"
     if plan.safe is None:
         return [f"plan: {what}: {plan.problem}"]
     limit = {"batch": "R_batch binds", "horizon": "R_crit binds", "domain": "more was never tried"}[plan.safe.binding]
@@ -238,10 +250,22 @@ def plan_for_training(config: RunConfig) -> TrainingPlan:
     lines = describe_safety(plan)
     if plan.cost is not None:
         lines.append(f"plan: about {duration(plan.cost.seconds)}, {plan.cost.disk_bytes / 1e6:,.1f} MB on disk")
+        lines += [f"plan: {note}" for note in cost_notes(config)]
     lines += [f"plan: {note}" for note in plan.elsewhere]
     if config.plan.strict and not plan.is_safe:
         raise CalibrationError(" ".join(line.removeprefix("plan: ") for line in describe_safety(plan)))
     return TrainingPlan(lines, plan.is_safe)
+
+
+def cost_notes(config: RunConfig) -> list[str]:
+    """What time and disk of a plan leave out."""
+    if config.schedule.end != "spent":
+        return []
+    stages = config.schedule.schedule().generation_batches
+    return [
+        f"time and disk are those of {stages} stages that are used up; where rollouts are spent before, there are more "
+        "stages, and what is left of each is made and kept, but not learned from"
+    ]
 
 
 def rounded_down(learning_rate: float) -> str:

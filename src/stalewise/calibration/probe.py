@@ -144,13 +144,13 @@ def rewards(directory: Path) -> dict[str, Any]:
 def generation_costs(journal: Sequence[dict[str, Any]], least: dict[int, float]) -> dict[str, Any]:
     """A line through seconds against rollouts, over all generations but the first, which pays for what is made once.
 
-    `least` is what the shards of each took: a record of less is of a sitting that made only the rest of a batch.
+    `least` is what the shards of each took: a record of clearly less is of a sitting that made only the rest of a batch.
     """
     events = [record for record in journal if record["event"] == "generate"]
     whole = {
         record["generation_batch"]: record
         for record in events
-        if record["seconds"] >= least[record["generation_batch"]] and record["generation_batch"] > 0
+        if record["seconds"] >= 0.9 * least[record["generation_batch"]] and record["generation_batch"] > 0
     }
     if not whole:
         raise CalibrationError("no generation of the probe was timed as a whole: delete its directory and probe again")

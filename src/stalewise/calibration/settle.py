@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from stalewise.calibration.planning import budget_limits, law_learning_rate
+from stalewise.calibration.planning import budget_limits, law_learning_rate, rests_on_collapses, rounded_down
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import CalibrationError
 from stalewise.files import read_json, write_json_atomic
@@ -29,6 +29,13 @@ def settle(config: RunConfig, say: Callable[[str], object] = lambda text: None) 
         if config.plan.learning_rate == "planned":
             raise
         say(f"optimizer.learning_rate stays {config.optimizer.learning_rate:g}, as given: {error}")
+        return config
+    given = config.optimizer.learning_rate
+    if config.plan.learning_rate != "planned" and rate < given and not rests_on_collapses(config):
+        say(
+            f"optimizer.learning_rate stays {given:g}, as given: up to {rounded_down(rate)} is known to be safe, but "
+            "no run of the sweep says that more is not"
+        )
         return config
     say(f"plan: optimizer.learning_rate is {rate:.3g}, the largest that is safe")
     return with_rate(config, rate)

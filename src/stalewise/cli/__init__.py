@@ -193,6 +193,9 @@ def learn(
         list[Path], typer.Option(help="Run directory or generation batch to learn from; may be given again.")
     ],
     checkpoint: Annotated[Path | None, typer.Option(help="Policy to start from, instead of model.path.")] = None,
+    unused: Annotated[
+        bool, typer.Option("--unused", help="Only rollouts that the runs which made them did not learn from.")
+    ] = False,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -205,7 +208,7 @@ def learn(
 
     is_first = meet(checked).is_first
     with watching(checked, is_first=is_first) as watcher:
-        result = learn(checked, rollouts, checkpoint=checkpoint, watcher=watcher)
+        result = learn(checked, rollouts, checkpoint=checkpoint, unused=unused, watcher=watcher)
     if is_first:
         print_result(result, as_json)
 

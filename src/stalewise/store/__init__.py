@@ -2,6 +2,7 @@
 
 from stalewise.store.ledger import (
     LedgerEntry,
+    Ranges,
     append_entry,
     consumed,
     from_ranges,
@@ -37,6 +38,7 @@ __all__ = [
     "BatchManifest",
     "BatchName",
     "LedgerEntry",
+    "Ranges",
     "Rows",
     "ShardManifest",
     "TokenLog",
