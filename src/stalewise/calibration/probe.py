@@ -144,7 +144,7 @@ def rewards(directory: Path) -> dict[str, Any]:
 def generation_costs(journal: Sequence[dict[str, Any]], least: dict[int, float]) -> dict[str, Any]:
     """A line through seconds against rollouts, over all generations but the first, which pays for what is made once.
 
-    `least` is what the shards of each took: a record of clearly less is of a sitting that made only the rest of a batch.
+    `least` is what the shards of each took: a record of clearly less is of a sitting that made the rest of a batch.
     """
     events = [record for record in journal if record["event"] == "generate"]
     whole = {
