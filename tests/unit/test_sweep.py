@@ -74,7 +74,10 @@ def test_the_largest_staleness_is_that_of_one_generation(runs: Path) -> None:
     [
         (["0", "1e-3"], "--staleness 0: expected 1 to 8, the updates of a run: no rollout gets older"),
         (["-3", "1e-3"], "--staleness -3: expected 1 to 8, the updates of a run: no rollout gets older"),
-        (["9", "1e-3"], "--staleness 9: expected 1 to 8, the updates of a run: no rollout gets older"),
+        (
+            ["9", "1e-3"],
+            "--staleness 9: expected 1 to 8, the updates of a run: no rollout gets older; --updates makes runs longer",
+        ),
         (["3", "0"], "--lr 0: a learning rate is above 0"),
         (["3", "nan"], "--lr nan: a learning rate is above 0"),
         (["3;5", "1e-3"], "--staleness 3;5: expected numbers with commas between them, as in 4,16,64"),

@@ -92,9 +92,9 @@ def make_grid(
     """All combinations, in order of learning rate, so that the first runs tell soonest where the border is."""
     for staleness in stalenesses:
         if not 1 <= staleness <= updates:
+            longer = "; --updates makes runs longer" if staleness > updates else ""
             raise ConfigError(
-                f"--staleness {staleness}: expected 1 to {updates}, the updates of a run: no rollout gets older; "
-                "--updates makes them longer"
+                f"--staleness {staleness}: expected 1 to {updates}, the updates of a run: no rollout gets older{longer}"
             )
     for learning_rate in learning_rates:
         if not 0 < learning_rate < math.inf:
