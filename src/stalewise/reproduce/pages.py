@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +33,22 @@ SETTING_WORDS = {"lab": "Laboratory", "real": "Real model"}
 
 def found(experiment: Experiment) -> dict[str, tuple[Results, Finding]]:
     """Results and verdict of each setting that has been run."""
-    rule = rules().get(experiment.table.verdict)
-    if rule is None:
+    if experiment.table.verdict not in rules():
         hint = nearest(experiment.table.verdict, rules())
         raise ConfigError(f"experiment {experiment.name}: there is no verdict {experiment.table.verdict}; {hint}")
     made: dict[str, tuple[Results, Finding]] = {}
     for setting in experiment.settings:
         path = experiment.directory / results_name(setting)
         if path.is_file():
-            results = read_results(path)
-            made[setting] = (results, rule(results))
+            made[setting] = _judged(path, path.stat().st_mtime_ns, experiment.table.verdict)
     return made
+
+
+@cache
+def _judged(path: Path, changed: int, verdict: str) -> tuple[Results, Finding]:
+    """Judged once for each state of the file: a fit of the law takes seconds."""
+    results = read_results(path)
+    return results, rules()[verdict](results)
 
 
 def take_results(experiments: Sequence[Experiment], source: Path, *, replace: bool = False) -> list[str]:
