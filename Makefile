@@ -13,13 +13,11 @@ VERL   := .venv-verl
 
 install: $(STAMP)
 
-# torch comes first and exactly: a bare range would bring gigabytes of CUDA to a machine without a GPU. What is imported is
-# compiled then; to compile everything takes a minute.
+# torch comes first and exactly: a bare range would bring gigabytes of CUDA to a machine without a GPU.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $$(grep '^torch==' constraints.txt)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt \
-		--editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $(STAMP)
 
 test: install lint types unit
