@@ -228,8 +228,7 @@ def plan_sources(
         updates = min(groups // config.batch.prompts, config.schedule.updates - first)
         if updates:
             start = _start_in(_run_of(directory), config, checkpoint)
-            manifest = read_batch_manifest(directory)
-            sources.append(Source(directory.resolve(), manifest, start, groups, first, updates, left_out))
+            sources.append(Source(directory.resolve(), batch.manifest, start, groups, first, updates, left_out))
     if not sources:
         left = " that its run has not learned from" if unused else ""
         raise ConfigError(f"batch.prompts is {config.batch.prompts}, more than the groups{left} of any batch: lower it")

@@ -406,6 +406,8 @@ def test_before_training_a_plan_is_said_in_a_few_lines(runs: Path) -> None:
     assert (len(said.lines), said.is_safe) == (2, True)
     assert said.lines[0].startswith("plan: S = 9, T = 100, η = 1e-4: safe; η up to ")
     assert said.lines[1].startswith("plan: about ")
+    spent = plan_for_training(config(schedule={"kind": "staged", "updates": 100, "stages": None, "end": "spent"}))
+    assert any("stages that are used up" in line for line in spent.lines)
     warned = plan_for_training(config(optimizer={"learning_rate": 0.1}))
     assert (len(warned.lines), warned.is_safe) == (3, False)
     assert "NOT safe" in warned.lines[0] and "lower optimizer.learning_rate to" in warned.lines[1]

@@ -446,7 +446,8 @@ def test_what_was_taken_back_is_grey_and_said(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", done=6)
     place = run / "rollbacks" / "r000"
     record = {"from_version": 6, "to_version": 4, "reason": "the reward fell", "value": 0.1, "best": 0.8, "time": 130.0}
-    write_json_atomic(place / "rollback.json", {**record, "learning_rate_factor": 0.5, "batches": ["g000001-v000004"]})
+    record |= {"learning_rate_factor": 0.5, "batches": ["g000001-v000004"], "led_there": [0, 1]}
+    write_json_atomic(place / "rollback.json", record)
     for update in (4, 5):
         append_line(place / "metrics.jsonl", metrics(update, ess=0.05))
     add_evaluation(place, 6, 0.1)
@@ -455,7 +456,8 @@ def test_what_was_taken_back_is_grey_and_said(tmp_path: Path) -> None:
     assert "; besides, 2 updates and 512 rollouts were made and taken back." in summarise(found).cost
     table = render(read_runs([run, write_run(tmp_path / "other")]))
     assert "6 of 8 and 2 taken back</td>" in table and "2048 and 512 taken back</td>" in table
-    said = "The run was taken back from version 6 to 4: the reward fell (0.1; its best was 0.8); the learning rate is"
+    said = "The run was taken back from version 6 to 4: the reward fell (0.1; its best was 0.8); what led there was "
+    said += "learned from generation batch 0, 1; the learning rate is"
     assert said in warnings(found)
     assert "ESS falls" not in warnings(found)  # that was taken back
     taken, _, kept, _ = traces(ESS, found)  # what stands is drawn last, so it lies on top

@@ -225,6 +225,10 @@ def test_results_of_fewer_jobs_do_not_take_the_place_of_kept_ones(
     (sentence,) = take_results(experiments, tmp_path / "trial")
     assert f"keeps its {record['done']} jobs" in sentence and "--replace" in sentence
     assert kept.read_text() == before
+    words = ["reproduce", "tiny", "--render-only", "--from", str(tmp_path / "trial")]
+    shown = call(*words, "--experiments", tmp_path / "experiments")
+    assert f"{tmp_path / 'trial' / 'tiny' / 'results-lab.json'}: " in shown.stderr  # what the trial itself says
+    assert f"{record['done'] - 1} of {record['planned']} jobs done" in shown.stderr and kept.read_text() == before
     assert take_results(experiments, tmp_path / "trial", replace=True) == [] and kept.read_text() == trial
     assert take_results(experiments, root / "out") == []  # as many, or more
     assert read_results(kept).done == record["done"]

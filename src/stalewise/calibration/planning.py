@@ -43,7 +43,7 @@ class ConfigPlan:
     choices: list[Choice]
     fastest: int | None  # the µ that gets as far as the config in the least time
     drift_reduced: bool  # the config goes further than is safe, and the choices are compared at what is safe
-    elsewhere: list[str]  # what was measured on something else than this config runs on, and what that means
+    elsewhere: list[str]  # what was measured on something else than this config runs on, or is left out
 
     @property
     def is_safe(self) -> bool | None:
@@ -147,7 +147,7 @@ def plan_config(config: RunConfig, calibration: Calibration) -> ConfigPlan:
         choices=choices,
         fastest=fastest.updates_per_generation if fastest is not None else None,
         drift_reduced=rate > limit,
-        elsewhere=measured_elsewhere(calibration, place_of(config)),
+        elsewhere=[*measured_elsewhere(calibration, place_of(config)), *(cost_notes(config) if cost else ())],
     )
 
 
@@ -250,7 +250,6 @@ def plan_for_training(config: RunConfig) -> TrainingPlan:
     lines = describe_safety(plan)
     if plan.cost is not None:
         lines.append(f"plan: about {duration(plan.cost.seconds)}, {plan.cost.disk_bytes / 1e6:,.1f} MB on disk")
-        lines += [f"plan: {note}" for note in cost_notes(config)]
     lines += [f"plan: {note}" for note in plan.elsewhere]
     if config.plan.strict and not plan.is_safe:
         raise CalibrationError(" ".join(line.removeprefix("plan: ") for line in describe_safety(plan)))

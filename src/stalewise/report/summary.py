@@ -172,7 +172,7 @@ def describe_rollback(record: Mapping[str, Any]) -> str:
     batches = record.get("batches") or ()
     fresh = f"; {counted(len(batches), 'generation batch', 'generation batches')} taken back, too" if batches else ""
     led = ", ".join(map(str, record.get("led_there") or ()))
-    from_ = f"; what it had learned from since were generation batches {led}" if led else ""
+    from_ = f"; what led there was learned from generation batch {led}" if led else ""
     went = f"The run was taken back from version {record['from_version']} to {record['to_version']}"
     known = all(isinstance(record.get(key), float) for key in ("value", "best"))
     numbers = f" ({record['value']:.3g}; its best was {record['best']:.3g})" if known else ""
