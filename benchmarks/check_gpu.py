@@ -259,6 +259,22 @@ def check_token_record(model: str, rows: Rows) -> dict[str, float]:
     }
 
 
+def check_steps(model: str, rows: Rows, vocabulary: int) -> dict[str, float]:
+    """Updates through graphs: whether they moved the weights as far as they say, and say the same in a row."""
+    batches = [rows, *(sampled_rows(model, vocabulary, seed) for seed in (1, 2))]
+    config = settings(model, compile="always", tokens_per_micro_batch=100_000)
+    alone, ahead = (Learner(config, Path(model)) for _ in range(2))
+    apart, said = [], []
+    for batch in batches:
+        before = [weight.detach().clone() for weight in alone.names]
+        said.append(alone.update(batch))
+        moved = torch.stack([(b - w.detach()).double().norm() for b, w in zip(before, alone.names, strict=True)]).norm()
+        apart.append(abs(said[-1]["update_norm"] / float(moved) - 1))
+    found = [pending.metrics() for pending in [ahead.enqueue(batch) for batch in batches]]
+    differ = sum(a[name] != b[name] for a, b in zip(said, found, strict=True) for name in a if a[name] == a[name])
+    return {"update_norm_apart": max(apart), "numbers": sum(map(len, said)), "numbers_that_differ_ahead": differ}
+
+
 def load(model: str, dtype: torch.dtype) -> Any:
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     return loaded.to(CUDA).eval()
@@ -301,6 +317,11 @@ def verdicts(name: str, found: Any) -> dict[str, bool]:
             "that of the CPU": found["logp_max"] < 2e-3 and found["flags_that_differ"] < 1e-3,
             "so are the metrics": found["metrics_max"] < 0.02 and not found["metrics_unknown_to_one"],
         }
+    if name == "steps":
+        return {
+            "an update says how far it moved the weights": found["update_norm_apart"] < 1e-3,
+            "updates that nobody waits for say the same": found["numbers_that_differ_ahead"] == 0,
+        }
     return {"an update is enqueued without waiting": found == 0}
 
 
@@ -322,6 +343,7 @@ def main() -> int:
             "sampler_compiled": lambda: check_sampler(model, vocabulary, torch.bfloat16, compiled=True),
             "rounding": lambda: check_rounding(model, vocabulary),
             "token_record": lambda: check_token_record(model, rows),
+            "steps": lambda: check_steps(model, rows, vocabulary),
             "waits": lambda: count_waits(model, rows),
         }
         found: dict[str, Any] = {}

@@ -13,9 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from stalewise.attention import PACKED
 from stalewise.learn import graphs
+from stalewise.learn.aside import Aside
 from stalewise.learn.batching import Layout, MicroBatch, micro_batches
 from stalewise.learn.graphs import Captured, GraphedBody, _copied
 from stalewise.learn.logp import response_logp
+from stalewise.learn.weights import FlatWeights
 
 CPU = torch.device("cpu")
 SIZE: dict[str, Any] = {
@@ -116,17 +118,17 @@ def test_both_lanes_give_the_gradients_of_a_plain_pass(kind: str, monkeypatch: p
         return [torch.zeros_like(w) if w.grad is None else w.grad.clone() for w in weights]
 
     expected = gradients(None)
-    body = Replayed(model, weights, torch.bfloat16)
+    body = Replayed(model, FlatWeights(weights, Aside(CPU)), torch.bfloat16)
     found = gradients(body)
     assert seen == {1, 2}
-    assert all(weight.grad is total for weight, total in zip(weights, body.totals, strict=True))
+    assert all(weight.grad is total for weight, total in zip(weights, body.weights.gradients, strict=True))
     for one, other in zip(found, expected, strict=True):
         assert (one - other).norm() <= 0.03 * other.norm() + 1e-6
 
 
 def test_streams_are_joined_though_a_pass_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("tied")
-    body = Replayed(model, list(model.parameters()), torch.bfloat16)
+    body = Replayed(model, FlatWeights(list(model.parameters()), Aside(CPU)), torch.bfloat16)
 
     def fail(model: Any, passages: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")

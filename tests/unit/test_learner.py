@@ -537,7 +537,7 @@ def test_out_of_memory_after_the_step_is_not_a_reason_to_take_it_again(monkeypat
     def fail(before: Any, after: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("stalewise.learn.learner.distance", fail)
+    monkeypatch.setattr("stalewise.learn.weights.distance", fail)
     learner = Learner(config(), POLICY)
     with pytest.raises(ModelError, match="out of memory after a step"):
         learner.update(rollouts())

@@ -172,6 +172,17 @@ def test_ours_is_judged_at_equal_time() -> None:
     assert verdict("ours", *arms(0.9, 20.0)) == "opposite"  # after 10 s it stands at 0.65
 
 
+def test_ours_compares_means_over_learning_rates() -> None:
+    def arms(method: str, **ends: float) -> list[dict[str, Any]]:
+        return [arm(f"{method} {rate}", [0.4, end], {"method": method, "rate": rate}) for rate, end in ends.items()]
+
+    given = [*arms("auto", small=0.9, large=0.7), *arms("P3O", small=0.9, large=0.2), *arms("GRPO", small=0.9)]
+    given[2]["seeds"].popitem()  # of P3O, whose other seeds are compared still
+    (line,) = (one for one in rules()["ours"](results(*given)).lines if "mean over η" in one)
+    assert line.count("+0.250") == 3 and "P3O" in line  # mean and both ends: the seeds move together
+    assert "GRPO" not in line  # it was run at one of the two alone
+
+
 # ---------------------------------------------------------------- the law
 
 

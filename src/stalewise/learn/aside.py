@@ -33,6 +33,11 @@ class Aside:
             with torch.cuda.stream(self.stream):
                 yield
 
+    def reads_for_now(self, tensor: torch.Tensor) -> None:
+        """Within `reading`: this is not to be held until `join`, only until what is enqueued here by then is done."""
+        if self.stream is not None:
+            tensor.record_stream(self.stream)
+
     def join(self, *made: torch.Tensor) -> None:
         """What is enqueued after this comes after all of it, and may read what was made there."""
         if self.stream is not None:

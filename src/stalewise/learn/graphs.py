@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from stalewise.learn.batching import MicroBatch, Passage
-from stalewise.learn.optimizer import add_to, copies
+from stalewise.learn.optimizer import add_to
 from stalewise.learn.rounded import RoundedWeights, Twins
+from stalewise.learn.weights import FlatWeights
 from stalewise.transfer import UNDISTURBED, in_buffer
 
 # Each took a third of a second to make. Sizes beyond these are launched by Python.
@@ -42,16 +43,13 @@ class Captured:
 class GraphedBody:
     """A callable that gives the last hidden states of a packed micro-batch; gradients go straight to `.grad`.
 
-    The weights must stay where they are, and so must their gradients: zero them, never set them to None.
+    The weights must stay where they are, and so must their gradients.
     """
 
-    def __init__(self, model: Any, parameters: list[Tensor], precision: torch.dtype) -> None:
-        self.model, self.precision = model, precision
+    def __init__(self, model: Any, weights: FlatWeights, precision: torch.dtype) -> None:
+        self.model, self.weights, self.precision = model, weights, precision
         # The output layer runs outside: a weight that only it has gets no gradient here.
-        self.parameters = parameters
-        self.totals = [torch.zeros_like(parameter) for parameter in parameters]
-        for parameter, total in zip(parameters, self.totals, strict=True):
-            parameter.grad = total
+        self.parameters = weights.parameters
         self.anchor = torch.zeros((), device=model.device, requires_grad=True)
         self.rounded = RoundedWeights(model.base_model, precision)
         self.lanes = [Twins(self.rounded) for _ in range(LANES)]
@@ -97,7 +95,7 @@ class GraphedBody:
         empty = torch.empty(0, device=self.model.device)
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         captured = Captured(*_copied(part), empty, empty, forward, backward)
-        with _kept(self.totals):
+        with _kept(self.weights.gradient):
             self._try_out(captured)
             # What lies in the caches of the lanes' streams is of use to nobody else. Nothing may be under way: with
             # expandable segments memory is taken away as soon as the stream that asked for it is done.
@@ -160,7 +158,7 @@ class GraphedBody:
             if not torch.cuda.is_current_stream_capturing():  # which keeps all memory until it ends
                 for gradient in (one for one in of_lane if one is not None):
                     gradient.record_stream(here)
-            reached = [(total, g) for total, g in zip(self.totals, of_lane, strict=True) if g is not None]
+            reached = [(total, g) for total, g in zip(self.weights.gradients, of_lane, strict=True) if g is not None]
             add_to([total for total, _ in reached], [amount for _, amount in reached])
 
     @contextlib.contextmanager
@@ -223,11 +221,10 @@ class _Replay(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def _kept(totals: list[Tensor]) -> Iterator[None]:
-    """Totals are afterwards what they were before: trial runs add to them."""
-    before = copies(totals)
+def _kept(gradient: Tensor) -> Iterator[None]:
+    """It is afterwards what it was before: trial runs add to it."""
+    before = gradient.clone()
     try:
         yield
     finally:
-        for total, value in zip(totals, before, strict=True):
-            total.copy_(value)
+        gradient.copy_(before)

@@ -27,13 +27,14 @@ from stalewise.learn.batching import Layout, MicroBatch
 from stalewise.learn.graphs import GraphedBody
 from stalewise.learn.logp import PLAIN_KERNELS, check_output_layer, compiled_kernels, response_logp
 from stalewise.learn.lora import load_policy
-from stalewise.learn.optimizer import copies, distance, learning_rate, moments_by_file, read_moments, restore_moments
+from stalewise.learn.optimizer import adamw, learning_rate, moments_by_file, read_moments, restore_moments
 from stalewise.learn.parallel import Alone, SeenTokens
 from stalewise.learn.pending import PendingUpdate, Read, to_host
 from stalewise.learn.prepared import LaidOut, Prepared, lay_out_share
 from stalewise.learn.readings import NonFiniteUpdate, first_nonfinite, out_of_memory, read_step
 from stalewise.learn.shares import Dealt, Share, deal_update, seen_of_tokens
 from stalewise.learn.update_batch import UpdateBatch, loss_denominator, make_update_batch
+from stalewise.learn.weights import FlatWeights, Weights
 from stalewise.models import load_tokenizer, pick_device, pick_precision, turn_dropout_off
 from stalewise.objectives import Tokens, get_objective, make_tokens, micro_batch_loss, micro_batch_sums
 from stalewise.staleness.step_control import vcpo_factor
@@ -88,17 +89,11 @@ class Learner:
             self.say("learner.keep_activations changes nothing here: it is for compiled layers")
         self.aside = Aside(self.device)
         self.body: GraphedBody | None = None
+        self.weights = Weights(list(self.names))
         if compiled and self.packed and self._can_be_graphed():
-            self.body = GraphedBody(self.model, list(self.names), self.precision)
-        optimizer = config.optimizer
-        self.optimizer = torch.optim.AdamW(
-            self.names,
-            lr=optimizer.learning_rate,
-            betas=optimizer.betas,
-            eps=optimizer.epsilon,
-            weight_decay=optimizer.weight_decay,
-            fused=True,
-        )
+            self.weights = FlatWeights(list(self.names), self.aside)
+            self.body = GraphedBody(self.model, self.weights, self.precision)
+        self.optimizer = adamw(self.names, config.optimizer)
         self.rate_factor = 1.0  # on the config's learning rate, where a guard has lowered it
         self.version = 0
         self.steps = 0  # updates that were taken: one with nothing to learn from is counted in `version` alone
@@ -163,11 +158,11 @@ class Learner:
     def gradient(self, rows: Rows) -> Tensor:
         """What an update on these rollouts would follow, as one vector; nothing is changed. 0 where nothing teaches."""
         laid_out = self.prepare(rows).laid_out
-        self.optimizer.zero_grad(set_to_none=self.body is None)
+        self.weights.zero_gradients()
         if laid_out is not None:
             self._backward(laid_out.dealt.shares[0], laid_out.parts)
         found = [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in self.names]
-        self.optimizer.zero_grad(set_to_none=self.body is None)
+        self.weights.zero_gradients()
         return torch.cat([gradient.flatten() for gradient in found])
 
     def prepare(self, rows: Rows) -> Prepared:
@@ -209,7 +204,7 @@ class Learner:
         self.token_budget //= 2
         self.body = None
         self.say(f"out of memory: from here on {self.token_budget} tokens a micro-batch, half of what the config says")
-        self.optimizer.zero_grad(set_to_none=True)
+        self.weights.zero_gradients()
         self.aside.join()  # it holds activations
         torch.cuda.empty_cache()
         return self._lead(laid_out)
@@ -225,13 +220,13 @@ class Learner:
 
     def _step(self, share: Share, parts: list[MicroBatch]) -> tuple[Read, float, SeenTokens | None]:
         """Enqueue one step; its numbers, its learning rate, and what it saw of each token."""
-        self.optimizer.zero_grad(set_to_none=self.body is None)
+        self.weights.zero_gradients()
         loss, sums, places, seen = self._backward(share, parts)
         self.parallel.sum_gradients()
         loss, places, sums = self.parallel.together(loss, places, sums, share.whole.passes)
-        gradients = [weight.grad for weight in self.names if weight.grad is not None]
-        grad_norm = self.parallel.norm(torch.nn.utils.get_total_norm(gradients))
-        torch.nn.utils.clip_grads_with_norm_(self.names, self.config.optimizer.max_grad_norm, grad_norm)
+        self.weights.remember()
+        grad_norm = self.parallel.norm(self.weights.gradient_norm())
+        self.weights.clip_gradients(self.config.optimizer.max_grad_norm, grad_norm)
         # Decided on the device, where waiting would leave it idle: a step on such numbers changes nothing.
         unusable = ~(torch.stack([loss, grad_norm]).isfinite().all() & (places < 0).all())
         rate = learning_rate(
@@ -245,9 +240,10 @@ class Learner:
         controlled = self.config.optimizer.step_control == "vcpo"
         factor = vcpo_factor(sums.sequence_weights) if controlled else loss.new_ones(())
         # As float32, which is what a fused step reads on a GPU.
-        norm = self._take_step((rate * factor).float() if controlled else rate, unusable)
-        numbers = torch.stack([x.double() for x in (loss, grad_norm, factor, norm)])
-        read = to_host(torch.cat([numbers, places.double(), sums.pack()]))
+        self._take_step((rate * factor).float() if controlled else rate, unusable)
+        numbers, packed = [loss, grad_norm, factor, self.parallel.norm(self.weights.moved())], sums.pack()
+        with self.aside.reading(numbers, places, packed):
+            read = to_host(torch.cat([torch.stack([x.double() for x in numbers]), places.double(), packed]))
         return read, rate, seen
 
     def _read_step(self, read: Read, update: int, rate: float, dealt: Dealt) -> dict[str, float]:
@@ -255,19 +251,17 @@ class Learner:
         self.drift = metrics["drift"]
         return metrics
 
-    def _take_step(self, rate: float | Tensor, unusable: Tensor) -> Tensor:
-        """One optimizer step at this rate, none where it is unusable; the norm of the change of all weights."""
-        weights = [weight.detach() for weight in self.names]
-        before = copies(weights)
+    def _take_step(self, rate: float | Tensor, unusable: Tensor) -> None:
+        """One optimizer step at this rate, none where it is unusable."""
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         # The name under which torch's gradient scaler tells a fused optimizer to leave everything as it is.
         vars(self.optimizer)["found_inf"] = unusable.float()
+        self.aside.join()  # by then it has read the weights
         self.optimizer.step()
         self.steps += 1
         if self.body is not None:
             self.body.weights_changed()
-        return self.parallel.norm(distance(before, weights))
 
     def _backward(self, share: Share, parts: list[MicroBatch]) -> tuple[Tensor, TokenSums, Tensor, SeenTokens | None]:
         """Both phases over all micro-batches; gradients are left on the parameters.
@@ -346,5 +340,6 @@ class Learner:
     def _proximal_logp(self, part: MicroBatch) -> Tensor | None:
         if not self.proximal:
             return None
+        self.aside.join()  # which may still read the weights that are about to be swapped
         with torch.no_grad(), self.parallel.swapped(self.proximal):
             return self._forward(part)[0]  # without graphs, which know the policy's own weights alone

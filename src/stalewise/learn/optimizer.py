@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from stalewise.config import OptimizerSection
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 # Operations on many tensors in few launches: torch's own optimizers are made of them, its type stubs leave them out.
@@ -22,8 +24,13 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def distance(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
     """‖after − before‖ over all numbers; `before` is used up."""
-    _foreach._foreach_sub_(before, after)
+    subtract_from(before, after)
     return torch.linalg.vector_norm(torch.stack(_foreach._foreach_norm(before, 2, dtype=torch.float32)).double())
+
+
+def subtract_from(totals: Sequence[Tensor], amounts: Sequence[Tensor]) -> None:
+    """Subtract each amount from its total, in place."""
+    _foreach._foreach_sub_(totals, amounts)
 
 
 def copy_to(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
@@ -42,6 +49,18 @@ def add_to(totals: Sequence[Tensor], amounts: Sequence[Tensor]) -> None:
     for place, amount in zip(low, widened, strict=True):
         same[place] = amount
     _foreach._foreach_add_(totals, same)
+
+
+def adamw(parameters: Iterable[Tensor], settings: OptimizerSection) -> torch.optim.AdamW:
+    """The optimizer that a config asks for."""
+    return torch.optim.AdamW(
+        parameters,
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.epsilon,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
 
 
 def learning_rate(

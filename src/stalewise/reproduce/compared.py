@@ -55,6 +55,15 @@ def speed_up(slow: ArmResult, fast: ArmResult) -> Mean:
     return mean_of(a / b for a, b in pairs if a and b)
 
 
+def over_all(ones: Sequence[ArmResult], others: Sequence[ArmResult]) -> Mean:
+    """Final accuracy of the first less that of the second, each the mean of its arms, by the seeds that all have."""
+    seeds = set.intersection(*(set(arm.runs) for arm in (*ones, *others)))
+    means = [
+        [mean_of(final(arm.runs[seed]) for arm in arms).value for arms in (ones, others)] for seed in sorted(seeds)
+    ]
+    return mean_of(one - other for one, other in means)
+
+
 def time_to_equal(fresh: ArmResult, staged: ArmResult) -> str:
     """How much earlier the staged arm gets as good as the other is in the end, in words."""
     curves = [np.array([point[:2] for point in arm.curve(x="seconds")]) for arm in (fresh, staged)]

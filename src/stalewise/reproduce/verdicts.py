@@ -15,6 +15,7 @@ from stalewise.reproduce.compared import (
     less,
     mean_metric,
     only,
+    over_all,
     speed_up,
     time_to_equal,
     tuned,
@@ -283,6 +284,15 @@ def ours(results: Results) -> Finding:
         lines.append(
             f"{method}, final accuracy: " + ", ".join(f"η {rate} {mean}" for rate, mean in finals.items()) + "."
         )
+    gaps: list[str] = []
+    for method in results.values("method"):
+        rival = results.where(method=method)
+        if method != "auto" and {arm.axes["rate"] for arm in rival} == {arm.axes["rate"] for arm in automatic}:
+            gaps.append(f"{method} {signed(over_all(automatic, rival))}")
+    if gaps:
+        lines.append(f"auto less another, final accuracy, mean over η, seed by seed: {', '.join(gaps)}.")
+    if planned := [arm for arm in results.arms if "planned" in arm.axes]:
+        lines.append("As planned: " + ", ".join(f"{arm.name} {arm.mean(final)}" for arm in planned) + ".")
     stage = sorted((arm for arm in results.arms if arm.kind == "learn"), key=lambda arm: -arm.mean(final).value)
     if stage:
         lines.append(

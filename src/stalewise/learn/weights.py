@@ -1,0 +1,96 @@
+"""What is done to all trained weights, or to all of their gradients, at once.
+
+On a GPU an operation on a list of tensors is a dozen launches with a gap after each; on one tensor that holds them all
+it is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from stalewise.learn.aside import Aside
+from stalewise.learn.optimizer import copies, copy_to, distance, subtract_from
+
+
+class Weights:
+    """Trained weights and their gradients, each wherever it lies."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.parameters = list(parameters)
+        self.before: list[Tensor] = []
+
+    def zero_gradients(self) -> None:
+        """As they are before the first backward pass: none."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def gradient_norm(self) -> Tensor:
+        """‖gradient‖ over all numbers that are here."""
+        return get_total_norm([parameter.grad for parameter in self.parameters if parameter.grad is not None])
+
+    def clip_gradients(self, most: float, norm: Tensor) -> None:
+        """Make the gradient, whose norm this is, no longer than `most`."""
+        clip_grads_with_norm_(self.parameters, most, norm)
+
+    def remember(self) -> None:
+        """Before a step: what the weights are."""
+        self.before = copies([parameter.detach() for parameter in self.parameters])
+
+    def moved(self) -> Tensor:
+        """After a step: the norm of the change of all weights since `remember`, once."""
+        before, self.before = self.before, []
+        return distance(before, [parameter.detach() for parameter in self.parameters])
+
+
+class FlatWeights(Weights):
+    """The same with all gradients in one tensor, where they stay: what is captured in a graph knows their addresses.
+
+    The weights stay tensors of their own, and are remembered and compared beside what else there is to do.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], aside: Aside) -> None:
+        super().__init__(parameters)
+        self.aside = aside
+        self.gradient, self.gradients = _flat_like(self.parameters)
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+        self.zero_gradients()
+
+    def zero_gradients(self) -> None:
+        """They keep their places."""
+        self.gradient.zero_()
+
+    def gradient_norm(self) -> Tensor:
+        """In one reduction."""
+        return torch.linalg.vector_norm(self.gradient)
+
+    def clip_gradients(self, most: float, norm: Tensor) -> None:
+        """By the factor that `clip_grads_with_norm_` takes."""
+        self.gradient.mul_((most / (norm + 1e-6)).clamp(max=1.0))
+
+    def remember(self) -> None:
+        """Its memory is asked for here, not aside: whoever needs some later may have it."""
+        whole, views = _flat_like(self.parameters)
+        self.before = [whole, *views]
+        with self.aside.reading():
+            self.aside.reads_for_now(whole)
+            copy_to(views, [parameter.detach() for parameter in self.parameters])
+
+    def moved(self) -> Tensor:
+        """Computed aside, where it is to be read as well; the next update need not wait for it."""
+        (whole, *views), self.before = self.before, []
+        with self.aside.reading():
+            self.aside.reads_for_now(whole)
+            subtract_from(views, [parameter.detach() for parameter in self.parameters])
+            return torch.linalg.vector_norm(whole).double()
+
+
+def _flat_like(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """A tensor with room for all of these, and its parts, each of the shape of one."""
+    flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return flat, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
