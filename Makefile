@@ -16,18 +16,22 @@ install: $(STAMP)
 # torch comes first and exactly: a bare range would bring gigabytes of CUDA to a machine without a GPU.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
+		--constraint constraints.txt --editable ".[dev]"
+	-$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib  # on all cores, where pip has one
 	touch $(STAMP)
 
-test: install lint types unit
+# Types beside the tests, with what those leave of the cores.
+test: install
+	$(MAKE) --jobs 2 lint types unit
 
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 types: install
-	$(BIN)/pyright
+	nice -n 19 $(BIN)/pyright
 
 # One thread for each of many processes: two on a busy core wait for each other. The browser in a process of its own: it
 # keeps an event loop running, which others would run into.
