@@ -42,7 +42,7 @@ class ArmTable(Section):
     name: str = Field(description="What figures call it; {axis} stands for the value of an axis.")
     kind: Literal["train", "learn", "evaluate", "bias"] = Field(default="train", description="What its jobs do.")
     of: str = Field(default="", description="For learn and evaluate: the arm whose rollouts or final policy is taken.")
-    seeds: int | None = Field(default=None, ge=1, description="Seeds of this arm, where they are not those of the others.")
+    seeds: int | None = Field(default=None, ge=1, description="Seeds of this arm, where it has its own number.")
     late: bool = Field(default=False, description="Its jobs come after those of other arms of the same seed.")
     axes: dict[str, dict[str, dict[str, Any]]] = Field(
         default_factory=dict, description="Axis → value → settings; arms are all combinations."
