@@ -16,27 +16,23 @@ install: $(STAMP)
 # torch comes first and exactly: a bare range would bring gigabytes of CUDA to a machine without a GPU.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $$(grep '^torch==' constraints.txt)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile \
-		--constraint constraints.txt --editable ".[dev]"
-	-$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib  # on all cores, where pip has one
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $(STAMP)
 
-# Types beside the tests, with what those leave of the cores.
-test: install
-	$(MAKE) --jobs 2 lint types unit
+test: install lint types unit
 
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 types: install
-	nice -n 19 $(BIN)/pyright
+	$(BIN)/pyright
 
 # One thread for each of many processes: two on a busy core wait for each other. The browser in a process of its own: it
 # keeps an event loop running, which others would run into.
 unit: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --ignore tests/browser --ignore tests/on_ray
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/browser --ignore tests/on_ray
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/browser
 
 # Real vLLM on the CPU, in an environment of its own: it wants an older transformers than we are tested with. Nothing is

@@ -32,6 +32,7 @@ from stalewise.learn.learner import Learner, NonFiniteUpdate
 from stalewise.learn.logp import output_layer_is_plain, response_logp
 from stalewise.learn.optimizer import learning_rate
 from stalewise.learn.packing import halves, in_few_sizes, pack, prompt_numbers, size_above
+from stalewise.learn.weights import FlatWeights
 from stalewise.models import EMBEDDED, load_model, load_tokenizer
 from stalewise.objectives import OBJECTIVES
 from stalewise.store import Rows
@@ -503,8 +504,6 @@ class WatchedBody:
 
     def __init__(self, learner: Learner) -> None:
         self.learner, self.told = learner, list[torch.Tensor]()
-        for parameter in learner.names:
-            parameter.grad = torch.zeros_like(parameter)
 
     def __call__(self, part: Any) -> torch.Tensor:
         return run_passages(self.learner.model, part.passages)
@@ -517,14 +516,25 @@ def test_graphs_are_told_of_every_change_of_the_weights() -> None:
     plain, learner = Learner(config(), POLICY), Learner(config(), POLICY)
     body = WatchedBody(learner)
     learner.body = body  # pyright: ignore[reportAttributeAccessIssue]
+    learner.weights = FlatWeights(list(learner.names), learner.aside)
     for seed in (1, 2):
-        plain.update(rollouts(seed=seed))
-        learner.update(rollouts(seed=seed))
+        expected, found = plain.update(rollouts(seed=seed)), learner.update(rollouts(seed=seed))
+        for name in ("grad_norm", "update_norm", "drift"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-3), name
     after = torch.cat([weight.detach().flatten() for weight in learner.names])
     assert len(body.told) == 2 and torch.equal(body.told[-1], after)
     # Adam makes a step of nearly η of any gradient, so that what its rounding changes is seen in η.
     expected = torch.cat([weight.detach().flatten() for weight in plain.names])
     torch.testing.assert_close(after, expected, atol=0.03 * 1e-3, rtol=1e-5)
+
+
+def test_a_step_waits_for_the_copy_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, order = Learner(config(), POLICY), list[str]()
+    for owner, name in ((learner.weights, "remember"), (learner.aside, "join"), (learner.optimizer, "step")):
+        does = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, n=name, f=does: (order.append(n), f(*given))[1])
+    learner.update(rollouts())
+    assert order[order.index("remember") :] == ["remember", "join", "step"]
 
 
 def test_keeping_fewer_activations_without_compiling_is_said_to_change_nothing() -> None:
@@ -542,6 +552,20 @@ def test_out_of_memory_after_the_step_is_not_a_reason_to_take_it_again(monkeypat
     with pytest.raises(ModelError, match="out of memory after a step"):
         learner.update(rollouts())
     assert learner.steps == 1
+
+
+def test_memory_that_ends_within_the_first_step_leaves_no_half_made_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, plain = Learner(config(), POLICY), Learner(config(), POLICY)
+    take = learner.optimizer.step
+
+    def fail_once() -> Any:
+        monkeypatch.setattr(learner.optimizer, "step", take)
+        learner.optimizer.state[next(iter(learner.names))] = {"step": torch.zeros(())}  # as torch leaves it
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(learner.optimizer, "step", fail_once)
+    assert learner.update(rollouts())["update_norm"] == pytest.approx(plain.update(rollouts())["update_norm"], rel=1e-3)
+    assert learner.token_budget == plain.token_budget // 2
 
 
 @pytest.mark.parametrize("value", [-500.0, math.inf])

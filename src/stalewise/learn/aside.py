@@ -1,4 +1,4 @@
-"""Small work beside large: on a stream of its own, where the gaps between its kernels leave nobody waiting."""
+"""Work beside other work: on a stream of its own, where the gaps between its kernels leave nobody waiting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Aside:
 
     @contextlib.contextmanager
     def reading(self, *read: object) -> Iterator[None]:
-        """Small work, without gradients, that reads these. They are held until `join`.
+        """Work without gradients that reads these. They are held until `join`.
 
         Memory that is let go belongs to the next kernel of the stream that asked for it, whoever still reads it.
         """
@@ -32,11 +32,6 @@ class Aside:
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 yield
-
-    def reads_for_now(self, tensor: torch.Tensor) -> None:
-        """Within `reading`: this is not to be held until `join`, only until what is enqueued here by then is done."""
-        if self.stream is not None:
-            tensor.record_stream(self.stream)
 
     def join(self, *made: torch.Tensor) -> None:
         """What is enqueued after this comes after all of it, and may read what was made there."""

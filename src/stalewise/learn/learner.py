@@ -102,9 +102,9 @@ class Learner:
         self._snapshot_proximal()
 
     def _can_be_graphed(self) -> bool:
-        """Recomputed activations and float32 attention do things that a graph cannot hold."""
-        low = self.precision is not torch.float32
-        return self.device.type == "cuda" and low and not self.config.learner.gradient_checkpointing
+        """Recomputed activations and float32 attention do what a graph cannot hold; gradients share one tensor."""
+        fits = self.precision is not torch.float32 and len({weight.dtype for weight in self.names}) == 1
+        return self.device.type == "cuda" and fits and not self.config.learner.gradient_checkpointing
 
     # ------------------------------------------------------------ checkpoints
 
@@ -204,8 +204,11 @@ class Learner:
         self.token_budget //= 2
         self.body = None
         self.say(f"out of memory: from here on {self.token_budget} tokens a micro-batch, half of what the config says")
-        self.weights.zero_gradients()
         self.aside.join()  # it holds activations
+        self.weights = Weights(list(self.names))
+        self.weights.zero_gradients()
+        if not self.steps:  # memory may have ended half-way through making the moments
+            self.optimizer.state.clear()
         torch.cuda.empty_cache()
         return self._lead(laid_out)
 
@@ -241,9 +244,9 @@ class Learner:
         factor = vcpo_factor(sums.sequence_weights) if controlled else loss.new_ones(())
         # As float32, which is what a fused step reads on a GPU.
         self._take_step((rate * factor).float() if controlled else rate, unusable)
-        numbers, packed = [loss, grad_norm, factor, self.parallel.norm(self.weights.moved())], sums.pack()
-        with self.aside.reading(numbers, places, packed):
-            read = to_host(torch.cat([torch.stack([x.double() for x in numbers]), places.double(), packed]))
+        norm = self.parallel.norm(self.weights.moved())
+        numbers = torch.stack([x.double() for x in (loss, grad_norm, factor, norm)])
+        read = to_host(torch.cat([numbers, places.double(), sums.pack()]))
         return read, rate, seen
 
     def _read_step(self, read: Read, update: int, rate: float, dealt: Dealt) -> dict[str, float]:
@@ -257,7 +260,7 @@ class Learner:
             group["lr"] = rate
         # The name under which torch's gradient scaler tells a fused optimizer to leave everything as it is.
         vars(self.optimizer)["found_inf"] = unusable.float()
-        self.aside.join()  # by then it has read the weights
+        self.aside.join()  # which copies the weights
         self.optimizer.step()
         self.steps += 1
         if self.body is not None:
@@ -340,6 +343,5 @@ class Learner:
     def _proximal_logp(self, part: MicroBatch) -> Tensor | None:
         if not self.proximal:
             return None
-        self.aside.join()  # which may still read the weights that are about to be swapped
         with torch.no_grad(), self.parallel.swapped(self.proximal):
             return self._forward(part)[0]  # without graphs, which know the policy's own weights alone

@@ -49,7 +49,7 @@ class Weights:
 class FlatWeights(Weights):
     """The same with all gradients in one tensor, where they stay: what is captured in a graph knows their addresses.
 
-    The weights stay tensors of their own, and are remembered and compared beside what else there is to do.
+    The weights, all of one precision, stay tensors of their own. They are copied beside what is done to the gradients.
     """
 
     def __init__(self, parameters: Sequence[Tensor], aside: Aside) -> None:
@@ -66,27 +66,24 @@ class FlatWeights(Weights):
 
     def gradient_norm(self) -> Tensor:
         """In one reduction."""
-        return torch.linalg.vector_norm(self.gradient)
+        return torch.linalg.vector_norm(self.gradient, dtype=torch.float32)
 
     def clip_gradients(self, most: float, norm: Tensor) -> None:
         """By the factor that `clip_grads_with_norm_` takes."""
         self.gradient.mul_((most / (norm + 1e-6)).clamp(max=1.0))
 
     def remember(self) -> None:
-        """Its memory is asked for here, not aside: whoever needs some later may have it."""
+        """Its memory is asked for here, not aside, where it would stay; the step comes after a `join`."""
         whole, views = _flat_like(self.parameters)
         self.before = [whole, *views]
         with self.aside.reading():
-            self.aside.reads_for_now(whole)
             copy_to(views, [parameter.detach() for parameter in self.parameters])
 
     def moved(self) -> Tensor:
-        """Computed aside, where it is to be read as well; the next update need not wait for it."""
+        """In one reduction."""
         (whole, *views), self.before = self.before, []
-        with self.aside.reading():
-            self.aside.reads_for_now(whole)
-            subtract_from(views, [parameter.detach() for parameter in self.parameters])
-            return torch.linalg.vector_norm(whole).double()
+        subtract_from(views, [parameter.detach() for parameter in self.parameters])
+        return torch.linalg.vector_norm(whole, dtype=torch.float32).double()
 
 
 def _flat_like(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
