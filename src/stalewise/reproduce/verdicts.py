@@ -263,7 +263,7 @@ def _gain(arm: ArmResult, start: Mapping[str, Any], k: str) -> Mean:
 
 
 def ours(results: Results) -> Finding:
-    """Accuracy at equal wall-clock: at the shortest of the arms' mean training times, on straight lines between a run's
+    """Accuracy at equal wall-clock: at the shortest mean time of the compared arms, on straight lines between a run's
     evaluations. `auto` and the single methods each at the η at which that is best. Shown where `auto` is above the best
     single method, beyond doubt; opposite where it is below, beyond doubt; otherwise not shown.
     """
