@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 ENGINES := .venv-engines
 VERL   := .venv-verl
 
-.PHONY: install test lint types unit test-engines test-verl test-ray demo soak mutation benchmark clean smollm2 reproduce
+.PHONY: install test lint types unit browser test-engines test-verl test-ray demo soak mutation benchmark clean smollm2 reproduce
 
 install: $(STAMP)
 
@@ -20,7 +20,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	touch $(STAMP)
 
-test: install lint types unit
+# Types and the browser have one core each.
+test: install lint unit
+	$(MAKE) --jobs 2 types browser
 
 lint: install
 	$(BIN)/ruff check .
@@ -29,10 +31,15 @@ lint: install
 types: install
 	$(BIN)/pyright
 
-# One thread for each of many processes: two on a busy core wait for each other. The browser in a process of its own: it
-# keeps an event loop running, which others would run into.
+# One thread for each of many processes: two on a busy core wait for each other. Files in their order: those that take
+# longest come early, where by number of tests they would come last, and one core be idle.
 unit: install
+	rm -f $(VENV)/.unit-passed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/browser --ignore tests/on_ray
+	touch $(VENV)/.unit-passed
+
+# In a process of its own: it keeps an event loop running, which others would run into.
+browser: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/browser
 
 # Real vLLM on the CPU, in an environment of its own: it wants an older transformers than we are tested with. Nothing is
