@@ -35,9 +35,7 @@ types: install
 # One thread for each of many processes: two on a busy core wait for each other. Files in their order: those that take
 # longest come early, where by number of tests they would come last, and one core be idle.
 unit: install
-	rm -f $(VENV)/.unit-passed
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/browser --ignore tests/on_ray
-	touch $(VENV)/.unit-passed
 
 # In a process of its own: it keeps an event loop running, which others would run into.
 browser: install
