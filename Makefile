@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
-	$(BIN)/python -m compileall -q src  # pip does it for all others; where nothing may be written later, it saves 2 s a start
+	$(BIN)/python -m compileall -q src  # as pip does for all others: where nothing may be written later, every process would
 	touch $(STAMP)
 
 # Types and the browser have one core each.

@@ -32,7 +32,7 @@ from stalewise.learn.learner import Learner, NonFiniteUpdate
 from stalewise.learn.logp import output_layer_is_plain, response_logp
 from stalewise.learn.optimizer import learning_rate
 from stalewise.learn.packing import halves, in_few_sizes, pack, prompt_numbers, size_above
-from stalewise.learn.weights import FlatWeights
+from stalewise.learn.weights import FlatWeights, Weights
 from stalewise.models import EMBEDDED, load_model, load_tokenizer
 from stalewise.objectives import OBJECTIVES
 from stalewise.store import Rows
@@ -564,8 +564,20 @@ def test_memory_that_ends_within_the_first_step_leaves_no_half_made_state(monkey
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(learner.optimizer, "step", fail_once)
+    learner.weights = FlatWeights(list(learner.names), learner.aside)
     assert learner.update(rollouts())["update_norm"] == pytest.approx(plain.update(rollouts())["update_norm"], rel=1e-3)
     assert learner.token_budget == plain.token_budget // 2
+    assert type(learner.weights) is Weights  # the one tensor of all gradients is let go
+
+
+def test_weights_of_several_precisions_are_in_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = Learner(config(), POLICY)
+    monkeypatch.setattr(learner, "device", torch.device("cuda"))
+    monkeypatch.setattr(learner, "precision", torch.bfloat16)
+    assert learner._can_be_graphed()
+    weight = next(iter(learner.names))
+    weight.data = weight.data.bfloat16()
+    assert not learner._can_be_graphed()
 
 
 @pytest.mark.parametrize("value", [-500.0, math.inf])

@@ -179,8 +179,10 @@ def test_ours_compares_means_over_learning_rates() -> None:
     given = [*arms("auto", small=0.9, large=0.7), *arms("P3O", small=0.9, large=0.2), *arms("GRPO", small=0.9)]
     given[2]["seeds"].popitem()  # of P3O, whose other seeds are compared still
     (line,) = (one for one in rules()["ours"](results(*given)).lines if "mean over η" in one)
-    assert line.count("+0.250") == 3 and "P3O" in line  # mean and both ends: the seeds move together
-    assert "GRPO" not in line  # it was run at one of the two alone
+    assert line.startswith("auto less P3O, ") and "GRPO" not in line  # which was run at one of the two alone
+    small, large, whole = (line.split(word)[1].split("]")[0] for word in ("small", "large", "mean over η"))
+    assert "+0.000" in small and large.count("+0.500") == 3  # mean and both ends: the seeds move together
+    assert whole.count("+0.250") == 3
 
 
 # ---------------------------------------------------------------- the law
@@ -232,7 +234,12 @@ def test_the_law_foretells_runs_that_obey_it() -> None:
     assert len(white) == len(black) == 32
     assert predict(white, black).per_run > predict(white, black).base_rate
     assert bias_slope(made).value == pytest.approx(1.0, abs=0.01)
-    assert rules()["the_law"](made).verdict == "shown"
+    finding = rules()["the_law"](made)
+    assert finding.verdict == "shown"
+    (allowed,) = (line for line in finding.lines if "that a plan of all these runs allows" in line)
+    rates = [float(part.split(" at S=")[0]) for part in allowed.split(": ")[1].split(", ")]
+    planned = LAW.critical_radius * math.exp(-1.645 * LAW.scatter) / (256 * 180.0)
+    assert rates == [pytest.approx(planned, rel=0.2)] * 4
 
 
 def test_the_law_does_not_foretell_a_coin() -> None:

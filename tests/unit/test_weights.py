@@ -62,3 +62,12 @@ def test_how_far_weights_have_moved() -> None:
             weights.parameters[2] -= 4.0
         assert weights.moved() == pytest.approx(5.0, rel=1e-5)
         assert weights.before == []
+
+
+def test_norms_of_low_precision_are_not_rounded_to_it() -> None:
+    flat = FlatWeights([torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))], Aside(CPU))
+    flat.remember()
+    with torch.no_grad():
+        flat.parameters[0] += 1.0
+    flat.gradient.fill_(1.0)
+    assert [flat.moved().item(), flat.gradient_norm().item()] == pytest.approx([3**0.5] * 2, rel=1e-6)

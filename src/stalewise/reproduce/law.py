@@ -16,10 +16,12 @@ from stalewise.reproduce.finding import UNKNOWN, Finding, below, judged
 from stalewise.reproduce.keep import RULE
 from stalewise.reproduce.results import Mean, Results, mean_of, student
 from stalewise.staleness.law import Fit, Law, Observation, fit, log_likelihood
+from stalewise.staleness.plan import largest_learning_rate
 
 BIAS_OF = "relaxed clip"  # the objective whose bias is judged: every ratio counts as it is
 CLEAR = 1.2  # size of a cosine, which halves of a batch estimate, beyond which it and the norms are noise
 NOISE = 0.1  # relative bias that one seed can tell from none
+RISK = 0.05  # of a plan, as in a config that does not say another
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +206,7 @@ def the_law(results: Results) -> Finding:
         "Largest stable η: " + ", ".join(f"{rate:g} at S={S}, T={T}" for (T, S), rate in sorted(stable.items())) + "."
     )
     lines += _products(found)
+    lines += _allowed(fitted, found)
     power = f"{slope}" if slope.seeds else "not measured"
     lines.append(f"Power with which the bias of the gradient grows in S·η ({BIAS_OF}): {power}.")
     ours = f"{right} of {runs} collapses and survivals foretold"
@@ -231,6 +234,23 @@ def _by_horizon(runs: Sequence[Observation]) -> list[str]:
                 f"run {one.per_run:.3f}, of the coin {one.base_rate:.3f}."
             )
     return lines
+
+
+def _allowed(fitted: Fit | None, found: Sequence[Observed]) -> list[str]:
+    """What a plan would make of these constants for the longest runs, at each S."""
+    if fitted is None:
+        return []
+    norm = float(np.median([one.run.update_norm_per_lr for one in found]))
+    longest = max(one.run.updates for one in found)
+    try:
+        plans = [
+            largest_learning_rate(fitted, staleness=S, updates=longest, update_norm_per_lr=norm, risk=RISK)
+            for S in sorted({one.run.staleness for one in found})
+        ]
+    except CalibrationError as error:
+        return [f"A plan cannot be made of it: {error}."]
+    told = ", ".join(f"{plan.learning_rate:.2g} at S={plan.staleness} ({plan.binding})" for plan in plans)
+    return [f"Largest η that a plan of all these runs allows for T={longest}, at a risk of {RISK:.0%}: {told}."]
 
 
 def _products(found: Sequence[Observed]) -> list[str]:

@@ -284,13 +284,7 @@ def ours(results: Results) -> Finding:
         lines.append(
             f"{method}, final accuracy: " + ", ".join(f"η {rate} {mean}" for rate, mean in finals.items()) + "."
         )
-    gaps: list[str] = []
-    for method in results.values("method"):
-        rival = results.where(method=method)
-        if method != "auto" and {arm.axes["rate"] for arm in rival} == {arm.axes["rate"] for arm in automatic}:
-            gaps.append(f"{method} {signed(over_all(automatic, rival))}")
-    if gaps:
-        lines.append(f"auto less another, final accuracy, mean over η, seed by seed: {', '.join(gaps)}.")
+    lines += _less_each(results, automatic)
     if planned := [arm for arm in results.arms if "planned" in arm.axes]:
         lines.append("As planned: " + ", ".join(f"{arm.name} {arm.mean(final)}" for arm in planned) + ".")
     stage = sorted((arm for arm in results.arms if arm.kind == "learn"), key=lambda arm: -arm.mean(final).value)
@@ -301,6 +295,19 @@ def ours(results: Results) -> Finding:
             + "."
         )
     return Finding(judged(above(gap), below(gap)), f"auto less {other}: {signed(gap)} at equal wall-clock", lines)
+
+
+def _less_each(results: Results, automatic: Sequence[ArmResult]) -> list[str]:
+    """`auto` less each method that was run at the same learning rates: at each of them, and over all."""
+    own = {arm.axes["rate"]: arm for arm in automatic}
+    lines: list[str] = []
+    for method in results.values("method"):
+        rival = {arm.axes["rate"]: arm for arm in results.where(method=method)}
+        if method != "auto" and rival.keys() == own.keys():
+            at = [f"η {rate} {signed(difference(rival[rate], own[rate]))}" for rate in own]
+            whole = signed(over_all(automatic, list(rival.values())))
+            lines.append(f"auto less {method}, final accuracy: {', '.join(at)}, mean over η {whole}.")
+    return lines
 
 
 def _at_clock(automatic: Sequence[ArmResult], single: Sequence[ArmResult], clock: float) -> tuple[Mean, str, str]:
