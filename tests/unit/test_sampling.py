@@ -159,6 +159,15 @@ def test_a_checkpoint_without_all_weights_is_refused(tmp_path: Path) -> None:
         make().load(tmp_path / "policy")
 
 
+def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(EMBEDDED / "arithmetic-steps", tmp_path / "policy")
+    weights = load_file(tmp_path / "policy" / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"][:1].clone()  # copied, it would be spread over all
+    save_file(weights, tmp_path / "policy" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"is for another model: model.norm.weight has shape \[1\]"):
+        make().load(tmp_path / "policy")
+
+
 def test_architectures_stored_under_other_names_are_loaded_anew(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(EMBEDDED / "arithmetic-steps"))
     sampler = HFSampler(SamplerSettings(), max_new_tokens=5, device=torch.device("cpu"), dtype=torch.float32)

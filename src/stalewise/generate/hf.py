@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 
 from stalewise.compilation import compile_pieces, compiled_rotation
 from stalewise.errors import ModelError
@@ -98,9 +97,19 @@ class HFSampler:
                 self._draw = torch.compile(draw, dynamic=True)
                 self._while_capturing = partial(compiled_rotation, self._model)
         else:
-            # Not strict, since tied weights are stored once; the names are those of a file that was found complete.
-            self._model.load_state_dict(load_file(weights), strict=False)
+            self._replace(weights)
         self._weights = RoundableWeights(self._model)
+
+    @torch.no_grad()
+    def _replace(self, weights: Path) -> None:
+        """Take other weights over, one by one and past the host; the file has every name that a whole one had."""
+        state: dict[str, torch.Tensor] = self._model.state_dict()
+        with safe_open(weights, framework="pt", device=str(self._device)) as file:
+            for name in self._replaceable:
+                found = file.get_tensor(name)
+                if found.shape != state[name].shape:
+                    raise ModelError(f"{weights} is for another model: {name} has shape {list(found.shape)}")
+                state[name].copy_(found)
 
     def close(self) -> None:
         """Let go of the model and of the memory for its cache."""

@@ -25,6 +25,7 @@ from stalewise.errors import ModelError
 from stalewise.learn.aside import Aside
 from stalewise.learn.batching import Layout, MicroBatch
 from stalewise.learn.graphs import GraphedBody
+from stalewise.learn.host_copies import host_copies
 from stalewise.learn.logp import PLAIN_KERNELS, check_output_layer, compiled_kernels, response_logp
 from stalewise.learn.lora import load_policy
 from stalewise.learn.optimizer import adamw, learning_rate, moments_by_file, read_moments, restore_moments
@@ -122,15 +123,16 @@ class Learner:
         has_moments = self.steps > 0
         self.parallel.call("save", has_moments=has_moments)
         policy, files = self.gather(has_moments)
+        policy = {} if self.adapters else policy or self.model.state_dict()
+        policy, *others = host_copies(policy, *files.values())
         with ThreadPoolExecutor() as threads:  # each of them is as large as the policy
-            written = [threads.submit(save_file, tensors, directory / name) for name, tensors in files.items()]
+            written = threads.map(save_file, others, [directory / name for name in files])
             if self.adapters is None:
                 self.model.save_pretrained(directory, state_dict=policy)
             else:
                 self.adapters.save(directory)
             self.tokenizer.save_pretrained(directory)
-            for file in written:
-                file.result()
+            list(written)  # and say what went wrong
 
     def gather(self, has_moments: bool) -> tuple[dict[str, Tensor] | None, dict[str, dict[str, Tensor]]]:
         """Weights (None: the model has them), and the files beside them, on the first rank; all take part."""
