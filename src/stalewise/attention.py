@@ -3,14 +3,16 @@
 Segments of tokens lie one after the other in a single row [1, T], without padding. A segment has its own queries and a
 list of keys that ends with its own tokens: a prompt sees itself, each of its responses sees the prompt (which is there
 once for all of them) and then itself. On a GPU in half precision this is torch's built-in variable-length attention.
-Elsewhere queries, keys and values (and nothing else of the model) are put into padded grids, and the output taken out.
+Elsewhere queries, keys and values (and nothing else of the model) are put into padded grids, and the output taken out:
+one grid, or where that would be large, one for segments of about the same lengths.
 
-Axes: T tokens of all segments, S segments, W queries and L keys of the longest, M keys of all segments, H heads,
-K key-value heads, D numbers per head.
+Axes: T tokens of all segments, S segments (of a grid), W queries and L keys of the longest, M keys of all segments,
+H heads, K key-value heads, D numbers per head.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from inspect import signature
 from typing import Any, TypedDict
 
@@ -27,6 +29,7 @@ from stalewise.transfer import send
 
 PACKED = "stalewise_packed"
 SLOTS = "stalewise_slots"
+ONE_GRID = 1 << 20  # places (segments × queries × keys) of a grid for all segments, be they padding: two take longer
 # torch 2.11 takes fewer key-value heads than query heads as they are, later releases want to be told.
 GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
@@ -42,11 +45,14 @@ class PackedArguments(TypedDict):
     key_M: Tensor  # token of each key
     copy_M: Tensor  # keys by token: which are copies of token 0, of token 1, …; empty with grids
     copy_start: Tensor  # [T + 1] where the copies of each token begin, and the end; empty with grids
-    # Grids, for where there is no variable-length attention; empty elsewhere.
-    query_SW: Tensor  # token of each query; any token of the segment where there is none
-    key_SL: Tensor
-    mask_SWL: Tensor  # which keys a query sees; a query that is not there sees some, so that nothing is NaN
-    place_T: Tensor  # place of each token in the flattened grid of queries
+    grids: tuple[Grid, ...]  # for where there is no variable-length attention; empty elsewhere
+    place_T: Tensor  # place of each token in the flattened grids of queries, one after the other; likewise
+
+
+# query_SW, the token of each query (any token of the segment where there is none), key_SL, and mask_SWL, which keys a
+# query sees (one that is not there sees some, so that nothing is NaN).
+Grid = tuple[Tensor, Tensor, Tensor]
+GRID = ("query_SW", "key_SL", "mask_SWL")
 
 
 def packed_arguments(
@@ -54,8 +60,15 @@ def packed_arguments(
 ) -> PackedArguments:
     """Arguments for segments with so many queries and keys; `key_M` says which tokens the keys are of."""
     arrays, longest = segment_arrays(query_S, key_S, key_M, grids=grids)
-    made: Any = {**send(arrays, device)[1], **longest}
+    made: Any = {**with_grids(send(arrays, device)[1]), **longest}
     return PackedArguments(**made)
+
+
+def with_grids(there: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What `segment_arrays` gave, on its device: the arrays of each grid together."""
+    count = sum(name.endswith(GRID[0]) for name in there)
+    grids = tuple(tuple(there[f"grid {number} {part}"] for part in GRID) for number in range(count))
+    return {name: tensor for name, tensor in there.items() if not name.startswith("grid ")} | {"grids": grids}
 
 
 def segment_arrays(
@@ -74,23 +87,45 @@ def segment_arrays(
     }
     # Rounded up, so that a compiled layer meets few different values.
     longest = {"max_length_q": 1 << (width - 1).bit_length(), "max_length_k": 1 << (depth - 1).bit_length()}
-    none, no_grid = np.zeros(0, dtype=np.int64), np.zeros((0, 0), dtype=np.int64)
     if not grids:
         copy_M, copy_start = copies_of(key_M, len(segment_T))
-        arrays |= {"copy_M": copy_M, "copy_start": copy_start, "query_SW": no_grid, "key_SL": no_grid}
-        return arrays | {"mask_SWL": no_grid.astype(np.bool_), "place_T": none}, longest
-    queries, keys = np.arange(width), np.arange(depth)
+        return arrays | {"copy_M": copy_M, "copy_start": copy_start, "place_T": np.zeros(0, dtype=np.int64)}, longest
+    arrays |= {"copy_M": np.zeros(0, dtype=np.int64), "copy_start": np.zeros(0, dtype=np.int64)}
+    first_place_S, places = np.zeros(len(query_S), dtype=np.int64), 0
+    for number, chosen in enumerate(_alike(query_S, key_S)):
+        grid = _grid(query_S[chosen], key_S[chosen], query_start[chosen], key_start[chosen], key_M)
+        arrays |= {f"grid {number} {part}": array for part, array in zip(GRID, grid, strict=True)}
+        size, width = grid[0].shape
+        first_place_S[chosen] = places + np.arange(size) * width
+        places += size * width
+    return arrays | {"place_T": first_place_S[segment_T] + column_T}, longest
+
+
+def _alike(query_S: np.ndarray, key_S: np.ndarray) -> list[np.ndarray]:
+    """Segments by grid: all in one, or where that is too large, those together whose lengths differ by less than half.
+
+    >>> [chosen.tolist() for chosen in _alike(np.array([3, 1000, 4]), np.array([5, 1000, 4000]))]
+    [[0], [2], [1]]
+    """
+    if len(query_S) * int(query_S.max()) * int(key_S.max()) <= ONE_GRID:
+        return [np.arange(len(query_S))]
+    queries, keys = (np.ceil(np.log2(np.maximum(length_S, 1))) for length_S in (query_S, key_S))
+    _, kind_S = np.unique(np.stack([queries, keys]), axis=1, return_inverse=True)
+    return [np.flatnonzero(kind_S == kind) for kind in range(kind_S.max() + 1)]
+
+
+def _grid(
+    query_S: np.ndarray, key_S: np.ndarray, query_start: np.ndarray, key_start: np.ndarray, key_M: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens of queries and of keys, and which of these those see."""
+    queries, keys = np.arange(max(1, query_S.max())), np.arange(max(1, key_S.max()))
     # The last query of a segment sees its last key, the one before it all but that one, and so on.
     last_seen_SW = queries + (key_S - query_S)[:, None]
-    arrays |= {
-        "copy_M": none,
-        "copy_start": none,
-        "query_SW": query_start[:, None] + np.minimum(queries, query_S[:, None] - 1),
-        "key_SL": key_M[key_start[:, None] + np.minimum(keys, key_S[:, None] - 1)],
-        "mask_SWL": (keys <= last_seen_SW[:, :, None]) & (keys < key_S[:, None])[:, None, :],
-        "place_T": segment_T * width + column_T,
-    }
-    return arrays, longest
+    return (
+        query_start[:, None] + np.minimum(queries, query_S[:, None] - 1),
+        key_M[key_start[:, None] + np.minimum(keys, key_S[:, None] - 1)],
+        (keys <= last_seen_SW[:, :, None]) & (keys < key_S[:, None])[:, None, :],
+    )
 
 
 def needs_grids(device: torch.device, precision: torch.dtype) -> bool:
@@ -112,9 +147,7 @@ def packed_attention(
     key_M: Tensor,
     copy_M: Tensor,
     copy_start: Tensor,
-    query_SW: Tensor,
-    key_SL: Tensor,
-    mask_SWL: Tensor,
+    grids: tuple[Grid, ...],
     place_T: Tensor,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -141,17 +174,20 @@ def packed_attention(
             **GQA,
         )
         return output.unsqueeze(0), None
-    if sliding_window is not None and sliding_window < key_SL.shape[1]:
-        mask_SWL = mask_SWL & _within(mask_SWL, sliding_window)
-    output_SHWD = scaled_dot_product_attention(
-        query_THD[query_SW].transpose(1, 2),
-        key_TKD[key_SL].transpose(1, 2),
-        value_TKD[key_SL].transpose(1, 2),
-        mask_SWL.unsqueeze(1),
-        scale=scaling,
-        enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
-    )
-    return output_SHWD.transpose(1, 2).flatten(0, 1)[place_T].unsqueeze(0), None
+    outputs: list[Tensor] = []
+    for query_SW, key_SL, mask_SWL in grids:
+        if sliding_window is not None and sliding_window < key_SL.shape[1]:
+            mask_SWL = mask_SWL & _within(mask_SWL, sliding_window)
+        output_SHWD = scaled_dot_product_attention(
+            query_THD[query_SW].transpose(1, 2),
+            key_TKD[key_SL].transpose(1, 2),
+            value_TKD[key_SL].transpose(1, 2),
+            mask_SWL.unsqueeze(1),
+            scale=scaling,
+            enable_gqa=query_THD.shape[1] != key_TKD.shape[1],
+        )
+        outputs.append(output_SHWD.transpose(1, 2).flatten(0, 1))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[place_T].unsqueeze(0), None
 
 
 def _within(mask_SWL: Tensor, window: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,8 +14,8 @@ from stalewise.learn.lora import save_first
 from stalewise.models import load_model, load_tokenizer
 
 
-def write_first_checkpoint(config: RunConfig, source: str) -> None:
-    """Write what transformers loads from `source` as version 0 of the run."""
+def write_first_checkpoint(config: RunConfig, source: str) -> dict[str, Any]:
+    """Write what transformers loads from `source` as version 0 of the run; the learner's numbers of that."""
     model = load_model(source, device=torch.device("cpu"))
     check_output_layer(model)  # now, and not when a whole stage has been generated
     tokenizer = load_tokenizer(source)
@@ -25,3 +26,4 @@ def write_first_checkpoint(config: RunConfig, source: str) -> None:
 
     state = {"steps": 0, "drift": 0.0, "source": config.model.path}
     write_checkpoint(config.directory, 0, save=save, state=state)
+    return {"version": 0, **state}

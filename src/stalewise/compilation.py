@@ -33,6 +33,14 @@ def compiling_pays(config: RunConfig, model: Any) -> bool:
     return model.device.type == "cuda" and large and long and can_compile()
 
 
+def recording_pays(config: RunConfig, model: Any) -> bool:
+    """Whether the learner's passes are recorded as CUDA graphs: where layers are compiled, or the config says `graphs`.
+
+    Without compiled layers a recording costs a fraction of a second for each size of a micro-batch.
+    """
+    return config.learner.compile == "graphs" or compiling_pays(config, model)
+
+
 def compile_layers(model: Any, keep_activations: float = 1.0, backend: str | Backend = "inductor") -> None:
     """Compile each layer by itself: they are alike, so one compilation serves all. Names of weights do not change.
 

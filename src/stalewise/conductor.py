@@ -58,9 +58,8 @@ class Conductor:
         self.config = config
         if config.model.threads:
             torch.set_num_threads(config.model.threads)
-        self.watcher = watcher
+        self.watcher, self.directory = watcher, config.directory
         self.ranks = ALONE  # those that the learner is spread over; whoever conducts several says so
-        self.directory = config.directory
         self.records = Records(self.directory, journal)
         self.schedule = first_schedule(config, self.records.stages_path)
         self.guard = Guard(config, self.records)
@@ -104,11 +103,9 @@ class Conductor:
 
     def check_memory(self) -> None:
         """Stop before anything is loaded where the model is too large for the device, or a foreign one does not fit."""
-        found = versions(self.directory)[-1:]
-        if found == [self.schedule.updates]:
+        if versions(self.directory)[-1:] == [self.schedule.updates]:
             return
-        source = str(checkpoint_directory(self.directory, found[0])) if found else self._first_policy()
-        self._check_foreign(Path(source))
+        self._check_foreign(Path(source := self.newest_policy()))
         if warning := check_memory(self.config, source, self.ranks.world, self.ranks.local_world):
             self.watcher.say(warning)
 
@@ -124,12 +121,17 @@ class Conductor:
         write_json_atomic(self.directory / "environment.json", here)
         self.guard.rollbacks.finish()
 
+    def newest_policy(self) -> str:
+        """Where the newest policy lies, or the one that becomes version 0."""
+        found = versions(self.directory)[-1:]
+        return str(checkpoint_directory(self.directory, found[0])) if found else self._first_policy()
+
     def _first_policy(self) -> str:
         """Where the policy that becomes version 0 is loaded from."""
         return resolve_model(self.config.model.path, self.config.task.name)
 
     def _write_first_checkpoint(self) -> None:
-        write_first_checkpoint(self.config, self._first_policy())
+        self.states[0] = write_first_checkpoint(self.config, self._first_policy())  # whole: it need not be read again
 
     def act(self) -> bool:
         """Do the next thing. False: the run is complete."""
@@ -246,8 +248,8 @@ class Conductor:
             batch = self._batch_at(version)
             if version == 0:  # the sitting that generated it may have been told already, and have gone on all the same
                 self._check_batch(batch)
-            limits, used = limits_of_run(self.config), self.records.budget_used()
-            self.budget = self.budget or BudgetWatch(limits, self.watcher.say, used)
+            limits = limits_of_run(self.config)
+            self.budget = self.budget or BudgetWatch(limits, self.watcher.say, self.records.budget_used())
             stretch = Stretch(self.config, self.schedule, self.records, self.budget, self.watcher)
             ready = stretch.make_ready(batch, learner, range(version, stop))
         self._begin("learn", stop - version)

@@ -233,3 +233,15 @@ def check_memory(config: RunConfig, source: str, world: int = 1, local_world: in
     if needed.least > free:
         raise ModelError(f"{source} is too large: {figures}")
     return f"memory may run out: {figures}"
+
+
+def check_sampling_memory(config: RunConfig, source: str) -> None:
+    """Refuse to sample from a model whose weights alone are too large for the device, before they are loaded."""
+    device = pick_device(config.model.device)
+    needed, free = estimate(config, source), free_bytes(device)
+    weights = 0 if needed is None else needed.certain["sampler's weights"]
+    if weights > free:
+        raise ModelError(
+            f"{source} is too large: its weights take {weights / GIB:.2f} GiB on {device}, where {free / GIB:.2f} are "
+            "free: choose a smaller model or a larger device"
+        )

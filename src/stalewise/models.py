@@ -49,7 +49,10 @@ def resolve_model(path: str, task: str = "") -> str:
 
 
 def pick_device(device: str) -> torch.device:
-    """`auto` is the first GPU where there is one."""
+    """`auto` is the first GPU where there is one. The one that is picked is torch's own from here on.
+
+    Streams, graphs and page-locked copies belong to the device that is torch's own at the time.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -58,6 +61,10 @@ def pick_device(device: str) -> torch.device:
         raise ModelError(f'model.device is {device!r}: expected "auto", "cpu", "cuda" or "cuda:N"') from error
     if picked.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f'model.device is {device!r} but there is no GPU here: say "auto" or "cpu"')
+    if picked.type == "cuda" and picked.index is not None:
+        if picked.index >= (count := torch.cuda.device_count()):
+            raise ModelError(f"model.device is {device!r}: GPUs are counted from 0 on, and this machine has {count}")
+        torch.cuda.set_device(picked)
     return picked
 
 

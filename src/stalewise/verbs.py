@@ -21,6 +21,7 @@ from stalewise.evaluate import Evaluation, evaluate_checkpoint
 from stalewise.exclusion import seen_in_training
 from stalewise.files import RunLock
 from stalewise.generate.setup import make_sampler
+from stalewise.memory import check_sampling_memory
 from stalewise.models import embedded_policies, resolve_model
 from stalewise.relearn import Relearner, plan_sources
 from stalewise.run import check_objective, conduct
@@ -57,7 +58,9 @@ def generate(
             if checkpoint is not None:
                 conductor.claim()
                 wanted = _batches_of_checkpoint(conductor, Path(checkpoint))
+                check_sampling_memory(config, str(checkpoint))
                 return [conductor.generate(g, Path(checkpoint)) for g in wanted]
+            check_sampling_memory(config, conductor.newest_policy())
             conductor.prepare()
             newest = versions(config.directory)[-1]
             if batch is None:
@@ -152,6 +155,7 @@ def evaluate(
         chosen = make_evaluation_file(str(file), **{**_form_of(own), **(options or {})})
     else:
         chosen = make_task(config.task.name, seed=config.seed, **config.task.options)
+    check_sampling_memory(config, str(policy.checkpoint))
     sampler = make_sampler(config)
     try:
         if policy.run is not None and (file is not None or config.task != own):  # a task keeps its own prompts apart

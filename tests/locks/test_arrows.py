@@ -74,7 +74,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "verbs": DATA
     | PURE
     | ROOMS
-    | {"rundirectory", "watch", "calibration", "conductor", "run", "relearn", "exclusion", "together"},
+    | {"rundirectory", "watch", "calibration", "conductor", "run", "relearn", "exclusion", "together", "memory"},
     "demo": DATA | ROOMS | {"rundirectory", "watch", "run", "verbs"},
     "inspection": DATA | {"rundirectory"},
     "browser": DATA | {"report", "inspection"},

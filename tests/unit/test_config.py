@@ -19,6 +19,22 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("configs/*.toml"))
 
 
+def documented() -> list[Any]:
+    """Every piece of a config that stands in the documentation; those of experiments are other files."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [
+        pytest.param(piece, id=f"{page.name}-{number}")
+        for page in pages
+        if page.name != "experiments.md"
+        for number, piece in enumerate(re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL))
+    ]
+
+
+@pytest.mark.parametrize("piece", documented())
+def test_what_the_documentation_shows_is_accepted(piece: str) -> None:
+    make_config(tomllib.loads(piece), source="documentation")
+
+
 def test_there_are_examples() -> None:
     names = {path.stem for path in CONFIGS}
     assert {"arithmetic_grpo", "arithmetic_mu_grpo", "arithmetic_p3o", "arithmetic_steps_mu_grpo"} <= names

@@ -99,8 +99,14 @@ def tokens_of(part: Any) -> list[int]:
     [(True, False, False), (True, True, False), (True, True, True), (False, False, False), (False, False, True)],
 )
 def test_log_probabilities_equal_a_plain_forward_pass(
-    token_budget: int, chunk_elements: int, shared: bool, few_sizes: bool, side_by_side: bool
+    token_budget: int,
+    chunk_elements: int,
+    shared: bool,
+    few_sizes: bool,
+    side_by_side: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("stalewise.learn.packing.HALVES_RATIO", 1.03)  # of so few rollouts halves are less equal
     rows, model = rollouts(groups=10 if side_by_side else 3, shared=shared), load_model(str(POLICY), device=CPU)
     model.set_attn_implementation(PACKED)
     expected, found = plain_logp(rows), np.full(len(rows.response_ids), np.nan)
@@ -110,7 +116,7 @@ def test_log_probabilities_equal_a_plain_forward_pass(
         if side_by_side:
             assert len(part.passages) == 2 or token_budget < 1000
         else:
-            assert tokens_of(part) == [size_above(part.tokens, 1.06) if few_sizes else part.tokens]
+            assert tokens_of(part) == [size_above(part.tokens, 1.04) if few_sizes else part.tokens]
         assert part.tokens <= (1.03 if side_by_side else 1.0) * token_budget or len(part.rows) == 1
         assert (entropy_BT[part.mask_BT] > 0).all()
         assert (entropy_BT <= math.log(18)).all()
@@ -342,7 +348,7 @@ def test_padding_makes_few_sizes(side_by_side: bool) -> None:
             arguments, tokens = padded.arguments, padded.input_ids_XW.numel()
             assert arguments["cu_seq_lens_q"][-1] == tokens
             assert arguments["cu_seq_lens_k"][-1] == len(arguments["key_M"])
-            assert len(arguments["key_M"]) % 128 == tokens % 128 == 0
+            assert len(arguments["key_M"]) % 32 == tokens % 32 == 0
             assert arguments["cu_seq_lens_q"].diff().max() <= arguments["max_length_q"]
             most, needed = (int(x.arguments["copy_start"].diff().max()) for x in (padded, exact))
             assert most <= needed + 2  # padding is spread: one token with all of it would keep the others waiting
@@ -364,6 +370,59 @@ def test_the_largest_decides_the_size_of_all() -> None:
         assert one.query_S.sum() == len(one.input_ids_T) and one.key_S.sum() == len(one.key_M)
 
 
+def of_lengths(lengths: np.ndarray, *, prompt: int, size: int) -> Rows:
+    """Made-up rollouts with responses of these lengths, in groups of one size with a prompt each."""
+    count = len(lengths)
+    return Rows(
+        rollout_id=np.arange(count),
+        group=np.arange(count) // size,
+        reward=(np.arange(count) % 2).astype(np.float64),
+        truncated=np.zeros(count, dtype=np.bool_),
+        version_first=np.zeros(count, dtype=np.int32),
+        version_last=np.zeros(count, dtype=np.int32),
+        prompt_ids=np.repeat(np.arange(count) // size + 3, prompt).astype(np.int32),
+        prompt_offsets=np.arange(count + 1) * prompt,
+        response_ids=(np.arange(lengths.sum()) % 15 + 3).astype(np.int32),
+        behaviour_logp=np.full(lengths.sum(), -3.0, dtype=np.float32),
+        response_offsets=np.r_[0, lengths.cumsum()],
+    )
+
+
+def one_long_among_short(short: int, long: int) -> Rows:
+    return of_lengths(np.array([long, *[5] * short]), prompt=4, size=1 + short)
+
+
+def test_one_long_response_does_not_make_room_for_all_in_its_length() -> None:
+    (part,) = micro_batches(one_long_among_short(short=999, long=1000), Layout(100_000), CPU)
+    places = sum(mask_SWL.numel() for _, _, mask_SWL in part.passages[0].arguments["grids"])
+    assert places < 2 * (1000 * 1004 + 999 * 5 * 9)  # of one grid for all: 1000 * 1000 * 1004
+
+
+def test_several_grids_give_the_gradient_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = one_long_among_short(short=7, long=100)
+    expected = Learner(config(), POLICY).gradient(rows)
+    monkeypatch.setattr("stalewise.attention.ONE_GRID", 0)
+    (part,) = micro_batches(rows, Layout(10_000), CPU)
+    assert len(part.passages[0].arguments["grids"]) == 3  # the prompt, the short ones, the long one
+    torch.testing.assert_close(Learner(config(), POLICY).gradient(rows), expected, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("token_budget", [2048, 4096, 16_384])
+def test_no_more_than_a_twentieth_is_padding(token_budget: int) -> None:
+    rng = np.random.default_rng(token_budget)
+    sizes: set[int] = set()
+    for _ in range(10):
+        lengths = rng.lognormal(3.5, 0.6, 256).clip(1, 300).astype(np.int64)
+        rows = of_lengths(lengths, prompt=int(rng.integers(10, 60)), size=8)
+        plain = micro_batches(rows, Layout(token_budget, grids=False), CPU)
+        recorded = micro_batches(rows, Layout(token_budget, grids=False, few_sizes=True, side_by_side=True), CPU)
+        for bare, part in zip(plain, recorded, strict=True):
+            assert bare.rows.tolist() == part.rows.tolist()
+            assert sum(tokens_of(part)) <= 1.0505 * bare.tokens or bare.tokens < 1600
+            sizes.add(sum(tokens_of(part)))
+    assert len(sizes) <= 20  # each of them is recorded
+
+
 SIZED = ("key_M", "copy_M", "copy_start", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
@@ -374,7 +433,7 @@ def test_halves_are_about_as_large_and_whole_where_that_would_cost_more() -> Non
     assert np.concatenate([part.rollout_id for part in parts]).tolist() == rows.rollout_id.tolist()
     costs = [next(micro_batches(part, Layout(10_000), CPU)).tokens for part in parts]
     (whole,) = micro_batches(rows, Layout(10_000), CPU)
-    assert max(costs) <= 1.03 * whole.tokens / 2
+    assert max(costs) <= 1.01 * whole.tokens / 2
     # One long prompt would pass twice, and a single rollout has no halves.
     alike = rollouts(groups=1, size=8)
     assert len(halves(alike)) == 1 and len(halves(alike.take(np.array([0])))) == 1
@@ -572,10 +631,13 @@ def test_memory_that_ends_within_the_first_step_leaves_no_half_made_state(monkey
 
 
 def test_weights_of_several_precisions_are_in_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    learner = Learner(config(), POLICY)
+    learner = Learner(config(learner={"compile": "graphs"}), POLICY)
     monkeypatch.setattr(learner, "device", torch.device("cuda"))
     monkeypatch.setattr(learner, "precision", torch.bfloat16)
     assert learner._can_be_graphed()
+    monkeypatch.setattr(learner, "config", config(learner={"compile": "never"}))
+    assert not learner._can_be_graphed()
+    monkeypatch.setattr(learner, "config", config(learner={"compile": "graphs"}))
     weight = next(iter(learner.names))
     weight.data = weight.data.bfloat16()
     assert not learner._can_be_graphed()

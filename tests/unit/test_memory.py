@@ -13,8 +13,9 @@ import torch
 from stalewise.attention import PACKED, packed_arguments
 from stalewise.checkpoints import versions
 from stalewise.config import RunConfig, make_config
+from stalewise.errors import ModelError
 from stalewise.memory import GIB, ModelShape, check_memory, estimate, model_shape
-from stalewise.models import EMBEDDED, load_model
+from stalewise.models import EMBEDDED, load_model, pick_device
 from tiny import call, refused, tiny_record, write_config
 
 POLICY = str(EMBEDDED / "arithmetic")
@@ -140,6 +141,17 @@ def test_what_a_config_does_not_say_is_unknown(tmp_path: Path) -> None:
     assert estimate(config(), str(tmp_path)) is None
 
 
+def test_the_gpu_that_is_named_is_the_one_that_torch_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert pick_device("cuda").index is None and chosen == []
+    assert [pick_device("cuda:1")] == chosen
+    with pytest.raises(ModelError, match="GPUs are counted from 0 on, and this machine has 2"):
+        pick_device("cuda:2")
+
+
 def test_a_model_that_is_too_large_is_refused_before_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +166,10 @@ def test_a_model_that_is_too_large_is_refused_before_it_is_loaded(
     assert "(weights 0.00, gradients 0.00, moments 0.00" in message
     assert "on cpu, where 0.00 GiB are free: choose a smaller model or a larger device, or train adapters" in message
     assert versions(tmp_path / "tiny") == []
+    for verb in (["generate", path], ["eval", policy, "--task", "arithmetic"]):  # neither needs what a learner needs
+        assert refused(*verb).startswith(
+            f"{policy} is too large: its weights take 0.00 GiB on cpu, where 0.00 are free"
+        )
     doctor = call("doctor", path)
     assert doctor.exit_code == 1
     assert "bad     memory" in doctor.stdout

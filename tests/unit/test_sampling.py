@@ -159,6 +159,14 @@ def test_a_checkpoint_without_all_weights_is_refused(tmp_path: Path) -> None:
         make().load(tmp_path / "policy")
 
 
+def test_a_damaged_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    shutil.copytree(EMBEDDED / "arithmetic-steps", tmp_path / "policy")
+    weights = tmp_path / "policy" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ModelError, match=r"model.safetensors cannot be read \(.*\): copy it again"):
+        make().load(tmp_path / "policy")
+
+
 def test_a_checkpoint_of_another_shape_is_refused(tmp_path: Path) -> None:
     shutil.copytree(EMBEDDED / "arithmetic-steps", tmp_path / "policy")
     weights = load_file(tmp_path / "policy" / "model.safetensors")

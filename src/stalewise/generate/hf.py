@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from stalewise.compilation import compile_pieces, compiled_rotation
 from stalewise.errors import ModelError
@@ -34,9 +34,12 @@ SLEEP_SHARE = 0.1  # slots that take more of a GPU's memory than this make way f
 
 
 def tensor_names(weights: Path) -> frozenset[str]:
-    """Names of the tensors in a safetensors file; only its header is read."""
-    with safe_open(weights, framework="pt") as file:
-        return frozenset(file.keys())
+    """Names of the tensors in a safetensors file; only its header is read. One that is damaged is a ModelError."""
+    try:
+        with safe_open(weights, framework="pt") as file:
+            return frozenset(file.keys())
+    except SafetensorError as error:
+        raise ModelError(f"{weights} cannot be read ({error}): copy it again") from error
 
 
 class HFSampler:
@@ -105,11 +108,11 @@ class HFSampler:
         """Take other weights over, one by one and past the host; the file has every name that a whole one had."""
         state: dict[str, torch.Tensor] = self._model.state_dict()
         with safe_open(weights, framework="pt", device=str(self._device)) as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in self._replaceable}
+            if wrong := sorted(name for name in shapes if shapes[name] != tuple(state[name].shape)):
+                raise ModelError(f"{weights} is for another model: {wrong[0]} has shape {list(shapes[wrong[0]])}")
             for name in self._replaceable:
-                found = file.get_tensor(name)
-                if found.shape != state[name].shape:
-                    raise ModelError(f"{weights} is for another model: {name} has shape {list(found.shape)}")
-                state[name].copy_(found)
+                state[name].copy_(file.get_tensor(name))
 
     def close(self) -> None:
         """Let go of the model and of the memory for its cache."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stalewise.attention import segment_arrays
+from stalewise.attention import segment_arrays, with_grids
 from stalewise.learn.packing import (
     halves,
     in_few_sizes,
@@ -100,7 +100,7 @@ def lay_out(
 
     def passage(place: int) -> Passage:
         arrays, numbers = passages[place]
-        arguments: dict[str, Any] = {name: there[f"{place}.{name}"] for name in arrays} | dict(numbers)
+        arguments: dict[str, Any] = {**with_grids({name: there[f"{place}.{name}"] for name in arrays}), **numbers}
         return Passage(arguments.pop("input_ids_XW"), arguments)
 
     return MicroBatch(

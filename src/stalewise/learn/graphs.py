@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stalewise.learn.batching import MicroBatch, Passage
 from stalewise.learn.optimizer import add_to
@@ -24,7 +25,7 @@ from stalewise.learn.weights import FlatWeights
 from stalewise.transfer import UNDISTURBED, in_buffer
 
 # Each took a third of a second to make. Sizes beyond these are launched by Python.
-MOST_GRAPHS = 64
+MOST_GRAPHS = 96
 LANES = 2  # passages of a micro-batch
 
 
@@ -183,25 +184,15 @@ def run_passages(model: Any, passages: Sequence[Passage]) -> Tensor:
 
 def _copied(part: MicroBatch) -> tuple[Tensor, list[Passage]]:
     """The passages of a micro-batch at addresses of their own, and the buffer that holds them."""
-    tensors = [
-        tensor
-        for passage in part.passages
-        for tensor in (passage.input_ids_XW, *passage.arguments.values())
-        if isinstance(tensor, Tensor)
-    ]
+    given = [value for one in part.passages for value in (one.input_ids_XW, *one.arguments.values())]
+    tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
     end = max(tensor.storage_offset() * tensor.element_size() + tensor.nbytes for tensor in tensors)
     buffer = part.buffer[:end].clone()
-    passages = [
-        Passage(
-            in_buffer(passage.input_ids_XW, buffer),
-            {
-                name: in_buffer(value, buffer) if isinstance(value, Tensor) else value
-                for name, value in passage.arguments.items()
-            },
-        )
-        for passage in part.passages
-    ]
-    return buffer, passages
+
+    def moved(value: Any) -> Any:
+        return tree_map_only(Tensor, lambda tensor: in_buffer(tensor, buffer), value)
+
+    return buffer, [Passage(moved(one.input_ids_XW), moved(dict(one.arguments))) for one in part.passages]
 
 
 class _Replay(torch.autograd.Function):

@@ -23,24 +23,34 @@ def host_copies(*files: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
     A tensor that has two names is copied once, and has both again.
     """
-    room, made = most_page_locked(), dict[tuple[int, torch.Size], Tensor]()
+    room = most_page_locked()
+    made: dict[tuple[object, ...], Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
         nonlocal room
-        place = tensor.data_ptr(), tensor.shape
-        if place not in made:
-            room -= tensor.nbytes
-            made[place] = _copy(tensor, page_locked=room >= 0)
-        return made[place]
+        same = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        if same not in made:
+            fits = tensor.is_cuda and locked_bytes(tensor) <= room
+            room -= locked_bytes(tensor) if fits else 0
+            made[same] = _page_locked(tensor) if fits else tensor.cpu()
+        return made[same]
 
     copies = [{name: copy(tensor) for name, tensor in file.items()} for file in files]
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    for device in {tensor.device for file in files for tensor in file.values() if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
     return copies
 
 
-def _copy(tensor: Tensor, *, page_locked: bool) -> Tensor:
-    """A copy on the host, which with page-locked memory is only enqueued."""
-    if tensor.device.type != "cuda" or not page_locked:
+def locked_bytes(tensor: Tensor) -> int:
+    """What torch takes for a page-locked copy: the next power of two."""
+    return 1 << max(tensor.nbytes - 1, 0).bit_length()
+
+
+def _page_locked(tensor: Tensor) -> Tensor:
+    """A copy that is enqueued; an ordinary one where the system locks no more memory."""
+    try:
+        there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    except RuntimeError:
         return tensor.cpu()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    with torch.cuda.device(tensor.device):  # whose stream made it
+        return there.copy_(tensor, non_blocking=True)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stalewise.attention import PACKED, needs_grids, packs
-from stalewise.compilation import compile_layers, compiling_pays
+from stalewise.compilation import compile_layers, compiling_pays, recording_pays
 from stalewise.config import RunConfig
 from stalewise.diagnostics import TokenSums, age_statistics
 from stalewise.distributed import ALONE
@@ -83,7 +83,7 @@ class Learner:
         self.names = parallel.trained
         self.kernels = PLAIN_KERNELS
         # Weights that come and go cannot be in a graph, and what compiling gains there was never measured.
-        if compiled := not parallel.is_sharded and compiling_pays(config, self.model):
+        if not parallel.is_sharded and compiling_pays(config, self.model):
             compile_layers(self.model, config.learner.keep_activations)
             self.kernels = compiled_kernels()
         elif config.learner.keep_activations < 1:
@@ -91,7 +91,7 @@ class Learner:
         self.aside = Aside(self.device)
         self.body: GraphedBody | None = None
         self.weights = Weights(list(self.names))
-        if compiled and self.packed and self._can_be_graphed():
+        if self.packed and self._can_be_graphed():
             self.weights = FlatWeights(list(self.names), self.aside)
             self.body = GraphedBody(self.model, self.weights, self.precision)
         self.optimizer = adamw(self.names, config.optimizer)
@@ -105,7 +105,8 @@ class Learner:
     def _can_be_graphed(self) -> bool:
         """Recomputed activations and float32 attention do what a graph cannot hold; gradients share one tensor."""
         fits = self.precision is not torch.float32 and len({weight.dtype for weight in self.names}) == 1
-        return self.device.type == "cuda" and fits and not self.config.learner.gradient_checkpointing
+        fits = fits and not (self.parallel.is_sharded or self.config.learner.gradient_checkpointing)
+        return self.device.type == "cuda" and fits and recording_pays(self.config, self.model)
 
     # ------------------------------------------------------------ checkpoints
 
