@@ -25,20 +25,22 @@ WORTHWHILE_UPDATES = 512
 
 
 def compiling_pays(config: RunConfig, model: Any) -> bool:
-    """What `learner.compile` says; `auto`: on a GPU, for a model and a run that are large enough."""
-    if config.learner.compile != "auto":
-        return config.learner.compile == "always"
-    large = sum(parameter.numel() for parameter in model.parameters()) >= WORTHWHILE_PARAMETERS
-    long = config.schedule.updates >= WORTHWHILE_UPDATES
-    return model.device.type == "cuda" and large and long and can_compile()
+    """Whether layers are compiled: what `learner.compile` says; `auto`: where run and model are large enough."""
+    chosen = config.learner.compile
+    return chosen in ("always", "layers") or (chosen == "auto" and _is_large(config, model))
 
 
 def recording_pays(config: RunConfig, model: Any) -> bool:
-    """Whether the learner's passes are recorded as CUDA graphs: where layers are compiled, or the config says `graphs`.
+    """Whether the learner's passes are recorded as CUDA graphs: likewise."""
+    chosen = config.learner.compile
+    return chosen in ("always", "graphs") or (chosen == "auto" and _is_large(config, model))
 
-    Without compiled layers a recording costs a fraction of a second for each size of a micro-batch.
-    """
-    return config.learner.compile == "graphs" or compiling_pays(config, model)
+
+def _is_large(config: RunConfig, model: Any) -> bool:
+    """Whether a model on a GPU and a run are so large that they gain what compiling and recording take."""
+    large = sum(parameter.numel() for parameter in model.parameters()) >= WORTHWHILE_PARAMETERS
+    long = config.schedule.updates >= WORTHWHILE_UPDATES
+    return model.device.type == "cuda" and large and long and can_compile()
 
 
 def compile_layers(model: Any, keep_activations: float = 1.0, backend: str | Backend = "inductor") -> None:

@@ -126,10 +126,10 @@ class LearnerSection(Section):
 
     tokens_per_micro_batch: int = Field(default=16384, ge=1, description="Tokens that pass through the model at once.")
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations instead of keeping them.")
-    compile: Literal["auto", "always", "graphs", "never"] = Field(
+    compile: Literal["auto", "always", "layers", "graphs", "never"] = Field(
         default="auto",
-        description="Compile the model's layers and record passes as CUDA graphs (graphs: only record); auto: on a "
-        "GPU, where the run is long enough to gain.",
+        description="Compile layers and record passes as CUDA graphs (layers, graphs: one of the two); auto: on a GPU, "
+        "where the run is long enough to gain.",
     )
     keep_activations: float = Field(
         default=1.0,

@@ -11,11 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
@@ -29,7 +34,7 @@ from stalewise.errors import ModelError, StoreError
 from stalewise.learn.batching import Layout, lay_out, micro_batches
 from stalewise.learn.graphs import _copied, run_passages
 from stalewise.learn.learner import Learner, NonFiniteUpdate
-from stalewise.learn.logp import output_layer_is_plain, response_logp
+from stalewise.learn.logp import CHUNK_ELEMENTS, output_layer_is_plain, response_logp
 from stalewise.learn.optimizer import learning_rate
 from stalewise.learn.packing import halves, in_few_sizes, pack, prompt_numbers, size_above
 from stalewise.learn.weights import FlatWeights, Weights
@@ -390,6 +395,40 @@ def of_lengths(lengths: np.ndarray, *, prompt: int, size: int) -> Rows:
 
 def one_long_among_short(short: int, long: int) -> Rows:
     return of_lengths(np.array([long, *[5] * short]), prompt=4, size=1 + short)
+
+
+class LargestTensor(TorchDispatchMode):
+    """How many numbers the largest tensor has that any operation made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        self.largest = max(self.largest, *(leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)), 0)
+        return made
+
+
+def test_tokens_times_vocabulary_is_never_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = 4096
+    shape = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(shape).save_pretrained(tmp_path)
+    load_tokenizer(str(POLICY)).save_pretrained(tmp_path)
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 32 * vocabulary)
+    found: list[int] = []
+    for count in (64, 256):
+        learner = Learner(config(learner={"tokens_per_micro_batch": 512}), tmp_path)
+        with LargestTensor() as seen:
+            learner.gradient(of_lengths(np.full(count, 8), prompt=4, size=4))
+        found.append(seen.largest)
+    # Neither held, nor more of anything for four times as many rollouts: the gradients, one vector, are the largest.
+    assert found[0] == found[1] < 64 * 8 * vocabulary / 8
 
 
 def test_one_long_response_does_not_make_room_for_all_in_its_length() -> None:
