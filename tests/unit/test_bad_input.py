@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from stalewise.checkpoints import versions
 from stalewise.config import RunConfig
@@ -349,3 +350,15 @@ def test_ctrl_c_in_the_middle_and_on_again(tmp_path: Path) -> None:
     learned = [record for record in read_jsonl(directory / "journal.jsonl") if record["event"] == "learn"]
     assert [(record["first"], record["stop"]) for record in learned] == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert versions(directory)[-1] == 8
+
+
+def test_memory_that_ends_where_nobody_can_help_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*arguments: Any, **settings: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 48.00 GiB. GPU 0 has a total capacity …")
+
+    monkeypatch.setattr("stalewise.generate.hf.load_model", load)
+    message = refused("train", config_file(tmp_path))
+    assert message.startswith(
+        "the device ran out of memory; what was committed is kept: lower learner.tokens_per_micro_"
+    )
+    assert message.endswith("(CUDA out of memory)")

@@ -20,6 +20,10 @@ from stalewise.errors import ConfigError, StalewiseError, StoppedByFirst
 
 INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
 CAN_GO_ON = ("demo", "train", "generate", "learn", "probe", "sweep", "reproduce")
+OUT_OF_MEMORY = (
+    "the device ran out of memory; what was committed is kept: lower learner.tokens_per_micro_batch or "
+    "sampler.rollouts_per_shard, choose a smaller model, or end what else is on the device"
+)
 
 
 class Group(TyperGroup):
@@ -39,6 +43,11 @@ class Group(TyperGroup):
         except StalewiseError as error:
             typer.echo(f"error: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(error.exit_code) from error
+        except RuntimeError as error:
+            if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for this
+                raise
+            typer.echo(f"error: {OUT_OF_MEMORY} ({str(error).partition('. ')[0]})", err=True)
+            raise typer.Exit(StalewiseError.exit_code) from error
         except KeyboardInterrupt:
             words = ctx.meta["stalewise.words"]
             typer.echo("interrupted", err=True, nl=False)
