@@ -35,7 +35,8 @@ def subtract_from(totals: Sequence[Tensor], amounts: Sequence[Tensor]) -> None:
 
 def copy_to(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source to its target, rounding where precisions differ."""
-    _foreach._foreach_copy_(targets, sources)
+    if targets:  # torch wants at least one
+        _foreach._foreach_copy_(targets, sources)
 
 
 def add_to(totals: Sequence[Tensor], amounts: Sequence[Tensor]) -> None:
@@ -48,7 +49,8 @@ def add_to(totals: Sequence[Tensor], amounts: Sequence[Tensor]) -> None:
     copy_to(widened, [amounts[place] for place in low])
     for place, amount in zip(low, widened, strict=True):
         same[place] = amount
-    _foreach._foreach_add_(totals, same)
+    if same:
+        _foreach._foreach_add_(totals, same)
 
 
 def adamw(parameters: Iterable[Tensor], settings: OptimizerSection) -> torch.optim.AdamW:
