@@ -17,7 +17,7 @@ SOAK = Path(__file__).parents[2] / "scripts" / "soak.py"
 @pytest.mark.parametrize(
     ("kind", "objective", "kills"),
     [
-        ("staged", "p3o", 8),
+        ("staged", "p3o", 6),
         ("staged", "decoupled_ppo", 3),
         ("spent", "mu_grpo", 3),
         ("collapsing", "p3o", 4),

@@ -25,8 +25,8 @@ from stalewise.learn.weights import FlatWeights
 CPU = torch.device("cpu")
 SIZE: dict[str, Any] = {
     "vocab_size": 18,
-    "hidden_size": 64,
-    "intermediate_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

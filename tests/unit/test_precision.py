@@ -38,7 +38,8 @@ def test_each_choice(precision: str, computed: torch.dtype, held: torch.dtype, t
 
 
 def config(runs: Path, name: str, **model: Any) -> RunConfig:
-    return make_config(tiny_record(runs, name, model={"precision": "bfloat16-only", **model}, checkpoints={"every": 1}))
+    small = {"batch": {"prompts": 2}, "evaluation": {"prompts": 2}, "checkpoints": {"every": 1}}
+    return make_config(tiny_record(runs, name, model={"precision": "bfloat16-only", **model}, **small))
 
 
 @pytest.mark.parametrize("model", [{}, {"lora": {"rank": 4}}], ids=["weights", "adapters"])
