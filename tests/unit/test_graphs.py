@@ -17,7 +17,7 @@ from stalewise.config import make_config
 from stalewise.learn import bodies, graphs
 from stalewise.learn.aside import Aside
 from stalewise.learn.batching import Layout, MicroBatch, micro_batches
-from stalewise.learn.bodies import RoundedBody, can_be_rounded, pick_body
+from stalewise.learn.bodies import RoundedBody, pick_body
 from stalewise.learn.graphs import Captured, GraphedBody, _copied
 from stalewise.learn.logp import response_logp
 from stalewise.learn.weights import FlatWeights
@@ -178,7 +178,6 @@ def test_who_gets_which_body(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bodies, "GraphedBody", Graphs)
     monkeypatch.setattr(bodies, "RoundedBody", Rounds)
-    monkeypatch.setattr(bodies, "can_be_rounded", lambda model, precision: True)
     two = torch.float32, torch.float32
     assert stand_in_for("cpu", *two) == "Weights NoneType"
     assert stand_in_for("cuda", *two) == "Weights Rounds"
@@ -188,27 +187,6 @@ def test_who_gets_which_body(monkeypatch: pytest.MonkeyPatch) -> None:
     # Gradients of one precision lie in one tensor; weights that are bfloat16 already need no rounding.
     assert stand_in_for("cuda", torch.float32, torch.bfloat16, compile="graphs") == "Weights NoneType"
     assert stand_in_for("cuda", torch.bfloat16, torch.bfloat16) == "Weights NoneType"
-    monkeypatch.setattr(bodies, "can_be_rounded", lambda model, precision: False)
-    assert stand_in_for("cuda", *two) == stand_in_for("cuda", *two, compile="graphs") == "Weights NoneType"
-
-
-class Odd(torch.nn.Module):
-    """Layers with names of attention, one of which reads something else."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = (torch.nn.Linear(hidden, hidden) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.q_proj(x) + self.k_proj(x + 1) + self.v_proj(x)
-
-
-def test_layers_that_only_have_the_names_are_not_joined() -> None:
-    model = model_of("tied").eval()
-    model.set_attn_implementation(PACKED)
-    assert can_be_rounded(model, torch.bfloat16)
-    model.model.layers[0].mlp = Odd(SIZE["hidden_size"])
-    assert not can_be_rounded(model, torch.bfloat16)
 
 
 def test_streams_are_joined_though_a_pass_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from stalewise.attention import needs_grids, packed_arguments
 from stalewise.compilation import compiling_pays, recording_pays
 from stalewise.config import RunConfig
 from stalewise.learn.aside import Aside
@@ -39,43 +37,17 @@ def pick_body(
 
     Recomputed activations and float32 attention do what a graph cannot hold, and gradients share one tensor there.
     """
-    held, compiled = {weight.dtype for weight in parameters}, compiling_pays(config, model)
+    held = {weight.dtype for weight in parameters}
     fits = precision is not torch.float32 and len(held) == 1 and not config.learner.gradient_checkpointing
-    # Compiled layers are not tried out: they would be compiled for that, too.
-    if model.device.type != "cuda" or not fits or not (compiled or can_be_rounded(model, precision)):
+    if not fits or model.device.type != "cuda":
         return Weights(parameters), None
     if recording_pays(config, model):
         flat = FlatWeights(parameters, aside)
         return flat, GraphedBody(model, flat, precision)
     # Adapters leave most weights as they are: copies of those would be memory for nothing.
     whole = len(parameters) == len(list(model.parameters())) and held == {torch.float32}
-    rounds = whole and not compiled
+    rounds = whole and not compiling_pays(config, model)
     return Weights(parameters), RoundedBody(model, parameters, precision) if rounds else None
-
-
-@torch.no_grad()
-def can_be_rounded(model: Any, precision: torch.dtype) -> bool:
-    """Whether a packed pass with rounded weights gives what one under autocast does.
-
-    Layers are joined by their names, and an architecture may mean something else by them.
-    """
-    eight = np.array([8])
-    arguments = packed_arguments(eight, eight, np.arange(8), model.device, grids=needs_grids(model.device, precision))
-    ids = torch.arange(8, device=model.device).unsqueeze(0) % model.get_input_embeddings().weight.shape[0]
-
-    def hidden() -> Tensor:
-        return model.base_model(input_ids=ids, use_cache=False, **arguments).last_hidden_state.float()
-
-    with torch.autocast(model.device.type, dtype=precision, cache_enabled=False):
-        plain = hidden()
-        try:
-            with RoundedWeights(model.base_model, precision).in_place():
-                rounded = hidden()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:  # layers that do not read the same numbers
-            return False
-    return bool((rounded - plain).abs().max() <= 0.05 * plain.abs().max())
 
 
 class RoundedBody:
