@@ -102,10 +102,10 @@ def settings(model: str, **learner: Any) -> RunConfig:
     )
 
 
-def gradients(config: RunConfig, model: str, batches: list[Rows], stand_in: bool = True) -> list[torch.Tensor]:
-    """After an update that changes next to nothing: what stands in for the model's body must have followed it."""
+def gradients(config: RunConfig, model: str, batches: list[Rows], graphs: bool = True) -> list[torch.Tensor]:
+    """After an update that changes next to nothing: what graphs read must have followed it."""
     learner = Learner(config, Path(model))
-    learner.body = learner.body if stand_in else None
+    learner.body = learner.body if graphs else None
     learner.update(batches[0])
     found = [learner.gradient(rows).double().cpu() for rows in batches]
     del learner
@@ -127,23 +127,21 @@ def check_gradients(model: str, rows: Rows, vocabulary: int) -> dict[str, float]
     batches = [rows, *(sampled_rows(model, vocabulary, seed) for seed in (1, 2, 3))]
     exact = gradients(settings(model, precision="float32", tokens_per_micro_batch=100_000), model, batches)
     kinds: dict[str, dict[str, Any]] = {
-        "bfloat16_rounded": {"tokens_per_micro_batch": 100_000},
-        "bfloat16_rounded_split": {"tokens_per_micro_batch": 1024},
-        "bfloat16_split": {"tokens_per_micro_batch": 1024, "stand_in": False},
+        "bfloat16_split": {"tokens_per_micro_batch": 1024},
         "bfloat16_graphs": {"compile": "graphs", "tokens_per_micro_batch": 100_000},
-        "bfloat16_compiled": {"compile": "always", "tokens_per_micro_batch": 100_000, "stand_in": False},
+        "bfloat16_compiled": {"compile": "always", "tokens_per_micro_batch": 100_000, "graphs": False},
         "bfloat16_compiled_graphs": {"compile": "always", "tokens_per_micro_batch": 100_000},
         "bfloat16_compiled_graphs_split": {"compile": "always", "tokens_per_micro_batch": 2048},
         "bfloat16_half_the_activations": {"compile": "always", "keep_activations": 0.5},
     }
-    plain = gradients(settings(model, tokens_per_micro_batch=100_000), model, batches, stand_in=False)
+    plain = gradients(settings(model, tokens_per_micro_batch=100_000), model, batches)
     split = gradients(settings(model, precision="float32", tokens_per_micro_batch=1024), model, batches)
     far = [relative(*pair) for pair in zip(plain, exact, strict=True)]
     tell(f"gradients of a plain pass: {far}")
     distances = {"float32_split": max(relative(*pair) for pair in zip(split, exact, strict=True))}
     for name, kind in kinds.items():
-        stand_in = kind.pop("stand_in", True)
-        found = gradients(settings(model, **kind), model, batches, stand_in)
+        graphs = kind.pop("graphs", True)
+        found = gradients(settings(model, **kind), model, batches, graphs)
         ratios = [relative(one, truth) / usual for one, truth, usual in zip(found, exact, far, strict=True)]
         distances[name] = float(np.median(ratios))
         tell(f"gradients {name}: {ratios}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -13,11 +12,9 @@ from test_learner import rollouts
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from stalewise.attention import PACKED
-from stalewise.config import make_config
-from stalewise.learn import bodies, graphs
+from stalewise.learn import graphs
 from stalewise.learn.aside import Aside
 from stalewise.learn.batching import Layout, MicroBatch, micro_batches
-from stalewise.learn.bodies import RoundedBody, pick_body
 from stalewise.learn.graphs import Captured, GraphedBody, _copied
 from stalewise.learn.logp import response_logp
 from stalewise.learn.weights import FlatWeights
@@ -127,66 +124,6 @@ def test_both_lanes_give_the_gradients_of_a_plain_pass(kind: str, monkeypatch: p
     assert all(weight.grad is total for weight, total in zip(weights, body.weights.gradients, strict=True))
     for one, other in zip(found, expected, strict=True):
         assert (one - other).norm() <= 0.03 * other.norm() + 1e-6
-
-
-@pytest.mark.parametrize("kind", ["tied", "untied", "biases", "partly frozen"])
-def test_rounded_weights_give_the_gradients_of_a_plain_pass(kind: str) -> None:
-    model = model_of(kind).eval()
-    model.set_attn_implementation(PACKED)
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-
-    def gradients(body: RoundedBody | None) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        seen: list[torch.Tensor] = []
-        for weight in weights:
-            weight.grad = None
-        for part in micro_batches(rollouts(groups=4, seed=4), Layout(60), CPU):  # several: gradients add up
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                logp_BT, _ = response_logp(model, part, dtype=torch.bfloat16, body=body)
-                with torch.no_grad():
-                    seen.append(response_logp(model, part, dtype=torch.bfloat16, body=body)[0])
-            (logp_BT * torch.linspace(-1, 1, logp_BT.shape[1])).sum().backward()
-            torch.testing.assert_close(seen[-1], logp_BT.detach())
-        return [torch.zeros_like(w) if w.grad is None else w.grad.clone() for w in weights], seen
-
-    body = RoundedBody(model, weights, torch.bfloat16)
-    with torch.no_grad():
-        for weight in weights:  # as after a step
-            weight.mul_(1.1)
-    body.weights_changed()
-    (expected, plain), (found, rounded) = gradients(None), gradients(body)
-    assert len(plain) > 1 and all(one.dtype is torch.float32 for one in found)
-    torch.testing.assert_close(rounded, plain, atol=0.03, rtol=0.03)
-    for one, other in zip(found, expected, strict=True):
-        assert (one - other).norm() <= 0.03 * other.norm() + 1e-6
-
-
-def stand_in_for(device: str, *dtypes: torch.dtype, **learner: Any) -> str:
-    """Which weights and body would be picked for a model with parameters of these kinds there."""
-    model = SimpleNamespace(device=torch.device(device), parameters=lambda: iter(parameters))
-    parameters = [torch.zeros(2, dtype=dtype) for dtype in dtypes]
-    config = make_config({"learner": learner})
-    weights, body = pick_body(config, model, parameters, torch.bfloat16, Aside(CPU))
-    return f"{type(weights).__name__} {type(body).__name__}"
-
-
-def test_who_gets_which_body(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Graphs:
-        def __init__(self, *arguments: object) -> None: ...
-
-    class Rounds(Graphs):
-        pass
-
-    monkeypatch.setattr(bodies, "GraphedBody", Graphs)
-    monkeypatch.setattr(bodies, "RoundedBody", Rounds)
-    two = torch.float32, torch.float32
-    assert stand_in_for("cpu", *two) == "Weights NoneType"
-    assert stand_in_for("cuda", *two) == "Weights Rounds"
-    assert stand_in_for("cuda", *two, compile="graphs") == "FlatWeights Graphs"
-    assert stand_in_for("cuda", *two, compile="layers") == "Weights NoneType"
-    assert stand_in_for("cuda", *two, gradient_checkpointing=True) == "Weights NoneType"
-    # Gradients of one precision lie in one tensor; weights that are bfloat16 already need no rounding.
-    assert stand_in_for("cuda", torch.float32, torch.bfloat16, compile="graphs") == "Weights NoneType"
-    assert stand_in_for("cuda", torch.bfloat16, torch.bfloat16) == "Weights NoneType"
 
 
 def test_streams_are_joined_though_a_pass_fails(monkeypatch: pytest.MonkeyPatch) -> None:

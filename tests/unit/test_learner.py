@@ -669,6 +669,19 @@ def test_memory_that_ends_within_the_first_step_leaves_no_half_made_state(monkey
     assert type(learner.weights) is Weights  # the one tensor of all gradients is let go
 
 
+def test_weights_of_several_precisions_are_in_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = Learner(config(learner={"compile": "graphs"}), POLICY)
+    monkeypatch.setattr(learner, "device", torch.device("cuda"))
+    monkeypatch.setattr(learner, "precision", torch.bfloat16)
+    assert learner._can_be_graphed()
+    monkeypatch.setattr(learner, "config", config(learner={"compile": "never"}))
+    assert not learner._can_be_graphed()
+    monkeypatch.setattr(learner, "config", config(learner={"compile": "graphs"}))
+    weight = next(iter(learner.names))
+    weight.data = weight.data.bfloat16()
+    assert not learner._can_be_graphed()
+
+
 @pytest.mark.parametrize("value", [-500.0, math.inf])
 def test_any_ratio_that_is_not_finite_stops_the_step(value: float) -> None:
     learner, rows = Learner(config(), POLICY), rollouts()

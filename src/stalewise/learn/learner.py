@@ -17,14 +17,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stalewise.attention import PACKED, needs_grids, packs
-from stalewise.compilation import compile_layers, compiling_pays
+from stalewise.compilation import compile_layers, compiling_pays, recording_pays
 from stalewise.config import RunConfig
 from stalewise.diagnostics import TokenSums, age_statistics
 from stalewise.distributed import ALONE
 from stalewise.errors import ModelError
 from stalewise.learn.aside import Aside
 from stalewise.learn.batching import Layout, MicroBatch
-from stalewise.learn.bodies import Body, pick_body
 from stalewise.learn.graphs import GraphedBody
 from stalewise.learn.host_copies import host_copies
 from stalewise.learn.logp import PLAIN_KERNELS, check_output_layer, compiled_kernels, response_logp
@@ -36,7 +35,7 @@ from stalewise.learn.prepared import LaidOut, Prepared, lay_out_share
 from stalewise.learn.readings import NonFiniteUpdate, first_nonfinite, out_of_memory, read_step
 from stalewise.learn.shares import Dealt, Share, deal_update, seen_of_tokens
 from stalewise.learn.update_batch import UpdateBatch, loss_denominator, make_update_batch
-from stalewise.learn.weights import Weights
+from stalewise.learn.weights import FlatWeights, Weights
 from stalewise.models import load_tokenizer, pick_device, pick_precision, turn_dropout_off
 from stalewise.objectives import Tokens, get_objective, make_tokens, micro_batch_loss, micro_batch_sums
 from stalewise.staleness.step_control import vcpo_factor
@@ -90,10 +89,11 @@ class Learner:
         elif config.learner.keep_activations < 1:
             self.say("learner.keep_activations changes nothing here: it is for compiled layers")
         self.aside = Aside(self.device)
-        self.weights: Weights = Weights(list(self.names))
-        self.body: Body | None = None
-        if self.packed and not parallel.is_sharded:
-            self.weights, self.body = pick_body(config, self.model, list(self.names), self.precision, self.aside)
+        self.body: GraphedBody | None = None
+        self.weights = Weights(list(self.names))
+        if self.packed and self._can_be_graphed():
+            self.weights = FlatWeights(list(self.names), self.aside)
+            self.body = GraphedBody(self.model, self.weights, self.precision)
         self.optimizer = adamw(self.names, config.optimizer)
         self.rate_factor = 1.0  # on the config's learning rate, where a guard has lowered it
         self.version = 0
@@ -101,6 +101,12 @@ class Learner:
         self.drift = 0.0
         self.proximal: dict[str, Tensor] = {}
         self._snapshot_proximal()
+
+    def _can_be_graphed(self) -> bool:
+        """Recomputed activations and float32 attention do what a graph cannot hold; gradients share one tensor."""
+        fits = self.precision is not torch.float32 and len({weight.dtype for weight in self.names}) == 1
+        fits = fits and not (self.parallel.is_sharded or self.config.learner.gradient_checkpointing)
+        return self.device.type == "cuda" and fits and recording_pays(self.config, self.model)
 
     # ------------------------------------------------------------ checkpoints
 
@@ -306,11 +312,11 @@ class Learner:
         return LaidOut(layout, dealt, lay_out_share(dealt.shares[0], layout, self.device))
 
     def _layout(self) -> Layout:
-        graphed, grids = isinstance(self.body, GraphedBody), needs_grids(self.device, self.precision)
+        graphed, grids = self.body is not None, needs_grids(self.device, self.precision)
         pad_id = self.tokenizer.pad_token_id
         return Layout(self.token_budget, self.packed, grids, few_sizes=graphed, side_by_side=graphed, pad_id=pad_id)
 
-    def _forward(self, part: MicroBatch, body: Body | None = None) -> tuple[Tensor, Tensor]:
+    def _forward(self, part: MicroBatch, body: GraphedBody | None = None) -> tuple[Tensor, Tensor]:
         enabled = self.precision is not torch.float32
         cached = not self.parallel.is_sharded  # rounded weights would stay after the weights themselves are let go
         with torch.autocast(self.device.type, dtype=self.precision, enabled=enabled, cache_enabled=cached):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stalewise.errors import ModelError
 from stalewise.learn.batching import MicroBatch
-from stalewise.learn.graphs import run_passages
+from stalewise.learn.graphs import GraphedBody, run_passages
 
 # Logits of one chunk, in numbers. A GPU wants large products: 2^27 are 256 MiB in bfloat16, and twice that in float32.
 CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
@@ -72,7 +72,7 @@ def response_logp(
     chunk_elements: int | None = None,
     dtype: torch.dtype = torch.float32,
     kernels: Kernels = PLAIN_KERNELS,
-    body: Callable[[MicroBatch], Tensor] | None = None,
+    body: GraphedBody | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities [B, T] of the response tokens with a gradient, and the policy's entropy [B, T] without one.
 

@@ -35,8 +35,7 @@ def subtract_from(totals: Sequence[Tensor], amounts: Sequence[Tensor]) -> None:
 
 def copy_to(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source to its target, rounding where precisions differ."""
-    if targets:  # torch wants at least one
-        _foreach._foreach_copy_(targets, sources)
+    _foreach._foreach_copy_(targets, sources)
 
 
 def add_to(totals: Sequence[Tensor], amounts: Sequence[Tensor]) -> None:
@@ -49,8 +48,7 @@ def add_to(totals: Sequence[Tensor], amounts: Sequence[Tensor]) -> None:
     copy_to(widened, [amounts[place] for place in low])
     for place, amount in zip(low, widened, strict=True):
         same[place] = amount
-    if same:
-        _foreach._foreach_add_(totals, same)
+    _foreach._foreach_add_(totals, same)
 
 
 def adamw(parameters: Iterable[Tensor], settings: OptimizerSection) -> torch.optim.AdamW:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -157,20 +157,6 @@ class RoundedWeights:
         """The gradient of a weight, within that of what is read in its place."""
         return self.places[weight].of(gradient) if gradient is not None and weight in self.places else gradient
 
-    def gradients(
-        self,
-        output: Tensor,
-        weights: Sequence[Tensor],
-        gradient: Tensor,
-        leaf_of: Callable[[Tensor], Tensor | None],
-    ) -> list[Tensor | None]:
-        """Gradients of weights, from an output that was made with the leaves that `leaf_of` gives in their place."""
-        leaves = {id(weight): leaf_of(weight) for weight in weights}
-        distinct = list({id(leaf): leaf for leaf in leaves.values() if leaf is not None}.values())
-        found = torch.autograd.grad(output, distinct, gradient, allow_unused=True)
-        by_leaf = dict(zip(map(id, distinct), found, strict=True))
-        return [self.part(weight, by_leaf.get(id(leaves[id(weight)]))) for weight in weights]
-
 
 class Twins:
     """Parameters of its own for a pass of a module, with the same numbers at the same addresses.
@@ -207,6 +193,8 @@ class Twins:
 
     def gradients(self, output: Tensor, weights: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
         """Gradients of the module's own weights, from an output that was made with these."""
-        return self.rounded.gradients(
-            output, weights, gradient, lambda weight: self.twins.get(self.rounded.read(weight))
-        )
+        leaves = {id(weight): self.twins.get(self.rounded.read(weight)) for weight in weights}
+        distinct = list({id(leaf): leaf for leaf in leaves.values() if leaf is not None}.values())
+        found = torch.autograd.grad(output, distinct, gradient, allow_unused=True)
+        by_leaf = dict(zip(map(id, distinct), found, strict=True))
+        return [self.rounded.part(weight, by_leaf.get(id(leaves[id(weight)]))) for weight in weights]
