@@ -269,7 +269,7 @@ class Conductor:
         self.records.journal("learn", time.perf_counter() - start, first=version, stop=stop)
         with self.records.timed("switch", reason="checkpoint") as notes:
             state = learner.state() | ({"spent": spent} if spent else {})
-            self.records.commit(stop)
+            self.records.tokens.commit(stop)
             write_checkpoint(self.directory, stop, save=learner.save, state=state, notes=notes)
             self.states[stop] = {"version": stop, **state}  # whole, since this sitting wrote it
             prune(self.directory, keep=self.config.checkpoints.keep, needed=self._needed_versions(stop))

@@ -91,11 +91,10 @@ def sha256_file(path: str | Path) -> str:
 # ---------------------------------------------------------------- lines
 
 
-def append_line(path: str | Path, record: Mapping[str, Any], *, flush: bool = True) -> None:
+def append_line(path: str | Path, record: Mapping[str, Any]) -> None:
     """Append one record to a JSONL file: one write, then fsync. The newline is what commits it.
 
     A torn tail that an earlier crash left is cut off first, or it would turn into a corrupt line in the middle.
-    Without `flush` it outlives the process, and a power cut once somebody flushes the file.
     """
     path = Path(path)
     line = (json.dumps(record, default=_plain) + "\n").encode()
@@ -109,8 +108,7 @@ def append_line(path: str | Path, record: Mapping[str, Any], *, flush: bool = Tr
                 rest = line
                 while rest:  # one write, unless the disk fills up within the line: then the second one says so
                     rest = rest[os.write(descriptor, rest) :]
-                if flush:
-                    os.fsync(descriptor)
+                os.fsync(descriptor)
             except OSError:
                 os.ftruncate(descriptor, end)
                 raise

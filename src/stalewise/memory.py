@@ -237,9 +237,11 @@ def check_memory(config: RunConfig, source: str, world: int = 1, local_world: in
 
 def check_sampling_memory(config: RunConfig, source: str) -> None:
     """Refuse to sample from a model whose weights alone are too large for the device, before they are loaded."""
+    shape = model_shape(source, config) if config.sampler.engine == "hf" else None
+    if shape is None:
+        return
     device = pick_device(config.model.device)
-    needed, free = estimate(config, source), free_bytes(device)
-    weights = 0 if needed is None else needed.certain["sampler's weights"]
+    weights, free = shape.parameters * pick_precision(config.model.precision, device).itemsize, free_bytes(device)
     if weights > free:
         raise ModelError(
             f"{source} is too large: its weights take {weights / GIB:.2f} GiB on {device}, where {free / GIB:.2f} are "

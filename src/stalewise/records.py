@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stalewise.files import append_line, explain_write_errors, fsync_directory, read_jsonl, truncate_jsonl
+from stalewise.files import append_line, read_jsonl, truncate_jsonl
 from stalewise.staleness.schedule import Step
 from stalewise.store import LedgerEntry, TokenLog, append_entry, ledger_path, to_ranges, truncate_ledger
 
@@ -77,19 +77,11 @@ class Records:
         self.journal(event, time.perf_counter() - start, **notes, **more)
 
     def update(self, step: Step, rollout_ids: npt.NDArray[np.int64], metrics: dict[str, Any]) -> None:
-        """Write down an update: what it consumed, and what happened. `commit` brings it to the disk."""
+        """Write down an update: what it consumed, and what happened."""
         entry = LedgerEntry(step.update, step.generation_batch, step.version, step.age, to_ranges(rollout_ids))
-        append_entry(ledger_path(self.directory), entry, flush=False)
-        append_line(self.metrics_path, metrics, flush=False)
+        append_entry(ledger_path(self.directory), entry)
+        append_line(self.metrics_path, metrics)
         self.remembered.append(_remember(metrics))
-
-    def commit(self, before: int) -> None:
-        """Bring the updates before this one to the disk, which their checkpoint waits for; later ones happen again."""
-        self.tokens.commit(before)
-        for path in (ledger_path(self.directory), self.metrics_path):
-            if path.exists():
-                with explain_write_errors(path, 0):
-                    fsync_directory(path)
 
     def evaluation(self, record: dict[str, Any]) -> None:
         """Write down an evaluation."""

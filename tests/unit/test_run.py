@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -292,28 +290,3 @@ def test_the_embedded_policy_learns(tmp_path: Path, objective: str, schedule: di
     )
     before, after = run(settings).evaluations
     assert after["accuracy"]["low"] > before["accuracy"]["high"] + 0.1
-
-
-def test_records_are_on_the_disk_before_the_checkpoint_and_not_flushed_for_every_update(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A kill cannot show a missing flush, since what was written outlives the process: so the order itself is tested.
-    events: list[str] = []
-    fsync, rename = os.fsync, os.rename
-
-    def note_fsync(descriptor: int) -> None:
-        events.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        fsync(descriptor)
-
-    def note_rename(source: Any, target: Any) -> None:
-        events.append(f"commit {Path(target).name}")
-        rename(source, target)
-
-    monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(os, "rename", note_rename)
-    run(config(tmp_path))
-    commits = [place for place, event in enumerate(events) if re.fullmatch(r"commit v\d{6}", event)]
-    assert [events[place] for place in commits] == [f"commit v{version:06d}" for version in (0, 2, 3, 4, 6)]
-    for before, commit in pairwise(commits):
-        between = events[before:commit]
-        assert between.count("metrics.jsonl") == between.count("updates.jsonl") == 1

@@ -107,7 +107,7 @@ class HFSampler:
     def _replace(self, weights: Path) -> None:
         """Take other weights over, one by one and past the host; the file has every name that a whole one had."""
         state: dict[str, torch.Tensor] = self._model.state_dict()
-        with safe_open(weights, framework="pt", device=str(self._device)) as file:
+        with safe_open(weights, framework="pt", device=str(self._model.device)) as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in self._replaceable}
             if wrong := sorted(name for name in shapes if shapes[name] != tuple(state[name].shape)):
                 raise ModelError(f"{weights} is for another model: {wrong[0]} has shape {list(shapes[wrong[0]])}")

@@ -25,7 +25,7 @@ from stalewise.learn.weights import FlatWeights
 from stalewise.transfer import UNDISTURBED, in_buffer
 
 # Each took a third of a second to make. Sizes beyond these are launched by Python.
-MOST_GRAPHS = 96
+MOST_GRAPHS = 64
 LANES = 2  # passages of a micro-batch
 
 

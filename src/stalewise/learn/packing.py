@@ -16,10 +16,10 @@ import numpy as np
 
 from stalewise.store import Rows
 
-# Sizes of padded rows. Tokens cost time; keys that nobody sees are only copied. Large sizes suit a GPU's tiles.
-SIZE_STEP, LARGE_STEP, TOKEN_RATIO, KEY_RATIO = 32, 128, 1.04, 1.25
+# Sizes of padded rows. Tokens cost time; keys that nobody sees are only copied.
+SIZE_STEP, TOKEN_RATIO, KEY_RATIO = 128, 1.06, 1.25
 # Two halves may cost so much more than the whole, by a prompt that is in both or by being unequal.
-HALVES_RATIO = 1.01
+HALVES_RATIO = 1.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +144,14 @@ def _pieces(total: int, most: int) -> np.ndarray:
 
 
 def size_above(number: int, ratio: float) -> int:
-    """The next of few sizes, each at most `ratio` times the one before it, or SIZE_STEP more.
+    """The next of few sizes, each at most about `ratio` times the one before it; multiples of SIZE_STEP.
 
-    >>> [size_above(n, 1.04) for n in (1, 1000, 1030, 16_000)]
-    [32, 1024, 1056, 16384]
+    >>> [size_above(n, 1.06) for n in (1, 1000, 1030, 16_000)]
+    [128, 1024, 1152, 16512]
     """
     size = SIZE_STEP
     while size < number:
-        step = LARGE_STEP if size * (ratio - 1) >= LARGE_STEP else SIZE_STEP
-        size = max(size + SIZE_STEP, int(size * ratio) // step * step)
+        size = max(size + SIZE_STEP, int(size * ratio) // SIZE_STEP * SIZE_STEP)
     return size
 
 

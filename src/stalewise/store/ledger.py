@@ -38,8 +38,8 @@ def ledger_path(run_directory: str | Path) -> Path:
     return Path(run_directory) / "ledger" / "updates.jsonl"
 
 
-def append_entry(path: str | Path, entry: LedgerEntry, *, flush: bool = True) -> None:
-    """Add one update to the ledger; it survives a crash once this returns, and a power cut with `flush`."""
+def append_entry(path: str | Path, entry: LedgerEntry) -> None:
+    """Add one update to the ledger; it survives a crash once this returns."""
     record = {
         "update": entry.update,
         "generation_batch": entry.generation_batch,
@@ -50,7 +50,7 @@ def append_entry(path: str | Path, entry: LedgerEntry, *, flush: bool = True) ->
     clash = record.keys() & entry.extra.keys()
     if clash:
         raise StoreError(f"ledger entry of update {entry.update}: extra may not hold {', '.join(sorted(clash))}")
-    append_line(path, {**record, **entry.extra}, flush=flush)
+    append_line(path, {**record, **entry.extra})
 
 
 def read_ledger(path: str | Path) -> list[LedgerEntry]:
