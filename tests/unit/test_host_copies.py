@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -36,8 +37,7 @@ def test_locked_memory_is_counted_as_torch_takes_it() -> None:
 
 
 def test_no_more_memory_is_locked_than_a_machine_can_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {"SC_PHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
-    monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
-    assert most_page_locked() == 1000 * 4096 // 8
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=8000))
+    assert most_page_locked() == 1000
     monkeypatch.setattr(module, "MOST_BYTES", 10)
     assert most_page_locked() == 10

@@ -1,10 +1,10 @@
-"""Tensors on their way from a GPU to a file: through page-locked memory, which takes them ten times as fast."""
+"""Tensors on their way from a GPU to a file: through page-locked memory, which is much faster."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -15,7 +15,7 @@ MOST_SHARE = 1 / 8  # of the machine's memory
 
 def most_page_locked() -> int:
     """Bytes of page-locked memory that copies may take."""
-    return int(min(MOST_BYTES, MOST_SHARE * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
+    return int(min(MOST_BYTES, MOST_SHARE * psutil.virtual_memory().total))
 
 
 def host_copies(*files: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
