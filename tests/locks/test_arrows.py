@@ -19,7 +19,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 BASE = frozenset({"errors", "types"})
 PURE = frozenset({"objectives", "diagnostics", "staleness"})
-DATA = BASE | {"files", "exclusive", "sections", "control", "config", "tasks", "store", "checkpoints"}
+DATA = BASE | {"files", "exclusive", "digests", "sections", "control", "config", "tasks", "store", "checkpoints"}
 CONTROL = frozenset({"records", "rollbacks", "guard", "course", "budget"})
 ROOMS = frozenset({"models", "distributed", "generate", "workers", "learn", "memory", "evaluate", "report"})
 
@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "staleness": BASE | {"objectives", "diagnostics"},
     "files": BASE,
     "exclusive": BASE | {"files"},
+    "digests": BASE | {"files"},
     "sections": frozenset(),
     "control": frozenset({"sections", "staleness"}),
     "config": BASE | PURE | {"files", "tasks", "sections", "control"},
@@ -42,13 +43,19 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "distributed": BASE | PURE | {"launch"},
     "smollm2": BASE | {"files"},
     "models": BASE | {"files", "config", "smollm2"},
-    "checkpoints": BASE | {"files", "config", "models"},
+    "checkpoints": BASE | {"files", "config", "digests", "models"},
     "kernels": frozenset(),
     "compilation": frozenset({"config", "kernels"}),
+    "norms": frozenset(),
+    "recording": frozenset(),
     "transfer": frozenset(),
     "attention": frozenset({"kernels", "transfer"}),
-    "generate": DATA | {"models", "attention", "compilation", "staleness", "splitmix", "transfer"},
-    "learn": DATA | PURE | {"models", "attention", "compilation", "distributed", "transfer"},
+    "generate": DATA
+    | {"models", "attention", "compilation", "kernels", "staleness", "norms", "splitmix", "recording", "transfer"},
+    "learn": DATA
+    | PURE
+    | {"models", "attention", "compilation", "distributed", "kernels", "norms"}
+    | {"recording", "transfer"},
     "depot": BASE | {"files", "exclusive"},
     "workers": DATA | {"depot", "distributed", "generate", "rundirectory", "watch"},
     "memory": BASE | {"config", "models", "objectives", "learn"},
