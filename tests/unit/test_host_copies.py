@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import contextlib
 
-import psutil
 import pytest
 import torch
 
 from stalewise.learn import host_copies as module
-from stalewise.learn.host_copies import host_copies, locked_bytes, most_page_locked
+from stalewise.learn.host_copies import fetch, host_copies
 
 
 def test_what_is_on_the_host_is_not_copied() -> None:
@@ -32,12 +31,26 @@ def test_other_views_of_the_same_memory_are_not_taken_for_it() -> None:
         assert found[name].dtype is expected.dtype and torch.equal(found[name], expected), name
 
 
-def test_locked_memory_is_counted_as_torch_takes_it() -> None:
-    assert [locked_bytes(torch.empty(n, dtype=torch.uint8)) for n in (1, 5, 64, 65)] == [1, 8, 64, 128]
+class Stream:
+    """Without a device everything has happened at once."""
+
+    def wait_event(self, event: Stream) -> None: ...
+    def synchronize(self) -> None: ...
+    def record(self) -> None: ...
 
 
-def test_no_more_memory_is_locked_than_a_machine_can_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=8000))
-    assert most_page_locked() == 1000
-    monkeypatch.setattr(module, "MOST_BYTES", 10)
-    assert most_page_locked() == 10
+@pytest.mark.parametrize("piece", [3, 64, 1 << 20])
+def test_every_byte_of_every_tensor_arrives(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+    for name in ("Stream", "Event"):
+        monkeypatch.setattr(torch.cuda, name, Stream)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
+    monkeypatch.setattr(module, "PIECE", piece)
+    torch.manual_seed(0)
+    shapes = [(100,), (7, 9), (), (0, 4), (1,), (30, 5)]
+    there = [torch.randn(shape).to(dtype) for shape in shapes for dtype in (torch.float32, torch.bfloat16, torch.int64)]
+    here = [torch.zeros_like(tensor) for tensor in there]
+    fetch(list(zip(there, here, strict=True)), torch.device("cpu"))
+    assert all(torch.equal(a, b) for a, b in zip(there, here, strict=True))

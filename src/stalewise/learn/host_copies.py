@@ -1,21 +1,21 @@
-"""Tensors on their way from a GPU to a file: through page-locked memory, which is much faster."""
+"""Tensors on their way from a GPU to a file: in pieces through a little page-locked memory, by several threads.
+
+The driver's own way to ordinary memory takes one thread, and most of its time is that of the system, which makes the
+memory; to lock all of it takes longer still. On one H200, for 1.9 GB: 0.2 s this way, 1.9 s by `cpu()`, and 1.9 s the
+first time (0.04 s later, if nobody gave it back) in memory that is all locked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-import psutil
+import numpy as np
 import torch
 from torch import Tensor
 
-# torch keeps page-locked memory for the next time, and no other process can have it meanwhile.
-MOST_BYTES = 8 * 2**30
-MOST_SHARE = 1 / 8  # of the machine's memory
-
-
-def most_page_locked() -> int:
-    """Bytes of page-locked memory that copies may take."""
-    return int(min(MOST_BYTES, MOST_SHARE * psutil.virtual_memory().total))
+PIECE = 2**24  # bytes
+THREADS = 8
 
 
 def host_copies(*files: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
@@ -23,34 +23,46 @@ def host_copies(*files: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
     A tensor that has two names is copied once, and has both again.
     """
-    room = most_page_locked()
-    made: dict[tuple[object, ...], Tensor] = {}
+    there: dict[tuple[object, ...], Tensor] = {}
+    here: dict[tuple[object, ...], Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
-        nonlocal room
         same = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-        if same not in made:
-            fits = tensor.is_cuda and locked_bytes(tensor) <= room
-            room -= locked_bytes(tensor) if fits else 0
-            made[same] = _page_locked(tensor) if fits else tensor.cpu()
-        return made[same]
+        if same not in here:
+            here[same] = tensor if tensor.device.type == "cpu" else torch.empty(tensor.shape, dtype=tensor.dtype)
+            there[same] = tensor.detach().contiguous()
+        return here[same]
 
     copies = [{name: copy(tensor) for name, tensor in file.items()} for file in files]
-    for device in {tensor.device for file in files for tensor in file.values() if tensor.is_cuda}:
-        torch.cuda.synchronize(device)
+    for device in {tensor.device for tensor in there.values() if tensor.device.type != "cpu"}:
+        chosen = [same for same, tensor in there.items() if tensor.device == device]
+        fetch([(there[same], here[same]) for same in chosen], device)
     return copies
 
 
-def locked_bytes(tensor: Tensor) -> int:
-    """What torch takes for a page-locked copy: the next power of two."""
-    return 1 << max(tensor.nbytes - 1, 0).bit_length()
+def fetch(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
+    """Copy the first of each two, which is on the device, to the second; both are contiguous."""
+    pieces = [piece for there, here in pairs for piece in _pieces(_bytes(there), _bytes(here))]
+    ready = torch.cuda.Event()
+    with torch.cuda.device(device):
+        ready.record()
+
+    def work(first: int) -> None:
+        with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream()):
+            stream.wait_event(ready)
+            locked = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
+            for there, here in pieces[first::THREADS]:
+                locked[: len(there)].copy_(there, non_blocking=True)
+                stream.synchronize()
+                np.copyto(here.numpy(), locked[: len(there)].numpy())  # without Python's lock
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(work, range(min(THREADS, len(pieces)))))
 
 
-def _page_locked(tensor: Tensor) -> Tensor:
-    """A copy that is enqueued; an ordinary one where the system locks no more memory."""
-    try:
-        there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    except RuntimeError:
-        return tensor.cpu()
-    with torch.cuda.device(tensor.device):  # whose stream made it
-        return there.copy_(tensor, non_blocking=True)
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _pieces(there: Tensor, here: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(there.split(PIECE), here.split(PIECE), strict=True)) if len(there) else []
