@@ -155,9 +155,11 @@ def time_to_accuracy(times: Sequence[float], accuracies: Sequence[float], target
 def journal_clock(journal: Sequence[Record], start: float, stage_ends: Sequence[int]) -> dict[str, Any]:
     """Seconds at which each learned-up-to version was there, from a run's journal; evaluation does not count.
 
-    Checkpoints that are written only for the sake of an evaluation do not count either: they lie within a stage, and
-    the other side's weights are saved with its clock stopped, too. `start` is the time at which the run was called.
+    The first evaluation finds no sampler: what it took longer than the last one is loading, and counts. Checkpoints
+    that are written only for the sake of an evaluation do not: they lie within a stage, and the other side's weights
+    are saved with its clock stopped, too. `start` is the time at which the run was called.
     """
+    evaluations = [float(record["seconds"]) for record in journal if record["event"] == "evaluate"]
     excluded = {"evaluate": 0.0, "evaluation_checkpoints": 0.0}
     at: dict[int, float] = {}
     spent: dict[int, dict[str, float]] = {}  # by event, up to and with each version
@@ -170,11 +172,12 @@ def journal_clock(journal: Sequence[Record], start: float, stage_ends: Sequence[
             at[version] = float(record["time"]) - start - sum(excluded.values())
             spent[version] = {**so_far, "learn": so_far["learn"] + float(record["seconds"])}
         elif record["event"] == "evaluate":
-            excluded["evaluate"] += float(record["seconds"])
+            excluded["evaluate"] += min(float(record["seconds"]), evaluations[-1])
         elif record["event"] == "switch" and record.get("reason") == "checkpoint" and version not in stage_ends:
             excluded["evaluation_checkpoints"] += float(record["seconds"])
-        if sum(excluded.values()) == before:
-            so_far[record["event"]] = so_far.get(record["event"], 0.0) + float(record["seconds"])
+        counted = float(record["seconds"]) - (sum(excluded.values()) - before)
+        event = "switch" if record["event"] == "evaluate" else record["event"]
+        so_far[event] = so_far.get(event, 0.0) + counted
     return {"at": at, "spent": spent, "excluded": excluded}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import importlib
 import itertools
 import json
 import os
@@ -306,8 +307,10 @@ def _idle_figures(
 def train(settings: Settings, work: Path, seed: int, name: str) -> dict[str, Any]:
     """One staged run from base policy to the last update, with a checkpoint wherever accuracy is to be measured."""
     set_up(settings.device, settings.threads)
-    # Imports are in no one's clock: TRL's come with the making of its trainer.
+    # Imports are in no one's clock. pyarrow looks for pandas when it first writes; TRL's side has it from `datasets`.
     load_model(str(base_checkpoint(work)), device=torch.device("cpu"))
+    with contextlib.suppress(ImportError):
+        importlib.import_module("pandas")
     total = settings.updates_of("stalewise")
     changes = {
         "checkpoints": {"every": settings.evaluate_every, "keep": total + 1},

@@ -253,7 +253,7 @@ class SavingClock(TrainerCallback):
 
 
 def train(settings: Settings, work: Path, seed: int, name: str, method: str) -> dict[str, Any]:
-    """One run of TRL's trainer; the clock is that of `train()`, without the saving of weights."""
+    """One run of TRL's trainer, which is made within the clock, as ours is; the saving of weights is not in it."""
     set_up(settings.device, settings.threads)
     base = base_checkpoint(work)
     tokenizer = load_tokenizer(str(base))
@@ -266,7 +266,7 @@ def train(settings: Settings, work: Path, seed: int, name: str, method: str) -> 
     )
     clock = SavingClock(base, work / "runs" / name, settings.evaluate_every)
     texts = rendered(prompts, tokenizer)
-    start = time.perf_counter()
+    clock.watch = Stopwatch()
     trainer = TimedTrainer(
         model=str(base),
         reward_funcs=reward_function(task, prompts),
@@ -275,8 +275,7 @@ def train(settings: Settings, work: Path, seed: int, name: str, method: str) -> 
         processing_class=tokenizer,
         callbacks=[clock],
     )
-    constructing = time.perf_counter() - start
-    clock.trainer, clock.watch = trainer, Stopwatch()
+    clock.trainer, constructing = trainer, clock.watch.read()
     trainer.train()
     updates = settings.evaluated(method)
     seconds = clock.times[settings.updates]

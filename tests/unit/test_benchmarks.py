@@ -74,6 +74,11 @@ def test_the_clock_of_a_journal_leaves_evaluation_out() -> None:
     assert clock["excluded"] == {"evaluate": 5, "evaluation_checkpoints": 3}
     assert clock["spent"][4] == {"generate": 10, "learn": 8, "switch": 0}
     assert clock["spent"][6] == {"generate": 10, "learn": 12, "switch": 3}
+    # An evaluation at the end took 2 s: 3 of the first one's 5 were loading, which counts as switching.
+    clock = figures.journal_clock([*journal, {"time": 138, "event": "evaluate", "seconds": 2}], 100, stage_ends=[4, 8])
+    assert clock["at"] == {2: 17, 4: 21, 6: 31}
+    assert clock["excluded"] == {"evaluate": 4, "evaluation_checkpoints": 3}
+    assert clock["spent"][6] == {"generate": 10, "learn": 12, "switch": 6}
 
 
 # ---------------------------------------------------------------- intervals and operations
