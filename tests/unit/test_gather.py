@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from stalewise.attention import packed_arguments
-from stalewise.kernels.gather import copies_of, gather_keys
-from stalewise.learn.logp import chunk_gradient, fusible_chunk_gradient
+from stalewise.kernels.gather import _gather_keys, copies_of, gather_keys
 
 KEYS = np.array([0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 4, 5])  # a prompt of three tokens and two responses
 
 
-def gathered(dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def gathered(dtype: torch.dtype, gather: Any = gather_keys) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Keys and values [6, 2, 4] that want gradients, and what the operator makes of them."""
     torch.manual_seed(0)
     tensors = [torch.randn(6, 2, 4, dtype=dtype, requires_grad=True) for _ in range(2)]
     copies = [torch.from_numpy(x) for x in copies_of(KEYS, 6)]
-    return tensors, list(gather_keys(*tensors, torch.from_numpy(KEYS), *copies))
+    return tensors, list(gather(*tensors, torch.from_numpy(KEYS), *copies))
 
 
-def test_gathering_is_indexing_and_so_is_its_gradient() -> None:
-    (key, value), found = gathered(torch.float32)
+@pytest.mark.parametrize("gather", [gather_keys, _gather_keys])
+def test_gathering_is_indexing_and_so_is_its_gradient(gather: Any) -> None:
+    (key, value), found = gathered(torch.float32, gather)
     expected = [key[KEYS], value[KEYS]]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     weights = [torch.randn_like(x) for x in expected]
@@ -56,18 +58,25 @@ def test_copies_are_added_up_in_float32() -> None:
 def test_the_operator_is_sound() -> None:
     tensors, _ = gathered(torch.float32)
     copies = [torch.from_numpy(x) for x in copies_of(KEYS, 6)]
-    torch.library.opcheck(gather_keys, (*tensors, torch.from_numpy(KEYS), *copies))
+    torch.library.opcheck(_gather_keys, (*tensors, torch.from_numpy(KEYS), *copies))
+
+
+def test_a_compiler_meets_the_operator() -> None:
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    tensors, expected = gathered(torch.float32)
+    copies = [torch.from_numpy(x) for x in copies_of(KEYS, 6)]
+    compiled: Any = torch.compile(gather_keys, backend=backend)
+    found = compiled(*tensors, torch.from_numpy(KEYS), *copies)
+    assert any("stalewise.gather_keys" in name for name in seen)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("grids", [True, False])
 def test_copies_are_known_where_keys_are_gathered(grids: bool) -> None:
     made = packed_arguments(np.array([3, 1, 2]), np.array([3, 4, 5]), KEYS, torch.device("cpu"), grids=grids)
     assert len(made["copy_M"]) == (0 if grids else len(KEYS)) and len(made["copy_start"]) == (0 if grids else 7)
-
-
-def test_the_gradient_for_compilers_is_the_plain_one() -> None:
-    torch.manual_seed(0)
-    logits, target, gradient = torch.randn(5, 11), torch.randint(11, (5,)), torch.randn(5)
-    lse = logits.logsumexp(dim=1)
-    arguments = (logits, lse, target, gradient)
-    torch.testing.assert_close(fusible_chunk_gradient(*arguments), chunk_gradient(*arguments))

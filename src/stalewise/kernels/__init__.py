@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import threading
 from functools import cache
 
 from torch.utils._triton import has_triton
@@ -12,3 +14,16 @@ from torch.utils._triton import has_triton
 def can_compile() -> bool:
     """Whether kernels can be made here: Triton, which comes with torch for GPUs, also wants a C compiler."""
     return has_triton() and any(map(shutil.which, ("cc", "gcc", "clang")))
+
+
+def get_ready() -> None:
+    """Have Triton do in a thread what it does before its first kernel: a third of a second of checksums over itself."""
+    if can_compile():
+        threading.Thread(target=_read_triton, daemon=True).start()
+
+
+def _read_triton() -> None:
+    with contextlib.suppress(ImportError):  # where it lies is not promised, and nothing depends on it
+        from triton.runtime.cache import triton_key  # pyright: ignore[reportMissingImports]
+
+        triton_key()

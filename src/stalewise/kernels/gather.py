@@ -1,4 +1,4 @@
-"""Keys and values once for every segment that sees them, as an operator of torch with a gradient of its own.
+"""Keys and values once for every segment that sees them, with a gradient of their own.
 
 A prompt's keys are read by all of its responses, so its gradient is a sum over them. Adding one after the other into
 half precision (what `index_select` does on its way back) loses digits, in an order that changes from run to run; here
@@ -27,15 +27,16 @@ def copies_of(key_M: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
     return np.argsort(key_M, kind="stable"), np.concatenate([[0], np.cumsum(counts)])
 
 
-@torch.library.custom_op("stalewise::gather_keys", mutates_args=())
 def gather_keys(
     key_TKD: Tensor, value_TKD: Tensor, key_M: Tensor, copy_M: Tensor, copy_start: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of the tokens `key_M`, each [M, K, D]; the rest says which copies a token has."""
-    return key_TKD.index_select(0, key_M), value_TKD.index_select(0, key_M)
+    if torch.compiler.is_compiling():
+        return _gather_keys(key_TKD, value_TKD, key_M, copy_M, copy_start)
+    # For Python the way through a registered operator is longer, and it goes there once a layer.
+    return _Gather.apply(key_TKD, value_TKD, key_M, copy_M, copy_start)  # pyright: ignore[reportReturnType]
 
 
-@torch.library.custom_op("stalewise::sum_copies", mutates_args=())
 def sum_copies(
     key_grad_MKD: Tensor, value_grad_MKD: Tensor, copy_M: Tensor, copy_start: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -52,12 +53,38 @@ def sum_copies(
     return key_TKD, value_TKD
 
 
-@gather_keys.register_fake
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, key_TKD: Tensor, value_TKD: Tensor, key_M: Tensor, copy_M: Tensor, copy_start: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(copy_M, copy_start)
+        return key_TKD.index_select(0, key_M), value_TKD.index_select(0, key_M)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (*sum_copies(*grads, *ctx.saved_tensors), None, None, None)
+
+
+# ---------------------------------------------------------------- the same for a compiler, which looks into neither
+
+
+@torch.library.custom_op("stalewise::gather_keys", mutates_args=())
+def _gather_keys(
+    key_TKD: Tensor, value_TKD: Tensor, key_M: Tensor, copy_M: Tensor, copy_start: Tensor
+) -> tuple[Tensor, Tensor]:
+    return key_TKD.index_select(0, key_M), value_TKD.index_select(0, key_M)
+
+
+_sum_copies = torch.library.custom_op("stalewise::sum_copies", sum_copies, mutates_args=())
+
+
+@_gather_keys.register_fake
 def _(key_TKD: Tensor, value_TKD: Tensor, key_M: Tensor, copy_M: Tensor, copy_start: Tensor) -> tuple[Tensor, Tensor]:
     return _empty(key_TKD, key_M.shape[0]), _empty(value_TKD, key_M.shape[0])
 
 
-@sum_copies.register_fake
+@_sum_copies.register_fake
 def _(key_grad_MKD: Tensor, value_grad_MKD: Tensor, copy_M: Tensor, copy_start: Tensor) -> tuple[Tensor, Tensor]:
     return _empty(key_grad_MKD, copy_start.shape[0] - 1), _empty(value_grad_MKD, copy_start.shape[0] - 1)
 
@@ -71,8 +98,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    key_TKD, value_TKD = sum_copies(*grads, *ctx.saved_tensors)
-    return key_TKD, value_TKD, None, None, None
+    return (*_sum_copies(*grads, *ctx.saved_tensors), None, None, None)
 
 
-gather_keys.register_autograd(_backward, setup_context=_keep)
+_gather_keys.register_autograd(_backward, setup_context=_keep)

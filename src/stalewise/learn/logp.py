@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stalewise.errors import ModelError
+from stalewise.kernels import can_compile
 from stalewise.learn.batching import MicroBatch
 from stalewise.learn.graphs import GraphedBody, run_passages
 
@@ -41,13 +41,6 @@ def chunk_gradient(logits_CV: Tensor, lse_C: Tensor, target_C: Tensor, gradient_
     return gradient_CV.scatter_add(1, target_C.unsqueeze(1), gradient_C1).to(logits_CV.dtype)
 
 
-def fusible_chunk_gradient(logits_CV: Tensor, lse_C: Tensor, target_C: Tensor, gradient_C: Tensor) -> Tensor:
-    """The same for a compiler, which makes one pass of it: to scatter it would write the whole in float32 first."""
-    is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == target_C.unsqueeze(1)
-    probability_CV = (logits_CV.float() - lse_C.unsqueeze(1)).exp()
-    return ((is_target_CV.float() - probability_CV) * gradient_C.unsqueeze(1)).to(logits_CV.dtype)
-
-
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """The two functions that read logits; everything else of the output layer is matrix products."""
@@ -59,10 +52,13 @@ class Kernels:
 PLAIN_KERNELS = Kernels(chunk_statistics, chunk_gradient)
 
 
-@cache
-def compiled_kernels() -> Kernels:
-    """The same functions, each fused into few passes over the logits."""
-    return Kernels(torch.compile(chunk_statistics, dynamic=True), torch.compile(fusible_chunk_gradient, dynamic=True))
+def kernels_for(device: torch.device) -> Kernels:
+    """The same functions, each one pass over the logits, where the device can have them."""
+    if device.type != "cuda" or not can_compile():
+        return PLAIN_KERNELS
+    from stalewise.kernels.logits import gradient_on_device, statistics_on_device  # Triton comes with torch for GPUs
+
+    return Kernels(statistics_on_device, gradient_on_device)
 
 
 def response_logp(

@@ -1,0 +1,80 @@
+"""What is read from logits, and their gradient, each in one pass as Triton kernels. Axes: C rows, V vocabulary.
+
+Written out in torch, each is a dozen passes over the largest tensor of an update.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+BLOCK = 4096  # tokens of the vocabulary at a time
+
+
+def statistics_on_device(logits_CV: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log of the normaliser, log-probability of the target and entropy, each [C] in float32."""
+    rows, vocabulary = logits_CV.shape
+    lse_C, logp_C, entropy_C = (torch.empty(rows, dtype=torch.float32, device=logits_CV.device) for _ in range(3))
+    if rows:
+        _statistics[(rows,)](  # pyright: ignore[reportIndexIssue]
+            logits_CV.contiguous(), target_C, lse_C, logp_C, entropy_C, VOCABULARY=vocabulary, SIZE=BLOCK, num_warps=8
+        )
+    return lse_C, logp_C, entropy_C
+
+
+def gradient_on_device(logits_CV: Tensor, lse_C: Tensor, target_C: Tensor, gradient_C: Tensor) -> Tensor:
+    """Gradient of the logits, in their dtype: (1 at the target − softmax) · gradient of the log-probability."""
+    rows, vocabulary = logits_CV.shape
+    gradient_CV = torch.empty_like(logits_CV, memory_format=torch.contiguous_format)
+    if rows:
+        _gradient[(rows, triton.cdiv(vocabulary, BLOCK))](  # pyright: ignore[reportIndexIssue]
+            logits_CV.contiguous(),
+            lse_C,
+            target_C,
+            gradient_C.contiguous(),
+            gradient_CV,
+            VOCABULARY=vocabulary,
+            SIZE=BLOCK,
+            num_warps=8,
+        )
+    return gradient_CV
+
+
+@triton.jit
+def _statistics(logits, target, lse, logp, entropy, VOCABULARY: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, SIZE)
+    highest = -3.0e38  # so far; finite, since what a model rules out is −inf
+    total = 0.0  # Σ exp(x − highest)
+    moment = 0.0  # Σ (x − highest) · exp(x − highest)
+    for start in range(0, VOCABULARY, SIZE):
+        is_there = start + place < VOCABULARY
+        x = tl.load(logits + row * VOCABULARY + start + place, mask=is_there, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(highest, tl.max(x, axis=0))
+        # What was added up so far, as seen from there.
+        shift = highest - higher
+        moment = (moment + shift * total) * tl.exp(shift)
+        total *= tl.exp(shift)
+        highest = higher
+        below = x - highest
+        mass = tl.exp(below)
+        total += tl.sum(mass, axis=0)
+        moment += tl.sum(tl.where(below > float("-inf"), below * mass, 0.0), axis=0)
+    log_total = tl.log(total)
+    chosen = tl.load(logits + row * VOCABULARY + tl.load(target + row)).to(tl.float32)
+    tl.store(lse + row, highest + log_total)
+    tl.store(logp + row, chosen - (highest + log_total))
+    tl.store(entropy + row, log_total - moment / total)
+
+
+@triton.jit
+def _gradient(logits, lse, target, gradient, result, VOCABULARY: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    is_there = place < VOCABULARY
+    x = tl.load(logits + row * VOCABULARY + place, mask=is_there, other=0.0).to(tl.float32)
+    is_target = (place == tl.load(target + row)).to(tl.float32)
+    value = (is_target - tl.exp(x - tl.load(lse + row))) * tl.load(gradient + row)
+    tl.store(result + row * VOCABULARY + place, value.to(result.dtype.element_ty), mask=is_there)

@@ -1,0 +1,48 @@
+"""Triton kernels against what they stand in for: on a GPU, or anywhere with Triton and TRITON_INTERPRET=1."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from stalewise.learn.logp import chunk_gradient, chunk_statistics
+
+pytest.importorskip("triton")
+if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("no GPU, and no TRITON_INTERPRET=1", allow_module_level=True)
+
+from stalewise.kernels.logits import gradient_on_device, statistics_on_device
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("vocabulary", [100, 4096, 9000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_read_in_one_pass_as_in_many(vocabulary: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits_CV = (5 * torch.randn(4, vocabulary, device=DEVICE)).to(dtype)
+    logits_CV[0, : vocabulary // 2] = -torch.inf  # tokens that the model rules out: with 9000 the whole first block
+    logits_CV[1, 20] = 80.0
+    logits_CV[2] = 0.5
+    target_C = torch.tensor([vocabulary - 1, 20, 0, 7], device=DEVICE)
+    gradient_C = torch.tensor([1.0, -0.5, 2.0, 0.0], device=DEVICE)
+    expected = chunk_statistics(logits_CV, target_C)
+    for found, other in zip(statistics_on_device(logits_CV, target_C), expected, strict=True):
+        torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-5)
+    arguments = (logits_CV, expected[0], target_C, gradient_C)
+    torch.testing.assert_close(gradient_on_device(*arguments), chunk_gradient(*arguments))
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    logits_CV = torch.randn(3, 300, device=DEVICE)
+    logits_CV[0, 5], logits_CV[1, 7] = torch.nan, torch.inf
+    lse_C, logp_C, _ = statistics_on_device(logits_CV, torch.tensor([1, 2, 3], device=DEVICE))
+    assert lse_C.isfinite().tolist() == logp_C.isfinite().tolist() == [False, False, True]
+
+
+def test_no_rows_are_no_work() -> None:
+    logits_CV, nothing = torch.empty(0, 300, device=DEVICE), torch.empty(0, device=DEVICE)
+    assert all(len(found) == 0 for found in statistics_on_device(logits_CV, nothing.long()))
+    assert gradient_on_device(logits_CV, nothing, nothing.long(), nothing).shape == (0, 300)

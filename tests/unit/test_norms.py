@@ -1,0 +1,83 @@
+"""Norms that are fused compute what they did; those that do something else are left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OlmoConfig,
+    OlmoForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from stalewise.norms import fuse_norms
+
+SIZE: dict[str, Any] = {
+    "vocab_size": 18,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+# Gemma's norms add 1 to their weight, OLMo's have none; Qwen 3 has some for queries and keys, too.
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SIZE), 5),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZE), 9),
+    "gemma": (GemmaForCausalLM, GemmaConfig(**SIZE), 0),
+    "olmo": (OlmoForCausalLM, OlmoConfig(**{k: v for k, v in SIZE.items() if k != "head_dim"}), 0),
+}
+
+
+def made(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    model_class, config, _ = MODELS[kind]
+    model: Any = model_class(config)
+    for name, weight in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(weight, 0.5, 2.0)
+    return model.to(dtype).eval()
+
+
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_logits_and_gradients_are_those_of_the_model_itself(kind: str) -> None:
+    plain, fused = made(kind), made(kind)
+    assert fuse_norms(fused) == MODELS[kind][2]
+    ids = torch.arange(12).view(2, 6)
+    for model in (plain, fused):
+        model(input_ids=ids).logits.square().sum().backward()
+    torch.testing.assert_close(fused(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
+    for one, other in zip(fused.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-4 * float(other.grad.abs().max()))
+    assert list(fused.state_dict()) == list(plain.state_dict())
+
+
+def test_the_weight_is_the_one_that_the_module_has_now() -> None:
+    model = made("llama")
+    fuse_norms(model)
+    norm, x = model.model.norm, torch.randn(3, 32)
+    before = norm(x)
+    norm._parameters["weight"] = torch.nn.Parameter(2 * norm.weight.detach())
+    torch.testing.assert_close(norm(x), 2 * before)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_in_bfloat16_too(kind: str) -> None:
+    assert fuse_norms(made(kind, torch.bfloat16)) == MODELS[kind][2]
+
+
+def test_a_norm_that_does_something_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made("llama")
+    model.model.norm.eps = 1e-2
+    monkeypatch.delattr(model.model.norm, "variance_epsilon")
+    monkeypatch.setattr(type(model.model.norm), "forward", lambda self, x: x * self.weight)
+    assert fuse_norms(model) == 0
