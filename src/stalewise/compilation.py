@@ -22,6 +22,9 @@ Backend = Callable[[Any, Any], Any]
 # Below these a run is over before compiled layers have earned the time that compiling takes.
 WORTHWHILE_PARAMETERS = 50_000_000
 WORTHWHILE_UPDATES = 512
+# A learner holds so many bytes for each parameter before it learns (weights, gradients, moments, a copy; weights and
+# gradients once more in bfloat16). Graphs keep activations besides: there must be as much room again.
+BYTES_PER_PARAMETER = 20
 
 
 def compiling_pays(config: RunConfig, model: Any) -> bool:
@@ -31,16 +34,26 @@ def compiling_pays(config: RunConfig, model: Any) -> bool:
 
 
 def recording_pays(config: RunConfig, model: Any) -> bool:
-    """Whether the learner's passes are recorded as CUDA graphs: likewise."""
+    """Whether the learner's passes are recorded as CUDA graphs: likewise; `auto`: where there is room for them."""
     chosen = config.learner.compile
-    return chosen in ("always", "graphs") or (chosen == "auto" and _is_large(config, model))
+    return chosen in ("always", "graphs") or (chosen == "auto" and _has_room(model))
 
 
 def _is_large(config: RunConfig, model: Any) -> bool:
-    """Whether a model on a GPU and a run are so large that they gain what compiling and recording take."""
-    large = sum(parameter.numel() for parameter in model.parameters()) >= WORTHWHILE_PARAMETERS
+    """Whether a model on a GPU and a run are so large that they gain what compiling takes."""
     long = config.schedule.updates >= WORTHWHILE_UPDATES
-    return model.device.type == "cuda" and large and long and can_compile()
+    return model.device.type == "cuda" and _parameters(model) >= WORTHWHILE_PARAMETERS and long and can_compile()
+
+
+def _has_room(model: Any) -> bool:
+    if model.device.type != "cuda":
+        return False
+    memory = torch.cuda.get_device_properties(model.device).total_memory
+    return 2 * BYTES_PER_PARAMETER * _parameters(model) <= memory
+
+
+def _parameters(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def compile_layers(model: Any, keep_activations: float = 1.0, backend: str | Backend = "inductor") -> None:

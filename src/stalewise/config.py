@@ -129,7 +129,7 @@ class LearnerSection(Section):
     compile: Literal["auto", "always", "layers", "graphs", "never"] = Field(
         default="auto",
         description="Compile layers and record passes as CUDA graphs (layers, graphs: one of the two); auto: on a GPU, "
-        "where the run is long enough to gain.",
+        "the one where the run is long enough to gain, the other where there is room.",
     )
     keep_activations: float = Field(
         default=1.0,

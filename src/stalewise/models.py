@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -145,8 +146,17 @@ def _check_weights(path: str) -> None:
 def load_tokenizer(path: str) -> Any:
     """A tokenizer with an end-of-sequence and a padding token; one without padding pads with end-of-sequence.
 
-    Padding is masked everywhere, so which token pads changes nothing.
+    Padding is masked everywhere, so which token pads changes nothing. Sampler and learner share one: to read it takes
+    longer than to read a small model.
     """
+    files = Path(path).iterdir() if Path(path).is_dir() else ()
+    stats = ((file.name, file.stat()) for file in files if not file.name.endswith(".safetensors"))
+    return _load_tokenizer(path, tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)))
+
+
+@lru_cache(maxsize=2)
+def _load_tokenizer(path: str, files: tuple[tuple[str, int, int], ...]) -> Any:
+    """`files` say which it is: another may lie at the same place later."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:

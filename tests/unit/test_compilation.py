@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
-from stalewise.compilation import compile_layers, compiled_rotation
+from stalewise.compilation import compile_layers, compiled_rotation, compiling_pays, recording_pays
+from stalewise.config import make_config
 from stalewise.models import load_model, resolve_model
 
 
@@ -58,3 +60,33 @@ def test_the_rotation_is_compiled_within_and_put_back_after() -> None:
     assert modeling_llama.apply_rotary_pos_emb is plain
     model(input_ids=ids)
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize(
+    ("chosen", "device", "updates", "memory", "compiled", "recorded"),
+    [
+        ("auto", "cuda", 511, 5e9, False, True),
+        ("auto", "cuda", 512, 5e9, True, True),
+        ("auto", "cuda", 512, 3e9, True, False),  # 100 million parameters: 2 GB, and as much room again
+        ("auto", "cpu", 512, 5e9, False, False),
+        ("graphs", "cuda", 1, 0, False, True),
+        ("layers", "cuda", 1, 0, True, False),
+        ("always", "cuda", 1, 0, True, True),
+        ("never", "cuda", 9999, 9e9, False, False),
+    ],
+)
+def test_what_is_compiled_and_what_is_recorded(
+    chosen: str,
+    device: str,
+    updates: int,
+    memory: float,
+    compiled: bool,
+    recorded: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weights = torch.empty(100_000_000, device="meta")
+    model = SimpleNamespace(device=torch.device(device), parameters=lambda: iter([weights]))
+    monkeypatch.setattr("stalewise.compilation.can_compile", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
+    config = make_config({"learner": {"compile": chosen}, "schedule": {"updates": updates, "stages": 1}})
+    assert (compiling_pays(config, model), recording_pays(config, model)) == (compiled, recorded)

@@ -1,4 +1,4 @@
-"""The body as graphs, with streams and graphs that do nothing: what would be recorded runs at once, on the CPU."""
+"""The body as graphs, with streams that do nothing: what is launched, by the code that is recorded, runs on the CPU."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from test_learner import rollouts
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, OlmoConfig, OlmoForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from stalewise.attention import PACKED
 from stalewise.learn import graphs
 from stalewise.learn.aside import Aside
 from stalewise.learn.batching import Layout, MicroBatch, micro_batches
-from stalewise.learn.graphs import Captured, GraphedBody, _copied
+from stalewise.learn.graphs import GraphedBody
 from stalewise.learn.logp import response_logp
 from stalewise.learn.weights import FlatWeights
 
@@ -39,47 +39,14 @@ class Stream:
         self.waits.append((self, other))
 
 
-class Graph:
-    """Records nothing."""
-
-    def pool(self) -> int:
-        return 1
-
-
-class Replayed(GraphedBody):
-    """Does anew what a replay would repeat."""
-
-    def __call__(self, part: MicroBatch) -> torch.Tensor:
-        assert self._captured_for(part) is not None
-        empty = torch.empty(0)
-        again = Captured(*_copied(part), empty, empty, Graph(), Graph())  # pyright: ignore[reportArgumentType]
-        hidden = self._forward(again)
-        body = self
-
-        class Pass(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx: Any, anchor: torch.Tensor) -> torch.Tensor:
-                return torch.cat([lane_TH.detach() for lane_TH in hidden])
-
-            @staticmethod
-            def backward(ctx: Any, *gradients: torch.Tensor) -> None:
-                body._backward(hidden, gradients[0])
-
-        return Pass.apply(self.anchor)  # pyright: ignore[reportReturnType]
-
-
 @pytest.fixture(autouse=True)
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     Stream.waits = []
     here, autocast = Stream(), torch.autocast
     for name, stand_in in {
         "Stream": Stream,
-        "CUDAGraph": Graph,
         "current_stream": lambda: here,
         "stream": lambda stream: contextlib.nullcontext(),
-        "graph": lambda graph, pool, stream: contextlib.nullcontext(),
-        "synchronize": lambda: None,
-        "empty_cache": lambda: None,
         "is_current_stream_capturing": lambda: True,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
@@ -90,6 +57,8 @@ def model_of(kind: str) -> Any:
     torch.manual_seed(0)
     if kind == "biases":
         return Qwen2ForCausalLM(Qwen2Config(**SIZE, tie_word_embeddings=True))
+    if kind == "clamped":
+        return OlmoForCausalLM(OlmoConfig(**SIZE, clip_qkv=0.05))
     model: Any = LlamaForCausalLM(LlamaConfig(**SIZE, tie_word_embeddings=kind != "untied"))
     if kind == "partly frozen":
         model.model.layers[0].requires_grad_(False)
@@ -100,7 +69,7 @@ def model_of(kind: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "biases", "partly frozen", "adapters"])
+@pytest.mark.parametrize("kind", ["tied", "untied", "biases", "clamped", "partly frozen", "adapters"])
 def test_both_lanes_give_the_gradients_of_a_plain_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stalewise.learn.packing.HALVES_RATIO", 1.1)
     model = model_of(kind).eval()
@@ -118,7 +87,8 @@ def test_both_lanes_give_the_gradients_of_a_plain_pass(kind: str, monkeypatch: p
         return [torch.zeros_like(w) if w.grad is None else w.grad.clone() for w in weights]
 
     expected = gradients(None)
-    body = Replayed(model, FlatWeights(weights, Aside(CPU)), torch.bfloat16)
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 0)
+    body = GraphedBody(model, FlatWeights(weights, Aside(CPU)), torch.bfloat16)
     found = gradients(body)
     assert seen == {1, 2}
     assert all(weight.grad is total for weight, total in zip(weights, body.weights.gradients, strict=True))
@@ -128,7 +98,7 @@ def test_both_lanes_give_the_gradients_of_a_plain_pass(kind: str, monkeypatch: p
 
 def test_streams_are_joined_though_a_pass_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("tied")
-    body = Replayed(model, FlatWeights(list(model.parameters()), Aside(CPU)), torch.bfloat16)
+    body = GraphedBody(model, FlatWeights(list(model.parameters()), Aside(CPU)), torch.bfloat16)
 
     def fail(model: Any, passages: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -139,4 +109,32 @@ def test_streams_are_joined_though_a_pass_fails(monkeypatch: pytest.MonkeyPatch)
         body(part)
     here = torch.cuda.current_stream()
     assert Stream.waits[-2:] == [(here, body.beside[0]), (here, body.stream)]
-    assert not body.captured
+    assert not body.launched
+
+
+def test_a_size_is_captured_the_second_time_that_it_is_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("tied")
+    model.set_attn_implementation(PACKED)
+    body = GraphedBody(model, FlatWeights(list(model.parameters()), Aside(CPU)), torch.bfloat16)
+    captured: list[int] = []
+
+    def capture(self: GraphedBody, part: MicroBatch) -> Any:
+        captured.append(part.passages[0].input_ids_XW.shape[1])
+
+    monkeypatch.setattr(GraphedBody, "_capture", capture)
+    layout = Layout(10_000, few_sizes=True)
+    small, large = (next(micro_batches(rollouts(groups=n), layout, CPU)) for n in (2, 40))
+    with torch.no_grad():
+        for _ in range(2):
+            body(small)  # without a backward pass, which is not set up by this
+    assert not captured
+    body(small).sum().backward()
+    body(large).sum().backward()
+    assert not captured
+    with torch.no_grad():
+        body(small)
+    sizes = [part.passages[0].input_ids_XW.shape[1] for part in (small, large)]
+    assert captured == sizes[:1]
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 1)
+    body(large).sum().backward()
+    assert captured == sizes[:1]

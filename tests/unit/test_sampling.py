@@ -150,6 +150,37 @@ def test_new_weights_replace_the_old_ones(tmp_path: Path) -> None:
     assert fresh.sample(asked) == after != before
 
 
+def test_weights_that_are_there_are_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(EMBEDDED / "arithmetic-steps", tmp_path / "policy")
+    sampler, weights = make(), tmp_path / "policy" / "model.safetensors"
+    sampler.load(tmp_path / "policy")
+    asked, read = requests(sampler, 4), list[Path]()
+    before = sampler.sample(asked)
+    replace = HFSampler._replace
+    monkeypatch.setattr(HFSampler, "_replace", lambda self, file: (read.append(file), replace(self, file)))
+    sampler.load(tmp_path / "policy")
+    assert not read
+    halved = {name: 0.5 * tensor for name, tensor in load_file(weights).items()}
+    save_file(halved, tmp_path / "new", metadata={"format": "pt"})  # a run that was taken back comes to v000016 again
+    (tmp_path / "new").rename(weights)
+    sampler.load(tmp_path / "policy")
+    assert read == [weights]
+    assert sampler.sample(asked) != before
+
+
+def test_a_policy_that_could_not_be_taken_over_is_not_taken_for_loaded(tmp_path: Path) -> None:
+    sampler, (one, other) = make(), (tmp_path / "one", tmp_path / "other")
+    for policy in (one, other):
+        shutil.copytree(EMBEDDED / "arithmetic-steps", policy)
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"][:1].clone()
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    sampler.load(one)
+    with pytest.raises(ModelError):
+        sampler.load(other)
+    assert sampler._loaded is None  # which of the two it has now, nobody knows
+
+
 def test_a_checkpoint_without_all_weights_is_refused(tmp_path: Path) -> None:
     shutil.copytree(EMBEDDED / "arithmetic-steps", tmp_path / "policy")
     weights = load_file(tmp_path / "policy" / "model.safetensors")

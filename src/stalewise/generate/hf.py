@@ -24,7 +24,9 @@ from stalewise.generate.rounding import RoundableWeights
 from stalewise.generate.sampler import Request, Response
 from stalewise.generate.sampling import draw
 from stalewise.generate.slots import Ended, SlotDecoder, slots_problem
+from stalewise.kernels import get_ready
 from stalewise.models import context_length, load_model, load_tokenizer, stop_token_ids
+from stalewise.norms import fuse_norms
 from stalewise.types import FinishReason, SamplerSettings
 
 # Room in slots is a multiple of this, so that slots made for one pool of prompts mostly fit the next.
@@ -68,8 +70,11 @@ class HFSampler:
         self.appetite = POOL if device.type == "cuda" else 1
         self._device = device
         self._dtype = dtype
+        if device.type == "cuda":
+            get_ready()
         self._model: Any = None
         self._weights: RoundableWeights | None = None
+        self._loaded: tuple[object, ...] | None = None  # which file the weights are of; None: none, or several
         self._replaceable: frozenset[str] = frozenset()  # names of the tensors that a later checkpoint must have
         self._tokenizer: Any = None
         self._stop_ids = torch.empty(0, dtype=torch.long, device=device)
@@ -83,6 +88,8 @@ class HFSampler:
     def load(self, checkpoint: Path) -> None:
         """Sample from this checkpoint. The first loads a model; later ones only replace its weights."""
         weights = checkpoint / "model.safetensors"
+        if self._loaded is not None and self._loaded == _stamp(weights):
+            return
         names = tensor_names(weights) if weights.is_file() else frozenset()
         if self._model is None or not names or names != self._replaceable:
             self.close()  # two models at once may not fit
@@ -93,19 +100,23 @@ class HFSampler:
             self._stops = frozenset(stop_ids)  # for the reader: its thread must leave the device alone
             # Some architectures are stored under other names than they have in memory: those are loaded anew each time.
             self._replaceable = names if names <= self._model.state_dict().keys() else frozenset()
+            compiling = self._device.type == "cuda" and self._compiling_pays(self._model)
+            if self._device.type == "cuda" and not compiling:
+                fuse_norms(self._model)
             self.slots_problem = slots_problem(self._model) if self._slots_wanted else "not wanted"
             self._draw, self._while_capturing = draw, nullcontext
-            if self._device.type == "cuda" and not self.slots_problem and self._compiling_pays(self._model):
+            if compiling and not self.slots_problem:
                 compile_pieces(self._model)
                 self._draw = torch.compile(draw, dynamic=True)
                 self._while_capturing = partial(compiled_rotation, self._model)
         else:
             self._replace(weights)
-        self._weights = RoundableWeights(self._model)
+        self._weights, self._loaded = RoundableWeights(self._model), _stamp(weights)
 
     @torch.no_grad()
     def _replace(self, weights: Path) -> None:
         """Take other weights over, one by one and past the host; the file has every name that a whole one had."""
+        self._loaded = None
         state: dict[str, torch.Tensor] = self._model.state_dict()
         with safe_open(weights, framework="pt", device=str(self._model.device)) as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in self._replaceable}
@@ -116,7 +127,7 @@ class HFSampler:
 
     def close(self) -> None:
         """Let go of the model and of the memory for its cache."""
-        self._model, self._decoder, self._weights = None, None, None
+        self._model, self._decoder, self._weights, self._loaded = None, None, None, None
         self._while_capturing = nullcontext
 
     def sleep(self) -> None:
@@ -219,6 +230,14 @@ class HFSampler:
             )
             for index, tokens, logp, text in zip(ended.requests, ids, ended.logp, texts, strict=True)
         ]
+
+
+def _stamp(file: Path) -> tuple[object, ...] | None:
+    """What tells a file from all others, later ones of the same name included; None where it is not there."""
+    if not file.is_file():
+        return None
+    found = file.stat()
+    return str(file), found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def texts_of(ids: list[list[int]], tokenizer: Any) -> list[str]:

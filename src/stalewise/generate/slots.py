@@ -25,6 +25,7 @@ from stalewise.attention import PACKED, SLOTS, needs_grids, packed_arguments
 from stalewise.generate.sampler import Request
 from stalewise.generate.sampling import device_uniforms, draw, tempered
 from stalewise.generate.waiting import Waiting
+from stalewise.recording import recording
 from stalewise.transfer import to_device
 from stalewise.types import SamplerSettings
 
@@ -117,6 +118,7 @@ class SlotDecoder:
         self.token_S, self.position_S, self.count_S, self.seed_S = (zeros(slots) for _ in range(4))
         self.alive_S = zeros(slots, dtype=torch.bool)
         self.ids_SN, self.logp_SN = zeros(slots, new_tokens, dtype=torch.int32), zeros(slots, new_tokens).float()
+        self.stream: torch.cuda.Stream | None = None  # that steps are captured on
         self.rows_of: dict[int, tuple[Tensor, Any]] = {}  # by number of rows: the slots it works on, its graph
 
     # ------------------------------------------------------------ one step
@@ -168,15 +170,16 @@ class SlotDecoder:
             return None
         state = [x.clone() for x in self._state()]
         self.alive_S.zero_()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        # Always the same one: a library's workspace stays with its stream.
+        self.stream = self.stream or torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
             for _ in range(2):
                 self._step(slot_R)
-        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
         pool = next((g.pool() for _, g in self.rows_of.values()), None)
-        with torch.cuda.graph(graph, pool=pool):
+        with recording(graph, self.stream, pool):
             self._step(slot_R)
         for x, before in zip(self._state(), state, strict=True):
             x.copy_(before)

@@ -1,10 +1,10 @@
 """The body of a model, forward and backward, as CUDA graphs: one launch each where Python would make thousands.
 
-A graph works on fixed addresses and sizes, so micro-batches are padded up to few different sizes. Graphs are
-captured when a size comes up first and share their memory: a backward pass always follows its forward pass before the
-next begins. The weights of linear layers are rounded once an update, not in every replay. Two halves of a micro-batch
-are branches of one graph: while one of them waits for its next kernel, the other has the device. Axes: T tokens with
-padding, H hidden numbers.
+A graph works on fixed addresses and sizes, so micro-batches are padded up to few different sizes. A size that comes up
+for the first time is launched by Python, which sets up what must not be part of a graph; the second time it is
+captured. Graphs share their memory: a backward pass always follows its forward pass before the next begins. The weights
+of linear layers are rounded once an update, not in every replay. Two halves of a micro-batch are branches of one graph:
+while one of them waits for its next kernel, the other has the device. Axes: T tokens with padding, H hidden numbers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from stalewise.learn.batching import MicroBatch, Passage
 from stalewise.learn.optimizer import add_to
 from stalewise.learn.rounded import RoundedWeights, Twins
 from stalewise.learn.weights import FlatWeights
+from stalewise.recording import recording
 from stalewise.transfer import UNDISTURBED, in_buffer
 
-# Each took a third of a second to make. Sizes beyond these are launched by Python.
+# They hold memory of the driver's. Sizes beyond these are launched by Python.
 MOST_GRAPHS = 64
 LANES = 2  # passages of a micro-batch
 
@@ -57,6 +58,7 @@ class GraphedBody:
         # Of its own, and always the same: memory of a stream, such as a library's workspace, stays with it. The lanes
         # beside the first have the others.
         self.stream, *self.beside = (torch.cuda.Stream() for _ in range(LANES))
+        self.launched: set[tuple[int, ...]] = set()  # sizes
         self.captured: dict[tuple[int, ...], Captured] = {}
         # Last hidden states and their gradients, of whichever size is at work.
         self.hidden_TH = self.gradient_TH = torch.empty(0, 0, device=model.device)
@@ -66,7 +68,7 @@ class GraphedBody:
         """Last hidden states [T, H] of the micro-batch, passage by passage, padding included."""
         captured = self._captured_for(part)
         if captured is None:
-            return run_passages(self.model, part.passages)
+            return _Launch.apply(self.anchor, self, part)  # pyright: ignore[reportReturnType]
         captured.buffer.copy_(part.buffer[: len(captured.buffer)])  # to the addresses that the graphs read
         if torch.is_grad_enabled():
             return _Replay.apply(self.anchor, captured)  # pyright: ignore[reportReturnType]
@@ -78,63 +80,61 @@ class GraphedBody:
         self.rounded.refresh()
 
     def _captured_for(self, part: MicroBatch) -> Captured | None:
-        first = part.passages[0]  # the others are as large
-        key = (
-            len(part.passages),
-            first.input_ids_XW.shape[1],
-            len(first.arguments["key_M"]),
-            len(first.arguments["cu_seq_lens_q"]),
-            first.arguments["max_length_q"],
-            first.arguments["max_length_k"],
-        )
-        if key not in self.captured and len(self.captured) < MOST_GRAPHS:
+        key = _size(part)
+        if key in self.launched and key not in self.captured and len(self.captured) < MOST_GRAPHS:
             with UNDISTURBED:
                 self.captured[key] = self._capture(part)
         return self.captured.get(key)
 
     def _capture(self, part: MicroBatch) -> Captured:
-        empty = torch.empty(0, device=self.model.device)
+        """Graphs of a size that was launched before, and has its place in what is shared."""
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        captured = Captured(*_copied(part), empty, empty, forward, backward)
-        with _kept(self.weights.gradient):
-            self._try_out(captured)
-            # What lies in the caches of the lanes' streams is of use to nobody else. Nothing may be under way: with
-            # expandable segments memory is taken away as soon as the stream that asked for it is done.
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            with torch.cuda.graph(captured.forward, pool=self.pool, stream=self.stream):
-                hidden = self._forward(captured)
-                torch.cat([lane_TH.detach() for lane_TH in hidden], out=captured.hidden_TH)
-            self.pool = captured.forward.pool()
-            with torch.cuda.graph(captured.backward, pool=self.pool, stream=self.stream):
-                self._backward(hidden, captured.gradient_TH)
+        tokens = sum(one.input_ids_XW.numel() for one in part.passages)
+        captured = Captured(*_copied(part), self.hidden_TH[:tokens], self.gradient_TH[:tokens], forward, backward)
+        with recording(forward, self.stream, self.pool):
+            hidden = self._forward(captured.passages)
+            torch.cat([lane_TH.detach() for lane_TH in hidden], out=captured.hidden_TH)
+        self.pool = forward.pool()
+        with recording(backward, self.stream, self.pool):
+            self._backward(hidden, captured.gradient_TH)
         return captured
 
-    def _try_out(self, captured: Captured) -> None:
-        """Twice without a graph: what is set up at the first run must not be part of one."""
+    def launch(self, part: MicroBatch) -> tuple[list[Tensor], Tensor]:
+        """Hidden states of each passage, for `launch_backward`, and those of all, [T, H]. By Python, without graphs."""
+        with self._on_stream():
+            hidden = self._forward(part.passages)
+            tokens = sum(map(len, hidden))
+            if tokens > len(self.hidden_TH):  # graphs that are there keep the ones that they were made with
+                self.hidden_TH = hidden[0].new_empty(tokens, hidden[0].shape[1])
+                self.gradient_TH = torch.empty_like(self.hidden_TH)
+            torch.cat([lane_TH.detach() for lane_TH in hidden], out=self.hidden_TH[:tokens])
+        return hidden, self.hidden_TH[:tokens]
+
+    def launch_backward(self, part: MicroBatch, hidden: Sequence[Tensor], gradient_TH: Tensor) -> None:
+        """Add up gradients as a replay would; from here on, this size can be captured."""
+        own_TH = self.gradient_TH[: len(gradient_TH)].copy_(gradient_TH)
+        with self._on_stream():
+            self._backward(hidden, own_TH)
+        self.launched.add(_size(part))
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Within: on the stream that captures, after what is enqueued so far and before what is enqueued later."""
         here = torch.cuda.current_stream()
         self.stream.wait_stream(here)
         try:
             with torch.cuda.stream(self.stream):
-                for _ in range(2):
-                    hidden = self._forward(captured)
-                    tokens = sum(map(len, hidden))
-                    if tokens > len(self.hidden_TH):  # graphs that are there keep the ones that they were made with
-                        self.hidden_TH = hidden[0].new_empty(tokens, hidden[0].shape[1])
-                        self.gradient_TH = torch.zeros_like(self.hidden_TH)
-                    captured.hidden_TH, captured.gradient_TH = self.hidden_TH[:tokens], self.gradient_TH[:tokens]
-                    self._backward(hidden, captured.gradient_TH.zero_())
-                    del hidden
+                yield
         finally:
             here.wait_stream(self.stream)
 
-    def _forward(self, captured: Captured) -> list[Tensor]:
+    def _forward(self, passages: Sequence[Passage]) -> list[Tensor]:
         """Last hidden states of each passage, which pass side by side."""
         enabled = self.precision is not torch.float32
         hidden: list[Tensor] = []
-        count = len(captured.passages)
+        count = len(passages)
         with self._side_by_side() as streams:
-            for lane, stream, passage in zip(self.lanes[:count], streams[:count], captured.passages, strict=True):
+            for lane, stream, passage in zip(self.lanes[:count], streams[:count], passages, strict=True):
                 # Without its cache: a weight that is not rounded here, it rounds anew in every replay, as it must.
                 with (
                     torch.cuda.stream(stream),
@@ -182,6 +182,19 @@ def run_passages(model: Any, passages: Sequence[Passage]) -> Tensor:
     return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
 
 
+def _size(part: MicroBatch) -> tuple[int, ...]:
+    """What micro-batches that one graph serves have in common."""
+    first = part.passages[0]  # the others are as large
+    return (
+        len(part.passages),
+        first.input_ids_XW.shape[1],
+        len(first.arguments["key_M"]),
+        len(first.arguments["cu_seq_lens_q"]),
+        first.arguments["max_length_q"],
+        first.arguments["max_length_k"],
+    )
+
+
 def _copied(part: MicroBatch) -> tuple[Tensor, list[Passage]]:
     """The passages of a micro-batch at addresses of their own, and the buffer that holds them."""
     given = [value for one in part.passages for value in (one.input_ids_XW, *one.arguments.values())]
@@ -193,6 +206,22 @@ def _copied(part: MicroBatch) -> tuple[Tensor, list[Passage]]:
         return tree_map_only(Tensor, lambda tensor: in_buffer(tensor, buffer), value)
 
     return buffer, [Passage(moved(one.input_ids_XW), moved(dict(one.arguments))) for one in part.passages]
+
+
+class _Launch(torch.autograd.Function):
+    """Forward and backward pass as Python launches them, by the same code that is captured."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, body: GraphedBody, part: MicroBatch) -> Tensor:
+        ctx.body, ctx.part = body, part
+        ctx.hidden, hidden_TH = body.launch(part)
+        return hidden_TH.view_as(hidden_TH)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        ctx.body.launch_backward(ctx.part, ctx.hidden, gradients[0])
+        del ctx.hidden
+        return None, None, None
 
 
 class _Replay(torch.autograd.Function):
@@ -209,13 +238,3 @@ class _Replay(torch.autograd.Function):
         ctx.captured.gradient_TH.copy_(gradients[0])
         ctx.captured.backward.replay()
         return None, None
-
-
-@contextlib.contextmanager
-def _kept(gradient: Tensor) -> Iterator[None]:
-    """It is afterwards what it was before: trial runs add to it."""
-    before = gradient.clone()
-    try:
-        yield
-    finally:
-        gradient.copy_(before)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stalewise.attention import PACKED, needs_grids, packs
-from stalewise.compilation import compile_layers, compiling_pays, recording_pays
+from stalewise.compilation import recording_pays
 from stalewise.config import RunConfig
 from stalewise.diagnostics import TokenSums, age_statistics
 from stalewise.distributed import ALONE
@@ -26,7 +26,8 @@ from stalewise.learn.aside import Aside
 from stalewise.learn.batching import Layout, MicroBatch
 from stalewise.learn.graphs import GraphedBody
 from stalewise.learn.host_copies import host_copies
-from stalewise.learn.logp import PLAIN_KERNELS, check_output_layer, compiled_kernels, response_logp
+from stalewise.learn.layers import quicken_layers
+from stalewise.learn.logp import check_output_layer, kernels_for, response_logp
 from stalewise.learn.lora import load_policy
 from stalewise.learn.optimizer import adamw, learning_rate, moments_by_file, read_moments, restore_moments
 from stalewise.learn.parallel import Alone, SeenTokens
@@ -81,13 +82,8 @@ class Learner:
             self.say(f"{type(self.model).__name__} cannot be packed: its micro-batches are padded, which costs time")
         parallel.find_trained()
         self.names = parallel.trained
-        self.kernels = PLAIN_KERNELS
-        # Weights that come and go cannot be in a graph, and what compiling gains there was never measured.
-        if not parallel.is_sharded and compiling_pays(config, self.model):
-            compile_layers(self.model, config.learner.keep_activations)
-            self.kernels = compiled_kernels()
-        elif config.learner.keep_activations < 1:
-            self.say("learner.keep_activations changes nothing here: it is for compiled layers")
+        self.kernels = kernels_for(self.device)
+        self.compiled = quicken_layers(self.model, config, is_sharded=parallel.is_sharded, say=self.say)
         self.aside = Aside(self.device)
         self.body: GraphedBody | None = None
         self.weights = Weights(list(self.names))
@@ -313,8 +309,9 @@ class Learner:
 
     def _layout(self) -> Layout:
         graphed, grids = self.body is not None, needs_grids(self.device, self.precision)
+        halves = graphed and self.compiled  # kernels of plain layers are too large to leave gaps for another half
         pad_id = self.tokenizer.pad_token_id
-        return Layout(self.token_budget, self.packed, grids, few_sizes=graphed, side_by_side=graphed, pad_id=pad_id)
+        return Layout(self.token_budget, self.packed, grids, few_sizes=graphed, side_by_side=halves, pad_id=pad_id)
 
     def _forward(self, part: MicroBatch, body: GraphedBody | None = None) -> tuple[Tensor, Tensor]:
         enabled = self.precision is not torch.float32

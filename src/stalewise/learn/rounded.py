@@ -36,7 +36,11 @@ class Together(torch.nn.Module):
         product = linear(x, self.weight, self.bias)
         if len(self.sizes) == 1:
             return product
-        self.input, self.parts = x, product.split(self.sizes, dim=-1)
+        # A layer may change its part in place (OLMo's clips it), which autograd refuses for parts of an ordinary split.
+        if torch.compiler.is_compiling():
+            self.input, self.parts = x, product.split(self.sizes, dim=-1)
+        else:
+            self.input, self.parts = x, tuple(torch.unsafe_split_with_sizes(product, self.sizes, dim=-1))
         return self.parts[0]
 
 

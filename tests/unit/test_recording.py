@@ -1,0 +1,65 @@
+"""Recording a CUDA graph, with a driver that only notes what it is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from stalewise.recording import recording
+
+
+class Graph:
+    def __init__(self, asked: list[str]) -> None:
+        self.asked = asked
+
+    def capture_begin(self, **options: Any) -> None:
+        self.asked.append(f"begin {options}, collecting {gc.isenabled()}")
+
+    def capture_end(self) -> None:
+        self.asked.append("end")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    asked: list[str] = []
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda name=name: asked.append(name))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30, 100))
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    return asked
+
+
+def record(asked: list[str], **options: Any) -> None:
+    with recording(Graph(asked), None, **options):  # pyright: ignore[reportArgumentType]
+        asked.append("work")
+
+
+def test_what_is_kept_for_later_stays_where_memory_is_not_short(asked: list[str]) -> None:
+    record(asked)
+    assert asked == ["synchronize", "begin {}, collecting False", "work", "end"]
+    assert gc.isenabled()
+
+
+def test_where_memory_is_short_all_of_it_is_given_back_first(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20, 100))
+    record(asked, pool=(0, 7))
+    assert asked == ["synchronize", "empty_cache", "begin {'pool': (0, 7)}, collecting False", "work", "end"]
+
+
+def test_a_recording_that_fails_is_ended(asked: list[str]) -> None:
+    with pytest.raises(ZeroDivisionError), recording(Graph(asked), None):  # pyright: ignore[reportArgumentType]
+        raise ZeroDivisionError
+    assert asked[-1] == "end" and gc.isenabled()
+
+
+def test_garbage_is_not_collected_afterwards_where_it_was_not_before(asked: list[str]) -> None:
+    gc.disable()
+    try:
+        record(asked)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
