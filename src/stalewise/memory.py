@@ -6,7 +6,8 @@ per weight (4, with `bfloat16-only` 2; adapters always 4), s bytes per number of
     certain    P·w weights + T·w gradients + 2T·w moments + T·w copy for the norm of the update
                + T·w where the objective has a proximal policy + P·s the sampler's weights
     learning   tokens · layers · (h·H + f·F + k·K) activations, of one layer with gradient checkpointing
-               + 2P bfloat16 copies of the weights under autocast + the logits of one chunk
+               + 2P bfloat16 copies of the weights under autocast, 2T for their gradients where CUDA graphs are recorded
+               + the logits of one chunk
     sampling   rows · tokens · layers · 2K·s keys and values
 
 with H the hidden width, F the inner width of the feed-forward layers and K the width of the keys. Learning and sampling
@@ -180,9 +181,12 @@ def _learning(
     chunk = min(tokens * shape.vocabulary, CHUNK_ELEMENTS.get(device.type, 1 << 24))
     # Logits in the precision of the product, then as float32, their surprise and its exponential.
     logits = chunk * ((2 if autocast else 4) + 3 * 4)
+    rounds = autocast and weight == 4
+    records = device.type == "cuda" and config.learner.compile not in ("never", "layers")
     return {
         f"activations of {tokens} tokens": kept,
-        "bfloat16 copies of the weights": 2 * shape.parameters if autocast and weight == 4 else 0,
+        "bfloat16 copies of the weights": 2 * shape.parameters if rounds else 0,
+        "their gradients": 2 * shape.trained if rounds and records else 0,
         "logits": logits,
     }
 

@@ -67,7 +67,7 @@ def test_the_parts_by_hand(shape: ModelShape) -> None:
     assert needed is not None
     assert list(needed.certain.values()) == [4e6, 4e6, 8e6, 4e6, 0, 4e6]
     # 10 tokens × 3 layers × (36·100 + 16·300 + 8·50); logits of 10 × 1000 as float32, four times.
-    assert list(needed.learning.values()) == [10 * 3 * 8800, 0, 10 * 1000 * 16]
+    assert list(needed.learning.values()) == [10 * 3 * 8800, 0, 0, 10 * 1000 * 16]
     # 8 rows × 50 tokens × 3 layers × keys and values of 50 float32 numbers.
     assert list(needed.sampling.values()) == [8 * 50 * 3 * 2 * 50 * 4]
     assert needed.least == 24e6
@@ -93,6 +93,12 @@ def test_precision_adapters_and_objectives_change_the_parts(shape: ModelShape, m
 
     mixed = parts(model={"precision": "bfloat16"})
     assert mixed == [4e6, 4e6, 8e6, 4e6, 0, 2e6, 10 * 3 * (3200 + 2400 + 200), 2e6]
+    with monkeypatch.context() as there:
+        there.setattr("stalewise.memory.pick_device", lambda device: torch.device("cuda"))
+        for compile, bytes_each in (("auto", 2), ("graphs", 2), ("layers", 0), ("never", 0)):
+            settings = {"tokens_per_micro_batch": 10, "compile": compile}
+            recorded = estimate(config(model={"precision": "bfloat16"}, learner=settings), "x")
+            assert recorded is not None and recorded.learning["their gradients"] == bytes_each * 1e6
     pure = parts(model={"precision": "bfloat16-only"})
     assert pure == [2e6, 2e6, 4e6, 2e6, 0, 2e6, 10 * 3 * (2200 + 2400 + 200), 0]
     assert parts(objective={"name": "decoupled_ppo"})[4] == 4e6
