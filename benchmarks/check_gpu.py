@@ -31,6 +31,7 @@ from stalewise.generate.sampler import Request, Response
 from stalewise.learn import host_copies
 from stalewise.learn.batching import micro_batches
 from stalewise.learn.learner import Learner
+from stalewise.learn.logp import PLAIN_KERNELS, kernels_for
 from stalewise.learn.update_batch import make_update_batch
 from stalewise.models import EMBEDDED
 from stalewise.store import Rows
@@ -105,12 +106,14 @@ def settings(model: str, **learner: Any) -> RunConfig:
 def gradients(config: RunConfig, model: str, batches: list[Rows], graphs: bool = True) -> list[torch.Tensor]:
     """After an update that changes next to nothing: what graphs read must have followed it.
 
-    Each of them twice: a size is recorded the second time.
+    Of all batches, and where graphs are recorded of all once more: a size is launched the first time it comes up,
+    recorded the second time.
     """
     learner = Learner(config, Path(model))
     learner.body = learner.body if graphs else None
     learner.update(batches[0])
-    found = [[learner.gradient(rows).double().cpu() for _ in range(2)][1] for rows in batches]
+    rounds = 1 if learner.body is None else 2
+    found = [learner.gradient(rows).double().cpu() for rows in rounds * batches]
     del learner
     torch.cuda.empty_cache()
     return found
@@ -150,10 +153,41 @@ def check_gradients(model: str, rows: Rows, vocabulary: int, compiled: bool) -> 
     for name, kind in (compiled_kinds if compiled else kinds).items():
         graphs = kind.pop("graphs", True)
         found = gradients(settings(model, **kind), model, batches, graphs)
-        ratios = [relative(one, truth) / usual for one, truth, usual in zip(found, exact, far, strict=True)]
-        distances[name] = float(np.median(ratios))
+        rounds = [found[start : start + len(batches)] for start in range(0, len(found), len(batches))]
+        ratios = [
+            [relative(one, truth) / usual for one, truth, usual in zip(of_round, exact, far, strict=True)]
+            for of_round in rounds
+        ]
+        distances[name] = max(float(np.median(each)) for each in ratios)
         tell(f"gradients {name}: {ratios}")
     return distances | {"bfloat16_itself": float(np.median(far))}
+
+
+def check_logits() -> dict[str, float]:
+    """What the kernels read from logits and give back, against torch's own operators; both in bfloat16.
+
+    Of a vocabulary of an odd size, so that rows begin anywhere.
+    """
+    torch.manual_seed(0)
+    apart: dict[str, float] = {}
+    for vocabulary in (101, 9001, 49152):
+        logits = (5 * torch.randn(300, vocabulary, device=CUDA)).bfloat16()
+        logits[0, : vocabulary // 2] = -torch.inf
+        target, gradient = (
+            torch.randint(vocabulary // 2, vocabulary, (300,), device=CUDA),
+            torch.randn(300, device=CUDA),
+        )
+        kernels, plain = kernels_for(CUDA), PLAIN_KERNELS
+        assert kernels is not plain
+        expected = plain.statistics(logits, target)
+        for name, one, other in zip(
+            ("lse", "logp", "entropy"), kernels.statistics(logits, target), expected, strict=True
+        ):
+            apart[name] = max(apart.get(name, 0.0), float((one - other).abs().max()))
+        given = (logits, expected[0], target, gradient)
+        found = relative(kernels.gradient(*given).float(), plain.gradient(*given).float())
+        apart["gradient"] = max(apart.get("gradient", 0.0), found)
+    return apart
 
 
 def check_log_probabilities(model: str, rows: Rows) -> dict[str, float]:
@@ -338,6 +372,8 @@ def verdicts(name: str, found: Any) -> dict[str, bool]:
         if "float32_split" in found:
             said["in float32 they do not depend on the split"] = found["float32_split"] < 1e-4
         return said
+    if name == "logits":
+        return {"kernels read them as torch does": max(found.values()) < 1e-3}
     if name == "log_probabilities":
         return {"no worse than those of transformers": found["ours_mean"] < 1.1 * found["transformers_mean"]}
     if name == "sampler_float32":
@@ -377,6 +413,7 @@ def main() -> int:
         checks: dict[str, Callable[[], Any]] = {
             "gradients": lambda: check_gradients(model, rows, vocabulary, compiled=False),
             "gradients_compiled": lambda: check_gradients(model, rows, vocabulary, compiled=True),
+            "logits": check_logits,
             "log_probabilities": lambda: check_log_probabilities(model, rows),
             "sampler_float32": lambda: check_sampler(model, vocabulary, torch.float32),
             "sampler_bfloat16": lambda: check_sampler(model, vocabulary, torch.bfloat16),

@@ -159,7 +159,7 @@ def journal_clock(journal: Sequence[Record], start: float, stage_ends: Sequence[
     that are written only for the sake of an evaluation do not: they lie within a stage, and the other side's weights
     are saved with its clock stopped, too. `start` is the time at which the run was called.
     """
-    evaluations = [float(record["seconds"]) for record in journal if record["event"] == "evaluate"]
+    evaluations = [record for record in journal if record["event"] == "evaluate"]
     excluded = {"evaluate": 0.0, "evaluation_checkpoints": 0.0}
     at: dict[int, float] = {}
     spent: dict[int, dict[str, float]] = {}  # by event, up to and with each version
@@ -172,7 +172,8 @@ def journal_clock(journal: Sequence[Record], start: float, stage_ends: Sequence[
             at[version] = float(record["time"]) - start - sum(excluded.values())
             spent[version] = {**so_far, "learn": so_far["learn"] + float(record["seconds"])}
         elif record["event"] == "evaluate":
-            excluded["evaluate"] += min(float(record["seconds"]), evaluations[-1])
+            without_loading = evaluations[-1] if record is evaluations[0] else record
+            excluded["evaluate"] += min(float(record["seconds"]), float(without_loading["seconds"]))
         elif record["event"] == "switch" and record.get("reason") == "checkpoint" and version not in stage_ends:
             excluded["evaluation_checkpoints"] += float(record["seconds"])
         counted = float(record["seconds"]) - (sum(excluded.values()) - before)

@@ -22,9 +22,9 @@ Backend = Callable[[Any, Any], Any]
 # Below these a run is over before compiled layers have earned the time that compiling takes.
 WORTHWHILE_PARAMETERS = 50_000_000
 WORTHWHILE_UPDATES = 512
-# A learner holds so many bytes for each parameter before it learns (weights, gradients, moments, a copy; weights and
-# gradients once more in bfloat16). Graphs keep activations besides: there must be as much room again.
-BYTES_PER_PARAMETER = 20
+# A learner holds so many bytes for each parameter before it learns: weights, gradients, moments, a copy, and weights
+# and gradients once more in bfloat16; of a frozen one, weights. Graphs keep activations, which want as much room.
+TRAINED_BYTES, FROZEN_BYTES = 24, 6
 
 
 def compiling_pays(config: RunConfig, model: Any) -> bool:
@@ -48,8 +48,9 @@ def _is_large(config: RunConfig, model: Any) -> bool:
 def _has_room(model: Any) -> bool:
     if model.device.type != "cuda":
         return False
-    memory = torch.cuda.get_device_properties(model.device).total_memory
-    return 2 * BYTES_PER_PARAMETER * _parameters(model) <= memory
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    needed = TRAINED_BYTES * trained + FROZEN_BYTES * (_parameters(model) - trained)
+    return 2 * needed <= torch.cuda.get_device_properties(model.device).total_memory
 
 
 def _parameters(model: Any) -> int:

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from stalewise.config import RunConfig
 from stalewise.errors import ModelError
-from stalewise.learn.logp import CHUNK_ELEMENTS
+from stalewise.learn.logp import CHUNK_ELEMENTS, PLAIN_KERNELS, kernels_for
 from stalewise.learn.lora import target_layers
 from stalewise.models import pick_device, pick_precision, pick_weights_dtype
 from stalewise.objectives import get_objective
@@ -179,8 +179,9 @@ def _learning(
     if config.learner.gradient_checkpointing:
         kept = shape.layers * tokens * shape.hidden * weight + layer
     chunk = min(tokens * shape.vocabulary, CHUNK_ELEMENTS.get(device.type, 1 << 24))
-    # Logits in the precision of the product, then as float32, their surprise and its exponential.
-    logits = chunk * ((2 if autocast else 4) + 3 * 4)
+    # In the precision of the product, with their gradient; or as float32 besides, their surprise and its exponential.
+    product = 2 if autocast else 4
+    logits = chunk * (product + 3 * 4 if kernels_for(device) is PLAIN_KERNELS else 2 * product)
     rounds = autocast and weight == 4
     records = device.type == "cuda" and config.learner.compile not in ("never", "layers")
     return {

@@ -146,11 +146,11 @@ def _check_weights(path: str) -> None:
 def load_tokenizer(path: str) -> Any:
     """A tokenizer with an end-of-sequence and a padding token; one without padding pads with end-of-sequence.
 
-    Padding is masked everywhere, so which token pads changes nothing. Sampler and learner share one: to read it takes
-    longer than to read a small model.
+    Padding is masked everywhere, so which token pads changes nothing. Sampler and learner share one, which nobody may
+    change: to read it takes longer than to read a small model.
     """
     files = Path(path).iterdir() if Path(path).is_dir() else ()
-    stats = ((file.name, file.stat()) for file in files if not file.name.endswith(".safetensors"))
+    stats = ((file.name, file.stat()) for file in files if file.is_file() and file.suffix != ".safetensors")
     return _load_tokenizer(path, tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)))
 
 

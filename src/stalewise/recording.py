@@ -21,12 +21,15 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any 
     """What is launched within becomes the graph; nothing of it runs. `pool` is memory that graphs share."""
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
-    if free < SHORT_SHARE * total:
+    # What lies about may be as much as the graph will want, and is not given up for it while it is recorded.
+    lies_about = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    if free < max(SHORT_SHARE * total, lies_about):
         gc.collect()
         # Nothing is under way: with expandable segments, memory is gone as soon as the stream that had it is done.
         torch.cuda.empty_cache()
     with torch.cuda.stream(stream), _no_collection():
-        graph.capture_begin(**({} if pool is None else {"pool": pool}))
+        # Other threads may ask the driver for what they like, such as those that watch over several devices.
+        graph.capture_begin(**({} if pool is None else {"pool": pool}), capture_error_mode="thread_local")
         try:
             yield
         finally:

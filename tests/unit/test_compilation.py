@@ -67,7 +67,8 @@ def test_the_rotation_is_compiled_within_and_put_back_after() -> None:
     [
         ("auto", "cuda", 511, 5e9, False, True),
         ("auto", "cuda", 512, 5e9, True, True),
-        ("auto", "cuda", 512, 3e9, True, False),  # 100 million parameters: 2 GB, and as much room again
+        ("auto", "cuda", 512, 3.37e9, True, True),  # 60 million parameters and 40 frozen ones: 1.44 + 0.24 GB, twice
+        ("auto", "cuda", 512, 3.35e9, True, False),
         ("auto", "cpu", 512, 5e9, False, False),
         ("graphs", "cuda", 1, 0, False, True),
         ("layers", "cuda", 1, 0, True, False),
@@ -84,8 +85,8 @@ def test_what_is_compiled_and_what_is_recorded(
     recorded: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    weights = torch.empty(100_000_000, device="meta")
-    model = SimpleNamespace(device=torch.device(device), parameters=lambda: iter([weights]))
+    weights = [torch.empty(60_000_000, device="meta", requires_grad=True), torch.empty(40_000_000, device="meta")]
+    model = SimpleNamespace(device=torch.device(device), parameters=lambda: iter(weights))
     monkeypatch.setattr("stalewise.compilation.can_compile", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
     config = make_config({"learner": {"compile": chosen}, "schedule": {"updates": updates, "stages": 1}})

@@ -72,7 +72,19 @@ def test_the_weight_is_the_one_that_the_module_has_now() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "gemma"])
 def test_in_bfloat16_too(kind: str) -> None:
-    assert fuse_norms(made(kind, torch.bfloat16)) == MODELS[kind][2]
+    plain, fused, ids = made(kind, torch.bfloat16), made(kind, torch.bfloat16), torch.arange(12).view(2, 6)
+    assert fuse_norms(fused) == MODELS[kind][2]
+    exact = made(kind)(input_ids=ids).logits
+    far, usual = ((model(input_ids=ids).logits.float() - exact).norm() for model in (fused, plain))
+    assert far <= 1.1 * usual
+
+
+def test_a_norm_of_another_precision_than_its_input_is_the_modules_own() -> None:
+    plain, fused = made("llama"), made("llama")
+    fuse_norms(fused)
+    x = torch.randn(3, 32, dtype=torch.bfloat16)
+    found, expected = fused.model.norm(x), plain.model.norm(x)
+    assert found.dtype is expected.dtype is torch.float32 and torch.equal(found, expected)
 
 
 def test_a_norm_that_does_something_else_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

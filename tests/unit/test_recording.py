@@ -17,6 +17,7 @@ class Graph:
         self.asked = asked
 
     def capture_begin(self, **options: Any) -> None:
+        assert options.pop("capture_error_mode") == "thread_local"
         self.asked.append(f"begin {options}, collecting {gc.isenabled()}")
 
     def capture_end(self) -> None:
@@ -29,6 +30,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("synchronize", "empty_cache"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: asked.append(name))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (30, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 40)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 20)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
     return asked
 
@@ -44,8 +47,12 @@ def test_what_is_kept_for_later_stays_where_memory_is_not_short(asked: list[str]
     assert gc.isenabled()
 
 
-def test_where_memory_is_short_all_of_it_is_given_back_first(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20, 100))
+@pytest.mark.parametrize(("free", "reserved"), [(24, 40), (30, 51)])  # in all; less than what lies about
+def test_where_memory_is_short_all_of_it_is_given_back_first(
+    free: int, reserved: int, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: reserved)
     record(asked, pool=(0, 7))
     assert asked == ["synchronize", "empty_cache", "begin {'pool': (0, 7)}, collecting False", "work", "end"]
 

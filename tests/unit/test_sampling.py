@@ -313,7 +313,7 @@ def test_texts_are_those_that_the_tokenizer_itself_gives(monkeypatch: pytest.Mon
     ids = [[row % len(tokenizer), 1, 3 + row % 9, tokenizer.eos_token_id] for row in range(40)] + [[]]
     expected = tokenizer.batch_decode(ids, skip_special_tokens=True)
     assert texts_of(ids, tokenizer) == expected
-    tokenizer.clean_up_tokenization_spaces = True  # which its library knows nothing of
+    monkeypatch.setattr(tokenizer, "clean_up_tokenization_spaces", True)  # which its library knows nothing of
     monkeypatch.setattr(tokenizer, "batch_decode", lambda ids, skip_special_tokens: ["cleaned up"] * len(ids))
     assert texts_of(ids, tokenizer) == ["cleaned up"] * len(ids)
 

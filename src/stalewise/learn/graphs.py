@@ -26,7 +26,7 @@ from stalewise.recording import recording
 from stalewise.transfer import UNDISTURBED, in_buffer
 
 # They hold memory of the driver's. Sizes beyond these are launched by Python.
-MOST_GRAPHS = 64
+MOST_GRAPHS = 128
 LANES = 2  # passages of a micro-batch
 
 
@@ -149,7 +149,8 @@ class GraphedBody:
     def _backward(self, hidden: Sequence[Tensor], gradient_TH: Tensor) -> None:
         found: list[list[Tensor | None]] = []
         gradients = gradient_TH.split([len(lane_TH) for lane_TH in hidden])
-        with self._side_by_side() as streams:
+        # Whoever captures is within autocast, whoever launches is not; a gradient's precision is the forward pass's.
+        with self._side_by_side() as streams, torch.autocast("cuda", enabled=False):
             lanes = zip(self.lanes[: len(hidden)], streams[: len(hidden)], hidden, gradients, strict=True)
             for lane, stream, lane_TH, gradient in lanes:
                 with torch.cuda.stream(stream):

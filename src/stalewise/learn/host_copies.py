@@ -28,13 +28,14 @@ def host_copies(*files: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
     def copy(tensor: Tensor) -> Tensor:
         same = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-        if same not in here:
-            here[same] = tensor if tensor.device.type == "cpu" else torch.empty(tensor.shape, dtype=tensor.dtype)
-            there[same] = tensor.detach().contiguous()
+        if same not in here and tensor.is_cuda:
+            here[same], there[same] = torch.empty(tensor.shape, dtype=tensor.dtype), tensor.detach().contiguous()
+        elif same not in here:
+            here[same] = tensor.cpu()
         return here[same]
 
     copies = [{name: copy(tensor) for name, tensor in file.items()} for file in files]
-    for device in {tensor.device for tensor in there.values() if tensor.device.type != "cpu"}:
+    for device in {tensor.device for tensor in there.values()}:
         chosen = [same for same, tensor in there.items() if tensor.device == device]
         fetch([(there[same], here[same]) for same in chosen], device)
     return copies
@@ -50,7 +51,7 @@ def fetch(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
     def work(first: int) -> None:
         with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream()):
             stream.wait_event(ready)
-            locked = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
+            locked = _locked_piece()
             for there, here in pieces[first::THREADS]:
                 locked[: len(there)].copy_(there, non_blocking=True)
                 stream.synchronize()
@@ -58,6 +59,14 @@ def fetch(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
 
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(work, range(min(THREADS, len(pieces)))))
+
+
+def _locked_piece() -> Tensor:
+    """An ordinary one, which is slower, where the system locks no more memory."""
+    try:
+        return torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:
+        return torch.empty(PIECE, dtype=torch.uint8)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

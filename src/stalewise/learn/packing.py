@@ -19,7 +19,7 @@ from stalewise.store import Rows
 # Sizes of padded rows. Tokens cost time: all in all no more than 5% of them, but for rows of less than 640, whose sizes
 # are a step apart. Keys that nobody sees are only copied.
 SIZE_STEP, TOKEN_RATIO, KEY_RATIO = 32, 1.05, 1.25
-# Two halves may cost so much more than the whole, by a prompt that is in both or by being unequal; padding has the rest.
+# Two halves may cost so much more than the whole, by a prompt in both or by being unequal; padding has the rest.
 HALVES_RATIO = 1.02
 
 
