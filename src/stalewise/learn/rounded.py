@@ -36,11 +36,7 @@ class Together(torch.nn.Module):
         product = linear(x, self.weight, self.bias)
         if len(self.sizes) == 1:
             return product
-        # A layer may change its part in place (OLMo's clips it), which autograd refuses for parts of an ordinary split.
-        if torch.compiler.is_compiling():
-            self.input, self.parts = x, product.split(self.sizes, dim=-1)
-        else:
-            self.input, self.parts = x, tuple(torch.unsafe_split_with_sizes(product, self.sizes, dim=-1))
+        self.input, self.parts = x, product.split(self.sizes, dim=-1)
         return self.parts[0]
 
 
@@ -106,6 +102,8 @@ class RoundedWeights:
         )
 
     def _join(self, parent: torch.nn.Module, names: Sequence[str]) -> bool:
+        if getattr(getattr(parent, "config", None), "clip_qkv", None) is not None:
+            return False  # OLMo's clips each of them in place, which autograd refuses for parts of one product
         layers = [getattr(parent, name, None) for name in names]
         plain = [layer for layer in layers if isinstance(layer, torch.nn.Linear) and self._fits(layer)]
         alike = {
