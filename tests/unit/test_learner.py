@@ -104,8 +104,14 @@ def tokens_of(part: Any) -> list[int]:
     [(True, False, False), (True, True, False), (True, True, True), (False, False, False), (False, False, True)],
 )
 def test_log_probabilities_equal_a_plain_forward_pass(
-    token_budget: int, chunk_elements: int, shared: bool, few_sizes: bool, side_by_side: bool
+    token_budget: int,
+    chunk_elements: int,
+    shared: bool,
+    few_sizes: bool,
+    side_by_side: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("stalewise.learn.packing.HALVES_RATIO", 1.1)  # few rollouts have no halves of one size
     rows, model = rollouts(groups=10 if side_by_side else 3, shared=shared), load_model(str(POLICY), device=CPU)
     model.set_attn_implementation(PACKED)
     expected, found = plain_logp(rows), np.full(len(rows.response_ids), np.nan)
@@ -116,7 +122,7 @@ def test_log_probabilities_equal_a_plain_forward_pass(
             assert len(part.passages) == 2 or token_budget < 1000
         else:
             assert tokens_of(part) == [size_above(part.tokens, 1.05) if few_sizes else part.tokens]
-        assert part.tokens <= (1.03 if side_by_side else 1.0) * token_budget or len(part.rows) == 1
+        assert part.tokens <= (1.1 if side_by_side else 1.0) * token_budget or len(part.rows) == 1
         assert (entropy_BT[part.mask_BT] > 0).all()
         assert (entropy_BT <= math.log(18)).all()
         for place, row in enumerate(part.rows):
