@@ -173,10 +173,8 @@ def check_logits() -> dict[str, float]:
     for vocabulary in (101, 9001, 49152):
         logits = (5 * torch.randn(300, vocabulary, device=CUDA)).bfloat16()
         logits[0, : vocabulary // 2] = -torch.inf
-        target, gradient = (
-            torch.randint(vocabulary // 2, vocabulary, (300,), device=CUDA),
-            torch.randn(300, device=CUDA),
-        )
+        target = torch.randint(vocabulary // 2, vocabulary, (300,), device=CUDA)
+        gradient = torch.randn(300, device=CUDA)
         kernels, plain = kernels_for(CUDA), PLAIN_KERNELS
         assert kernels is not plain
         expected = plain.statistics(logits, target)

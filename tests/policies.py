@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,6 +16,16 @@ from stalewise.tasks import make_task
 from stalewise.types import SamplerSettings
 
 POLICY = EMBEDDED / "arithmetic"
+# Of a model that is made up, in the names of most of transformers' configs.
+SIZE: dict[str, Any] = {
+    "vocab_size": 18,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
 
 
 def moved(checkpoint: Path, path: Path, *, by: float) -> Path:

@@ -10,25 +10,26 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
 
-from stalewise.digests import describe_files, first_damaged
 from stalewise.errors import StoreError
 from stalewise.files import (
     commit_directory,
     explain_write_errors,
+    fsync_directory,
     make_directory,
     read_json,
+    sha256_file,
     temporary_name,
     write_json_atomic,
 )
 
-FORMAT = "stalewise.checkpoint/2"
-READABLE = (FORMAT, "stalewise.checkpoint/1")  # which had one checksum for a file of any size
+FORMAT = "stalewise.checkpoint/1"
 _NAME = re.compile(r"v(\d{6,})")
 
 
@@ -72,8 +73,10 @@ def write_checkpoint(
         write_json_atomic(temporary / "state.json", {"version": version, **state})
         marks.append(time.perf_counter())
         paths = sorted(path for path in temporary.rglob("*") if path.is_file())
-        names = [path.relative_to(temporary).as_posix() for path in paths]
-        files = dict(zip(names, describe_files(paths, flushing=True), strict=True))
+        files = {
+            path.relative_to(temporary).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
+            for path, digest in zip(paths, _digests(paths, flushing=True), strict=True)
+        }
         write_json_atomic(temporary / "manifest.json", {"format": FORMAT, "version": version, "files": files})
         marks.append(time.perf_counter())
         commit_directory(temporary, final)
@@ -91,6 +94,19 @@ def _span(marks: tuple[float, float]) -> float:
     return round(marks[1] - marks[0], 3)
 
 
+def _digests(paths: list[Path], *, flushing: bool = False) -> list[str]:
+    """SHA-256 of each file, side by side; empty for one that is not there.
+
+    `flushing` brings them to the disk meanwhile: that takes as long, and the commit then has nothing left to wait for.
+    """
+    with ThreadPoolExecutor() as threads:
+        flushed = [threads.submit(fsync_directory, path) for path in paths] if flushing else []
+        digests = list(threads.map(lambda path: sha256_file(path) if path.is_file() else "", paths))
+        for each in flushed:
+            each.result()
+    return digests
+
+
 def _write_index(directory: Path) -> None:
     """Say which file holds the policy: vLLM and others would take the learner's *.safetensors for its weights, too."""
     weights, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
@@ -101,22 +117,19 @@ def _write_index(directory: Path) -> None:
         write_json_atomic(index, {"metadata": {"total_size": weights.stat().st_size}, "weight_map": places})
 
 
-def check_format(found: object, where: object) -> None:
-    """Refuse a manifest that this release does not know how to read."""
-    if found not in READABLE:
-        raise StoreError(f"{where} has format {found}; this release reads {' and '.join(READABLE)}")
-
-
 def read_state(directory: str | Path) -> dict[str, Any]:
     """The learner's numbers of a committed checkpoint, after its files were checked against the manifest."""
     directory = Path(directory)
     manifest = read_json(directory / "manifest.json")
-    check_format(manifest.get("format"), directory)
-    if damaged := first_damaged({directory / name: said for name, said in manifest["files"].items()}):
-        raise StoreError(
-            f"{damaged} is damaged or missing; move {directory} away and run the same command again: "
-            "it goes on from the checkpoint before"
-        )
+    if manifest.get("format") != FORMAT:
+        raise StoreError(f"{directory} has format {manifest.get('format')}; this release reads {FORMAT}")
+    paths = [directory / name for name in manifest["files"]]
+    for path, digest, expected in zip(paths, _digests(paths), manifest["files"].values(), strict=True):
+        if digest != expected["sha256"]:
+            raise StoreError(
+                f"{path} is damaged or missing; move {directory} away and run the same command again: "
+                "it goes on from the checkpoint before"
+            )
     return read_json(directory / "state.json")
 
 

@@ -19,7 +19,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 BASE = frozenset({"errors", "types"})
 PURE = frozenset({"objectives", "diagnostics", "staleness"})
-DATA = BASE | {"files", "exclusive", "digests", "sections", "control", "config", "tasks", "store", "checkpoints"}
+DATA = BASE | {"files", "exclusive", "sections", "control", "config", "tasks", "store", "checkpoints"}
 CONTROL = frozenset({"records", "rollbacks", "guard", "course", "budget"})
 ROOMS = frozenset({"models", "distributed", "generate", "workers", "learn", "memory", "evaluate", "report"})
 
@@ -32,7 +32,6 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "staleness": BASE | {"objectives", "diagnostics"},
     "files": BASE,
     "exclusive": BASE | {"files"},
-    "digests": BASE | {"files"},
     "sections": frozenset(),
     "control": frozenset({"sections", "staleness"}),
     "config": BASE | PURE | {"files", "tasks", "sections", "control"},
@@ -43,7 +42,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "distributed": BASE | PURE | {"launch"},
     "smollm2": BASE | {"files"},
     "models": BASE | {"files", "config", "smollm2"},
-    "checkpoints": BASE | {"files", "config", "digests", "models"},
+    "checkpoints": BASE | {"files", "config", "models"},
     "kernels": frozenset(),
     "compilation": frozenset({"config", "kernels"}),
     "norms": frozenset(),

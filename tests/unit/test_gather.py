@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from stalewise import kernels
 from stalewise.attention import packed_arguments
 from stalewise.kernels.gather import _gather_keys, copies_of, gather_keys
 
@@ -80,3 +83,16 @@ def test_a_compiler_meets_the_operator() -> None:
 def test_copies_are_known_where_keys_are_gathered(grids: bool) -> None:
     made = packed_arguments(np.array([3, 1, 2]), np.array([3, 4, 5]), KEYS, torch.device("cpu"), grids=grids)
     assert len(made["copy_M"]) == (0 if grids else len(KEYS)) and len(made["copy_start"]) == (0 if grids else 7)
+
+
+def test_triton_is_read_ahead_where_it_is_and_nothing_happens_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", SimpleNamespace(triton_key=lambda: read.append("key")))
+    monkeypatch.setattr(kernels, "can_compile", lambda: True)
+    kernels.get_ready().join()
+    assert read == ["key"]
+    monkeypatch.setitem(sys.modules, "triton.runtime.cache", None)  # where a later release has it, nobody knows
+    kernels.get_ready().join()
+    monkeypatch.setattr(kernels, "can_compile", lambda: False)
+    kernels.get_ready().join()
+    assert read == ["key"]

@@ -11,6 +11,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from test_learner import rollouts
 from transformers import LlamaConfig, LlamaForCausalLM, OlmoConfig, OlmoForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from policies import SIZE
 from stalewise.attention import PACKED
 from stalewise.learn import graphs
 from stalewise.learn.aside import Aside
@@ -20,14 +21,6 @@ from stalewise.learn.logp import response_logp
 from stalewise.learn.weights import FlatWeights
 
 CPU = torch.device("cpu")
-SIZE: dict[str, Any] = {
-    "vocab_size": 18,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 class Stream:

@@ -17,24 +17,15 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from policies import SIZE
 from stalewise.norms import fuse_norms
 
-SIZE: dict[str, Any] = {
-    "vocab_size": 18,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
 # Gemma's norms add 1 to their weight, OLMo's have none; Qwen 3 has some for queries and keys, too.
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig(**SIZE), 5),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZE), 9),
-    "gemma": (GemmaForCausalLM, GemmaConfig(**SIZE), 0),
-    "olmo": (OlmoForCausalLM, OlmoConfig(**{k: v for k, v in SIZE.items() if k != "head_dim"}), 0),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZE, head_dim=8), 9),
+    "gemma": (GemmaForCausalLM, GemmaConfig(**SIZE, head_dim=8), 0),
+    "olmo": (OlmoForCausalLM, OlmoConfig(**SIZE), 0),
 }
 
 

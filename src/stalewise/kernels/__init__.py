@@ -16,13 +16,16 @@ def can_compile() -> bool:
     return has_triton() and any(map(shutil.which, ("cc", "gcc", "clang")))
 
 
-def get_ready() -> None:
-    """Have Triton do in a thread what it does before its first kernel: a third of a second of checksums over itself."""
-    if can_compile():
-        threading.Thread(target=_read_triton, daemon=True).start()
+def get_ready() -> threading.Thread:
+    """Have Triton do in a thread what it does before its first kernel: checksums over all of its own files."""
+    thread = threading.Thread(target=_read_triton, daemon=True)
+    thread.start()
+    return thread
 
 
 def _read_triton() -> None:
+    if not can_compile():
+        return
     with contextlib.suppress(ImportError):  # where it lies is not promised, and nothing depends on it
         from triton.runtime.cache import triton_key  # pyright: ignore[reportMissingImports]
 

@@ -1,7 +1,7 @@
 """Tensors on their way from a GPU to a file: in pieces through a little page-locked memory, by several threads.
 
 The driver's own way to ordinary memory takes one thread, and most of its time is that of the system, which makes the
-memory; to lock all of it takes as long. benchmarks/pieces.py measures the three.
+memory; so is most of what it takes to lock all of it.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stalewise.checkpoints import check_format, checkpoint_directory, versions
+from stalewise.checkpoints import FORMAT as CHECKPOINT_FORMAT
+from stalewise.checkpoints import checkpoint_directory, versions
 from stalewise.depot import Depot
-from stalewise.digests import first_damaged
 from stalewise.errors import StoreError
 from stalewise.exclusive import create_atomic
 from stalewise.files import commit_directory, make_directory, read_json, sha256_file, temporary_name
@@ -183,7 +183,7 @@ class Exchange:
     def _download(self, name: str, path: Path, expected: Mapping[str, Any]) -> None:
         """Believe nothing that is not as its manifest says."""
         self.depot.download(name, path)
-        if first_damaged({path: expected}):
+        if path.stat().st_size != expected["bytes"] or sha256_file(path) != expected["sha256"]:
             raise StoreError(
                 f"{self.depot.where}/{name} is half written or damaged: {path.stat().st_size} bytes that are not the "
                 f"{expected['bytes']} of its manifest; remove it and its manifest, and run the same command again"
@@ -197,7 +197,8 @@ def _remote_name(index: int, sha256: str) -> str:
 def _files(content: bytes, where: str) -> dict[str, dict[str, Any]]:
     try:
         record = json.loads(content)
-        check_format(record["format"], where)
+        if record["format"] != CHECKPOINT_FORMAT:
+            raise StoreError(f"{where} has format {record['format']}; this release reads {CHECKPOINT_FORMAT}")
         files = dict(record["files"])
     except (ValueError, KeyError, TypeError):
         raise StoreError(f"{where} is half written or no manifest: run the learner again, it puts it there") from None
