@@ -1,7 +1,8 @@
-"""Recording work of a GPU as a CUDA graph, with what was kept for later left where it is.
+"""Recording work of a GPU as a CUDA graph, while it goes on with what it has, and with what was kept for later left
+where it is.
 
-`torch.cuda.graph` gives all memory back first that is kept for the next time, the machine's page-locked memory as
-well. To ask for it again took longer than the recording itself.
+`torch.cuda.graph` waits for the GPU and gives all memory back first that is kept for the next time, the machine's
+page-locked memory as well. To ask for it again took longer than the recording itself.
 """
 
 from __future__ import annotations
@@ -19,21 +20,23 @@ SHORT_SHARE = 0.25  # of a GPU's memory: where less is free, a recording wants a
 @contextlib.contextmanager
 def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> Iterator[None]:
     """What is launched within becomes the graph; nothing of it runs. `pool` is memory that graphs share."""
-    torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     # What lies about may be as much as the graph will want, and is not given up for it while it is recorded.
     lies_about = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     if free < max(SHORT_SHARE * total, lies_about):
         gc.collect()
-        # Nothing is under way: with expandable segments, memory is gone as soon as the stream that had it is done.
+        torch.cuda.synchronize()  # with expandable segments, memory is gone as soon as the stream that had it is done
         torch.cuda.empty_cache()
     with torch.cuda.stream(stream), _no_collection():
         # Other threads may ask the driver for what they like, such as those that watch over several devices.
         graph.capture_begin(**({} if pool is None else {"pool": pool}), capture_error_mode="thread_local")
         try:
             yield
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # that it ended early, which is not why
+                graph.capture_end()
+            raise
+        graph.capture_end()
 
 
 @contextlib.contextmanager

@@ -43,7 +43,7 @@ def record(asked: list[str], **options: Any) -> None:
 
 def test_what_is_kept_for_later_stays_where_memory_is_not_short(asked: list[str]) -> None:
     record(asked)
-    assert asked == ["synchronize", "begin {}, collecting False", "work", "end"]
+    assert asked == ["begin {}, collecting False", "work", "end"]
     assert gc.isenabled()
 
 
@@ -61,6 +61,25 @@ def test_a_recording_that_fails_is_ended(asked: list[str]) -> None:
     with pytest.raises(ZeroDivisionError), recording(Graph(asked), None):  # pyright: ignore[reportArgumentType]
         raise ZeroDivisionError
     assert asked[-1] == "end" and gc.isenabled()
+
+
+class BrokenGraph(Graph):
+    def capture_end(self) -> None:
+        super().capture_end()
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_a_recording_that_cannot_be_ended_says_what_went_wrong_within(asked: list[str]) -> None:
+    broken: Any = BrokenGraph(asked)
+    with pytest.raises(torch.OutOfMemoryError), recording(broken, None):  # pyright: ignore[reportArgumentType]
+        raise torch.OutOfMemoryError
+    assert asked[-1] == "end" and gc.isenabled()
+
+
+def test_a_recording_that_only_its_end_fails_says_so(asked: list[str]) -> None:
+    broken: Any = BrokenGraph(asked)
+    with pytest.raises(RuntimeError, match="previous error"), recording(broken, None):  # pyright: ignore[reportArgumentType]
+        asked.append("work")
 
 
 def test_garbage_is_not_collected_afterwards_where_it_was_not_before(asked: list[str]) -> None:
