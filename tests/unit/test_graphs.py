@@ -105,7 +105,7 @@ def test_streams_are_joined_though_a_pass_fails(monkeypatch: pytest.MonkeyPatch)
     assert not body.launched
 
 
-def test_a_size_is_captured_the_second_time_that_it_is_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_is_captured_when_it_soon_comes_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("tied")
     model.set_attn_implementation(PACKED)
     body = GraphedBody(model, FlatWeights(list(model.parameters()), Aside(CPU)), torch.bfloat16)
@@ -128,6 +128,15 @@ def test_a_size_is_captured_the_second_time_that_it_is_learned_from(monkeypatch:
         body(small)
     sizes = [part.passages[0].input_ids_XW.shape[1] for part in (small, large)]
     assert captured == sizes[:1]
+    for _ in range(graphs.SOON):
+        body(small)
+    body(large).sum().backward()  # the first time is too long ago
+    assert captured == sizes[:1]
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 1)
     body(large).sum().backward()
     assert captured == sizes[:1]
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    for _ in range(graphs.SOON - 1):
+        body(small)
+    body(large)
+    assert captured == sizes

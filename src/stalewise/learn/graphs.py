@@ -1,10 +1,11 @@
 """The body of a model, forward and backward, as CUDA graphs: one launch each where Python would make thousands.
 
 A graph works on fixed addresses and sizes, so micro-batches are padded up to few different sizes. A size that comes up
-for the first time is launched by Python, which sets up what must not be part of a graph; the second time it is
-captured. Graphs share their memory: a backward pass always follows its forward pass before the next begins. The weights
-of linear layers are rounded once an update, not in every replay. Two halves of a micro-batch are branches of one graph:
-while one of them waits for its next kernel, the other has the device. Axes: T tokens with padding, H hidden numbers.
+for the first time is launched by Python, which sets up what must not be part of a graph; when it soon comes up again it
+is captured. Graphs share their memory: a backward pass always follows its forward pass before the next begins. The
+weights of linear layers are rounded once an update, not in every replay. Two halves of a micro-batch are branches of
+one graph: while one of them waits for its next kernel, the other has the device. Axes: T tokens with padding, H hidden
+numbers.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from stalewise.transfer import UNDISTURBED, in_buffer
 
 # They hold memory of the driver's. Sizes beyond these are launched by Python.
 MOST_GRAPHS = 128
+# Micro-batches. To capture takes as long as to launch several times: a size that does not come up again so soon may not
+# come up often enough.
+SOON = 32
 LANES = 2  # passages of a micro-batch
 
 
@@ -58,7 +62,8 @@ class GraphedBody:
         # Of its own, and always the same: memory of a stream, such as a library's workspace, stays with it. The lanes
         # beside the first have the others.
         self.stream, *self.beside = (torch.cuda.Stream() for _ in range(LANES))
-        self.launched: set[tuple[int, ...]] = set()  # sizes
+        self.calls = 0
+        self.launched: dict[tuple[int, ...], int] = {}  # in which call each size was last learned from
         self.captured: dict[tuple[int, ...], Captured] = {}
         # Last hidden states and their gradients, of whichever size is at work.
         self.hidden_TH = self.gradient_TH = torch.empty(0, 0, device=model.device)
@@ -66,6 +71,7 @@ class GraphedBody:
 
     def __call__(self, part: MicroBatch) -> Tensor:
         """Last hidden states [T, H] of the micro-batch, passage by passage, padding included."""
+        self.calls += 1
         captured = self._captured_for(part)
         if captured is None:
             return _Launch.apply(self.anchor, self, part)  # pyright: ignore[reportReturnType]
@@ -81,7 +87,8 @@ class GraphedBody:
 
     def _captured_for(self, part: MicroBatch) -> Captured | None:
         key = _size(part)
-        if key in self.launched and key not in self.captured and len(self.captured) < MOST_GRAPHS:
+        is_soon = key in self.launched and self.calls - self.launched[key] <= SOON
+        if is_soon and key not in self.captured and len(self.captured) < MOST_GRAPHS:
             with UNDISTURBED:
                 self.captured[key] = self._capture(part)
         return self.captured.get(key)
@@ -115,7 +122,7 @@ class GraphedBody:
         own_TH = self.gradient_TH[: len(gradient_TH)].copy_(gradient_TH)
         with self._on_stream():
             self._backward(hidden, own_TH)
-        self.launched.add(_size(part))
+        self.launched[_size(part)] = self.calls
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:

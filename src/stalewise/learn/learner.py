@@ -244,8 +244,10 @@ class Learner:
         # As float32, which is what a fused step reads on a GPU.
         self._take_step((rate * factor).float() if controlled else rate, unusable)
         norm = self.parallel.norm(self.weights.moved())
-        numbers = torch.stack([x.double() for x in (loss, grad_norm, factor, norm)])
-        read = to_host(torch.cat([numbers, places.double(), sums.pack()]))
+        with self.aside.reading(
+            numbers := (loss, grad_norm, factor, norm), places, sums
+        ):  # the next update need not wait
+            read = to_host(torch.cat([torch.stack([x.double() for x in numbers]), places.double(), sums.pack()]))
         return read, rate, seen
 
     def _read_step(self, read: Read, update: int, rate: float, dealt: Dealt) -> dict[str, float]:

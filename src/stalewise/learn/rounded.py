@@ -95,6 +95,9 @@ class RoundedWeights:
             for name, layer in parent.named_children():
                 if name not in done and isinstance(layer, torch.nn.Linear) and self._fits(layer):
                     self._round(parent, name, layer)
+        # Made once: there may be hundreds, and they are asked for after every step.
+        self.targets = [place.of(place.rounded.detach()) for place in self.places.values()]
+        self.sources = [weight.detach() for weight in self.places]
 
     def _fits(self, layer: torch.nn.Module | None) -> bool:
         return type(layer) is torch.nn.Linear and not any(
@@ -135,10 +138,7 @@ class RoundedWeights:
 
     def refresh(self) -> None:
         """Round what the weights are now."""
-        copy_to(
-            [place.of(place.rounded.detach()) for place in self.places.values()],
-            [weight.detach() for weight in self.places],
-        )
+        copy_to(self.targets, self.sources)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:

@@ -55,7 +55,9 @@ class FlatWeights(Weights):
     def __init__(self, parameters: Sequence[Tensor], aside: Aside) -> None:
         super().__init__(parameters)
         self.aside = aside
-        self.gradient, self.gradients = _flat_like(self.parameters)
+        self.own = [parameter.detach() for parameter in self.parameters]  # made once: there may be hundreds
+        self.sizes = [tensor.numel() for tensor in self.own]
+        self.gradient, self.gradients = self._flat()
         for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
             parameter.grad = gradient
         self.zero_gradients()
@@ -74,20 +76,19 @@ class FlatWeights(Weights):
 
     def remember(self) -> None:
         """Its memory is asked for here, not aside, where it would stay; the step comes after a `join`."""
-        whole, views = _flat_like(self.parameters)
+        whole, views = self._flat()
         self.before = [whole, *views]
         with self.aside.reading():
-            copy_to(views, [parameter.detach() for parameter in self.parameters])
+            copy_to(views, self.own)
 
     def moved(self) -> Tensor:
         """In one reduction."""
         (whole, *views), self.before = self.before, []
-        subtract_from(views, [parameter.detach() for parameter in self.parameters])
+        subtract_from(views, self.own)
         return torch.linalg.vector_norm(whole, dtype=torch.float32).double()
 
-
-def _flat_like(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """A tensor with room for all of these, and its parts, each of the shape of one."""
-    flat = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return flat, [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+    def _flat(self) -> tuple[Tensor, list[Tensor]]:
+        """A tensor with room for as many numbers as there are weights, and its parts, each of the shape of one."""
+        flat = self.own[0].new_empty(sum(self.sizes))
+        parts = flat.split(self.sizes)
+        return flat, [part.view(tensor.shape) for part, tensor in zip(parts, self.own, strict=True)]
