@@ -60,6 +60,11 @@ def peak() -> dict[str, int | None]:
     }
 
 
+def device_allocations() -> int:
+    """How often the driver was asked for memory so far, which waits for all that is enqueued."""
+    return torch.cuda.memory_stats().get("num_device_alloc", 0) if torch.cuda.is_initialized() else 0
+
+
 def highest(warm: dict[str, int | None], steady: dict[str, int | None]) -> dict[str, int | None]:
     """The peaks of a whole process, and of what came after its warm-up.
 

@@ -30,7 +30,7 @@ from stalewise.store import Batch, Rows, batch_directories, open_batch, rollouts
 from stalewise.verbs import generate
 from stalewise.watch import Silence
 
-from .clock import highest, matmul_rate, model_shape, peak, reset_peak, set_up, synchronised
+from .clock import device_allocations, highest, matmul_rate, model_shape, peak, reset_peak, set_up, synchronised
 from .figures import (
     ModelShape,
     device_intervals,
@@ -193,7 +193,8 @@ class Enough(BaseException):
     """Everything was seen; the run need not go on. Nobody's `except Exception` is to keep it going."""
 
 
-PHASES = ("warm-up", "plain", "profiler's warm-up", "profiled")
+# By the second, nearly every size of an update has come up, and has its CUDA graphs.
+PHASES = ("warm-up", "warm-up", "plain", "profiler's warm-up", "profiled")
 
 
 class PhaseWatcher(Silence):
@@ -205,6 +206,7 @@ class PhaseWatcher(Silence):
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.allocations: list[int] = []  # how often the driver had been asked for memory when each phase was over
         self.profiler: Any = None
         self._left = 0
         self._start = 0.0
@@ -233,6 +235,7 @@ class PhaseWatcher(Silence):
         self._left -= amount
         if self._left <= 0:
             self.seconds.append(synchronised() - self._start)
+            self.allocations.append(device_allocations())
             if len(self.seconds) == len(PHASES):
                 if self.profiler is not None:
                     self.profiler.stop()
@@ -244,9 +247,10 @@ def idle(settings: Settings, work: Path) -> dict[str, Any]:
     set_up(settings.device, settings.threads)
     each = settings.idle_updates
     # A long run, since a short one would not be compiled; it is left after its first stage.
-    updates = max(settings.steady_updates or settings.updates, len(PHASES) * each)
+    stage = len(PHASES) * each
+    stages = -(-(settings.steady_updates or settings.updates) // stage)
     changes = {
-        "schedule": {"updates": updates, "stages": updates // (len(PHASES) * each)},
+        "schedule": {"updates": stages * stage, "stages": stages},
         "checkpoints": {"every": each, "keep": 1},
     }
     watcher = PhaseWatcher()
@@ -261,8 +265,8 @@ def idle(settings: Settings, work: Path) -> dict[str, Any]:
             f"expected {len(PHASES)} learning phases, saw {len(watcher.seconds)}: has the watcher changed?"
         )
     phases = [
-        {"seconds": seconds, "tokens": sum(tokens[place * each : (place + 1) * each])}
-        for place, seconds in enumerate(watcher.seconds)
+        {"seconds": seconds, "tokens": sum(tokens[place * each : (place + 1) * each]), "allocations": asked}
+        for place, (seconds, asked) in enumerate(zip(watcher.seconds, watcher.allocations, strict=True))
     ]
     found: dict[str, Any] = {"config": config.model_dump(mode="json"), "updates": each, "phases": phases}
     if watcher.profiler is None:
@@ -270,7 +274,8 @@ def idle(settings: Settings, work: Path) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".json", dir=work) as file:
         watcher.profiler.export_chrome_trace(file.name)
         trace = json.loads(Path(file.name).read_text(errors="replace"))
-    return {**found, **_idle_figures(device_intervals(trace), plain=phases[1], profiled=phases[-1])}
+    plain = phases[PHASES.index("plain")]
+    return {**found, **_idle_figures(device_intervals(trace), plain=plain, profiled=phases[-1])}
 
 
 def _idle_figures(
@@ -287,7 +292,7 @@ def _idle_figures(
     calls = Counter(name for _, _, name in intervals)
     longest = sorted(ms, key=lambda name: -ms[name])[:15]
     holes = gaps(spans)
-    buckets = {f"over_{bound}_us": [hole for hole in holes if hole > bound] for bound in (10, 100, 1000, 10_000)}
+    buckets = {f"over_{bound}_us": [hole for hole in holes if hole > bound] for bound in (0, 10, 100, 1000, 10_000)}
     return {
         "idle_share": 1 - busy / profiled["seconds"],
         "idle_share_plain_clock": 1 - (busy / profiled["tokens"]) / (plain["seconds"] / plain["tokens"]),

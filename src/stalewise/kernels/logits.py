@@ -25,21 +25,14 @@ def statistics_on_device(logits_CV: Tensor, target_C: Tensor) -> tuple[Tensor, T
 
 
 def gradient_on_device(logits_CV: Tensor, lse_C: Tensor, target_C: Tensor, gradient_C: Tensor) -> Tensor:
-    """Gradient of the logits, in their dtype: (1 at the target − softmax) · gradient of the log-probability."""
+    """Gradient of the logits, in their place: (1 at the target − softmax) · gradient of the log-probability."""
     rows, vocabulary = logits_CV.shape
-    gradient_CV = torch.empty_like(logits_CV, memory_format=torch.contiguous_format)
+    logits_CV = logits_CV.contiguous()
     if rows:
         _gradient[(rows, triton.cdiv(vocabulary, BLOCK))](  # pyright: ignore[reportIndexIssue]
-            logits_CV.contiguous(),
-            lse_C,
-            target_C,
-            gradient_C.contiguous(),
-            gradient_CV,
-            VOCABULARY=vocabulary,
-            SIZE=BLOCK,
-            num_warps=8,
+            logits_CV, lse_C, target_C, gradient_C.contiguous(), VOCABULARY=vocabulary, SIZE=BLOCK, num_warps=8
         )
-    return gradient_CV
+    return logits_CV
 
 
 @triton.jit
@@ -70,11 +63,11 @@ def _statistics(logits, target, lse, logp, entropy, VOCABULARY: tl.constexpr, SI
 
 
 @triton.jit
-def _gradient(logits, lse, target, gradient, result, VOCABULARY: tl.constexpr, SIZE: tl.constexpr):
+def _gradient(logits, lse, target, gradient, VOCABULARY: tl.constexpr, SIZE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     is_there = place < VOCABULARY
     x = tl.load(logits + row * VOCABULARY + place, mask=is_there, other=0.0).to(tl.float32)
     is_target = (place == tl.load(target + row)).to(tl.float32)
     value = (is_target - tl.exp(x - tl.load(lse + row))) * tl.load(gradient + row)
-    tl.store(result + row * VOCABULARY + place, value.to(result.dtype.element_ty), mask=is_there)
+    tl.store(logits + row * VOCABULARY + place, value.to(logits.dtype.element_ty), mask=is_there)

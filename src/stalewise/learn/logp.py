@@ -43,7 +43,10 @@ def chunk_gradient(logits_CV: Tensor, lse_C: Tensor, target_C: Tensor, gradient_
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The two functions that read logits; everything else of the output layer is matrix products."""
+    """The two functions that read logits; everything else of the output layer is matrix products.
+
+    The gradient may lie where the logits were.
+    """
 
     statistics: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     gradient: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -105,8 +108,9 @@ class OutputLayerLogp(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, each [N]."""
         hidden_low, weight_low = hidden_NH.to(dtype), weight_VH.to(dtype)
+        room_CV = _room(hidden_low, weight_low, rows_at_once)
         found = [
-            kernels.statistics(_logits(hidden_low[chunk], weight_low, bias_V), target_N[chunk])
+            kernels.statistics(_logits(hidden_low[chunk], weight_low, bias_V, room_CV), target_N[chunk])
             for chunk in _chunks(len(hidden_NH), rows_at_once)
         ]
         lse_N, logp_N, entropy_N = map(torch.cat, zip(*found, strict=True))
@@ -124,8 +128,9 @@ class OutputLayerLogp(torch.autograd.Function):
         hidden_grad_NH = torch.empty_like(hidden_NH)
         weight_grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
         bias_grad_V = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias else None
+        room_CV = _room(hidden_NH, weight_VH, ctx.rows_at_once)
         for chunk in _chunks(len(hidden_NH), ctx.rows_at_once):
-            logits_CV = _logits(hidden_NH[chunk], weight_VH, bias_V)
+            logits_CV = _logits(hidden_NH[chunk], weight_VH, bias_V, room_CV)
             grad_CV = ctx.kernels.gradient(logits_CV, lse_N[chunk], target_N[chunk], gradients[0][chunk])
             torch.mm(grad_CV, weight_VH, out=hidden_grad_NH[chunk])
             if weight_grad_VH is not None:
@@ -141,8 +146,18 @@ def _chunks(length: int, rows_at_once: int) -> Iterator[slice]:
     return (slice(start, start + rows_at_once) for start in range(0, max(length, 1), rows_at_once))
 
 
-def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
-    return torch.nn.functional.linear(hidden_CH, weight_VH, None if bias_V is None else bias_V.to(hidden_CH.dtype))
+def _room(hidden_NH: Tensor, weight_VH: Tensor, rows_at_once: int) -> Tensor:
+    """For the logits of one chunk after the other. The last one's are fewer, in a number that no two updates share: to
+    find memory of that size, an allocator may have to ask the driver, which waits until the device has nothing to do.
+    """
+    return hidden_NH.new_empty(min(rows_at_once, len(hidden_NH)), len(weight_VH))
+
+
+def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, room_CV: Tensor) -> Tensor:
+    logits_CV = room_CV[: len(hidden_CH)]
+    if bias_V is None:
+        return torch.mm(hidden_CH, weight_VH.T, out=logits_CV)
+    return torch.addmm(bias_V.to(hidden_CH.dtype), hidden_CH, weight_VH.T, out=logits_CV)
 
 
 def check_output_layer(model: Any) -> None:
