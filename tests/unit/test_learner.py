@@ -396,6 +396,17 @@ def test_padding_makes_few_sizes(side_by_side: bool) -> None:
     assert len(sizes) <= 6
 
 
+def test_rows_of_one_size_have_keys_of_one_size() -> None:
+    tokens_to_keys: dict[int, set[int]] = {}
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        lengths = np.minimum(rng.integers(2, 130, 8 * int(rng.integers(24, 33))), 64)
+        rows = of_lengths(lengths, prompt=37, size=8)
+        (row,) = in_few_sizes([pack(rows, prompt_numbers(rows))])
+        tokens_to_keys.setdefault(len(row.input_ids_T), set()).add(len(row.key_M))
+    assert 4 <= len(tokens_to_keys) <= 9 and all(len(keys) == 1 for keys in tokens_to_keys.values())
+
+
 def test_the_largest_decides_the_size_of_all() -> None:
     rows = [rollouts(groups=groups) for groups in (30, 3)]
     made = in_few_sizes([pack(one, prompt_numbers(one)) for one in rows])

@@ -19,8 +19,8 @@ from stalewise.kernels import can_compile
 from stalewise.learn.batching import MicroBatch
 from stalewise.learn.graphs import GraphedBody, run_passages
 
-# Logits of one chunk, in numbers. A GPU wants large products: 2^27 are 256 MiB in bfloat16, and twice that in float32.
-CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 22}
+# Logits of one chunk, in numbers. A GPU wants large products: 2^28 are 512 MiB in bfloat16, and twice that in float32.
+CHUNK_ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 22}
 
 
 def chunk_statistics(logits_CV: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,15 +141,21 @@ class OutputLayerLogp(torch.autograd.Function):
         return hidden_grad_NH.to(ctx.hidden_dtype), weight_grad, bias_grad_V, None, None, None, None
 
 
-def _chunks(length: int, rows_at_once: int) -> Iterator[slice]:
-    """At least one, though it be empty."""
-    return (slice(start, start + rows_at_once) for start in range(0, max(length, 1), rows_at_once))
+def _chunks(length: int, most: int) -> Iterator[slice]:
+    """As few as can be, at least one though it be empty, and as equal as can be.
+
+    A rest would be of another size in every update, and of a library's kernels some are for such a size alone: a driver
+    that has to load one waits until the device has nothing to do.
+
+    >>> list(_chunks(10, 4))
+    [slice(0, 4, None), slice(4, 7, None), slice(7, 10, None)]
+    """
+    count = max(1, -(-length // most))
+    return (slice(-(-length * k // count), -(-length * (k + 1) // count)) for k in range(count))
 
 
 def _room(hidden_NH: Tensor, weight_VH: Tensor, rows_at_once: int) -> Tensor:
-    """For the logits of one chunk after the other. The last one's are fewer, in a number that no two updates share: to
-    find memory of that size, an allocator may have to ask the driver, which waits until the device has nothing to do.
-    """
+    """For the logits of one chunk after the other: always as large, so that it is found again."""
     return hidden_NH.new_empty(min(rows_at_once, len(hidden_NH)), len(weight_VH))
 
 

@@ -9,6 +9,7 @@ all segments.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ import numpy as np
 from stalewise.store import Rows
 
 # Sizes of padded rows. Tokens cost time: no more than 5% of them, but for rows of less than 640, whose sizes are a step
-# apart. Keys that nobody sees are only copied.
+# apart. Keys that nobody sees are only copied; how many there are for each token differs less than how many there are.
 SIZE_STEP, TOKEN_RATIO, KEY_RATIO = 32, 1.05, 1.25
 # Two halves may cost so much more than the whole, by a prompt in both or by being unequal.
 HALVES_RATIO = 1.02
@@ -108,7 +109,9 @@ def halves(part: Rows) -> list[tuple[Rows, np.ndarray]]:
 def in_few_sizes(rows: Sequence[Packed]) -> list[Packed]:
     """Rows padded to one size, of which few different ones come up."""
     tokens = size_above(max(len(one.input_ids_T) for one in rows), TOKEN_RATIO)
-    keys = size_above(max(len(one.key_M) + tokens - len(one.input_ids_T) for one in rows), KEY_RATIO)
+    keys = tokens
+    while keys < max(len(one.key_M) + tokens - len(one.input_ids_T) for one in rows):
+        keys = SIZE_STEP * math.ceil(keys * KEY_RATIO / SIZE_STEP)
     padded = [_padded(one, tokens, keys) for one in rows]
     segments = 1 << max(len(one.query_S) for one in padded).bit_length()
     return [
