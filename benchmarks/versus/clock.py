@@ -61,7 +61,7 @@ def peak() -> dict[str, int | None]:
 
 
 def device_allocations() -> int:
-    """How often the driver was asked for memory so far, which waits for all that is enqueued."""
+    """How often the driver was asked for memory so far."""
     return torch.cuda.memory_stats().get("num_device_alloc", 0) if torch.cuda.is_initialized() else 0
 
 

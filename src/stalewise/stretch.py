@@ -101,8 +101,8 @@ class Stretch:
 
 @contextlib.contextmanager
 def _only_new_garbage() -> Iterator[None]:
-    """Within, Python looks for garbage among what is made within. All that a compiler left would take it 0.1 s a time,
-    as long as the updates last that a GPU has in store.
+    """Within, Python looks for garbage among what is made within: half a million objects of libraries, some of them a
+    compiler's, take it longer than the updates last that a GPU has in store.
     """
     gc.freeze()
     try:

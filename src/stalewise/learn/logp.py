@@ -144,8 +144,8 @@ class OutputLayerLogp(torch.autograd.Function):
 def _chunks(length: int, most: int) -> Iterator[slice]:
     """As few as can be, at least one though it be empty, and as equal as can be.
 
-    A rest would be of another size in every update, and of a library's kernels some are for such a size alone: a driver
-    that has to load one waits until the device has nothing to do.
+    A rest would be of another size in every update. Whenever it was a new one, which a library may have other kernels
+    for, a GPU ran out of work.
 
     >>> list(_chunks(10, 4))
     [slice(0, 4, None), slice(4, 7, None), slice(7, 10, None)]
