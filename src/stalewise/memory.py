@@ -179,10 +179,10 @@ def _learning(
     if config.learner.gradient_checkpointing:
         kept = shape.layers * tokens * shape.hidden * weight + layer
     chunk = min(tokens * shape.vocabulary, CHUNK_ELEMENTS.get(device.type, 1 << 24))
-    # In the precision of the product, where their gradient will be; or besides, as float32, they, their surprise and
-    # its exponential.
+    # In the precision of the product, where their gradient will be; or as float32, with their surprise, that with the
+    # other sign, and its exponential.
     product = 2 if autocast else 4
-    logits = chunk * (product + 3 * 4 if kernels_for(device) is PLAIN_KERNELS else product)
+    logits = chunk * ((2 if autocast else 0) + 4 * 4 if kernels_for(device) is PLAIN_KERNELS else product)
     rounds = autocast and weight == 4
     records = device.type == "cuda" and config.learner.compile not in ("never", "layers")
     return {

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from stalewise.errors import ModelError
+
 SHORT_SHARE = 0.25  # of a GPU's memory: where less is free, a recording wants all that can be had
 
 
@@ -32,11 +34,24 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any 
         graph.capture_begin(**({} if pool is None else {"pool": pool}), capture_error_mode="thread_local")
         try:
             yield
-        except BaseException:
-            with contextlib.suppress(RuntimeError):  # that it ended early, which is not why
-                graph.capture_end()
+        except BaseException as error:
+            _end_failed(graph, error)
             raise
         graph.capture_end()
+
+
+def _end_failed(graph: torch.cuda.CUDAGraph, error: BaseException) -> None:
+    """End a recording that failed. Where that fails, too, it says nothing of why, and torch's allocator goes on as if
+    recording: whoever would try again with less must not.
+    """
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise ModelError(
+                "out of memory while a CUDA graph was recorded, after which this process cannot go on: "
+                "lower learner.tokens_per_micro_batch or sampler.rollouts_per_shard, then resume"
+            ) from error
 
 
 @contextlib.contextmanager

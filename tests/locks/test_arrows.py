@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "kernels": frozenset(),
     "compilation": frozenset({"config", "kernels"}),
     "norms": frozenset(),
-    "recording": frozenset(),
+    "recording": frozenset({"errors"}),
     "transfer": frozenset(),
     "attention": frozenset({"kernels", "transfer"}),
     "generate": DATA

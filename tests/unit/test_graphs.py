@@ -115,6 +115,7 @@ def test_a_size_is_captured_when_it_soon_comes_up_again(monkeypatch: pytest.Monk
         captured.append(part.passages[0].input_ids_XW.shape[1])
 
     monkeypatch.setattr(GraphedBody, "_capture", capture)
+    monkeypatch.setattr(graphs, "SOON", 4)
     layout = Layout(10_000, few_sizes=True)
     small, large = (next(micro_batches(rollouts(groups=n), layout, CPU)) for n in (2, 40))
     with torch.no_grad():

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
+import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +34,9 @@ from transformers import (
 from stalewise.attention import PACKED, packs
 from stalewise.compilation import compile_layers
 from stalewise.config import RunConfig, make_config
+from stalewise.diagnostics import TokenSums
 from stalewise.errors import ModelError, StoreError
+from stalewise.learn import lora
 from stalewise.learn.batching import Layout, lay_out, micro_batches
 from stalewise.learn.graphs import _copied, run_passages
 from stalewise.learn.learner import Learner, NonFiniteUpdate
@@ -658,6 +664,49 @@ def test_a_step_waits_for_the_copy_of_the_weights(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(owner, name, lambda *given, n=name, f=does: (order.append(n), f(*given))[1])
     learner.update(rollouts())
     assert order[order.index("remember") :] == ["remember", "join", "step"]
+
+
+def test_the_numbers_of_an_update_leave_beside_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    learner, held, left = Learner(config(), POLICY), list[object](), list[bool]()
+    within = False
+
+    @contextlib.contextmanager
+    def reading(*read: object) -> Iterator[None]:
+        nonlocal within
+        held[:], within = read, True
+        yield
+        within = False
+
+    norms = list[torch.Tensor]()
+    moved = learner.weights.moved
+    monkeypatch.setattr(learner.aside, "reading", reading)
+    monkeypatch.setattr(learner.weights, "moved", lambda: norms.append(moved()) or norms[0])
+    monkeypatch.setattr("stalewise.learn.learner.to_host", lambda vector: left.append(within) or (lambda: vector))
+    learner.update(rollouts())
+    assert left == [True]
+    numbers, places, sums = held
+    assert isinstance(numbers, tuple) and numbers[3] is norms[0] and isinstance(sums, TokenSums)
+    assert isinstance(places, torch.Tensor)
+
+
+def test_a_policy_that_was_dropped_is_gone_before_the_next_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dropped:
+        own: Dropped
+
+    dropped, found = Dropped(), list[object]()
+    dropped.own = dropped
+    seen, load = weakref.ref(dropped), lora.load_model
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(
+        lora, "load_model", lambda *given, **options: (found.append(seen()), load(*given, **options))[1]
+    )
+    gc.disable()
+    try:
+        del dropped
+        lora.load_policy(config(), POLICY, CPU)
+    finally:
+        gc.enable()
+    assert found == [None]
 
 
 def test_keeping_fewer_activations_without_compiling_is_said_to_change_nothing() -> None:

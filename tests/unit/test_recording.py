@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from stalewise.errors import ModelError
 from stalewise.recording import recording
 
 
@@ -58,8 +59,8 @@ def test_where_memory_is_short_all_of_it_is_given_back_first(
 
 
 def test_a_recording_that_fails_is_ended(asked: list[str]) -> None:
-    with pytest.raises(ZeroDivisionError), recording(Graph(asked), None):  # pyright: ignore[reportArgumentType]
-        raise ZeroDivisionError
+    with pytest.raises(torch.OutOfMemoryError), recording(Graph(asked), None):  # pyright: ignore[reportArgumentType]
+        raise torch.OutOfMemoryError
     assert asked[-1] == "end" and gc.isenabled()
 
 
@@ -69,10 +70,19 @@ class BrokenGraph(Graph):
         raise RuntimeError("operation failed due to a previous error during capture")
 
 
-def test_a_recording_that_cannot_be_ended_says_what_went_wrong_within(asked: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("within", "said"),
+    [
+        (torch.OutOfMemoryError(), (ModelError, "lower learner.tokens_per_micro_batch")),
+        (ValueError("wrong"), (ValueError, "wrong")),
+    ],
+)
+def test_a_recording_that_cannot_be_ended_says_what_went_wrong_within(
+    within: Exception, said: tuple[type[Exception], str], asked: list[str]
+) -> None:
     broken: Any = BrokenGraph(asked)
-    with pytest.raises(torch.OutOfMemoryError), recording(broken, None):  # pyright: ignore[reportArgumentType]
-        raise torch.OutOfMemoryError
+    with pytest.raises(said[0], match=said[1]), recording(broken, None):  # pyright: ignore[reportArgumentType]
+        raise within
     assert asked[-1] == "end" and gc.isenabled()
 
 

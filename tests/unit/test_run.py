@@ -82,6 +82,15 @@ def test_garbage_is_looked_for_among_what_updates_make_alone(finished: tuple[Run
     assert gc.get_freeze_count() == 0
 
 
+def test_objects_that_others_have_set_aside_stay_there(tmp_path: Path) -> None:
+    gc.freeze()
+    try:
+        run(config(tmp_path, schedule={"kind": "staged", "updates": 1, "stages": 1}))
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
 def test_the_metrics_of_a_run_are_those_of_the_documents(finished: tuple[RunConfig, Recorder]) -> None:
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     documented = set(re.findall(r"^\| `(\w+)`", page, flags=re.MULTILINE))

@@ -28,8 +28,7 @@ from stalewise.transfer import UNDISTURBED, in_buffer
 
 # They hold memory of the driver's. Sizes beyond these are launched by Python.
 MOST_GRAPHS = 128
-# Micro-batches. To capture takes as long as to launch several times: a size that does not come up again so soon may not
-# come up often enough.
+# Micro-batches. To capture takes longer than to launch: a size that is not back so soon may not come up often enough.
 SOON = 32
 LANES = 2  # passages of a micro-batch
 

@@ -244,9 +244,8 @@ class Learner:
         # As float32, which is what a fused step reads on a GPU.
         self._take_step((rate * factor).float() if controlled else rate, unusable)
         norm = self.parallel.norm(self.weights.moved())
-        with self.aside.reading(
-            numbers := (loss, grad_norm, factor, norm), places, sums
-        ):  # the next update need not wait
+        numbers = loss, grad_norm, factor, norm
+        with self.aside.reading(numbers, places, sums):  # beside the next update
             read = to_host(torch.cat([torch.stack([x.double() for x in numbers]), places.double(), sums.pack()]))
         return read, rate, seen
 

@@ -144,8 +144,8 @@ class OutputLayerLogp(torch.autograd.Function):
 def _chunks(length: int, most: int) -> Iterator[slice]:
     """As few as can be, at least one though it be empty, and as equal as can be.
 
-    A rest would be of another size in every update. Whenever it was a new one, which a library may have other kernels
-    for, a GPU ran out of work.
+    A rest may be small, and is of another size in every update: with kernels for small products among them, a GPU ran
+    out of work again and again.
 
     >>> list(_chunks(10, 4))
     [slice(0, 4, None), slice(4, 7, None), slice(7, 10, None)]
@@ -155,7 +155,7 @@ def _chunks(length: int, most: int) -> Iterator[slice]:
 
 
 def _room(hidden_NH: Tensor, weight_VH: Tensor, rows_at_once: int) -> Tensor:
-    """For the logits of one chunk after the other: always as large, so that it is found again."""
+    """For the logits of one chunk after the other; of several chunks always as large, so that it is found again."""
     return hidden_NH.new_empty(min(rows_at_once, len(hidden_NH)), len(weight_VH))
 
 

@@ -8,6 +8,7 @@ those of version 0, which stays for that reason. They are its `model.safetensors
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from copy import copy
@@ -250,6 +251,8 @@ def need_peft() -> None:
 
 def load_policy(config: RunConfig, checkpoint: Path, device: torch.device) -> tuple[Any, Adapters | None]:
     """The model to train, with its adapters in it where adapters are trained."""
+    if torch.cuda.is_initialized():
+        gc.collect()  # a policy that was dropped may lie in cycles of a compiler's, and in the memory of the GPU
     dtype = pick_weights_dtype(config.model.precision)
     if not config.model.trains_adapters:
         return load_model(str(checkpoint), device=device, dtype=dtype), None
