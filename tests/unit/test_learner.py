@@ -40,7 +40,13 @@ from stalewise.learn import lora
 from stalewise.learn.batching import Layout, lay_out, micro_batches
 from stalewise.learn.graphs import _copied, run_passages
 from stalewise.learn.learner import Learner, NonFiniteUpdate
-from stalewise.learn.logp import CHUNK_ELEMENTS, output_layer_is_plain, response_logp
+from stalewise.learn.logp import (
+    CHUNK_ELEMENTS,
+    PLAIN_KERNELS,
+    OutputLayerLogp,
+    output_layer_is_plain,
+    response_logp,
+)
 from stalewise.learn.optimizer import learning_rate
 from stalewise.learn.packing import halves, in_few_sizes, pack, prompt_numbers, size_above
 from stalewise.learn.weights import FlatWeights, Weights
@@ -168,6 +174,24 @@ def test_chunked_logits_change_gradients_only_by_rounding(monkeypatch: pytest.Mo
     monkeypatch.setattr("stalewise.learn.logp.response_logp.__kwdefaults__", {"chunk_elements": 90})
     chunked, _ = gradient_after_update("grpo", 100_000)
     assert (chunked - whole).norm() <= 2e-4 * whole.norm()
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 4, 100])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_an_output_layer_in_chunks_is_the_plain_one(with_bias: bool, rows_at_once: int) -> None:
+    torch.manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape).requires_grad_() for shape in ((11, 6), (30, 6), (30,)))
+    target, factor = torch.randint(30, (11,)), torch.randn(11)
+    logp = (hidden @ weight.T + (bias if with_bias else 0.0)).log_softmax(dim=1)
+    expected = logp.gather(1, target.unsqueeze(1)).squeeze(1)
+    inputs = [hidden, weight, bias] if with_bias else [hidden, weight]
+    wanted = torch.autograd.grad((expected * factor).sum(), inputs)
+    given = (hidden, weight, bias if with_bias else None, target, rows_at_once, torch.float32, PLAIN_KERNELS)
+    found: Any = OutputLayerLogp.apply(*given)
+    torch.testing.assert_close(found[0], expected)
+    torch.testing.assert_close(found[1], -(logp.exp() * logp).sum(dim=1))
+    for one, other in zip(torch.autograd.grad((found[0] * factor).sum(), inputs), wanted, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_an_update_says_what_happened() -> None:
