@@ -72,6 +72,9 @@ def test_the_parts_by_hand(shape: ModelShape) -> None:
     assert list(needed.sampling.values()) == [8 * 50 * 3 * 2 * 50 * 4]
     assert needed.least == 24e6
     assert needed.total == 24e6 + 480_000  # sampling: more than 264,000 + 160,000
+    low = estimate(config(model={"precision": "bfloat16"}), "x")
+    assert low is not None
+    assert low.learning["logits"] == 10 * 1000 * 18  # the product in bfloat16 besides
     saving = estimate(config(learner={"tokens_per_micro_batch": 10, "gradient_checkpointing": True}), "x")
     assert saving is not None
     # The input of each layer, and all of one.
