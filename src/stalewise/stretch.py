@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -50,10 +48,6 @@ class Stretch:
 
     def learn(self, ready: Iterator[Ready], learner: Learner) -> dict[str, Any] | None:
         """Take these updates; where the rollouts are spent before, stop there and say by which numbers."""
-        with _only_new_garbage():
-            return self._learn(ready, learner)
-
-    def _learn(self, ready: Iterator[Ready], learner: Learner) -> dict[str, Any] | None:
         last = time.perf_counter()
         waiting: deque[tuple[Step, npt.NDArray[np.int64], PendingUpdate]] = deque()
         ahead = updates_ahead(learner.device, heeded=isinstance(self.schedule, StageSchedule))
@@ -97,18 +91,3 @@ class Stretch:
         if taken and taken[-1].batch_budget >= 1.0:
             return {"reason": "drift", **numbers, "batch_budget": taken[-1].batch_budget}
         return None
-
-
-@contextlib.contextmanager
-def _only_new_garbage() -> Iterator[None]:
-    """Within, Python looks for garbage among what is made within: half a million objects of libraries, some of them a
-    compiler's, take it longer than the updates last that a GPU has in store.
-    """
-    if gc.get_freeze_count():  # whoever runs this has set objects aside, which are not ours to bring back
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

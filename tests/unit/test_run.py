@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +39,9 @@ class Recorder(Silence):
     def __init__(self) -> None:
         self.events: list[str] = []
         self.said: list[str] = []
-        self.frozen: set[tuple[str, bool]] = set()
 
     def begin(self, what: str, total: int) -> None:
         self.events.append(f"{what} {total}")
-        self.frozen.add((what, gc.get_freeze_count() > 0))
-
-    def metrics(self, update: int, record: Mapping[str, Any]) -> None:
-        self.frozen.add(("update", gc.get_freeze_count() > 0))
 
     def say(self, message: str) -> None:
         self.said.append(message)
@@ -75,20 +68,6 @@ def test_the_order_of_things(finished: tuple[RunConfig, Recorder]) -> None:
         "evaluate 16",
     ]
     assert [line.split(":")[0] for line in finished[1].said] == ["version 0", "version 3", "version 6"]
-
-
-def test_garbage_is_looked_for_among_what_updates_make_alone(finished: tuple[RunConfig, Recorder]) -> None:
-    assert finished[1].frozen == {("evaluate", False), ("generate", False), ("learn", False), ("update", True)}
-    assert gc.get_freeze_count() == 0
-
-
-def test_objects_that_others_have_set_aside_stay_there(tmp_path: Path) -> None:
-    gc.freeze()
-    try:
-        run(config(tmp_path, schedule={"kind": "staged", "updates": 1, "stages": 1}))
-        assert gc.get_freeze_count() > 0
-    finally:
-        gc.unfreeze()
 
 
 def test_the_metrics_of_a_run_are_those_of_the_documents(finished: tuple[RunConfig, Recorder]) -> None:
