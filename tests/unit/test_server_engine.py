@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -337,6 +337,7 @@ def test_raw_log_probabilities_are_refused_where_they_are_wrong(name: str, value
         (Answer([99, 1], [-1.0, -1.0], "stop"), "token 99 of a vocabulary of 18"),
         (Answer([5, 1], [-1.0, float("nan")], "stop"), "nan as a log-probability"),
         (Answer([5, 1], [-1.0, 0.5], "stop"), "0.5 as a log-probability"),
+        (Answer([5, 1], [cast(Any, None), -1.0], "stop"), "None as a log-probability"),
         (Answer([5, 1], [-9999.0, -1.0], "stop"), "-9999.0 as a log-probability"),
         (Answer([5, 6], [-1.0, -1.0], "abort"), "ended by 'abort'"),
         (Answer([5, 6], [-1.0, -1.0], "stop"), "its last token 6 is none of the end tokens"),
@@ -463,7 +464,7 @@ def test_a_server_that_stays_away_ends_the_call(other: Path) -> None:
     sampler.load(other)
     fake.stop()
     with pytest.raises(
-        EngineError, match=r"does not answer \(.*\), and has not for 0\.3 s: start it again and run the"
+        EngineError, match=r"does not answer \(.*\), though it was waited for 0\.3 s: see to it and run the"
     ):
         sampler.sample(requests(3))
 
@@ -482,6 +483,46 @@ def test_of_two_servers_one_finishes_the_work_while_the_other_is_away() -> None:
         assert len(goes.bodies) >= 2
         assert {body["seed"] for body in stays.bodies} == {request.seed for request in asked}
         sampler.load(POLICY)  # the next stage does not need it either
+
+
+@pytest.mark.parametrize("trouble", [{"fail": [503] * 999}, {"delay_s": 2.0}], ids=["no time", "hangs"])
+def test_of_two_servers_one_finishes_the_work_while_the_other_does_none(trouble: dict[str, Any]) -> None:
+    asked = requests(8)
+    with serving() as well, serving() as sick:
+        sampler = make(sick, well, retries=1, timeout_s=0.5, concurrency=2)
+        said: list[str] = []
+        sampler.say = said.append
+        sampler.load(POLICY)
+        expected = sampler.sample(asked)
+        for name, value in trouble.items():
+            setattr(sick.behaviour, name, value)
+        assert sampler.sample(asked) == expected
+        asked_in_vain = len(sick.bodies)
+        assert sampler.sample(asked) == expected and len(sick.bodies) == asked_in_vain  # it is left out for a while
+        assert len(said) == 1 and said[0].startswith(f"{sick.url}/v1/completions")
+
+
+def test_a_server_without_time_is_waited_for() -> None:
+    with serving() as fake:
+        sampler = make(fake, retries=0, concurrency=1, wait_s=60.0)
+        sampler.load(POLICY)
+        expected = sampler.sample(requests(2))
+        fake.behaviour.fail = [503, 502, 429]  # each is an attempt, and none is left for it
+        assert sampler.sample(requests(2)) == expected
+        assert fake.behaviour.fail == []
+        fake.behaviour.fail = [503] * 999
+        impatient = make(fake, retries=0, wait_s=0.2)
+        impatient.load(POLICY)
+        with pytest.raises(EngineError, match=r"answers 503 \(scripted\), though it was waited for 0\.2 s"):
+            impatient.sample(requests(2))
+
+
+def test_an_error_within_a_request_is_not_taken_for_the_end_of_them() -> None:
+    def ask(number: int) -> int:
+        return [1][number]
+
+    with pytest.raises(IndexError):
+        share_out([0, 1], [ask], concurrency=1, on_answer=lambda answer: None, abort=lambda: None)
 
 
 def test_an_address_where_nobody_is_is_left_out_and_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,10 +42,11 @@ def share_out(
     def work(server: int) -> None:
         try:
             while shares[server].gone is None:
-                request = waiting.popleft()
+                try:
+                    request = waiting.popleft()
+                except IndexError:
+                    return  # nothing is left
                 done.put((server, request, ask[server](request)))
-        except IndexError:
-            pass  # nothing is left
         except Gone as gone:
             shares[server].gone = gone
         except BaseException as error:  # told to the thread that waits

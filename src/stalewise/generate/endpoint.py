@@ -20,6 +20,7 @@ from stalewise.errors import EngineError
 
 # Answers that may be others a moment later: overloaded, restarting behind a proxy, an engine that hiccups.
 PASSING = frozenset({408, 429, 500, 502, 503, 504})
+AWAY = frozenset({429, 502, 503, 504})  # of these, what says nothing of the request: another server may take it
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 CONNECT_S = 10.0
@@ -29,7 +30,11 @@ Result = TypeVar("Result")
 
 
 class Gone(Exception):
-    """Nobody answers at a server's address, or the connection broke, as often as it was tried."""
+    """A server does not do its work, as often as it was tried: nobody answers, it has no time, or takes too long."""
+
+
+class Slow(Gone):
+    """It takes too long, which waiting would not change."""
 
 
 class Refused(EngineError):
@@ -86,7 +91,7 @@ class Endpoint:
                 status, headers, content = self._once(method, path, body)
             except TimeoutError:
                 if last:
-                    raise EngineError(
+                    raise Slow(
                         f"{self.url}{path} took longer than {self.timeout_s:g} s, {attempt + 1} times: raise "
                         "sampler.server.timeout_s, or lower concurrency or max_new_tokens"
                     ) from None
@@ -94,6 +99,8 @@ class Endpoint:
                 if last or broken_off.is_set():
                     raise Gone(f"{self.url} does not answer ({_words(error)})") from error
             else:
+                if status in AWAY and last:
+                    raise Gone(f"{self.url}{path} answers {status} ({_error_words(content)})")
                 if status not in PASSING or last:
                     return self._content(path, status, content)
                 with contextlib.suppress(ValueError):
@@ -158,11 +165,13 @@ def patiently(action: Callable[[], Result], wait_s: float) -> Result:
     while True:
         try:
             return action()
+        except Slow as slow:
+            raise EngineError(str(slow)) from slow
         except Gone as gone:
             if time.monotonic() > deadline:
                 raise EngineError(
-                    f"{gone}, and has not for {wait_s:g} s: start it again and run the same command; what is committed "
-                    "stays"
+                    f"{gone}, though it was waited for {wait_s:g} s: see to it and run the same command; what is "
+                    "committed stays"
                 ) from gone
         time.sleep(min(POLL_S, wait_s))
 

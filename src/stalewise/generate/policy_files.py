@@ -5,7 +5,6 @@ turned into responses, after a look at whether they are whole.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,9 +127,9 @@ def _problem(answer: Answer, policy: PolicyFiles, max_new_tokens: int) -> str:
         return f"{len(ids)} tokens and {len(logp)} log-probabilities, where 1 to {max_new_tokens} of both are expected"
     if not all(0 <= token < policy.vocabulary for token in ids):
         return f"token {max(ids)} of a vocabulary of {policy.vocabulary}"
-    worst = next((value for value in logp if not MINUS_INFINITY < value <= ROUNDING or math.isnan(value)), None)
-    if worst is not None:
-        return f"{worst} as a log-probability"
+    wrong = [x for x in logp if not (isinstance(x, int | float) and MINUS_INFINITY < x <= ROUNDING)]  # NaN is neither
+    if wrong:
+        return f"{wrong[0]} as a log-probability"
     if answer.finish_reason not in ("stop", "length"):
         return f"it ended by {answer.finish_reason!r}, where stop or length is expected"
     # Without its end token the response would teach nothing about when to end.

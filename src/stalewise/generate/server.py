@@ -71,24 +71,36 @@ class ServerSampler(HasPolicy):
         """Responses in the order of the requests."""
         self.check_lengths([request.prompt_ids for request in requests])
         answers: dict[int, Answer] = {}
-        for _ in range(LOSSES + 1):
-            answers |= self._round(requests, settings or self.settings, missing(answers, len(requests)))
-            if len(answers) == len(requests):
-                ordered = [answers[number] for number in range(len(requests))]
-                return make_responses(ordered, self.policy, max_new_tokens=self.max_new_tokens, who="a server")
-        raise EngineError(
-            f"servers lost their policy {LOSSES + 1} times while {len(requests)} responses were sampled: look into "
-            "their logs, and see that nobody else gives them weights; what is committed stays"
-        )
+        losses = 0
 
-    def _round(self, requests: Sequence[Request], settings: SamplerSettings, numbers: list[int]) -> dict[int, Answer]:
-        """Ask for the numbered responses; those of servers that had the policy before and after."""
+        def one_round() -> tuple[dict[int, Answer], int]:
+            return self._round(requests, settings or self.settings, missing(answers, len(requests)))
+
+        while len(answers) < len(requests):
+            valid, lost = patiently(one_round, self._options.wait_s)
+            answers |= valid
+            losses += lost
+            if losses > LOSSES:
+                raise EngineError(
+                    f"servers lost their policy {losses} times while {len(requests)} responses were sampled: look into "
+                    "their logs, and see that nobody else gives them weights; what is committed stays"
+                )
+        ordered = [answers[number] for number in range(len(requests))]
+        return make_responses(ordered, self.policy, max_new_tokens=self.max_new_tokens, who="a server")
+
+    def _round(
+        self, requests: Sequence[Request], settings: SamplerSettings, numbers: list[int]
+    ) -> tuple[dict[int, Answer], int]:
+        """Ask for the numbered responses: those of servers that had the policy before and after, and how many had not.
+
+        Gone where all that came of it is that servers do not do their work.
+        """
         policy = self.policy
 
         def asker(server: Server) -> Callable[[int], Answer]:
             return lambda number: server.answer(requests[number], policy, settings, self.max_new_tokens)
 
-        present = patiently(lambda: self._present(policy, settings), self._options.wait_s)
+        present = self._present(policy, settings)
         shares = share_out(
             numbers,
             [asker(server) for server in present],
@@ -97,15 +109,22 @@ class ServerSampler(HasPolicy):
             abort=self._abort,
         )
         valid: dict[int, Answer] = {}
+        lost = 0
         for server, share in zip(present, shares, strict=True):
+            if share.gone is not None:
+                self._leave_out(server, share.gone)
             try:
                 if not server.lost(policy, self._check):
                     valid |= share.answers
                     continue
             except Gone:
                 pass
+            lost += 1
             server.has = ""  # the next round gives it the policy again, once it is there
-        return valid
+        gone = next((share.gone for share in shares if share.gone is not None), None)
+        if gone is not None and not valid and not lost:
+            raise gone
+        return valid, lost
 
     def _present(self, policy: PolicyFiles, settings: SamplerSettings | None) -> list[Server]:
         """Servers that are there, with this policy; Gone where none is. The others are asked again later."""
@@ -130,14 +149,17 @@ class ServerSampler(HasPolicy):
                 server.check_distribution(policy, settings, self._check.token_ids(policy))
         except Gone as gone:
             absent.append(gone)
-            if len(self._servers) > 1 and not server.away_until:
-                self.say(f"{gone}: left out while others are there, and asked again every {AWAY_S:g} s")
-            server.away_until = time.monotonic() + AWAY_S
+            self._leave_out(server, gone)
             return False
         if server.away_until:
             self.say(f"{server.endpoint.url} is there again")
         server.away_until = 0.0
         return True
+
+    def _leave_out(self, server: Server, gone: Gone) -> None:
+        if len(self._servers) > 1 and not server.away_until:
+            self.say(f"{gone}: left out while others are there, and asked again every {AWAY_S:g} s")
+        server.away_until = time.monotonic() + AWAY_S
 
     def _abort(self) -> None:
         for server in self._servers:
