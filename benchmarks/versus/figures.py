@@ -302,7 +302,9 @@ def seed_figures(seed: int, done: Mapping[str, Record], notes: list[str]) -> dic
         ours = reached["stalewise"]
         for method, key in (("trl", "time_to_accuracy_ratio"), ("trl_same_mu", "time_to_accuracy_ratio_same_mu")):
             found[key + suffix] = ratio(reached.get(method), ours)
-            if ours and method in done and reached[method] is None:
+            if ours is None and method in done:
+                found[key + suffix] = 0.0  # as slow as can be, in the median and in the range as well
+            elif ours and method in done and reached[method] is None:
                 # It takes longer than it was given: what is known is a bound.
                 found[key + suffix] = done[method]["times"][-1] / ours
                 notes.append(f"seed {seed}, {curve}: {key} is at least what is said, since {method} was ended before")

@@ -137,8 +137,8 @@ def generate(settings: Settings, work: Path, batch: int) -> dict[str, Any]:
     place = set_up(settings.device, settings.threads)
     generator = Generator(settings, base_checkpoint(work), place)
     torch.manual_seed(0)
-    # The whole length: kernels are chosen, and memory found, for each length of the cache anew.
-    generator.generate(generator.batch(0, batch))
+    # The whole length: kernels are chosen, and memory found, for each length of the cache anew; and for the scoring.
+    generator.run(generator.batch(0, batch), "forward pass")
     batches = max(1, settings.generate_rows // batch)
     found: dict[str, Any] = {"batch": batch, "batches": batches, "ways": {}}
     # The one that may run out of memory comes last.

@@ -205,6 +205,18 @@ def test_seeds_are_summed_up_by_median_and_range() -> None:
     assert found["wallclock_ratio_range"] == [2, 10]
 
 
+def test_a_seed_that_never_gets_there_counts() -> None:
+    runs = made_runs()
+    for seed in (1, 2):
+        runs[f"accuracy/trl/seed{seed}"] = runs["accuracy/trl/seed0"]
+        runs[f"accuracy/stalewise/seed{seed}"] = accuracy_run([0, 25, 50], [0.2, 0.3, 0.4])
+    found = figures.headline(runs)
+    assert found["time_to_accuracy_ratio"] == 0  # of 6, 0 and 0
+    assert found["time_to_accuracy_ratio_range"] == [0, pytest.approx(6)]
+    # TRL with our µ was not run with those seeds: nothing is known of them.
+    assert found["time_to_accuracy_ratio_same_mu_range"] == [pytest.approx(6.4), pytest.approx(6.4)]
+
+
 def test_sides_that_were_measured_at_different_times_are_named() -> None:
     runs = made_runs()
     runs["learner/stalewise"]["sitting"] = 0
