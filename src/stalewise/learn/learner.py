@@ -188,28 +188,30 @@ class Learner:
         self.version += 1
 
     def _step_within_memory(self, laid_out: LaidOut) -> Step:
-        """One step; where the device runs out of memory on the way, once with half the token budget from here on."""
+        """One step; where memory ends on the way, once more with half the tokens a micro-batch, and so from here on."""
         taken = self.steps
         try:
             return self._lead(laid_out)
         except torch.OutOfMemoryError:
-            if self.parallel.ranks.world > 1:
-                raise out_of_memory(self.token_budget) from None
             if self.steps > taken:  # the weights have changed: once more would be twice
                 raise ModelError("out of memory after a step: lower learner.tokens_per_micro_batch") from None
-            if self.token_budget < self.config.learner.tokens_per_micro_batch:
+            if self.parallel.ranks.world > 1 or self.token_budget < self.config.learner.tokens_per_micro_batch:
                 raise out_of_memory(self.token_budget) from None
         # Out of the handler, whose traceback would keep the activations alive.
-        self.token_budget //= 2
+        largest = max(part.tokens for part in laid_out.parts)  # a budget that it does not fill may be halved in vain
+        self.token_budget = min(self.token_budget, largest) // 2
         self.body = None
-        self.say(f"out of memory: from here on {self.token_budget} tokens a micro-batch, half of what the config says")
+        self.say(f"out of memory with {largest} tokens in a micro-batch: from here on at most {self.token_budget}")
         self.aside.join()  # it holds activations
         self.weights = Weights(list(self.names))
         self.weights.zero_gradients()
         if not self.steps:  # memory may have ended half-way through making the moments
             self.optimizer.state.clear()
         torch.cuda.empty_cache()
-        return self._lead(laid_out)
+        try:
+            return self._lead(laid_out)
+        except torch.OutOfMemoryError:
+            raise out_of_memory(self.token_budget) from None
 
     def _lead(self, laid_out: LaidOut) -> Step:
         """Hand an update out and enqueue this rank's share; the results wait for it and say what it saw."""
