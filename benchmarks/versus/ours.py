@@ -6,11 +6,10 @@ import contextlib
 import getpass
 import importlib
 import itertools
-import json
 import os
 import tempfile
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,16 +30,8 @@ from stalewise.verbs import generate
 from stalewise.watch import Silence
 
 from .clock import device_allocations, highest, matmul_rate, model_shape, peak, reset_peak, set_up, synchronised
-from .figures import (
-    ModelShape,
-    device_intervals,
-    gap_places,
-    gaps,
-    journal_clock,
-    shared_prompt_flops,
-    training_flops,
-    union,
-)
+from .figures import ModelShape, journal_clock, shared_prompt_flops, training_flops
+from .profiling import begin_profile, device_figures, keep_profile, traced
 from .settings import Settings, our_config
 
 STAGE = "stage"  # the run whose rollouts both learners learn from
@@ -198,11 +189,7 @@ PHASES = ("warm-up", "warm-up", "plain", "profiler's warm-up", "profiled")
 
 
 class PhaseWatcher(Silence):
-    """Times learning phases of a run, each from its `begin` to the advance that ends it; profiles the last.
-
-    The profiler instruments every CUDA graph when that is first launched, which holds up the host: what it sees in the
-    phase before the last is thrown away.
-    """
+    """Times learning phases of a run, each from its `begin` to the advance that ends it; profiles the last."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -218,14 +205,9 @@ class PhaseWatcher(Silence):
             return
         phase = PHASES[len(self.seconds)]
         if torch.cuda.is_available() and phase == "profiler's warm-up":
-            self.profiler = torch.profiler.profile(
-                activities=[torch.profiler.ProfilerActivity.CUDA],
-                schedule=torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1),
-            )
-            self.profiler.start()
+            self.profiler = begin_profile()
         elif self.profiler is not None and phase == "profiled":
-            self.profiler.step()
-            torch.ones(1, device="cuda").add_(1)  # the first launch that is kept takes longer than any other
+            keep_profile(self.profiler)
         self._start = synchronised()
 
     def advance(self, amount: int, note: str = "") -> None:
@@ -271,39 +253,11 @@ def idle(settings: Settings, work: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"config": config.model_dump(mode="json"), "updates": each, "phases": phases}
     if watcher.profiler is None:
         return {**found, "idle_share": None}
-    with tempfile.NamedTemporaryFile(suffix=".json", dir=work) as file:
-        watcher.profiler.export_chrome_trace(file.name)
-        trace = json.loads(Path(file.name).read_text(errors="replace"))
-    plain = phases[PHASES.index("plain")]
-    return {**found, **_idle_figures(device_intervals(trace), plain=plain, profiled=phases[-1])}
-
-
-def _idle_figures(
-    intervals: list[tuple[float, float, str]], *, plain: dict[str, Any], profiled: dict[str, Any]
-) -> dict[str, Any]:
-    """Idle share of the profiled phase; also with the plain phase's clock, since the profiler itself takes time."""
-    if not intervals:
-        raise RuntimeError("the profiler saw no kernel: may this process trace the device (CUPTI)?")
-    spans = [(start, end) for start, end, _ in intervals]
-    busy = union(spans) / 1e6
-    ms: dict[str, float] = {}
-    for start, end, name in intervals:
-        ms[name] = ms.get(name, 0.0) + (end - start) / 1e3
-    calls = Counter(name for _, _, name in intervals)
-    longest = sorted(ms, key=lambda name: -ms[name])[:15]
-    holes = gaps(spans)
-    buckets = {f"over_{bound}_us": [hole for hole in holes if hole > bound] for bound in (0, 10, 100, 1000, 10_000)}
-    return {
-        "idle_share": 1 - busy / profiled["seconds"],
-        "idle_share_plain_clock": 1 - (busy / profiled["tokens"]) / (plain["seconds"] / plain["tokens"]),
-        "busy_seconds": busy,
-        "kernels": len(intervals),
-        "idle_share_gaps_over_10_us": sum(buckets["over_10_us"]) / 1e6 / profiled["seconds"],
-        "gap_places": gap_places(intervals, longer_than=10.0),
-        "all_gap_places": gap_places(intervals, longer_than=0.0, most=40),
-        "gaps": {name: {"count": len(found), "ms": sum(found) / 1e3} for name, found in buckets.items()},
-        "top_kernels": [{"name": name[:120], "ms": round(ms[name], 3), "calls": calls[name]} for name in longest],
-    }
+    figures = device_figures(traced(watcher.profiler, work), phases[-1]["seconds"])
+    # With the plain phase's clock, too, since the profiler itself takes time.
+    plain, profiled = phases[PHASES.index("plain")], phases[-1]
+    share = 1 - (figures["busy_seconds"] / profiled["tokens"]) / (plain["seconds"] / plain["tokens"])
+    return {**found, **figures, "idle_share_plain_clock": share}
 
 
 # ---------------------------------------------------------------- whole runs

@@ -16,6 +16,7 @@ from stalewise.tasks import make_task
 
 from .clock import peak, reset_peak, set_up, synchronised
 from .ours import base_checkpoint
+from .profiling import begin_profile, device_figures, keep_profile, traced
 from .settings import Settings, our_config
 
 ROWS_AT_ONCE = 256  # of the forward pass that scores what `generate` made
@@ -40,6 +41,7 @@ def ours(settings: Settings, work: Path) -> dict[str, Any]:
     prompts = pool_prompts(settings, sampler.tokenizer)
     seconds: list[float] = []
     tokens: list[int] = []
+    requests: list[Request] = []
     for repeat in range(settings.sampler_repeats + 1):
         requests = [Request(ids, rollout_seed(repeat, row)) for row, ids in enumerate(prompts)]
         if repeat == 1:
@@ -50,6 +52,8 @@ def ours(settings: Settings, work: Path) -> dict[str, Any]:
         tokens.append(sum(len(response.token_ids) for response in responses))
         if any(len(response.logp) != len(response.token_ids) for response in responses):
             raise RuntimeError("a response lacks log-probabilities")
+    memory = peak()
+    profile = _profiled(sampler, requests, work) if torch.cuda.is_available() else {}
     sampler.close()
     return {
         "config": config.model_dump(mode="json"),
@@ -60,8 +64,22 @@ def ours(settings: Settings, work: Path) -> dict[str, Any]:
         "repeat_tokens": tokens[1:],
         "seconds": sum(seconds[1:]),
         "tokens_per_second": sum(tokens[1:]) / sum(seconds[1:]),
-        **peak(),
+        **memory,
+        "profile": profile,
     }
+
+
+def _profiled(sampler: Any, requests: list[Request], work: Path) -> dict[str, Any]:
+    """What the device did in one more call; the one before it warms the profiler up."""
+    profiler = begin_profile()
+    sampler.sample(requests)
+    synchronised()
+    keep_profile(profiler)
+    start = synchronised()
+    sampler.sample(requests)
+    seconds = synchronised() - start
+    profiler.stop()
+    return {"seconds": seconds, **device_figures(traced(profiler, work), seconds)}
 
 
 class Generator:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the package
 
 from benchmarks.scales import verdict as scales  # noqa: E402
-from benchmarks.versus import figures, plot, table  # noqa: E402
+from benchmarks.versus import figures, plot, profiling, table  # noqa: E402
 
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("versus_trl-*.json"))
 
@@ -106,6 +106,16 @@ def test_where_a_device_waits_is_named() -> None:
     intervals = [(0.0, 10.0, "a"), (2.0, 4.0, "b"), (30.0, 31.0, "c"), (31.5, 40.0, "a"), (65.0, 66.0, "c")]
     found = figures.gap_places(intervals, longer_than=1.0)
     assert found == [{"after": "a", "before": "c", "count": 2, "ms": 0.045}]
+
+
+def test_a_span_is_told_by_what_ran_and_where_nothing_did() -> None:
+    intervals = [(0.0, 400_000.0, "a"), (400_005.0, 600_000.0, "b"), (600_020.0, 800_000.0, "a")]  # microseconds
+    found = profiling.device_figures(intervals, 1.0)
+    assert found["busy_seconds"] == pytest.approx(0.799975)
+    assert found["idle_share"] == pytest.approx(0.200025)
+    assert found["idle_share_gaps_over_10_us"] == pytest.approx(20e-6)
+    assert found["gaps"]["over_0_us"] == {"count": 2, "ms": pytest.approx(0.025)}
+    assert found["top_kernels"][0] == {"name": "a", "ms": pytest.approx(599.98), "calls": 2}
 
 
 def test_the_operations_of_a_sequence() -> None:

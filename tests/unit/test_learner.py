@@ -516,8 +516,8 @@ def test_tokens_times_vocabulary_is_never_held(tmp_path: Path, monkeypatch: pyte
         rows = of_lengths(np.full(count, 8), prompt=4, size=4)
         learner.gradient(rows)  # what is had once
         found.append(most_bytes(partial(learner.gradient, rows)))
-    # Neither held (some 450 response tokens of a micro-batch, in float32), nor more for four times as many rollouts than
-    # the numbers that these have themselves.
+    # Neither held (some 450 response tokens of a micro-batch, in float32), nor more for four times as many rollouts but
+    # for the numbers that these have themselves.
     assert found[0] < 0.6 * 450 * vocabulary * 4
     assert found[1] - found[0] < (1024 - 256) * 1500
 
