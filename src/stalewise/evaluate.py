@@ -88,7 +88,7 @@ def evaluate_checkpoint(
         prompts=len(held_out),
         samples=samples,
         accuracy=average(score_PK),
-        pass_at={k: pass_at_k(score_PK, k) for k in _powers_of_two(samples)},
+        pass_at={k: pass_at_k(score_PK, k) for k in _sizes(samples)},
         response_length=float(np.mean([len(response.token_ids) for response in responses])),
         truncated_fraction=float(np.mean([r.finish_reason is FinishReason.LENGTH for r in responses])),
         verifier_errors=errors.failed,
@@ -140,8 +140,9 @@ def pass_at_k(score_PK: npt.NDArray[np.float64], k: int) -> Interval:
     return bootstrap(1 - missed_P)
 
 
-def _powers_of_two(largest: int) -> list[int]:
-    return [2**i for i in range(largest.bit_length()) if 2**i <= largest]
+def _sizes(samples: int) -> list[int]:
+    """The k of pass@k: powers of two, and all samples together."""
+    return sorted({*(2**i for i in range(samples.bit_length())), samples})
 
 
 def describe_evaluation(result: Evaluation) -> str:

@@ -99,9 +99,9 @@ def test_lists_of_ids(tmp_path: Path) -> None:
 
 def test_a_file_is_evaluated_on_as_a_whole(trained: RunConfig, tmp_path: Path) -> None:
     path = write(tmp_path / "test.jsonl", sums(range(60, 90)))
-    result = verbs.evaluate(trained.directory, file=path, samples=2)
-    assert (result.task, result.prompts, result.samples, result.excluded) == ("test", 30, 2, 0)
-    assert list(result.pass_at) == [1, 2]
+    result = verbs.evaluate(trained.directory, file=path, samples=3)
+    assert (result.task, result.prompts, result.samples, result.excluded) == ("test", 30, 3, 0)
+    assert list(result.pass_at) == [1, 2, 3]  # powers of two, and all samples
     assert result.accuracy.low <= result.accuracy.value <= result.accuracy.high
     assert verbs.evaluate(trained.directory, file=path, samples=1, prompts=7).prompts == 7
     other = verbs.evaluate("arithmetic", file=path, samples=1, prompts=3, max_new_tokens=8)
