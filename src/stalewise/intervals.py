@@ -21,7 +21,7 @@ TAILS = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean over prompts with its bootstrap interval."""
+    """A mean over prompts with its 95% interval."""
 
     value: float
     low: float
@@ -34,7 +34,21 @@ def random_generator(seed: int) -> np.random.Generator:
 
 
 def bootstrap(value_P: npt.NDArray[np.float64], *, seed: int = 0) -> Interval:
-    """Mean over prompts with a percentile interval from resampled prompts."""
+    """Mean over prompts with a percentile interval from resampled prompts.
+
+    Where all values are 0, every resample is 0, too, and knows of no other prompt. There the interval is the exact one
+    of a binomial share, from 0 to 1 − 0.025^(1/P), which holds for a mean of scores between 0 and 1; where all are 1,
+    it is mirrored.
+
+    >>> none, all_right = bootstrap(np.zeros(30)), bootstrap(np.ones(30))
+    >>> [round(end, 3) for end in (none.low, none.high, all_right.low, all_right.high)]
+    [0.0, 0.116, 0.884, 1.0]
+    """
+    rarest = TAILS[0] ** (1 / len(value_P))  # share of zeros (or ones) that gives nothing else in 2.5% of all draws
+    if (value_P == 0).all():
+        return Interval(0.0, 0.0, 1 - rarest)
+    if (value_P == 1).all():
+        return Interval(1.0, rarest, 1.0)
     chosen = random_generator(seed).integers(len(value_P), size=(RESAMPLES, len(value_P)))
     return percentile_interval(float(value_P.mean()), value_P[chosen].mean(axis=1))
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.stats import binomtest
 
 from stalewise.errors import TaskError
 from stalewise.evaluate import average, bootstrap, describe_evaluation, evaluate_checkpoint, pass_at_k
@@ -48,6 +49,17 @@ def test_bootstrap_intervals_have_the_width_of_the_standard_error() -> None:
     assert interval.high - interval.low == pytest.approx(2 * 1.96 * standard_error, rel=0.1)
     assert bootstrap(values) == interval  # the same data, the same interval
     assert bootstrap(np.full(9, 0.25)) == type(interval)(0.25, 0.25, 0.25)
+
+
+@pytest.mark.parametrize("prompts", [1, 2, 30, 500])
+def test_where_all_prompts_score_alike_at_an_end_the_interval_is_the_exact_binomial_one(prompts: int) -> None:
+    none, everything = average(np.zeros((prompts, 3))), pass_at_k(np.ones((prompts, 3)), 2)
+    assert (none.value, none.low, everything.value, everything.high) == (0.0, 0.0, 1.0, 1.0)
+    # No right answer to any prompt happens with probability 2.5% where a share `high` of all prompts is answered.
+    assert (1 - none.high) ** prompts == pytest.approx(0.025)
+    assert everything.low == pytest.approx(1 - none.high)
+    exact = binomtest(0, prompts).proportion_ci(0.95, method="exact")
+    assert (none.low, none.high) == pytest.approx((exact.low, exact.high))
 
 
 def sampler() -> HFSampler:
