@@ -40,6 +40,7 @@ class Evaluation:
     unparsed: int = 0  # responses in which the verifier found no answer: worth 0
     unparsed_examples: list[dict[str, str]] = field(default_factory=list)
     by_prompt: dict[str, list[Any]] = field(default_factory=dict)  # see `scores_by_prompt`
+    unknown: list[str] | None = None  # what could not be told of the prompts that training has seen; None: not asked
 
     def record(self) -> dict[str, Any]:
         """What is written to `eval.jsonl`."""

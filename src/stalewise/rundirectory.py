@@ -14,6 +14,11 @@ from stalewise.config import FORMAT, RunConfig, identity_of, make_config
 from stalewise.errors import StoreError
 from stalewise.files import read_json, read_jsonl
 
+# Of a directory that `stalewise export` makes of a run: what says which it is, and the run's settings.
+EXPORT_FORMAT = "stalewise.export/1"
+EXPORT_RECORD = "stalewise.json"
+EXPORT_CONFIG = "training_config.toml"
+
 
 @dataclass(frozen=True, slots=True)
 class RunResult:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +143,8 @@ def evaluate(
 
     A run, or a checkpoint in one, brings its task and settings along; for another model `task` has to be said, unless
     it is the embedded policy of one. `file` evaluates on all rows of a JSONL file instead, in the form of a run that
-    was trained on rows. Prompts that a run was trained on are left out and counted, and so are those whose ids
-    the file `exclude_ids` lists.
+    was trained on rows. Prompts that a run was trained on, or one that it comes from, are left out and counted, and so
+    are those whose ids the file `exclude_ids` lists; where what training has seen is not known, `unknown` says so.
     """
     watcher = watcher or Silence()
     policy = _policy(str(model_or_run), "jsonl" if file is not None else task)
@@ -158,8 +158,12 @@ def evaluate(
     check_sampling_memory(config, str(policy.checkpoint))
     sampler = make_sampler(config)
     try:
-        if policy.run is not None and (file is not None or config.task != own):  # a task keeps its own prompts apart
-            exclude |= seen_in_training(policy.run, watcher.say)
+        # A task keeps its own prompts apart; those that came before it in the policy's line may know them.
+        apart = own if policy.run is not None and file is None and config.task == own else None
+        unknown: list[str] = []
+        exclude |= seen_in_training(policy.run or policy.checkpoint, unknown.append, apart=apart)
+        for words in unknown:
+            watcher.say(words)
         count = config.evaluation.prompts if file is None or prompts is not None else sys.maxsize
         count = len(chosen.evaluation_prompts(count))
         watcher.begin("evaluate", count * config.evaluation.samples)
@@ -177,7 +181,7 @@ def evaluate(
         sampler.close()
         chosen.verifier.close()
     watcher.advance((result.prompts + result.excluded) * result.samples)
-    return result
+    return replace(result, unknown=unknown)
 
 
 @dataclass(frozen=True, slots=True)

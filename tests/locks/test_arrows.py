@@ -64,7 +64,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "compare": BASE | {"intervals", "report"},
     "watch": frozenset(),
     "rundirectory": BASE | {"files", "config"},
-    "exclusion": DATA | {"rundirectory"},
+    "exclusion": DATA | {"rundirectory", "models", "smollm2"},
     "records": DATA | {"staleness"},
     "rollbacks": DATA | {"staleness", "records"},
     "guard": DATA | {"staleness", "records", "rollbacks"},

@@ -13,6 +13,7 @@ from stalewise import verbs
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import TaskError
 from stalewise.exclusion import seen_in_training
+from stalewise.hub import export_policy
 from stalewise.run import run
 from stalewise.store import batch_directories, open_batch
 from stalewise.tasks import Seen, make_evaluation_file
@@ -135,6 +136,81 @@ def test_rollouts_that_were_learned_from_again_count_as_training(trained: RunCon
     assert seen_in_training(again.directory).ids >= trained_on(trained)
     path = write(tmp_path / "test.jsonl", sums(range(10, 60)))
     assert verbs.evaluate(again.directory, file=path, samples=1).excluded == 16
+
+
+def started_from(trained: RunConfig, directory: Path, path: Path, **sources: Any) -> Path:
+    """A run on other rows, whose policy is said to come from `path`."""
+    shutil.copytree(trained.directory / "checkpoints", directory / "checkpoints")
+    config = json.loads((trained.directory / "config.resolved.json").read_text())
+    config["model"]["path"] = str(path)
+    rows = write(directory / "rows.jsonl", sums(range(60, 100)))
+    config["task"]["options"] = {"path": str(rows), "held_out": 0.5}
+    (directory / "config.resolved.json").write_text(json.dumps(config))
+    if sources:
+        (directory / "sources.json").write_text(json.dumps(sources))
+    return directory
+
+
+def test_what_a_run_comes_from_has_been_seen_as_well(trained: RunConfig, tmp_path: Path) -> None:
+    checkpoint = trained.directory / "checkpoints" / "v000004"
+    child = started_from(trained, tmp_path / "child", checkpoint)
+    # The checkpoint of the child that this one names was removed since then: its run is known all the same.
+    grandchild = started_from(trained, tmp_path / "grandchild", child / "checkpoints" / "v000001")
+    path = write(tmp_path / "test.jsonl", sums(range(10, 60)))
+    for run_directory in (child, grandchild, grandchild / "checkpoints" / "v000004"):
+        result = verbs.evaluate(run_directory, file=path, samples=1)
+        assert (result.prompts, result.excluded, result.unknown) == (34, 16, [])
+    # `learn --checkpoint` starts there, whatever model.path says.
+    learned = started_from(trained, tmp_path / "learned", Path("arithmetic"), checkpoint=str(checkpoint), batches=[])
+    assert seen_in_training(learned).ids >= trained_on(trained)
+    # A line that comes back to itself has an end.
+    ring = started_from(trained, tmp_path / "ring", tmp_path / "ring" / "checkpoints" / "v000004")
+    assert len(seen_in_training(ring).problems) == 16
+
+
+def test_a_runs_own_task_does_not_hold_apart_what_came_before_it(trained: RunConfig, tmp_path: Path) -> None:
+    child = started_from(trained, tmp_path / "child", trained.directory / "checkpoints" / "v000004")
+    write(child / "rows.jsonl", sums(range(10, 50)))
+    assert verbs.evaluate(child, prompts=20, samples=1).excluded > 0
+
+
+def test_where_the_line_cannot_be_followed_it_is_said(trained: RunConfig, tmp_path: Path) -> None:
+    def told(path: Path) -> str:
+        result = verbs.evaluate(path, file=rows, samples=1, max_new_tokens=8)
+        (said,) = result.unknown or []
+        return said
+
+    rows = write(tmp_path / "test.jsonl", sums(range(10, 60)))
+    copied = shutil.copytree(trained.directory / "checkpoints" / "v000004", tmp_path / "copied")
+    assert "copied is a checkpoint whose run is not there: what it was trained on is not known" in told(copied)
+    gone = started_from(trained, tmp_path / "from_gone", tmp_path / "gone")
+    assert "gone, where training began, is not there" in told(gone)
+    batch = {"directory": str(tmp_path / "no" / "rollouts" / "g000000")}
+    learned = started_from(trained, tmp_path / "learned", Path("arithmetic"), checkpoint=None, batches=[batch])
+    assert "g000000 was learned from and is not there: what it asked is not known; leave out with" in told(learned)
+
+
+def test_an_export_says_what_it_can(trained: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = write(tmp_path / "test.jsonl", sums(range(10, 60)))
+    exported = export_policy(trained.directory, tmp_path / "out")
+    monkeypatch.chdir(tmp_path)
+    words = ["eval", exported, "--file", rows, "--samples", 1, "--max-new-tokens", 8]
+    record = called_json(*words)
+    assert record["excluded"] == 0
+    # Its config names the file without the directory.
+    reason = (
+        "is an export of version 4 of the run tiny: what it was trained on is not known (there is no file train.jsonl)"
+    )
+    assert reason in record["unknown"][0]
+    assert "is an export of version 4 of the run tiny" in call(*words).stderr.replace("\n", " ")
+    shutil.copy(trained.task.options["path"], tmp_path / "train.jsonl")
+    child = started_from(trained, tmp_path / "child", exported)
+    record = called_json("eval", child, "--file", rows, "--samples", 1)
+    assert record["excluded"] == 16
+    assert "of what it was trained on only the task's prompts are known; evaluate the run" in record["unknown"][0]
+    words[1] = export_policy(child, tmp_path / "later")
+    later = called_json(*words)["unknown"][0]
+    assert "which began as version 4 of the run tiny, which began as the small policy `arithmetic`" in later
 
 
 def test_where_the_task_is_gone_the_ids_of_the_rollouts_are_left(trained: RunConfig, tmp_path: Path) -> None:

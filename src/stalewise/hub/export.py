@@ -13,10 +13,10 @@ from stalewise.hub.card import dataset_card, model_card
 from stalewise.hub.folder import new_folder, place_file
 from stalewise.hub.origin import Base, base_of, config_file
 from stalewise.report.read import read_run
-from stalewise.rundirectory import read_config
+from stalewise.rundirectory import EXPORT_CONFIG, read_config
 from stalewise.store import batch_directories, is_committed, open_batch
 
-CARD, CONFIG = "README.md", "training_config.toml"
+CARD, CONFIG = "README.md", EXPORT_CONFIG
 ADAPTER, ADAPTER_CONFIG = "adapter", "adapter_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 # Of a checkpoint's small files, what is the learner's or the store's; all other weights are the learner's, too.

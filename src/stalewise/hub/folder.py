@@ -20,9 +20,9 @@ from stalewise.files import (
     temporary_name,
     write_json_atomic,
 )
+from stalewise.rundirectory import EXPORT_FORMAT, EXPORT_RECORD
 
-FORMAT = "stalewise.export/1"
-RECORD = "stalewise.json"
+FORMAT, RECORD = EXPORT_FORMAT, EXPORT_RECORD
 
 
 @contextlib.contextmanager
