@@ -89,6 +89,8 @@ def _batch(index: int, path: Path, ledger: list[LedgerEntry], verify: bool) -> d
         "truncated": manifest.truncated,
         "verifier_errors": manifest.verifier_errors,
         "verifier_error_kinds": dict(manifest.extra.get("verifier_error_kinds", {})),
+        "unparsed": manifest.extra.get("unparsed", 0),
+        "unparsed_examples": list(manifest.extra.get("unparsed_examples", ())),
         "samplers": [asdict(sampler) for sampler in manifest.samplers],
         "seconds": manifest.seconds,
         "bytes": sum(shard.bytes for shard in manifest.shards),

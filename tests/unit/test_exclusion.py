@@ -14,6 +14,8 @@ from stalewise.config import RunConfig, make_config
 from stalewise.errors import TaskError
 from stalewise.exclusion import seen_in_training
 from stalewise.hub import export_policy
+from stalewise.report.read import read_run
+from stalewise.report.summary import findings
 from stalewise.run import run
 from stalewise.store import batch_directories, open_batch
 from stalewise.tasks import Seen, make_evaluation_file
@@ -310,3 +312,10 @@ def test_the_manifest_of_a_generation_batch_lists_them_as_well(tmp_path: Path, m
     assert manifest.extra["verifier_error_prompts"] == {"answer is not a number": ["sum-13"]}
     assert manifest.extra["unparsed"] == 4
     assert [example["prompt_id"] for example in manifest.extra["unparsed_examples"]] == ["sum-12"] * 4
+    (batch,) = called_json("inspect", config.directory)["batches"]
+    assert (batch["unparsed"], batch["unparsed_examples"]) == (4, manifest.extra["unparsed_examples"])
+    text = call("inspect", config.directory).stdout
+    assert "no answer found in 4 responses, which count as wrong; for example:\n  sum-12: " in text
+    assert "No answer was found in 4 responses, for example at sum-12; they count as wrong." in findings(
+        read_run(config.directory)
+    )

@@ -342,6 +342,17 @@ def test_truncation_and_verifier_errors_are_said(tmp_path: Path) -> None:
     assert "In an evaluation 75% of the responses are truncated at 16 tokens." in found
     assert "failed on 7 responses: timeout (6), of no recorded kind (1)" in found
     assert verifier_errors(read_run(run)).total() == 7
+    assert "No answer was found" not in found
+
+
+def test_responses_without_an_answer_are_said(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    examples = [{"prompt_id": name, "response": "?"} for name in ("a", "a", "b", "c", "d")]
+    add_batch(run, 0, 0, extra={"unparsed": 5, "unparsed_examples": examples})
+    add_batch(run, 1, 4, extra={"unparsed": "many", "unparsed_examples": [7, {"prompt_id": None}]})  # damaged
+    add_evaluation(run, 8, 0.8, unparsed=2, unparsed_examples=3)
+    found = warnings(read_run(run))
+    assert "No answer was found in 7 responses, for example at a, b, c; they count as wrong." in found
 
 
 # ---------------------------------------------------------------- columns and curves

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -84,9 +84,13 @@ def print_evaluation(result: Any) -> None:
     for kind, count in result.verifier_error_kinds.items():
         names = ", ".join(map(visible, result.verifier_error_prompts.get(kind, ())))
         console.print(f"{count} responses without a score: {visible(kind)}, at {names}", markup=False, soft_wrap=True)
-    if result.unparsed:
-        console.print(f"no answer found in {result.unparsed} responses, which count as wrong; for example:")
-    for example in result.unparsed_examples[:3]:
+    _print_unparsed(console, result.unparsed, result.unparsed_examples)
+
+
+def _print_unparsed(console: Console, count: int, examples: Sequence[Mapping[str, str]]) -> None:
+    if count:
+        console.print(f"no answer found in {count} responses, which count as wrong; for example:")
+    for example in examples[:3]:
         line = f"  {visible(example['prompt_id'])}: {visible(example['response'])}"
         console.print(line, markup=False, soft_wrap=True)
 
@@ -103,6 +107,9 @@ def print_run(record: dict[str, Any]) -> None:
     console.print(f"{record['updates_done']} of {record['updates']} updates{lost}")
     console.print(f"checkpoints: {', '.join(map(str, record['checkpoints'])) or 'none'}")
     console.print(_batches(record["batches"]))
+    known = [batch for batch in record["batches"] if batch["committed"]]
+    examples = [example for batch in known for example in batch["unparsed_examples"]]
+    _print_unparsed(console, sum(batch["unparsed"] for batch in known), examples)
     for evaluation in record["evaluations"]:
         console.print(f"version {evaluation['version']}: accuracy {_interval(evaluation['accuracy'])}", markup=False)
     console.print(_seconds(record["seconds"]))

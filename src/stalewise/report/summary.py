@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from stalewise.report.checks import is_table, is_text, is_whole
 from stalewise.report.clock import total
 from stalewise.report.read import Run, verifier_errors
 
@@ -208,7 +209,21 @@ def _rollout_warnings(run: Run) -> list[str]:
     if errors := verifier_errors(run):
         kinds = ", ".join(f"{kind} ({count})" for kind, count in errors.most_common(5))
         found.append(f"The verifier failed on {counted(errors.total(), 'response')}: {kinds}; they have no score.")
+    count, prompts = unparsed(run)
+    if count:
+        where = f", for example at {', '.join(prompts[:3])}" if prompts else ""
+        found.append(f"No answer was found in {counted(count, 'response')}{where}; they count as wrong.")
     return found
+
+
+def unparsed(run: Run) -> tuple[int, list[str]]:
+    """How many responses of rollouts and evaluations the verifier found no answer in, and prompts of some."""
+    records = [*(batch.extra for batch in run.batches), *run.evaluations]
+    lists = [record.get("unparsed_examples") for record in records]
+    examples = [example for listed in lists if isinstance(listed, list) for example in listed]
+    names = [example["prompt_id"] for example in examples if is_table(example) and is_text(example.get("prompt_id"))]
+    counts = [record["unparsed"] for record in records if is_whole(record.get("unparsed"))]
+    return sum(counts), list(dict.fromkeys(names))
 
 
 def _update_warnings(run: Run) -> list[str]:
