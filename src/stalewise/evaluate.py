@@ -17,6 +17,8 @@ from stalewise.generate.loop import sample_for_evaluation
 from stalewise.generate.sampler import Sampler
 from stalewise.intervals import Interval, bootstrap
 from stalewise.tasks import Seen, Task, count_errors
+from stalewise.tasks.verifiers.errors import LISTED
+from stalewise.tasks.verifiers.math import MathVerifier
 from stalewise.types import FinishReason
 
 
@@ -40,6 +42,8 @@ class Evaluation:
     unparsed: int = 0  # responses in which the verifier found no answer: worth 0
     unparsed_examples: list[dict[str, str]] = field(default_factory=list)
     by_prompt: dict[str, list[Any]] = field(default_factory=dict)  # see `scores_by_prompt`
+    unmatched: int = 0  # gold answers that are not right when they are given as an answer, see `MathVerifier.unmatched`
+    unmatched_prompts: list[str] = field(default_factory=list)  # ids of some
     unknown: list[str] | None = None  # what could not be told of the prompts that training has seen; None: not asked
 
     def record(self) -> dict[str, Any]:
@@ -82,6 +86,7 @@ def evaluate_checkpoint(
     listed = errors.record()
     if errors.failed == len(rewards):
         raise TaskError(f"the verifier of {task.name} failed on all {len(rewards)} responses: {errors}")
+    unmatched = task.verifier.unmatched(held_out) if isinstance(task.verifier, MathVerifier) else []
     score_PK = np.array([reward.value for reward in rewards]).reshape(len(held_out), samples)
     return Evaluation(
         version=version,
@@ -99,6 +104,8 @@ def evaluate_checkpoint(
         verifier_error_prompts=listed["verifier_error_prompts"],
         unparsed=errors.unparsed,
         unparsed_examples=listed["unparsed_examples"],
+        unmatched=len(unmatched),
+        unmatched_prompts=[prompt.prompt_id for prompt in unmatched[:LISTED]],
         by_prompt=scores_by_prompt([prompt.prompt_id for prompt in held_out], score_PK),
     )
 

@@ -283,6 +283,19 @@ def test_answers_that_cannot_be_read_are_counted_and_listed(tmp_path: Path) -> N
     assert record["unparsed"] == len(record["unparsed_examples"])
 
 
+def test_gold_answers_of_which_a_part_is_read_are_counted_and_listed(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "rows.jsonl", [*sums(range(20, 22)), {"id": "two", "problem": "1+1=", "answer": "$221,$8$"}]
+    )
+    words = ["eval", "arithmetic", "--file", path, "--samples", 1, "--max-new-tokens", 8, "--option", "verifier=math"]
+    record = called_json(*words)
+    assert (record["unmatched"], record["unmatched_prompts"]) == (1, ["evaluation/two"])
+    assert (
+        "1 gold answer(s) not right when given as an answer, since only a part is read: evaluation/two"
+        in call(*words).stdout
+    )
+
+
 def test_responses_without_an_answer_are_counted_and_listed(tmp_path: Path) -> None:
     # One token is a digit or another character; after "=-=" the policy may end at once or write something else.
     rows = [{"id": f"odd-{n}", "problem": "=" * n, "answer": "1"} for n in range(1, 30)]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from stalewise.errors import TaskError
 from stalewise.tasks import Verifier, count_errors, make_verifier
+from stalewise.tasks.verifiers.math import MathVerifier
 from stalewise.tasks.verifiers.number import number_in
 from stalewise.tasks.verifiers.pool import ProcessVerifier
 from stalewise.tasks.verifiers.worker import reward_of
@@ -355,6 +356,25 @@ def test_math_equalities() -> None:
     assert rewards[-1].error == "unparseable gold answer: ''"
     assert rewards[0].parts == {"parsed": 1.0}
     assert [dict(rewards[place].parts) for place in (12, 13, 15)] == [{"parsed": 0.0}] * 3
+
+
+def test_gold_answers_that_are_not_right_when_given_as_an_answer_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    golds = {
+        "two": "$221,$8$",
+        "number": "12",
+        "sentence": "When \\(n = 2\\), the number is 7;\nWhen \\(n \\geq  3\\), the number is \\({n}^{2} + 2\\)",
+        "interval": r"$[0, \infty)$",
+        "unreadable": "?",  # an error of its own
+        "again": "$221,$8$",
+    }
+    prompts = [Prompt(name, "q", gold) for name, gold in golds.items()]
+    verifier = MathVerifier(workers=1)
+    with verifier:
+        assert [prompt.prompt_id for prompt in verifier.unmatched(prompts)] == ["two", "sentence", "again"]
+        monkeypatch.setattr(
+            verifier, "_score", lambda items: [None for _ in items if pytest.fail("again")]
+        )  # nothing is scored a second time
+        assert len(verifier.unmatched(prompts)) == 3
 
 
 def test_hostile_mathematics_costs_at_most_the_limit() -> None:

@@ -84,6 +84,12 @@ def print_evaluation(result: Any) -> None:
     for kind, count in result.verifier_error_kinds.items():
         names = ", ".join(map(visible, result.verifier_error_prompts.get(kind, ())))
         console.print(f"{count} responses without a score: {visible(kind)}, at {names}", markup=False, soft_wrap=True)
+    if result.unmatched:
+        names = ", ".join(map(visible, result.unmatched_prompts))
+        line = (
+            f"{result.unmatched} gold answer(s) not right when given as an answer, since only a part is read: {names}"
+        )
+        console.print(line, markup=False, soft_wrap=True)
     _print_unparsed(console, result.unparsed, result.unparsed_examples)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +24,18 @@ class MathVerifier(ProcessVerifier):
     def __init__(self, *, workers: int | None = None, limit_s: float = 5.0):
         need("math_verify", "math", "the verifier math")
         super().__init__(f"{__name__}:load_judge", workers=workers, limit_s=limit_s)
+        self._comes_back: dict[str, bool] = {}  # by gold answer: evaluations of a run ask for the same ones
+
+    def unmatched(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """Prompts whose own gold answer, given in a box, is not right: only a part of it was read, as of a sentence.
+
+        Each different answer is scored once, in the workers and under their limit; what cannot be scored is not listed.
+        """
+        new = {prompt.answer: prompt for prompt in prompts if prompt.answer not in self._comes_back}
+        given = [rf"The answer is \boxed{{{answer}}}." for answer in new]
+        rewards = self.score(list(new.values()), given)
+        self._comes_back |= {answer: reward.value != 0 for answer, reward in zip(new, rewards, strict=True)}
+        return [prompt for prompt in prompts if not self._comes_back[prompt.answer]]
 
 
 def load_judge() -> Judge:
