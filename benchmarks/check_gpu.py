@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from versus.jobs import environment, now
 
 from stalewise.config import RunConfig, make_config
 from stalewise.generate.hf import HFSampler
@@ -159,6 +161,9 @@ def check_gradients(model: str, rows: Rows, vocabulary: int, compiled: bool) -> 
             for of_round in rounds
         ]
         distances[name] = max(float(np.median(each)) for each in ratios)
+        if len(rounds) == 2:
+            pairs = zip(*rounds, strict=True)
+            distances[f"{name}_launched_and_recorded"] = max(relative(*pair) for pair in pairs)
         tell(f"gradients {name}: {ratios}")
     return distances | {"bfloat16_itself": float(np.median(far))}
 
@@ -424,13 +429,18 @@ def main() -> int:
         }
         found: dict[str, Any] = {}
         passed: dict[str, bool] = {}
+        allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        where = {**environment("cuda"), "model": arguments.model, "PYTORCH_CUDA_ALLOC_CONF": allocator}
+        sitting: dict[str, Any] = {"date": now(), **where, "checks": []}
         tell("begun")
         for name in arguments.only.split(",") if arguments.only else list(checks):
             found[name] = checks[name]()
             passed |= {f"{name}: {words}": bool(is_so) for words, is_so in verdicts(name, found[name]).items()}
             tell(f"{name}: {found[name]}")
+            sitting["checks"].append(name)
+            record = {**found, "passed": passed, "sittings": [sitting]}
             if arguments.out:
-                arguments.out.write_text(json.dumps({**found, "passed": passed}, indent=2))
+                arguments.out.write_text(json.dumps(record, indent=2))
     print(json.dumps({**found, "passed": passed}, indent=2))
     return 0 if all(passed.values()) else 1
 
