@@ -11,14 +11,17 @@ from stalewise.checkpoints import write_checkpoint
 from stalewise.config import RunConfig
 from stalewise.learn.logp import check_output_layer
 from stalewise.learn.lora import save_first
-from stalewise.models import load_model, load_tokenizer
+from stalewise.models import encode_prompts, load_model, load_tokenizer
+from stalewise.tasks import Task
 
 
-def write_first_checkpoint(config: RunConfig, source: str) -> dict[str, Any]:
+def write_first_checkpoint(config: RunConfig, source: str, task: Task) -> dict[str, Any]:
     """Write what transformers loads from `source` as version 0 of the run; the learner's numbers of that."""
     model = load_model(source, device=torch.device("cpu"))
     check_output_layer(model)  # now, and not when a whole stage has been generated
     tokenizer = load_tokenizer(source)
+    # Version 0 keeps the tokenizer: one without the chat template that the task needs would stay in the run.
+    encode_prompts(task.prompts(0, 1), tokenizer)
 
     def save(directory: Path) -> None:
         save_first(config, model, source, directory)

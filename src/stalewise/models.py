@@ -181,7 +181,10 @@ def encode_prompts(prompts: list[Prompt], tokenizer: Any) -> list[list[int]]:
     """Token ids of each prompt; those marked as chat go through the chat template, with the turn opened for a reply."""
     chat = [prompt.metadata.get("format") == "chat" for prompt in prompts]
     if any(chat) and not tokenizer.chat_template:
-        raise ModelError("the task asks for a chat template and the tokenizer has none: choose an instruct model")
+        raise ModelError(
+            f"the task asks for a chat template and the tokenizer of {tokenizer.name_or_path} has none: choose an "
+            "instruct model, or add a chat_template.jinja to it"
+        )
     texts = [
         tokenizer.apply_chat_template(_messages(prompt), tokenize=False, add_generation_prompt=True)
         + prompt.metadata.get("prefill", "")

@@ -166,12 +166,26 @@ def test_a_tokenizer_without_an_end(tmp_path: Path, policy: Path) -> None:
 def test_a_tokenizer_without_a_chat_template(tmp_path: Path) -> None:
     sections = {"model": {"path": "arithmetic"}, "task": {"name": "arithmetic-chat"}}
     config = config_file(tmp_path, **sections)
-    message = "the task asks for a chat template and the tokenizer has none: choose an instruct model"
+    message = (
+        f"the task asks for a chat template and the tokenizer of {EMBEDDED / 'arithmetic'} has none: choose an "
+        "instruct model, or add a chat_template.jinja to it"
+    )
     assert refused("train", config) == message
     doctor = call("doctor", config)
     assert doctor.exit_code == 1
     assert f"bad     prompts         {message}" in doctor.stdout
     assert list((tmp_path / "runs").rglob("*.parquet")) == []
+
+
+def test_a_chat_template_that_is_added_is_found_by_the_same_command(tmp_path: Path, policy: Path) -> None:
+    sections = rows_task(tmp_path, sums(), chat=True) | {"model": {"path": str(policy)}}
+    config = config_file(tmp_path, **sections)
+    for verb in ("train", "generate"):
+        assert f"the tokenizer of {policy} has none" in refused(verb, config)
+        assert versions(tmp_path / "runs" / "tiny") == []  # it would keep the tokenizer as it is
+    (policy / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    result = call("train", config)
+    assert result.exit_code == 0, result.stderr
 
 
 def test_a_tokenizer_without_padding_pads_with_the_end(tmp_path: Path, policy: Path, tiny_run: RunConfig) -> None:
