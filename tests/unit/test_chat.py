@@ -1,0 +1,58 @@
+"""What a chat template makes of a prompt: every part of it reaches the policy."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stalewise.models import EMBEDDED, encode_prompts, load_tokenizer
+from stalewise.tasks import make_task
+from stalewise.types import Prompt
+
+# The embedded policy has a token for each of these letters: "#" before what a system says, ";" after each turn, and "="
+# where the reply begins.
+TEMPLATE = (
+    "{% for m in messages %}{{ '#' if m['role'] == 'system' else '' }}{{ m['content'] }};{% endfor %}"
+    "{% if add_generation_prompt %}={% endif %}"
+)
+CHAT = {"format": "chat"}
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Any:
+    shutil.copytree(EMBEDDED / "arithmetic", tmp_path / "policy")
+    (tmp_path / "policy" / "chat_template.jinja").write_text(TEMPLATE)
+    return load_tokenizer(str(tmp_path / "policy"))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "text"),
+    [
+        ({}, "3+4"),
+        (CHAT, "3+4;="),
+        ({**CHAT, "system": "12"}, "#12;3+4;="),
+        ({**CHAT, "prefill": "89"}, "3+4;=89"),
+        ({**CHAT, "system": "12", "prefill": "89"}, "#12;3+4;=89"),
+    ],
+)
+def test_system_text_and_the_beginning_of_the_reply_are_tokens(
+    tokenizer: Any, metadata: dict[str, str], text: str
+) -> None:
+    prompts = [Prompt("a", "3+4", "7", metadata), Prompt("b", "3+4", "7", metadata)]
+    assert encode_prompts(prompts, tokenizer) == [[tokenizer.get_vocab()[letter] for letter in text]] * 2
+
+
+def test_the_options_of_tasks_reach_the_tokens(tokenizer: Any, tmp_path: Path) -> None:
+    lines = [f'{{"problem": "3+{term}", "answer": "{3 + term}"}}\n' for term in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    rows = make_task("jsonl", path=str(tmp_path / "rows.jsonl"), chat=True, system="12")
+    (prompt,) = encode_prompts(rows.prompts(0, 1), tokenizer)
+    assert tokenizer.decode(prompt).replace(" ", "").startswith("#12;3+")
+    begun = make_task("arithmetic-chat", prefill=True).evaluation_prompts(1)
+    ((plain,), (prefilled,)) = (
+        encode_prompts(prompts, tokenizer) for prompts in (make_task("arithmetic-chat").evaluation_prompts(1), begun)
+    )
+    assert prefilled == plain + tokenizer(begun[0].metadata["prefill"])["input_ids"]
