@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
@@ -97,8 +98,7 @@ def load_model(path: str, *, device: torch.device, dtype: torch.dtype = torch.fl
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
         model, report = loaded
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelError(f"{path} does not load as a causal language model: {first_line}") from error
+        raise ModelError(f"{path} does not load as a causal language model: {_first_line(error)}") from error
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"{path} lacks {len(missing)} weights of its architecture, the first {missing[0]}: copy it again"
@@ -107,6 +107,11 @@ def load_model(path: str, *, device: torch.device, dtype: torch.dtype = torch.fl
     model.eval()
     _check_causal(model, path)
     return model
+
+
+def _first_line(error: Exception) -> str:
+    """What an error of others says first: theirs have many lines, and ours one."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 @torch.no_grad()
@@ -186,11 +191,7 @@ def encode_prompts(prompts: list[Prompt], tokenizer: Any) -> list[list[int]]:
             "instruct model, or add a chat_template.jinja to it"
         )
     texts = [
-        tokenizer.apply_chat_template(_messages(prompt), tokenize=False, add_generation_prompt=True)
-        + prompt.metadata.get("prefill", "")
-        if is_chat
-        else prompt.text
-        for prompt, is_chat in zip(prompts, chat, strict=True)
+        _chat_text(prompt, tokenizer) if is_chat else prompt.text for prompt, is_chat in zip(prompts, chat, strict=True)
     ]
     # A chat template writes its own special tokens; a second beginning-of-sequence would be off the training data.
     encoded: list[list[int]] = tokenizer(texts, add_special_tokens=not any(chat))["input_ids"]
@@ -198,6 +199,20 @@ def encode_prompts(prompts: list[Prompt], tokenizer: Any) -> list[list[int]]:
     if empty:
         raise ModelError(f"prompt {empty[0]} has no tokens: the first token of its response would have no context")
     return encoded
+
+
+def _chat_text(prompt: Prompt, tokenizer: Any) -> str:
+    """The prompt within the chat template, and the beginning of the reply where the prompt has one."""
+    messages = _messages(prompt)
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, TypeError, ValueError) as error:  # a program of its own, which refuses or is wrong
+        remedy = "leave out the task's option system, or use" if "system" in prompt.metadata else "use"
+        raise ModelError(
+            f"the chat template of {tokenizer.name_or_path} does not take prompt {prompt.prompt_id}: "
+            f"{_first_line(error)}: {remedy} another template (chat_template.jinja) or model"
+        ) from error
+    return text + prompt.metadata.get("prefill", "")
 
 
 def _messages(prompt: Prompt) -> list[dict[str, str]]:

@@ -188,6 +188,33 @@ def test_a_chat_template_that_is_added_is_found_by_the_same_command(tmp_path: Pa
     assert result.exit_code == 0, result.stderr
 
 
+@pytest.mark.parametrize(
+    ("system", "template", "said", "remedy"),
+    [
+        (
+            "Be brief.",
+            "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}",
+            "System role not supported",
+            "leave out the task's option system, or use another template",
+        ),
+        ("", "{{ messages[0]['content'] + 1 }}", "can only concatenate str", "use another template"),
+        ("", "{{ messages[", "unexpected", "use another template"),
+    ],
+)
+def test_a_chat_template_that_refuses(
+    tmp_path: Path, policy: Path, system: str, template: str, said: str, remedy: str
+) -> None:
+    (policy / "chat_template.jinja").write_text(template)
+    sections = rows_task(tmp_path, sums(), chat=True, system=system) | {"model": {"path": str(policy)}}
+    config = config_file(tmp_path, **sections)
+    message = refused("train", config)
+    assert message.startswith(f"the chat template of {policy} does not take prompt ")
+    assert f": {said}" in message
+    assert message.endswith(f": {remedy} (chat_template.jinja) or model")
+    assert versions(tmp_path / "runs" / "tiny") == []
+    assert "bad     prompts" in call("doctor", config).stdout
+
+
 def test_a_tokenizer_without_padding_pads_with_the_end(tmp_path: Path, policy: Path, tiny_run: RunConfig) -> None:
     settings = read_json(policy / "tokenizer_config.json")
     del settings["pad_token"]
