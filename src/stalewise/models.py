@@ -98,7 +98,7 @@ def load_model(path: str, *, device: torch.device, dtype: torch.dtype = torch.fl
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
         model, report = loaded
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"{path} does not load as a causal language model: {_first_line(error)}") from error
+        raise loading_error(path, "does not load as a causal language model", error) from error
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
             f"{path} lacks {len(missing)} weights of its architecture, the first {missing[0]}: copy it again"
@@ -109,9 +109,21 @@ def load_model(path: str, *, device: torch.device, dtype: torch.dtype = torch.fl
     return model
 
 
+def loading_error(path: str, what: str, error: Exception) -> ModelError:
+    """The error to raise where transformers cannot load something; a name on a hub has remedies of its own."""
+    if isinstance(error, OSError) and not Path(path).is_dir():
+        return ModelError(
+            f"{path} is no directory, and no hub gives it out ({_first_line(error).rstrip('.')}): name a directory "
+            "that holds the model, or be online, with HF_TOKEN set where the hub lets only some in; "
+            f'model.path = "auto" and "{SMOLLM2}" need no hub'
+        )
+    return ModelError(f"{path} {what}: {_first_line(error)}")
+
+
 def _first_line(error: Exception) -> str:
-    """What an error of others says first: theirs have many lines, and ours one."""
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    """What an error of others says first, or all of it where that begins a list: theirs have many lines, ours one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines) if lines[0].endswith(":") else lines[0]
 
 
 @torch.no_grad()
@@ -131,7 +143,7 @@ def vocabulary_size(path: str) -> int:
     try:
         return int(AutoConfig.from_pretrained(path).get_text_config().vocab_size)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{path} has no config that transformers can load: {error}") from error
+        raise loading_error(path, "has no config that transformers can load", error) from error
 
 
 def _check_weights(path: str) -> None:
@@ -165,7 +177,7 @@ def _load_tokenizer(path: str, files: tuple[tuple[str, int, int], ...]) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{path} has no tokenizer that transformers can load: {error}") from error
+        raise loading_error(path, "has no tokenizer that transformers can load", error) from error
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of {path} has no end-of-sequence token: responses could never end")
     if tokenizer.pad_token_id is None:

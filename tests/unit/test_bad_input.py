@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from stalewise.calibration.identity import fingerprint
 from stalewise.checkpoints import versions
 from stalewise.config import RunConfig
+from stalewise.errors import ModelError
 from stalewise.files import RunLock, read_json, read_jsonl, write_json_atomic
-from stalewise.models import EMBEDDED
+from stalewise.generate.policy_files import read_policy_files
+from stalewise.models import EMBEDDED, vocabulary_size
 from stalewise.store import batch_directories, shard_path
 from tiny import call, refused, tiny_record, write_config
 
@@ -86,6 +89,21 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     message = refused("train", config_file(tmp_path, model={"path": str(tmp_path / "empty")}))
     assert "has no config.json" in message
+
+
+def test_a_name_on_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    config = config_file(tmp_path, model={"path": "nobody/has-this"})
+    message = refused("train", config)
+    assert message.startswith("nobody/has-this is no directory, and no hub gives it out (")
+    assert message.endswith(
+        "): name a directory that holds the model, or be online, with HF_TOKEN set where the hub lets only some in; "
+        'model.path = "auto" and "smollm2" need no hub'
+    )
+    assert "bad     tokenizer       nobody/has-this is no directory" in call("doctor", config).stdout
+    for load in (vocabulary_size, fingerprint, lambda name: read_policy_files(Path(name))):
+        with pytest.raises(ModelError, match="nobody/has-this is no directory, and no hub gives it out"):
+            load("nobody/has-this")
 
 
 def test_a_model_that_was_copied_in_part(tmp_path: Path, policy: Path) -> None:

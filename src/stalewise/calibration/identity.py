@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from stalewise.config import RunConfig
-from stalewise.errors import ModelError
 from stalewise.rundirectory import flat
 
 SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "weights", "foreign")
@@ -83,10 +82,12 @@ def fingerprint(source: str) -> str:
         return fingerprint_of_files(Path(source))
     from transformers import AutoConfig
 
+    from stalewise.models import loading_error
+
     try:
         return str(AutoConfig.from_pretrained(source)._commit_hash)  # pyright: ignore[reportPrivateUsage]
     except (OSError, ValueError) as error:
-        raise ModelError(f"{source} has no config that transformers can load: {error}") from error
+        raise loading_error(source, "has no config that transformers can load", error) from error
 
 
 def fingerprint_of_files(directory: Path) -> str:

@@ -14,7 +14,7 @@ from transformers import AutoConfig, GenerationConfig
 
 from stalewise.errors import EngineError, ModelError
 from stalewise.generate.sampler import Response
-from stalewise.models import context_length, load_tokenizer, stop_token_ids
+from stalewise.models import context_length, load_tokenizer, loading_error, stop_token_ids
 from stalewise.types import FinishReason
 
 # A log-probability may come out above 0 by rounding; above this it is no log-probability.
@@ -69,7 +69,7 @@ def read_policy_files(checkpoint: Path) -> PolicyFiles:
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{name} has no config that transformers can load: {error}") from error
+        raise loading_error(name, "has no config that transformers can load", error) from error
     try:
         generation_config = GenerationConfig.from_pretrained(name)
     except OSError:  # not every model has one
