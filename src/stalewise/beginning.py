@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ from stalewise.models import encode_prompts, load_model, load_tokenizer
 from stalewise.tasks import Task
 
 
-def write_first_checkpoint(config: RunConfig, source: str, task: Task) -> dict[str, Any]:
-    """Write what transformers loads from `source` as version 0 of the run; the learner's numbers of that."""
+def write_first_checkpoint(config: RunConfig, source: str, task: Task, say: Callable[[str], object]) -> dict[str, Any]:
+    """Write what transformers loads from `source` as version 0 of the run; the learner's numbers of that.
+
+    The checkpoint is whole and need not be read again. `say` hears what a user should know of it.
+    """
     model = load_model(source, device=torch.device("cpu"))
     check_output_layer(model)  # now, and not when a whole stage has been generated
     tokenizer = load_tokenizer(source)
@@ -24,7 +28,7 @@ def write_first_checkpoint(config: RunConfig, source: str, task: Task) -> dict[s
     encode_prompts(task.prompts(0, 1), tokenizer)
 
     def save(directory: Path) -> None:
-        save_first(config, model, source, directory)
+        save_first(config, model, source, directory, say)
         tokenizer.save_pretrained(directory)
 
     state = {"steps": 0, "drift": 0.0, "source": config.model.path}

@@ -131,7 +131,7 @@ class Conductor:
         return resolve_model(self.config.model.path, self.config.task.name)
 
     def _write_first_checkpoint(self) -> None:
-        self.states[0] = write_first_checkpoint(self.config, self._first_policy(), self.task)  # need not be read again
+        self.states[0] = write_first_checkpoint(self.config, self._first_policy(), self.task, self.watcher.say)
 
     def act(self) -> bool:
         """Do the next thing. False: the run is complete."""

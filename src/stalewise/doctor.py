@@ -177,8 +177,10 @@ def _memory(config: RunConfig, source: str, result: _Result) -> Check:
 
 def _adapters(config: RunConfig, source: str) -> Check:
     if config.model.adapter:
-        found = read_adapter_config(Path(config.model.adapter).expanduser(), source)
-        return Check("adapters", "ok", f"{config.model.adapter}, of rank {found.r}, goes on being trained")
+        doubts: list[str] = []
+        found = read_adapter_config(Path(config.model.adapter).expanduser(), source, doubts.append)
+        on = f"{config.model.adapter}, of rank {found.r}, goes on being trained"
+        return Check("adapters", "warning" if doubts else "ok", "; ".join([on, *doubts]))
     need_peft()
     return Check("adapters", "ok", f"new ones of rank {config.model.lora.rank} are trained, and nothing else")
 

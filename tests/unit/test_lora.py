@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from stalewise import verbs
 from stalewise.checkpoints import checkpoint_directory, read_state, versions
 from stalewise.config import RunConfig, make_config
-from stalewise.errors import ConfigError, StoreError
+from stalewise.errors import ConfigError, ModelError, StoreError
 from stalewise.files import sha256_file
+from stalewise.learn.bases import check_base
 from stalewise.learn.learner import Learner
 from stalewise.learn.lora import Adapters, load_policy, new_config, save_first
 from stalewise.models import EMBEDDED, load_model, load_tokenizer
@@ -286,8 +287,67 @@ def test_an_adapter_for_another_model_is_refused(adapter: Path, tmp_path: Path) 
     message = refused("train", adapter_config(tmp_path, adapter))
     assert "was made for Qwen/Qwen2.5-0.5B, and model.path is " in message
     assert f"correct base_model_name_or_path in {adapter}/adapter_config.json" in message
-    change(adapter, base_model_name_or_path="elsewhere/arithmetic")  # a directory that was moved
-    assert call("generate", adapter_config(tmp_path, adapter)).exit_code == 0
+
+
+def trained_on(base: Path, adapter: Path, tmp_path: Path, *, spoiled: bool = False) -> Path:
+    """A copy of the embedded policy at `base`, which the adapter is said to be for; a config for the policy beside."""
+    for directory in (base, tmp_path / "used" / base.name):
+        shutil.copytree(POLICY, directory)
+    if spoiled:
+        path = base / "model.safetensors"
+        weights = load_file(path)
+        weights["model.layers.1.mlp.up_proj.weight"][0, 0] += 1e-3
+        save_file(weights, path, metadata={"format": "pt"})
+    change(adapter, base_model_name_or_path=str(base))
+    return adapter_config(tmp_path, adapter, str(tmp_path / "used" / base.name))
+
+
+def test_two_directories_of_one_name_are_told_apart_by_their_weights(adapter: Path, tmp_path: Path) -> None:
+    base = tmp_path / "made" / "v000016"
+    config = trained_on(base, adapter, tmp_path, spoiled=True)
+    message = refused("train", config)
+    assert f"was made for {base}, and model.path is {tmp_path}/used/v000016, which has other weights: name " in message
+    assert versions(tmp_path / "runs" / "tiny") == []
+    assert "bad     adapters" in call("doctor", config).stdout
+
+
+def test_a_copy_of_the_base_is_the_base(adapter: Path, tmp_path: Path) -> None:
+    config = trained_on(tmp_path / "made" / "v000016", adapter, tmp_path)
+    (tmp_path / "made" / "v000016").rename(tmp_path / "made" / "renamed")
+    change(adapter, base_model_name_or_path=str(tmp_path / "made" / "renamed"))
+    result = call("generate", config)
+    assert result.exit_code == 0, result.stderr
+    assert "the adapter" not in result.stderr
+
+
+def test_a_base_that_was_moved_is_known_by_its_last_name_and_that_is_said(adapter: Path, tmp_path: Path) -> None:
+    config = trained_on(tmp_path / "made" / "llama", adapter, tmp_path)
+    shutil.rmtree(tmp_path / "made")
+    change(adapter, base_model_name_or_path=f"{tmp_path}/made/alpaca")
+    assert f"was made for {tmp_path}/made/alpaca, and model.path is " in refused("train", config)
+    change(adapter, base_model_name_or_path=f"{tmp_path}/made/llama")
+    said = f"was made for {tmp_path}/made/llama, which is not here to be compared: by its last name alone "
+    assert said in call("doctor", config).stdout.replace("\n", " ")
+    result = call("generate", config)
+    assert result.exit_code == 0, result.stderr
+    assert said in result.stderr
+
+
+def test_names_on_a_hub_are_whole_names(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def check(name: str, source: str) -> None:
+        check_base(name, tmp_path, source, tmp_path / "adapter_config.json", said.append)
+
+    check("", "a/final")
+    check("a/final", "a/final")
+    check("a/Final", "a/final")
+    assert said == []
+    with pytest.raises(ModelError, match=r"was made for b/final, and model.path is a/final: name that model"):
+        check("b/final", "a/final")
+    (tmp_path / "final").mkdir()
+    check("b/final", str(tmp_path / "final"))  # which may have been downloaded from there
+    assert len(said) == 1
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+from collections.abc import Callable
 from copy import copy
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +26,7 @@ from transformers.pytorch_utils import Conv1D
 from stalewise.checkpoints import checkpoint_directory
 from stalewise.config import LoraSection, RunConfig
 from stalewise.errors import ModelError, StoreError, nearest
+from stalewise.learn.bases import check_base
 from stalewise.models import load_model, pick_weights_dtype
 
 ADAPTER, BASE = "adapter", "base"
@@ -130,7 +132,9 @@ class Adapters:
 # ---------------------------------------------------------------- version 0
 
 
-def save_first(config: RunConfig, model: Any, source: str, directory: Path) -> None:
+def save_first(
+    config: RunConfig, model: Any, source: str, directory: Path, say: Callable[[str], object] = lambda text: None
+) -> None:
     """Write the policy that becomes version 0; `model` was loaded from `source` and is changed."""
     if not config.model.trains_adapters:
         model.save_pretrained(directory)
@@ -138,7 +142,7 @@ def save_first(config: RunConfig, model: Any, source: str, directory: Path) -> N
     need_peft()
     if config.model.adapter:
         adapter = Path(config.model.adapter).expanduser()
-        peft_config = read_adapter_config(adapter, source)
+        peft_config = read_adapter_config(adapter, source, say)
         model.save_pretrained(directory / BASE)
         adapters = _inject(model, peft_config, adapter)
         adapters.load(adapter)
@@ -182,8 +186,11 @@ def target_layers(model: Any, targets: list[str]) -> dict[str, Any]:
     return {name: module for name, module in linear.items() if not targets or name.rpartition(".")[2] in targets}
 
 
-def read_adapter_config(adapter: Path, source: str) -> Any:
-    """PEFT's config of an adapter that exists; one that we cannot train or that is for another model is refused."""
+def read_adapter_config(adapter: Path, source: str, say: Callable[[str], object]) -> Any:
+    """PEFT's config of an adapter that exists; one that we cannot train or that is for another model is refused.
+
+    `say` hears of one that cannot be told from one for another model.
+    """
     need_peft()
     from peft import LoraConfig
 
@@ -207,22 +214,12 @@ def read_adapter_config(adapter: Path, source: str) -> Any:
             f"the adapter {adapter} has {more[0]} = {getattr(found, more[0])!r}, which is more than low-rank products "
             "of linear layers: merge it with PEFT's merge_and_unload and name the result in model.path"
         )
-    _check_base(str(record.get("base_model_name_or_path") or ""), adapter, source)
+    check_base(str(record.get("base_model_name_or_path") or ""), adapter, source, adapter / _CONFIG, say)
     found.base_model_name_or_path = _place(source)
     found.lora_dropout = 0.0  # dropout is off everywhere
     found.init_lora_weights = True  # its weights are loaded
     found.inference_mode = False
     return found
-
-
-def _check_base(name: str, adapter: Path, source: str) -> None:
-    """Refuse an adapter that says it is for another model. A directory may have been moved, so its name is enough."""
-    same = not name or name in (source, _place(source)) or Path(name).name.lower() == Path(source).name.lower()
-    if not same:
-        raise ModelError(
-            f"the adapter {adapter} was made for {name}, and model.path is {source}: name that model in model.path, "
-            f"or, where it is the same under another name, correct base_model_name_or_path in {adapter / _CONFIG}"
-        )
 
 
 def _place(source: str) -> str:
