@@ -17,7 +17,7 @@ from stalewise.config import RunConfig
 from stalewise.errors import StalewiseError
 from stalewise.generate.sampler import Request, Sampler
 from stalewise.generate.setup import batch_plan, check_foreign_of, make_sampler
-from stalewise.learn.lora import need_peft, read_adapter_config
+from stalewise.learn.lora import check_adapter, need_peft
 from stalewise.memory import GIB, ModelShape, estimate, free_bytes, ways_out
 from stalewise.models import encode_prompts, load_tokenizer, pick_device, pick_precision, resolve_model
 from stalewise.run import check_objective
@@ -178,7 +178,7 @@ def _memory(config: RunConfig, source: str, result: _Result) -> Check:
 def _adapters(config: RunConfig, source: str) -> Check:
     if config.model.adapter:
         doubts: list[str] = []
-        found = read_adapter_config(Path(config.model.adapter).expanduser(), source, doubts.append)
+        found = check_adapter(Path(config.model.adapter).expanduser(), source, doubts.append)
         on = f"{config.model.adapter}, of rank {found.r}, goes on being trained"
         return Check("adapters", "warning" if doubts else "ok", "; ".join([on, *doubts]))
     need_peft()

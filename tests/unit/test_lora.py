@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -369,6 +370,31 @@ def test_an_adapter_that_does_not_fit(adapter: Path, tmp_path: Path, settings: d
     assert versions(tmp_path / "runs" / "tiny") == []
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(
+    ("target", "kind"), [("embed_tokens", "model.embed_tokens, an embedding"), ("lm_head", "lm_head, the output layer")]
+)
+def test_an_adapter_of_the_first_or_the_last_layer(tmp_path: Path, target: str, kind: str, tied: bool) -> None:
+    model = policy(POLICY)
+    if not tied:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(tmp_path / "model")
+    load_tokenizer(str(POLICY)).save_pretrained(tmp_path / "model")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", target], task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT's own, of weights that are tied
+        peft.get_peft_model(policy(tmp_path / "model"), settings).save_pretrained(str(tmp_path / "adapter"))
+    config = adapter_config(tmp_path, tmp_path / "adapter", str(tmp_path / "model"))
+    message = refused("train", config)
+    assert f"has a product for {kind}, and only those of linear layers within the model are trained: " in message
+    assert ("merge_and_unload" in message) == (not tied)
+    assert message.endswith("make an adapter without that target")
+    assert versions(tmp_path / "runs" / "tiny") == []
+    doctor = call("doctor", config).stdout
+    assert "bad     adapters" in doctor and kind in doctor
+
+
 def test_an_adapter_of_the_same_architecture_and_another_size(adapter: Path, tmp_path: Path) -> None:
     path = adapter / "adapter_model.safetensors"
     narrow = {name: tensor[:, :-1].contiguous() for name, tensor in load_file(path).items()}
@@ -376,6 +402,7 @@ def test_an_adapter_of_the_same_architecture_and_another_size(adapter: Path, tmp
     message = refused("train", adapter_config(tmp_path, adapter))
     assert "is for another model than " in message
     assert "has shape [4, 127] and should have [4, 128]: name the model it was made for in model.path" in message
+    assert "bad     adapters" in call("doctor", adapter_config(tmp_path, adapter)).stdout
 
 
 def test_a_directory_that_holds_no_adapter(adapter: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import warnings
 from collections.abc import Callable
 from copy import copy
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from stalewise.checkpoints import checkpoint_directory
@@ -55,6 +57,7 @@ class Adapters:
         self.weights = {
             f"{_PREFIX}{name}.{part}.weight": getattr(layer, part)["default"].weight
             for name, layer in self.layers.items()
+            if layer.lora_A  # an embedding has factors of another kind; an adapter with one is refused
             for part in ("lora_A", "lora_B")
         }
         for parameter in model.parameters():
@@ -228,13 +231,40 @@ def _place(source: str) -> str:
 
 
 def _inject(model: Any, peft_config: Any, adapter: Path) -> Adapters:
+    tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
     try:
-        return Adapters(model, peft_config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of targets that are tied, which are refused here
+            adapters = Adapters(model, peft_config)
     except ValueError as error:  # no layer has the names of its targets
         raise ModelError(
             f"the adapter {adapter} does not fit {peft_config.base_model_name_or_path}: {error}: name the model it was "
             "made for in model.path"
         ) from error
+    # The learner takes the output layer's own weight, and would not see a product beside it.
+    head = model.get_output_embeddings()
+    for name, layer in adapters.layers.items():
+        if layer is head or not layer.lora_A:
+            kind = "the output layer" if layer is head else "an embedding"
+            # Merged, a product of one of two layers that share their weights would be one of both.
+            merge = "merge it with PEFT's merge_and_unload and name the result in model.path, or "
+            raise ModelError(
+                f"the adapter {adapter} has a product for {name}, {kind}, and only those of linear layers within the "
+                f"model are trained: {'' if tied else merge}make an adapter without that target"
+            )
+    return adapters
+
+
+def check_adapter(adapter: Path, source: str, say: Callable[[str], object]) -> Any:
+    """PEFT's config of an adapter that fits the model at `source`, of which nothing but the config is read."""
+    peft_config = read_adapter_config(adapter, source, say)
+    try:
+        with torch.device("meta"):  # layers without data
+            model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+    except Exception:  # code of its own, a damaged file: where it matters, loading will say so
+        return peft_config
+    _inject(model, peft_config, adapter).load(adapter)
+    return peft_config
 
 
 def need_peft() -> None:
