@@ -172,7 +172,8 @@ def _memory(config: RunConfig, source: str, result: _Result) -> Check:
     figures = f"{needed}; {free / GIB:.2f} GiB are free"
     if needed.total <= free:
         return Check("memory", "ok", figures)
-    return Check("memory", "bad" if needed.least > free else "warning", f"{figures}: {ways_out(config, needed, free)}")
+    status: Status = "bad" if needed.least > free else "warning"
+    return Check("memory", status, f"{figures}: {ways_out(config, source, needed, free)}")
 
 
 def _adapters(config: RunConfig, source: str) -> Check:

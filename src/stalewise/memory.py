@@ -26,7 +26,7 @@ import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 
-from stalewise.config import RunConfig
+from stalewise.config import LoraSection, RunConfig
 from stalewise.errors import ModelError
 from stalewise.learn.logp import CHUNK_ELEMENTS, PLAIN_KERNELS, kernels_for
 from stalewise.learn.lora import target_layers
@@ -198,15 +198,32 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
-def ways_out(config: RunConfig, needed: Estimate, free: int) -> str:
-    """What would make the run fit, where it is not done yet."""
+def ways_out(config: RunConfig, source: str, needed: Estimate, free: int) -> str:
+    """What would make the run fit, where it is not done yet; only what does by the same estimate."""
     smaller = "choose a smaller model or a larger device"
     if needed.least > free:
-        return smaller if config.model.trains_adapters else f"{smaller}, or train adapters alone: model.lora.rank = 16"
+        if way := _way_with_adapters(config, source, free):
+            return f"{smaller}, or {way}"
+        return smaller if config.model.trains_adapters else f"{smaller}: adapters alone would not fit either"
     if needed.sampling_is_larger:
         return f"if it runs out, lower sampler.rollouts_per_shard, or {smaller}"
     save = "" if config.learner.gradient_checkpointing else "set learner.gradient_checkpointing, or "
     return f"if it runs out, {save}lower learner.tokens_per_micro_batch, or {smaller}"
+
+
+def _way_with_adapters(config: RunConfig, source: str, free: int) -> str:
+    """How training nothing but adapters would fit, or an empty string."""
+    adapters, lower = "train adapters alone: model.lora.rank = 16", 'model.precision = "bfloat16-only"'
+    rank: dict[str, Any] = {"lora": LoraSection(rank=16)}
+    ways = {adapters: rank, f"{adapters} with {lower}": {**rank, "precision": "bfloat16-only"}}
+    if config.model.trains_adapters:
+        ways = {f"set {lower}": {"precision": "bfloat16-only"}}  # which costs weights that nobody trains nothing
+    for way, changes in ways.items():
+        settings = config.model.model_copy(update=changes)
+        changed = estimate(config.model_copy(update={"model": settings}), source)
+        if changed is not None and changed.least <= free:
+            return way
+    return ""
 
 
 def pick_parallel(config: RunConfig, source: str, world: int, local_world: int) -> str:
@@ -235,7 +252,7 @@ def check_memory(config: RunConfig, source: str, world: int = 1, local_world: in
     free //= 1 if device.type == "cuda" else local_world  # ranks on one machine share its memory
     if needed is None or needed.total <= free:
         return ""
-    figures = f"{needed} on {device}, where {free / GIB:.2f} GiB are free: {ways_out(config, needed, free)}"
+    figures = f"{needed} on {device}, where {free / GIB:.2f} GiB are free: {ways_out(config, source, needed, free)}"
     if needed.least > free:
         raise ModelError(f"{source} is too large: {figures}")
     return f"memory may run out: {figures}"
