@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
     Gemma2Config,
@@ -146,6 +147,29 @@ def test_log_probabilities_equal_a_plain_forward_pass(
     assert sorted(seen) == list(range(len(rows)))
     # 1e-5, or the rounding of float32 where a made-up token is as improbable as e^−17.
     assert found == pytest.approx(expected, abs=1e-5, rel=5e-6)
+
+
+def test_log_probabilities_of_a_large_vocabulary_equal_a_plain_forward_pass() -> None:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"vocab_size": 49_152, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
+    model = LlamaForCausalLM(LlamaConfig(**shape)).eval()
+    rows = rollouts()
+    with torch.no_grad():
+        alone: list[Tensor] = []
+        for row in range(len(rows)):
+            ids = torch.tensor([*rows.prompt(row), *rows.response(row)])
+            first = len(rows.prompt(row))
+            # Logits in float32; their sum in float64, since float32's own is farther off than ours.
+            logp_TV = model(input_ids=ids[None]).logits[0, first - 1 : -1].double().log_softmax(dim=1)
+            alone.append(logp_TV.gather(1, ids[first:, None]).squeeze(1))
+        model.set_attn_implementation(PACKED)
+        (part,) = micro_batches(rows, Layout(10_000), CPU)
+        logp_BT, _ = response_logp(model, part, chunk_elements=50 * 49_152)
+    assert 5 < -logp_BT[part.mask_BT].mean() < 20
+    for place, row in enumerate(part.rows):
+        expected = alone[row].tolist()
+        assert logp_BT[place, : len(expected)].tolist() == pytest.approx(expected, abs=1e-5, rel=0)
 
 
 def gradient_after_update(name: str, token_budget: int, **objective: Any) -> tuple[torch.Tensor, dict[str, float]]:
