@@ -452,3 +452,12 @@ def test_the_doctor_looks_at_the_other_policy(tmp_path: Path, other: Path) -> No
     assert found(str(other)).status == "ok"
     assert found(str(other)).detail.endswith("has the same tokens and makes 2 of the 4 rollouts of a group")
     assert found(str(tmp_path / "nowhere")).status == "bad"
+
+
+def test_the_mismatch_of_the_engines_is_measured_at_the_start_of_every_stage(tmp_path: Path) -> None:
+    config = make_config(tiny_record(tmp_path))
+    stalewise.run(config)
+    found = [line["mismatch_mean"] for line in read_jsonl(config.directory / "metrics.jsonl")]
+    known = [value is not None and math.isfinite(value) for value in found]
+    assert known == [True, False, True, False]
+    assert 0 < found[2] < 1e-4

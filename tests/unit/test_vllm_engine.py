@@ -199,6 +199,15 @@ def test_each_copy_has_its_own_gpus(
     assert device_groups(copies, tensor_parallel) == groups
 
 
+def test_each_process_sees_the_gpus_of_its_copy(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    make().load(POLICY)
+    started = notes(tmp_path, "start")
+    assert sorted(line["devices"] for line in started) == ["3", "5"]
+    assert len({line["pid"] for line in started}) == 2
+
+
 def test_more_copies_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with pytest.raises(ConfigError, match="wants 2 copies on 2 GPUs each, and there are 3"):
