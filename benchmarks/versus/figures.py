@@ -302,7 +302,7 @@ def seed_figures(seed: int, done: Mapping[str, Record], notes: list[str]) -> dic
         ours = reached["stalewise"]
         for method, key in (("trl", "time_to_accuracy_ratio"), ("trl_same_mu", "time_to_accuracy_ratio_same_mu")):
             found[key + suffix] = ratio(reached.get(method), ours)
-            if ours is None and method in done:
+            if ours is None and reached.get(method) is not None:
                 found[key + suffix] = 0.0  # as slow as can be, in the median and in the range as well
             elif ours and method in done and reached[method] is None:
                 # It takes longer than it was given: what is known is a bound.

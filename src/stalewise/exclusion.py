@@ -109,7 +109,8 @@ def _seen_outside(directory: Path, say: Say) -> Seen:
     """What can be told of a policy that lies in no run: of an export what its config says, of other models nothing."""
     if (directory / EXPORT_RECORD).is_file():
         record = read_json(directory / EXPORT_RECORD)
-        return _seen_by_exported(directory, record, say) if record.get("format") == EXPORT_FORMAT else Seen()
+        is_policy = record.get("format") == EXPORT_FORMAT and "version" in record  # rollouts have none
+        return _seen_by_exported(directory, record, say) if is_policy else Seen()
     if (directory / "state.json").is_file():
         say(f"{directory} is a checkpoint whose run is not there: what it was trained on is not known; {ADVICE}")
     elif not directory.is_dir() and not _is_hub_name(directory):
@@ -131,4 +132,6 @@ def _seen_by_exported(directory: Path, record: dict[str, Any], say: Say) -> Seen
 
 
 def _is_hub_name(path: Path) -> bool:
-    return len(path.parts) == 2 and not path.parts[0].startswith((".", "/", "~"))
+    """Whether what is not here may be a model's name on a hub: of an owner that is no directory here, or of none."""
+    owner = path.parts[0]
+    return len(path.parts) <= 2 and not owner.startswith((".", "/", "~")) and not Path(owner).is_dir()

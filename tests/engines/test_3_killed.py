@@ -64,7 +64,9 @@ def interrupted(starting: VllmServer, untied: Path, tmp_path_factory: pytest.Tem
             assert not first.done(), first.exception()
             time.sleep(0.01)
         server.kill()
-        with pytest.raises(EngineError, match=f"{server.url} does not answer .* and has not for 0.5 s: start it again"):
+        with pytest.raises(
+            EngineError, match=f"{server.url} does not answer .* though it was waited for 0.5 s: see to it"
+        ):
             first.result()
     server.start()  # with the weights of its command line, which are not those of version 2
     return Interrupted(config, shards(stage))

@@ -13,7 +13,7 @@ from stalewise import verbs
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import TaskError
 from stalewise.exclusion import seen_in_training
-from stalewise.hub import export_policy
+from stalewise.hub import export_policy, export_rollouts
 from stalewise.report.read import read_run
 from stalewise.report.summary import findings
 from stalewise.run import run
@@ -190,6 +190,21 @@ def test_where_the_line_cannot_be_followed_it_is_said(trained: RunConfig, tmp_pa
     batch = {"directory": str(tmp_path / "no" / "rollouts" / "g000000")}
     learned = started_from(trained, tmp_path / "learned", Path("arithmetic"), checkpoint=None, batches=[batch])
     assert "g000000 was learned from and is not there: what it asked is not known; leave out with" in told(learned)
+
+
+def test_what_is_not_here_may_be_on_a_hub(trained: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    said: list[str] = []
+    for number, name in enumerate(("gpt2", "owner/model", "models/base")):
+        seen_in_training(started_from(trained, tmp_path / f"from{number}", Path(name)), said.append)
+    assert len(said) == 1 and said[0].startswith("models/base, where training began, is not there")
+
+
+def test_exported_rollouts_are_no_policy(trained: RunConfig, tmp_path: Path) -> None:
+    said: list[str] = []
+    seen_in_training(export_rollouts(trained.directory, tmp_path / "out"), said.append)
+    assert said == []
 
 
 def test_an_export_says_what_it_can(trained: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -654,10 +654,17 @@ def test_a_budget_that_no_micro_batch_fills_is_not_what_is_halved(monkeypatch: p
     monkeypatch.setattr("stalewise.learn.learner.response_logp", limited)
     largest = 300
     Learner(config(objective={"name": "grpo"}), POLICY, say=told.append).update(rows)
-    assert tokens[0] > 300 >= max(tokens[1:]) and told[0].endswith(f"from here on at most {tokens[0] // 2}")
+    assert tokens[0] > largest >= max(tokens[1:]) and told[0].endswith(f"from here on at most {tokens[0] // 2}")
     largest = 0  # and where nothing helps, one message says so
     with pytest.raises(ModelError, match=r"out of memory with \d+ tokens a micro-batch: lower learner"):
         Learner(config(objective={"name": "grpo"}), POLICY).update(rows)
+
+
+def test_padding_takes_places_in_a_micro_batch() -> None:
+    rows = rollouts()
+    (packed,), (padded,) = (micro_batches(rows, Layout(10_000, packed=packed), CPU) for packed in (True, False))
+    assert packed.places == packed.tokens
+    assert padded.places == len(rows) * int((rows.prompt_lengths + rows.response_lengths).max()) > padded.tokens
 
 
 def test_updates_can_be_enqueued_before_they_are_read() -> None:

@@ -33,6 +33,7 @@ class Server:
             raise ConfigError(f"sampler.server.api_key_env names {options.api_key_env}, which is not set")
         self.options = options
         self.endpoint = Endpoint(url, timeout_s=options.timeout_s, retries=options.retries, api_key=key)
+        self.patience_s = (options.retries + 1) * options.timeout_s  # before it is known to take too long
         self.memory = Memory()
         self.has = ""  # weights that it was found to have
         self.met = False  # it has been there in this sitting

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import math
 import socket
 import ssl
 import threading
@@ -160,14 +161,15 @@ class Endpoint:
 
 
 def patiently(action: Callable[[], Result], wait_s: float) -> Result:
-    """Try an action until somebody is there for it, but no longer than the config says."""
-    deadline = time.monotonic() + wait_s
+    """Try an action until somebody is there for it, but no longer than the config says from when nobody was."""
+    deadline = math.inf
     while True:
         try:
             return action()
         except Slow as slow:
             raise EngineError(str(slow)) from slow
         except Gone as gone:
+            deadline = min(deadline, time.monotonic() + wait_s)
             if time.monotonic() > deadline:
                 raise EngineError(
                     f"{gone}, though it was waited for {wait_s:g} s: see to it and run the same command; what is "

@@ -15,7 +15,7 @@ from pathlib import Path
 from stalewise.errors import EngineError
 from stalewise.generate.completions import Server
 from stalewise.generate.crowd import share_out
-from stalewise.generate.endpoint import Gone, patiently
+from stalewise.generate.endpoint import Gone, Slow, patiently
 from stalewise.generate.policy_files import (
     Answer,
     HasPolicy,
@@ -31,6 +31,7 @@ from stalewise.types import SamplerSettings
 
 # A server that loses its policy again and again within one call has a trouble that waiting does not cure.
 LOSSES = 4
+SLOW_FACTOR = 20.0  # times what it took to find out: that much longer is a server left out that takes too long
 AWAY_S = 30.0  # before a server that was away is asked again, while others do the work: asking costs its retries
 
 
@@ -73,13 +74,13 @@ class ServerSampler(HasPolicy):
         answers: dict[int, Answer] = {}
         losses = 0
 
-        def one_round() -> tuple[dict[int, Answer], int]:
+        def one_round() -> tuple[dict[int, Answer], bool]:
             return self._round(requests, settings or self.settings, missing(answers, len(requests)))
 
         while len(answers) < len(requests):
             valid, lost = patiently(one_round, self._options.wait_s)
             answers |= valid
-            losses += lost
+            losses += lost and not valid
             if losses > LOSSES:
                 raise EngineError(
                     f"servers lost their policy {losses} times while {len(requests)} responses were sampled: look into "
@@ -90,10 +91,10 @@ class ServerSampler(HasPolicy):
 
     def _round(
         self, requests: Sequence[Request], settings: SamplerSettings, numbers: list[int]
-    ) -> tuple[dict[int, Answer], int]:
-        """Ask for the numbered responses: those of servers that had the policy before and after, and how many had not.
+    ) -> tuple[dict[int, Answer], bool]:
+        """Ask for the numbered responses: those of servers that had the policy before and after; whether one had not.
 
-        Gone where all that came of it is that servers do not do their work.
+        Gone where all that came of it is that no server does its work.
         """
         policy = self.policy
 
@@ -109,21 +110,20 @@ class ServerSampler(HasPolicy):
             abort=self._abort,
         )
         valid: dict[int, Answer] = {}
-        lost = 0
+        lost, all_gone = False, list[Gone]()
         for server, share in zip(present, shares, strict=True):
-            if share.gone is not None:
-                self._leave_out(server, share.gone)
             try:
                 if not server.lost(policy, self._check):
                     valid |= share.answers
-                    continue
-            except Gone:
-                pass
-            lost += 1
-            server.has = ""  # the next round gives it the policy again, once it is there
-        gone = next((share.gone for share in shares if share.gone is not None), None)
-        if gone is not None and not valid and not lost:
-            raise gone
+                else:
+                    lost, server.has = True, ""
+            except Gone as gone:
+                share.gone, server.has = share.gone or gone, ""  # it gets the policy again, once it is there
+            if share.gone is not None:
+                self._leave_out(server, share.gone)
+                all_gone.append(share.gone)
+        if len(all_gone) == len(present) and not valid and not lost:
+            raise all_gone[0]
         return valid, lost
 
     def _present(self, policy: PolicyFiles, settings: SamplerSettings | None) -> list[Server]:
@@ -157,9 +157,11 @@ class ServerSampler(HasPolicy):
         return True
 
     def _leave_out(self, server: Server, gone: Gone) -> None:
+        # To find out again that it takes too long would hold the others up for as long.
+        away_s = max(AWAY_S, SLOW_FACTOR * server.patience_s) if isinstance(gone, Slow) else AWAY_S
         if len(self._servers) > 1 and not server.away_until:
-            self.say(f"{gone}: left out while others are there, and asked again every {AWAY_S:g} s")
-        server.away_until = time.monotonic() + AWAY_S
+            self.say(f"{gone}: left out while others are there, and asked again after {away_s:g} s")
+        server.away_until = time.monotonic() + away_s
 
     def _abort(self) -> None:
         for server in self._servers:

@@ -27,7 +27,7 @@ from stalewise.generate.sampling import device_uniforms, draw, tempered
 from stalewise.generate.slotcache import SlotCache, one_token
 from stalewise.generate.waiting import Waiting
 from stalewise.recording import recording
-from stalewise.transfer import to_device
+from stalewise.transfer import to_device, to_host
 from stalewise.types import SamplerSettings
 
 STEPS_BETWEEN_LOOKS = 2
@@ -214,7 +214,7 @@ class SlotDecoder:
         self.cache.read_next(0)  # the last prompts are let go
 
     def _look(self) -> Look:
-        return Look(_to_host(self.alive_S), _to_host(self.count_S), filled_S=np.zeros(self.slots, dtype=bool))
+        return Look(to_host(self.alive_S), to_host(self.count_S), filled_S=np.zeros(self.slots, dtype=bool))
 
     def _rows_for(self, living_S: np.ndarray, *, whole: bool) -> tuple[int, np.ndarray]:
         """How many rows a step has, and which slots they are: all, or where none waits and few live, fewer.
@@ -232,7 +232,7 @@ class SlotDecoder:
     def _harvest(self, ended: np.ndarray, requests: np.ndarray, lengths: np.ndarray) -> Ended:
         """What is in slots that have ended; on a GPU it is on its way."""
         index, longest = to_device(ended, self.device), int(lengths.max())
-        ids, logp = (_to_host(x[index, :longest]).numpy() for x in (self.ids_SN, self.logp_SN))
+        ids, logp = (to_host(x[index, :longest]).numpy() for x in (self.ids_SN, self.logp_SN))
         return Ended(requests, ids, logp, lengths)
 
     def _fill(self, queue: Waiting, empty: np.ndarray, request_S: np.ndarray) -> np.ndarray:
@@ -277,12 +277,6 @@ class SlotDecoder:
             )
         finally:
             self.model.set_attn_implementation(SLOTS)
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """Its numbers on the host, apart from it; from a GPU they are on their way."""
-    here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return here.copy_(tensor, non_blocking=True)
 
 
 def most_slots(model: Any, room: int, token_bytes: int) -> int:

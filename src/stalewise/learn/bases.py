@@ -36,13 +36,16 @@ def check_base(name: str, adapter: Path, source: str, config_file: Path, say: Ca
 
 
 def _same_weights(first: Path, second: Path) -> bool | None:
-    """Whether the files with weights in two directories are equal; None where they cannot be compared."""
+    """Whether the files with weights in two directories are equal; None where they cannot be compared.
+
+    Only the model's own count: a checkpoint of ours has the learner's beside them, an export of it has not.
+    """
     try:
-        weights = [{path.name: path for path in directory.glob("*.safetensors")} for directory in (first, second)]
-        if not all(weights):
-            return None
+        weights = [{path.name: path for path in directory.glob("model*.safetensors")} for directory in (first, second)]
         ours, theirs = weights
-        return ours.keys() == theirs.keys() and all(cmp(ours[name], theirs[name], shallow=False) for name in ours)
+        if not ours or ours.keys() != theirs.keys():  # not here, or cut into other files
+            return None
+        return all(cmp(ours[name], theirs[name], shallow=False) for name in ours)
     except OSError:  # somebody else's directory
         return None
 

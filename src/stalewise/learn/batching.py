@@ -69,6 +69,11 @@ class MicroBatch:
     mask_BT: Tensor
     of_rows: Mapping[str, Tensor]  # what else travels with them, a number for each: [B]
 
+    @property
+    def places(self) -> int:
+        """Tokens that pass through the model, padding included."""
+        return sum(passage.input_ids_XW.numel() for passage in self.passages)
+
     def to_response_grid(self, value_N: Tensor) -> Tensor:
         """Put one value per response token where it belongs in [B, T]; 0 elsewhere."""
         grid_BT = value_N.new_zeros(self.mask_BT.shape)

@@ -198,7 +198,7 @@ class Learner:
             if self.parallel.ranks.world > 1 or self.token_budget < self.config.learner.tokens_per_micro_batch:
                 raise out_of_memory(self.token_budget) from None
         # Out of the handler, whose traceback would keep the activations alive.
-        largest = max(part.tokens for part in laid_out.parts)  # a budget that it does not fill may be halved in vain
+        largest = max(part.places for part in laid_out.parts)  # a budget that it does not fill may be halved in vain
         self.token_budget = min(self.token_budget, largest) // 2
         self.body = None
         self.say(f"out of memory with {largest} tokens in a micro-batch: from here on at most {self.token_budget}")
