@@ -1,5 +1,7 @@
-"""Arrays on their way to a device, and back. A copy costs the host as much for ten numbers as for ten thousand, so they travel
-together: one pinned buffer, one copy, and a view of it for each array.
+"""Arrays on their way to a device, and back.
+
+A copy costs the host as much for ten numbers as for ten thousand, so they travel together: one pinned buffer, one copy,
+and a view of it for each array.
 """
 
 from __future__ import annotations
