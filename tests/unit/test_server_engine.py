@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any, cast
 
@@ -382,6 +383,26 @@ def test_pauses_grow_and_heed_the_server(monkeypatch: pytest.MonkeyPatch) -> Non
         body = {"prompt": [3], "max_tokens": 2, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": 0}
         client.post("/v1/completions", {**body, "stop_token_ids": [1], "logprobs": 1})
     assert pauses == [0.07, 0.1, 0.2]
+
+
+def test_an_answer_that_stops_in_the_middle_leaves_no_socket_open() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        begun = threading.Event()
+
+        def begin_to_answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\nConnection: close\r\n\r\n{")
+                begun.wait(10)
+
+        threading.Thread(target=begin_to_answer, daemon=True).start()
+        with pytest.raises(Slow) as caught:
+            Endpoint(f"http://127.0.0.1:{listening.getsockname()[1]}", timeout_s=0.5, retries=0).get("/v1/models")
+        begun.set()
+    error: Any = caught.value.__context__
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    (response,) = [frame.f_locals["response"] for frame in frames if "response" in frame.f_locals]
+    assert response.isclosed()
 
 
 def test_trouble_that_does_not_pass_ends_with_one_message() -> None:

@@ -119,15 +119,16 @@ class Endpoint:
             with self._lock:
                 self._open.add(connection)
             connection.request(method, self._root + path, body, self._headers)
-            response = connection.getresponse()
             pieces: list[bytes] = []
-            while piece := response.read1(1 << 16):  # a slow trickle must not outlast the limit
-                pieces.append(piece)
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-            if response.length:
-                raise http.client.IncompleteRead(b"".join(pieces), response.length)
-            return response.status, response.headers, b"".join(pieces)
+            # Closed in any case: a response that is broken off holds on to the socket, and an error on to the response.
+            with connection.getresponse() as response:
+                while piece := response.read1(1 << 16):  # a slow trickle must not outlast the limit
+                    pieces.append(piece)
+                    if time.monotonic() > deadline:
+                        raise TimeoutError
+                if response.length:
+                    raise http.client.IncompleteRead(b"".join(pieces), response.length)
+                return response.status, response.headers, b"".join(pieces)
         finally:
             with self._lock:
                 self._open.discard(connection)
