@@ -20,8 +20,7 @@ from stalewise.generate.growing import RoomyLayer
 from stalewise.generate.hf import HFSampler, texts_of
 from stalewise.generate.sampler import Request
 from stalewise.generate.sampling import device_uniforms, draw, rollout_seed, sampling_logp, uniforms
-from stalewise.generate.slotcache import SlotCache
-from stalewise.generate.slots import Look, SlotDecoder, slots_problem
+from stalewise.generate.slots import slots_problem
 from stalewise.models import EMBEDDED, encode_prompts, load_model, load_tokenizer, resolve_model
 from stalewise.tasks import make_task
 from stalewise.tasks.arithmetic import Steps
@@ -286,57 +285,11 @@ def test_slots_that_are_refilled_say_what_the_growing_cache_says(
     assert sum(counted) == sum(len(response.token_ids) for response in found)
 
 
-def test_the_next_steps_are_under_way_while_the_host_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stalewise.generate.slots.MOST_SLOTS", 16)
-    monkeypatch.setattr("stalewise.generate.slots.FEWEST_ROWS", 4)
-    seen: list[str] = []
-
-    def note(owner: Any, name: str) -> None:
-        real = getattr(owner, name)
-
-        def noted(self: Any, *args: Any) -> Any:
-            seen.append(name)
-            return real(self, *args)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    note(SlotDecoder, "_run")
-    note(SlotDecoder, "_look")
-    note(Look, "arrive")
-    sampler = in_slots()
-    seen.clear()
-    sampler.sample(requests(sampler, 40))
-    # What is waited for was enqueued before the steps that run meanwhile; only the last has none after it.
-    assert seen[0] == "_look" and seen[-1] == "arrive"
-    assert seen[1:-1] == ["_run", "_look", "arrive"] * (len(seen[1:-1]) // 3)
-
-
 def test_slots_that_all_end_at_once_are_filled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stalewise.generate.slots.MOST_SLOTS", 16)
     monkeypatch.setattr("stalewise.generate.slots.FEWEST_ROWS", 4)
     sampler = in_slots(max_new_tokens=2)
     assert {len(response.token_ids) for response in sampler.sample(requests(sampler, 40))} == {2}
-
-
-def test_prompts_are_copied_into_slots_whatever_shapes_the_layers_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    shapes = [(2, 4), (3, 8), (2, 4)]
-    monkeypatch.setattr("stalewise.generate.slotcache.COPIED_BYTES", 3 * 2 * 2 * 4 * 4)  # three tokens at once
-    cache = SlotCache(3, 5, [(torch.empty(1, k, 1, d), torch.empty(1, k, 1, d + 2)) for k, d in shapes])
-    cache.read_next(7)
-    read = [(torch.randn(1, k, 7, d), torch.randn(1, k, 7, d + 2)) for k, d in shapes]
-    for layer, states in enumerate(read):
-        cache.update(*states, layer)
-    source, place = torch.tensor([0, 1, 2, 3, 5, 6, 5]), torch.tensor([0, 1, 2, 3, 5, 6, 10])
-    cache.copy_read(source, place)
-    cache.place_R = torch.tensor([4, 11])
-    for layer, (states, (k, d)) in enumerate(zip(read, shapes, strict=True)):
-        new = torch.randn(2, k, 1, d), torch.randn(2, k, 1, d + 2)
-        for stored, copied, written in zip(cache.update(*new, layer), states, new, strict=True):
-            expected = torch.zeros(15, *stored.shape[2:])
-            expected[place] = copied[0].transpose(0, 1)[source]
-            expected[cache.place_R] = written[:, :, 0]
-            assert torch.equal(stored, expected.unflatten(0, (3, 5)))
 
 
 def test_slots_are_cut_at_the_limit_and_made_anew_for_longer_prompts() -> None:

@@ -3,8 +3,7 @@
 Keys and values lie in one block of memory, with room for the longest sequence in every slot, so that a decoding step is
 always the same work on the same addresses: on a GPU it is captured once and replayed without Python. A step takes the
 last token of each row, samples the next one and writes it down, all on the device; the host looks only now and then
-which responses have ended, and while it does the next steps run. Each distinct prompt is read once, ahead of time, and
-copied into the slots of its requests.
+which responses have ended. Each distinct prompt is read once, ahead of time, and copied into the slots of its requests.
 
 Axes: S slots, R rows of a step (all slots, or fewer at the end when few responses are left), L tokens that a slot has
 room for, K key-value heads, D numbers per head, V vocabulary, N new tokens.
@@ -14,24 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import Cache, DynamicCache
 
 from stalewise.attention import PACKED, SLOTS, needs_grids, packed_arguments
 from stalewise.generate.sampler import Request
 from stalewise.generate.sampling import device_uniforms, draw, tempered
-from stalewise.generate.slotcache import SlotCache, one_token
 from stalewise.generate.waiting import Waiting
 from stalewise.recording import recording
-from stalewise.transfer import to_device, to_host
+from stalewise.transfer import to_device
 from stalewise.types import SamplerSettings
 
-STEPS_BETWEEN_LOOKS = 2
-REFILL_SHARE = 0.03125  # of the slots; filling a few at a time costs as much as filling many
+STEPS_BETWEEN_LOOKS = 4
+REFILL_SHARE = 0.0625  # of the slots; filling a few at a time costs as much as filling many
 PREFILL_TOKENS = 65_536
 FEWEST_ROWS = 64
 MOST_SLOTS = 8192
@@ -49,24 +48,43 @@ class Ended:
     lengths: np.ndarray
 
 
-@dataclass(slots=True)
-class Look:
-    """What the host is told of the slots after some steps. On a GPU it is on its way while the next ones run."""
+class SlotCache(Cache):
+    """Keys and values of all layers; what a model writes to depends on `phase`."""
 
-    alive_S: Tensor
-    count_S: Tensor
-    filled_S: np.ndarray  # slots that were filled afterwards, of which it does not tell
-    ended: Ended | None = None  # that travel with it
-    under_way: torch.cuda.Event | None = None
+    def __init__(self, slots: int, room: int, example: list[tuple[Tensor, Tensor]]) -> None:
+        """`example` are keys and values of one token in each layer, [1, K, 1, D]."""
+        super().__init__(layer_class_to_replicate=object)  # pyright: ignore[reportArgumentType]
+        self.keys = [key.new_zeros(slots, room, key.shape[1], key.shape[3]) for key, _ in example]
+        self.values = [value.new_zeros(slots, room, value.shape[1], value.shape[3]) for _, value in example]
+        self.read_keys: list[Tensor] = []  # of the prompts read last, [tokens, K, D] for each layer
+        self.read_values: list[Tensor] = []
+        self.place_R: Tensor | None = None  # where a decoding step writes; None: prompts are being read
 
-    def arrive(self) -> tuple[np.ndarray, np.ndarray]:
-        """Which slots are alive, and how many tokens each has; now `ended` is whole, too."""
-        if self.under_way is not None:
-            self.under_way.synchronize()
-        if self.ended is not None:
-            # Copied out of pinned memory: who reads it is another thread, which must leave the device alone.
-            self.ended = replace(self.ended, ids=self.ended.ids.copy(), logp=self.ended.logp.copy())
-        return self.alive_S.numpy(), self.count_S.numpy()
+    @property
+    def nbytes(self) -> int:
+        """Memory that the slots take."""
+        return sum(x.nbytes for x in (*self.keys, *self.values))
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Write the new keys and values; what attention is to read."""
+        if self.place_R is None:
+            self.read_keys.append(key_states[0].transpose(0, 1))
+            self.read_values.append(value_states[0].transpose(0, 1))
+            return key_states, value_states
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        keys.flatten(0, 1).index_copy_(0, self.place_R, key_states[:, :, 0])
+        values.flatten(0, 1).index_copy_(0, self.place_R, value_states[:, :, 0])
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Not a property of all rows alike; positions are always given."""
+        return 0
+
+    def copy_read(self, source_M: Tensor, place_M: Tensor) -> None:
+        """Copy tokens of the prompts read last to places of the slots."""
+        for stored, read in ((self.keys, self.read_keys), (self.values, self.read_values)):
+            for layer, tokens in zip(stored, read, strict=True):
+                layer.flatten(0, 1).index_copy_(0, place_M, tokens.index_select(0, source_M))
 
 
 class SlotDecoder:
@@ -88,7 +106,7 @@ class SlotDecoder:
         self.draw, self.while_capturing = draw, while_capturing
         self.model, self.device, self.settings, self.stop_ids = model, model.device, settings, stop_ids
         self.room, self.new_tokens = room, new_tokens
-        example = one_token(model)
+        example = _one_token(model)
         self.most_slots = most_slots(model, room, sum(x.nbytes for pair in example for x in pair))
         self.slots = slots = max(FEWEST_ROWS, min(1 << max(0, requests - 1).bit_length(), self.most_slots))
         self.cache = SlotCache(slots, room, example)
@@ -176,67 +194,56 @@ class SlotDecoder:
     def decode(
         self, requests: Sequence[Request], on_tokens: Callable[[int], object] = lambda count: None
     ) -> Iterator[Ended]:
-        """All responses, in the order in which they end. The host sees the slots as they were one look before."""
+        """All responses, in the order in which they end."""
         self.alive_S.zero_()  # a decoding that was given up may have left some
+        self.count_S.zero_()
         request_S = np.full(self.slots, -1)  # −1: the slot is empty
-        queue = Waiting(requests)
-        last = self._look()
-        last.filled_S = self._fill(queue, np.arange(self.slots), request_S)
-        living_S = last.filled_S  # or not yet known to have ended
         counted, finished = 0, 0
-        while living_S.any():
-            self._run(*self._rows_for(living_S, whole=bool(queue)), STEPS_BETWEEN_LOOKS)
-            look = self._look()
-            alive_S, count_S = last.arrive()
-            if last.ended is not None:
-                yield last.ended
-            known_S = (request_S >= 0) & ~last.filled_S
-            ended = np.flatnonzero(known_S & ~alive_S)
-            living_S = (request_S >= 0) & (alive_S | last.filled_S)
-            now = finished + int(count_S[known_S].sum())
+        queue = Waiting(requests)
+        while True:
+            alive = self.alive_S.cpu().numpy()
+            ended = np.flatnonzero(~alive & (request_S >= 0))
+            empty = np.flatnonzero(~alive)
+            if len(ended) and (len(ended) >= REFILL_SHARE * self.slots or not alive.any()):
+                harvest = self._harvest(ended, request_S)
+                finished += int(harvest.lengths.sum())
+                request_S[ended] = -1
+                yield harvest
+            if queue and (len(empty) >= REFILL_SHARE * self.slots or not alive.any()):
+                chosen = empty[request_S[empty] < 0]
+                self._fill(queue, chosen, request_S)
+                continue
+            if not alive.any():
+                self.cache.read_keys, self.cache.read_values = [], []
+                return
+            rows = self._rows_for(int(alive.sum())) if not queue else self.slots
+            order = np.concatenate([np.flatnonzero(alive), empty])  # the living first, others to fill the rows
+            self._run(rows, order[:rows] if rows < self.slots else np.arange(self.slots), STEPS_BETWEEN_LOOKS)
+            now = finished + int(self.count_S.sum())
             on_tokens(now - counted)
             counted = now
-            if len(ended) and (len(ended) >= REFILL_SHARE * self.slots or not living_S.any()):
-                look.ended = self._harvest(ended, request_S[ended], count_S[ended])
-                finished += int(count_S[ended].sum())
-                request_S[ended] = -1
-            empty = np.flatnonzero(request_S < 0)
-            if queue and (len(empty) >= REFILL_SHARE * self.slots or not living_S.any()):
-                look.filled_S = self._fill(queue, empty, request_S)
-                living_S = living_S | look.filled_S
-            if self.device.type == "cuda":
-                look.under_way = torch.cuda.Event()
-                look.under_way.record()
-            last = look
-        last.arrive()
-        if last.ended is not None:
-            yield last.ended
-        self.cache.read_next(0)  # the last prompts are let go
 
-    def _look(self) -> Look:
-        return Look(to_host(self.alive_S), to_host(self.count_S), filled_S=np.zeros(self.slots, dtype=bool))
-
-    def _rows_for(self, living_S: np.ndarray, *, whole: bool) -> tuple[int, np.ndarray]:
-        """How many rows a step has, and which slots they are: all, or where none waits and few live, fewer.
-
-        By fours: rows that have ended cost little, and a step for another number of rows has to be captured.
-        """
-        rows, alive = self.slots, int(living_S.sum())
-        while not whole and rows // 4 >= max(alive, FEWEST_ROWS):
+    def _rows_for(self, alive: int) -> int:
+        """By fours: rows that have ended cost little, and a step for another number of rows has to be captured."""
+        rows = self.slots
+        while rows // 4 >= max(alive, FEWEST_ROWS):
             rows //= 4
-        if rows == self.slots:
-            return rows, np.arange(self.slots)
-        # The living first, others to fill the rows.
-        return rows, np.concatenate([np.flatnonzero(living_S), np.flatnonzero(~living_S)])[:rows]
+        return rows
 
-    def _harvest(self, ended: np.ndarray, requests: np.ndarray, lengths: np.ndarray) -> Ended:
-        """What is in slots that have ended; on a GPU it is on its way."""
-        index, longest = to_device(ended, self.device), int(lengths.max())
-        ids, logp = (to_host(x[index, :longest]).numpy() for x in (self.ids_SN, self.logp_SN))
-        return Ended(requests, ids, logp, lengths)
+    def _harvest(self, ended: np.ndarray, request_S: np.ndarray) -> Ended:
+        index = to_device(ended, self.device)
+        lengths = self.count_S[index]
+        longest = int(lengths.max())
+        self.count_S[index] = 0
+        return Ended(
+            requests=request_S[ended].copy(),
+            ids=self.ids_SN[index, :longest].cpu().numpy(),
+            logp=self.logp_SN[index, :longest].cpu().numpy(),
+            lengths=lengths.cpu().numpy(),
+        )
 
-    def _fill(self, queue: Waiting, empty: np.ndarray, request_S: np.ndarray) -> np.ndarray:
-        """Put the next requests into empty slots; which were filled."""
+    def _fill(self, queue: Waiting, empty: np.ndarray, request_S: np.ndarray) -> None:
+        """Put the next requests into empty slots."""
         if not queue.read:
             self._read_prompts(queue)
         taken = queue.take(len(empty))
@@ -256,14 +263,12 @@ class SlotDecoder:
         self.seed_S[index] = to_device(seeds, self.device)
         self.count_S[index] = 0
         self.alive_S[index] = True
-        filled_S = np.zeros(self.slots, dtype=bool)
-        filled_S[slots] = True
-        return filled_S
 
     def _read_prompts(self, queue: Waiting) -> None:
         """Compute keys and values of the next prompts; each prompt but its last token, which the first step takes."""
         ids, lengths = queue.next_prompts(PREFILL_TOKENS)
-        self.cache.read_next(len(ids))
+        self.cache.place_R = None
+        self.cache.read_keys, self.cache.read_values = [], []
         if len(lengths) == 0:
             return
         grids = needs_grids(self.device, self.model.dtype)
@@ -277,6 +282,18 @@ class SlotDecoder:
             )
         finally:
             self.model.set_attn_implementation(SLOTS)
+
+
+def _one_token(model: Any) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of one token in each layer."""
+    cache = DynamicCache(config=model.config)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    with torch.inference_mode():
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+    model.set_attn_implementation(before)
+    layers: list[Any] = cache.layers
+    return [(layer.keys, layer.values) for layer in layers]
 
 
 def most_slots(model: Any, room: int, token_bytes: int) -> int:
