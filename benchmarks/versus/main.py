@@ -13,7 +13,7 @@ from typing import Any
 
 from stalewise.config import parse_override
 
-from .figures import METHODS, headline
+from .figures import headline
 from .jobs import Job, Results, Runner, Step, work_on
 from .plot import draw
 from .settings import CPU, CUDA, QUICK, Settings, from_record
@@ -87,19 +87,19 @@ def _memory_jobs(settings: Settings) -> list[Job]:
 
 
 def _accuracy_jobs(settings: Settings, work: Path) -> list[Job]:
-    """Seed by seed, so that a deadline leaves whole seeds."""
+    """TRL's usual loop and ours seed by seed, so that a deadline leaves whole seeds; then TRL with our µ."""
     jobs: list[Job] = []
-    for seed in settings.seeds:
-        for method in METHODS:
-            name = f"{method}-seed{seed}"
-            run = work / "runs" / name
-            if method == "stalewise":
-                train = Step("train", {"seed": seed, "name": name})
-            else:
-                train = Step("trl-train", {"seed": seed, "name": name, "method": method})
-            saved = run / "checkpoints" if method == "stalewise" else run
-            evaluate = Step("evaluate", {"directory": str(saved), "updates": settings.evaluated(method)})
-            jobs.append(Job(f"accuracy/{method}/seed{seed}", [train, evaluate], clean_up=_remover(run)))
+    first = [(method, seed) for seed in settings.seeds for method in ("trl", "stalewise")]
+    for method, seed in [*first, *(("trl_same_mu", seed) for seed in settings.seeds)]:
+        name = f"{method}-seed{seed}"
+        run = work / "runs" / name
+        if method == "stalewise":
+            train = Step("train", {"seed": seed, "name": name})
+        else:
+            train = Step("trl-train", {"seed": seed, "name": name, "method": method})
+        saved = run / "checkpoints" if method == "stalewise" else run
+        evaluate = Step("evaluate", {"directory": str(saved), "updates": settings.evaluated(method)})
+        jobs.append(Job(f"accuracy/{method}/seed{seed}", [train, evaluate], clean_up=_remover(run)))
     return jobs
 
 

@@ -199,35 +199,44 @@ def _within(mask_SWL: Tensor, window: int) -> Tensor:
 def slot_attention(
     module: Any,
     query_RH1D: Tensor,
-    key_SLKD: Tensor,
-    value_SLKD: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
     attention_mask: None,
     *,
-    slot_R: Tensor,
+    prompt_R: Tensor,
+    prefix_R: Tensor,
+    own_R: Tensor,
     length_R: Tensor,
+    room: int,
     scaling: float | None = None,
     sliding_window: int | None = None,
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """One new token of each row against the keys of its slot, [R, 1, H, D].
+    """One new token of each row against the keys of its prompt and its own, [R, 1, H, D].
 
-    S slots have room for L tokens each; row r reads the first `length_R[r]` of slot `slot_R[r]`.
+    Row r sees `length_R[r]` keys, at most `room`: the first `prefix_R[r]` of them lie at token `prompt_R[r]` and after
+    it, where other rows may look, too, and the others at `own_R[r]` and after it.
     """
     refuse_unknown(module, attention_mask, others)
-    if query_RH1D.is_cuda and value_SLKD.dtype is not torch.float32 and can_compile():
+    if query_RH1D.is_cuda and value_TKD.dtype is not torch.float32 and can_compile():
         from stalewise.kernels.decode import decode_attention  # Triton comes with torch for GPUs alone
 
         scale = query_RH1D.shape[-1] ** -0.5 if scaling is None else scaling
+        places = prompt_R, prefix_R, own_R, length_R
         output_RHD = decode_attention(
-            query_RH1D.squeeze(2), key_SLKD, value_SLKD, slot_R, length_R, scale=scale, window=sliding_window
+            query_RH1D.squeeze(2), key_TKD, value_TKD, *places, room=room, scale=scale, window=sliding_window
         )
         return output_RHD.unsqueeze(1), None
-    key_RKLD, value_RKLD = (x[slot_R].transpose(1, 2) for x in (key_SLKD, value_SLKD))
-    place_L = torch.arange(key_SLKD.shape[1], device=slot_R.device)
-    seen_RL = place_L < length_R.unsqueeze(1)
+    number_RL = torch.arange(room, device=own_R.device).expand(len(own_R), room)
+    seen_RL = number_RL < length_R.unsqueeze(1)
+    prompt_R1, prefix_R1, own_R1 = (x.unsqueeze(1) for x in (prompt_R, prefix_R, own_R))
+    place_RL = torch.where(number_RL < prefix_R1, prompt_R1 + number_RL, own_R1 + number_RL - prefix_R1)
+    # What is not seen is read all the same: the row's first key, so that no row's NaN becomes another's.
+    place_RL = torch.where(seen_RL, place_RL, place_RL[:, :1])
+    key_RKLD, value_RKLD = (x[place_RL].transpose(1, 2) for x in (key_TKD, value_TKD))
     if sliding_window is not None:
-        seen_RL = seen_RL & (place_L >= length_R.unsqueeze(1) - sliding_window)
+        seen_RL = seen_RL & (number_RL >= length_R.unsqueeze(1) - sliding_window)
     output_RH1D = scaled_dot_product_attention(
         query_RH1D, key_RKLD, value_RKLD, seen_RL[:, None, None, :], scale=scaling, enable_gqa=True
     )

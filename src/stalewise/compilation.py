@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,7 +13,6 @@ from torch._functorch import config as functorch_config
 from stalewise.config import RunConfig
 from stalewise.kernels import can_compile
 
-ROTATION = "apply_rotary_pos_emb"  # in transformers' files of models
 Backend = Callable[[Any, Any], Any]
 
 # Below these a run is over before compiled layers have earned the time that compiling takes.
@@ -82,21 +78,3 @@ def compile_pieces(model: Any, backend: str = "inductor") -> None:
     for module in model.modules():
         if type(module).__name__.endswith(("RMSNorm", "MLP")):
             module.compile(dynamic=True, backend=backend)
-
-
-@contextlib.contextmanager
-def compiled_rotation(model: Any, backend: str | Backend = "inductor") -> Iterator[None]:
-    """Within: queries and keys are rotated by one compiled kernel, where the model's file has that as a function.
-
-    Attention calls it by its global name, so that is what is replaced, and put back.
-    """
-    home = sys.modules[type(model.base_model).__module__]
-    plain = vars(home).get(ROTATION)
-    if not isinstance(plain, FunctionType):
-        yield
-        return
-    setattr(home, ROTATION, torch.compile(plain, dynamic=True, backend=backend))
-    try:
-        yield
-    finally:
-        setattr(home, ROTATION, plain)

@@ -1,5 +1,7 @@
-"""Arrays on their way to a device. A copy costs the host as much for ten numbers as for ten thousand, so they travel
-together: one pinned buffer, one copy, and a view of it for each array.
+"""Arrays on their way to a device, and back.
+
+A copy costs the host as much for ten numbers as for ten thousand, so they travel together: one pinned buffer, one copy,
+and a view of it for each array.
 """
 
 from __future__ import annotations
@@ -20,6 +22,12 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """A tensor with the numbers of `array`; the copy to a GPU is enqueued, not waited for."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Its numbers on the host, apart from it; from a GPU they are on their way, and to be waited for."""
+    here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return here.copy_(tensor, non_blocking=True)
 
 
 def send(arrays: Mapping[str, np.ndarray], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:

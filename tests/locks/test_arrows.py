@@ -46,11 +46,13 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "kernels": frozenset(),
     "compilation": frozenset({"config", "kernels"}),
     "norms": frozenset(),
+    "rotation": frozenset({"kernels"}),
     "recording": frozenset({"errors"}),
     "transfer": frozenset(),
     "attention": frozenset({"kernels", "transfer"}),
     "generate": DATA
-    | {"models", "attention", "compilation", "kernels", "staleness", "norms", "splitmix", "recording", "transfer"},
+    | {"models", "attention", "compilation", "kernels", "staleness", "norms", "rotation"}
+    | {"splitmix", "recording", "transfer"},
     "learn": DATA
     | PURE
     | {"models", "attention", "compilation", "distributed", "kernels", "norms"}

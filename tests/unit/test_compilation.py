@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from transformers.models.llama import modeling_llama
 
-from stalewise.compilation import compile_layers, compiled_rotation, compiling_pays, recording_pays
+from stalewise.compilation import compile_layers, compiling_pays, recording_pays
 from stalewise.config import make_config
 from stalewise.models import load_model, resolve_model
 
@@ -40,26 +38,6 @@ def test_half_of_the_activations_are_kept_where_that_is_asked_for() -> None:
     assert 0.4 * whole < half < 0.6 * whole
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore")  # of torch, about itself
-def test_the_rotation_is_compiled_within_and_put_back_after() -> None:
-    model = load_model(resolve_model("auto", "arithmetic"), device=torch.device("cpu"))
-    ids = torch.arange(9).unsqueeze(0) + 3
-    plain, expected = modeling_llama.apply_rotary_pos_emb, model(input_ids=ids).logits
-    graphs: list[torch.fx.GraphModule] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    with pytest.raises(ZeroDivisionError), compiled_rotation(model, backend=backend):
-        assert torch.equal(model(input_ids=ids).logits, expected)
-        raise ZeroDivisionError
-    assert len(graphs) == 1  # one for all layers
-    assert modeling_llama.apply_rotary_pos_emb is plain
-    model(input_ids=ids)
-    assert len(graphs) == 1
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,15 @@ from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.cache_utils import DynamicLayer
 
+from stalewise.attention import slot_attention
 from stalewise.errors import ModelError
 from stalewise.generate.growing import RoomyLayer
 from stalewise.generate.hf import HFSampler, texts_of
 from stalewise.generate.sampler import Request
 from stalewise.generate.sampling import device_uniforms, draw, rollout_seed, sampling_logp, uniforms
-from stalewise.generate.slots import slots_problem
+from stalewise.generate.slotcache import SlotCache
+from stalewise.generate.slots import Look, SlotDecoder, slots_problem
+from stalewise.generate.waiting import Waiting
 from stalewise.models import EMBEDDED, encode_prompts, load_model, load_tokenizer, resolve_model
 from stalewise.tasks import make_task
 from stalewise.tasks.arithmetic import Steps
@@ -285,11 +289,160 @@ def test_slots_that_are_refilled_say_what_the_growing_cache_says(
     assert sum(counted) == sum(len(response.token_ids) for response in found)
 
 
+def test_the_next_steps_are_under_way_while_the_host_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stalewise.generate.slots.MOST_SLOTS", 16)
+    monkeypatch.setattr("stalewise.generate.slots.FEWEST_ROWS", 4)
+    seen: list[str] = []
+
+    def note(owner: Any, name: str) -> None:
+        real = getattr(owner, name)
+
+        def noted(self: Any, *args: Any) -> Any:
+            seen.append(name)
+            return real(self, *args)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(SlotDecoder, "_run")
+    note(SlotDecoder, "_look")
+    note(Look, "arrive")
+    sampler = in_slots()
+    seen.clear()
+    sampler.sample(requests(sampler, 40))
+    # What is waited for was enqueued before the steps that run meanwhile; only the last has none after it.
+    assert len(seen) > 30 and seen[-1] == "arrive"
+    assert seen[:-1] == ["_run", "_look", "arrive"] * (len(seen) // 3)
+
+
 def test_slots_that_all_end_at_once_are_filled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stalewise.generate.slots.MOST_SLOTS", 16)
     monkeypatch.setattr("stalewise.generate.slots.FEWEST_ROWS", 4)
     sampler = in_slots(max_new_tokens=2)
     assert {len(response.token_ids) for response in sampler.sample(requests(sampler, 40))} == {2}
+
+
+def test_what_is_written_to_the_cache_lies_where_it_was_to_lie() -> None:
+    torch.manual_seed(0)
+    shapes = [(2, 4, 6), (3, 8, 8)]  # heads, and numbers of a head's keys and values, in each layer
+    cache = SlotCache(9, [(torch.empty(1, k, 1, d), torch.empty(1, k, 1, e)) for k, d, e in shapes])
+    assert cache.nbytes == 9 * 4 * (2 * 4 + 2 * 6 + 2 * 3 * 8)
+    for layer, (k, d, e) in enumerate(shapes):
+        prompt = torch.randn(1, k, 3, d), torch.randn(1, k, 3, e)
+        cache.place_R, cache.reads_prompts = torch.tensor([7, 4, 5]), True
+        assert all(x is y for x, y in zip(cache.update(*prompt, layer), prompt, strict=True))
+        new = torch.randn(2, k, 1, d), torch.randn(2, k, 1, e)
+        cache.place_R, cache.reads_prompts = torch.tensor([8, 0]), False
+        for stored, read, written in zip(cache.update(*new, layer), prompt, new, strict=True):
+            expected = torch.zeros_like(stored)
+            expected[[7, 4, 5]] = read[0].transpose(0, 1)
+            expected[[8, 0]] = written[:, :, 0]
+            assert torch.equal(stored, expected)
+
+
+def test_a_place_is_free_when_the_last_response_to_its_prompt_has_ended() -> None:
+    prompts = [[1, 2, 3], [4, 5], [1, 2, 3], [6], [7, 8, 9]]
+    waiting = Waiting([Request(prompt, seed) for seed, prompt in enumerate(prompts)])
+    waiting.settle(3)
+    read, places = waiting.next_prompts(2)  # tokens: the first prompt has them, but for its last
+    assert read == [(1, 2)] and len(set(places.tolist())) == 1
+    read, more = waiting.next_prompts(100)
+    assert read == [(4,), ()] and waiting.free == []  # room for three
+    assert waiting.next_prompts(100)[0] == []
+    assert waiting.take(3).tolist() == [0, 2, 1]
+    waiting.end(np.array([0]))
+    assert waiting.free == []  # request 2 has the same prompt
+    waiting.end(np.array([1, 2]))
+    assert sorted(waiting.free) == sorted([*places.tolist(), more[0]])
+    assert waiting.next_prompts(100)[0] == [(7, 8)]
+    assert waiting.take(9).tolist() == [3, 4] and not waiting
+    assert waiting.last_P[waiting.prompt_Q].tolist() == [prompt[-1] for prompt in prompts]
+
+
+def test_a_prompt_that_is_longer_than_what_is_read_at_once_is_read_alone() -> None:
+    waiting = Waiting([Request([1] * 50, 0), Request([2] * 5, 1)])
+    waiting.settle(2)
+    assert [len(prompt) for prompt in waiting.next_prompts(10)[0]] == [49]
+    assert [len(prompt) for prompt in waiting.next_prompts(10)[0]] == [4]
+
+
+@pytest.mark.parametrize("share", [0.03, 0.3, 0.6])
+def test_slots_that_are_full_or_wait_leave_the_others_alone(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stalewise.generate.slots.MOST_SLOTS", 16)
+    monkeypatch.setattr("stalewise.generate.slots.FEWEST_ROWS", 4)
+    monkeypatch.setattr("stalewise.generate.slots.REFILL_SHARE", share)
+    plain, slotted = make(max_new_tokens=41), in_slots(max_new_tokens=41)
+    wanted = requests(plain, 60)
+    expected, found = plain.sample(wanted), slotted.sample(wanted)
+    assert {FinishReason.STOP, FinishReason.LENGTH} == {response.finish_reason for response in expected}
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        assert ours.logp == pytest.approx(theirs.logp, abs=2e-5)
+
+
+def test_slots_that_were_given_up_half_way_begin_anew() -> None:
+    sampler = in_slots()
+    wanted = requests(sampler, 70)
+    expected = sampler.sample(wanted)
+    decoder = sampler._decoder
+    assert decoder is not None
+    given_up = decoder.decode(Waiting(wanted[::-1]))
+    next(given_up)
+    given_up.close()
+    assert sampler.sample(wanted[:30]) == expected[:30] and sampler._decoder is decoder
+
+
+def test_pools_that_take_turns_share_their_slots() -> None:
+    sampler = in_slots(max_new_tokens=3)
+    prompts = [request.prompt_ids for request in requests(sampler, 96)]
+    many_responses = [Request(prompts[row // 32], row) for row in range(512)]
+    many_prompts = [Request(prompt, 3) for prompt in prompts]
+    decoders: list[SlotDecoder | None] = []
+    for pool in (many_responses, many_prompts, many_responses, many_prompts):
+        sampler.sample(pool)
+        decoders.append(sampler._decoder)
+    first, second = decoders[:2]
+    assert first is not None and second is not None
+    assert (first.slots, first.places, second.slots, second.places) == (512, 16, 512, 128)
+    assert decoders[2] is second and decoders[3] is second
+    assert [len(response.token_ids) for response in sampler.sample(many_responses * 2)] == [3] * 1024
+    assert sampler._decoder is not None
+    assert (sampler._decoder.slots, sampler._decoder.places) == (1024, 128)
+
+
+def test_what_one_row_has_does_not_reach_another() -> None:
+    torch.manual_seed(0)
+    query_RH1D, (key_TKD, value_TKD) = torch.randn(2, 2, 1, 4), torch.randn(2, 20, 2, 4)
+    arguments: dict[str, Any] = {"prompt_R": [16, 16], "prefix_R": [2, 2], "own_R": [0, 8], "length_R": [3, 5]}
+    arguments = {name: torch.tensor(values) for name, values in arguments.items()}
+    module = SimpleNamespace(config=SimpleNamespace())
+    places = [16, 17, 8, 9, 10]  # of the second row's keys
+    for window in (None, 2):
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            query_RH1D[1], *(x[places[-(window or 5) :]].transpose(0, 1) for x in (key_TKD, value_TKD))
+        )
+        for value in (1.0, math.nan):
+            key_TKD[0] = value_TKD[0] = value
+            found, _ = slot_attention(
+                module, query_RH1D, key_TKD, value_TKD, None, **arguments, room=8, sliding_window=window
+            )
+            torch.testing.assert_close(found[1].transpose(0, 1), expected)
+            assert found[0].isnan().any() == math.isnan(value)
+
+
+@pytest.mark.parametrize("group_size", [1, 3, 40])
+def test_responses_look_back_to_prompts_that_they_share(group_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stalewise.generate.slots.MOST_SLOTS", 16)
+    monkeypatch.setattr("stalewise.generate.slots.FEWEST_ROWS", 4)
+    monkeypatch.setattr("stalewise.generate.slots.PREFILL_TOKENS", 60)
+    plain, slotted = make(), in_slots()
+    wanted = [Request(request.prompt_ids, 7 * row) for row, request in enumerate(requests(plain, 40))]
+    wanted = [Request(wanted[row // group_size].prompt_ids, request.seed) for row, request in enumerate(wanted)]
+    found = slotted.sample(wanted)
+    assert [response.token_ids for response in found] == [response.token_ids for response in plain.sample(wanted)]
+    assert slotted._decoder is not None
+    assert slotted._decoder.places == {1: 16, 3: 16, 40: 1}[group_size]
+    alone = [Request([3], 5)]  # nothing to read
+    assert slotted.sample(alone)[0].token_ids == plain.sample(alone)[0].token_ids
 
 
 def test_slots_are_cut_at_the_limit_and_made_anew_for_longer_prompts() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,21 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from stalewise.compilation import compile_pieces, compiled_rotation
+from stalewise.compilation import compile_pieces
 from stalewise.errors import ModelError
 from stalewise.generate.growing import decode_growing
 from stalewise.generate.rounding import RoundableWeights
 from stalewise.generate.sampler import Request, Response
-from stalewise.generate.sampling import draw
 from stalewise.generate.slots import Ended, SlotDecoder, slots_problem
-from stalewise.kernels import get_ready
+from stalewise.generate.waiting import Waiting
+from stalewise.kernels import can_compile, get_ready
 from stalewise.models import context_length, load_model, load_tokenizer, stop_token_ids
 from stalewise.norms import fuse_norms
+from stalewise.rotation import fused_rotation
 from stalewise.types import FinishReason, SamplerSettings
 
-# Room in slots is a multiple of this, so that slots made for one pool of prompts mostly fit the next.
-ROOM_STEP = 64
+# Room for a prompt is a multiple of this, so that places made for one pool of prompts mostly fit the next.
+ROOM_STEP = 32
 POOL = 32_768
 SLEEP_SHARE = 0.1  # slots that take more of a GPU's memory than this make way for the learner
 
@@ -82,8 +82,7 @@ class HFSampler:
         self._slots_wanted = device.type == "cuda" if slots is None else slots
         self.slots_problem = "not loaded"  # empty: responses are decoded in slots
         self._decoder: SlotDecoder | None = None
-        self._draw = draw
-        self._while_capturing: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._ways: dict[str, Any] = {}  # of drawing and of rotating in slots
 
     def load(self, checkpoint: Path) -> None:
         """Sample from this checkpoint. The first loads a model; later ones only replace its weights."""
@@ -103,12 +102,10 @@ class HFSampler:
             compiling = self._device.type == "cuda" and self._compiling_pays(self._model)
             if self._device.type == "cuda" and not compiling:
                 fuse_norms(self._model)
-            self.slots_problem = slots_problem(self._model) if self._slots_wanted else "not wanted"
-            self._draw, self._while_capturing = draw, nullcontext
+            self._ways = _ways(self._model)
+            self.slots_problem = slots_problem(self._model, **self._ways) if self._slots_wanted else "not wanted"
             if compiling and not self.slots_problem:
                 compile_pieces(self._model)
-                self._draw = torch.compile(draw, dynamic=True)
-                self._while_capturing = partial(compiled_rotation, self._model)
         else:
             self._replace(weights)
         self._weights, self._loaded = RoundableWeights(self._model), _stamp(weights)
@@ -128,7 +125,7 @@ class HFSampler:
     def close(self) -> None:
         """Let go of the model and of the memory for its cache."""
         self._model, self._decoder, self._weights, self._loaded = None, None, None, None
-        self._while_capturing = nullcontext
+        self._ways = {}  # which hold the model
 
     def sleep(self) -> None:
         """Give the memory of the slots back until the next pool, where the learner may want it."""
@@ -172,8 +169,9 @@ class HFSampler:
 
     def _decode(self, requests: Sequence[Request], settings: SamplerSettings) -> Iterator[Ended]:
         if not self.slots_problem:
-            decoder = self._slot_decoder(requests, settings)
-            yield from decoder.decode(requests, self.on_tokens)
+            waiting = Waiting(requests)
+            decoder = self._slot_decoder(waiting, settings)
+            yield from decoder.decode(waiting, self.on_tokens)
             return
         # Longest first, ties in order: rows of one length lie together and the padding is small.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i].prompt_ids))
@@ -188,30 +186,33 @@ class HFSampler:
         )
         yield Ended(np.array(order), *decoded)
 
-    def _slot_decoder(self, requests: Sequence[Request], settings: SamplerSettings) -> SlotDecoder:
+    def _slot_decoder(self, waiting: Waiting, settings: SamplerSettings) -> SlotDecoder:
         """Slots with room enough: those of the last time where they fit, since making them costs a second."""
-        needed = max(len(request.prompt_ids) for request in requests) + self.max_new_tokens
+        requests, prompts, longest = len(waiting.seed_Q), len(waiting.prompts), int(waiting.prefix_P.max())
         decoder = self._decoder
         if (
             decoder is None
-            or decoder.room < needed
+            or decoder.prompt_room < longest
             or decoder.new_tokens != self.max_new_tokens
             or _shape(decoder.settings) != _shape(settings)
-            or decoder.slots < min(len(requests), decoder.most_slots)
+            or decoder.slots < min(requests, decoder.most_slots)
+            or decoder.places < min(prompts, decoder.slots)
         ):
+            if decoder is not None:  # pools that take turns, for training and for evaluating, are to fit both
+                requests, prompts = max(requests, decoder.slots), max(prompts, decoder.places)
+                longest = max(longest, decoder.prompt_room)
             self._decoder = decoder = None  # its memory is needed for the next, and counted as free there
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
-            room = -(-needed // ROOM_STEP) * ROOM_STEP
             self._decoder = decoder = SlotDecoder(
                 self._model,
-                requests=len(requests),
-                room=room,
+                requests=requests,
+                prompts=prompts,
+                prompt_room=-(-longest // ROOM_STEP) * ROOM_STEP,
                 new_tokens=self.max_new_tokens,
                 settings=settings,
                 stop_ids=self._stop_ids,
-                draw=self._draw,
-                while_capturing=self._while_capturing,
+                **self._ways,
             )
         return decoder
 
@@ -230,6 +231,15 @@ class HFSampler:
             )
             for index, tokens, logp, text in zip(ended.requests, ids, ended.logp, texts, strict=True)
         ]
+
+
+def _ways(model: Any) -> dict[str, Any]:
+    """How slots draw and rotate: by kernels of our own where they can be made."""
+    if model.device.type != "cuda" or not can_compile():
+        return {}
+    from stalewise.kernels.draw import draw_on_device  # Triton comes with torch for GPUs alone
+
+    return {"draw": draw_on_device, "while_capturing": partial(fused_rotation, model)}
 
 
 def _stamp(file: Path) -> tuple[object, ...] | None:

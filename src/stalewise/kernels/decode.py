@@ -1,8 +1,9 @@
-"""Attention of one new token per row against the slots of a cache, as a Triton kernel.
+"""Attention of one new token per row against a cache, as a Triton kernel.
 
 Attention kernels made for many queries at once spend most of a decoding step on queries that are not there. Here a
-program takes the few that share one key-value head and walks over the keys that exist. Axes: R rows, H heads, S slots,
-L room of a slot, K key-value heads, D numbers per head.
+program takes the few that share one key-value head and walks over the keys that exist: those of a prompt, which lie in
+one place for all its responses, and then the row's own.
+Axes: R rows, H heads, T tokens of the cache, K key-value heads, D numbers per head.
 """
 
 from __future__ import annotations
@@ -12,43 +13,54 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-BLOCK_KEYS = 64
+# Keys at a time, warps, and stages of loads. Where a row has few keys, many small programs hide each other's waiting.
+SHORT, LONG = (32, 1, 3), (64, 2, 3)
+SHORT_ROOM, LONG_WIDTH = 256, 128  # heads that are wider leave no room for more keys
 FEWEST_QUERIES = 16  # the matrix units take no fewer
 
 
 def decode_attention(
     query_RHD: Tensor,
-    key_SLKD: Tensor,
-    value_SLKD: Tensor,
-    slot_R: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    prompt_R: Tensor,
+    prefix_R: Tensor,
+    own_R: Tensor,
     length_R: Tensor,
     *,
+    room: int,
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Row r attends to the first `length_R[r]` keys of slot `slot_R[r]`, to the last `window` of them; [R, H, D]."""
+    """Row r attends to `length_R[r]` keys, at most `room`, to the last `window` of them; [R, H, D].
+
+    The first `prefix_R[r]` lie at token `prompt_R[r]` and after it, the others at `own_R[r]` and after it.
+    """
     rows, heads, width = query_RHD.shape
-    kv_heads = key_SLKD.shape[2]
-    if value_SLKD.shape != key_SLKD.shape:
+    kv_heads = key_TKD.shape[1]
+    if value_TKD.shape != key_TKD.shape:
         raise NotImplementedError("decode attention wants keys and values of one shape")
+    keys, warps, stages = LONG if room > SHORT_ROOM and width <= LONG_WIDTH else SHORT
     output_RHD = torch.empty_like(query_RHD, memory_format=torch.contiguous_format)
     _decode[(rows, kv_heads)](  # pyright: ignore[reportIndexIssue]
         query_RHD.contiguous(),
-        key_SLKD,
-        value_SLKD,
+        key_TKD,
+        value_TKD,
         output_RHD,
-        slot_R,
+        prompt_R,
+        prefix_R,
+        own_R,
         length_R,
         scale,
-        key_SLKD.shape[1],
         window if window is not None else 1 << 30,
         HEADS=heads,
         KV_HEADS=kv_heads,
         WIDTH=width,
         BLOCK_WIDTH=triton.next_power_of_2(width),
         QUERIES=max(FEWEST_QUERIES, triton.next_power_of_2(heads // kv_heads)),
-        KEYS=BLOCK_KEYS,
-        num_warps=2,
+        KEYS=keys,
+        num_warps=warps,
+        num_stages=stages,
     )
     return output_RHD
 
@@ -59,10 +71,11 @@ def _decode(
     key,
     value,
     output,
-    slot,
+    prompt,
+    prefix,
+    own,
     length,
     scale,
-    room,
     window,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -75,11 +88,12 @@ def _decode(
     group: tl.constexpr = HEADS // KV_HEADS
     keys_there = tl.load(length + row)
     begin = tl.maximum(keys_there - window, 0)
-    base = tl.load(slot + row).to(tl.int64) * room
+    of_prompt = tl.load(prefix + row)
+    prompt_start, own_start = tl.load(prompt + row), tl.load(own + row) - of_prompt
     queries, numbers = tl.arange(0, QUERIES), tl.arange(0, BLOCK_WIDTH)
     of_group = (queries[:, None] < group) & (numbers[None, :] < WIDTH)
-    place = (row * HEADS + head * group + queries[:, None]) * WIDTH + numbers[None, :]
-    q = tl.load(query + place, mask=of_group, other=0.0)
+    query_place = (row * HEADS + head * group + queries[:, None]) * WIDTH + numbers[None, :]
+    q = tl.load(query + query_place, mask=of_group, other=0.0)
 
     largest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
@@ -87,7 +101,8 @@ def _decode(
     for start in range(begin, keys_there, KEYS):
         token = start + tl.arange(0, KEYS)
         is_there = token < keys_there
-        source = ((base + token) * KV_HEADS + head)[:, None] * WIDTH + numbers[None, :]
+        place = tl.where(token < of_prompt, prompt_start, own_start) + token
+        source = (place * KV_HEADS + head)[:, None] * WIDTH + numbers[None, :]
         readable = is_there[:, None] & (numbers[None, :] < WIDTH)
         k = tl.load(key + source, mask=readable, other=0.0)
         score = tl.where(is_there[None, :], tl.dot(q, tl.trans(k)) * scale, float("-inf"))
@@ -98,4 +113,4 @@ def _decode(
         total = total * shrink + tl.sum(weight, axis=1)
         mixed = mixed * shrink[:, None] + tl.dot(weight.to(v.dtype), v)
         largest = new_largest
-    tl.store(output + place, (mixed / total[:, None]).to(output.dtype.element_ty), mask=of_group)
+    tl.store(output + query_place, (mixed / total[:, None]).to(output.dtype.element_ty), mask=of_group)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stalewise import transfer
 from stalewise.store import TokenRecord
 
 Read = Callable[[], Tensor]
@@ -56,8 +57,7 @@ def to_host(vector: Tensor) -> Read:
     """Enqueue a copy to the host; calling the result waits for it, and for nothing enqueued after it."""
     if vector.device.type != "cuda":
         return lambda: vector
-    copy = torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True)
-    copy.copy_(vector, non_blocking=True)
+    copy = transfer.to_host(vector)
     copied = torch.cuda.Event()
     copied.record()
 
