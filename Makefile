@@ -8,8 +8,9 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ENGINES := .venv-engines
 VERL   := .venv-verl
+TRITON := .triton
 
-.PHONY: install test lint types unit browser test-engines test-verl test-ray demo soak mutation benchmark clean smollm2 reproduce
+.PHONY: install test lint types unit browser test-kernels test-engines test-verl test-ray demo soak mutation benchmark clean smollm2 reproduce
 
 install: $(STAMP)
 
@@ -40,6 +41,16 @@ unit: install
 # In a process of its own: it keeps an event loop running, which others would run into.
 browser: install
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/browser
+
+# What a GPU runs, without one: Triton interprets its kernels number by number. It lies beside the environment, in which
+# torch would otherwise take it for a compiler.
+$(TRITON)/.installed: Makefile
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TRITON) triton==3.9.0
+	touch $(TRITON)/.installed
+
+test-kernels: install $(TRITON)/.installed
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(BIN)/pytest -W ignore::RuntimeWarning \
+		tests/unit/test_kernels.py tests/unit/test_draw_kernel.py tests/unit/test_rotation.py
 
 # Real vLLM on the CPU, in an environment of its own: it wants an older transformers than we are tested with. Nothing is
 # resolved (that would bring builds that do not fit), and nothing compiled that is not imported.
@@ -102,4 +113,4 @@ benchmark: install
 	$(BIN)/python benchmarks/objectives.py
 
 clean:
-	rm -rf $(VENV) $(ENGINES) $(VERL) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(ENGINES) $(VERL) $(TRITON) .pytest_cache .ruff_cache .hypothesis build dist

@@ -385,7 +385,7 @@ def test_slots_that_were_given_up_half_way_begin_anew() -> None:
     expected = sampler.sample(wanted)
     decoder = sampler._decoder
     assert decoder is not None
-    given_up = decoder.decode(Waiting(wanted[::-1]))
+    given_up: Any = decoder.decode(Waiting(wanted[::-1]))
     next(given_up)
     given_up.close()
     assert sampler.sample(wanted[:30]) == expected[:30] and sampler._decoder is decoder
@@ -417,9 +417,9 @@ def test_what_one_row_has_does_not_reach_another() -> None:
     module = SimpleNamespace(config=SimpleNamespace())
     places = [16, 17, 8, 9, 10]  # of the second row's keys
     for window in (None, 2):
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            query_RH1D[1], *(x[places[-(window or 5) :]].transpose(0, 1) for x in (key_TKD, value_TKD))
-        )
+        seen = places[-(window or 5) :]
+        key_KLD, value_KLD = key_TKD[seen].transpose(0, 1), value_TKD[seen].transpose(0, 1)
+        expected = torch.nn.functional.scaled_dot_product_attention(query_RH1D[1], key_KLD, value_KLD)
         for value in (1.0, math.nan):
             key_TKD[0] = value_TKD[0] = value
             found, _ = slot_attention(

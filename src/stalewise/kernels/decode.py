@@ -14,7 +14,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 # Keys at a time, warps, and stages of loads. Where a row has few keys, many small programs hide each other's waiting.
-SHORT, LONG = (32, 1, 3), (64, 2, 3)
+SHORT, LONG = (16, 1, 3), (64, 4, 3)
 SHORT_ROOM, LONG_WIDTH = 256, 128  # heads that are wider leave no room for more keys
 FEWEST_QUERIES = 16  # the matrix units take no fewer
 
