@@ -168,7 +168,7 @@ def store(settings: Settings, work: Path, count: int, length: int, keep: bool) -
     root = work / "made" / f"{count}x{length}"
     directory = batch_directory(root, version=0, generation_batch=0)
     times: list[dict[str, float]] = []
-    for _ in range(1 if count >= 100_000 else 3):
+    for _ in range(3):
         shutil.rmtree(root, ignore_errors=True)
         times.append({"write": write(settings, directory, count, length), **_read(settings, directory)})
     tokens = count * (PROMPT + length)

@@ -458,9 +458,26 @@ def test_slots_are_cut_at_the_limit_and_made_anew_for_longer_prompts() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
-def test_a_cache_that_is_more_than_keys_and_values_is_not_put_into_slots() -> None:
+def test_a_cache_that_is_more_than_keys_and_values_is_not_put_into_slots(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = MambaForCausalLM(MambaConfig(num_hidden_layers=2, hidden_size=32, vocab_size=50)).eval()
     assert slots_problem(model)
+    model.save_pretrained(tmp_path)
+    load_tokenizer(str(EMBEDDED / "arithmetic")).save_pretrained(tmp_path)
+    cpu = torch.device("cpu")
+    sampler = HFSampler(SamplerSettings(), max_new_tokens=4, device=cpu, dtype=torch.float32, slots=True)
+    sampler.load(tmp_path)
+    assert f"without slots, which is slower: {sampler.slots_problem}" in caplog.text
+
+
+def test_a_kernel_that_cannot_be_made_is_a_reason_to_do_without_slots() -> None:
+    def no_draw(logits_RV: torch.Tensor, uniform_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise KeyError("out of shared memory")  # errors of Triton are none of Python's usual ones
+
+    model = load_model(resolve_model("auto", "arithmetic"), device=torch.device("cpu"))
+    assert slots_problem(model) == ""
+    assert "out of shared memory" in slots_problem(model, draw=no_draw)
 
 
 def test_logits_that_are_not_numbers_draw_a_token_with_no_log_probability() -> None:

@@ -6,6 +6,7 @@ is drawn with its own random numbers, so neither the batch nor the way of decodi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -29,6 +30,7 @@ from stalewise.norms import fuse_norms
 from stalewise.rotation import fused_rotation
 from stalewise.types import FinishReason, SamplerSettings
 
+log = logging.getLogger(__name__)
 # Room for a prompt is a multiple of this, so that places made for one pool of prompts mostly fit the next.
 ROOM_STEP = 32
 POOL = 32_768
@@ -104,6 +106,8 @@ class HFSampler:
                 fuse_norms(self._model)
             self._ways = _ways(self._model)
             self.slots_problem = slots_problem(self._model, **self._ways) if self._slots_wanted else "not wanted"
+            if self._slots_wanted and self.slots_problem:
+                log.warning("responses are decoded without slots, which is slower: %s", self.slots_problem)
             if compiling and not self.slots_problem:
                 compile_pieces(self._model)
         else:
