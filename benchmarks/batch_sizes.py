@@ -12,8 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stalewise import demo
-from stalewise.run import run
+from stalewise.api import run
+from stalewise.cli import demo
 
 SIZES = ((32, 128), (16, 192), (8, 256), (4, 384))  # prompts per update, updates
 

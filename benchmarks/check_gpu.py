@@ -27,16 +27,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from versus.jobs import environment, now
 
 from stalewise.config import RunConfig, make_config
-from stalewise.generate.hf import HFSampler
-from stalewise.generate.rounding import RoundableWeights
-from stalewise.generate.sampler import Request, Response
-from stalewise.learn import host_copies
-from stalewise.learn.batching import micro_batches
-from stalewise.learn.learner import Learner
-from stalewise.learn.logp import PLAIN_KERNELS, kernels_for
-from stalewise.learn.update_batch import make_update_batch
-from stalewise.models import EMBEDDED
+from stalewise.models import transfer as host_copies
+from stalewise.models.loading import EMBEDDED
+from stalewise.rollout.engines.embedded import HFSampler
+from stalewise.rollout.engines.quantize import RoundableWeights
+from stalewise.rollout.sampler import Request, Response
 from stalewise.store import Rows
+from stalewise.trainer.batch import make_update_batch
+from stalewise.trainer.logprobs import PLAIN_KERNELS, kernels_for
+from stalewise.trainer.micro_batch import micro_batches
+from stalewise.trainer.trainer import Learner
 from stalewise.types import SamplerSettings
 
 CUDA = torch.device("cuda")

@@ -25,8 +25,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from stalewise.files import read_jsonl
 from stalewise.store import batch_directories, read_batch_manifest
+from stalewise.store.atomic import read_jsonl
 
 BASE: dict[str, Any] = {
     "task.name": "arithmetic",

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from stalewise.kernels import decode
+from stalewise.models.kernels import decode_attention as decode
 
 HEADS, KV_HEADS, WIDTH = 9, 3, 64
 GROUP_SIZE = 8

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from stalewise.checkpoints import checkpoint_directory, versions
-from stalewise.learn.learner import Learner
-from stalewise.rundirectory import read_config
+from stalewise.config.run_directory import read_config
 from stalewise.store import TokenLog, batch_directories, open_batch, rollouts_of_updates
+from stalewise.store.checkpoints import checkpoint_directory, versions
+from stalewise.trainer.trainer import Learner
 
 
 def measure(run: Path, repeats: int) -> dict[str, float]:

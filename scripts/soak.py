@@ -22,10 +22,10 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from stalewise.checkpoints import checkpoint_directory, versions
+from stalewise.api import run
 from stalewise.config import RunConfig, make_config
-from stalewise.files import read_jsonl
-from stalewise.run import run
+from stalewise.store.atomic import read_jsonl
+from stalewise.store.checkpoints import checkpoint_directory, versions
 
 TIMES = {"seconds", "time"}
 FSYNCS = 160  # a run makes some more: a kill before one of them falls into any part of it

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from stalewise.generate.sampler import Request, Response
-from stalewise.generate.sampling import sampling_logp
-from stalewise.models import EMBEDDED, encode_prompts, load_model, load_tokenizer
+from stalewise.models.loading import EMBEDDED, encode_prompts, load_model, load_tokenizer
+from stalewise.rollout.sampler import Request, Response
+from stalewise.rollout.token_sampling import sampling_logp
 from stalewise.tasks import make_task
 from stalewise.types import SamplerSettings
 

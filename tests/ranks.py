@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "stalewise.verbs", "stalewise.cli.show"])
+CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "stalewise.api", "stalewise.cli.tables"])
 
 
 def start(world: int, function: Callable[..., Any], *arguments: Any) -> list[ForkServerProcess]:

@@ -13,7 +13,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from stalewise.config import make_config, write_resolved
-from stalewise.files import append_line, write_json_atomic
 from stalewise.store import (
     LedgerEntry,
     TokenLog,
@@ -26,6 +25,7 @@ from stalewise.store import (
     to_ranges,
     write_shard,
 )
+from stalewise.store.atomic import append_line, write_json_atomic
 from stalewise.types import FinishReason, Rollout, SamplerSettings, TokenFlag
 
 GROUP_SIZE = 4

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from stalewise.config import make_config, write_resolved
-from stalewise.files import append_line, write_json_atomic
-from stalewise.report.words import ACCURACY, CHARTS
+from stalewise.reporting.wording import ACCURACY, CHARTS
+from stalewise.store.atomic import append_line, write_json_atomic
 from stalewise.store.manifest import BatchManifest, manifest_record
 
 PLOTTED = [key for chart in CHARTS for key in chart.keys]

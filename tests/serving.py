@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from policies import POLICY
-from stalewise.generate.sampling import draw, sampling_logp, uniforms
-from stalewise.models import load_model
+from stalewise.models.loading import load_model
+from stalewise.rollout.token_sampling import draw, sampling_logp, uniforms
 from stalewise.types import SamplerSettings
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from typer.testing import CliRunner, Result
 
 from stalewise.cli import app
-from stalewise.template import toml
+from stalewise.config.template import toml
 
 TINY: dict[str, dict[str, Any]] = {
     "schedule": {"kind": "staged", "updates": 4, "stages": 2},

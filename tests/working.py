@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from stalewise.api import generate
 from stalewise.config import RunConfig, make_config
-from stalewise.depot import open_depot
-from stalewise.verbs import generate
-from stalewise.workers.orders import Order, open_orders
+from stalewise.rollout.workers.work_order import Order, open_orders
+from stalewise.store.object_store import open_depot
 from tiny import tiny_record
 
 JUDGE = """
@@ -53,7 +53,7 @@ def ordered(config: RunConfig) -> Order:
         raise InterruptedError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stalewise.conductor.generate_batch", stop)
+        patch.setattr("stalewise.orchestrator.orchestrator.generate_batch", stop)
         with pytest.raises(InterruptedError):
             generate(config, batch=0)
     (order,) = open_orders(open_depot(config.storage.url or str(config.directory), config.storage.options))

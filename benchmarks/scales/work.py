@@ -19,13 +19,13 @@ from versus.figures import ModelShape, training_flops
 from versus.ours import learn, tokens_of
 
 from stalewise.config import RunConfig, make_config
-from stalewise.generate.sampler import Request
-from stalewise.generate.sampling import rollout_seed
-from stalewise.generate.setup import make_sampler
-from stalewise.learn.learner import Learner
-from stalewise.models import load_model, load_tokenizer, resolve_model
+from stalewise.models.loading import load_model, load_tokenizer, resolve_model
+from stalewise.rollout.factory import make_sampler
+from stalewise.rollout.sampler import Request
+from stalewise.rollout.token_sampling import rollout_seed
 from stalewise.store import Batch, Rows, batch_directory, commit_batch, deal, open_batch, write_shard
-from stalewise.store.rows import concatenate
+from stalewise.store.columns import concatenate
+from stalewise.trainer.trainer import Learner
 from stalewise.types import FinishReason, Rollout, SamplerSettings
 
 VOCABULARY = 32

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stalewise.evaluate import evaluate_checkpoint
-from stalewise.generate.setup import make_sampler
+from stalewise.orchestrator.evaluation import evaluate_checkpoint
+from stalewise.rollout.factory import make_sampler
 from stalewise.tasks import Task, Verifier, make_task
 from stalewise.types import Prompt
 

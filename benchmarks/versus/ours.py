@@ -18,16 +18,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from stalewise.checkpoints import checkpoint_directory
+from stalewise.api import generate, run
 from stalewise.config import RunConfig
-from stalewise.files import read_jsonl
-from stalewise.learn.learner import Learner
-from stalewise.learn.pending import PendingUpdate, updates_ahead
-from stalewise.models import load_model
-from stalewise.run import run
+from stalewise.models.loading import load_model
 from stalewise.store import Batch, Rows, batch_directories, open_batch, rollouts_of_updates
-from stalewise.verbs import generate
-from stalewise.watch import Silence
+from stalewise.store.atomic import read_jsonl
+from stalewise.store.checkpoints import checkpoint_directory
+from stalewise.trainer.pending_update import PendingUpdate, updates_ahead
+from stalewise.trainer.trainer import Learner
+from stalewise.types import Silence
 
 from .clock import device_allocations, highest, matmul_rate, model_shape, peak, reset_peak, set_up, synchronised
 from .figures import ModelShape, journal_clock, shared_prompt_flops, training_flops

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stalewise.generate.sampler import Request
-from stalewise.generate.sampling import rollout_seed
-from stalewise.generate.setup import make_sampler
-from stalewise.models import encode_prompts, load_model, load_tokenizer, pick_precision, stop_token_ids
+from stalewise.models.loading import encode_prompts, load_model, load_tokenizer, pick_precision, stop_token_ids
+from stalewise.rollout.factory import make_sampler
+from stalewise.rollout.sampler import Request
+from stalewise.rollout.token_sampling import rollout_seed
 from stalewise.tasks import make_task
 
 from .clock import peak, reset_peak, set_up, synchronised

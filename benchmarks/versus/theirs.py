@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import TrainerCallback
 
-from stalewise.models import encode_prompts, load_tokenizer
+from stalewise.models.loading import encode_prompts, load_tokenizer
 from stalewise.store import Rows
 from stalewise.tasks import Task, make_task
 from stalewise.types import Prompt

@@ -1,11 +1,4 @@
-"""The processes of one launch, and merging sums over them. The pure rooms know no collectives: this is where they meet.
-
-The first rank leads: it conducts the run as it would alone, and tells the others what to do. Those wait for its orders.
-So a decision is taken in one place, and a file is written by one process. Orders, and what comes with them, travel from
-process to process over a group of their own, which has all the time in the world: between two orders the first rank may
-evaluate for hours. A process that ends closes its connections, and whoever waits for it notices at once; whoever has
-something else to do meanwhile can have a thread listen.
-"""
+"""What torchrun and `accelerate launch` say of this process in its environment. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -31,8 +24,58 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from stalewise.errors import ConfigError, RankError, StalewiseError
-from stalewise.launch import Launch, launched
 from stalewise.objectives.batch_statistics import Mergeable
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """This process's place among those that were launched together."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1  # of them on this machine
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that speaks, and writes files."""
+        return self.rank == 0
+
+
+def launched() -> Launch:
+    """Alone, unless the environment says that there are several."""
+    said = {name: os.environ.get(name) for name in VARIABLES}
+    try:
+        if int(said["WORLD_SIZE"] or 1) == 1:
+            return Launch()
+        missing = [name for name in VARIABLES if said[name] is None and not name.startswith("LOCAL")]
+        if missing:
+            raise ConfigError(
+                f"WORLD_SIZE is {said['WORLD_SIZE']} but {missing[0]} is not set: start several processes with "
+                "torchrun or `accelerate launch`, or unset WORLD_SIZE"
+            )
+        rank, world = int(said["RANK"] or 0), int(said["WORLD_SIZE"] or 1)
+        return Launch(rank, world, int(said["LOCAL_RANK"] or rank), int(said["LOCAL_WORLD_SIZE"] or world))
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        numbers = ", ".join(f"{name}={value}" for name, value in said.items() if value is not None)
+        raise ConfigError(f"the environment names no ranks ({numbers}): unset these, or start with torchrun") from None
+
+
+def environment_of_a_child() -> dict[str, str]:
+    """The environment for a process that this one starts, which is no rank."""
+    return {name: value for name, value in os.environ.items() if name not in VARIABLES}
+
+
+# The processes of one launch, and merging sums over them. The pure rooms know no collectives: this is where they meet.
+# The first rank leads: it conducts the run as it would alone, and tells the others what to do. Those wait for its orders.
+# So a decision is taken in one place, and a file is written by one process. Orders, and what comes with them, travel from
+# process to process over a group of their own, which has all the time in the world: between two orders the first rank may
+# evaluate for hours. A process that ends closes its connections, and whoever waits for it notices at once; whoever has
+# something else to do meanwhile can have a thread listen.
 
 MergeableT = TypeVar("MergeableT", bound=Mergeable)
 

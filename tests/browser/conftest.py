@@ -12,7 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from rollout_runs import GROUP_SIZE, MANY, add_batch, consume, make_rollout, small_run, start_run
-from stalewise.browser import RunServer, make_server
+from stalewise.reporting.browser import RunServer, make_server
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

@@ -9,10 +9,10 @@ import pytest
 from playwright.sync_api import Frame, Page, expect
 
 from rundirs import metrics, write_run
-from stalewise.browser import RunServer
-from stalewise.files import append_line
-from stalewise.report import write_report
-from stalewise.report.words import ACCURACY, CHARTS
+from stalewise.reporting import write_report
+from stalewise.reporting.browser import RunServer
+from stalewise.reporting.wording import ACCURACY, CHARTS
+from stalewise.store.atomic import append_line
 
 UPDATES = 8
 DRAWN = "() => [...document.querySelectorAll('[data-figure]')].every((plot) => plot.querySelector('.main-svg'))"

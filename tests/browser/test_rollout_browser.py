@@ -15,8 +15,8 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from rollout_runs import GROUP_SIZE, HOSTILE, MANY, WORDS, make_rollout, seen_by
-from stalewise.browser import RunServer
-from stalewise.browser.texts import shown
+from stalewise.reporting.browser import RunServer
+from stalewise.reporting.browser.group import shown
 from stalewise.store import batch_directories, read_tokens, token_log_directory
 from stalewise.types import TokenFlag
 

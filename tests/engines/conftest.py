@@ -11,7 +11,7 @@ import torch
 from servers import VllmServer
 
 from policies import POLICY, moved
-from stalewise.models import load_model, load_tokenizer
+from stalewise.models.loading import load_model, load_tokenizer
 
 # On two cores: no pinning of threads to the same core, no compiling, and no second process for the offline engine.
 QUICK = {

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from policies import furthest, long_requests, requests
-from stalewise.generate.sampler import Request
-from stalewise.generate.vllm import VllmSampler
-from stalewise.sections import VllmSection
+from stalewise.config.sections import VllmSection
+from stalewise.rollout.engines.vllm import VllmSampler
+from stalewise.rollout.sampler import Request
 from stalewise.types import SamplerSettings
 
 PLAIN = SamplerSettings(name="vllm")

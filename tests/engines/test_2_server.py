@@ -9,9 +9,9 @@ import pytest
 from servers import VllmServer
 
 from policies import furthest, long_requests, requests
+from stalewise.config.sections import ServerSection
 from stalewise.errors import EngineError
-from stalewise.generate.server import ServerSampler
-from stalewise.sections import ServerSection
+from stalewise.rollout.engines.server import ServerSampler
 from stalewise.types import SamplerSettings
 
 PLAIN = SamplerSettings(name="server")

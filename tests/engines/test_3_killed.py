@@ -12,13 +12,13 @@ import pytest
 from servers import VllmServer, served
 
 from policies import POLICY, furthest, moved, requests
+from stalewise.api import run
 from stalewise.config import RunConfig, make_config
+from stalewise.config.sections import VllmSection
 from stalewise.errors import EngineError
-from stalewise.generate.policy_files import read_policy_files
-from stalewise.generate.sampler import Request, Response
-from stalewise.generate.vllm import VllmSampler
-from stalewise.run import run
-from stalewise.sections import VllmSection
+from stalewise.rollout.engines.vllm import VllmSampler
+from stalewise.rollout.policy_files import read_policy_files
+from stalewise.rollout.sampler import Request, Response
 from stalewise.store import open_batch
 from stalewise.store.ledger import read_ledger
 from stalewise.store.schema import rollouts_from_table

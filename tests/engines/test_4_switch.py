@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from servers import VllmServer, served
 
+from stalewise.api import run
 from stalewise.config import RunConfig, make_config
-from stalewise.run import run
 from stalewise.store import open_batch
 from stalewise.store.ledger import read_ledger
-from stalewise.watch import Silence
+from stalewise.types import Silence
 from tiny import tiny_record
 
 

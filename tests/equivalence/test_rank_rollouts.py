@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 
 from ranks import finish, launch, printed, start
+from stalewise.api import generate
 from stalewise.config import make_config
-from stalewise.distributed import Ranks, join
-from stalewise.files import read_jsonl
-from stalewise.launch import Launch
+from stalewise.distributed import Launch, Ranks, join
+from stalewise.rollout.workers.coordinator import Meeting
+from stalewise.rollout.workers.rank_workers import meeting_of
 from stalewise.store import read_batch_manifest
-from stalewise.verbs import generate
-from stalewise.workers.meeting import Meeting
-from stalewise.workers.ranks import meeting_of
+from stalewise.store.atomic import read_jsonl
 from tiny import call, tiny_record, write_config
 from working import judged_record
 

@@ -20,15 +20,14 @@ from transformers import MambaConfig, MambaForCausalLM, Qwen3Config, Qwen3ForCau
 from batches import SETTING_IDS, SETTINGS
 from policies import POLICY, moved
 from ranks import finish, start
-from stalewise.checkpoints import read_state, write_checkpoint
+from stalewise.api import generate
 from stalewise.config import RunConfig, make_config
-from stalewise.distributed import ALONE, Ranks
-from stalewise.launch import Launch
-from stalewise.learn.crew import Follower, make_learner
-from stalewise.learn.learner import Learner, NonFiniteUpdate
-from stalewise.models import load_tokenizer
+from stalewise.distributed import ALONE, Launch, Ranks
+from stalewise.models.loading import load_tokenizer
+from stalewise.orchestrator.ranks import Follower, make_learner
 from stalewise.store import Rows, batch_directories, open_batch
-from stalewise.verbs import generate
+from stalewise.store.checkpoints import read_state, write_checkpoint
+from stalewise.trainer.trainer import Learner, NonFiniteUpdate
 from tiny import tiny_record
 
 pytestmark = pytest.mark.slow

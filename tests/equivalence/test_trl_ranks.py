@@ -27,7 +27,7 @@ def rank_main(rank: int, port: int, directory: Path) -> None:
 
     from stalewise.integrations.trl import StaleGRPOTrainer
     from stalewise.integrations.trl_store import StoredRollouts
-    from stalewise.models import EMBEDDED, load_tokenizer
+    from stalewise.models.loading import EMBEDDED, load_tokenizer
 
     class Gradients(TrainerCallback):
         def on_pre_optimizer_step(self, args, state, control, model=None, **_) -> None:
@@ -77,10 +77,10 @@ def rank_main(rank: int, port: int, directory: Path) -> None:
 @pytest.mark.slow
 def test_two_ranks_with_two_micro_batches_take_the_update_of_our_learner(tmp_path: Path) -> None:
     from policies import POLICY, moved
+    from stalewise.api import generate
     from stalewise.config import make_config
-    from stalewise.learn.learner import Learner
     from stalewise.store import batch_directories, open_batch
-    from stalewise.verbs import generate
+    from stalewise.trainer.trainer import Learner
 
     sizes = {"prompts": PROMPTS, "group_size": GROUP}
     once = {"kind": "staged", "updates": 1, "stages": 1}

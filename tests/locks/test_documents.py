@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from batches import random_batch
-from stalewise.diagnostics import age_statistics, drift_statistics
 from stalewise.objectives import OBJECTIVES, evaluate
-from stalewise.staleness.step_control import vcpo_factor
+from stalewise.objectives.batch_statistics import vcpo_factor
+from stalewise.objectives.diagnostics import age_statistics, drift_statistics
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from stalewise.reproduce.definition import Experiment, load_experiments
-from stalewise.reproduce.figures import figures
-from stalewise.reproduce.pages import render, results_table
-from stalewise.reproduce.reproducing import ordered_jobs
-from stalewise.reproduce.results import LARGEST_BYTES
-from stalewise.reproduce.verdicts import rules
+from experiments.lab.definition import Experiment, load_experiments
+from experiments.lab.figures import figures
+from experiments.lab.pages import render, results_table
+from experiments.lab.reproducing import ordered_jobs
+from experiments.lab.results import LARGEST_BYTES
+from experiments.lab.verdicts import rules
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = load_experiments(ROOT / "experiments")

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import ray  # pyright: ignore[reportMissingImports]
 
+from stalewise.api import generate
 from stalewise.errors import EngineError
+from stalewise.rollout.workers.claims import SESSIONS
+from stalewise.rollout.workers.ray_workers import work_on_ray
 from stalewise.store import committed_shards, open_batch, read_batch_manifest
-from stalewise.verbs import generate
-from stalewise.workers.claims import SESSIONS
-from stalewise.workers.cluster import work_on_ray
 from working import judged, ordered
 
 # Ray warns about itself: settings that change in its next release, files that it leaves to be closed.

@@ -11,7 +11,7 @@ from tiny import tiny_record
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """A finished run, to be read and not to be changed: 4 updates on 2 generation batches of 8 groups of 4."""
-    from stalewise.run import run
+    from stalewise.api import run
 
     config = make_config(tiny_record(tmp_path_factory.mktemp("runs"), checkpoints={"keep": 8}))
     run(config)

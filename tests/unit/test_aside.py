@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from stalewise.learn.aside import Aside
+from stalewise.trainer.weights import Aside
 
 
 class Stream:

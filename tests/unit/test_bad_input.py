@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from stalewise.calibration.identity import fingerprint
-from stalewise.checkpoints import versions
 from stalewise.config import RunConfig
 from stalewise.errors import ModelError
-from stalewise.files import RunLock, read_json, read_jsonl, write_json_atomic
-from stalewise.generate.policy_files import read_policy_files
-from stalewise.models import EMBEDDED, vocabulary_size
+from stalewise.models.loading import EMBEDDED, vocabulary_size
+from stalewise.planning.calibration import fingerprint
+from stalewise.rollout.policy_files import read_policy_files
 from stalewise.store import batch_directories, shard_path
+from stalewise.store.atomic import RunLock, read_json, read_jsonl, write_json_atomic
+from stalewise.store.checkpoints import versions
 from tiny import call, refused, tiny_record, write_config
 
 
@@ -374,7 +374,7 @@ def test_a_second_process_is_told_who_has_the_run(tmp_path: Path) -> None:
 INTERRUPTED = """
 import os, signal
 from stalewise.cli import main
-from stalewise.learn.learner import Learner
+from stalewise.trainer.trainer import Learner
 
 def enqueue(self, rows, *more):
     if self.version == 5:
@@ -415,7 +415,7 @@ def test_memory_that_ends_where_nobody_can_help_is_one_message(tmp_path: Path, m
     def load(*arguments: Any, **settings: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 48.00 GiB. GPU 0 has a total capacity …")
 
-    monkeypatch.setattr("stalewise.generate.hf.load_model", load)
+    monkeypatch.setattr("stalewise.rollout.engines.embedded.load_model", load)
     message = refused("train", config_file(tmp_path))
     assert message.startswith(
         "the device ran out of memory; what was committed is kept: lower learner.tokens_per_micro_"

@@ -23,15 +23,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from rollout_runs import GROUP_SIZE, HOSTILE, add_batch, consume, make_rollout, seen_by, small_run, start_run
-from stalewise.browser import RunServer, make_server
-from stalewise.browser.group import WINDOW, describe_group, describe_tokens
-from stalewise.browser.index import CACHE, Index, IndexKeeper
-from stalewise.browser.query import Matches, parse
-from stalewise.browser.texts import TokenTexts, shown
 from stalewise.config import RunConfig
 from stalewise.errors import ConfigError, StoreError
-from stalewise.files import write_json_atomic
+from stalewise.reporting.browser import RunServer, make_server
+from stalewise.reporting.browser.group import WINDOW, TokenTexts, describe_group, describe_tokens, shown
+from stalewise.reporting.browser.index import CACHE, Index, IndexKeeper
+from stalewise.reporting.browser.query import Matches, parse
 from stalewise.store import TokenLog, batch_directories, token_files, token_log_directory
+from stalewise.store.atomic import write_json_atomic
 from stalewise.types import FinishReason, Rollout, TokenFlag
 from tiny import refused
 
@@ -156,7 +155,7 @@ def test_a_shard_that_can_be_read_and_is_another_is_damaged(own: Path, monkeypat
     assert index.table.num_rows == 480 - 64
     assert len(index.problems) == 1 and "shard-00000.parquet is damaged" in index.problems[0]
     shutil.rmtree(own / "report")
-    monkeypatch.setattr("stalewise.browser.index.CHECKED_BYTES", 0)  # as in a store that takes long to hash
+    monkeypatch.setattr("stalewise.reporting.browser.index.CHECKED_BYTES", 0)  # as in a store that takes long to hash
     index = index_of(own)
     assert index.table.num_rows == 480 and index.problems == []
     record = describe_group(index, "g000000-v000000", 1, TokenTexts(own))
@@ -494,7 +493,7 @@ def test_how_the_run_stands_is_said(server: RunServer) -> None:
 
 def test_a_slow_search_keeps_nobody_waiting(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A search whose shard comes late: others are answered meanwhile, and who asks the same gets its answer."""
-    from stalewise.browser import query
+    from stalewise.reporting.browser import query
 
     asked, may_go_on = threading.Event(), threading.Event()
     plain = query.read_shard
@@ -516,7 +515,7 @@ def test_a_slow_search_keeps_nobody_waiting(own: Path, monkeypatch: pytest.Monke
 
 def test_the_browser_serves_without_torch(run: Path) -> None:
     code = (
-        "import sys; from stalewise.browser import make_server\n"
+        "import sys; from stalewise.reporting.browser import make_server\n"
         f"with make_server({str(run)!r}) as server: server.keeper.index(); server.report()\n"
         "print(*sorted({'torch', 'transformers'} & set(sys.modules)))"
     )

@@ -11,21 +11,27 @@ from typing import Any
 
 import pytest
 
-from stalewise.calibration.costs import Phase, Probe, costs
-from stalewise.calibration.file import (
+from stalewise.config import RunConfig, make_config
+from stalewise.errors import CalibrationError, ConfigError
+from stalewise.models.loading import EMBEDDED
+from stalewise.orchestrator.setup import settle
+from stalewise.planning.calibration import (
     Calibration,
+    CalibrationIdentity,
     CollapseRule,
     Place,
     Sweep,
     SweepRun,
     calibration_path,
     find_calibration,
+    fingerprint_of_files,
+    identity_of_config,
     place_of,
     read_calibration,
     save_calibration,
 )
-from stalewise.calibration.identity import CalibrationIdentity, fingerprint_of_files, identity_of_config
-from stalewise.calibration.planning import (
+from stalewise.planning.costs import Phase, Probe, costs
+from stalewise.planning.planner import (
     budget_limits,
     law_learning_rate,
     measured_elsewhere,
@@ -33,15 +39,11 @@ from stalewise.calibration.planning import (
     plan_for_training,
     require_calibration,
 )
-from stalewise.calibration.probe import generation_costs, measure, phases, switching_costs
-from stalewise.calibration.settle import settle
-from stalewise.calibration.sweep import fit_sweep
-from stalewise.config import RunConfig, make_config
-from stalewise.errors import CalibrationError, ConfigError
-from stalewise.files import read_json, read_jsonl, write_json_atomic
-from stalewise.models import EMBEDDED
+from stalewise.planning.probe import generation_costs, measure, phases, switching_costs
+from stalewise.planning.sweep import fit_sweep
 from stalewise.staleness.law import Estimate
 from stalewise.store import batch_directories, read_batch_manifest
+from stalewise.store.atomic import read_json, read_jsonl, write_json_atomic
 from tiny import call, called_json, refused, tiny_record, write_config
 
 PROBE = Probe(
@@ -466,15 +468,15 @@ def test_a_calibration_is_a_record_of_plain_values(runs: Path) -> None:
 
 
 def test_a_warm_up_longer_than_the_probe_is_refused(runs: Path) -> None:
-    from stalewise.calibration.probe import probe_config
+    from stalewise.planning.probe import probe_config
 
     with pytest.raises(ConfigError, match="warmup_updates is 50, more than the 32 updates"):
         probe_config(config_at(runs, optimizer={"warmup_updates": 50}), 32)
 
 
 def test_short_runs_keep_away_from_the_bucket_and_the_workers_of_the_run(runs: Path) -> None:
-    from stalewise.calibration.grid import make_grid
-    from stalewise.calibration.probe import probe_config
+    from stalewise.planning.grid import make_grid
+    from stalewise.planning.probe import probe_config
 
     config = config_at(runs, storage={"url": "s3://bucket/run"}, workers={"learner": "waits"})
     grid = make_grid(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stalewise.models import EMBEDDED, encode_prompts, load_tokenizer
+from stalewise.models.loading import EMBEDDED, encode_prompts, load_tokenizer
 from stalewise.tasks import make_task
 from stalewise.types import Prompt
 

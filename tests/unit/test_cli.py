@@ -15,16 +15,16 @@ import pytest
 from rich.console import Console
 
 import stalewise.store.writer
-from stalewise.checkpoints import versions
 from stalewise.cli import app
+from stalewise.cli.progress import Bars, Lines, Several, watching
 from stalewise.config import RunConfig, load_config, make_config
 from stalewise.errors import ConfigError
-from stalewise.files import explain_write_errors, read_jsonl
-from stalewise.memory import ModelShape
-from stalewise.progress import Bars, Lines, Several, watching
+from stalewise.planning.memory import ModelShape
 from stalewise.store import batch_directories, write_shard
+from stalewise.store.atomic import explain_write_errors, read_jsonl
+from stalewise.store.checkpoints import versions
 from stalewise.tasks import TASKS
-from stalewise.watch import Silence
+from stalewise.types import Silence
 from tiny import call, called_json, refused, tiny_record, write_config
 
 COMMANDS = [
@@ -150,8 +150,8 @@ def test_ctrl_c_says_how_to_go_on_where_one_can(
         raise KeyboardInterrupt
 
     config = write_config(tmp_path / "a b.toml", tiny_record(tmp_path))
-    monkeypatch.setattr("stalewise.generate.loop.write_shard", interrupt)
-    monkeypatch.setattr("stalewise.inspection.inspect_run", interrupt)
+    monkeypatch.setattr("stalewise.rollout.generate.write_shard", interrupt)
+    monkeypatch.setattr("stalewise.reporting.inspection.inspect_run", interrupt)
     target = config if command == "train" else tiny_run.directory
     result = call(command, target)
     assert (result.exit_code, result.stdout) == (130, "")
@@ -168,7 +168,7 @@ def test_other_exceptions_keep_their_traceback(tiny_run: RunConfig, monkeypatch:
     def fail(*arguments: Any, **options: Any) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("stalewise.inspection.inspect_run", fail)
+    monkeypatch.setattr("stalewise.reporting.inspection.inspect_run", fail)
     with pytest.raises(ZeroDivisionError, match="ours"):
         call("inspect", tiny_run.directory)
 
@@ -315,7 +315,7 @@ def test_doctor_says_what_would_go_wrong(tmp_path: Path, monkeypatch: pytest.Mon
     sections = {"model": {"path": "arithmetic"}, "task": {"name": "jsonl", "options": {"path": str(rows)}}}
     assert "answer is not a number" in bad(**sections)["verifier"]
     shape = ModelShape(10**15, 10**15, layers=1, hidden=1, inner=1, keys=1, vocabulary=1)
-    monkeypatch.setattr("stalewise.memory.model_shape", lambda source, config: shape)
+    monkeypatch.setattr("stalewise.planning.memory.model_shape", lambda source, config: shape)
     assert set(bad()) == {"memory", "disk"}
     text = call("doctor", tmp_path / "none.toml")
     assert text.exit_code == 1
@@ -407,9 +407,9 @@ def test_tensorboard_gets_metrics_and_evaluations(tmp_path: Path) -> None:
 
 
 def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import stalewise.trackers
+    import stalewise.reporting.trackers
 
-    monkeypatch.setattr(stalewise.trackers, "get_available_trackers", list)
+    monkeypatch.setattr(stalewise.reporting.trackers, "get_available_trackers", list)
     config = make_config(tiny_record(tmp_path) | {"trackers": ["wandb"]})
     with pytest.raises(ConfigError, match="pip install wandb"), watching(config):
         raise AssertionError("unreachable")

@@ -12,13 +12,22 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from stalewise.calibration.cluster import load_cluster, plan_cluster
-from stalewise.calibration.simulation import generate_batch, simulate
 from stalewise.cli import app
 from stalewise.errors import ConfigError
-from stalewise.staleness.cluster import Cluster, Failures, Generation, Learning, Plans, Transfer, in_turns, split
-from stalewise.staleness.lengths import Lengths
-from stalewise.staleness.makespan import best_splits, generation_seconds, predict, with_failures
+from stalewise.planning.cluster.cluster_plan import load_cluster, plan_cluster
+from stalewise.planning.cluster.hardware import (
+    Cluster,
+    Failures,
+    Generation,
+    Learning,
+    Plans,
+    Transfer,
+    in_turns,
+    split,
+)
+from stalewise.planning.cluster.lengths import Lengths
+from stalewise.planning.cluster.makespan import best_splits, generation_seconds, predict, with_failures
+from stalewise.planning.cluster.simulation import generate_batch, simulate
 
 EXAMPLE = Path(__file__).parents[2] / "configs/clusters/mu_grpo.toml"
 TOLERANCE = {"in turns": 0.07, "beside": 0.08, "streamed": 0.15}  # what docs/cluster.md states

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from rundirs import add_evaluation, add_journal, write_run
-from stalewise.compare import compare, first_reached
 from stalewise.errors import StoreError
-from stalewise.intervals import error_of_runs, resample_prompts
+from stalewise.reporting.compare import compare, first_reached
+from stalewise.statistics import error_of_runs, resample_prompts
 from tiny import call, called_json, refused
 
 PROMPTS = 200

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stalewise.compilation import compile_layers, compiling_pays, recording_pays
 from stalewise.config import make_config
-from stalewise.models import load_model, resolve_model
+from stalewise.models.compilation import compile_layers, compiling_pays, recording_pays
+from stalewise.models.loading import load_model, resolve_model
 
 
 def bytes_and_gradients(keep: float) -> tuple[int, list[torch.Tensor]]:
@@ -65,7 +65,7 @@ def test_what_is_compiled_and_what_is_recorded(
 ) -> None:
     weights = [torch.empty(60_000_000, device="meta", requires_grad=True), torch.empty(40_000_000, device="meta")]
     model = SimpleNamespace(device=torch.device(device), parameters=lambda: iter(weights))
-    monkeypatch.setattr("stalewise.compilation.can_compile", lambda: True)
+    monkeypatch.setattr("stalewise.models.compilation.can_compile", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
     config = make_config({"learner": {"compile": chosen}, "schedule": {"updates": updates, "stages": 1}})
     assert (compiling_pays(config, model), recording_pays(config, model)) == (compiled, recorded)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from stalewise.config import RunConfig, is_section, load_config, make_config, parse_override, write_resolved
+from stalewise.config.template import SUGGESTIONS, config_template, toml
 from stalewise.errors import ConfigError
 from stalewise.tasks import TASKS
-from stalewise.template import SUGGESTIONS, config_template, toml
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted(ROOT.glob("configs/*.toml"))
@@ -42,7 +42,7 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
 def test_every_config_in_the_repository_loads(path: Path) -> None:
-    from stalewise.run import check_objective
+    from stalewise.orchestrator.setup import check_objective
 
     config = load_config(path)
     assert config.task.name in TASKS

@@ -12,21 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stalewise.budget import BudgetWatch
-from stalewise.checkpoints import checkpoint_directory, versions
-from stalewise.conductor import Conductor
+from stalewise.api import generate, learn, run
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ConfigError, EngineError, StoreError
-from stalewise.files import read_json, read_jsonl, write_json_atomic
-from stalewise.guard import Collapsed
-from stalewise.learn.learner import NonFiniteUpdate
-from stalewise.models import EMBEDDED
-from stalewise.run import run
-from stalewise.staleness.judgement import Evidence, Judgement, Trouble, judge, rewards_as_evidence
+from stalewise.models.loading import EMBEDDED
+from stalewise.orchestrator.collapse_guard import Collapsed
+from stalewise.orchestrator.drift_budget import BudgetWatch
+from stalewise.orchestrator.orchestrator import Conductor
+from stalewise.staleness.collapse import Evidence, Judgement, Trouble, judge, rewards_as_evidence
 from stalewise.staleness.spent import GROWTH, HEADROOM, Stage, StageSchedule, is_spent, next_stage, remaining_ess
 from stalewise.store import batch_directories, consumed, ledger_path, open_batch, read_ledger
-from stalewise.verbs import generate, learn
-from stalewise.watch import Silence
+from stalewise.store.atomic import read_json, read_jsonl, write_json_atomic
+from stalewise.store.checkpoints import checkpoint_directory, versions
+from stalewise.trainer.trainer import NonFiniteUpdate
+from stalewise.types import Silence
 from tiny import tiny_record
 
 SPENT = {"kind": "staged", "updates": 20, "stages": None, "end": "spent", "spent_ess": 0.995}
@@ -316,7 +315,7 @@ def test_a_run_is_taken_back_only_so_often(runs: Path) -> None:
 
 
 def test_an_update_that_is_not_finite_is_taken_back(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stalewise.learn.learner import Learner
+    from stalewise.trainer.trainer import Learner
 
     real, failed = Learner._read_step, []
 
@@ -486,7 +485,7 @@ def test_a_generator_that_fails_says_why_and_loses_nothing(runs: Path, tmp_path:
 
 
 def test_a_generator_that_is_killed_is_one_message(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stalewise.pipeline import Pipelined
+    from stalewise.orchestrator.pipelined import Pipelined
 
     start = Pipelined._start
 

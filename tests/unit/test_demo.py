@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from stalewise import demo
+from stalewise.cli import demo
 
 
 def test_the_demo_prints_what_scripts_rely_on(

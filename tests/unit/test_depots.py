@@ -14,17 +14,16 @@ from typing import Any
 
 import pytest
 
-from stalewise.checkpoints import checkpoint_directory, versions
+from stalewise.api import generate, run
 from stalewise.config import RunConfig, make_config
-from stalewise.depot import Depot, open_depot
 from stalewise.errors import ConfigError, StoreError
-from stalewise.run import run
+from stalewise.rollout.workers.coordinator import Meeting
+from stalewise.rollout.workers.sync import Exchange, digest_of
+from stalewise.rollout.workers.worker import work
 from stalewise.store import committed_shards, is_committed, read_ledger
-from stalewise.verbs import generate
-from stalewise.watch import Silence
-from stalewise.workers.exchange import Exchange, digest_of
-from stalewise.workers.meeting import Meeting
-from stalewise.workers.worker import work
+from stalewise.store.checkpoints import checkpoint_directory, versions
+from stalewise.store.object_store import Depot, open_depot
+from stalewise.types import Silence
 from tiny import refused, tiny_record
 from working import ordered
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from batches import random_batch
-from stalewise.diagnostics import TokenSums, age_statistics, drift_statistics, token_sums
 from stalewise.objectives import make_tokens
+from stalewise.objectives.diagnostics import TokenSums, age_statistics, drift_statistics, token_sums
 from stalewise.objectives.tokens import Tokens
 
 

@@ -12,9 +12,9 @@ import torch
 from scipy.stats import binomtest
 
 from stalewise.errors import TaskError
-from stalewise.evaluate import average, bootstrap, describe_evaluation, evaluate_checkpoint, pass_at_k
-from stalewise.generate.hf import HFSampler
-from stalewise.models import EMBEDDED
+from stalewise.models.loading import EMBEDDED
+from stalewise.orchestrator.evaluation import average, bootstrap, describe_evaluation, evaluate_checkpoint, pass_at_k
+from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.tasks import Seen, make_task
 from stalewise.types import SamplerSettings
 

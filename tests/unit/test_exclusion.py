@@ -9,20 +9,19 @@ from typing import Any
 
 import pytest
 
-from stalewise import verbs
+from stalewise import api as verbs
+from stalewise.api import run
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import TaskError
-from stalewise.exclusion import seen_in_training
-from stalewise.hub import export_policy, export_rollouts
-from stalewise.report.read import read_run
-from stalewise.report.summary import findings
-from stalewise.run import run
+from stalewise.integrations.hub import export_policy, export_rollouts
+from stalewise.orchestrator.contamination import seen_in_training
+from stalewise.reporting.read import read_run
+from stalewise.reporting.summary import findings
 from stalewise.store import batch_directories, open_batch
 from stalewise.tasks import Seen, make_evaluation_file
 from stalewise.tasks.overlap import problem_key, read_ids, seen
 from stalewise.tasks.verifiers.number import NumberVerifier
-from stalewise.types import Prompt, Reward
-from stalewise.watch import Silence
+from stalewise.types import Prompt, Reward, Silence
 from tiny import call, called_json, refused, tiny_record
 
 

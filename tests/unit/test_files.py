@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stalewise import files
 from stalewise.errors import StoreError
-from stalewise.files import (
+from stalewise.store import atomic as files
+from stalewise.store.atomic import (
     RunLock,
     append_line,
     commit_directory,
@@ -136,7 +136,7 @@ FILL = """
 import os, resource, sys
 from pathlib import Path
 from stalewise.errors import StoreError
-from stalewise.files import append_line, commit_directory, write_atomic
+from stalewise.store.atomic import append_line, commit_directory, write_atomic
 directory, limited = Path(sys.argv[1]), sys.argv[2] == "rlimit"
 if limited:
     resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))
@@ -286,7 +286,7 @@ def test_full_disk_removes_the_temporary_directory(tmp_path: Path, monkeypatch: 
 
 HOLD = """
 import os, sys, time
-from stalewise.files import RunLock
+from stalewise.store.atomic import RunLock
 lock = RunLock(sys.argv[1])
 lock.acquire()
 if sys.argv[2] == "alone":

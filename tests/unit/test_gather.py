@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from stalewise import kernels
-from stalewise.attention import packed_arguments
-from stalewise.kernels.gather import _gather_keys, copies_of, gather_keys
+from stalewise.models import kernels
+from stalewise.models.attention import packed_arguments
+from stalewise.models.kernels.gather import _gather_keys, copies_of, gather_keys
 
 KEYS = np.array([0, 1, 2, 0, 1, 2, 3, 0, 1, 2, 4, 5])  # a prompt of three tokens and two responses
 

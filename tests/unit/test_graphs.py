@@ -12,13 +12,12 @@ from test_learner import rollouts
 from transformers import LlamaConfig, LlamaForCausalLM, OlmoConfig, OlmoForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from policies import SIZE
-from stalewise.attention import PACKED
-from stalewise.learn import graphs
-from stalewise.learn.aside import Aside
-from stalewise.learn.batching import Layout, MicroBatch, micro_batches
-from stalewise.learn.graphs import GraphedBody
-from stalewise.learn.logp import response_logp
-from stalewise.learn.weights import FlatWeights
+from stalewise.models.attention import PACKED
+from stalewise.trainer import cuda_graphs as graphs
+from stalewise.trainer.cuda_graphs import GraphedBody
+from stalewise.trainer.logprobs import response_logp
+from stalewise.trainer.micro_batch import Layout, MicroBatch, micro_batches
+from stalewise.trainer.weights import Aside, FlatWeights
 
 CPU = torch.device("cpu")
 
@@ -64,7 +63,7 @@ def model_of(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "biases", "clamped", "partly frozen", "adapters"])
 def test_both_lanes_give_the_gradients_of_a_plain_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stalewise.learn.packing.HALVES_RATIO", 1.1)
+    monkeypatch.setattr("stalewise.trainer.packing.HALVES_RATIO", 1.1)
     model = model_of(kind).eval()
     model.set_attn_implementation(PACKED)
     weights = [weight for weight in model.parameters() if weight.requires_grad]

@@ -7,8 +7,8 @@ import contextlib
 import pytest
 import torch
 
-from stalewise.learn import host_copies as module
-from stalewise.learn.host_copies import fetch, host_copies
+from stalewise.models import transfer as module
+from stalewise.models.transfer import fetch, host_copies
 
 
 def test_what_is_on_the_host_is_not_copied() -> None:

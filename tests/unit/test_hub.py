@@ -16,19 +16,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hubs import Hub, hub_of_our_own
 from rundirs import add_evaluation, metrics, write_run
-from stalewise.checkpoints import checkpoint_directory
+from stalewise.api import evaluate, learn, run
 from stalewise.config import RunConfig, load_config, make_config
+from stalewise.config.run_directory import read_config
 from stalewise.errors import ConfigError, HubError, StoreError
-from stalewise.files import read_json, read_jsonl, write_json_atomic
-from stalewise.hub import export, export_policy, export_rollouts, push
-from stalewise.hub.card import model_card
-from stalewise.hub.origin import Base, base_of, config_file, shareable
-from stalewise.models import EMBEDDED, load_model
-from stalewise.report.read import read_run
-from stalewise.run import run
-from stalewise.rundirectory import read_config
+from stalewise.integrations.hub import export, export_policy, export_rollouts, push
+from stalewise.integrations.hub.card import model_card
+from stalewise.integrations.hub.provenance import Base, base_of, config_file, shareable
+from stalewise.models.loading import EMBEDDED, load_model
+from stalewise.reporting.read import read_run
 from stalewise.store import batch_directories, open_batch
-from stalewise.verbs import evaluate, learn
+from stalewise.store.atomic import read_json, read_jsonl, write_json_atomic
+from stalewise.store.checkpoints import checkpoint_directory
 from tiny import call, called_json, refused, tiny_record
 
 POLICY_FILES = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from stalewise.attention import slot_attention
-from stalewise.learn.logp import chunk_gradient, chunk_statistics
+from stalewise.models.attention import slot_attention
+from stalewise.trainer.logprobs import chunk_gradient, chunk_statistics
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU, and no TRITON_INTERPRET=1", allow_module_level=True)
 
-from stalewise.kernels.decode import decode_attention
-from stalewise.kernels.logits import gradient_on_device, statistics_on_device
+from stalewise.models.kernels.decode_attention import decode_attention
+from stalewise.models.kernels.logits import gradient_on_device, statistics_on_device
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -11,16 +11,7 @@ import scipy.optimize
 from scipy.stats import norm
 
 from stalewise.errors import CalibrationError
-from stalewise.staleness.law import (
-    Domain,
-    Estimate,
-    Fit,
-    Law,
-    Observation,
-    fit,
-    log_likelihood,
-    simulate,
-)
+from stalewise.staleness.law import Domain, Estimate, Fit, Law, Observation, fit, log_likelihood, simulate
 from stalewise.staleness.likelihood import arrange, choose, draw, likelihood, log_mass, starting_points
 
 

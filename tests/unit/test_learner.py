@@ -32,28 +32,28 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from stalewise.attention import PACKED, packs
-from stalewise.compilation import compile_layers
 from stalewise.config import RunConfig, make_config
-from stalewise.diagnostics import TokenSums
 from stalewise.errors import ModelError, StoreError
-from stalewise.learn import lora
-from stalewise.learn.batching import Layout, lay_out, micro_batches
-from stalewise.learn.graphs import _copied, run_passages
-from stalewise.learn.learner import Learner, NonFiniteUpdate
-from stalewise.learn.logp import (
+from stalewise.models.attention import PACKED, packs
+from stalewise.models.compilation import compile_layers
+from stalewise.models.loading import EMBEDDED, load_model, load_tokenizer
+from stalewise.objectives import OBJECTIVES
+from stalewise.objectives.diagnostics import TokenSums
+from stalewise.store import Rows
+from stalewise.trainer import lora
+from stalewise.trainer.cuda_graphs import _copied, run_passages
+from stalewise.trainer.logprobs import (
     CHUNK_ELEMENTS,
     PLAIN_KERNELS,
     OutputLayerLogp,
     output_layer_is_plain,
     response_logp,
 )
-from stalewise.learn.optimizer import learning_rate
-from stalewise.learn.packing import halves, in_few_sizes, pack, prompt_numbers, size_above
-from stalewise.learn.weights import FlatWeights, Weights
-from stalewise.models import EMBEDDED, load_model, load_tokenizer
-from stalewise.objectives import OBJECTIVES
-from stalewise.store import Rows
+from stalewise.trainer.micro_batch import Layout, lay_out, micro_batches
+from stalewise.trainer.optimizer import learning_rate
+from stalewise.trainer.packing import halves, in_few_sizes, pack, prompt_numbers, size_above
+from stalewise.trainer.trainer import Learner, NonFiniteUpdate
+from stalewise.trainer.weights import FlatWeights, Weights
 
 POLICY = EMBEDDED / "arithmetic-steps"
 CPU = torch.device("cpu")
@@ -124,7 +124,7 @@ def test_log_probabilities_equal_a_plain_forward_pass(
     side_by_side: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("stalewise.learn.packing.HALVES_RATIO", 1.1)  # few rollouts have no halves of one size
+    monkeypatch.setattr("stalewise.trainer.packing.HALVES_RATIO", 1.1)  # few rollouts have no halves of one size
     rows, model = rollouts(groups=10 if side_by_side else 3, shared=shared), load_model(str(POLICY), device=CPU)
     model.set_attn_implementation(PACKED)
     expected, found = plain_logp(rows), np.full(len(rows.response_ids), np.nan)
@@ -195,7 +195,7 @@ def test_the_token_budget_changes_gradients_only_by_rounding(name: str) -> None:
 
 def test_chunked_logits_change_gradients_only_by_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = gradient_after_update("grpo", 100_000)
-    monkeypatch.setattr("stalewise.learn.logp.response_logp.__kwdefaults__", {"chunk_elements": 90})
+    monkeypatch.setattr("stalewise.trainer.logprobs.response_logp.__kwdefaults__", {"chunk_elements": 90})
     chunked, _ = gradient_after_update("grpo", 100_000)
     assert (chunked - whole).norm() <= 2e-4 * whole.norm()
 
@@ -555,7 +555,7 @@ def test_one_long_response_does_not_make_room_for_all_in_its_length() -> None:
 def test_several_grids_give_the_gradient_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = one_long_among_short(short=7, long=100)
     expected = Learner(config(), POLICY).gradient(rows)
-    monkeypatch.setattr("stalewise.attention.ONE_GRID", 0)
+    monkeypatch.setattr("stalewise.models.attention.ONE_GRID", 0)
     (part,) = micro_batches(rows, Layout(10_000), CPU)
     assert len(part.passages[0].arguments["grids"]) == 3  # the prompt, the short ones, the long one
     torch.testing.assert_close(Learner(config(), POLICY).gradient(rows), expected, atol=1e-6, rtol=1e-4)
@@ -580,7 +580,7 @@ def test_halves_are_about_as_large_and_whole_where_that_would_cost_more() -> Non
 @pytest.mark.parametrize("packed", [True, False])
 def test_packed_and_padded_sequences_give_the_same_gradient(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = gradient_after_update("p3o", 100_000)
-    monkeypatch.setattr("stalewise.learn.learner.packs", lambda model, precision: packed)
+    monkeypatch.setattr("stalewise.trainer.trainer.packs", lambda model, precision: packed)
     found, _ = gradient_after_update("p3o", 60)
     assert (found - whole).norm() <= 2e-4 * whole.norm()
 
@@ -628,7 +628,7 @@ def test_half_the_token_budget_after_running_out_of_memory_and_then_no_more(monk
             raise torch.OutOfMemoryError("CUDA out of memory")
         return response_logp(model, part, **options)
 
-    monkeypatch.setattr("stalewise.learn.learner.response_logp", limited)
+    monkeypatch.setattr("stalewise.trainer.trainer.response_logp", limited)
     settings = config(learner={"tokens_per_micro_batch": 100}, objective={"name": "grpo"})
     learner = Learner(settings, POLICY, say=told.append)
     metrics = learner.update(rollouts())
@@ -636,7 +636,7 @@ def test_half_the_token_budget_after_running_out_of_memory_and_then_no_more(monk
     monkeypatch.undo()
     plain = Learner(config(objective={"name": "grpo"}), POLICY).update(rollouts())
     assert metrics["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4)
-    monkeypatch.setattr("stalewise.learn.learner.response_logp", limited)
+    monkeypatch.setattr("stalewise.trainer.trainer.response_logp", limited)
     largest[0] = 20
     with pytest.raises(ModelError, match="out of memory with 42 tokens a micro-batch: lower learner"):
         learner.update(rollouts())
@@ -651,7 +651,7 @@ def test_a_budget_that_no_micro_batch_fills_is_not_what_is_halved(monkeypatch: p
             raise torch.OutOfMemoryError("CUDA out of memory")
         return response_logp(model, part, **options)
 
-    monkeypatch.setattr("stalewise.learn.learner.response_logp", limited)
+    monkeypatch.setattr("stalewise.trainer.trainer.response_logp", limited)
     largest = 300
     Learner(config(objective={"name": "grpo"}), POLICY, say=told.append).update(rows)
     assert tokens[0] > largest >= max(tokens[1:]) and told[0].endswith(f"from here on at most {tokens[0] // 2}")
@@ -775,7 +775,7 @@ def test_the_numbers_of_an_update_leave_beside_the_next_one(monkeypatch: pytest.
     moved = learner.weights.moved
     monkeypatch.setattr(learner.aside, "reading", reading)
     monkeypatch.setattr(learner.weights, "moved", lambda: norms.append(moved()) or norms[0])
-    monkeypatch.setattr("stalewise.learn.learner.to_host", lambda vector: left.append(within) or (lambda: vector))
+    monkeypatch.setattr("stalewise.trainer.trainer.to_host", lambda vector: left.append(within) or (lambda: vector))
     learner.update(rollouts())
     assert left == [True]
     numbers, places, sums = held
@@ -813,7 +813,7 @@ def test_out_of_memory_after_the_step_is_not_a_reason_to_take_it_again(monkeypat
     def fail(before: Any, after: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr("stalewise.learn.weights.distance", fail)
+    monkeypatch.setattr("stalewise.trainer.weights.distance", fail)
     learner = Learner(config(), POLICY)
     with pytest.raises(ModelError, match="out of memory after a step"):
         learner.update(rollouts())
@@ -889,7 +889,7 @@ def test_gradients_do_not_depend_on_padding(monkeypatch: pytest.MonkeyPatch) -> 
         passages.append(len(part.passages))
         return part
 
-    monkeypatch.setattr("stalewise.learn.packing.HALVES_RATIO", 1.5)
-    monkeypatch.setattr("stalewise.learn.prepared.lay_out", padded)
+    monkeypatch.setattr("stalewise.trainer.packing.HALVES_RATIO", 1.5)
+    monkeypatch.setattr("stalewise.trainer.prefetch.lay_out", padded)
     found, _ = gradient_after_update("grpo", 60)
     assert passages.count(2) > 1 and (found - whole).norm() <= 2e-4 * whole.norm()

@@ -13,17 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from stalewise import verbs
-from stalewise.checkpoints import checkpoint_directory, read_state, versions
+from stalewise import api as verbs
+from stalewise.api import run
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ConfigError, ModelError, StoreError
-from stalewise.files import sha256_file
-from stalewise.learn.bases import check_base
-from stalewise.learn.learner import Learner
-from stalewise.learn.lora import Adapters, load_policy, new_config, save_first
-from stalewise.models import EMBEDDED, load_model, load_tokenizer
-from stalewise.run import run
-from stalewise.watch import Silence
+from stalewise.models.loading import EMBEDDED, load_model, load_tokenizer
+from stalewise.store.atomic import sha256_file
+from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
+from stalewise.trainer.lora import Adapters, check_base, load_policy, new_config, save_first
+from stalewise.trainer.trainer import Learner
+from stalewise.types import Silence
 from tiny import call, refused, tiny_record, write_config
 
 peft = pytest.importorskip("peft")
@@ -415,7 +414,7 @@ def test_a_directory_that_holds_no_adapter(adapter: Path, tmp_path: Path) -> Non
 
 
 def test_without_peft_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stalewise.learn.lora.find_spec", lambda name: None)
+    monkeypatch.setattr("stalewise.trainer.lora.find_spec", lambda name: None)
     message = refused("train", write_config(tmp_path / "a.toml", tiny_record(tmp_path, model=LORA)))
     assert message == "adapters need the package peft: pip install 'stalewise[lora]'"
 

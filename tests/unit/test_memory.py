@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from stalewise.attention import PACKED, packed_arguments
-from stalewise.checkpoints import versions
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ModelError
-from stalewise.memory import GIB, ModelShape, check_memory, estimate, model_shape, ways_out
-from stalewise.models import EMBEDDED, load_model, pick_device
+from stalewise.models.attention import PACKED, packed_arguments
+from stalewise.models.loading import EMBEDDED, load_model, pick_device
+from stalewise.planning.memory import GIB, ModelShape, check_memory, estimate, model_shape, ways_out
+from stalewise.store.checkpoints import versions
 from tiny import call, refused, tiny_record, write_config
 
 POLICY = str(EMBEDDED / "arithmetic")
@@ -29,7 +29,7 @@ def config(**sections: Any) -> RunConfig:
 
 @pytest.fixture
 def shape(monkeypatch: pytest.MonkeyPatch) -> ModelShape:
-    monkeypatch.setattr("stalewise.memory.model_shape", lambda source, config: SHAPE)
+    monkeypatch.setattr("stalewise.planning.memory.model_shape", lambda source, config: SHAPE)
     return SHAPE
 
 
@@ -50,7 +50,7 @@ def test_the_shape_is_that_of_the_model() -> None:
 
 def test_adapters_are_counted_as_they_will_be(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    from stalewise.learn.lora import save_first
+    from stalewise.trainer.lora import save_first
 
     settings = config(model={"lora": {"rank": 3, "targets": ["q_proj", "down_proj"]}})
     shape = model_shape(POLICY, settings)
@@ -97,7 +97,7 @@ def test_precision_adapters_and_objectives_change_the_parts(shape: ModelShape, m
     mixed = parts(model={"precision": "bfloat16"})
     assert mixed == [4e6, 4e6, 8e6, 4e6, 0, 2e6, 10 * 3 * (3200 + 2400 + 200), 2e6]
     with monkeypatch.context() as there:
-        there.setattr("stalewise.memory.pick_device", lambda device: torch.device("cuda"))
+        there.setattr("stalewise.planning.memory.pick_device", lambda device: torch.device("cuda"))
         for compile, bytes_each in (("auto", 2), ("graphs", 2), ("layers", 0), ("never", 0)):
             settings = {"tokens_per_micro_batch": 10, "compile": compile}
             recorded = estimate(config(model={"precision": "bfloat16"}, learner=settings), "x")
@@ -108,7 +108,7 @@ def test_precision_adapters_and_objectives_change_the_parts(shape: ModelShape, m
     server = {"engine": "server", "server": {"urls": ["http://localhost:1"]}}
     assert parts(sampler=server)[5] == 0
     adapted = ModelShape(10**6, 1000, layers=3, hidden=100, inner=300, keys=50, vocabulary=1000)
-    monkeypatch.setattr("stalewise.memory.model_shape", lambda source, config: adapted)
+    monkeypatch.setattr("stalewise.planning.memory.model_shape", lambda source, config: adapted)
     # Adapters are float32 beside weights in bfloat16.
     lora = parts(model={"precision": "bfloat16-only", "lora": {"rank": 1}})
     assert lora[:6] == [2e6 + 4e3, 4e3, 8e3, 4e3, 0, 2e6]
@@ -222,7 +222,7 @@ def test_what_may_run_out_is_said_and_the_run_goes_on(
     record = tiny_record(tmp_path, learner={"tokens_per_micro_batch": 2**16}, batch=batch)
     for section, settings in sections.items():
         record[section] = {**record.get(section, {}), **settings}
-    monkeypatch.setattr("stalewise.memory.free_bytes", lambda device: int(0.02 * GIB))
+    monkeypatch.setattr("stalewise.planning.memory.free_bytes", lambda device: int(0.02 * GIB))
     path = write_config(tmp_path / "a.toml", record)
     result = call("train", path)
     assert result.exit_code == 0

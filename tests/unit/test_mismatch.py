@@ -23,19 +23,19 @@ import stalewise
 from policies import POLICY, moved, requests
 from stalewise import store
 from stalewise.config import make_config
-from stalewise.doctor import examine
+from stalewise.config.run_directory import is_started
 from stalewise.errors import ConfigError, ModelError, StoreError
-from stalewise.files import read_jsonl
-from stalewise.generate.foreign import TwoPolicies, check_foreign
-from stalewise.generate.hf import HFSampler
-from stalewise.generate.loop import BatchPlan, generate_batch
-from stalewise.generate.rounding import RoundableWeights, linear_matrices, rounded
-from stalewise.generate.sampler import Response
-from stalewise.learn.batching import Layout, micro_batches
-from stalewise.learn.logp import response_logp
-from stalewise.models import load_model
-from stalewise.rundirectory import is_started
+from stalewise.models.loading import load_model
+from stalewise.orchestrator.preflight import examine
+from stalewise.rollout.engines.embedded import HFSampler
+from stalewise.rollout.engines.quantize import RoundableWeights, linear_matrices, rounded
+from stalewise.rollout.generate import BatchPlan, generate_batch
+from stalewise.rollout.mixed_policy import TwoPolicies, check_foreign
+from stalewise.rollout.sampler import Response
+from stalewise.store.atomic import read_jsonl
 from stalewise.tasks import make_task
+from stalewise.trainer.logprobs import response_logp
+from stalewise.trainer.micro_batch import Layout, micro_batches
 from stalewise.types import Rollout, SamplerSettings
 from tiny import call, tiny_record
 

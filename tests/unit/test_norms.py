@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from policies import SIZE
-from stalewise.norms import fuse_norms
+from stalewise.models.fused_ops import fuse_norms
 
 # Gemma's norms add 1 to their weight, OLMo's have none; Qwen 3 has some for queries and keys, too.
 MODELS = {

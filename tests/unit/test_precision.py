@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stalewise.checkpoints import checkpoint_directory
+from stalewise.api import run
 from stalewise.config import RunConfig, make_config
-from stalewise.files import sha256_file
-from stalewise.learn.learner import Learner
-from stalewise.models import EMBEDDED, pick_precision, pick_weights_dtype
-from stalewise.run import run
-from stalewise.watch import Silence
+from stalewise.models.loading import EMBEDDED, pick_precision, pick_weights_dtype
+from stalewise.store.atomic import sha256_file
+from stalewise.store.checkpoints import checkpoint_directory
+from stalewise.trainer.trainer import Learner
+from stalewise.types import Silence
 from tiny import called_json, tiny_record, write_config
 
 CPU = torch.device("cpu")

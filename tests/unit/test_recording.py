@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stalewise.errors import ModelError
-from stalewise.recording import recording
+from stalewise.models.graph_capture import recording
 
 
 class Graph:

@@ -18,13 +18,8 @@ import pytest
 from rundirs import PLOTTED, add_batch, add_evaluation, metrics, write_run
 from stalewise.config import RunConfig, make_config, write_resolved
 from stalewise.errors import StoreError
-from stalewise.files import append_line, write_json_atomic
-from stalewise.report import write_report
-from stalewise.report.alternatives import chart_in_words
-from stalewise.report.bars import COLOURS as BAR_COLOURS
-from stalewise.report.bars import MOST_ROWS, grouped, rows_of_runs, rows_of_stages
-from stalewise.report.clock import add_uncommitted, clock_of, committed_updates, spent_by_stage, total
-from stalewise.report.figures import (
+from stalewise.reporting import write_report
+from stalewise.reporting.figures import (
     BUCKETS,
     COLOURS,
     LIMIT_COLOUR,
@@ -35,11 +30,14 @@ from stalewise.report.figures import (
     draw_charts,
     thin,
 )
-from stalewise.report.read import Run, read_run, read_runs, verifier_errors
-from stalewise.report.render import packed_library, render, thinning
-from stalewise.report.summary import ranking, summarise
-from stalewise.report.tables import differing, metric_columns
-from stalewise.report.words import ACCURACY, CHARTS, METRICS, Chart
+from stalewise.reporting.read import Run, differing, metric_columns, read_run, read_runs, verifier_errors
+from stalewise.reporting.render import chart_in_words, packed_library, render, thinning
+from stalewise.reporting.summary import ranking, summarise
+from stalewise.reporting.time_bars import COLOURS as BAR_COLOURS
+from stalewise.reporting.time_bars import MOST_ROWS, grouped, rows_of_runs, rows_of_stages
+from stalewise.reporting.timeline import add_uncommitted, clock_of, committed_updates, spent_by_stage, total
+from stalewise.reporting.wording import ACCURACY, CHARTS, METRICS, Chart
+from stalewise.store.atomic import append_line, write_json_atomic
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "metrics.md"
 HOSTILE = "</script><img src=x onerror=alert(1)>&amp;"

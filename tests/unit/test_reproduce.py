@@ -15,19 +15,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from experiments.lab.bias import distance
+from experiments.lab.crew import Crew, kept_path, warm_path
+from experiments.lab.definition import Job, load_experiments
+from experiments.lab.pages import take_results
+from experiments.lab.reproducing import note_machine, ordered_jobs
+from experiments.lab.results import LARGEST_BYTES, read_results, text_of
+from experiments.lab.thin import thinned
 
-from stalewise.checkpoints import checkpoint_directory
 from stalewise.config import RunConfig
 from stalewise.errors import ConfigError
-from stalewise.learn.learner import Learner
-from stalewise.reproduce.bias import distance
-from stalewise.reproduce.crew import Crew, kept_path, warm_path
-from stalewise.reproduce.definition import Job, load_experiments
-from stalewise.reproduce.pages import take_results
-from stalewise.reproduce.reproducing import note_machine, ordered_jobs
-from stalewise.reproduce.results import LARGEST_BYTES, read_results, text_of
-from stalewise.reproduce.thin import thinned
 from stalewise.store import batch_directories, open_batch
+from stalewise.store.checkpoints import checkpoint_directory
+from stalewise.trainer.trainer import Learner
 from tiny import call, called_json, refused
 
 BASES = """
@@ -110,7 +110,7 @@ def define(root: Path, lab: str = LAB, head: str = HEAD, name: str = "tiny") -> 
 
 
 def start(root: Path) -> subprocess.Popen[bytes]:
-    words = [sys.executable, "-m", "stalewise.reproduce", "tiny", "--workers", "1", "--out", "out"]
+    words = [sys.executable, "-m", "experiments.lab", "tiny", "--workers", "1", "--out", "out"]
     return subprocess.Popen(words, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
@@ -257,7 +257,7 @@ def test_machines_of_all_sittings_are_written_down(tmp_path: Path) -> None:
 
 def test_makers_of_runs_import_neither_typer_nor_plotly() -> None:
     code = (
-        "import sys, stalewise.reproduce.perform, stalewise.reproduce.__main__; "
+        "import sys, experiments.lab.perform, experiments.lab.__main__; "
         "print([name for name in ('typer', 'plotly') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)

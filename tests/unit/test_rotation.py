@@ -27,8 +27,8 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from policies import SIZE
-from stalewise import rotation
-from stalewise.rotation import fused_rotation
+from stalewise.models import fused_ops as rotation
+from stalewise.models.fused_ops import fused_rotation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = [(5, 9, 3, 64), (5, 9, 3, 80), (5, 1, 1, 6), (5, 1, 1, 64), (40, 9, 3, 6), (150, 4, 2, 64)]
@@ -40,7 +40,7 @@ def kernels() -> Any:
     pytest.importorskip("triton")
     if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("no GPU, and no TRITON_INTERPRET=1")
-    from stalewise.kernels import rotate
+    from stalewise.models.kernels import rope as rotate
 
     return rotate
 
@@ -382,7 +382,7 @@ def test_calls_that_the_kernel_is_not_made_for_go_to_the_plain_function() -> Non
 
 
 def test_the_kernel_is_for_gpus_where_one_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "stalewise.kernels.rotate", SimpleNamespace(rotate_on_device=halves))
+    monkeypatch.setitem(sys.modules, "stalewise.models.kernels.rope", SimpleNamespace(rotate_on_device=halves))
     for can_compile, device, expected in ((True, "cuda", halves), (True, "cpu", None), (False, "cuda", None)):
         monkeypatch.setattr(rotation, "can_compile", lambda can=can_compile: can)
         assert rotation._rotate_on(torch.device(device)) is expected

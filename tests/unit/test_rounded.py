@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from stalewise.compilation import compile_layers
-from stalewise.learn.optimizer import add_to
-from stalewise.learn.rounded import RoundedWeights, Twins
-from stalewise.models import load_model, resolve_model
+from stalewise.models.compilation import compile_layers
+from stalewise.models.loading import load_model, resolve_model
+from stalewise.trainer.fused_linears import RoundedWeights, Twins
+from stalewise.trainer.optimizer import add_to
 
 
 @pytest.fixture

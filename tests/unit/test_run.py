@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 import stalewise
-from stalewise.checkpoints import checkpoint_directory, read_state, versions
+from stalewise.api import run
 from stalewise.config import RunConfig, make_config
+from stalewise.config.run_directory import read_result
 from stalewise.errors import StoreError, TaskError
-from stalewise.files import RunLock, read_jsonl
-from stalewise.learn.learner import NonFiniteUpdate
-from stalewise.models import load_tokenizer
-from stalewise.run import run
-from stalewise.rundirectory import read_result
+from stalewise.models.loading import load_tokenizer
 from stalewise.store import batch_directories, consumed, ledger_path, open_batch, read_ledger
-from stalewise.watch import Silence
+from stalewise.store.atomic import RunLock, read_jsonl
+from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
+from stalewise.trainer.trainer import NonFiniteUpdate
+from stalewise.types import Silence
 
 
 def config(runs: Path, **sections: Any) -> RunConfig:

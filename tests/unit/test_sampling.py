@@ -16,16 +16,15 @@ from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.cache_utils import DynamicLayer
 
-from stalewise.attention import slot_attention
 from stalewise.errors import ModelError
-from stalewise.generate.growing import RoomyLayer
-from stalewise.generate.hf import HFSampler, texts_of
-from stalewise.generate.sampler import Request
-from stalewise.generate.sampling import device_uniforms, draw, rollout_seed, sampling_logp, uniforms
-from stalewise.generate.slotcache import SlotCache
-from stalewise.generate.slots import Look, SlotDecoder, slots_problem
-from stalewise.generate.waiting import Waiting
-from stalewise.models import EMBEDDED, encode_prompts, load_model, load_tokenizer, resolve_model
+from stalewise.models.attention import slot_attention
+from stalewise.models.loading import EMBEDDED, encode_prompts, load_model, load_tokenizer, resolve_model
+from stalewise.rollout.engines.dynamic_decode import RoomyLayer
+from stalewise.rollout.engines.embedded import HFSampler, texts_of
+from stalewise.rollout.engines.slot_cache import SlotCache, Waiting
+from stalewise.rollout.engines.slot_decode import Look, SlotDecoder, slots_problem
+from stalewise.rollout.sampler import Request
+from stalewise.rollout.token_sampling import device_uniforms, draw, rollout_seed, sampling_logp, uniforms
 from stalewise.tasks import make_task
 from stalewise.tasks.arithmetic import Steps
 from stalewise.types import FinishReason, SamplerSettings
@@ -272,9 +271,9 @@ def in_slots(settings: SamplerSettings | None = None, max_new_tokens: int = 64) 
 def test_slots_that_are_refilled_say_what_the_growing_cache_says(
     settings: SamplerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stalewise.generate.slots.MOST_SLOTS", 16)
-    monkeypatch.setattr("stalewise.generate.slots.FEWEST_ROWS", 4)
-    monkeypatch.setattr("stalewise.generate.slots.PREFILL_TOKENS", 60)
+    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.MOST_SLOTS", 16)
+    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.FEWEST_ROWS", 4)
+    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.PREFILL_TOKENS", 60)
     plain, slotted = make(settings), in_slots(settings)
     wanted = requests(plain, 40)
     counted: list[int] = []
@@ -290,8 +289,8 @@ def test_slots_that_are_refilled_say_what_the_growing_cache_says(
 
 
 def test_the_next_steps_are_under_way_while_the_host_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stalewise.generate.slots.MOST_SLOTS", 16)
-    monkeypatch.setattr("stalewise.generate.slots.FEWEST_ROWS", 4)
+    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.MOST_SLOTS", 16)
+    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.FEWEST_ROWS", 4)
     seen: list[str] = []
 
     def note(owner: Any, name: str) -> None:
@@ -315,8 +314,8 @@ def test_the_next_steps_are_under_way_while_the_host_looks(monkeypatch: pytest.M
 
 
 def test_slots_that_all_end_at_once_are_filled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stalewise.generate.slots.MOST_SLOTS", 16)
-    monkeypatch.setattr("stalewise.generate.slots.FEWEST_ROWS", 4)
+    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.MOST_SLOTS", 16)
+    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.FEWEST_ROWS", 4)
     sampler = in_slots(max_new_tokens=2)
     assert {len(response.token_ids) for response in sampler.sample(requests(sampler, 40))} == {2}
 
@@ -367,9 +366,9 @@ def test_a_prompt_that_is_longer_than_what_is_read_at_once_is_read_alone() -> No
 
 @pytest.mark.parametrize("share", [0.03, 0.3, 0.6])
 def test_slots_that_are_full_or_wait_leave_the_others_alone(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stalewise.generate.slots.MOST_SLOTS", 16)
-    monkeypatch.setattr("stalewise.generate.slots.FEWEST_ROWS", 4)
-    monkeypatch.setattr("stalewise.generate.slots.REFILL_SHARE", share)
+    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.MOST_SLOTS", 16)
+    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.FEWEST_ROWS", 4)
+    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.REFILL_SHARE", share)
     plain, slotted = make(max_new_tokens=41), in_slots(max_new_tokens=41)
     wanted = requests(plain, 60)
     expected, found = plain.sample(wanted), slotted.sample(wanted)
@@ -431,9 +430,9 @@ def test_what_one_row_has_does_not_reach_another() -> None:
 
 @pytest.mark.parametrize("group_size", [1, 3, 40])
 def test_responses_look_back_to_prompts_that_they_share(group_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stalewise.generate.slots.MOST_SLOTS", 16)
-    monkeypatch.setattr("stalewise.generate.slots.FEWEST_ROWS", 4)
-    monkeypatch.setattr("stalewise.generate.slots.PREFILL_TOKENS", 60)
+    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.MOST_SLOTS", 16)
+    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.FEWEST_ROWS", 4)
+    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.PREFILL_TOKENS", 60)
     plain, slotted = make(), in_slots()
     wanted = [Request(request.prompt_ids, 7 * row) for row, request in enumerate(requests(plain, 40))]
     wanted = [Request(wanted[row // group_size].prompt_ids, request.seed) for row, request in enumerate(wanted)]

@@ -14,19 +14,18 @@ import pytest
 
 from policies import POLICY, furthest, moved, requests
 from serving import FakeServer, serving
+from stalewise.api import run
 from stalewise.config import make_config
+from stalewise.config.sections import ServerSection
 from stalewise.errors import ConfigError, EngineError, ModelError
-from stalewise.generate import endpoint
-from stalewise.generate.crowd import share_out
-from stalewise.generate.endpoint import Endpoint, Gone, Slow
-from stalewise.generate.policy_files import Answer, make_responses, read_policy_files
-from stalewise.generate.probe import Memory, PolicyCheck, expected_numbers, probe_ids, problem_with
-from stalewise.generate.reload import path_on_server
-from stalewise.generate.sampler import Request
-from stalewise.generate.server import AWAY_S, ServerSampler
-from stalewise.generate.setup import make_sampler
-from stalewise.run import run
-from stalewise.sections import ServerSection
+from stalewise.rollout.engines import http as endpoint
+from stalewise.rollout.engines.http import Endpoint, Gone, Slow, share_out
+from stalewise.rollout.engines.openai_client import path_on_server
+from stalewise.rollout.engines.server import AWAY_S, ServerSampler
+from stalewise.rollout.engines.weight_check import Memory, PolicyCheck, expected_numbers, probe_ids, problem_with
+from stalewise.rollout.factory import make_sampler
+from stalewise.rollout.policy_files import Answer, make_responses, read_policy_files
+from stalewise.rollout.sampler import Request
 from stalewise.store import open_batch
 from stalewise.store.ledger import read_ledger
 from stalewise.types import SamplerSettings
@@ -610,7 +609,7 @@ def test_an_address_where_nobody_is_is_left_out_and_asked_again_later(monkeypatc
         try:
             assert sampler.sample(asked) == expected and came.paths == []  # not yet
             now = time.monotonic()
-            monkeypatch.setattr("stalewise.generate.server.time.monotonic", lambda: now + AWAY_S)
+            monkeypatch.setattr("stalewise.rollout.engines.server.time.monotonic", lambda: now + AWAY_S)
             assert sampler.sample(asked) == expected
             assert said[1:] == [f"{away.url} is there again"] and len(came.bodies) >= 2
         finally:
@@ -633,7 +632,7 @@ def test_an_interrupt_reaches_the_one_who_waits() -> None:
 
 
 def test_a_run_goes_on_with_another_engine_and_records_which_one(runs: Path) -> None:
-    from stalewise.verbs import generate
+    from stalewise.api import generate
 
     with serving() as fake:
         served = {"engine": "server", "server": {"urls": [fake.url], "precision": "float32"}}

@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from stalewise.config import make_config
-from stalewise.distributed import Message
+from stalewise.distributed import VARIABLES, Launch, Message, environment_of_a_child, launched
 from stalewise.errors import ConfigError
-from stalewise.launch import VARIABLES, Launch, environment_of_a_child, launched
-from stalewise.learn.batching import Layout
-from stalewise.learn.shares import deal_update, ranks_of_rows, unpack_share
-from stalewise.learn.update_batch import UpdateBatch
-from stalewise.memory import GIB, ModelShape, check_memory, estimate, pick_parallel
+from stalewise.planning.memory import GIB, ModelShape, check_memory, estimate, pick_parallel
 from stalewise.store import Rows
+from stalewise.trainer.batch import UpdateBatch
+from stalewise.trainer.micro_batch import Layout
+from stalewise.trainer.rank_batch import deal_update, ranks_of_rows, unpack_share
 
 PACKED, PADDED = Layout(token_budget=100), Layout(token_budget=100, packed=False)
 
@@ -130,13 +129,13 @@ def test_the_environment_says_how_many_there_are(environment: pytest.MonkeyPatch
 
 def test_a_policy_is_sharded_where_a_device_does_not_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = ModelShape(2**28, 2**28, layers=2, hidden=8, inner=8, keys=8, vocabulary=10)
-    monkeypatch.setattr("stalewise.memory.model_shape", lambda source, config: shape)
+    monkeypatch.setattr("stalewise.planning.memory.model_shape", lambda source, config: shape)
     needed = estimate(make_config({}), "model")
     assert needed is not None and 5 * GIB < needed.least < needed.total < 7 * GIB
 
     def on(gib: float, world: int, **sections: Any) -> str:
         memory = SimpleNamespace(total=int(gib * GIB), available=int(gib * GIB))
-        monkeypatch.setattr("stalewise.memory.psutil.virtual_memory", lambda: memory)
+        monkeypatch.setattr("stalewise.planning.memory.psutil.virtual_memory", lambda: memory)
         return pick_parallel(make_config(sections), "model", world, local_world=1)
 
     assert on(16, world=1) == "alone"

@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from stalewise import smollm2
 from stalewise.errors import ModelError
-from stalewise.files import sha256_file
-from stalewise.learn.logp import check_output_layer
-from stalewise.models import encode_prompts, load_model, load_tokenizer, resolve_model, stop_token_ids
+from stalewise.models import smollm2
+from stalewise.models.loading import encode_prompts, load_model, load_tokenizer, resolve_model, stop_token_ids
+from stalewise.store.atomic import sha256_file
 from stalewise.tasks import make_task
+from stalewise.trainer.logprobs import check_output_layer
 from tiny import refused, tiny_record, write_config
 
 gguf = pytest.importorskip("gguf")

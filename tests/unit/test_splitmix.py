@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stalewise.splitmix import splitmix64, uniform
+from stalewise.statistics import splitmix64, uniform
 
 
 def test_outputs_are_the_published_ones() -> None:

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from stalewise.objectives.batch_statistics import WeightSums
-from stalewise.staleness.step_control import vcpo_factor
+from stalewise.objectives.batch_statistics import WeightSums, vcpo_factor
 
 
 def test_vcpo_factor_is_the_root_of_the_effective_sample_size() -> None:

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from stalewise import store
 from stalewise.errors import StoreError
-from stalewise.files import sha256_file
+from stalewise.store.atomic import sha256_file
 from stalewise.store.schema import HEAVY_COLUMNS, LIGHT_COLUMNS
 from stalewise.types import FinishReason, Rollout, SamplerSettings
 
@@ -573,5 +573,5 @@ def test_an_update_without_groups_is_refused() -> None:
 
 
 def test_store_imports_without_torch() -> None:
-    code = "import sys, stalewise.store, stalewise.files; sys.exit('torch' in sys.modules or 'pandas' in sys.modules)"
+    code = "import sys, stalewise.store, stalewise.store.atomic; sys.exit('torch' in sys.modules or 'pandas' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": SOURCE})

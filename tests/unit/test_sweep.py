@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stalewise.calibration.figure import draw_map, write_map
-from stalewise.calibration.file import CollapseRule, SweepRun, find_calibration
-from stalewise.calibration.grid import Cell, find_collapse_of_run, make_grid, outcome
-from stalewise.calibration.sweep import fit_sweep, sweep
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import CalibrationError, ConfigError, StoreError
-from stalewise.files import RunLock, append_line, write_json_atomic
+from stalewise.planning.calibration import CollapseRule, SweepRun, find_calibration
+from stalewise.planning.grid import Cell, find_collapse_of_run, make_grid, outcome
+from stalewise.planning.sweep import fit_sweep, sweep
+from stalewise.planning.sweep_map import draw_map, write_map
 from stalewise.staleness.law import Law, simulate
+from stalewise.store.atomic import RunLock, append_line, write_json_atomic
 from tiny import refused, tiny_record, write_config
 
 RULE = CollapseRule(evaluations=4)

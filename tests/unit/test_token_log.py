@@ -11,10 +11,9 @@ import torch
 
 from batches import random_batch
 from stalewise.config import RunConfig, make_config
+from stalewise.config.run_directory import check_identity
 from stalewise.errors import StoreError
-from stalewise.learn.learner import Learner
 from stalewise.objectives import evaluate
-from stalewise.rundirectory import check_identity
 from stalewise.store import (
     Rows,
     TokenLog,
@@ -28,6 +27,7 @@ from stalewise.store import (
     token_log_directory,
 )
 from stalewise.store.token_log import LIGHT_COLUMNS, SCHEMA, read_light
+from stalewise.trainer.trainer import Learner
 from stalewise.types import TokenFlag
 from tiny import tiny_record
 
@@ -162,7 +162,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
 
 def test_a_run_records_what_its_objective_says(tiny_run: RunConfig) -> None:
     """Log-probabilities and advantages of the log, put into the objective, give the metrics of the run."""
-    from stalewise.files import read_jsonl
+    from stalewise.store.atomic import read_jsonl
 
     metrics = {one["update"]: one for one in read_jsonl(tiny_run.directory / "metrics.jsonl")}
     batches = [open_batch(path) for path in batch_directories(tiny_run.directory / "rollouts")]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from stalewise.learn.prepared import _one_ahead, one_ahead
-from stalewise.transfer import ALIGNMENT, in_buffer, send
+from stalewise.models.transfer import ALIGNMENT, in_buffer, send
+from stalewise.trainer.prefetch import _one_ahead, one_ahead
 
 CPU = torch.device("cpu")
 ARRAYS = {

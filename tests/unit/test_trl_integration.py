@@ -15,18 +15,18 @@ from transformers import TrainerCallback
 from trl.trainer.grpo_config import GRPOConfig
 
 from policies import POLICY, moved
+from stalewise.api import generate
 from stalewise.config import make_config
 from stalewise.errors import ConfigError, StalewiseError
-from stalewise.generate.sampling import sampling_logp
 from stalewise.integrations.trl import StaleGRPOTrainer
 from stalewise.integrations.trl_store import StoredRollouts
-from stalewise.learn.learner import Learner, NonFiniteUpdate
-from stalewise.models import load_model, load_tokenizer
+from stalewise.models.loading import load_model, load_tokenizer
 from stalewise.objectives import OBJECTIVES
+from stalewise.rollout.token_sampling import sampling_logp
 from stalewise.store import batch_directories, open_batch
 from stalewise.tasks import make_task
+from stalewise.trainer.trainer import Learner, NonFiniteUpdate
 from stalewise.types import SamplerSettings
-from stalewise.verbs import generate
 from tiny import call, called_json, tiny_record, write_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using 'rollout_func':UserWarning")

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 
 import stalewise
-from stalewise.checkpoints import checkpoint_directory, versions
+from stalewise.api import evaluate, generate, learn, run
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ConfigError, ModelError, StoreError, TaskError
-from stalewise.files import read_json, read_jsonl, sha256_file
-from stalewise.models import EMBEDDED
-from stalewise.run import run
+from stalewise.models.loading import EMBEDDED
 from stalewise.store import batch_directories, consumed, from_ranges, ledger_path, read_ledger, truncate_ledger
-from stalewise.verbs import evaluate, generate, learn
-from stalewise.watch import Silence
+from stalewise.store.atomic import read_json, read_jsonl, sha256_file
+from stalewise.store.checkpoints import checkpoint_directory, versions
+from stalewise.types import Silence
 from tiny import tiny_record
 
 
@@ -291,12 +290,12 @@ def test_the_verbs_are_functions_of_the_package_in_whatever_order_rooms_are_impo
 import sys, stalewise
 assert not {"torch", "pydantic", "numpy"} & set(sys.modules), "import stalewise is heavy"
 assert stalewise.make_config({}).name == "run" and stalewise.load_config
-from stalewise.generate.sampler import Request
-from stalewise.conductor import Conductor
-import stalewise.evaluate, stalewise.report as report
-for verb in (stalewise.run, stalewise.generate, stalewise.learn, stalewise.evaluate, stalewise.report, report):
+from stalewise.rollout.sampler import Request
+from stalewise.orchestrator.orchestrator import Conductor
+import stalewise.orchestrator.evaluation, stalewise.reporting as report
+for verb in (stalewise.api, stalewise.rollout, stalewise.trainer, stalewise.orchestrator.evaluation, stalewise.reporting, report):
     assert callable(verb), verb
-assert stalewise.run.Conductor is Conductor and stalewise.RunResult
+assert stalewise.api.Conductor is Conductor and stalewise.RunResult
 try:
     stalewise.nothing
 except AttributeError as error:

@@ -10,13 +10,13 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from experiments.lab.definition import load_experiments
+from experiments.lab.figures import figures
+from experiments.lab.law import bias_slope, halves, observations, predict
+from experiments.lab.pages import page
+from experiments.lab.results import FORMAT, Results, difference, mean_of
+from experiments.lab.verdicts import rules
 
-from stalewise.reproduce.definition import load_experiments
-from stalewise.reproduce.figures import figures
-from stalewise.reproduce.law import bias_slope, halves, observations, predict
-from stalewise.reproduce.pages import page
-from stalewise.reproduce.results import FORMAT, Results, difference, mean_of
-from stalewise.reproduce.verdicts import rules
 from stalewise.staleness.law import Law, simulate
 
 ROOT = Path(__file__).parents[2]

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from stalewise.errors import TaskError
 from stalewise.tasks import Verifier, count_errors, make_verifier
+from stalewise.tasks.verifiers.judge_process import reward_of
 from stalewise.tasks.verifiers.math import MathVerifier
 from stalewise.tasks.verifiers.number import number_in
 from stalewise.tasks.verifiers.pool import ProcessVerifier
-from stalewise.tasks.verifiers.worker import reward_of
 from stalewise.types import Prompt, Reward
 
 JUDGES = """

@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from policies import POLICY, furthest, moved, requests
+from stalewise.api import run
 from stalewise.config import make_config
+from stalewise.config.sections import VllmSection
 from stalewise.errors import ConfigError, EngineError, ModelError
-from stalewise.generate.sampler import Request, Sleeper
-from stalewise.generate.vllm import VllmSampler, device_groups, split
-from stalewise.run import run
-from stalewise.sections import VllmSection
+from stalewise.rollout.engines.vllm import VllmSampler, device_groups, split
+from stalewise.rollout.sampler import Request, Sleeper
 from stalewise.types import SamplerSettings
 from tiny import tiny_record
 
@@ -44,7 +44,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setattr("stalewise.generate.vllm.reloads_tied_layers", lambda: True)  # the stand-in's does
+    monkeypatch.setattr("stalewise.rollout.engines.vllm.reloads_tied_layers", lambda: True)  # the stand-in's does
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_another_architecture_is_started_anew(make: Make, other: Path, tmp_path:
 def test_a_tied_output_layer_is_not_trusted_to_vllm_on_a_cpu(
     make: Make, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stalewise.generate.vllm.reloads_tied_layers", lambda: False)
+    monkeypatch.setattr("stalewise.rollout.engines.vllm.reloads_tied_layers", lambda: False)
     sampler = make()
     sampler.load(POLICY)
     sampler.load(POLICY)
@@ -307,10 +307,10 @@ def test_it_can_be_closed_while_it_samples(make: Make, tmp_path: Path, monkeypat
 def test_processes_end_with_a_parent_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_VLLM_FAULTS", "slow")
     code = """
-from stalewise.generate.sampler import Request
-from stalewise.generate.vllm import VllmSampler
-from stalewise.models import EMBEDDED
-from stalewise.sections import VllmSection
+from stalewise.rollout.sampler import Request
+from stalewise.rollout.engines.vllm import VllmSampler
+from stalewise.models.loading import EMBEDDED
+from stalewise.config.sections import VllmSection
 from stalewise.types import SamplerSettings
 sampler = VllmSampler(SamplerSettings(), max_new_tokens=6, options=VllmSection())
 sampler.load(EMBEDDED / "arithmetic")

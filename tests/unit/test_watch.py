@@ -18,8 +18,8 @@ import pytest
 
 from rundirs import add_batch, add_evaluation, add_journal, metrics, write_run
 from stalewise.config import RunConfig, make_config, write_resolved
-from stalewise.files import RunLock, append_line, write_json_atomic
-from stalewise.report.live import Phase, standing
+from stalewise.reporting.status import Phase, standing
+from stalewise.store.atomic import RunLock, append_line, write_json_atomic
 from tiny import call, called_json, refused
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stalewise.learn.aside import Aside
-from stalewise.learn.weights import FlatWeights, Weights
+from stalewise.trainer.weights import Aside, FlatWeights, Weights
 
 CPU = torch.device("cpu")
 

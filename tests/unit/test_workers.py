@@ -19,16 +19,18 @@ from typing import Any
 
 import pytest
 
-from stalewise.checkpoints import checkpoint_directory
+from stalewise.api import generate, run
 from stalewise.config import RunConfig, make_config
-from stalewise.depot import DirectoryDepot
 from stalewise.errors import StoreError
-from stalewise.exclusive import create_atomic
-from stalewise.files import temporary_name
-from stalewise.generate.loop import make_shards
-from stalewise.generate.sampler import Request, Response
-from stalewise.generate.setup import batch_plan, make_sampler
-from stalewise.run import run
+from stalewise.rollout.factory import batch_plan, make_sampler
+from stalewise.rollout.generate import make_shards
+from stalewise.rollout.sampler import Request, Response
+from stalewise.rollout.workers.claims import SESSIONS, Claims, Lookout, Session
+from stalewise.rollout.workers.coordinator import Meeting
+from stalewise.rollout.workers.shard_queue import Share
+from stalewise.rollout.workers.sync import digest_of
+from stalewise.rollout.workers.work_order import Order, config_digest, open_orders, place
+from stalewise.rollout.workers.worker import work
 from stalewise.store import (
     AlreadyCommitted,
     ShardManifest,
@@ -39,15 +41,11 @@ from stalewise.store import (
     shard_path,
     write_shard,
 )
+from stalewise.store.atomic import create_atomic, temporary_name
+from stalewise.store.checkpoints import checkpoint_directory
+from stalewise.store.object_store import DirectoryDepot
 from stalewise.tasks import make_task
 from stalewise.types import SamplerSettings
-from stalewise.verbs import generate
-from stalewise.workers.claims import SESSIONS, Claims, Lookout, Session
-from stalewise.workers.exchange import digest_of
-from stalewise.workers.meeting import Meeting
-from stalewise.workers.orders import Order, config_digest, open_orders, place
-from stalewise.workers.shares import Share
-from stalewise.workers.worker import work
 from tiny import call, refused, tiny_record, write_config
 from working import judged, ordered
 
@@ -231,7 +229,7 @@ def test_a_process_of_this_machine_that_is_no_more_is_not_watched(
     with monkeypatch.context() as patched:
         patched.setattr("os.getpid", lambda: ended.pid)
         if place is not None:
-            patched.setattr("stalewise.workers.claims._place", lambda: place)
+            patched.setattr("stalewise.rollout.workers.claims._place", lambda: place)
         session._tell()
     assert Lookout(depot, 600.0).is_lost(session.id) == lost
     session._tell()  # of this process, which is there
@@ -256,8 +254,8 @@ def test_clocks_that_are_off_do_no_harm(
     freeze(a)
     path = depot.root / SESSIONS / a.id
     now = [1000.0]
-    monkeypatch.setattr("stalewise.workers.claims.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("stalewise.workers.claims.time.time", lambda: 4e9, raising=False)
+    monkeypatch.setattr("stalewise.rollout.workers.claims.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("stalewise.rollout.workers.claims.time.time", lambda: 4e9, raising=False)
     lookout = Lookout(depot, 30.0)
     for content, modified in ((b"\xff no JSON", 0.0), (b"", 4e9), (b'{"beat": -1}', 1e8), (b'{"beat": 0}', 0.0)):
         path.write_bytes(content)  # whatever it says and however old it looks, it has changed
@@ -416,7 +414,7 @@ def test_an_order_whose_policy_is_gone_is_passed_over_once_it_was_taken_back(
     order = ordered(config)
     shutil.rmtree(checkpoint_directory(config.directory, 0))
     seen = iter([[order], []])  # it was open when the worker looked
-    monkeypatch.setattr("stalewise.workers.worker.open_orders", lambda depot: next(seen))
+    monkeypatch.setattr("stalewise.rollout.workers.worker.open_orders", lambda depot: next(seen))
     Meeting(config, "journal", print).withdraw()
     assert work(config.directory, once=True).shards == 0
 

@@ -23,11 +23,9 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
-from stalewise.diagnostics import TokenSums, age_statistics
 from stalewise.distributed import merge_over_ranks
 from stalewise.errors import ConfigError
 from stalewise.integrations.trl_store import RolloutWriter
-from stalewise.learn.learner import NonFiniteUpdate
 from stalewise.objectives import (
     Tokens,
     get_objective,
@@ -37,6 +35,8 @@ from stalewise.objectives import (
     micro_batch_sums,
 )
 from stalewise.objectives.batch_statistics import Mergeable
+from stalewise.objectives.diagnostics import TokenSums, age_statistics
+from stalewise.trainer.trainer import NonFiniteUpdate
 from stalewise.types import SamplerSettings
 
 PREFIX = "stalewise/"  # before the names of docs/metrics.md: TRL has an `entropy` of its own

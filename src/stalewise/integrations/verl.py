@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import Tensor
 
-from stalewise.diagnostics import token_sums
 from stalewise.distributed import merge_over_ranks
 from stalewise.errors import ConfigError
 from stalewise.objectives import OBJECTIVES, Objective, Tokens, get_objective, make_tokens
 from stalewise.objectives.batch_statistics import Mergeable
+from stalewise.objectives.diagnostics import token_sums
 from stalewise.objectives.reduce import natural_denominator, reduced
 from stalewise.objectives.registry import Settings
 

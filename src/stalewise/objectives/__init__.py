@@ -1,7 +1,7 @@
 """Objectives as pure functions: ratios, advantages, surrogates, reductions, and a registry by name."""
 
 from stalewise.objectives.advantages import Advantages, group_advantages
-from stalewise.objectives.evaluation import ObjectiveResult, evaluate, micro_batch_loss, micro_batch_sums
+from stalewise.objectives.loss import ObjectiveResult, evaluate, micro_batch_loss, micro_batch_sums
 from stalewise.objectives.reduce import constant_denominator, natural_denominator
 from stalewise.objectives.registry import OBJECTIVES, Objective, Settings, get_objective
 from stalewise.objectives.tokens import Tokens, make_tokens

@@ -1,5 +1,6 @@
 """Rollouts on disk: Parquet shards, manifests written last, and the ledger of what was consumed. Imports no torch."""
 
+from stalewise.store.columns import Rows, concatenate
 from stalewise.store.ledger import (
     LedgerEntry,
     Ranges,
@@ -24,7 +25,6 @@ from stalewise.store.manifest import (
     shard_path,
 )
 from stalewise.store.reader import Batch, open_batch, verify_shard
-from stalewise.store.rows import Rows, concatenate
 from stalewise.store.schema import FORMAT, SCHEMA, rollouts_from_table, table_from_rollouts
 from stalewise.store.select import deal, mean_reward, rewards_of_updates, rollouts_of_updates
 from stalewise.store.token_log import TokenLog, TokenRecord, read_tokens, token_files, token_log_directory

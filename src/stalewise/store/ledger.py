@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stalewise.errors import StoreError
-from stalewise.files import append_line, read_jsonl, truncate_jsonl
+from stalewise.store.atomic import append_line, read_jsonl, truncate_jsonl
 
 Ranges = tuple[tuple[int, int], ...]
 """Rollout ids as sorted, disjoint intervals (first, last), both included."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stalewise.errors import StoreError
-from stalewise.files import read_json
+from stalewise.store.atomic import read_json
 from stalewise.store.schema import FORMAT
 from stalewise.types import SamplerSettings
 

@@ -13,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError, nearest
-from stalewise.files import sha256_file
+from stalewise.store.atomic import sha256_file
+from stalewise.store.columns import ROW_COLUMNS, Rows, concatenate, numbers, rows_from_table
 from stalewise.store.manifest import (
     BatchManifest,
     ShardManifest,
@@ -22,7 +23,6 @@ from stalewise.store.manifest import (
     read_batch_manifest,
     shard_path,
 )
-from stalewise.store.rows import ROW_COLUMNS, Rows, concatenate, numbers, rows_from_table
 from stalewise.store.schema import FORMAT_KEY, LIGHT_COLUMNS, SCHEMA, rollouts_from_table
 from stalewise.types import Rollout
 

@@ -23,8 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError
-from stalewise.files import fsync_directory, make_directory, write_atomic
-from stalewise.store.rows import Rows, concatenate
+from stalewise.store.atomic import fsync_directory, make_directory, write_atomic
+from stalewise.store.columns import Rows, concatenate
 from stalewise.types import TokenFlag
 
 FORMAT = "stalewise.tokens/1"

@@ -19,8 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError
-from stalewise.exclusive import create_atomic
-from stalewise.files import remove_temporaries, write_atomic, write_json_atomic
+from stalewise.store.atomic import create_atomic, remove_temporaries, write_atomic, write_json_atomic
 from stalewise.store.manifest import (
     BATCH_MANIFEST,
     BatchManifest,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stalewise.tasks.base import CHAT, Task, Verifier
-from stalewise.tasks.options import build
+from stalewise.tasks.base import CHAT, Task, Verifier, build
 from stalewise.tasks.overlap import Seen
 from stalewise.tasks.verifiers import ErrorCounts, count_errors, make_verifier
 
@@ -27,7 +26,7 @@ TASKS = {
     "arithmetic-chat": "stalewise.tasks.arithmetic:AdditionChat",
     "arithmetic-steps": "stalewise.tasks.arithmetic:Steps",
     "gym": "stalewise.tasks.gym:GymTask",
-    "hf": "stalewise.tasks.hf:HuggingFaceTask",
+    "hf": "stalewise.tasks.hf_datasets:HuggingFaceTask",
     "jsonl": "stalewise.tasks.jsonl:JsonlTask",
 }
 

@@ -15,11 +15,10 @@ from itertools import islice
 from typing import Any
 
 from stalewise.errors import TaskError, nearest
-from stalewise.tasks.base import check_range, first_distinct, fraction_of
-from stalewise.tasks.options import need
+from stalewise.tasks.base import check_range, first_distinct, fraction_of, need
 from stalewise.tasks.rows import PromptForm
+from stalewise.tasks.verifiers.judge_process import Judge, describe
 from stalewise.tasks.verifiers.pool import ProcessVerifier
-from stalewise.tasks.verifiers.worker import Judge, describe
 from stalewise.types import Prompt, Reward
 
 FULL_SCORE = 0.99

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
 
-from stalewise.splitmix import uniform
+from stalewise.statistics import uniform
 
 FAULTS = os.environ.get("FAKE_VLLM_FAULTS", "").split()
 Array = npt.NDArray[np.float64]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from stalewise.tasks.base import Verifier
-from stalewise.tasks.options import build
-from stalewise.tasks.verifiers.errors import ErrorCounts, count_errors
+from stalewise.tasks.base import Verifier, build
+from stalewise.tasks.verifiers.error_counts import ErrorCounts, count_errors
 
 __all__ = ["VERIFIERS", "ErrorCounts", "count_errors", "make_verifier"]
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from stalewise.tasks.options import need
+from stalewise.tasks.base import need
+from stalewise.tasks.verifiers.judge_process import Judge
 from stalewise.tasks.verifiers.pool import ProcessVerifier
-from stalewise.tasks.verifiers.worker import Judge
 from stalewise.types import Prompt, Reward
 
 

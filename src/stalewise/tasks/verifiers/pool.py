@@ -34,7 +34,7 @@ START_LIMIT_S = 120.0
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from stalewise.tasks.verifiers.worker import main; main(int(sys.argv[2]))"
+    "from stalewise.tasks.verifiers.judge_process import main; main(int(sys.argv[2]))"
 )
 
 

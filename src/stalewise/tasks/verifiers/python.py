@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 
 from stalewise.errors import TaskError
+from stalewise.tasks.verifiers.judge_process import Judge, load
 from stalewise.tasks.verifiers.pool import ProcessVerifier
-from stalewise.tasks.verifiers.worker import Judge, load
 
 
 class PythonVerifier(ProcessVerifier):

@@ -1,0 +1,266 @@
+"""Training: the conductor at a run directory, until there is nothing left to do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from stalewise.config import RunConfig, TaskSection, make_config
+from stalewise.config.run_directory import RunResult, is_started, read_config
+from stalewise.distributed import Ranks
+from stalewise.errors import StoreError, TaskError
+from stalewise.models.loading import embedded_policies, resolve_model
+from stalewise.orchestrator.contamination import seen_in_training
+from stalewise.orchestrator.evaluation import Evaluation, evaluate_checkpoint
+from stalewise.orchestrator.offline import Relearner, plan_sources
+from stalewise.orchestrator.orchestrator import Conductor, conduct
+from stalewise.orchestrator.pipelined import Pipelined
+from stalewise.orchestrator.ranks import together
+from stalewise.orchestrator.setup import check_objective, settle
+from stalewise.planning.memory import check_sampling_memory
+from stalewise.planning.planner import plan_for_training
+from stalewise.rollout.factory import make_sampler
+from stalewise.rollout.workers.coordinator import restore
+from stalewise.staleness.spent import StageSchedule
+from stalewise.store import BatchManifest
+from stalewise.store.atomic import RunLock
+from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
+from stalewise.tasks import Seen, make_evaluation_file, make_task
+from stalewise.tasks.overlap import read_ids
+from stalewise.types import Silence, Watcher
+
+
+def run(config: RunConfig, watcher: Watcher | None = None, *, say_plan: bool = False) -> RunResult:
+    """Train as the config says, from wherever its run directory stands; on all processes that were launched for it.
+
+    `say_plan`: tell the watcher, before a new run, what is known of how it will go.
+    """
+    return together(config, lambda ranks: _train(config, watcher or Silence(), ranks, say_plan))
+
+
+def _train(config: RunConfig, watcher: Watcher, ranks: Ranks, say_plan: bool) -> RunResult:
+    check_objective(config)  # before anything is loaded
+    config = settle(config, watcher.say)
+    if (say_plan or config.plan.strict) and not is_started(config.directory):
+        plan = plan_for_training(config)  # refuses what is not known to be safe, where that is asked for
+        for line in plan.lines if say_plan else ():
+            watcher.say(line)
+    side = Pipelined if config.schedule.kind == "pipelined" else Conductor
+
+    def make_conductor() -> Conductor:
+        restore(config, watcher.say)  # with the directory's lock, and before anything is read from there
+        return side(config, watcher)
+
+    return conduct(config.directory, make_conductor, ranks)
+
+
+# Each verb as a function: `generate`, `learn`, `evaluate`. Training is `stalewise.api`, reporting `stalewise.reporting`.
+# The command line calls these and prints what they return.
+
+
+def generate(
+    config: RunConfig,
+    *,
+    batch: int | None = None,
+    checkpoint: str | Path | None = None,
+    watcher: Watcher | None = None,
+) -> list[BatchManifest]:
+    """Fill the store without learning; what is committed already is not made again.
+
+    Without further arguments this makes the next generation batch that is missing (none where all are there); with
+    `batch`, that one. With `checkpoint`, a checkpoint of this run that may lie anywhere, it makes the batches which
+    that version is to make: another machine can generate from a copied checkpoint, and its rollouts are copied back.
+    """
+    watcher = watcher or Silence()
+    config = settle(config, watcher.say)
+    with RunLock(config.directory):
+        if checkpoint is None:
+            restore(config, watcher.say)
+        conductor = Conductor(config, watcher)
+        try:
+            if checkpoint is not None:
+                conductor.claim()
+                wanted = _batches_of_checkpoint(conductor, Path(checkpoint))
+                check_sampling_memory(config, str(checkpoint))
+                return [conductor.generate(g, Path(checkpoint)) for g in wanted]
+            check_sampling_memory(config, conductor.newest_policy())
+            conductor.prepare()
+            newest = versions(config.directory)[-1]
+            if batch is None:
+                missing = conductor.missing_batch(newest) if newest < conductor.schedule.updates else None
+                return [] if missing is None else [conductor.generate(missing)]
+            conductor.missing_batch(min(newest, conductor.schedule.updates - 1))  # a stage may have to begin
+            _check_batch_number(conductor, batch)
+            return [conductor.generate(batch)]
+        finally:
+            conductor.close()
+
+
+def _batches_of_checkpoint(conductor: Conductor, checkpoint: Path) -> list[int]:
+    if not (checkpoint / "manifest.json").is_file():
+        raise StoreError(f"{checkpoint} is no checkpoint of a run: to generate with another model, say model.path")
+    version = read_state(checkpoint)["version"]
+    schedule = conductor.schedule
+    if isinstance(schedule, StageSchedule) and not schedule.stages:
+        raise StoreError('with schedule.end = "spent" stages are found in training: generate where the run is')
+    wanted = [g for g in range(schedule.generation_batches) if schedule.version_of(g) == version]
+    if not wanted:
+        makers = sorted({schedule.version_of(g) for g in range(schedule.generation_batches)})
+        raise StoreError(f"version {version} makes no generation batch of this schedule; versions that do: {makers}")
+    return wanted
+
+
+def _check_batch_number(conductor: Conductor, batch: int) -> None:
+    count = conductor.schedule.generation_batches
+    if not 0 <= batch < count:
+        raise StoreError(f"generation batch {batch} does not exist: this schedule has 0 to {count - 1}")
+    version = conductor.schedule.version_of(batch)
+    if version not in versions(conductor.directory):
+        raise StoreError(
+            f"generation batch {batch} is made by version {version}, which {conductor.directory} does not have: "
+            "`stalewise train` comes there in its turn"
+        )
+
+
+def learn(
+    config: RunConfig,
+    rollouts: Iterable[str | Path],
+    *,
+    checkpoint: str | Path | None = None,
+    unused: bool = False,
+    watcher: Watcher | None = None,
+) -> RunResult:
+    """Learn once through rollouts that exist: of run directories, or of single generation batches, in this order.
+
+    The result is a run directory like any other, except that its rollouts lie elsewhere. Updates: for each batch its
+    groups divided by `batch.prompts`, rounded down, and at most `schedule.updates` in all. The policy starts at
+    `config.model.path` or at `checkpoint`, with a fresh optimizer. `stalewise.orchestrator.offline` says how ages are counted.
+    `unused` leaves out what the runs that made the rollouts have learned from.
+    """
+    paths, start = [Path(path) for path in rollouts], None if checkpoint is None else Path(checkpoint)
+    return together(config, lambda ranks: _relearn(config, paths, start, unused, watcher or Silence(), ranks))
+
+
+def _relearn(
+    config: RunConfig, rollouts: Sequence[Path], checkpoint: Path | None, unused: bool, watcher: Watcher, ranks: Ranks
+) -> RunResult:
+    check_objective(config)  # before anything is loaded
+    config = settle(config, watcher.say)
+    planned, sources = plan_sources(config, rollouts, checkpoint, unused=unused, say=watcher.say)
+    return conduct(planned.directory, lambda: Relearner(planned, sources, checkpoint, watcher), ranks)
+
+
+def evaluate(
+    model_or_run: str | Path,
+    *,
+    task: str | None = None,
+    file: str | Path | None = None,
+    options: Mapping[str, Any] | None = None,
+    prompts: int | None = None,
+    samples: int | None = None,
+    max_new_tokens: int | None = None,
+    exclude_ids: str | Path | None = None,
+    watcher: Watcher | None = None,
+) -> Evaluation:
+    """Accuracy on held-out prompts of a model, of a checkpoint, or of a run's newest checkpoint. Nothing is written.
+
+    A run, or a checkpoint in one, brings its task and settings along; for another model `task` has to be said, unless
+    it is the embedded policy of one. `file` evaluates on all rows of a JSONL file instead, in the form of a run that
+    was trained on rows. Prompts that a run was trained on, or one that it comes from, are left out and counted, and so
+    are those whose ids the file `exclude_ids` lists; where what training has seen is not known, `unknown` says so.
+    """
+    watcher = watcher or Silence()
+    policy = _policy(str(model_or_run), "jsonl" if file is not None else task)
+    own = policy.config.task
+    config = _with_settings(policy.config, task, {} if file is not None else options, prompts, samples, max_new_tokens)
+    exclude = Seen() if exclude_ids is None else read_ids(exclude_ids)
+    if file is not None:
+        chosen = make_evaluation_file(str(file), **{**_form_of(own), **(options or {})})
+    else:
+        chosen = make_task(config.task.name, seed=config.seed, **config.task.options)
+    check_sampling_memory(config, str(policy.checkpoint))
+    sampler = make_sampler(config)
+    try:
+        # A task keeps its own prompts apart; those that came before it in the policy's line may know them.
+        apart = own if policy.run is not None and file is None and config.task == own else None
+        unknown: list[str] = []
+        exclude |= seen_in_training(policy.run or policy.checkpoint, unknown.append, apart=apart)
+        for words in unknown:
+            watcher.say(words)
+        count = config.evaluation.prompts if file is None or prompts is not None else sys.maxsize
+        count = len(chosen.evaluation_prompts(count))
+        watcher.begin("evaluate", count * config.evaluation.samples)
+        result = evaluate_checkpoint(
+            policy.checkpoint,
+            version=policy.version,
+            task=chosen,
+            sampler=sampler,
+            prompts=count,
+            samples=config.evaluation.samples,
+            rows_at_once=config.sampler.rollouts_per_shard,
+            exclude=exclude,
+        )
+    finally:
+        sampler.close()
+        chosen.verifier.close()
+    watcher.advance((result.prompts + result.excluded) * result.samples)
+    return replace(result, unknown=unknown)
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """Where a policy lies, which version it is, and the config it comes with; and its run, where it has one."""
+
+    checkpoint: Path
+    version: int
+    config: RunConfig
+    run: Path | None
+
+
+def _policy(name: str, task: str | None) -> _Policy:
+    path = Path(name).expanduser()
+    if (path / "config.resolved.json").is_file():
+        found = versions(path)
+        if not found:
+            raise StoreError(f"{path} has no checkpoint yet")
+        checkpoint = checkpoint_directory(path, found[-1])
+        read_state(checkpoint)  # compares its files with their checksums
+        return _Policy(checkpoint, found[-1], read_config(path), path)
+    run = path.resolve().parent.parent
+    if (path / "state.json").is_file() and (run / "config.resolved.json").is_file():
+        return _Policy(path, read_state(path)["version"], read_config(run), run)
+    if task is None and name not in embedded_policies():
+        raise TaskError(f"{name} is no run directory: say which task to evaluate it on, as in --task arithmetic")
+    config = make_config({"model": {"path": name}, "task": {"name": task or name}})
+    return _Policy(Path(resolve_model(name)), 0, config, None)
+
+
+def _form_of(task: TaskSection) -> dict[str, Any]:
+    """How a run's own task makes prompts of rows, where it does: another file is read in the same way."""
+    form = ("problem_field", "answer_field", "id_field", "template", "chat", "system", "verifier", "verifier_options")
+    return {key: task.options[key] for key in form if task.name in ("jsonl", "hf") and key in task.options}
+
+
+def _with_settings(
+    config: RunConfig,
+    task: str | None,
+    options: Mapping[str, Any] | None,
+    prompts: int | None,
+    samples: int | None,
+    max_new_tokens: int | None,
+) -> RunConfig:
+    record = config.model_dump(mode="json")
+    if task is not None and task != config.task.name:
+        record["task"] = {"name": task, "options": {}}
+    record["task"]["options"] |= dict(options or {})
+    for section, key, value in (
+        ("evaluation", "prompts", prompts),
+        ("evaluation", "samples", samples),
+        ("sampler", "max_new_tokens", max_new_tokens),
+    ):
+        if value is not None:
+            record[section][key] = value
+    return make_config(record, source="evaluate")

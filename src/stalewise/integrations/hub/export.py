@@ -1,0 +1,130 @@
+"""A policy or the rollouts of a run as a directory for others: what a hub gets, with a card, without optimizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from stalewise.config.run_directory import EXPORT_CONFIG, read_config
+from stalewise.errors import StoreError
+from stalewise.integrations.hub.card import dataset_card, model_card
+from stalewise.integrations.hub.provenance import Base, base_of, config_file, new_folder, place_file
+from stalewise.reporting.read import read_run
+from stalewise.store import batch_directories, is_committed, open_batch
+from stalewise.store.atomic import read_json
+from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
+
+CARD, CONFIG = "README.md", EXPORT_CONFIG
+ADAPTER, ADAPTER_CONFIG = "adapter", "adapter_config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Of a checkpoint's small files, what is the learner's or the store's; all other weights are the learner's, too.
+NOT_THE_POLICY = frozenset({"state.json", "manifest.json"})
+SMALL_FILES = frozenset({".json", ".jinja", ".txt", ".model"})
+NOT_THE_TOKENIZER = frozenset({"config.json", "generation_config.json", INDEX})
+
+
+def export_policy(
+    run: str | Path,
+    directory: str | Path,
+    *,
+    version: int | None = None,
+    adapter: bool = False,
+    force: bool = False,
+    link: bool = False,
+) -> Path:
+    """Write a version of a run, the newest unless said, as an ordinary Hugging Face directory with a model card.
+
+    Of a run that trained adapters this is the merged policy, or with `adapter` the adapter alone, in PEFT's layout.
+    With `link` its large files only point to the run's: for a directory that does not last.
+    """
+    run, directory = Path(run), Path(directory).expanduser()
+    config = read_config(run)
+    version = _version(run, version)
+    checkpoint = checkpoint_directory(run, version)
+    if adapter and not config.model.trains_adapters:
+        raise StoreError(f"{run} trained all weights and has no adapter: leave out --adapter")
+    read_state(checkpoint)  # compares its files with their checksums
+    base = base_of(config)
+    kind = "adapter" if adapter else "policy"
+    record = {"kind": kind, "run": config.name, "version": version, "base": base.record()}
+    with new_folder(directory, record, force=force) as folder:
+        if adapter:
+            _place_adapter(checkpoint, folder, base, link=link)
+        else:
+            _place_policy(checkpoint, folder, link=link)
+        (folder / CONFIG).write_text(config_file(config))
+        (folder / CARD).write_text(
+            model_card(read_run(run), config, version, base, adapter=adapter, config_name=CONFIG)
+        )
+    return directory
+
+
+def export_rollouts(run: str | Path, directory: str | Path, *, force: bool = False, link: bool = False) -> Path:
+    """Write the committed rollouts of a run as a dataset: Parquet that `datasets.load_dataset` reads, with a card.
+
+    The shards are copied as they are, with their manifests, which no longer say what machine made them:
+    `stalewise learn --rollouts` takes the directory, too.
+    """
+    run, directory = Path(run), Path(directory).expanduser()
+    config = read_config(run)
+    batches = [path for path in batch_directories(run / "rollouts") if is_committed(path)]
+    if not batches:
+        others = " (it learned from those of others: name their runs)" if (run / "sources.json").is_file() else ""
+        raise StoreError(f"{run} has no committed rollouts of its own{others}")
+    base = base_of(config)
+    record = {"kind": "rollouts", "run": config.name, "base": base.record()}
+    with new_folder(directory, record, force=force) as folder:
+        for path in batches:
+            open_batch(path)  # compares its files with their checksums
+            for file in sorted(path.iterdir()):
+                target = folder / "rollouts" / path.name / file.name
+                if file.suffix == ".parquet":
+                    place_file(file, target, link=link)
+                elif file.suffix == ".json":
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_text(json.dumps(_without_workers(read_json(file)), indent=2) + "\n")
+        (folder / CONFIG).write_text(config_file(config))
+        (folder / CARD).write_text(dataset_card(read_run(run), config, base, config_name=CONFIG))
+    return directory
+
+
+def _without_workers(value: Any) -> Any:
+    """A manifest without the names of workers, which are often those of machines."""
+    if isinstance(value, dict):
+        return {key: _without_workers(item) for key, item in value.items() if key != "worker"}
+    return [_without_workers(item) for item in value] if isinstance(value, list) else value
+
+
+def _version(run: Path, version: int | None) -> int:
+    found = versions(run)
+    if not found:
+        raise StoreError(f"{run} has no checkpoint yet: there is nothing to export")
+    if version is not None and version not in found:
+        raise StoreError(f"{run} has no checkpoint of version {version}; it has {', '.join(map(str, found))}")
+    return found[-1] if version is None else version
+
+
+def _place_policy(checkpoint: Path, folder: Path, *, link: bool) -> None:
+    """Config, weights and tokenizer: what transformers wrote."""
+    weights = set(read_json(checkpoint / INDEX)["weight_map"].values())
+    names = {file.name for file in _small_files(checkpoint)} - ({INDEX} if weights == {WEIGHTS} else set())
+    for name in sorted(names | weights):
+        place_file(checkpoint / name, folder / name, link=link)
+
+
+def _place_adapter(checkpoint: Path, folder: Path, base: Base, *, link: bool) -> None:
+    """The adapter, and the tokenizer beside it."""
+    small = [file for file in _small_files(checkpoint) if file.name not in NOT_THE_TOKENIZER]
+    for file in [*small, *sorted((checkpoint / ADAPTER).glob("*.safetensors"))]:
+        place_file(file, folder / file.name, link=link)
+    adapter: dict[str, Any] = read_json(checkpoint / ADAPTER / ADAPTER_CONFIG)
+    # A directory of this machine means nothing elsewhere.
+    directory = Path(str(adapter["base_model_name_or_path"])).name
+    adapter["base_model_name_or_path"] = base.name if base.name and base.is_itself else directory
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(adapter, indent=2, sort_keys=True))
+
+
+def _small_files(checkpoint: Path) -> list[Path]:
+    found = [path for path in sorted(checkpoint.iterdir()) if path.is_file() and path.suffix in SMALL_FILES]
+    return [path for path in found if path.name not in NOT_THE_POLICY]

@@ -1,0 +1,1 @@
+"""Models: loading, attention, fast operators and GPU kernels."""

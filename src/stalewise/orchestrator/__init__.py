@@ -1,0 +1,1 @@
+"""Decides what a run does next, and does it."""

@@ -1,0 +1,168 @@
+"""Held-out accuracy of a checkpoint: avg@k and pass@k with bootstrap intervals. Axes: P prompts, K samples each."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stalewise.errors import TaskError
+from stalewise.rollout.generate import sample_for_evaluation
+from stalewise.rollout.sampler import Sampler
+from stalewise.statistics import Interval, bootstrap
+from stalewise.tasks import Seen, Task, count_errors
+from stalewise.tasks.verifiers.error_counts import LISTED
+from stalewise.tasks.verifiers.math import MathVerifier
+from stalewise.types import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What one checkpoint scored."""
+
+    version: int
+    task: str
+    prompts: int
+    samples: int
+    accuracy: Interval  # avg@k: mean reward of all samples
+    pass_at: dict[int, Interval]  # share of prompts with a right answer among k samples, unbiased
+    response_length: float
+    truncated_fraction: float
+    verifier_errors: int
+    verifier_error_kinds: dict[str, int]
+    seconds: float
+    excluded: int = 0  # held-out prompts that were left out, since training has seen them or a list names them
+    verifier_error_prompts: dict[str, list[str]] = field(default_factory=dict)  # ids, by kind of error
+    unparsed: int = 0  # responses in which the verifier found no answer: worth 0
+    unparsed_examples: list[dict[str, str]] = field(default_factory=list)
+    by_prompt: dict[str, list[Any]] = field(default_factory=dict)  # see `scores_by_prompt`
+    unmatched: int = 0  # gold answers that are not right when they are given as an answer, see `MathVerifier.unmatched`
+    unmatched_prompts: list[str] = field(default_factory=list)  # ids of some
+    unknown: list[str] | None = None  # what could not be told of the prompts that training has seen; None: not asked
+
+    def record(self) -> dict[str, Any]:
+        """What is written to `eval.jsonl`."""
+        return asdict(self)
+
+
+def evaluate_checkpoint(
+    checkpoint: Path,
+    *,
+    version: int,
+    task: Task,
+    sampler: Sampler,
+    prompts: int,
+    samples: int,
+    seed: int = 0,
+    rows_at_once: int = 2048,
+    exclude: Seen | None = None,
+    on_load: Callable[[float], object] = lambda seconds: None,
+) -> Evaluation:
+    """Sample `samples` responses to each held-out prompt and score them. The seeds do not depend on the checkpoint.
+
+    Of the first `prompts` held-out prompts those in `exclude` are left out, and counted.
+    """
+    start = time.perf_counter()
+    sampler.load(checkpoint)
+    on_load(time.perf_counter() - start)
+    found = task.evaluation_prompts(prompts)
+    held_out = [prompt for prompt in found if exclude is None or prompt not in exclude]
+    excluded = len(found) - len(held_out)
+    if not held_out:
+        why = f": training has seen all {excluded}, or they are excluded by their ids" if excluded else ""
+        raise TaskError(f"task {task.name} has no held-out prompts left to evaluate on{why}")
+    repeated, responses = sample_for_evaluation(
+        held_out, samples=samples, seed=seed, sampler=sampler, rows_at_once=rows_at_once
+    )
+    texts = [response.text for response in responses]
+    rewards = task.verifier.score(repeated, texts)
+    errors = count_errors(rewards, repeated, texts)
+    listed = errors.record()
+    if errors.failed == len(rewards):
+        raise TaskError(f"the verifier of {task.name} failed on all {len(rewards)} responses: {errors}")
+    unmatched = task.verifier.unmatched(held_out) if isinstance(task.verifier, MathVerifier) else []
+    score_PK = np.array([reward.value for reward in rewards]).reshape(len(held_out), samples)
+    return Evaluation(
+        version=version,
+        task=task.name,
+        prompts=len(held_out),
+        samples=samples,
+        accuracy=average(score_PK),
+        pass_at={k: pass_at_k(score_PK, k) for k in _sizes(samples)},
+        response_length=float(np.mean([len(response.token_ids) for response in responses])),
+        truncated_fraction=float(np.mean([r.finish_reason is FinishReason.LENGTH for r in responses])),
+        verifier_errors=errors.failed,
+        verifier_error_kinds=dict(errors.kinds),
+        seconds=time.perf_counter() - start,
+        excluded=excluded,
+        verifier_error_prompts=listed["verifier_error_prompts"],
+        unparsed=errors.unparsed,
+        unparsed_examples=listed["unparsed_examples"],
+        unmatched=len(unmatched),
+        unmatched_prompts=[prompt.prompt_id for prompt in unmatched[:LISTED]],
+        by_prompt=scores_by_prompt([prompt.prompt_id for prompt in held_out], score_PK),
+    )
+
+
+def scores_by_prompt(prompt_ids: Sequence[str], score_PK: npt.NDArray[np.float64]) -> dict[str, list[Any]]:
+    """What each prompt scored, as lists side by side: with it, two runs can be compared prompt by prompt.
+
+    `score` is the sum over the samples that have a score (the number of right ones where a score is 0 or 1), and
+    `scored` is the number of those samples.
+
+    >>> scores_by_prompt(["a", "b"], np.array([[1.0, 0.0], [math.nan, 0.5]]))
+    {'prompt_ids': ['a', 'b'], 'score': [1, 0.5], 'scored': [2, 1]}
+    """
+    totals = [round(float(total), 6) for total in np.nansum(score_PK, axis=1)]
+    return {
+        "prompt_ids": list(prompt_ids),
+        "score": [int(total) if total.is_integer() else total for total in totals],
+        "scored": (~np.isnan(score_PK)).sum(axis=1).tolist(),
+    }
+
+
+def average(score_PK: npt.NDArray[np.float64]) -> Interval:
+    """Mean score with its interval; samples without a score (NaN) are left out."""
+    known_PK = ~np.isnan(score_PK)
+    count_P = known_PK.sum(axis=1)
+    total_P = np.where(known_PK, score_PK, 0.0).sum(axis=1)
+    return bootstrap(total_P[count_P > 0] / count_P[count_P > 0])
+
+
+def pass_at_k(score_PK: npt.NDArray[np.float64], k: int) -> Interval:
+    """Probability that one of k samples is right, 1 − C(n − c, k) / C(n, k) per prompt: unbiased (Chen et al. 2021).
+
+    Right is a score of 1; a sample without a score counts as one that is not right.
+    """
+    samples = score_PK.shape[1]
+    if not 1 <= k <= samples:
+        raise ValueError(f"k is {k}; expected 1 to {samples}, the number of samples")
+    correct_P = (score_PK >= 1).sum(axis=1)
+    missed_P = np.array([math.comb(samples - int(c), k) / math.comb(samples, k) for c in correct_P])
+    return bootstrap(1 - missed_P)
+
+
+def _sizes(samples: int) -> list[int]:
+    """The k of pass@k: powers of two, and all samples together."""
+    return sorted({*(2**i for i in range(samples.bit_length())), samples})
+
+
+def describe_evaluation(result: Evaluation) -> str:
+    """One line for a person."""
+    accuracy = result.accuracy
+    line = f"version {result.version}: accuracy {accuracy.value:.3f} [{accuracy.low:.3f}, {accuracy.high:.3f}]"
+    if result.truncated_fraction > 0.5:
+        line += f", {result.truncated_fraction:.0%} truncated"
+    if result.excluded:
+        line += f", {result.excluded} prompts left out"
+    if result.unparsed > 0.5 * result.prompts * result.samples:
+        line += f", no answer found in {result.unparsed} responses"
+    if result.verifier_errors:
+        line += f", {result.verifier_errors} verifier errors {result.verifier_error_kinds}"
+    return line

@@ -1,0 +1,100 @@
+"""The learning rate that a run is made with, where its config leaves that to the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stalewise.config import RunConfig, make_config
+from stalewise.config.run_directory import is_started, read_config
+from stalewise.errors import CalibrationError, ConfigError
+from stalewise.models.loading import encode_prompts, load_model, load_tokenizer
+from stalewise.objectives import get_objective
+from stalewise.planning.planner import budget_limits, law_learning_rate, rests_on_collapses, rounded_down
+from stalewise.store.atomic import read_json, write_json_atomic
+from stalewise.store.checkpoints import write_checkpoint
+from stalewise.tasks import Task
+from stalewise.trainer.logprobs import check_output_layer
+from stalewise.trainer.lora import save_first
+
+FORMAT = "stalewise.limits/1"
+FILE = "limits.json"  # in the run directory
+
+
+def settle(config: RunConfig, say: Callable[[str], object] = lambda text: None) -> RunConfig:
+    """The config with the planned learning rate filled in; one that says its own is left alone.
+
+    A run that has begun goes on with the rate it began with, whatever was calibrated since.
+    """
+    if config.plan.learning_rate == "given":
+        return config
+    if is_started(config.directory):
+        return with_rate(config, read_config(config.directory).optimizer.learning_rate)
+    try:
+        rate = law_learning_rate(config)
+    except CalibrationError as error:
+        if config.plan.learning_rate == "planned":
+            raise
+        say(f"optimizer.learning_rate stays {config.optimizer.learning_rate:g}, as given: {error}")
+        return config
+    given = config.optimizer.learning_rate
+    if config.plan.learning_rate != "planned" and rate < given and not rests_on_collapses(config):
+        say(
+            f"optimizer.learning_rate stays {given:g}, as given: up to {rounded_down(rate)} is known to be safe, but "
+            "no run of the sweep says that more is not"
+        )
+        return config
+    say(f"plan: optimizer.learning_rate is {rate:.3g}, the largest that is safe")
+    return with_rate(config, rate)
+
+
+def limits_of_run(config: RunConfig) -> tuple[float, float] | None:
+    """What a run is watched against, written down when it first learns: a calibration that is made later, or a
+    model that was moved away, must not change what a run that goes on does.
+    """
+    path = config.directory / FILE
+    if not path.is_file():
+        write_json_atomic(path, {"format": FORMAT, "limits": budget_limits(config)})
+    limits = read_json(path)["limits"]
+    return None if limits is None else (limits[0], limits[1])
+
+
+def with_rate(config: RunConfig, rate: float) -> RunConfig:
+    """The config with another learning rate."""
+    record = config.model_dump(mode="json")
+    record["optimizer"]["learning_rate"] = rate
+    return make_config(record, source="plan")
+
+
+# Version 0 of a run: the policy that training begins with, as a checkpoint like all others.
+
+
+def write_first_checkpoint(config: RunConfig, source: str, task: Task, say: Callable[[str], object]) -> dict[str, Any]:
+    """Write what transformers loads from `source` as version 0 of the run; the learner's numbers of that.
+
+    The checkpoint is whole and need not be read again. `say` hears what a user should know of it.
+    """
+    model = load_model(source, device=torch.device("cpu"))
+    check_output_layer(model)  # now, and not when a whole stage has been generated
+    tokenizer = load_tokenizer(source)
+    # Version 0 keeps the tokenizer: one without the chat template that the task needs would stay in the run.
+    encode_prompts(task.prompts(0, 1), tokenizer)
+
+    def save(directory: Path) -> None:
+        save_first(config, model, source, directory, say)
+        tokenizer.save_pretrained(directory)
+
+    state = {"steps": 0, "drift": 0.0, "source": config.model.path}
+    write_checkpoint(config.directory, 0, save=save, state=state)
+    return {"version": 0, **state}
+
+
+def check_objective(config: RunConfig) -> Mapping[str, Any]:
+    """The objective's parameters with defaults filled in; a name or value that is not known is a ConfigError."""
+    try:
+        return get_objective(config.objective.name).settings(config.objective.params)
+    except ValueError as error:
+        raise ConfigError(f"objective: {error}") from error

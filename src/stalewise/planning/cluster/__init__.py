@@ -1,0 +1,1 @@
+"""Planning for clusters: hardware, makespan, simulation."""

@@ -1,0 +1,205 @@
+"""A short real run that measures what a run of this config moves, costs and gets.
+
+Everything is read from the run directory afterwards: its journal, metrics and manifests. Only the peak of memory is the
+process's own.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stalewise.config import RunConfig, make_config
+from stalewise.config.run_directory import RunResult
+from stalewise.errors import CalibrationError, ConfigError
+from stalewise.planning.calibration import calibration_path, identity_of_config, read_calibration, save_calibration
+from stalewise.planning.costs import Phase, Probe
+from stalewise.store import batch_directories, open_batch, read_batch_manifest
+from stalewise.store.atomic import read_json, read_jsonl
+from stalewise.store.checkpoints import checkpoint_directory, versions
+from stalewise.types import Silence, Watcher
+
+LEAST_UPDATES = 8  # below it there are no two sizes of generation batches after the first, which warms up
+PHASE_ENDS = (2, 8, 32, 128, 512, 2048, 8192)
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """A probe, where it is written down, and the run that it was."""
+
+    probe: Probe
+    path: Path
+    directory: Path
+
+
+def probe(
+    config: RunConfig,
+    *,
+    train: Callable[[RunConfig, Watcher], RunResult],
+    updates: int = 32,
+    watcher: Watcher | None = None,
+) -> Probed:
+    """Make or finish the probing run of a config with `train`, measure it, and write it into the calibration."""
+    probing = probe_config(config, updates)
+    was_complete = versions(probing.directory)[-1:] == [updates]
+    train(probing, watcher or Silence())
+    peak = _earlier_peak(config) if was_complete else _peak_memory(config)
+    measured = measure(probing, peak)
+    environment = read_json(probing.directory / "environment.json")
+    return Probed(measured, save_calibration(config, environment, probe=measured), probing.directory)
+
+
+def probe_config(config: RunConfig, updates: int) -> RunConfig:
+    """The same model, task, optimizer and batch for a few updates, with generation batches of two sizes."""
+    if updates < LEAST_UPDATES:
+        raise ConfigError(f"--updates is {updates}; a probe needs at least {LEAST_UPDATES}")
+    record = config.model_dump(mode="json")
+    schedule = {"kind": "synchronous", "updates": updates, "updates_per_generation": uneven_stage(updates)}
+    plain = {"trackers": [], "recipe": "none", "guard": {}, "plan": {}, "storage": {}, "workers": {}}
+    changes = {"name": f"{config.name}-probe", "schedule": schedule, **plain}
+    return make_config({**record, **changes}, source="the config of the probe")
+
+
+def uneven_stage(updates: int) -> int:
+    """µ with four or more generation batches (three, where that cannot be), the last of them as small as can be.
+
+    >>> uneven_stage(32), uneven_stage(12), uneven_stage(8)  # 10 10 10 2, 5 5 2, 3 3 2
+    (10, 5, 3)
+    """
+    for fewest in (4, 3):
+        found = [size for size in range(2, updates) if updates % size and -(-updates // size) >= fewest]
+        if found:
+            return max(found, key=lambda size: size - updates % size)
+    raise AssertionError(f"no µ for {updates} updates")
+
+
+def measure(config: RunConfig, peak_memory_bytes: int | None = None) -> Probe:
+    """Read a finished run: what its updates moved, what its rewards were like, what everything cost."""
+    directory = config.directory
+    metrics = [record for record in read_jsonl(directory / "metrics.jsonl") if record["taken"]]
+    if not metrics:
+        raise CalibrationError(f"{directory} took no update: none of its groups has rewards that differ")
+    journal = read_jsonl(directory / "journal.jsonl")
+    evaluation = read_jsonl(directory / "eval.jsonl")[-1]
+    manifests = [read_batch_manifest(batch) for batch in batch_directories(directory / "rollouts")]
+    newest = checkpoint_directory(directory, versions(directory)[-1])
+    rollouts = sum(manifest.rows for manifest in manifests)
+    warm = metrics[2:] or metrics  # the first updates pay for what is made once
+    return Probe(
+        updates=config.schedule.updates,
+        phases=phases(metrics),
+        **rewards(directory),
+        **generation_costs(journal, {manifest.generation_batch: manifest.seconds for manifest in manifests}),
+        seconds_per_update=_mean(record["seconds"] for record in warm),
+        tokens_per_update=_mean(record["tokens"] for record in metrics),
+        **switching_costs(journal),
+        seconds_per_evaluated_response=evaluation["seconds"] / (evaluation["prompts"] * evaluation["samples"]),
+        peak_memory_bytes=peak_memory_bytes,
+        bytes_per_rollout=sum(shard.bytes for manifest in manifests for shard in manifest.shards) / rollouts,
+        bytes_per_checkpoint=sum(file.stat().st_size for file in newest.rglob("*") if file.is_file()),
+    )
+
+
+def phases(metrics: Sequence[dict[str, Any]]) -> list[Phase]:
+    """G_upd in windows that grow fourfold: Adam's first steps are its longest."""
+    found: list[Phase] = []
+    first = 1
+    for last in PHASE_ENDS:
+        inside = [record for record in metrics if first <= record["update"] + 1 <= last]
+        if inside:
+            norms = np.array([record["update_norm_per_lr"] for record in inside])
+            found.append(Phase(first, inside[-1]["update"] + 1, float(norms.mean()), float(norms.std())))
+        first = last + 1
+    return found
+
+
+def rewards(directory: Path) -> dict[str, Any]:
+    """Mean reward, its variance inside groups and between them, and the share of groups that teach."""
+    means, variances = [], []
+    for path in batch_directories(directory / "rollouts"):
+        batch = open_batch(path, verify=False)
+        group, reward = batch.column("group"), batch.column("reward")
+        known = ~np.isnan(reward)
+        _, index = np.unique(group[known], return_inverse=True)
+        count = np.bincount(index)
+        mean = np.bincount(index, reward[known]) / count
+        variances.append(np.bincount(index, (reward[known] - mean[index]) ** 2) / count)
+        means.append(mean)
+    mean_P, variance_P = np.concatenate(means), np.concatenate(variances)
+    return {
+        "reward_mean": float(mean_P.mean()),
+        "reward_variance_within": float(variance_P.mean()),
+        "reward_variance_between": float(mean_P.var()),
+        "teaching_share": float((variance_P > 0).mean()),
+    }
+
+
+def generation_costs(journal: Sequence[dict[str, Any]], least: dict[int, float]) -> dict[str, Any]:
+    """A line through seconds against rollouts, over all generations but the first, which pays for what is made once.
+
+    `least` is what the shards of each took: a record of clearly less is of a sitting that made the rest of a batch.
+    """
+    events = [record for record in journal if record["event"] == "generate"]
+    whole = {
+        record["generation_batch"]: record
+        for record in events
+        if record["seconds"] >= 0.9 * least[record["generation_batch"]] and record["generation_batch"] > 0
+    }
+    if not whole:
+        raise CalibrationError("no generation of the probe was timed as a whole: delete its directory and probe again")
+    rows, seconds, tokens = (
+        np.array([float(record[key]) for record in whole.values()]) for key in ("rollouts", "seconds", "tokens")
+    )
+    slope, fixed = seconds.sum() / rows.sum(), 0.0
+    if len(set(rows)) > 1:
+        line = np.polyfit(rows, seconds, 1)
+        if line.min() > 0:  # else the fixed cost is lost in the noise
+            slope, fixed = line
+    return {
+        "tokens_per_second": float(tokens.sum() / seconds.sum()),
+        "generation_sizes": (int(rows.min()), int(rows.max())),
+        "seconds_per_generation": float(fixed),
+        "seconds_per_rollout": float(slope),
+    }
+
+
+def switching_costs(journal: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What one switch costs, and what starting costs: the first checkpoint and the first learner."""
+    seconds: dict[str, list[float]] = {"first checkpoint": [], "learner": [], "checkpoint": []}
+    for record in journal:
+        if record["event"] == "switch" and record.get("reason") in seconds:
+            seconds[record["reason"]].append(record["seconds"])
+    learner, checkpoint = seconds["learner"], seconds["checkpoint"]
+    later = learner[1:] or learner
+    return {
+        "seconds_per_switch": _mean(later) + _mean(checkpoint),
+        "seconds_to_start": sum(seconds["first checkpoint"][:1]) + max(0.0, learner[0] - _mean(later)),
+    }
+
+
+def _mean(values: Any) -> float:
+    return float(np.mean(list(values)))
+
+
+def _peak_memory(config: RunConfig) -> int:
+    import torch
+
+    from stalewise.models.loading import pick_device
+
+    device = pick_device(config.model.device)
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def _earlier_peak(config: RunConfig) -> int | None:
+    path = calibration_path(config, identity_of_config(config))
+    before = read_calibration(path).probe if path.is_file() else None
+    return before.peak_memory_bytes if before is not None else None

@@ -1,0 +1,21 @@
+"""The report: reads run directories and writes one HTML page that needs no network. Imports no torch.
+
+The page is drawn with plotly, which is imported when one is asked for: whoever only reads runs needs none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stalewise.reporting.render import write_report
+
+__all__ = ["write_report"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "write_report":
+        from stalewise.reporting.render import write_report
+
+        return write_report
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

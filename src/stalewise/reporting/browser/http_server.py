@@ -1,0 +1,285 @@
+"""A small read-only server on this machine alone: the report of a run and the rollout browser.
+
+Whoever does not know the random word in the address gets nothing, and neither does a page elsewhere that has a name
+point at this machine: the Host header must name the machine itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hmac
+import json
+import secrets
+import sys
+import threading
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, quote, urlsplit
+
+from stalewise.errors import ConfigError, StalewiseError, StoreError
+from stalewise.reporting.browser.group import TokenTexts, describe_group, describe_tokens
+from stalewise.reporting.browser.index import Index, IndexKeeper
+from stalewise.reporting.browser.query import Filters, Matches, parse
+from stalewise.reporting.read import read_runs
+from stalewise.reporting.render import render
+from stalewise.reporting.status import StandingLine
+from stalewise.store import batch_directories
+
+HOST = "127.0.0.1"
+OWN_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
+# What the pages may do: read from this server, and nothing else.
+STRICT = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; frame-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+# The report is one file with everything in it; it asks for nothing.
+REPORT = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'self'"
+)
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+PAGES = {"": "report.html", "rollouts": "rollouts.html"}
+WATCHED = ("config.resolved.json", "metrics.jsonl", "eval.jsonl", "journal.jsonl", "rollbacks", "rollouts")
+KEPT_QUERIES = 16
+
+
+class RunServer(ThreadingHTTPServer):
+    """Serves one run directory. `url` is where; whoever has it may read the run."""
+
+    daemon_threads = True
+    request_queue_size = 64  # a browser opens many connections at once
+
+    def __init__(self, run: Path, port: int) -> None:
+        self.run = run
+        self.token = secrets.token_urlsafe(24)
+        self.keeper = IndexKeeper(run)
+        self._texts = TokenTexts(run)
+        self.standing = StandingLine(run)
+        self._queries: OrderedDict[tuple[str, Filters], Future[Matches]] = OrderedDict()
+        self._query_lock = threading.Lock()
+        self._report_lock = threading.Lock()
+        self._report: tuple[str, str] = ("", "")
+        super().__init__((HOST, port), Handler)
+
+    @property
+    def url(self) -> str:
+        """The address of the report; the browser's is `rollouts` below it."""
+        return f"http://{HOST}:{self.server_port}/{self.token}/"
+
+    @property
+    def texts(self) -> TokenTexts:
+        """The tokenizer of the run; asked for again as long as there is no checkpoint yet."""
+        if not self._texts.known:
+            self._texts = TokenTexts(self.run)
+        return self._texts
+
+    def state(self) -> str:
+        """A word that changes when the records of the run do, and with every shard of rollouts."""
+        found: list[str] = []
+        for path in [*(self.run / name for name in WATCHED), *batch_directories(self.run / "rollouts")]:
+            with contextlib.suppress(OSError):
+                found.append(f"{path.name}:{path.stat().st_size}:{path.stat().st_mtime_ns}")
+        return "|".join(found)
+
+    def report(self) -> str:
+        """The report page; it is made anew only where the run has changed."""
+        with self._report_lock:
+            state = self.state()
+            if self._report[0] != state:
+                self._report = (state, render(read_runs([self.run])))
+            return self._report[1]
+
+    def matches(self, index: Index, filters: Filters) -> Matches:
+        """The groups that pass; the last few answers are kept, since a list is read page by page.
+
+        Whoever asks first looks; who asks the same waits for that answer, and nobody else does.
+        """
+        key = (index.fingerprint, filters)
+        with self._query_lock:
+            is_first = key not in self._queries
+            answer = self._queries.setdefault(key, Future())
+            self._queries.move_to_end(key)
+            while len(self._queries) > KEPT_QUERIES:
+                self._queries.popitem(last=False)
+        if is_first:
+            try:
+                answer.set_result(Matches(index, filters))
+            except BaseException as error:
+                answer.set_exception(error)
+                with self._query_lock:
+                    self._queries.pop(key, None)
+        return answer.result()
+
+
+def make_server(run: str | Path, port: int = 0) -> RunServer:
+    """A server for a run directory, bound and not yet serving; port 0 takes any that is free."""
+    run = Path(run)
+    if not (run / "config.resolved.json").is_file():
+        raise StoreError(f"{run} is no run directory: it has no config.resolved.json")
+    try:
+        return RunServer(run, port)
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        why = "is in use" if error.errno == errno.EADDRINUSE else "needs more rights"
+        raise ConfigError(f"port {port} {why}: name another with --port, or --port 0 for any that is free") from None
+    except OverflowError:
+        raise ConfigError(f"port {port} does not exist: --port takes 0 to 65535") from None
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers GET and HEAD."""
+
+    server: RunServer  # pyright: ignore[reportIncompatibleVariableOverride]
+    server_version, sys_version = "stalewise", ""
+
+    def do_GET(self) -> None:
+        """Answer, or say in one line why not."""
+        address = urlsplit(self.path)
+        given, slash, rest = address.path.removeprefix("/").partition("/")
+        if _host_name(self.headers.get("Host", "")) not in OWN_NAMES:
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", "this server answers to this machine's own name alone\n")
+        elif not hmac.compare_digest(given.encode(errors="replace"), self.server.token.encode()):
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", "use the whole address that `stalewise serve` printed\n")
+        elif not slash:
+            self._send(HTTPStatus.FOUND, "text/plain", "", {"Location": quote(f"/{given}/")})
+        else:
+            self._answer(rest, dict(parse_qsl(address.query, keep_blank_values=True)))
+
+    do_HEAD = do_GET
+
+    def _answer(self, path: str, parameters: dict[str, str]) -> None:
+        try:
+            if path in ROUTES:
+                answer = json.dumps(ROUTES[path](self.server, parameters), allow_nan=False)
+                self._send(HTTPStatus.OK, "application/json", answer)
+            elif path == "report":
+                self._send(HTTPStatus.OK, "text/html", self.server.report(), {"Content-Security-Policy": REPORT})
+            elif (name := PAGES.get(path, path.removeprefix("static/"))) in STATIC:
+                self._send(HTTPStatus.OK, TYPES[Path(name).suffix], STATIC[name]())
+            else:
+                self._send(HTTPStatus.NOT_FOUND, "text/plain", "there is nothing here\n")
+        except StalewiseError as error:
+            status = HTTPStatus.BAD_REQUEST if isinstance(error, ConfigError) else HTTPStatus.UNPROCESSABLE_ENTITY
+            self._send(status, "application/json", json.dumps({"error": " ".join(str(error).split())}))
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the reader has gone
+        except Exception:
+            traceback.print_exc(file=sys.stderr)
+            self._send(HTTPStatus.INTERNAL_SERVER_ERROR, "application/json", '{"error": "see the server\'s terminal"}')
+
+    def _send(self, status: HTTPStatus, kind: str, text: str, headers: Mapping[str, str] | None = None) -> None:
+        body = text.encode(errors="replace")
+        self.send_response(status)
+        standard = {
+            "Content-Type": f"{kind}; charset=utf-8",
+            "Content-Length": str(len(body)),
+            "Content-Security-Policy": STRICT,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Cross-Origin-Opener-Policy": "same-origin",
+            "Cache-Control": "no-store",
+        }
+        for name, value in {**standard, **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing is logged: the address holds the secret."""
+
+
+def _host_name(header: str) -> str | None:
+    with contextlib.suppress(ValueError):  # what is no address is nobody's name
+        return urlsplit(f"//{header}").hostname
+    return None
+
+
+def _overview(server: RunServer, parameters: dict[str, str]) -> dict[str, Any]:
+    index = server.keeper.index()
+    update = index.column("update")
+    batches = [
+        {"key": place.key, "rollback": place.rollback, "rollouts": int((index.column("place") == number).sum())}
+        for number, place in enumerate(index.places)
+    ]
+    return {
+        "run": server.run.resolve().name,
+        "rollouts": index.table.num_rows,
+        "groups": len(index.starts),
+        "consumed": int((update >= 0).sum()),
+        "last_update": int(update.max(initial=-1)),
+        "batches": batches,
+        "parts": index.parts,
+        "problems": index.problems,
+        "making": index.making,
+        "has_tokenizer": server.texts.known,
+        "fingerprint": index.fingerprint,
+    }
+
+
+def _groups(server: RunServer, parameters: dict[str, str]) -> dict[str, Any]:
+    offset, limit = (_whole(parameters, name, default) for name, default in (("offset", 0), ("limit", 100)))
+    filters = parse({key: value for key, value in parameters.items() if key not in ("offset", "limit")})
+    index = server.keeper.index()
+    found = server.matches(index, filters)
+    return {
+        "groups": len(found.groups),
+        "rollouts": found.rollouts,
+        "fingerprint": index.fingerprint,
+        "problems": found.problems,
+        "offset": offset,
+        "rows": found.page(offset, limit),
+    }
+
+
+def _group(server: RunServer, parameters: dict[str, str]) -> dict[str, Any]:
+    group = _whole(parameters, "group")
+    return describe_group(server.keeper.index(), parameters.get("batch", ""), group, server.texts)
+
+
+def _tokens(server: RunServer, parameters: dict[str, str]) -> dict[str, Any]:
+    rollout, start = _whole(parameters, "rollout"), _whole(parameters, "start", 0)
+    return describe_tokens(server.keeper.index(), parameters.get("batch", ""), rollout, start, server.texts)
+
+
+def _whole(parameters: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = parameters.get(name, "" if default is None else str(default))
+    if not text.isascii() or not text.isdigit() or len(text) > 18:
+        raise ConfigError(f"{name} should be a whole number")
+    return int(text)
+
+
+def _state(server: RunServer, parameters: dict[str, str]) -> dict[str, Any]:
+    return {"state": server.state(), "standing": server.standing.words()}
+
+
+ROUTES: dict[str, Callable[[RunServer, dict[str, str]], dict[str, Any]]] = {
+    "api/state": _state,
+    "api/overview": _overview,
+    "api/groups": _groups,
+    "api/group": _group,
+    "api/tokens": _tokens,
+}
+
+
+def _static(name: str) -> Callable[[], str]:
+    return lambda: files("stalewise.reporting.browser").joinpath("static", name).read_text(encoding="utf-8")
+
+
+STATIC = {
+    name: _static(name)
+    for name in (
+        *("report.html", "rollouts.html", "style.css", "icon.svg", "theme.js"),
+        *("report.js", "rollouts.js", "list.js", "tokens.js", "live.js"),
+    )
+}

@@ -1,0 +1,1 @@
+"""Engines that sample: embedded, vLLM, OpenAI-compatible servers."""

@@ -1,0 +1,135 @@
+"""Decoding with a cache that grows: for CPUs, and for architectures whose cache is more than keys and values.
+
+Requests are padded on the left; a row leaves the batch when its response ends, so the last long responses do not drag
+the finished ones along. Axes: R rows, V vocabulary, N new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from stalewise.rollout.sampler import Request
+from stalewise.rollout.token_sampling import draw, tempered, uniforms
+from stalewise.types import SamplerSettings
+
+# Rows that have ended are dropped once they are this share of the batch: dropping copies the cache.
+DROP_SHARE = 0.25
+ROOM_RATIO = 1.5  # of what is needed, where the room of a cache has become too small
+
+
+class RoomyLayer(DynamicLayer):
+    """Keys and values of a layer in memory with room for more: a step writes one token, and copies none but seldom."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rooms: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """What attention is to read, after the new tokens are written."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        key_room, self.keys = _append(self.rooms[0], self.keys, key_states)
+        value_room, self.values = _append(self.rooms[1], self.values, value_states)
+        self.rooms = key_room, value_room
+        return self.keys, self.values
+
+
+def _append(room: Tensor | None, held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """`held` [R, K, L, D] with `new` after it: in its room, or in a larger one where that is too small or another's."""
+    before = held.shape[-2] if held.numel() else 0
+    length = before + new.shape[-2]
+    # Rows that have ended are taken out by copying the others, which are then elsewhere.
+    lies_there = room is not None and held.data_ptr() == room.data_ptr() and len(held) == len(room)
+    if room is None or not lies_there or length > room.shape[-2]:
+        room = new.new_empty(*new.shape[:-2], int(ROOM_RATIO * length) + 1, new.shape[-1])
+        if before:
+            room[..., :before, :] = held
+    room[..., before:length, :] = new
+    return room, room[..., :length, :]
+
+
+@torch.inference_mode()
+def decode_growing(
+    model: Any,
+    requests: Sequence[Request],
+    settings: SamplerSettings,
+    *,
+    new_tokens: int,
+    stop_ids: Tensor,
+    pad_id: int,
+    on_tokens: Callable[[int], object],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Token ids and log-probabilities [R, N] and lengths [R] of all responses, in the order of `requests`."""
+    rows, device = len(requests), model.device
+    uniform_RN = torch.from_numpy(uniforms([request.seed for request in requests], new_tokens)).to(device)
+    ids_RN = torch.zeros(rows, new_tokens, dtype=torch.long, device=device)
+    logp_RN = torch.zeros(rows, new_tokens, device=device)
+    length_R = torch.zeros(rows, dtype=torch.long, device=device)
+    active_R = torch.arange(rows, device=device)  # rows still in the batch
+    alive_R = torch.ones(rows, dtype=torch.bool, device=device)
+
+    logits_RV, cache, attention, positions = _prefill(model, requests, pad_id)
+    for step in range(new_tokens):
+        token_R, logp_R = draw(tempered(logits_RV, settings), uniform_RN[active_R, step])
+        ids_RN[active_R, step], logp_RN[active_R, step] = token_R, logp_R
+        length_R[active_R] += alive_R.long()
+        on_tokens(int(alive_R.sum()))
+        alive_R = alive_R & ~torch.isin(token_R, stop_ids)
+        ended = 1 - alive_R.float().mean().item()
+        if ended == 1:
+            break
+        if ended > DROP_SHARE:
+            keep = alive_R.nonzero().squeeze(1)
+            cache.batch_select_indices(keep)
+            active_R, token_R, attention = active_R[keep], token_R[keep], attention[keep]
+            positions, alive_R = positions[keep], alive_R[keep]
+        attention = torch.cat([attention, attention.new_ones(len(attention), 1)], dim=1)
+        positions = positions[:, -1:] + 1
+        if step + 1 < new_tokens:
+            logits_RV = _forward(model, token_R.unsqueeze(1), cache, attention, positions)
+    return ids_RN.cpu().numpy(), logp_RN.cpu().numpy(), length_R.cpu().numpy()
+
+
+def _forward(model: Any, input_ids: Tensor, cache: DynamicCache, attention: Tensor, positions: Tensor) -> Tensor:
+    """Logits [R, V] after the last of these tokens; the cache grows by them."""
+    output = model(
+        input_ids=input_ids,
+        attention_mask=attention,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return output.logits[:, -1]
+
+
+def _prefill(model: Any, requests: Sequence[Request], pad_id: int) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
+    """Logits, cache, attention mask and positions after the prompts. Each distinct prompt is read only once."""
+    places: dict[tuple[int, ...], int] = {}
+    distinct_R = [places.setdefault(tuple(request.prompt_ids), len(places)) for request in requests]
+    input_ids, attention = _padded(list(places), pad_id, model.device)
+    cache = DynamicCache(config=model.config)
+    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    positions = (attention.cumsum(dim=1) - 1).clamp(min=0)
+    logits = _forward(model, input_ids, cache, attention, positions)
+    spread = torch.tensor(distinct_R, device=model.device)
+    cache.batch_select_indices(spread)
+    return logits[spread], cache, attention[spread], positions[spread]
+
+
+def _padded(prompts: list[tuple[int, ...]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    width = max(map(len, prompts))
+    ids = np.full((len(prompts), width), pad_id, dtype=np.int64)
+    mask = np.zeros((len(prompts), width), dtype=np.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = prompt
+        mask[row, width - len(prompt) :] = 1
+    return torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)

@@ -1,0 +1,150 @@
+"""The other side of the engine vllm: one copy of the policy in a process of its own, told what to do through a pipe.
+
+    python -m stalewise.rollout.engines.vllm_process DESCRIPTOR
+
+A process of its own sees its own GPUs, keeps vLLM's settings and signal handlers away from the learner, and leaves no
+memory behind when it ends. It ends with its parent, however that ends.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from stalewise.types import SamplerSettings
+
+PARENT_POLL_S = 1.0
+# One sampled response: token ids, log-probabilities, and why it ended.
+Sampled = tuple[list[int], list[float], str]
+
+
+class Worker:
+    """vLLM's offline engine. Methods are called by name, with what the pipe brings."""
+
+    def __init__(self) -> None:
+        self.vllm: Any = importlib.import_module("vllm")
+        self.llm: Any = None
+        self.asleep = False
+
+    def start(self, model: str, arguments: Mapping[str, Any], sleeps: bool) -> None:
+        """Load a policy for the first time."""
+        platform = importlib.import_module("vllm.platforms").current_platform
+        self.sleeps = sleeps and platform.is_cuda_alike()  # elsewhere there is no such mode
+        self.llm = self.vllm.LLM(
+            model=model,
+            # The log-probabilities are to be of the distribution that is sampled from.
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",  # no sampling settings that the model brings along
+            enable_sleep_mode=self.sleeps,
+            **{"enable_prefix_caching": True, "disable_log_stats": True, **arguments},
+        )
+
+    def reload(self, model: str) -> None:
+        """Other weights of the same architecture, in place."""
+        self.wake()
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache")
+
+    def sleep(self) -> None:
+        """Give GPU memory back; weights wait in the memory of the machine."""
+        if self.sleeps and not self.asleep:
+            # Level 2 would drop the weights, and reload_weights does not restore all of every architecture after it.
+            self.llm.sleep(level=1)
+            self.asleep = True
+
+    def wake(self) -> None:
+        """Take GPU memory again."""
+        if self.asleep:
+            self.llm.wake_up()
+            self.asleep = False
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        settings: SamplerSettings,
+        max_new_tokens: int,
+        stop_ids: Sequence[int],
+    ) -> list[Sampled]:
+        """Responses in the order of the prompts."""
+        parameters = [
+            self.vllm.SamplingParams(
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k,
+                seed=seed,
+                max_tokens=max_new_tokens,
+                stop_token_ids=list(stop_ids),
+                logprobs=0,  # of the sampled token alone
+                detokenize=False,
+            )
+            for seed in seeds
+        ]
+        outputs = self.llm.generate(_token_prompts(prompts), parameters, use_tqdm=False)
+        return [_sampled(output.outputs[0]) for output in outputs]
+
+    def numbers(self, token_ids: list[int]) -> list[float]:
+        """Log-probabilities of the probe's tokens, and of the most probable token after them."""
+        # Two requests: vLLM does not read its prefix cache where log-probabilities of the prompt are asked for.
+        scored, continued = self.llm.generate(
+            _token_prompts([token_ids, token_ids]),
+            [self._greedy(prompt_logprobs=0), self._greedy(logprobs=1)],
+            use_tqdm=False,
+        )
+        own = [place[token].logprob for token, place in zip(token_ids[1:], scored.prompt_logprobs[1:], strict=True)]
+        return [*own, max(entry.logprob for entry in continued.outputs[0].logprobs[0].values())]
+
+    def _greedy(self, **extra: Any) -> Any:
+        return self.vllm.SamplingParams(temperature=1.0, seed=0, max_tokens=1, detokenize=False, **extra)
+
+
+def _token_prompts(prompts: Sequence[Sequence[int]]) -> list[dict[str, list[int]]]:
+    return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+
+
+def _sampled(output: Any) -> Sampled:
+    ids = list(output.token_ids)
+    return ids, [place[token].logprob for token, place in zip(ids, output.logprobs, strict=True)], output.finish_reason
+
+
+def _end_with_parent() -> None:
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_POLL_S)
+        os.killpg(os.getpgrp(), signal.SIGKILL)  # vLLM's own processes, too
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def serve(pipe: Connection, make_worker: Callable[[], Any]) -> None:
+    """Do what the pipe says until it closes: (method, arguments) in; ("ok", result) or ("error", words) out."""
+    worker: Any = None
+    while True:
+        try:
+            method, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            worker = worker or make_worker()
+            pipe.send(("ok", getattr(worker, method)(*arguments)))
+        except Exception as error:  # whatever vLLM raises, the other side says it in one message
+            first = next(iter(str(error).strip().splitlines()), "")
+            pipe.send(("error", f"{type(error).__name__}: {first}"))
+
+
+if __name__ == "__main__":
+    _end_with_parent()
+    serve(Connection(int(sys.argv[1])), Worker)
+    # Without a farewell: threads of vLLM may keep an orderly exit waiting.
+    sys.stdout.flush()
+    os._exit(0)

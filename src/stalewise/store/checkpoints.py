@@ -1,0 +1,155 @@
+"""Versioned policies: each an ordinary Hugging Face directory with the learner's state beside it, manifest last.
+
+`checkpoints/v000064/` holds the policy after 64 updates. It is written under a temporary name and renamed as a whole,
+so it is either there with everything or not there.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from stalewise.errors import StoreError
+from stalewise.store.atomic import (
+    commit_directory,
+    explain_write_errors,
+    fsync_directory,
+    make_directory,
+    read_json,
+    sha256_file,
+    temporary_name,
+    write_json_atomic,
+)
+
+FORMAT = "stalewise.checkpoint/1"
+_NAME = re.compile(r"v(\d{6,})")
+
+
+def checkpoint_directory(run: str | Path, version: int) -> Path:
+    """Where the policy of a version lives.
+
+    >>> checkpoint_directory("runs/a", 64).as_posix()
+    'runs/a/checkpoints/v000064'
+    """
+    return Path(run) / "checkpoints" / f"v{version:06d}"
+
+
+def versions(run: str | Path) -> list[int]:
+    """Committed versions, oldest first."""
+    root = Path(run) / "checkpoints"
+    entries = root.iterdir() if root.is_dir() else ()
+    names = (_NAME.fullmatch(entry.name) for entry in entries if (entry / "manifest.json").is_file())
+    return sorted(int(match[1]) for match in names if match)
+
+
+def write_checkpoint(
+    run: str | Path,
+    version: int,
+    *,
+    save: Callable[[Path], object],
+    state: Mapping[str, Any],
+    notes: dict[str, Any] | None = None,
+) -> Path:
+    """Let `save` fill a directory, add `state` and the manifest, and commit it.
+
+    `notes` take what was written and how long writing, checksums (with flushing to the disk) and the commit took.
+    """
+    final = checkpoint_directory(run, version)
+    temporary = temporary_name(final)
+    make_directory(temporary)
+    marks = [time.perf_counter()]
+    try:
+        with explain_write_errors(final, 0):
+            save(temporary)
+        _write_index(temporary)
+        write_json_atomic(temporary / "state.json", {"version": version, **state})
+        marks.append(time.perf_counter())
+        paths = sorted(path for path in temporary.rglob("*") if path.is_file())
+        files = {
+            path.relative_to(temporary).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
+            for path, digest in zip(paths, _digests(paths, flushing=True), strict=True)
+        }
+        write_json_atomic(temporary / "manifest.json", {"format": FORMAT, "version": version, "files": files})
+        marks.append(time.perf_counter())
+        commit_directory(temporary, final)
+        marks.append(time.perf_counter())
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    if notes is not None:
+        notes["bytes"] = sum(file["bytes"] for file in files.values())
+        notes |= dict(zip(("writing_s", "checksums_s", "committing_s"), map(_span, pairwise(marks)), strict=True))
+    return final
+
+
+def _span(marks: tuple[float, float]) -> float:
+    return round(marks[1] - marks[0], 3)
+
+
+def _digests(paths: list[Path], *, flushing: bool = False) -> list[str]:
+    """SHA-256 of each file, side by side; empty for one that is not there.
+
+    `flushing` brings them to the disk meanwhile: that takes as long, and the commit then has nothing left to wait for.
+    """
+    with ThreadPoolExecutor() as threads:
+        flushed = [threads.submit(fsync_directory, path) for path in paths] if flushing else []
+        digests = list(threads.map(lambda path: sha256_file(path) if path.is_file() else "", paths))
+        for each in flushed:
+            each.result()
+    return digests
+
+
+def _write_index(directory: Path) -> None:
+    """Say which file holds the policy: vLLM and others would take the learner's *.safetensors for its weights, too."""
+    weights, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if weights.is_file() and not index.exists():
+        with safe_open(weights, framework="numpy") as file:
+            names = sorted(file.keys())
+        places = dict.fromkeys(names, weights.name)
+        write_json_atomic(index, {"metadata": {"total_size": weights.stat().st_size}, "weight_map": places})
+
+
+def read_state(directory: str | Path) -> dict[str, Any]:
+    """The learner's numbers of a committed checkpoint, after its files were checked against the manifest."""
+    directory = Path(directory)
+    manifest = read_json(directory / "manifest.json")
+    if manifest.get("format") != FORMAT:
+        raise StoreError(f"{directory} has format {manifest.get('format')}; this release reads {FORMAT}")
+    paths = [directory / name for name in manifest["files"]]
+    for path, digest, expected in zip(paths, _digests(paths), manifest["files"].values(), strict=True):
+        if digest != expected["sha256"]:
+            raise StoreError(
+                f"{path} is damaged or missing; move {directory} away and run the same command again: "
+                "it goes on from the checkpoint before"
+            )
+    return read_json(directory / "state.json")
+
+
+def prune(run: str | Path, *, keep: int, needed: Iterable[int] = ()) -> list[int]:
+    """Remove all but the `keep` newest checkpoints and the `needed` ones; say which went."""
+    kept = {*versions(run)[-keep:], *needed}
+    gone = [version for version in versions(run) if version not in kept]
+    _remove(run, gone)
+    return gone
+
+
+def remove_after(run: str | Path, version: int) -> None:
+    """Remove the checkpoints of later versions, the latest first: what is left is always a run that could go on."""
+    _remove(run, [found for found in reversed(versions(run)) if found > version])
+
+
+def _remove(run: str | Path, gone: Iterable[int]) -> None:
+    for version in gone:
+        directory = checkpoint_directory(run, version)
+        # Renamed first: a crash within the removal must not leave half a checkpoint under its name.
+        doomed = temporary_name(directory)
+        directory.rename(doomed)
+        shutil.rmtree(doomed)
