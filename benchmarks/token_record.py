@@ -19,17 +19,17 @@ import torch
 from stalewise.config.run_directory import read_config
 from stalewise.store import TokenLog, batch_directories, open_batch, rollouts_of_updates
 from stalewise.store.checkpoints import checkpoint_directory, versions
-from stalewise.trainer.trainer import Learner
+from stalewise.trainer.trainer import Trainer
 
 
 def measure(run: Path, repeats: int) -> dict[str, float]:
     config = read_config(run)
     batch = open_batch(batch_directories(run / "rollouts")[-1])
     checkpoint = checkpoint_directory(run, versions(run)[-1])
-    learners: dict[bool, Learner] = {}
+    learners: dict[bool, Trainer] = {}
     for records in (True, False):
-        learner = config.learner.model_copy(update={"record_tokens": records})
-        learners[records] = Learner(config.model_copy(update={"learner": learner}), checkpoint)
+        trainer = config.learner.model_copy(update={"record_tokens": records})
+        learners[records] = Trainer(config.model_copy(update={"learner": trainer}), checkpoint)
         learners[records].version = batch.manifest.version
     seconds = {True: 0.0, False: 0.0}
     dealt = rollouts_of_updates(batch, config.batch.prompts)

@@ -10,8 +10,8 @@ import pytest
 
 from stalewise.api import generate
 from stalewise.config import RunConfig, make_config
-from stalewise.rollout.workers.work_order import Order, open_orders
-from stalewise.store.object_store import open_depot
+from stalewise.rollout.workers.work_order import WorkOrder, open_orders
+from stalewise.store.object_store import open_object_store
 from tiny import tiny_record
 
 JUDGE = """
@@ -46,7 +46,7 @@ def judged_record(runs: Path, name: str, judge: str, **changes: Any) -> dict[str
     return tiny_record(runs, name, task=section, model={"path": "arithmetic"}, sampler=sampler, **changes)
 
 
-def ordered(config: RunConfig) -> Order:
+def ordered(config: RunConfig) -> WorkOrder:
     """Prepare a run directory and ask for a batch, as a learner does before it is killed."""
 
     def stop(*_: object, **__: object) -> None:
@@ -56,5 +56,5 @@ def ordered(config: RunConfig) -> Order:
         patch.setattr("stalewise.orchestrator.orchestrator.generate_batch", stop)
         with pytest.raises(InterruptedError):
             generate(config, batch=0)
-    (order,) = open_orders(open_depot(config.storage.url or str(config.directory), config.storage.options))
+    (order,) = open_orders(open_object_store(config.storage.url or str(config.directory), config.storage.options))
     return order

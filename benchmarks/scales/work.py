@@ -23,9 +23,9 @@ from stalewise.models.loading import load_model, load_tokenizer, resolve_model
 from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.sampler import Request
 from stalewise.rollout.token_sampling import rollout_seed
-from stalewise.store import Batch, Rows, batch_directory, commit_batch, deal, open_batch, write_shard
+from stalewise.store import Batch, RolloutColumns, batch_directory, commit_batch, deal, open_batch, write_shard
 from stalewise.store.columns import concatenate
-from stalewise.trainer.trainer import Learner
+from stalewise.trainer.trainer import Trainer
 from stalewise.types import FinishReason, Rollout, SamplerSettings
 
 VOCABULARY = 32
@@ -226,11 +226,11 @@ def learn_rollouts(settings: Settings, work: Path, count: int) -> dict[str, Any]
     set_up(settings.device, settings.threads)
     batch = open_batch(batch_directory(work / "made" / f"{count}x{SHORT}", version=0, generation_batch=0), verify=False)
     dealt = [ids for ids in ids_of_updates(settings, batch) if len(ids) == settings.rollouts_per_update]
-    learner = Learner(run_config(settings, work, max_new_tokens=SHORT), policy(settings, work))
+    trainer = Trainer(run_config(settings, work, max_new_tokens=SHORT), policy(settings, work))
     wanted = [dealt[-1 - i % len(dealt)] for i in range(2 + settings.timed_updates)]
-    learn(learner, (batch.take(ids) for ids in wanted[:2]))
+    learn(trainer, (batch.take(ids) for ids in wanted[:2]))
     start = synchronised()
-    marks, _ = learn(learner, (batch.take(ids) for ids in wanted[2:]))
+    marks, _ = learn(trainer, (batch.take(ids) for ids in wanted[2:]))
     return _learner_record([start, *marks], batch.take(wanted[-1]), None)
 
 
@@ -239,20 +239,20 @@ def learn_length(settings: Settings, work: Path, length: int) -> dict[str, Any]:
     set_up(settings.device, settings.threads)
     count = max(2, settings.update_tokens // (PROMPT + length) // 2 * 2)
     rows = _rows(settings, count, length)
-    learner = Learner(run_config(settings, work, max_new_tokens=length), policy(settings, work))
-    shape = ModelShape(**model_shape(learner.model))
-    learn(learner, [rows] * 2)
+    trainer = Trainer(run_config(settings, work, max_new_tokens=length), policy(settings, work))
+    shape = ModelShape(**model_shape(trainer.model))
+    learn(trainer, [rows] * 2)
     start = synchronised()
-    marks, _ = learn(learner, [rows] * settings.timed_updates)
+    marks, _ = learn(trainer, [rows] * settings.timed_updates)
     return _learner_record([start, *marks], rows, shape)
 
 
-def _rows(settings: Settings, count: int, length: int) -> Rows:
+def _rows(settings: Settings, count: int, length: int) -> RolloutColumns:
     """Rollouts in memory, in groups of two."""
     rng = np.random.default_rng(0)
 
-    def one(rollout_id: int) -> Rows:
-        return Rows(
+    def one(rollout_id: int) -> RolloutColumns:
+        return RolloutColumns(
             rollout_id=np.array([rollout_id]),
             group=np.array([rollout_id // 2]),
             reward=np.array([float(rollout_id % 2)]),
@@ -269,7 +269,7 @@ def _rows(settings: Settings, count: int, length: int) -> Rows:
     return concatenate([one(rollout_id) for rollout_id in range(count)])
 
 
-def _learner_record(marks: list[float], rows: Rows, shape: ModelShape | None) -> dict[str, Any]:
+def _learner_record(marks: list[float], rows: RolloutColumns, shape: ModelShape | None) -> dict[str, Any]:
     """The median of updates that have equally many tokens each."""
     seconds = [after - before for before, after in itertools.pairwise(marks)]
     tokens = tokens_of(rows)

@@ -39,7 +39,7 @@ def workers() -> dict[str, Callable[..., dict[str, Any]]]:
 
     return {
         "prepare": ours.prepare,
-        "learner": ours.learner,
+        "learner": ours.trainer,
         "idle": ours.idle,
         "train": ours.train,
         "sample": sampling.ours,

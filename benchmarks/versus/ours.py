@@ -21,12 +21,12 @@ import torch
 from stalewise.api import generate, run
 from stalewise.config import RunConfig
 from stalewise.models.loading import load_model
-from stalewise.store import Batch, Rows, batch_directories, open_batch, rollouts_of_updates
+from stalewise.store import Batch, RolloutColumns, batch_directories, open_batch, rollouts_of_updates
 from stalewise.store.atomic import read_jsonl
 from stalewise.store.checkpoints import checkpoint_directory
 from stalewise.trainer.pending_update import PendingUpdate, updates_ahead
-from stalewise.trainer.trainer import Learner
-from stalewise.types import Silence
+from stalewise.trainer.trainer import Trainer
+from stalewise.types import NullCallback
 
 from .clock import device_allocations, highest, matmul_rate, model_shape, peak, reset_peak, set_up, synchronised
 from .figures import ModelShape, journal_clock, shared_prompt_flops, training_flops
@@ -68,24 +68,24 @@ def prepare(settings: Settings, work: Path) -> dict[str, Any]:
     }
 
 
-def with_mixed_rewards(rows: Rows) -> Rows:
+def with_mixed_rewards(rows: RolloutColumns) -> RolloutColumns:
     """The same tokens, each second rollout of a group right: no group is left out for want of variance by anyone."""
     reward = np.arange(len(rows)) % 2
     return replace(rows, reward=reward.astype(np.float64))
 
 
-def stage_rows(settings: Settings, work: Path) -> list[Rows]:
+def stage_rows(settings: Settings, work: Path) -> list[RolloutColumns]:
     """The rollouts of each update, warm-up first."""
     batch, per_update = stage_batch(work), stage_config(settings, work).batch.prompts
     return [with_mixed_rewards(batch.take(ids)) for ids in rollouts_of_updates(batch, per_update)]
 
 
-def tokens_of(rows: Rows) -> int:
+def tokens_of(rows: RolloutColumns) -> int:
     """Prompt and response tokens without padding."""
     return int(rows.prompt_offsets[-1] + rows.response_offsets[-1])
 
 
-def groups_of(rows: Rows) -> Iterator[tuple[int, list[int]]]:
+def groups_of(rows: RolloutColumns) -> Iterator[tuple[int, list[int]]]:
     """Length of each group's prompt, and of its responses."""
     for group in np.unique(rows.group):
         members = rows.group == group
@@ -95,7 +95,7 @@ def groups_of(rows: Rows) -> Iterator[tuple[int, list[int]]]:
 # ---------------------------------------------------------------- the learner alone
 
 
-def learn(held: Learner, parts: Iterable[Rows]) -> tuple[list[float], dict[str, float]]:
+def learn(held: Trainer, parts: Iterable[RolloutColumns]) -> tuple[list[float], dict[str, float]]:
     """Take updates as the conductor does: on a GPU the next ones are enqueued before the last one's numbers are read.
 
     The one place here that knows how updates are asked for. Returns when each was over, and the numbers of the last.
@@ -119,7 +119,7 @@ def learn(held: Learner, parts: Iterable[Rows]) -> tuple[list[float], dict[str, 
     return marks, metrics
 
 
-def learner(settings: Settings, work: Path, whole: bool = False) -> dict[str, Any]:
+def trainer(settings: Settings, work: Path, whole: bool = False) -> dict[str, Any]:
     """Time updates on rollouts that lie in memory, in chunks of as many as TRL takes on one generation batch.
 
     With `whole`, an update passes through the model in one piece: for the memory at equal tokens at once.
@@ -131,7 +131,7 @@ def learner(settings: Settings, work: Path, whole: bool = False) -> dict[str, An
     schedule = {"updates": settings.steady_updates or settings.updates}
     config = our_config(settings, work, "learner", changes={"learner": budget, "schedule": schedule})
     start = synchronised()
-    held = Learner(config, base_checkpoint(work))
+    held = Trainer(config, base_checkpoint(work))
     loading = synchronised() - start
     start = synchronised()
     learn(held, rows[: settings.learner_warmup])
@@ -187,7 +187,7 @@ class Enough(BaseException):
 PHASES = ("warm-up", "warm-up", "plain", "profiler's warm-up", "profiled")
 
 
-class PhaseWatcher(Silence):
+class PhaseWatcher(NullCallback):
     """Times learning phases of a run, each from its `begin` to the advance that ends it; profiles the last."""
 
     def __init__(self) -> None:
@@ -234,25 +234,25 @@ def idle(settings: Settings, work: Path) -> dict[str, Any]:
         "schedule": {"updates": stages * stage, "stages": stages},
         "checkpoints": {"every": each, "keep": 1},
     }
-    watcher = PhaseWatcher()
+    callback = PhaseWatcher()
     with tempfile.TemporaryDirectory(dir=work) as runs:
         config = our_config(settings, Path(runs), "idle", model=str(base_checkpoint(work)), changes=changes)
         with contextlib.suppress(Enough):
-            run(config, watcher)
+            run(config, callback)
         batch = open_batch(batch_directories(config.directory / "rollouts")[0], verify=False)
         tokens = [tokens_of(batch.take(ids)) for ids in rollouts_of_updates(batch, config.batch.prompts)]
-    if len(watcher.seconds) != len(PHASES):
+    if len(callback.seconds) != len(PHASES):
         raise RuntimeError(
-            f"expected {len(PHASES)} learning phases, saw {len(watcher.seconds)}: has the watcher changed?"
+            f"expected {len(PHASES)} learning phases, saw {len(callback.seconds)}: has the callback changed?"
         )
     phases = [
         {"seconds": seconds, "tokens": sum(tokens[place * each : (place + 1) * each]), "allocations": asked}
-        for place, (seconds, asked) in enumerate(zip(watcher.seconds, watcher.allocations, strict=True))
+        for place, (seconds, asked) in enumerate(zip(callback.seconds, callback.allocations, strict=True))
     ]
     found: dict[str, Any] = {"config": config.model_dump(mode="json"), "updates": each, "phases": phases}
-    if watcher.profiler is None:
+    if callback.profiler is None:
         return {**found, "idle_share": None}
-    figures = device_figures(traced(watcher.profiler, work), phases[-1]["seconds"])
+    figures = device_figures(traced(callback.profiler, work), phases[-1]["seconds"])
     # With the plain phase's clock, too, since the profiler itself takes time.
     plain, profiled = phases[PHASES.index("plain")], phases[-1]
     share = 1 - (figures["busy_seconds"] / profiled["tokens"]) / (plain["seconds"] / plain["tokens"])

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from stalewise.models.loading import encode_prompts, load_tokenizer
-from stalewise.store import Rows
+from stalewise.store import RolloutColumns
 from stalewise.tasks import Task, make_task
 from stalewise.types import Prompt
 
@@ -148,7 +148,7 @@ class ChunkClock(TrainerCallback):
             self.marks.append(now)
 
 
-def learner(settings: Settings, work: Path, batch: int, checkpointing: bool) -> dict[str, Any]:
+def trainer(settings: Settings, work: Path, batch: int, checkpointing: bool) -> dict[str, Any]:
     """Time TRL's updates on the stored rollouts; the time of handing them over is taken out."""
     set_up(settings.device, settings.threads)
     rows = stage_rows(settings, work)
@@ -183,7 +183,7 @@ def learner(settings: Settings, work: Path, batch: int, checkpointing: bool) -> 
 
 
 def _replay_trainer(
-    settings: Settings, work: Path, rows: list[Rows], arguments: dict[str, Any], clock: ChunkClock
+    settings: Settings, work: Path, rows: list[RolloutColumns], arguments: dict[str, Any], clock: ChunkClock
 ) -> ReplayTrainer:
     base = base_checkpoint(work)
     tokenizer = load_tokenizer(str(base))

@@ -39,7 +39,7 @@ def main() -> None:
             workers=arguments.workers,
             deadline_s=arguments.deadline_s,
             keep_runs=arguments.keep_runs,
-            say=lambda text: print(text, file=sys.stderr, flush=True),
+            log=lambda text: print(text, file=sys.stderr, flush=True),
         )
     except StalewiseError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

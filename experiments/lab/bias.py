@@ -24,7 +24,7 @@ from stalewise.rollout.generate import BatchPlan, generate_batch
 from stalewise.store import Batch, batch_directory, open_batch
 from stalewise.store.checkpoints import checkpoint_directory, read_state
 from stalewise.tasks import make_task
-from stalewise.trainer.trainer import Learner
+from stalewise.trainer.trainer import Trainer
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "relaxed clip": {"name": "grpo", "params": {"clip_low": 0.0, "clip_high": 5.0}},
@@ -93,8 +93,8 @@ def _rollouts(config: RunConfig, version: int, prompts: int) -> Batch:
 def _halves(config: RunConfig, age: int, batch: Batch, objective: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """The gradient of an objective at the policy of this age, on the groups of either half."""
     record = {**config.model_dump(mode="json"), "objective": {**objective}}
-    learner = Learner(make_config(record, source="bias"), checkpoint_directory(config.directory, age))
+    trainer = Trainer(make_config(record, source="bias"), checkpoint_directory(config.directory, age))
     group, rollout_id = batch.column("group"), batch.column("rollout_id")
     odd = (group - group.min()) % 2 == 1
-    first, second = (learner.gradient(batch.take(np.sort(rollout_id[half]))) for half in (~odd, odd))
+    first, second = (trainer.gradient(batch.take(np.sort(rollout_id[half]))) for half in (~odd, odd))
     return first, second

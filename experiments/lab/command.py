@@ -52,7 +52,7 @@ def reproduce(
             workers=workers,
             deadline_s=deadline_s,
             keep_runs=keep_runs,
-            say=lambda text: typer.echo(text, err=True),
+            log=lambda text: typer.echo(text, err=True),
         )
         source = out
         record: dict[str, Any] = {**asdict(made), "results": [str(path) for path in made.results]}

@@ -57,10 +57,10 @@ class Crew:
         workers: int,
         deadline_s: float | None = None,
         keep_runs: bool = False,
-        say: Callable[[str], object] = lambda text: None,
+        log: Callable[[str], object] = lambda text: None,
     ) -> None:
         self.jobs = {job.key: job for job in jobs}
-        self.out, self.workers, self.keep_runs, self.say = out, workers, keep_runs, say
+        self.out, self.workers, self.keep_runs, self.log = out, workers, keep_runs, log
         self.until = None if deadline_s is None else time.monotonic() + deadline_s
         self.lock = threading.Condition()
         self.failed: dict[str, str] = {}
@@ -142,7 +142,7 @@ class Crew:
                         again_path(self.out, job.key).unlink(missing_ok=True)
                     self._strip((job.key, *job.needs))
                     done = self.total - len(self.waiting) - len(self.running)
-                    self.say(
+                    self.log(
                         f"{done} of {self.total}: {job.kind} {job.key}" + (f" failed: {problem}" if problem else "")
                     )
                     self.lock.notify_all()

@@ -60,7 +60,7 @@ def reproduce(
     workers: int | None = None,
     deadline_s: float | None = None,
     keep_runs: bool = False,
-    say: Callable[[str], object] = lambda text: None,
+    log: Callable[[str], object] = lambda text: None,
 ) -> Reproduced:
     """Do what is not done yet, and write the results of each experiment under `out`."""
     start = time.perf_counter()
@@ -69,8 +69,8 @@ def reproduce(
         experiments[0].setting(setting)  # says which settings there are
     workers = workers or default_workers(setting)
     out.mkdir(parents=True, exist_ok=True)
-    crew = Crew(jobs, out, workers=workers, deadline_s=deadline_s, keep_runs=keep_runs, say=say)
-    say(f"{setting}: {len(jobs)} jobs, {crew.total} to do, {workers} at a time")
+    crew = Crew(jobs, out, workers=workers, deadline_s=deadline_s, keep_runs=keep_runs, log=log)
+    log(f"{setting}: {len(jobs)} jobs, {crew.total} to do, {workers} at a time")
     try:
         failed = crew.run()
     finally:

@@ -15,11 +15,11 @@ from stalewise.errors import StoreError, TaskError
 from stalewise.models.loading import embedded_policies, resolve_model
 from stalewise.orchestrator.contamination import seen_in_training
 from stalewise.orchestrator.evaluation import Evaluation, evaluate_checkpoint
-from stalewise.orchestrator.offline import Relearner, plan_sources
-from stalewise.orchestrator.orchestrator import Conductor, conduct
-from stalewise.orchestrator.pipelined import Pipelined
+from stalewise.orchestrator.offline import OfflineOrchestrator, plan_sources
+from stalewise.orchestrator.orchestrator import Orchestrator, conduct
+from stalewise.orchestrator.pipelined import PipelinedOrchestrator
 from stalewise.orchestrator.ranks import together
-from stalewise.orchestrator.setup import check_objective, settle
+from stalewise.orchestrator.setup import check_objective, resolve_learning_rate
 from stalewise.planning.memory import check_sampling_memory
 from stalewise.planning.planner import plan_for_training
 from stalewise.rollout.factory import make_sampler
@@ -30,31 +30,31 @@ from stalewise.store.atomic import RunLock
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
 from stalewise.tasks import Seen, make_evaluation_file, make_task
 from stalewise.tasks.overlap import read_ids
-from stalewise.types import Silence, Watcher
+from stalewise.types import NullCallback, ProgressCallback
 
 
-def run(config: RunConfig, watcher: Watcher | None = None, *, say_plan: bool = False) -> RunResult:
+def run(config: RunConfig, callback: ProgressCallback | None = None, *, say_plan: bool = False) -> RunResult:
     """Train as the config says, from wherever its run directory stands; on all processes that were launched for it.
 
     `say_plan`: tell the watcher, before a new run, what is known of how it will go.
     """
-    return together(config, lambda ranks: _train(config, watcher or Silence(), ranks, say_plan))
+    return together(config, lambda ranks: _train(config, callback or NullCallback(), ranks, say_plan))
 
 
-def _train(config: RunConfig, watcher: Watcher, ranks: Ranks, say_plan: bool) -> RunResult:
+def _train(config: RunConfig, callback: ProgressCallback, ranks: Ranks, say_plan: bool) -> RunResult:
     check_objective(config)  # before anything is loaded
-    config = settle(config, watcher.say)
+    config = resolve_learning_rate(config, callback.log)
     if (say_plan or config.plan.strict) and not is_started(config.directory):
         plan = plan_for_training(config)  # refuses what is not known to be safe, where that is asked for
         for line in plan.lines if say_plan else ():
-            watcher.say(line)
-    side = Pipelined if config.schedule.kind == "pipelined" else Conductor
+            callback.log(line)
+    side = PipelinedOrchestrator if config.schedule.kind == "pipelined" else Orchestrator
 
-    def make_conductor() -> Conductor:
-        restore(config, watcher.say)  # with the directory's lock, and before anything is read from there
-        return side(config, watcher)
+    def make_orchestrator() -> Orchestrator:
+        restore(config, callback.log)  # with the directory's lock, and before anything is read from there
+        return side(config, callback)
 
-    return conduct(config.directory, make_conductor, ranks)
+    return conduct(config.directory, make_orchestrator, ranks)
 
 
 # Each verb as a function: `generate`, `learn`, `evaluate`. Training is `stalewise.api`, reporting `stalewise.reporting`.
@@ -66,7 +66,7 @@ def generate(
     *,
     batch: int | None = None,
     checkpoint: str | Path | None = None,
-    watcher: Watcher | None = None,
+    callback: ProgressCallback | None = None,
 ) -> list[BatchManifest]:
     """Fill the store without learning; what is committed already is not made again.
 
@@ -74,36 +74,36 @@ def generate(
     `batch`, that one. With `checkpoint`, a checkpoint of this run that may lie anywhere, it makes the batches which
     that version is to make: another machine can generate from a copied checkpoint, and its rollouts are copied back.
     """
-    watcher = watcher or Silence()
-    config = settle(config, watcher.say)
+    callback = callback or NullCallback()
+    config = resolve_learning_rate(config, callback.log)
     with RunLock(config.directory):
         if checkpoint is None:
-            restore(config, watcher.say)
-        conductor = Conductor(config, watcher)
+            restore(config, callback.log)
+        orchestrator = Orchestrator(config, callback)
         try:
             if checkpoint is not None:
-                conductor.claim()
-                wanted = _batches_of_checkpoint(conductor, Path(checkpoint))
+                orchestrator.claim()
+                wanted = _batches_of_checkpoint(orchestrator, Path(checkpoint))
                 check_sampling_memory(config, str(checkpoint))
-                return [conductor.generate(g, Path(checkpoint)) for g in wanted]
-            check_sampling_memory(config, conductor.newest_policy())
-            conductor.prepare()
+                return [orchestrator.generate(g, Path(checkpoint)) for g in wanted]
+            check_sampling_memory(config, orchestrator.newest_policy())
+            orchestrator.prepare()
             newest = versions(config.directory)[-1]
             if batch is None:
-                missing = conductor.missing_batch(newest) if newest < conductor.schedule.updates else None
-                return [] if missing is None else [conductor.generate(missing)]
-            conductor.missing_batch(min(newest, conductor.schedule.updates - 1))  # a stage may have to begin
-            _check_batch_number(conductor, batch)
-            return [conductor.generate(batch)]
+                missing = orchestrator.missing_batch(newest) if newest < orchestrator.schedule.updates else None
+                return [] if missing is None else [orchestrator.generate(missing)]
+            orchestrator.missing_batch(min(newest, orchestrator.schedule.updates - 1))  # a stage may have to begin
+            _check_batch_number(orchestrator, batch)
+            return [orchestrator.generate(batch)]
         finally:
-            conductor.close()
+            orchestrator.close()
 
 
-def _batches_of_checkpoint(conductor: Conductor, checkpoint: Path) -> list[int]:
+def _batches_of_checkpoint(orchestrator: Orchestrator, checkpoint: Path) -> list[int]:
     if not (checkpoint / "manifest.json").is_file():
         raise StoreError(f"{checkpoint} is no checkpoint of a run: to generate with another model, say model.path")
     version = read_state(checkpoint)["version"]
-    schedule = conductor.schedule
+    schedule = orchestrator.schedule
     if isinstance(schedule, StageSchedule) and not schedule.stages:
         raise StoreError('with schedule.end = "spent" stages are found in training: generate where the run is')
     wanted = [g for g in range(schedule.generation_batches) if schedule.version_of(g) == version]
@@ -113,14 +113,14 @@ def _batches_of_checkpoint(conductor: Conductor, checkpoint: Path) -> list[int]:
     return wanted
 
 
-def _check_batch_number(conductor: Conductor, batch: int) -> None:
-    count = conductor.schedule.generation_batches
+def _check_batch_number(orchestrator: Orchestrator, batch: int) -> None:
+    count = orchestrator.schedule.generation_batches
     if not 0 <= batch < count:
         raise StoreError(f"generation batch {batch} does not exist: this schedule has 0 to {count - 1}")
-    version = conductor.schedule.version_of(batch)
-    if version not in versions(conductor.directory):
+    version = orchestrator.schedule.version_of(batch)
+    if version not in versions(orchestrator.directory):
         raise StoreError(
-            f"generation batch {batch} is made by version {version}, which {conductor.directory} does not have: "
+            f"generation batch {batch} is made by version {version}, which {orchestrator.directory} does not have: "
             "`stalewise train` comes there in its turn"
         )
 
@@ -131,7 +131,7 @@ def learn(
     *,
     checkpoint: str | Path | None = None,
     unused: bool = False,
-    watcher: Watcher | None = None,
+    callback: ProgressCallback | None = None,
 ) -> RunResult:
     """Learn once through rollouts that exist: of run directories, or of single generation batches, in this order.
 
@@ -141,16 +141,21 @@ def learn(
     `unused` leaves out what the runs that made the rollouts have learned from.
     """
     paths, start = [Path(path) for path in rollouts], None if checkpoint is None else Path(checkpoint)
-    return together(config, lambda ranks: _relearn(config, paths, start, unused, watcher or Silence(), ranks))
+    return together(config, lambda ranks: _relearn(config, paths, start, unused, callback or NullCallback(), ranks))
 
 
 def _relearn(
-    config: RunConfig, rollouts: Sequence[Path], checkpoint: Path | None, unused: bool, watcher: Watcher, ranks: Ranks
+    config: RunConfig,
+    rollouts: Sequence[Path],
+    checkpoint: Path | None,
+    unused: bool,
+    callback: ProgressCallback,
+    ranks: Ranks,
 ) -> RunResult:
     check_objective(config)  # before anything is loaded
-    config = settle(config, watcher.say)
-    planned, sources = plan_sources(config, rollouts, checkpoint, unused=unused, say=watcher.say)
-    return conduct(planned.directory, lambda: Relearner(planned, sources, checkpoint, watcher), ranks)
+    config = resolve_learning_rate(config, callback.log)
+    planned, sources = plan_sources(config, rollouts, checkpoint, unused=unused, log=callback.log)
+    return conduct(planned.directory, lambda: OfflineOrchestrator(planned, sources, checkpoint, callback), ranks)
 
 
 def evaluate(
@@ -163,7 +168,7 @@ def evaluate(
     samples: int | None = None,
     max_new_tokens: int | None = None,
     exclude_ids: str | Path | None = None,
-    watcher: Watcher | None = None,
+    callback: ProgressCallback | None = None,
 ) -> Evaluation:
     """Accuracy on held-out prompts of a model, of a checkpoint, or of a run's newest checkpoint. Nothing is written.
 
@@ -172,7 +177,7 @@ def evaluate(
     was trained on rows. Prompts that a run was trained on, or one that it comes from, are left out and counted, and so
     are those whose ids the file `exclude_ids` lists; where what training has seen is not known, `unknown` says so.
     """
-    watcher = watcher or Silence()
+    callback = callback or NullCallback()
     policy = _policy(str(model_or_run), "jsonl" if file is not None else task)
     own = policy.config.task
     config = _with_settings(policy.config, task, {} if file is not None else options, prompts, samples, max_new_tokens)
@@ -189,10 +194,10 @@ def evaluate(
         unknown: list[str] = []
         exclude |= seen_in_training(policy.run or policy.checkpoint, unknown.append, apart=apart)
         for words in unknown:
-            watcher.say(words)
+            callback.log(words)
         count = config.evaluation.prompts if file is None or prompts is not None else sys.maxsize
         count = len(chosen.evaluation_prompts(count))
-        watcher.begin("evaluate", count * config.evaluation.samples)
+        callback.begin("evaluate", count * config.evaluation.samples)
         result = evaluate_checkpoint(
             policy.checkpoint,
             version=policy.version,
@@ -206,7 +211,7 @@ def evaluate(
     finally:
         sampler.close()
         chosen.verifier.close()
-    watcher.advance((result.prompts + result.excluded) * result.samples)
+    callback.advance((result.prompts + result.excluded) * result.samples)
     return replace(result, unknown=unknown)
 
 

@@ -97,7 +97,7 @@ class Rollout:
 # Whoever wants to see a run go on. Imports nothing heavy: the command line, trackers and tests implement it.
 
 
-class Watcher(Protocol):
+class ProgressCallback(Protocol):
     """Whoever wants to see a run go on: a progress bar, a tracker, a test."""
 
     def begin(self, what: str, total: int) -> None:
@@ -112,12 +112,12 @@ class Watcher(Protocol):
         """An update was taken."""
         ...
 
-    def say(self, message: str) -> None:
+    def log(self, message: str) -> None:
         """Something a person should read."""
         ...
 
 
-class Silence:
+class NullCallback:
     """A watcher that does not look."""
 
     def begin(self, what: str, total: int) -> None:
@@ -129,5 +129,5 @@ class Silence:
     def metrics(self, update: int, record: dict[str, Any]) -> None:
         """Do nothing."""
 
-    def say(self, message: str) -> None:
+    def log(self, message: str) -> None:
         """Do nothing."""

@@ -12,11 +12,11 @@ from stalewise.api import run
 from stalewise.config import RunConfig, make_config
 from stalewise.store import open_batch
 from stalewise.store.ledger import read_ledger
-from stalewise.types import Silence
+from stalewise.types import NullCallback
 from tiny import tiny_record
 
 
-class StopBefore(Silence):
+class StopBefore(NullCallback):
     """Ends a sitting when something begins for the n-th time."""
 
     def __init__(self, what: str, times: int) -> None:

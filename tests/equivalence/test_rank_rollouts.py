@@ -17,8 +17,8 @@ from ranks import finish, launch, printed, start
 from stalewise.api import generate
 from stalewise.config import make_config
 from stalewise.distributed import Launch, Ranks, join
-from stalewise.rollout.workers.coordinator import Meeting
-from stalewise.rollout.workers.rank_workers import meeting_of
+from stalewise.rollout.workers.coordinator import Coordinator
+from stalewise.rollout.workers.rank_workers import coordinator_of
 from stalewise.store import read_batch_manifest
 from stalewise.store.atomic import read_jsonl
 from tiny import call, tiny_record, write_config
@@ -64,11 +64,11 @@ def manifests(run: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(("victim", "depot"), [(0, ""), (1, ""), (1, "file://{}/depot")])
 def test_two_ranks_make_the_batch_of_one_though_one_of_them_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, depot: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, object_store: str
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     run = tmp_path / "two"
-    changes: dict[str, Any] = {"schedule": SCHEDULE, "storage": {"url": depot.format(tmp_path)}}
+    changes: dict[str, Any] = {"schedule": SCHEDULE, "storage": {"url": object_store.format(tmp_path)}}
     config = write_config(tmp_path / "two.toml", judged_record(tmp_path, "two", JUDGE, **changes))
     (tmp_path / f"hang-{victim}").touch()
     processes = launch(2, tmp_path, "train", config)
@@ -174,8 +174,8 @@ def test_one_that_is_stuck_does_not_keep_the_last_word_from_others(tmp_path: Pat
 
 def test_engines_that_are_on_many_devices_by_themselves_stay_with_the_first_rank(tmp_path: Path) -> None:
     def is_of_all(**changes: Any) -> bool:
-        meeting = Meeting(make_config(tiny_record(tmp_path, **changes)), "journal", print)
-        return meeting_of(meeting, Ranks(Launch(world=2))) is not meeting
+        coordinator = Coordinator(make_config(tiny_record(tmp_path, **changes)), "journal", print)
+        return coordinator_of(coordinator, Ranks(Launch(world=2))) is not coordinator
 
     assert is_of_all()
     assert not is_of_all(sampler={"engine": "vllm"})

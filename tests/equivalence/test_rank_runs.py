@@ -142,11 +142,11 @@ def test_ranks_that_cannot_meet_say_where_they_looked(monkeypatch: pytest.Monkey
 def test_a_rank_that_is_killed_ends_all_and_the_run_goes_on_to_the_same_weights(
     undisturbed: Path, tmp_path: Path, victim: int, parallel: str
 ) -> None:
-    learner = {"learner": {"parallel": parallel, "tokens_per_micro_batch": 60}}
+    trainer = {"learner": {"parallel": parallel, "tokens_per_micro_batch": 60}}
     if parallel == "sharded":
-        assert finish(launch(2, tmp_path, "train", config_in(tmp_path, "whole", **learner))) == [0, 0]
+        assert finish(launch(2, tmp_path, "train", config_in(tmp_path, "whole", **trainer))) == [0, 0]
         undisturbed = tmp_path / "whole"
-    config = config_in(tmp_path, "two", **learner)
+    config = config_in(tmp_path, "two", **trainer)
     said = killed_while_learning(tmp_path, config, tmp_path / "two", victim)
     assert "lost touch with another rank" in said[1 - victim] and "Traceback" not in said[1 - victim]
     assert finish(launch(2, tmp_path, "train", config)) == [0, 0]

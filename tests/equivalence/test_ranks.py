@@ -24,10 +24,10 @@ from stalewise.api import generate
 from stalewise.config import RunConfig, make_config
 from stalewise.distributed import ALONE, Launch, Ranks
 from stalewise.models.loading import load_tokenizer
-from stalewise.orchestrator.ranks import Follower, make_learner
-from stalewise.store import Rows, batch_directories, open_batch
+from stalewise.orchestrator.ranks import RankWorker, make_trainer
+from stalewise.store import RolloutColumns, batch_directories, open_batch
 from stalewise.store.checkpoints import read_state, write_checkpoint
-from stalewise.trainer.trainer import Learner, NonFiniteUpdate
+from stalewise.trainer.trainer import NonFiniteUpdate, Trainer
 from tiny import tiny_record
 
 pytestmark = pytest.mark.slow
@@ -50,7 +50,7 @@ def config(runs: Path, setting: int, **changes: Any) -> RunConfig:
     return make_config(tiny_record(runs, "made", batch={"prompts": PROMPTS, "group_size": GROUP}, **changes))
 
 
-def updates_of(runs: Path) -> list[Rows]:
+def updates_of(runs: Path) -> list[RolloutColumns]:
     batch = open_batch(batch_directories(runs / "made" / "rollouts")[0])
     rows = [batch.take(chosen) for chosen in batch.column("rollout_id").reshape(UPDATES, -1)]
     random = np.random.default_rng(0)
@@ -60,10 +60,10 @@ def updates_of(runs: Path) -> list[Rows]:
     return rows
 
 
-def learned(learner: Learner, rows: list[Rows], place: Path) -> None:
+def learned(trainer: Trainer, rows: list[RolloutColumns], place: Path) -> None:
     """Take all updates, and write down what came of them."""
     place.mkdir(parents=True)
-    pending = [learner.enqueue(one) for one in rows]
+    pending = [trainer.enqueue(one) for one in rows]
     record: dict[str, Any] = {"metrics": [one.metrics() for one in pending], "tokens": []}
     for one in pending:
         seen = one.tokens()
@@ -73,24 +73,24 @@ def learned(learner: Learner, rows: list[Rows], place: Path) -> None:
         order = np.argsort(rollout_id, kind="stable")
         advantage = np.repeat(seen.advantage[seen.order], lengths)
         record["tokens"] += [column[order].tolist() for column in (rollout_id, advantage, seen.logp, seen.flags)]
-    learner.save(place)
+    trainer.save(place)
     (place / "record.json").write_text(json.dumps(record))
 
 
 def lead(ranks: Any, runs: Path, out: Path, settings: list[int], kind: str) -> None:
     rows, world = updates_of(runs), ranks.world
     for setting in settings:
-        learner = make_learner(config(runs, setting), runs / "start", FRESH, ranks, kind)
-        learned(learner, rows, out / f"{world}-{kind}-{SETTING_IDS[setting]}")
+        trainer = make_trainer(config(runs, setting), runs / "start", FRESH, ranks, kind)
+        learned(trainer, rows, out / f"{world}-{kind}-{SETTING_IDS[setting]}")
     if world == 4:
         grpo = config(runs, SETTING_IDS.index("grpo"))
-        learner = make_learner(grpo, runs / "start", FRESH, ranks, kind)
-        learned(learner, [few(rows[0])], out / f"few-{kind}")
+        trainer = make_trainer(grpo, runs / "start", FRESH, ranks, kind)
+        learned(trainer, [few(rows[0])], out / f"few-{kind}")
     else:
         special_cases(ranks, runs, out, kind, rows)
 
 
-def few(rows: Rows) -> Rows:
+def few(rows: RolloutColumns) -> RolloutColumns:
     """Two rollouts of one prompt whose rewards differ."""
     for group in np.unique(rows.group):
         places = np.flatnonzero(rows.group == group)
@@ -99,34 +99,34 @@ def few(rows: Rows) -> Rows:
     raise AssertionError("no group has rewards that differ")
 
 
-def special_cases(ranks: Any, runs: Path, out: Path, kind: str, rows: list[Rows]) -> None:
+def special_cases(ranks: Any, runs: Path, out: Path, kind: str, rows: list[RolloutColumns]) -> None:
     """Recomputed activations, half the digits, a checkpoint to go on from, a ratio that is not finite elsewhere."""
     save = {"learner": {"gradient_checkpointing": True, "tokens_per_micro_batch": 60}}
-    learner = make_learner(config(runs, SETTING_IDS.index("p3o"), **save), runs / "start", FRESH, ranks, kind)
-    learned(learner, rows, out / f"recomputed-{kind}")
+    trainer = make_trainer(config(runs, SETTING_IDS.index("p3o"), **save), runs / "start", FRESH, ranks, kind)
+    learned(trainer, rows, out / f"recomputed-{kind}")
 
     for precision in LOW:
         settings = config(runs, SETTING_IDS.index("p3o"), model={"precision": precision})
-        learned(make_learner(settings, runs / "start", FRESH, ranks, kind), rows[:1], out / f"{precision}-{kind}")
+        learned(make_trainer(settings, runs / "start", FRESH, ranks, kind), rows[:1], out / f"{precision}-{kind}")
 
     for name in OTHERS:
         settings = config(runs, SETTING_IDS.index("p3o"))
-        learned(make_learner(settings, runs / name, FRESH, ranks, kind), rows, out / f"{name}-{kind}")
+        learned(make_trainer(settings, runs / name, FRESH, ranks, kind), rows, out / f"{name}-{kind}")
 
     settings = config(runs, SETTING_IDS.index("decoupled_ppo"))
-    gone_on = make_learner(settings, runs / "one-update", read_state(runs / "one-update"), ranks, kind)
+    gone_on = make_trainer(settings, runs / "one-update", read_state(runs / "one-update"), ranks, kind)
     learned(gone_on, rows[1:], out / f"restored-{kind}")
 
-    learner = make_learner(settings, runs / "start", FRESH, ranks, kind)
+    trainer = make_trainer(settings, runs / "start", FRESH, ranks, kind)
     last = rows[0].take(np.arange(len(rows[0])))
     last.behaviour_logp[-1] = -np.inf
     with pytest.raises(
         NonFiniteUpdate, match=rf"rollout {last.rollout_id[-1]} token {last.response_lengths[-1] - 1}\)"
     ):
-        learner.update(last)
+        trainer.update(last)
     unchanged = out / f"unchanged-{kind}"
     unchanged.mkdir()
-    learner.save(unchanged)
+    trainer.save(unchanged)
 
 
 def other_models() -> tuple[Any, Any]:
@@ -162,7 +162,7 @@ def rank_main(rank: int, runs: Path, out: Path) -> None:
                 lead(ranks, runs, out, list(range(len(SETTINGS))), kind)
             ranks.dismiss(exit_code=0)
         else:
-            Follower(ranks).follow()
+            RankWorker(ranks).follow()
         dist.destroy_process_group()
 
 
@@ -180,21 +180,21 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     write_checkpoint(runs, 0, save=start_from, state=FRESH).rename(runs / "start")
     rows = updates_of(runs)
-    before = make_learner(config(runs, SETTING_IDS.index("decoupled_ppo")), runs / "start", FRESH, ALONE, "alone")
+    before = make_trainer(config(runs, SETTING_IDS.index("decoupled_ppo")), runs / "start", FRESH, ALONE, "alone")
     before.update(rows[0])
     write_checkpoint(runs, 1, save=before.save, state=before.state()).rename(runs / "one-update")
     for setting, name in enumerate(SETTING_IDS):
-        learner = make_learner(config(runs, setting), runs / "start", FRESH, ALONE, "alone")
-        learned(learner, rows, runs / "alone" / name)
+        trainer = make_trainer(config(runs, setting), runs / "start", FRESH, ALONE, "alone")
+        learned(trainer, rows, runs / "alone" / name)
     for precision in LOW:
         settings = config(runs, SETTING_IDS.index("p3o"), model={"precision": precision})
-        learned(make_learner(settings, runs / "start", FRESH, ALONE, "alone"), rows[:1], runs / "alone" / precision)
+        learned(make_trainer(settings, runs / "start", FRESH, ALONE, "alone"), rows[:1], runs / "alone" / precision)
     for name, model in zip(OTHERS, other_models(), strict=True):
         write_checkpoint(runs, 0, save=partial(save_model, model), state=FRESH).rename(runs / name)
         settings = config(runs, SETTING_IDS.index("p3o"))
-        learned(make_learner(settings, runs / name, FRESH, ALONE, "alone"), rows, runs / "alone" / name)
+        learned(make_trainer(settings, runs / name, FRESH, ALONE, "alone"), rows, runs / "alone" / name)
     learned(before, rows[1:], runs / "alone" / "restored")
-    grpo = make_learner(config(runs, SETTING_IDS.index("grpo")), runs / "start", FRESH, ALONE, "alone")
+    grpo = make_trainer(config(runs, SETTING_IDS.index("grpo")), runs / "start", FRESH, ALONE, "alone")
     learned(grpo, [few(rows[0])], runs / "alone" / "few")
     assert finish(start(4, rank_main, runs, runs / "ranks")) == [0, 0, 0, 0]
     return runs

@@ -80,7 +80,7 @@ def test_two_ranks_with_two_micro_batches_take_the_update_of_our_learner(tmp_pat
     from stalewise.api import generate
     from stalewise.config import make_config
     from stalewise.store import batch_directories, open_batch
-    from stalewise.trainer.trainer import Learner
+    from stalewise.trainer.trainer import Trainer
 
     sizes = {"prompts": PROMPTS, "group_size": GROUP}
     once = {"kind": "staged", "updates": 1, "stages": 1}
@@ -101,12 +101,12 @@ def test_two_ranks_with_two_micro_batches_take_the_update_of_our_learner(tmp_pat
     batch = open_batch(batch_directories(tmp_path / "made" / "rollouts")[0])
     for objective in OBJECTIVES:
         changes = {"objective": {"name": objective}, "optimizer": {"max_grad_norm": 1e9}, "batch": sizes}
-        learner = Learner(make_config(tiny_record(tmp_path, "learner", **changes)), POLICY)
-        metrics = learner.update(batch.take(batch.column("rollout_id")))
+        trainer = Trainer(make_config(tiny_record(tmp_path, "learner", **changes)), POLICY)
+        metrics = trainer.update(batch.take(batch.column("rollout_id")))
         loss, ess, found = torch.load(tmp_path / f"{objective}.pt")
         assert loss == pytest.approx(metrics["loss"], abs=1e-5)
         assert ess == pytest.approx(metrics["ess"], rel=1e-5)
-        for parameter, name in learner.names.items():
+        for parameter, name in trainer.names.items():
             torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=1e-5)
         (again,) = map(open_batch, batch_directories(tmp_path / f"again-{objective}" / "rollouts"))
         assert sorted(map(bytes, responses(again))) == sorted(map(bytes, responses(batch)))

@@ -77,9 +77,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for 
 
 
 def read_config_file(path: Path, settings: Sequence[str] | None) -> Any:
-    from stalewise.config import loadread_config_file, parse_override
+    from stalewise.config import load_config, parse_override
 
-    return loadread_config_file(path, dict(parse_override(text) for text in settings or ()))
+    return load_config(path, dict(parse_override(text) for text in settings or ()))
 
 
 def print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:

@@ -20,7 +20,7 @@ from stalewise.config.run_directory import RunResult
 from stalewise.orchestrator.evaluation import Evaluation, describe_evaluation
 from stalewise.reporting import write_report
 from stalewise.store.atomic import read_jsonl
-from stalewise.types import Silence, Watcher
+from stalewise.types import NullCallback, ProgressCallback
 
 UPDATES = 384
 PROMPTS = 4
@@ -49,14 +49,14 @@ def demo_config(name: str, runs: Path, *, prompts: int = PROMPTS, updates: int =
     )
 
 
-def run_demo(runs: Path, watcher: Watcher | None = None) -> dict[str, RunResult]:
+def run_demo(runs: Path, callback: ProgressCallback | None = None) -> dict[str, RunResult]:
     """All three runs, one after the other; what an earlier call finished is not done again."""
-    watcher = watcher or Silence()
-    watcher.say(f"base policy, {describe_evaluation(warm_up())}")
+    callback = callback or NullCallback()
+    callback.log(f"base policy, {describe_evaluation(warm_up())}")
     results: dict[str, RunResult] = {}
     for name in RUNS:
-        watcher.say(f"{name}: {describe_schedule(name)}")
-        results[name] = run(demo_config(name, runs), watcher)
+        callback.log(f"{name}: {describe_schedule(name)}")
+        results[name] = run(demo_config(name, runs), callback)
     return results
 
 
@@ -119,9 +119,9 @@ def table(figures: dict[str, Any]) -> Table:
     return rows
 
 
-def main(*, as_json: bool, runs: Path, watcher: Watcher | None = None) -> None:
+def main(*, as_json: bool, runs: Path, callback: ProgressCallback | None = None) -> None:
     """Run the demo and print it: a table and the report's path, or one JSON object."""
-    results = run_demo(runs, watcher)
+    results = run_demo(runs, callback)
     figures = summary(results)
     report = write_report([result.directory for result in results.values()], runs / "report.html")
     if as_json:

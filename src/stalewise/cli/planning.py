@@ -39,8 +39,8 @@ def probe(
     from stalewise.cli.tables import print_probe
     from stalewise.planning.probe import probe
 
-    with watching() as watcher:
-        found = probe(checked, train=run, updates=updates, watcher=watcher)
+    with watching() as callback:
+        found = probe(checked, train=run, updates=updates, callback=callback)
     if as_json:
         places = {"directory": str(found.directory), "calibration": str(found.path)}
         print_json({**asdict(found.probe), **places})
@@ -70,7 +70,7 @@ def sweep(
     from stalewise.planning.calibration import CollapseRule
     from stalewise.planning.sweep import sweep
 
-    with watching() as watcher:
+    with watching() as callback:
         found = sweep(
             checked,
             stalenesses=stalenesses,
@@ -79,7 +79,7 @@ def sweep(
             seeds=seed_list,
             rule=CollapseRule(evaluations=evaluations),
             jobs=jobs,
-            watcher=watcher,
+            callback=callback,
         )
     if as_json:
         places = {"map": str(found.map), "calibration": str(found.path)}
@@ -111,10 +111,10 @@ def plan(
     assert config is not None
     checked = read_config_file(config, settings)
     from stalewise.cli.tables import print_plan
-    from stalewise.planning.planner import planread_config_file, require_calibration
+    from stalewise.planning.planner import plan_config, require_calibration
 
     calibration = require_calibration(checked)
-    found = planread_config_file(checked, calibration)
+    found = plan_config(checked, calibration)
     if as_json:
         record: dict[str, Any] = asdict(found)
         record["is_safe"] = found.is_safe

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from stalewise.config import RunConfig
-from stalewise.types import Silence, Watcher
+from stalewise.types import NullCallback, ProgressCallback
 
 UNITS = {"generate": "rollouts", "wait": "rollouts", "learn": "updates", "evaluate": "responses"}
 
@@ -64,7 +64,7 @@ class Bars:
     def metrics(self, update: int, record: dict[str, Any]) -> None:
         """Do nothing: the note of `advance` shows the ones that matter."""
 
-    def say(self, message: str) -> None:
+    def log(self, message: str) -> None:
         """Print a line above the bar."""
         self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
@@ -101,7 +101,7 @@ class Lines:
     def metrics(self, update: int, record: dict[str, Any]) -> None:
         """Do nothing."""
 
-    def say(self, message: str) -> None:
+    def log(self, message: str) -> None:
         """Print it."""
         self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
@@ -111,50 +111,50 @@ class Lines:
             seconds = time.perf_counter() - self._start
             rate = self._done / seconds if seconds else 0.0
             count = f"{self._done}/{self._total} {UNITS.get(self._what, '')}".rstrip()
-            self.say(f"{self._what}: {count} in {seconds:.1f} s ({rate:,.1f}/s)  {self._note}".rstrip())
+            self.log(f"{self._what}: {count} in {seconds:.1f} s ({rate:,.1f}/s)  {self._note}".rstrip())
         self._what = ""
 
 
 class Several:
     """Tells every watcher."""
 
-    def __init__(self, watchers: Sequence[Watcher]) -> None:
+    def __init__(self, watchers: Sequence[ProgressCallback]) -> None:
         self.watchers = watchers
 
     def begin(self, what: str, total: int) -> None:
         """Tell all of them."""
-        for watcher in self.watchers:
-            watcher.begin(what, total)
+        for callback in self.watchers:
+            callback.begin(what, total)
 
     def advance(self, amount: int, note: str = "") -> None:
         """Tell all of them."""
-        for watcher in self.watchers:
-            watcher.advance(amount, note)
+        for callback in self.watchers:
+            callback.advance(amount, note)
 
     def metrics(self, update: int, record: dict[str, Any]) -> None:
         """Tell all of them."""
-        for watcher in self.watchers:
-            watcher.metrics(update, record)
+        for callback in self.watchers:
+            callback.metrics(update, record)
 
-    def say(self, message: str) -> None:
+    def log(self, message: str) -> None:
         """Tell all of them."""
-        for watcher in self.watchers:
-            watcher.say(message)
+        for callback in self.watchers:
+            callback.log(message)
 
 
 @contextlib.contextmanager
-def watching(config: RunConfig | None = None, *, is_first: bool = True) -> Iterator[Watcher]:
+def watching(config: RunConfig | None = None, *, is_first: bool = True) -> Iterator[ProgressCallback]:
     """Progress on stderr, and the trackers of the config, for as long as the block lasts.
 
     Of several processes at one run only the first is worth watching.
     """
     if not is_first:
-        yield Silence()
+        yield NullCallback()
         return
     console = Console(stderr=True)
     shown = Bars(console) if console.is_terminal else Lines(console)
     with contextlib.ExitStack() as stack:
-        watchers: list[Watcher] = [shown]
+        watchers: list[ProgressCallback] = [shown]
         if config is not None and config.trackers:
             from stalewise.reporting.trackers import Trackers  # imported here: accelerate brings torch along
 

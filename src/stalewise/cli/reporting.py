@@ -39,13 +39,13 @@ def watch(
     """Show how a run stands, again and again until it is finished; Ctrl-C leaves, and the run goes on."""
     _check_run(run)
     from stalewise.cli.tables import console, view
-    from stalewise.reporting.status import standing
+    from stalewise.reporting.status import run_status
 
     if as_json:
-        print_json(_without_nan(asdict(standing(run))))
+        print_json(_without_nan(asdict(run_status(run))))
         return
     screen = console()
-    now = standing(run)
+    now = run_status(run)
     if once or not screen.is_terminal:
         screen.print(view(now))
         return
@@ -55,7 +55,7 @@ def watch(
         with Live(view(now), console=screen, auto_refresh=False) as live:
             while now.state != "finished":
                 time.sleep(every)
-                now = standing(run)
+                now = run_status(run)
                 live.update(view(now), refresh=True)
     except KeyboardInterrupt:
         return

@@ -22,7 +22,7 @@ from stalewise.planning.probe import Probed
 from stalewise.planning.sweep import Swept
 from stalewise.reporting.compare import Comparison, Side
 from stalewise.reporting.inspection import visible
-from stalewise.reporting.status import Phase, Standing
+from stalewise.reporting.status import Phase, RunStatus
 from stalewise.reporting.summary import counted, duration, interval, shown
 
 WIDE = 200  # columns for what is not a terminal: a script must not meet cut cells
@@ -247,7 +247,7 @@ def console() -> Console:
     return found if found.is_terminal else Console(highlight=False, width=WIDE)
 
 
-def view(now: Standing) -> RenderableType:
+def view(now: RunStatus) -> RenderableType:
     """A run as it stands, one fact a line."""
     title = Text.assemble(
         (visible(now.name), "bold"),
@@ -269,7 +269,7 @@ def view(now: Standing) -> RenderableType:
     return Group(title, grid)
 
 
-def _facts(now: Standing) -> Iterator[tuple[str, str]]:
+def _facts(now: RunStatus) -> Iterator[tuple[str, str]]:
     if not now.update:
         yield "learned", "nothing yet: no update is on record"
     if now.stage is not None:
@@ -306,20 +306,20 @@ def print_comparison(result: Comparison) -> None:
     """The answer first, then the numbers behind it."""
     screen = console()
 
-    def say(words: str, style: str = "") -> None:
+    def log(words: str, style: str = "") -> None:
         screen.print(Text(visible(words), style=style), soft_wrap=True)
 
     words = result.words
-    say(f"{words[0].upper() if words.startswith('no ') else words[0]}{words[1:]}.", "bold")
+    log(f"{words[0].upper() if words.startswith('no ') else words[0]}{words[1:]}.", "bold")
     sure = min(max(result.probability_better, 0.001), 0.999)  # resamples do not tell more
-    say(f"Probability that {result.b.name} is better: {sure:.1%}. {result.task}, {result.method}.")
+    log(f"Probability that {result.b.name} is better: {sure:.1%}. {result.task}, {result.method}.")
     table = Table()
     for column in ("side", "runs", "accuracy [95%]", "training (s)"):
         table.add_column(column, justify="left" if column == "side" else "right")
     for side in (result.a, result.b):
         table.add_row(visible(side.name), str(len(side.runs)), _accuracy(side), f"{side.seconds:.1f}")
     screen.print(table)
-    say(f"{result.speed[0].upper() if result.speed.startswith('speed') else result.speed[0]}{result.speed[1:]}.")
+    log(f"{result.speed[0].upper() if result.speed.startswith('speed') else result.speed[0]}{result.speed[1:]}.")
     if result.settings:
         settings = Table()
         for column in ("setting that differs", result.a.name, result.b.name):
@@ -328,7 +328,7 @@ def print_comparison(result: Comparison) -> None:
             settings.add_row(key, *(visible(", ".join(map(shown, side))) for side in values))
         screen.print(settings)
     for note in result.notes:
-        say(f"note: {note}", "yellow")
+        log(f"note: {note}", "yellow")
 
 
 def _accuracy(side: Side) -> str:

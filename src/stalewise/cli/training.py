@@ -30,8 +30,8 @@ def demo(
     from stalewise.cli.demo import main as run_demo
     from stalewise.cli.progress import watching
 
-    with watching() as watcher:
-        run_demo(as_json=as_json, runs=runs, watcher=watcher)
+    with watching() as callback:
+        run_demo(as_json=as_json, runs=runs, callback=callback)
 
 
 @app.command()
@@ -66,8 +66,8 @@ def train(config: ConfigFile, settings: Settings = None, as_json: AsJson = False
     from stalewise.orchestrator.ranks import meet
 
     is_first = meet(checked).is_first  # before the trackers, which would look for the others themselves
-    with watching(checked, is_first=is_first) as watcher:
-        result = run(checked, watcher, say_plan=True)
+    with watching(checked, is_first=is_first) as callback:
+        result = run(checked, callback, say_plan=True)
     if is_first:
         print_result(result, as_json)
 
@@ -103,8 +103,8 @@ def generate(
     from stalewise.cli.progress import watching
     from stalewise.store.manifest import manifest_record
 
-    with watching(checked) as watcher:
-        manifests = generate(checked, batch=batch, checkpoint=checkpoint, watcher=watcher)
+    with watching(checked) as callback:
+        manifests = generate(checked, batch=batch, checkpoint=checkpoint, callback=callback)
     if as_json:
         print_json([manifest_record(manifest) for manifest in manifests])
     for manifest in manifests if not as_json else ():
@@ -136,8 +136,8 @@ def learn(
     from stalewise.orchestrator.ranks import meet
 
     is_first = meet(checked).is_first
-    with watching(checked, is_first=is_first) as watcher:
-        result = learn(checked, rollouts, checkpoint=checkpoint, unused=unused, watcher=watcher)
+    with watching(checked, is_first=is_first) as callback:
+        result = learn(checked, rollouts, checkpoint=checkpoint, unused=unused, callback=callback)
     if is_first:
         print_result(result, as_json)
 
@@ -167,7 +167,7 @@ def evaluate(
     if file is not None and task is not None:
         raise ConfigError("--file and --task both say what to evaluate on: give one of them")
     options = dict(parse_override(text) for text in option or ())
-    with watching() as watcher:
+    with watching() as callback:
         result = evaluate(
             model_or_run,
             task=task,
@@ -177,7 +177,7 @@ def evaluate(
             prompts=prompts,
             samples=samples,
             max_new_tokens=max_new_tokens,
-            watcher=watcher,
+            callback=callback,
         )
     print_json(result.record()) if as_json else print_evaluation(result)
 
@@ -234,15 +234,15 @@ def work(source: str, worker: str | None, ray: int | None, once: bool, settings:
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(TERMINATED)
     )  # takes leave: others need not wait for a sign of life
-    with watching() as watcher:
+    with watching() as callback:
         if ray is not None:
             from stalewise.rollout.workers.ray_workers import work_on_ray
 
-            done = work_on_ray(source, workers=ray, overrides=overrides, once=once, watcher=watcher)
+            done = work_on_ray(source, workers=ray, overrides=overrides, once=once, callback=callback)
         else:
             from stalewise.rollout.workers.worker import work as work_here
 
-            done = [work_here(source, worker=worker or "", overrides=overrides, once=once, watcher=watcher)]
+            done = [work_here(source, worker=worker or "", overrides=overrides, once=once, callback=callback)]
     if as_json:
         typer.echo(json.dumps([asdict(one) for one in done]))
     for one in done if not as_json else ():

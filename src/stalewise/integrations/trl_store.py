@@ -15,7 +15,7 @@ from datasets import Dataset
 
 from stalewise.errors import ConfigError, StoreError
 from stalewise.store import (
-    Rows,
+    RolloutColumns,
     batch_directories,
     batch_directory,
     commit_batch,
@@ -132,7 +132,7 @@ class StoredRollouts:
         present = [path for path in batch_directories(Path(directory) / "rollouts") if is_committed(path)]
         if not present:
             raise StoreError(f"{directory} has no committed generation batch: give a directory with rollouts")
-        self.rows: Rows = concatenate([rows for path in present for rows in open_batch(path).iter_rows()])
+        self.rows: RolloutColumns = concatenate([rows for path in present for rows in open_batch(path).iter_rows()])
         batch = np.repeat(np.arange(len(present)), [read_batch_manifest(path).rows for path in present])
         keys = [f"{number}/{group}" for number, group in zip(batch, self.rows.group, strict=True)]
         self.places: dict[str, list[int]] = {}

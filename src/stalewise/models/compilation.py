@@ -84,7 +84,7 @@ def compile_pieces(model: Any, backend: str = "inductor") -> None:
 # The layers of a model for the learner: compiled where that pays, else each norm made one operator.
 
 
-def quicken_layers(model: Any, config: RunConfig, *, is_sharded: bool, say: Callable[[str], object]) -> bool:
+def optimize_layers(model: Any, config: RunConfig, *, is_sharded: bool, log: Callable[[str], object]) -> bool:
     """Make the layers as fast as they can be for this run; whether they are compiled.
 
     Those whose weights lie on several ranks are left as they are: what either gains there was never measured.
@@ -93,7 +93,7 @@ def quicken_layers(model: Any, config: RunConfig, *, is_sharded: bool, say: Call
     if compiled:
         compile_layers(model, config.learner.keep_activations)
     elif config.learner.keep_activations < 1:
-        say("learner.keep_activations changes nothing here: it is for compiled layers")
+        log("learner.keep_activations changes nothing here: it is for compiled layers")
     if model.device.type == "cuda" and not (compiled or is_sharded):
         fuse_norms(model)
     return compiled

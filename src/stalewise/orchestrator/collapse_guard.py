@@ -16,7 +16,7 @@ from typing import Any
 
 from stalewise.config import RunConfig
 from stalewise.errors import StalewiseError
-from stalewise.orchestrator.run_log import Records
+from stalewise.orchestrator.run_log import RunLog
 from stalewise.staleness.collapse import INTERVAL, Evidence, Judgement, Trouble, judge, rewards_as_evidence
 from stalewise.staleness.schedule import Schedule
 from stalewise.store import batch_directories, ledger_path, parse_batch_name
@@ -40,7 +40,7 @@ DONE = "done.json"
 class Rollbacks:
     """The rollbacks of one run directory, oldest first."""
 
-    def __init__(self, records: Records) -> None:
+    def __init__(self, records: RunLog) -> None:
         self.records = records
         self.root = records.directory / "rollbacks"
         self.read_again()
@@ -152,10 +152,10 @@ class Collapsed(StalewiseError, ArithmeticError):
     exit_code = 4
 
 
-class Guard:
+class CollapseGuard:
     """Looks at rewards and evaluations of a run; `off` where the config does not ask for it."""
 
-    def __init__(self, config: RunConfig, records: Records) -> None:
+    def __init__(self, config: RunConfig, records: RunLog) -> None:
         self.section = config.guard
         self.evaluated_every = config.evaluation.every
         self.records = records

@@ -21,7 +21,7 @@ Say = Callable[[str], object]
 ADVICE = "leave out with --exclude-ids what it must not be judged on"
 
 
-def seen_in_training(policy: Path, say: Say = lambda text: None, *, apart: TaskSection | None = None) -> Seen:
+def seen_in_training(policy: Path, log: Say = lambda text: None, *, apart: TaskSection | None = None) -> Seen:
     """Ids and problems of all prompts that the rollouts of a run answer, or will by the time it is complete.
 
     Also those of the runs that its policy comes from: the one whose checkpoint it started from, and so on. `policy` is
@@ -39,15 +39,15 @@ def seen_in_training(policy: Path, say: Say = lambda text: None, *, apart: TaskS
             continue
         known.add(run or place.resolve())
         if run is None:
-            found |= _seen_outside(place, say)
+            found |= _seen_outside(place, log)
             continue
         for directory in [source for source in _sources(run) if source.resolve() not in read]:
-            found |= _seen_in(directory, say, apart)
+            found |= _seen_in(directory, log, apart)
             read.add(directory.resolve())
         try:
             waiting += _beginnings(run)
         except StalewiseError as error:
-            say(f"what {run} started from is not known: {error}; {ADVICE}")
+            log(f"what {run} started from is not known: {error}; {ADVICE}")
     return found
 
 
@@ -77,10 +77,10 @@ def _sources(run: Path) -> list[Path]:
     return list(dict.fromkeys(runs))
 
 
-def _seen_in(directory: Path, say: Say, apart: TaskSection | None) -> Seen:
+def _seen_in(directory: Path, log: Say, apart: TaskSection | None) -> Seen:
     """What the rollouts of a run, or of a batch that lies in none, answer."""
     if not directory.is_dir():
-        say(f"{directory} was learned from and is not there: what it asked is not known; {ADVICE}")
+        log(f"{directory} was learned from and is not there: what it asked is not known; {ADVICE}")
         return Seen()
     found = Seen()
     try:
@@ -89,7 +89,7 @@ def _seen_in(directory: Path, say: Say, apart: TaskSection | None) -> Seen:
             return found
         found |= _by_task(config)
     except StalewiseError as error:
-        say(f"what {directory} was trained on is known by its ids alone, not by its problems: {error}")
+        log(f"what {directory} was trained on is known by its ids alone, not by its problems: {error}")
     batches = [directory] if not (directory / "rollouts").is_dir() else batch_directories(directory / "rollouts")
     for batch in filter(is_committed, batches):
         found |= Seen(named_ids(map(str, open_batch(batch, verify=False).column("prompt_id"))))
@@ -105,29 +105,29 @@ def _by_task(config: RunConfig) -> Seen:
         task.verifier.close()
 
 
-def _seen_outside(directory: Path, say: Say) -> Seen:
+def _seen_outside(directory: Path, log: Say) -> Seen:
     """What can be told of a policy that lies in no run: of an export what its config says, of other models nothing."""
     if (directory / EXPORT_RECORD).is_file():
         record = read_json(directory / EXPORT_RECORD)
         is_policy = record.get("format") == EXPORT_FORMAT and "version" in record  # rollouts have none
-        return _seen_by_exported(directory, record, say) if is_policy else Seen()
+        return _seen_by_exported(directory, record, log) if is_policy else Seen()
     if (directory / "state.json").is_file():
-        say(f"{directory} is a checkpoint whose run is not there: what it was trained on is not known; {ADVICE}")
+        log(f"{directory} is a checkpoint whose run is not there: what it was trained on is not known; {ADVICE}")
     elif not directory.is_dir() and not _is_hub_name(directory):
-        say(f"{directory}, where training began, is not there: what it was trained on is not known; {ADVICE}")
+        log(f"{directory}, where training began, is not there: what it was trained on is not known; {ADVICE}")
     return Seen()
 
 
-def _seen_by_exported(directory: Path, record: dict[str, Any], say: Say) -> Seen:
+def _seen_by_exported(directory: Path, record: dict[str, Any], log: Say) -> Seen:
     """The prompts that its task makes again: an export says neither what the rollouts asked nor what came before."""
     earlier = "" if record["base"].get("is_itself", True) else f", which began as {record['base']['words']}"
     name = f"{directory} is an export of version {record['version']} of the run {record['run']}{earlier}"
     try:
         found = _by_task(load_config(directory / EXPORT_CONFIG))
     except StalewiseError as error:
-        say(f"{name}: what it was trained on is not known ({error}); evaluate the run instead, or {ADVICE}")
+        log(f"{name}: what it was trained on is not known ({error}); evaluate the run instead, or {ADVICE}")
         return Seen()
-    say(f"{name}: of what it was trained on only the task's prompts are known; evaluate the run instead, or {ADVICE}")
+    log(f"{name}: of what it was trained on only the task's prompts are known; evaluate the run instead, or {ADVICE}")
     return found
 
 

@@ -11,7 +11,7 @@ WARN_AT = 0.8  # of a limit
 WARN_ESS = 0.5  # of what the effective sample size was when the rollouts were new
 
 
-class BudgetWatch:
+class DriftBudget:
     """Measures each update against limits, where they are known, and warns once in a run about each.
 
     It warns where most of a limit is used, or where one more step like the last would cross it. The limits are the
@@ -22,11 +22,11 @@ class BudgetWatch:
     def __init__(
         self,
         limits: tuple[float, float] | None,
-        say: Callable[[str], object],
+        log: Callable[[str], object],
         used: Mapping[str, float] | None = None,
     ) -> None:
         self.limits = limits
-        self.say = say
+        self.log = log
         self.warned = {name for name, share in (used or {}).items() if share >= WARN_AT}
         self.last: dict[str, float] = {}
 
@@ -46,7 +46,7 @@ class BudgetWatch:
             step = share - self.last.get(name, share)  # negative where a new batch begins
             if name not in self.warned and (share >= WARN_AT or share + max(step, 0.0) >= 1.0):
                 self.warned.add(name)
-                self.say(f"{share:.0%} of the drift that this policy bears is used {advice[name]}")
+                self.log(f"{share:.0%} of the drift that this policy bears is used {advice[name]}")
         self.last = used
         return {"batch_drift": batch_drift, **used}
 
@@ -56,7 +56,7 @@ class BudgetWatch:
         left = remaining_ess(ess) / fresh_ess(ess) if fell else math.nan
         if left < WARN_ESS and "ess" not in self.warned:
             self.warned.add("ess")
-            self.say(
+            self.log(
                 f"the rollouts of this stage are worth {left:.0%} of what they were when they were new: smaller "
                 'stages, schedule.end = "spent" or a lower optimizer.learning_rate keep them useful'
             )

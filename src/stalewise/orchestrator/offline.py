@@ -25,13 +25,13 @@ from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import is_started, read_config
 from stalewise.errors import ConfigError, ModelError, StoreError
 from stalewise.models.loading import load_tokenizer, resolve_model, vocabulary_size
-from stalewise.orchestrator.orchestrator import Conductor
+from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.staleness.schedule import Schedule, Step
 from stalewise.store import (
     Batch,
     BatchManifest,
     Ranges,
-    Rows,
+    RolloutColumns,
     batch_directories,
     consumed,
     from_ranges,
@@ -43,7 +43,7 @@ from stalewise.store import (
 )
 from stalewise.store.atomic import read_json, write_json_atomic
 from stalewise.store.checkpoints import read_state
-from stalewise.types import Watcher
+from stalewise.types import ProgressCallback
 
 FORMAT = "stalewise.sources/1"
 FILE = "sources.json"
@@ -123,7 +123,7 @@ class SourceBatch(Batch):
             return super().column(name)
         return super().column(name)[~np.isin(super().column("rollout_id"), from_ranges(self.source.left_out))]
 
-    def take(self, rollout_ids: npt.ArrayLike) -> Rows:
+    def take(self, rollout_ids: npt.ArrayLike) -> RolloutColumns:
         """Fetch the given rollouts in the given order."""
         rows = super().take(rollout_ids)
         first, last = (self._counted(column) for column in (rows.version_first, rows.version_last))
@@ -135,11 +135,13 @@ class SourceBatch(Batch):
         return np.minimum(version - np.int32(self.source.start), np.int32(self.source.first_update))
 
 
-class Relearner(Conductor):
+class OfflineOrchestrator(Orchestrator):
     """One sitting at a run that learns from `sources`."""
 
-    def __init__(self, config: RunConfig, sources: Sequence[Source], checkpoint: Path | None, watcher: Watcher) -> None:
-        super().__init__(config, watcher)
+    def __init__(
+        self, config: RunConfig, sources: Sequence[Source], checkpoint: Path | None, callback: ProgressCallback
+    ) -> None:
+        super().__init__(config, callback)
         self.sources = tuple(sources)
         self.checkpoint = checkpoint
         self.guard.judges_rewards = False  # the rollouts are of other policies
@@ -199,7 +201,7 @@ def plan_sources(
     checkpoint: Path | None,
     *,
     unused: bool = False,
-    say: Callable[[str], object] = lambda text: None,
+    log: Callable[[str], object] = lambda text: None,
 ) -> tuple[RunConfig, list[Source]]:
     """The batches to learn from with the updates of each, and the config with the schedule that follows.
 
@@ -234,7 +236,7 @@ def plan_sources(
         raise ConfigError(f"batch.prompts is {config.batch.prompts}, more than the groups{left} of any batch: lower it")
     total = sources[-1].first_update + sources[-1].updates
     if total < would_serve:
-        say(f"these rollouts would serve {would_serve} updates: {total} are taken, as schedule.updates says")
+        log(f"these rollouts would serve {would_serve} updates: {total} are taken, as schedule.updates says")
     schedule = {"kind": "staged", "updates": total, "stages": len(sources)}
     return make_config({**config.model_dump(mode="json"), "schedule": schedule}, source="learn"), sources
 

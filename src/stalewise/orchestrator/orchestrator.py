@@ -19,20 +19,20 @@ from stalewise.config.run_directory import RunResult, check_identity, environmen
 from stalewise.distributed import ALONE, Ranks
 from stalewise.errors import TaskError
 from stalewise.models.loading import device_name, resolve_model
-from stalewise.orchestrator.collapse_guard import Guard
-from stalewise.orchestrator.drift_budget import BudgetWatch
+from stalewise.orchestrator.collapse_guard import CollapseGuard
+from stalewise.orchestrator.drift_budget import DriftBudget
 from stalewise.orchestrator.evaluation import describe_evaluation, evaluate_checkpoint
-from stalewise.orchestrator.ranks import make_learner
-from stalewise.orchestrator.run_log import Records
+from stalewise.orchestrator.ranks import make_trainer
+from stalewise.orchestrator.run_log import RunLog
 from stalewise.orchestrator.setup import limits_of_run, write_first_checkpoint
 from stalewise.orchestrator.stages import begin_stage, first_schedule, forget_stages
-from stalewise.orchestrator.update_loop import Stretch
+from stalewise.orchestrator.update_loop import UpdateLoop
 from stalewise.planning.memory import check_memory, pick_parallel
 from stalewise.rollout.factory import batch_plan, batch_problem, check_foreign_of, make_sampler
 from stalewise.rollout.generate import generate_batch
-from stalewise.rollout.sampler import Sleeper
-from stalewise.rollout.workers.coordinator import Meeting, is_in_the_making
-from stalewise.rollout.workers.rank_workers import meeting_of
+from stalewise.rollout.sampler import OffloadableSampler
+from stalewise.rollout.workers.coordinator import Coordinator, is_in_the_making
+from stalewise.rollout.workers.rank_workers import coordinator_of
 from stalewise.staleness.collapse import Judgement, Trouble
 from stalewise.staleness.spent import StageSchedule
 from stalewise.store import Batch, BatchManifest, batch_directory, is_committed, open_batch, rewards_of_updates
@@ -40,45 +40,45 @@ from stalewise.store.atomic import RunLock, remove_temporaries, write_json_atomi
 from stalewise.store.checkpoints import checkpoint_directory, prune, read_state, versions, write_checkpoint
 from stalewise.tasks import make_task
 from stalewise.trainer.lora import base_directory
-from stalewise.trainer.trainer import Learner, NonFiniteUpdate
-from stalewise.types import Watcher
+from stalewise.trainer.trainer import NonFiniteUpdate, Trainer
+from stalewise.types import ProgressCallback
 
 
-class Conductor:
+class Orchestrator:
     """One sitting at a run directory. `act` does the next thing and says whether there was one."""
 
-    def __init__(self, config: RunConfig, watcher: Watcher, journal: str = "journal.jsonl") -> None:
+    def __init__(self, config: RunConfig, callback: ProgressCallback, journal: str = "journal.jsonl") -> None:
         self.config = config
         if config.model.threads:
             torch.set_num_threads(config.model.threads)
-        self.watcher, self.directory = watcher, config.directory
+        self.callback, self.directory = callback, config.directory
         self.ranks = ALONE  # those that the learner is spread over; whoever conducts several says so
-        self.records = Records(self.directory, journal)
+        self.records = RunLog(self.directory, journal)
         self.schedule = first_schedule(config, self.records.stages_path)
-        self.guard = Guard(config, self.records)
-        self.budget: BudgetWatch | None = None
+        self.guard = CollapseGuard(config, self.records)
+        self.budget: DriftBudget | None = None
         self.task = make_task(config.task.name, seed=config.seed, **config.task.options)
         self.tokens = 0  # sampled since the watcher was last told that something begins
-        self.sampler = make_sampler(config, on_tokens=self._tell_tokens, say=watcher.say)
-        self.meeting = Meeting(config, journal.removesuffix(".jsonl"), watcher.say)
-        self.learner: Learner | None = None
+        self.sampler = make_sampler(config, on_tokens=self._tell_tokens, log=callback.log)
+        self.coordinator = Coordinator(config, journal.removesuffix(".jsonl"), callback.log)
+        self.trainer: Trainer | None = None
         self.states: dict[int, dict[str, Any]] = {}  # of checkpoints whose files were compared with their checksums
         self.open_batches: dict[int, Batch] = {}  # likewise
 
     def close(self) -> None:
         """End the processes that the task's verifier and the sampler own."""
-        self.meeting.close()
+        self.coordinator.close()
         self.sampler.close()
         self.task.verifier.close()
 
     def _begin(self, what: str, total: int) -> None:
         self.tokens = 0
-        self.watcher.begin(what, total)
+        self.callback.begin(what, total)
 
     def _tell_tokens(self, count: int) -> None:
         self.tokens += count
-        self.meeting.check()
-        self.watcher.advance(0, f"{self.tokens:,} tokens")
+        self.coordinator.check()
+        self.callback.advance(0, f"{self.tokens:,} tokens")
 
     # ------------------------------------------------------------ what is there
 
@@ -92,7 +92,7 @@ class Conductor:
         self.records.forget_updates(before=newest)  # an earlier sitting may have gone further: it happens again
         if isinstance(self.schedule, StageSchedule):
             self.schedule = forget_stages(self.schedule, self.records.stages_path, newest)
-        self.meeting.publish()
+        self.coordinator.publish()
 
     def check_memory(self) -> None:
         """Stop before anything is loaded where the model is too large for the device, or a foreign one does not fit."""
@@ -100,7 +100,7 @@ class Conductor:
             return
         self._check_foreign(Path(source := self.newest_policy()))
         if warning := check_memory(self.config, source, self.ranks.world, self.ranks.local_world):
-            self.watcher.say(warning)
+            self.callback.log(warning)
 
     def _check_foreign(self, own: Path) -> None:
         check_foreign_of(self.config, own, self.task)
@@ -124,7 +124,7 @@ class Conductor:
         return resolve_model(self.config.model.path, self.config.task.name)
 
     def _write_first_checkpoint(self) -> None:
-        self.states[0] = write_first_checkpoint(self.config, self._first_policy(), self.task, self.watcher.say)
+        self.states[0] = write_first_checkpoint(self.config, self._first_policy(), self.task, self.callback.log)
 
     def act(self) -> bool:
         """Do the next thing. False: the run is complete."""
@@ -194,8 +194,8 @@ class Conductor:
         )
         self.records.evaluation(result.record())
         self.records.journal("evaluate", result.seconds, version=version)
-        self.watcher.advance(result.prompts * result.samples)
-        self.watcher.say(describe_evaluation(result))
+        self.callback.advance(result.prompts * result.samples)
+        self.callback.log(describe_evaluation(result))
 
     def obtain(self, generation_batch: int) -> None:
         """See to it that a generation batch is there."""
@@ -207,17 +207,17 @@ class Conductor:
         self._begin("generate", plan.prompts * plan.group_size)
         with self.records.timed("generate", generation_batch=generation_batch, version=plan.version) as notes:
             checkpoint = checkpoint or self._checkpoint(plan.version)
-            share = self.meeting.share(plan, checkpoint)
+            share = self.coordinator.share(plan, checkpoint)
             manifest = generate_batch(
                 plan,
                 checkpoint=checkpoint,
                 rollouts=self.directory / "rollouts",
                 task=self.task,
                 sampler=self.sampler,
-                on_shard=self.watcher.advance,
+                on_shard=self.callback.advance,
                 shares=share,
             )
-            notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens, **self.meeting.fulfilled(share)}
+            notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens, **self.coordinator.fulfilled(share)}
         self._check_batch(open_batch(self.batch_directory(generation_batch), verify=False))
         return manifest
 
@@ -227,7 +227,7 @@ class Conductor:
         if problem and versions(self.directory)[-1:] == [0]:
             raise TaskError(f"nothing can be learned from {self.task.name}: {problem}; the rollouts are kept")
         if problem:
-            self.watcher.say(f"{batch.directory.name}: {problem}")
+            self.callback.log(f"{batch.directory.name}: {problem}")
 
     def _open_batch(self, generation_batch: int) -> Batch:
         return open_batch(self.batch_directory(generation_batch))
@@ -235,38 +235,38 @@ class Conductor:
     def _learn(self, version: int, stop: int) -> None:
         """Learn up to `stop`, or until the rollouts are spent; where a step goes wrong, the guard has a word."""
         with self.records.timed("switch", reason="learner"):
-            if isinstance(self.sampler, Sleeper):
+            if isinstance(self.sampler, OffloadableSampler):
                 self.sampler.sleep()
-            learner = self._learner_at(version)
+            trainer = self._trainer_at(version)
             batch = self._batch_at(version)
             if version == 0:  # the sitting that generated it may have been told already, and have gone on all the same
                 self._check_batch(batch)
             limits = limits_of_run(self.config)
-            self.budget = self.budget or BudgetWatch(limits, self.watcher.say, self.records.budget_used())
-            stretch = Stretch(self.config, self.schedule, self.records, self.budget, self.watcher)
-            ready = stretch.make_ready(batch, learner, range(version, stop))
+            self.budget = self.budget or DriftBudget(limits, self.callback.log, self.records.budget_used())
+            stretch = UpdateLoop(self.config, self.schedule, self.records, self.budget, self.callback)
+            ready = stretch.make_ready(batch, trainer, range(version, stop))
         self._begin("learn", stop - version)
         start = time.perf_counter()
         try:
-            spent = stretch.learn(ready, learner)
+            spent = stretch.learn(ready, trainer)
         except NonFiniteUpdate as error:
-            self.learner = None
+            self.trainer = None
             if not self.guard.is_on:
                 raise
-            self.watcher.say(str(error))
+            self.callback.log(str(error))
             failed = self.records.remembered[-1].update + 1 if self.records.remembered else 0
             trouble = Trouble("an update was not finite", failed + 1)
             self._take_back(trouble, self._judge(version))
             return
-        stop = learner.version
+        stop = trainer.version
         self.records.journal("learn", time.perf_counter() - start, first=version, stop=stop)
         with self.records.timed("switch", reason="checkpoint") as notes:
-            state = learner.state() | ({"spent": spent} if spent else {})
+            state = trainer.state() | ({"spent": spent} if spent else {})
             self.records.tokens.commit(stop)
-            write_checkpoint(self.directory, stop, save=learner.save, state=state, notes=notes)
+            write_checkpoint(self.directory, stop, save=trainer.save, state=state, notes=notes)
             self.states[stop] = {"version": stop, **state}  # whole, since this sitting wrote it
             prune(self.directory, keep=self.config.checkpoints.keep, needed=self._needed_versions(stop))
-            self.meeting.publish()
+            self.coordinator.publish()
 
     # ------------------------------------------------------------ when it goes wrong
 
@@ -280,15 +280,15 @@ class Conductor:
 
     def _take_back(self, trouble: Trouble, judgement: Judgement) -> None:
         """Go back to the last policy that is known to be good, and on from there as the config says."""
-        self.meeting.withdraw()  # nobody may work by an order whose policy is about to go
+        self.coordinator.withdraw()  # nobody may work by an order whose policy is about to go
         to_version = self.guard.take_back(self.schedule, trouble, judgement)
-        self.learner = None
+        self.trainer = None
         self.open_batches = {}
         self.states = {version: state for version, state in self.states.items() if version <= to_version}
         if isinstance(self.schedule, StageSchedule):
             self.schedule = first_schedule(self.config, self.records.stages_path)
         rate = self.guard.rollbacks.learning_rate_factor * self.config.optimizer.learning_rate
-        self.watcher.say(f"collapsed: {trouble.describe()}; back to version {to_version}, learning rate {rate:.3g}")
+        self.callback.log(f"collapsed: {trouble.describe()}; back to version {to_version}, learning rate {rate:.3g}")
 
     def _needed_versions(self, version: int) -> set[int]:
         """Checkpoints that must stay: those that make generation batches, and the latest that is known to be good."""
@@ -318,41 +318,41 @@ class Conductor:
             self.open_batches = {generation_batch: self._open_batch(generation_batch)}
         return self.open_batches[generation_batch]
 
-    def _learner_at(self, version: int) -> Learner:
+    def _trainer_at(self, version: int) -> Trainer:
         """The learner at this version: the one at hand, or one made from the checkpoint.
 
         In the second case a sitting before this one may have gone further; what it recorded will happen again.
         """
-        if self.learner is None or self.learner.version != version:
+        if self.trainer is None or self.trainer.version != version:
             checkpoint = self._checkpoint(version)
             if self.config.model.trains_adapters:
                 base_directory(checkpoint)
                 self._checkpoint(0)  # what lies beneath the adapters must be there, and whole
             self.records.forget_updates(before=version)
             kind = pick_parallel(self.config, str(checkpoint), self.ranks.world, self.ranks.local_world)
-            if change := self.records.sitting(self.ranks.world, kind):
-                self.watcher.say(change)
-            rate_factor, say = self.guard.rollbacks.learning_rate_factor, self.watcher.say
+            if change := self.records.log_world_size(self.ranks.world, kind):
+                self.callback.log(change)
+            rate_factor, log = self.guard.rollbacks.learning_rate_factor, self.callback.log
             state, ranks = self.states[version], self.ranks
-            self.learner = make_learner(self.config, checkpoint, state, ranks, kind, rate_factor=rate_factor, say=say)
-        return self.learner
+            self.trainer = make_trainer(self.config, checkpoint, state, ranks, kind, rate_factor=rate_factor, log=log)
+        return self.trainer
 
     def result(self) -> RunResult:
         """What the directory holds now that the run is complete."""
-        self.meeting.complete()
+        self.coordinator.complete()
         return read_result(self.directory, self.schedule.updates)
 
 
-def conduct(directory: Path, make_conductor: Callable[[], Conductor], ranks: Ranks = ALONE) -> RunResult:
+def conduct(directory: Path, make_orchestrator: Callable[[], Orchestrator], ranks: Ranks = ALONE) -> RunResult:
     """Do what is next in a run directory until nothing is."""
     with RunLock(directory):
-        conductor = make_conductor()
-        conductor.ranks, conductor.meeting = ranks, meeting_of(conductor.meeting, ranks)
+        orchestrator = make_orchestrator()
+        orchestrator.ranks, orchestrator.coordinator = ranks, coordinator_of(orchestrator.coordinator, ranks)
         try:
-            conductor.check_memory()
-            conductor.prepare()
-            while conductor.act():
+            orchestrator.check_memory()
+            orchestrator.prepare()
+            while orchestrator.act():
                 pass
-            return conductor.result()
+            return orchestrator.result()
         finally:
-            conductor.close()
+            orchestrator.close()

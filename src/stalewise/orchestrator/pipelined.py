@@ -22,12 +22,12 @@ from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import read_config
 from stalewise.distributed import environment_of_a_child
 from stalewise.errors import EngineError, StalewiseError, StoreError
-from stalewise.orchestrator.orchestrator import Conductor
+from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.staleness.collapse import Judgement, Trouble
 from stalewise.store import committed_shards, is_committed
 from stalewise.store.atomic import RunLock
 from stalewise.store.checkpoints import versions
-from stalewise.types import Silence
+from stalewise.types import NullCallback
 
 JOURNAL = "journal-generator.jsonl"
 LOG = "generator.log"
@@ -36,7 +36,7 @@ STOP_S = 10.0  # that the generator has to end in
 LOCK_S = 60.0  # that the generator of a sitting which was killed has to end in
 
 
-class Pipelined(Conductor):
+class PipelinedOrchestrator(Orchestrator):
     """The learner's side. It evaluates, too: that is done at versions at which the learner stands still anyway."""
 
     process: subprocess.Popen[bytes] | None = None
@@ -67,10 +67,10 @@ class Pipelined(Conductor):
             while not is_committed(directory):
                 self._check()
                 made = sum(shard.rows for shard in committed_shards(directory))
-                self.watcher.advance(made - seen)
+                self.callback.advance(made - seen)
                 seen = made
                 time.sleep(POLL_S)
-        self.watcher.advance(total - seen)
+        self.callback.advance(total - seen)
 
     def _take_back(self, trouble: Trouble, judgement: Judgement) -> None:
         self._stop()  # it must not write to batches that are moved away
@@ -117,24 +117,24 @@ class Pipelined(Conductor):
 def generate_all(directory: Path) -> None:
     """The generator's side: make every batch as soon as its policy is there, until the last one is made."""
     with _only_generator(directory):
-        conductor = Conductor(generator_config(read_config(directory)), Silence(), JOURNAL)
+        orchestrator = Orchestrator(generator_config(read_config(directory)), NullCallback(), JOURNAL)
         try:
-            while unmade(conductor):
-                with conductor.records.timed("wait"):
-                    while (missing := conductor.missing_batch(versions(directory)[-1])) is None:
+            while unmade(orchestrator):
+                with orchestrator.records.timed("wait"):
+                    while (missing := orchestrator.missing_batch(versions(directory)[-1])) is None:
                         time.sleep(POLL_S)
-                conductor.generate(missing)
+                orchestrator.generate(missing)
         finally:
-            conductor.close()
+            orchestrator.close()
 
 
-def unmade(conductor: Conductor) -> list[int]:
+def unmade(orchestrator: Orchestrator) -> list[int]:
     """Generation batches that are still to be learned from and are not there."""
-    version, schedule = versions(conductor.directory)[-1], conductor.schedule
+    version, schedule = versions(orchestrator.directory)[-1], orchestrator.schedule
     if version == schedule.updates:
         return []
     to_come = range(schedule.at(version).generation_batch, schedule.generation_batches)
-    return [g for g in to_come if not is_committed(conductor.batch_directory(g))]
+    return [g for g in to_come if not is_committed(orchestrator.batch_directory(g))]
 
 
 def generator_config(config: RunConfig) -> RunConfig:

@@ -21,16 +21,16 @@ from stalewise.config.run_directory import RunResult, flat, read_result
 from stalewise.distributed import ALONE, Message, Ranks, join, launched, noticing
 from stalewise.errors import ConfigError, RankError, StalewiseError, StoppedByFirst
 from stalewise.models.loading import pick_device
-from stalewise.rollout.workers.rank_workers import Hand
+from stalewise.rollout.workers.rank_workers import RolloutRank
 from stalewise.store.atomic import make_directory, sha256_file, temporary_name
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
 from stalewise.trainer.parallel import KINDS
 from stalewise.trainer.rank_batch import unpack_share
 from stalewise.trainer.step_metrics import out_of_memory
-from stalewise.trainer.trainer import Learner
+from stalewise.trainer.trainer import Trainer
 
 
-def make_learner(
+def make_trainer(
     config: RunConfig,
     checkpoint: Path,
     state: Mapping[str, Any],
@@ -38,25 +38,25 @@ def make_learner(
     kind: str,
     *,
     rate_factor: float = 1.0,
-    say: Callable[[str], object] = lambda text: None,
-) -> Learner:
+    log: Callable[[str], object] = lambda text: None,
+) -> Trainer:
     """A learner that goes on from a checkpoint, on every rank; `kind` is one of `parallel.KINDS`."""
     if ranks.others:
         record = {"config": config.model_dump(mode="json"), "checkpoint": str(checkpoint), "state": dict(state)}
         record |= {"rate_factor": rate_factor, "kind": kind, "manifest": sha256_file(checkpoint / "manifest.json")}
         ranks.tell_all("learner", **record)
-    learner = Learner(config, checkpoint, say, KINDS[kind](ranks))
-    learner.restore(checkpoint, dict(state))
-    learner.rate_factor = rate_factor
-    return learner
+    trainer = Trainer(config, checkpoint, log, KINDS[kind](ranks))
+    trainer.restore(checkpoint, dict(state))
+    trainer.rate_factor = rate_factor
+    return trainer
 
 
-class Follower:
+class RankWorker:
     """A rank that is led. `orders` are what it can do, by name."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.learner: Learner | None = None
+        self.trainer: Trainer | None = None
         self.orders: dict[str, Callable[[Message], object]] = {
             "learner": self._make_learner,
             "update": self._update,
@@ -71,12 +71,12 @@ class Follower:
             raise StoppedByFirst(order.record["exit_code"])
         return order.record
 
-    def _led(self) -> Learner:
-        assert self.learner is not None  # the first rank makes one before it gives any other order
-        return self.learner
+    def _led(self) -> Trainer:
+        assert self.trainer is not None  # the first rank makes one before it gives any other order
+        return self.trainer
 
     def _make_learner(self, order: Message) -> None:
-        self.learner = None  # there may not be room for two
+        self.trainer = None  # there may not be room for two
         record, checkpoint = order.record, Path(order.record["checkpoint"])
         config = make_config(record["config"], source="the first rank's config")
         if config.model.threads:
@@ -88,16 +88,16 @@ class Follower:
                 "system under the same path"
             )
         read_state(checkpoint)  # compares its files with their checksums
-        self.learner = Learner(config, checkpoint, parallel=KINDS[record["kind"]](self.ranks))
-        self.learner.restore(checkpoint, dict(record["state"]))
-        self.learner.rate_factor = record["rate_factor"]
+        self.trainer = Trainer(config, checkpoint, parallel=KINDS[record["kind"]](self.ranks))
+        self.trainer.restore(checkpoint, dict(record["state"]))
+        self.trainer.rate_factor = record["rate_factor"]
 
     def _update(self, order: Message) -> None:
-        learner = self._led()
+        trainer = self._led()
         try:
-            learner.follow(unpack_share(order) if order.arrays else None)
+            trainer.follow(unpack_share(order) if order.arrays else None)
         except torch.OutOfMemoryError:
-            raise out_of_memory(learner.token_budget) from None
+            raise out_of_memory(trainer.token_budget) from None
 
 
 # Several processes at one run: they find each other, see that they mean the same run, and the first one leads.
@@ -134,8 +134,8 @@ def together(config: RunConfig, lead: Callable[[Ranks], RunResult]) -> RunResult
 
 
 def _follow(ranks: Ranks) -> Mapping[str, Any]:
-    with Hand(ranks) as hand:
-        follower = Follower(ranks)
+    with RolloutRank(ranks) as hand:
+        follower = RankWorker(ranks)
         follower.orders["generate"] = hand.generate
         return follower.follow()
 

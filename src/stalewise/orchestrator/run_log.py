@@ -20,7 +20,7 @@ from stalewise.store.atomic import append_line, read_jsonl, truncate_jsonl
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class UpdateSummary:
     """Of one update, what later decisions rest on; NaN where it was not measured."""
 
     update: int
@@ -34,7 +34,7 @@ class Remembered:
     taken: bool
 
 
-class Records:
+class RunLog:
     """The files of one run directory; `remembered` holds all updates on record, oldest first."""
 
     def __init__(self, directory: Path, journal: str = "journal.jsonl") -> None:
@@ -55,7 +55,7 @@ class Records:
         """Say what was done and how long it took."""
         append_line(self.journal_path, {"time": time.time(), "event": event, "seconds": seconds, **notes})
 
-    def sitting(self, world_size: int, parallel: str) -> str:
+    def log_world_size(self, world_size: int, parallel: str) -> str:
         """Say how many ranks learn from here on, and how; a sentence where it was another number so far.
 
         One process that was always one is not worth a line.
@@ -95,7 +95,7 @@ class Records:
         self.tokens.truncate(before=before)
         self.remembered = [one for one in self.remembered if one.update < before]
 
-    def taken_on(self, generation_batch: int) -> list[Remembered]:
+    def taken_on(self, generation_batch: int) -> list[UpdateSummary]:
         """The updates on the present generation batch that were taken, oldest first."""
         recent = takewhile(lambda one: one.generation_batch == generation_batch, reversed(self.remembered))
         return [one for one in recent if one.taken][::-1]
@@ -111,7 +111,7 @@ class Records:
         return next(before, 0.0)
 
 
-def _remember(record: dict[str, Any]) -> Remembered:
+def _remember(record: dict[str, Any]) -> UpdateSummary:
     keys = ("reward", "reward_error", "ess", "drift", "batch_budget", "horizon_budget")
     values = {key: float(record.get(key, math.nan)) for key in keys}
-    return Remembered(record["update"], record["generation_batch"], taken="drift" in record, **values)
+    return UpdateSummary(record["update"], record["generation_batch"], taken="drift" in record, **values)

@@ -24,7 +24,7 @@ FORMAT = "stalewise.limits/1"
 FILE = "limits.json"  # in the run directory
 
 
-def settle(config: RunConfig, say: Callable[[str], object] = lambda text: None) -> RunConfig:
+def resolve_learning_rate(config: RunConfig, log: Callable[[str], object] = lambda text: None) -> RunConfig:
     """The config with the planned learning rate filled in; one that says its own is left alone.
 
     A run that has begun goes on with the rate it began with, whatever was calibrated since.
@@ -38,16 +38,16 @@ def settle(config: RunConfig, say: Callable[[str], object] = lambda text: None) 
     except CalibrationError as error:
         if config.plan.learning_rate == "planned":
             raise
-        say(f"optimizer.learning_rate stays {config.optimizer.learning_rate:g}, as given: {error}")
+        log(f"optimizer.learning_rate stays {config.optimizer.learning_rate:g}, as given: {error}")
         return config
     given = config.optimizer.learning_rate
     if config.plan.learning_rate != "planned" and rate < given and not rests_on_collapses(config):
-        say(
+        log(
             f"optimizer.learning_rate stays {given:g}, as given: up to {rounded_down(rate)} is known to be safe, but "
             "no run of the sweep says that more is not"
         )
         return config
-    say(f"plan: optimizer.learning_rate is {rate:.3g}, the largest that is safe")
+    log(f"plan: optimizer.learning_rate is {rate:.3g}, the largest that is safe")
     return with_rate(config, rate)
 
 
@@ -72,7 +72,7 @@ def with_rate(config: RunConfig, rate: float) -> RunConfig:
 # Version 0 of a run: the policy that training begins with, as a checkpoint like all others.
 
 
-def write_first_checkpoint(config: RunConfig, source: str, task: Task, say: Callable[[str], object]) -> dict[str, Any]:
+def write_first_checkpoint(config: RunConfig, source: str, task: Task, log: Callable[[str], object]) -> dict[str, Any]:
     """Write what transformers loads from `source` as version 0 of the run; the learner's numbers of that.
 
     The checkpoint is whole and need not be read again. `say` hears what a user should know of it.
@@ -84,7 +84,7 @@ def write_first_checkpoint(config: RunConfig, source: str, task: Task, say: Call
     encode_prompts(task.prompts(0, 1), tokenizer)
 
     def save(directory: Path) -> None:
-        save_first(config, model, source, directory, say)
+        save_first(config, model, source, directory, log)
         tokenizer.save_pretrained(directory)
 
     state = {"steps": 0, "drift": 0.0, "source": config.model.path}

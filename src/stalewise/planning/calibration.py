@@ -170,7 +170,7 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CalibrationKey:
     """What something was measured on."""
 
     device: str
@@ -181,7 +181,7 @@ class Place:
         on = f"{self.device} with {self.threads} threads" if self.device == "cpu" else self.device
         return f"{on} and the engine {self.engine}"
 
-    def is_as_fast_as(self, other: Place) -> bool:
+    def is_as_fast_as(self, other: CalibrationKey) -> bool:
         """Whether times that were measured on one hold on the other, as far as names tell."""
         same = (self.device, self.engine) == (other.device, other.engine)
         return same and (self.device != "cpu" or self.threads == other.threads)
@@ -196,7 +196,7 @@ class Calibration:
     probe: Probe | None = None
     sweep: Sweep | None = None
     format: str = FORMAT
-    places: dict[str, Place] = field(default_factory=dict)  # of the probe and of the sweep, by these names
+    places: dict[str, CalibrationKey] = field(default_factory=dict)  # of the probe and of the sweep, by these names
 
 
 def calibration_directory(config: RunConfig) -> Path:
@@ -229,20 +229,20 @@ def save_calibration(config: RunConfig, environment: dict[str, Any], **parts: Pr
     identity = identity_of_config(config)
     path = calibration_path(config, identity)
     before = read_calibration(path) if path.is_file() else Calibration(identity, environment)
-    here = Place(environment["device"], config.sampler.engine, environment["threads"])
+    here = CalibrationKey(environment["device"], config.sampler.engine, environment["threads"])
     places = {**before.places, **dict.fromkeys(parts, here)}
     write_json_atomic(path, asdict(replace(before, environment=environment, places=places, **parts)))
     return path
 
 
-def place_of(config: RunConfig) -> Place:
+def place_of(config: RunConfig) -> CalibrationKey:
     """What this config runs on, here and now."""
     import torch
 
     from stalewise.models.loading import device_name
 
     device = device_name(config.model.device)
-    return Place(device, config.sampler.engine, config.model.threads or torch.get_num_threads())
+    return CalibrationKey(device, config.sampler.engine, config.model.threads or torch.get_num_threads())
 
 
 def find_calibration(config: RunConfig) -> Calibration | None:

@@ -8,7 +8,7 @@ from decimal import ROUND_FLOOR, Decimal
 
 from stalewise.config import RunConfig
 from stalewise.errors import CalibrationError
-from stalewise.planning.calibration import Calibration, Place, find_calibration, place_of
+from stalewise.planning.calibration import Calibration, CalibrationKey, find_calibration, place_of
 from stalewise.planning.costs import Costs, costs
 from stalewise.planning.grid import rate_name
 from stalewise.staleness.law import Fit
@@ -151,7 +151,7 @@ def plan_config(config: RunConfig, calibration: Calibration) -> ConfigPlan:
     )
 
 
-def measured_elsewhere(calibration: Calibration, here: Place) -> list[str]:
+def measured_elsewhere(calibration: Calibration, here: CalibrationKey) -> list[str]:
     """What of a calibration was measured on another device or engine; of an old one that is not known."""
     found: list[str] = []
     probed, swept = (calibration.places.get(part) for part in ("probe", "sweep"))

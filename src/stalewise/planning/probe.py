@@ -23,7 +23,7 @@ from stalewise.planning.costs import Phase, Probe
 from stalewise.store import batch_directories, open_batch, read_batch_manifest
 from stalewise.store.atomic import read_json, read_jsonl
 from stalewise.store.checkpoints import checkpoint_directory, versions
-from stalewise.types import Silence, Watcher
+from stalewise.types import NullCallback, ProgressCallback
 
 LEAST_UPDATES = 8  # below it there are no two sizes of generation batches after the first, which warms up
 PHASE_ENDS = (2, 8, 32, 128, 512, 2048, 8192)
@@ -41,14 +41,14 @@ class Probed:
 def probe(
     config: RunConfig,
     *,
-    train: Callable[[RunConfig, Watcher], RunResult],
+    train: Callable[[RunConfig, ProgressCallback], RunResult],
     updates: int = 32,
-    watcher: Watcher | None = None,
+    callback: ProgressCallback | None = None,
 ) -> Probed:
     """Make or finish the probing run of a config with `train`, measure it, and write it into the calibration."""
     probing = probe_config(config, updates)
     was_complete = versions(probing.directory)[-1:] == [updates]
-    train(probing, watcher or Silence())
+    train(probing, callback or NullCallback())
     peak = _earlier_peak(config) if was_complete else _peak_memory(config)
     measured = measure(probing, peak)
     environment = read_json(probing.directory / "environment.json")
@@ -175,11 +175,11 @@ def switching_costs(journal: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for record in journal:
         if record["event"] == "switch" and record.get("reason") in seconds:
             seconds[record["reason"]].append(record["seconds"])
-    learner, checkpoint = seconds["learner"], seconds["checkpoint"]
-    later = learner[1:] or learner
+    trainer, checkpoint = seconds["learner"], seconds["checkpoint"]
+    later = trainer[1:] or trainer
     return {
         "seconds_per_switch": _mean(later) + _mean(checkpoint),
-        "seconds_to_start": sum(seconds["first checkpoint"][:1]) + max(0.0, learner[0] - _mean(later)),
+        "seconds_to_start": sum(seconds["first checkpoint"][:1]) + max(0.0, trainer[0] - _mean(later)),
     }
 
 

@@ -30,7 +30,7 @@ from stalewise.planning.grid import OUTCOME, Cell, describe_run, make_grid, outc
 from stalewise.planning.sweep_map import write_map
 from stalewise.staleness.law import fit
 from stalewise.store.atomic import read_json, write_json_atomic
-from stalewise.types import Silence, Watcher
+from stalewise.types import NullCallback, ProgressCallback
 
 COLLAPSED = 4  # exit status of `stalewise train` where an update was not finite, or its guard stopped it
 PATIENCE_S = 20.0  # that a process is given to end by itself
@@ -56,13 +56,13 @@ def sweep(
     seeds: Sequence[int] = (0,),
     rule: CollapseRule | None = None,
     jobs: int | None = None,
-    watcher: Watcher | None = None,
+    callback: ProgressCallback | None = None,
 ) -> Swept:
     """Make or finish every run of the grid, fit the law, and write it into the calibration.
 
     Runs that an earlier sweep of the same config and rule put there stay in the fit.
     """
-    watcher, rule = watcher or Silence(), rule or CollapseRule()
+    callback, rule = callback or NullCallback(), rule or CollapseRule()
     cells = make_grid(
         config,
         stalenesses=stalenesses,
@@ -74,7 +74,7 @@ def sweep(
     for cell in cells:
         check_identity(cell.config)
     identity_of_config(config)  # a model that is not there fails now, and not in every run
-    failed = Crew(cells, jobs or default_jobs(config), rule, watcher).run()
+    failed = Crew(cells, jobs or default_jobs(config), rule, callback).run()
     found: list[SweepRun] = []
     for cell in cells:
         try:
@@ -129,11 +129,11 @@ def fit_sweep(runs: Sequence[SweepRun], rule: CollapseRule, *, resamples: int = 
 class Crew:
     """Processes that train the runs of a grid, some at a time; none is left behind."""
 
-    def __init__(self, cells: Sequence[Cell], jobs: int, rule: CollapseRule, watcher: Watcher) -> None:
+    def __init__(self, cells: Sequence[Cell], jobs: int, rule: CollapseRule, callback: ProgressCallback) -> None:
         self.waiting = deque(cells)
         self.jobs = jobs
         self.rule = rule
-        self.watcher = watcher
+        self.callback = callback
         self.running: list[tuple[Cell, subprocess.Popen[bytes]]] = []
         self.failed: dict[str, str] = {}
         self.ended: list[Cell] = []
@@ -143,7 +143,7 @@ class Crew:
 
     def run(self) -> dict[str, str]:
         """Train what is not complete yet; the reasons of those that failed, by the names of their directories."""
-        self.watcher.begin("sweep", self.runs * self.updates)
+        self.callback.begin("sweep", self.runs * self.updates)
         try:
             while self.waiting or self.running:
                 while self.waiting and len(self.running) < self.jobs:
@@ -183,7 +183,7 @@ class Crew:
     def _end(self, cell: Cell) -> None:
         self.ended.append(cell)
         name = cell.directory.name
-        self.watcher.say(f"{name}: failed: {self.failed[name]}" if name in self.failed else self._describe(cell))
+        self.callback.log(f"{name}: failed: {self.failed[name]}" if name in self.failed else self._describe(cell))
 
     def _describe(self, cell: Cell) -> str:
         try:
@@ -196,7 +196,7 @@ class Crew:
         going = sum(min(cell.updates_done, self.updates - 1) for cell, _ in self.running)
         done = len(self.ended) * self.updates + going
         note = f"{len(self.ended)} of {self.runs} runs"
-        self.watcher.advance(max(0, done - self.told), note + (f", {len(self.failed)} failed" if self.failed else ""))
+        self.callback.advance(max(0, done - self.told), note + (f", {len(self.failed)} failed" if self.failed else ""))
         self.told = max(self.told, done)
 
     def _stop(self) -> None:

@@ -42,7 +42,7 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class RunStatus:
     """What `stalewise watch` shows. None where nothing is known."""
 
     directory: str
@@ -68,13 +68,13 @@ class Standing:
     warnings: list[str]
 
 
-def standing(directory: Path) -> Standing:
+def run_status(directory: Path) -> RunStatus:
     """Look at a run directory once."""
     run = read_run(directory)
     state, holder = state_of(run)
     evaluation = run.evaluations[-1] if run.evaluations else None
     stages = len(run.sources) or (None if run.is_open_ended else run.schedule.generation_batches)
-    return Standing(
+    return RunStatus(
         directory=str(directory),
         name=run.label,
         task=str(run.config.get("task.name", "unknown")),
@@ -209,7 +209,7 @@ def _last(run: Run, key: str, updates: int = 1) -> float | None:
 LOOK_AGAIN_S = 1.5  # a run is not read more often than this, however many pages are open
 
 
-class StandingLine:
+class StatusLine:
     """The line of one run, read anew when it is asked for and the last one has grown old."""
 
     def __init__(self, run: Path) -> None:
@@ -223,14 +223,14 @@ class StandingLine:
         with self._lock:
             if time.monotonic() - self._read > LOOK_AGAIN_S:
                 try:
-                    self._words = " · ".join(_facts(standing(self.run)))
+                    self._words = " · ".join(_facts(run_status(self.run)))
                 except StalewiseError as error:
                     self._words = visible(str(error))
                 self._read = time.monotonic()
             return self._words
 
 
-def _facts(now: Standing) -> Iterator[str]:
+def _facts(now: RunStatus) -> Iterator[str]:
     yield now.state
     if now.phases:
         yield ("" if now.state == "running" else "next: ") + ", ".join(map(_phase, now.phases))

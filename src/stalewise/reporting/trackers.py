@@ -44,7 +44,7 @@ class Trackers:
         """Log the numbers of an update."""
         self._log({key: value for key, value in record.items() if _is_number(value) and key != "update"}, update)
 
-    def say(self, message: str) -> None:
+    def log(self, message: str) -> None:
         """Log evaluations that came since: the conductor says something after each."""
         records = read_jsonl(self._evaluations)
         for record in records[self._seen :]:

@@ -13,7 +13,7 @@ from stalewise.models.compilation import compiling_pays
 from stalewise.models.loading import pick_device, pick_precision
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.generate import PROMPTS_TO_COMPARE, BatchPlan
-from stalewise.rollout.mixed_policy import TwoPolicies, check_foreign
+from stalewise.rollout.mixed_policy import MixedPolicySampler, check_foreign
 from stalewise.rollout.sampler import Sampler
 from stalewise.staleness.schedule import Schedule
 from stalewise.store import Batch
@@ -41,7 +41,7 @@ def make_sampler(
     config: RunConfig,
     *,
     on_tokens: Callable[[int], object] = lambda count: None,
-    say: Callable[[str], object] = lambda text: None,
+    log: Callable[[str], object] = lambda text: None,
 ) -> Sampler:
     """The sampler of this config; `on_tokens` is told how many tokens were sampled, now and then."""
     device = pick_device(config.model.device)
@@ -64,7 +64,7 @@ def make_sampler(
         from stalewise.rollout.engines.server import ServerSampler
 
         served_by = config.sampler.server
-        return ServerSampler(settings, max_new_tokens=limit, options=served_by, on_tokens=on_tokens, say=say)
+        return ServerSampler(settings, max_new_tokens=limit, options=served_by, on_tokens=on_tokens, log=log)
 
     def embedded() -> HFSampler:
         return HFSampler(
@@ -76,7 +76,7 @@ def make_sampler(
             compiling_pays=partial(compiling_pays, config),
         )
 
-    return TwoPolicies(embedded(), embedded()) if config.sampler.foreign.share else embedded()
+    return MixedPolicySampler(embedded(), embedded()) if config.sampler.foreign.share else embedded()
 
 
 def check_foreign_of(config: RunConfig, own: Path, task: Task) -> None:

@@ -28,7 +28,7 @@ from stalewise.tasks import ErrorCounts, Task, count_errors
 from stalewise.types import Prompt, Reward, Rollout, SamplerSettings
 
 
-class Shares(Protocol):
+class ShardSource(Protocol):
     """What one process is told about the batch that it works at."""
 
     provenance: Mapping[str, Any]  # what the manifests of its shards say about where they come from
@@ -128,7 +128,7 @@ def generate_batch(
     task: Task,
     sampler: Sampler,
     on_shard: Callable[[int], object] = lambda rollouts: None,
-    shares: Shares | None = None,
+    shares: ShardSource | None = None,
 ) -> BatchManifest:
     """Make what is missing of a generation batch and commit it. What was committed before is not made again.
 
@@ -166,7 +166,7 @@ def make_shards(
     task: Task,
     sampler: Sampler,
     on_shard: Callable[[int], object],
-    shares: Shares,
+    shares: ShardSource,
 ) -> None:
     """Make the shards that fall to this process, and wait until the others are there."""
     told: set[int] = set()  # shards that are there, as far as we know
@@ -179,8 +179,8 @@ def make_shards(
                 on_shard(len(plan.prompt_range(shard)) * plan.group_size)
                 told.add(shard)
             missing = [shard for shard in range(plan.shards) if shard not in told]
-            appetite = sampler.appetite // (plan.prompts_per_shard * plan.group_size)
-            start, shards = time.perf_counter(), shares.take(missing, max(1, appetite))
+            preferred_batch_size = sampler.preferred_batch_size // (plan.prompts_per_shard * plan.group_size)
+            start, shards = time.perf_counter(), shares.take(missing, max(1, preferred_batch_size))
             if shards and not loaded:
                 _load(plan, checkpoint, task, sampler)
                 loaded = True
@@ -249,7 +249,7 @@ def _finish(
     settings: SamplerSettings,
     sampled: list[_Sampled],
     start: float,
-    shares: Shares,
+    shares: ShardSource,
 ) -> None:
     """Verify and write shards; `start` is when their sampling began."""
     for one in sampled:
@@ -319,7 +319,7 @@ def sample_for_evaluation(
         for place in range(samples)
     ]
     responses: list[Response] = []
-    rows_at_once = max(rows_at_once, sampler.appetite)
+    rows_at_once = max(rows_at_once, sampler.preferred_batch_size)
     for start in range(0, len(requests), rows_at_once):
         responses += sampler.sample(requests[start : start + rows_at_once], settings)
     return [prompt for prompt in prompts for _ in range(samples)], responses

@@ -18,14 +18,18 @@ from stalewise.rollout.sampler import Request, Response
 from stalewise.types import Prompt, SamplerSettings
 
 
-class TwoPolicies:
+class MixedPolicySampler:
     """Samples from the run's own policy, or from another one where the settings name it.
 
     The other one never changes. It is loaded when it is asked for, and let go of while the learner works.
     """
 
     def __init__(self, own: HFSampler, foreign: HFSampler) -> None:
-        self.settings, self.max_new_tokens, self.appetite = own.settings, own.max_new_tokens, own.appetite
+        self.settings, self.max_new_tokens, self.preferred_batch_size = (
+            own.settings,
+            own.max_new_tokens,
+            own.preferred_batch_size,
+        )
         self._own, self._foreign = own, foreign
         self._loaded = ""  # the other policy that is in memory
 

@@ -33,7 +33,7 @@ class Sampler(Protocol):
 
     settings: SamplerSettings  # what training rollouts are sampled with
     max_new_tokens: int
-    appetite: int  # requests that it likes to get at once: shards are sampled together up to this many
+    preferred_batch_size: int  # requests that it likes to get at once: shards are sampled together up to this many
 
     @property
     def tokenizer(self) -> Any:
@@ -61,7 +61,7 @@ class Sampler(Protocol):
 
 
 @runtime_checkable
-class Sleeper(Protocol):
+class OffloadableSampler(Protocol):
     """An engine that holds much device memory and can lend it to the learner."""
 
     def sleep(self) -> None:

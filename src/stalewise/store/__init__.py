@@ -1,6 +1,6 @@
 """Rollouts on disk: Parquet shards, manifests written last, and the ledger of what was consumed. Imports no torch."""
 
-from stalewise.store.columns import Rows, concatenate
+from stalewise.store.columns import RolloutColumns, concatenate
 from stalewise.store.ledger import (
     LedgerEntry,
     Ranges,
@@ -39,7 +39,7 @@ __all__ = [
     "BatchName",
     "LedgerEntry",
     "Ranges",
-    "Rows",
+    "RolloutColumns",
     "ShardManifest",
     "TokenLog",
     "TokenRecord",

@@ -27,7 +27,7 @@ ROW_COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class RolloutColumns:
     """R rollouts. Row i has the prompt `prompt_ids[prompt_offsets[i] : prompt_offsets[i + 1]]`, and so on.
 
     All arrays are owned and writable, so `torch.from_numpy` takes them as they are.
@@ -70,12 +70,12 @@ class Rows:
         """Behaviour log-probabilities of one row (a view), one per response token."""
         return self.behaviour_logp[self.response_offsets[row] : self.response_offsets[row + 1]]
 
-    def take(self, rows: npt.ArrayLike) -> Rows:
+    def take(self, rows: npt.ArrayLike) -> RolloutColumns:
         """Return the given rows (positions, not rollout ids) in the given order."""
         positions = np.asarray(rows, dtype=np.int64)
         prompt_places, prompt_offsets = _places(self.prompt_offsets, positions)
         response_places, response_offsets = _places(self.response_offsets, positions)
-        return Rows(
+        return RolloutColumns(
             rollout_id=self.rollout_id[positions],
             group=self.group[positions],
             reward=self.reward[positions],
@@ -90,13 +90,13 @@ class Rows:
         )
 
 
-def rows_from_table(table: pa.Table) -> Rows:
+def rows_from_table(table: pa.Table) -> RolloutColumns:
     """Make `Rows` of a table that has at least ROW_COLUMNS."""
     prompt_ids, prompt_offsets = _flat(table.column("prompt_ids"), np.int32)
     response_ids, response_offsets = _flat(table.column("response_ids"), np.int32)
     behaviour_logp, _ = _flat(table.column("behaviour_logp"), np.float32)
     finish_reason = table.column("finish_reason").to_numpy()
-    return Rows(
+    return RolloutColumns(
         rollout_id=numbers(table.column("rollout_id"), np.int64),
         group=numbers(table.column("group"), np.int64),
         reward=numbers(table.column("reward"), np.float64),
@@ -111,17 +111,17 @@ def rows_from_table(table: pa.Table) -> Rows:
     )
 
 
-def concatenate(parts: Sequence[Rows]) -> Rows:
+def concatenate(parts: Sequence[RolloutColumns]) -> RolloutColumns:
     """Put the rows of several `Rows` one after the other. There must be at least one."""
     columns: dict[str, Any] = {}
-    for name in (field.name for field in fields(Rows)):
+    for name in (field.name for field in fields(RolloutColumns)):
         arrays = [getattr(part, name) for part in parts]
         if name.endswith("_offsets"):
             starts = np.cumsum([0] + [array[-1] for array in arrays[:-1]])
             shifted = [array[:-1] + start for array, start in zip(arrays, starts, strict=True)]
             arrays = [*shifted, starts[-1:] + arrays[-1][-1]]
         columns[name] = np.concatenate(arrays)
-    return Rows(**columns)
+    return RolloutColumns(**columns)
 
 
 def numbers(column: pa.ChunkedArray, dtype: type) -> npt.NDArray[Any]:

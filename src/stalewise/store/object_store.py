@@ -13,7 +13,7 @@ from stalewise.errors import ConfigError, StoreError
 from stalewise.store.atomic import create_atomic, explain_write_errors, make_directory, temporary_name
 
 
-class DirectoryDepot:
+class DirectoryStore:
     """Objects are files; none is ever seen half written."""
 
     def __init__(self, root: str | Path) -> None:
@@ -85,7 +85,7 @@ ATOMIC = frozenset({"s3", "s3a", "memory"})
 _PACKAGES = {"s3": "stalewise[s3]", "s3a": "stalewise[s3]"}
 
 
-class RemoteDepot:
+class RemoteStore:
     """Objects under a URL. Nothing is cached: what others wrote a moment ago is seen."""
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
@@ -174,7 +174,7 @@ class RemoteDepot:
 # none.
 
 
-class Depot(Protocol):
+class ObjectStore(Protocol):
     """Objects by name; a name has folders, as in `rollouts/g000000-v000000/shard-00000.json`."""
 
     where: str
@@ -208,9 +208,9 @@ class Depot(Protocol):
         ...
 
 
-def open_depot(url: str, options: dict[str, Any] | None = None) -> Depot:
+def open_object_store(url: str, options: dict[str, Any] | None = None) -> ObjectStore:
     """The depot at a URL that fsspec knows; a path or a `file://` URL is a directory, which can do more."""
     if "://" not in url or url.startswith("file://"):
-        return DirectoryDepot(url.removeprefix("file://"))
+        return DirectoryStore(url.removeprefix("file://"))
 
-    return RemoteDepot(url, options or {})
+    return RemoteStore(url, options or {})

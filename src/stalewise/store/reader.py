@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError, nearest
 from stalewise.store.atomic import sha256_file
-from stalewise.store.columns import ROW_COLUMNS, Rows, concatenate, numbers, rows_from_table
+from stalewise.store.columns import ROW_COLUMNS, RolloutColumns, concatenate, numbers, rows_from_table
 from stalewise.store.manifest import (
     BatchManifest,
     ShardManifest,
@@ -91,7 +91,7 @@ class Batch:
         for table in self.iter_tables(columns):
             yield from table.to_pylist()
 
-    def iter_rows(self) -> Iterator[Rows]:
+    def iter_rows(self) -> Iterator[RolloutColumns]:
         """Stream `Rows`, one row group each, in order of rollout id."""
         for table in self.iter_tables(ROW_COLUMNS):
             yield rows_from_table(table)
@@ -105,7 +105,7 @@ class Batch:
             return column.to_numpy()
         return numbers(column, SCHEMA.field(name).type.to_pandas_dtype())
 
-    def take(self, rollout_ids: npt.ArrayLike) -> Rows:
+    def take(self, rollout_ids: npt.ArrayLike) -> RolloutColumns:
         """Fetch the given rollouts in the given order; only row groups that hold one of them are decoded."""
         asked = np.asarray(rollout_ids, dtype=np.int64).reshape(-1)
         wanted = np.unique(asked)
@@ -119,7 +119,7 @@ class Batch:
             return rows_from_table(SCHEMA.empty_table())
         return concatenate(parts).take(np.searchsorted(found, asked))
 
-    def _parts(self, wanted: npt.NDArray[np.int64]) -> Iterator[Rows]:
+    def _parts(self, wanted: npt.NDArray[np.int64]) -> Iterator[RolloutColumns]:
         """The rows of `wanted` (sorted), row group by row group, so that no more than one is held whole."""
         # Found by bisection: to look at every shard in every update would take longer with every shard.
         places = np.unique(np.searchsorted(self._first, wanted, side="right") - 1)

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError
 from stalewise.store.atomic import fsync_directory, make_directory, write_atomic
-from stalewise.store.columns import Rows, concatenate
+from stalewise.store.columns import RolloutColumns, concatenate
 from stalewise.types import TokenFlag
 
 FORMAT = "stalewise.tokens/1"
@@ -50,7 +50,7 @@ _NAME = re.compile(r"u(\d{6,})-u(\d{6,})\.parquet")
 class TokenRecord:
     """What one update saw of its rollouts; the tokens of row `order[0]` come first, then those of `order[1]`, …"""
 
-    rows: Rows  # R rollouts with N response tokens
+    rows: RolloutColumns  # R rollouts with N response tokens
     order: npt.NDArray[np.int64]  # [R] positions in `rows`
     advantage: npt.NDArray[np.float32]  # [R], in the order of `rows`
     logp: npt.NDArray[np.float32]  # [N], under the policy that was updated

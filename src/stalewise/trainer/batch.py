@@ -12,20 +12,20 @@ from stalewise.config import RunConfig
 from stalewise.errors import StoreError
 from stalewise.objectives import constant_denominator, group_advantages
 from stalewise.objectives.registry import Objective
-from stalewise.store import Rows, mean_reward
+from stalewise.store import RolloutColumns, mean_reward
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateBatch:
     """The rollouts of one update, with advantages; rollouts that cannot teach anything are already gone."""
 
-    rows: Rows
+    rows: RolloutColumns
     advantage: Tensor  # [B]
     keep: Tensor  # [B] bool; False: the tokens are out of the loss
 
 
 def make_update_batch(
-    rows: Rows, config: RunConfig, objective: Objective
+    rows: RolloutColumns, config: RunConfig, objective: Objective
 ) -> tuple[UpdateBatch | None, dict[str, float]]:
     """Advantages of the rollouts of one update, None where nothing is left to learn from; and what they are like."""
     empty = np.flatnonzero((rows.response_lengths == 0) | (rows.prompt_lengths == 0))

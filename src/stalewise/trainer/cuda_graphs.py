@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from stalewise.models.graph_capture import recording
 from stalewise.models.transfer import UNDISTURBED, in_buffer
 from stalewise.trainer.fused_linears import RoundedWeights, Twins
-from stalewise.trainer.micro_batch import MicroBatch, Passage
+from stalewise.trainer.micro_batch import ForwardInput, MicroBatch
 from stalewise.trainer.optimizer import add_to
 from stalewise.trainer.weights import FlatWeights
 
@@ -38,7 +38,7 @@ class Captured:
     """Graphs of one size, and the tensors that they read and write."""
 
     buffer: Tensor  # which the passages are views of
-    passages: list[Passage]
+    passages: list[ForwardInput]
     hidden_TH: Tensor
     gradient_TH: Tensor
     forward: torch.cuda.CUDAGraph
@@ -134,7 +134,7 @@ class GraphedBody:
         finally:
             here.wait_stream(self.stream)
 
-    def _forward(self, passages: Sequence[Passage]) -> list[Tensor]:
+    def _forward(self, passages: Sequence[ForwardInput]) -> list[Tensor]:
         """Last hidden states of each passage, which pass side by side."""
         enabled = self.precision is not torch.float32
         hidden: list[Tensor] = []
@@ -182,7 +182,7 @@ class GraphedBody:
                 here.wait_stream(stream)
 
 
-def run_passages(model: Any, passages: Sequence[Passage]) -> Tensor:
+def run_passages(model: Any, passages: Sequence[ForwardInput]) -> Tensor:
     """Last hidden states [T, H] of all passages, one after the other."""
     bodies = (model.base_model(input_ids=one.input_ids_XW, use_cache=False, **one.arguments) for one in passages)
     hidden = [body.last_hidden_state.flatten(0, 1) for body in bodies]
@@ -202,7 +202,7 @@ def _size(part: MicroBatch) -> tuple[int, ...]:
     )
 
 
-def _copied(part: MicroBatch) -> tuple[Tensor, list[Passage]]:
+def _copied(part: MicroBatch) -> tuple[Tensor, list[ForwardInput]]:
     """The passages of a micro-batch at addresses of their own, and the buffer that holds them."""
     given = [value for one in part.passages for value in (one.input_ids_XW, *one.arguments.values())]
     tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
@@ -212,7 +212,7 @@ def _copied(part: MicroBatch) -> tuple[Tensor, list[Passage]]:
     def moved(value: Any) -> Any:
         return tree_map_only(Tensor, lambda tensor: in_buffer(tensor, buffer), value)
 
-    return buffer, [Passage(moved(one.input_ids_XW), moved(dict(one.arguments))) for one in part.passages]
+    return buffer, [ForwardInput(moved(one.input_ids_XW), moved(dict(one.arguments))) for one in part.passages]
 
 
 class _Launch(torch.autograd.Function):

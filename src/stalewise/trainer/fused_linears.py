@@ -60,7 +60,7 @@ class Later(torch.nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WeightSlice:
     """Where a weight is within a rounded one: so many of its rows, from one of them on."""
 
     rounded: torch.nn.Parameter
@@ -80,7 +80,7 @@ class RoundedWeights:
 
     def __init__(self, module: torch.nn.Module, precision: torch.dtype) -> None:
         self.precision = precision
-        self.places: dict[Tensor, Place] = {}
+        self.places: dict[Tensor, WeightSlice] = {}
         self.swaps: list[tuple[torch.nn.Module, str, torch.nn.Module, torch.nn.Module]] = []
         self.uses = Counter(
             id(weight)
@@ -132,7 +132,7 @@ class RoundedWeights:
         parameter = torch.nn.Parameter(rounded, requires_grad=weights[0].requires_grad)
         start = 0
         for weight in weights:
-            self.places[weight] = Place(parameter, start, len(weight))
+            self.places[weight] = WeightSlice(parameter, start, len(weight))
             start += len(weight)
         return parameter
 

@@ -26,7 +26,7 @@ from stalewise.models.loading import load_model, pick_weights_dtype
 from stalewise.store.checkpoints import checkpoint_directory
 
 
-def check_base(name: str, adapter: Path, source: str, config_file: Path, say: Callable[[str], object]) -> None:
+def check_base(name: str, adapter: Path, source: str, config_file: Path, log: Callable[[str], object]) -> None:
     """Refuse an adapter whose base, which its config calls `name`, is known to be another model than `source`.
 
     Two directories are compared by their weights: all checkpoints of ours have names like v000016, and others have
@@ -40,7 +40,7 @@ def check_base(name: str, adapter: Path, source: str, config_file: Path, say: Ca
     if same is None and _on_hub(name) and _on_hub(source):
         same = name.lower() == source.lower()
     if same is None and recorded.name.lower() == ours.name.lower():
-        say(
+        log(
             f"the adapter {adapter} was made for {name}, which is not here to be compared: by its last name alone "
             f"{source} is taken for the same model"
         )
@@ -183,7 +183,7 @@ class Adapters:
 
 
 def save_first(
-    config: RunConfig, model: Any, source: str, directory: Path, say: Callable[[str], object] = lambda text: None
+    config: RunConfig, model: Any, source: str, directory: Path, log: Callable[[str], object] = lambda text: None
 ) -> None:
     """Write the policy that becomes version 0; `model` was loaded from `source` and is changed."""
     if not config.model.trains_adapters:
@@ -192,7 +192,7 @@ def save_first(
     need_peft()
     if config.model.adapter:
         adapter = Path(config.model.adapter).expanduser()
-        peft_config = read_adapter_config(adapter, source, say)
+        peft_config = read_adapter_config(adapter, source, log)
         model.save_pretrained(directory / BASE)
         adapters = _inject(model, peft_config, adapter)
         adapters.load(adapter)
@@ -236,7 +236,7 @@ def target_layers(model: Any, targets: list[str]) -> dict[str, Any]:
     return {name: module for name, module in linear.items() if not targets or name.rpartition(".")[2] in targets}
 
 
-def read_adapter_config(adapter: Path, source: str, say: Callable[[str], object]) -> Any:
+def read_adapter_config(adapter: Path, source: str, log: Callable[[str], object]) -> Any:
     """PEFT's config of an adapter that exists; one that we cannot train or that is for another model is refused.
 
     `say` hears of one that cannot be told from one for another model.
@@ -264,7 +264,7 @@ def read_adapter_config(adapter: Path, source: str, say: Callable[[str], object]
             f"the adapter {adapter} has {more[0]} = {getattr(found, more[0])!r}, which is more than low-rank products "
             "of linear layers: merge it with PEFT's merge_and_unload and name the result in model.path"
         )
-    check_base(str(record.get("base_model_name_or_path") or ""), adapter, source, adapter / _CONFIG, say)
+    check_base(str(record.get("base_model_name_or_path") or ""), adapter, source, adapter / _CONFIG, log)
     found.base_model_name_or_path = _place(source)
     found.lora_dropout = 0.0  # dropout is off everywhere
     found.init_lora_weights = True  # its weights are loaded
@@ -302,9 +302,9 @@ def _inject(model: Any, peft_config: Any, adapter: Path) -> Adapters:
     return adapters
 
 
-def check_adapter(adapter: Path, source: str, say: Callable[[str], object]) -> Any:
+def check_adapter(adapter: Path, source: str, log: Callable[[str], object]) -> Any:
     """PEFT's config of an adapter that fits the model at `source`, of which nothing but the config is read."""
-    peft_config = read_adapter_config(adapter, source, say)
+    peft_config = read_adapter_config(adapter, source, log)
     try:
         with torch.device("meta"):  # layers without data
             model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))

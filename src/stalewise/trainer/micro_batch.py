@@ -21,7 +21,7 @@ from torch import Tensor
 
 from stalewise.models.attention import segment_arrays, with_grids
 from stalewise.models.transfer import send
-from stalewise.store import Rows
+from stalewise.store import RolloutColumns
 from stalewise.trainer.packing import halves, in_few_sizes, pack, prompt_numbers, ranges, rows_and_columns, shared_cost
 
 
@@ -38,7 +38,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
+class ForwardInput:
     """What the model is given in one call."""
 
     input_ids_XW: Tensor
@@ -52,7 +52,7 @@ class MicroBatch:
     rows: np.ndarray  # [B] positions in the optimizer batch
     tokens: int  # that pass through the model, without padding
     buffer: Tensor  # of bytes, which all its tensors are views of, those of the passages first
-    passages: tuple[Passage, ...]
+    passages: tuple[ForwardInput, ...]
     source_N: Tensor  # place in the flattened [X, W] of all passages whose output predicts each response token
     row_N: Tensor  # response of each response token
     column_N: Tensor  # its place in the response
@@ -72,13 +72,13 @@ class MicroBatch:
         return grid_BT.index_put((self.row_N, self.column_N), value_N)
 
 
-def micro_batches(rows: Rows, layout: Layout, device: torch.device) -> Iterator[MicroBatch]:
+def micro_batches(rows: RolloutColumns, layout: Layout, device: torch.device) -> Iterator[MicroBatch]:
     """All rows in micro-batches of at most so many tokens (at least one row each)."""
     return (lay_out(rows, chosen, layout, device) for chosen in plan_micro_batches(rows, layout))
 
 
 def lay_out(
-    rows: Rows,
+    rows: RolloutColumns,
     chosen: np.ndarray,
     layout: Layout,
     device: torch.device,
@@ -95,10 +95,10 @@ def lay_out(
     beside = {f"rows.{name}": array[chosen] for name, array in of_rows.items()}
     buffer, there = send({**named, **responses, **beside}, device)
 
-    def passage(place: int) -> Passage:
+    def passage(place: int) -> ForwardInput:
         arrays, numbers = passages[place]
         arguments: dict[str, Any] = {**with_grids({name: there[f"{place}.{name}"] for name in arrays}), **numbers}
-        return Passage(arguments.pop("input_ids_XW"), arguments)
+        return ForwardInput(arguments.pop("input_ids_XW"), arguments)
 
     return MicroBatch(
         rows=chosen,
@@ -110,7 +110,7 @@ def lay_out(
     )
 
 
-def plan_micro_batches(rows: Rows, layout: Layout) -> list[np.ndarray]:
+def plan_micro_batches(rows: RolloutColumns, layout: Layout) -> list[np.ndarray]:
     """Positions of the rows of each micro-batch."""
     if len(rows) == 0:
         return []
@@ -131,19 +131,19 @@ def plan_micro_batches(rows: Rows, layout: Layout) -> list[np.ndarray]:
     return plan
 
 
-def order_and_cost(rows: Rows, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+def order_and_cost(rows: RolloutColumns, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     """The order in which rows are put into micro-batches, and the tokens that each adds."""
     return shared_cost(rows) if layout.packed else _longest_first(rows)
 
 
-def _longest_first(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+def _longest_first(rows: RolloutColumns) -> tuple[np.ndarray, np.ndarray]:
     """Longest first: a padded row costs as much as the longest of its micro-batch, which is the first."""
     length_B = rows.prompt_lengths + rows.response_lengths
     order = np.argsort(-length_B, kind="stable")
     return order, length_B[order]
 
 
-def _cost_alone(rows: Rows, row: int, layout: Layout) -> int:
+def _cost_alone(rows: RolloutColumns, row: int, layout: Layout) -> int:
     length = int(rows.prompt_lengths[row] + rows.response_lengths[row])
     return length - 1 if layout.packed else length
 
@@ -152,7 +152,7 @@ def _cost_alone(rows: Rows, row: int, layout: Layout) -> int:
 Passing = tuple[int, list[tuple[dict[str, np.ndarray], dict[str, int]]], np.ndarray]
 
 
-def _packed(part: Rows, layout: Layout) -> Passing:
+def _packed(part: RolloutColumns, layout: Layout) -> Passing:
     packed = [pack(*one) for one in (halves(part) if layout.side_by_side else [(part, prompt_numbers(part))])]
     tokens = sum(len(one.input_ids_T) for one in packed)
     if layout.few_sizes:
@@ -169,7 +169,7 @@ def _packed(part: Rows, layout: Layout) -> Passing:
     return tokens, passages, source_N
 
 
-def _padded(part: Rows, layout: Layout) -> Passing:
+def _padded(part: RolloutColumns, layout: Layout) -> Passing:
     length_B = part.prompt_lengths + part.response_lengths
     width = int(length_B.max())
     start_B = np.arange(len(part)) * width
@@ -181,7 +181,7 @@ def _padded(part: Rows, layout: Layout) -> Passing:
     return int(length_B.sum()), [({"input_ids_XW": input_ids.reshape(len(part), width)}, {})], place_N - 1
 
 
-def _responses(part: Rows) -> dict[str, np.ndarray]:
+def _responses(part: RolloutColumns) -> dict[str, np.ndarray]:
     """What both layouts say of the responses themselves."""
     row_N, column_N = rows_and_columns(part.response_lengths)
     tokens = int(part.response_lengths.max())

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from stalewise.store import Rows
+from stalewise.store import RolloutColumns
 
 # Sizes of padded rows. Tokens cost time: no more than 5% of them, but for rows of less than 640, whose sizes are a step
 # apart. Keys that nobody sees are only copied; how many there are for each token differs less than how many there are.
@@ -35,7 +35,7 @@ class Packed:
     source_N: np.ndarray  # token whose output predicts each response token
 
 
-def pack(part: Rows, prompt_B: np.ndarray) -> Packed:
+def pack(part: RolloutColumns, prompt_B: np.ndarray) -> Packed:
     """Rollouts in one row; those with one prompt lie together. The last token of a response is not in it."""
     first_B = np.flatnonzero(np.diff(prompt_B, prepend=-1))  # the first response of each prompt
     prompt_P, own_B = part.prompt_lengths[first_B], part.response_lengths - 1
@@ -67,7 +67,7 @@ def pack(part: Rows, prompt_B: np.ndarray) -> Packed:
     return Packed(input_ids, query_S, seen_S + query_S, key_M, source_N)
 
 
-def shared_cost(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+def shared_cost(rows: RolloutColumns) -> tuple[np.ndarray, np.ndarray]:
     """Rows with one prompt together, in the order of their prompts, and the tokens that each adds."""
     prompt_B = prompt_numbers(rows)
     order = np.argsort(prompt_B, kind="stable")
@@ -80,13 +80,13 @@ def _cost(prompt_length_B: np.ndarray, response_length_B: np.ndarray, prompt_B: 
     return response_length_B - 1 + np.where(is_first, prompt_length_B, 0)
 
 
-def prompt_numbers(rows: Rows) -> np.ndarray:
+def prompt_numbers(rows: RolloutColumns) -> np.ndarray:
     """A number for each distinct prompt, in the order in which they come up, [B]."""
     numbers: dict[bytes, int] = {}
     return np.array([numbers.setdefault(rows.prompt(row).tobytes(), len(numbers)) for row in range(len(rows))])
 
 
-def halves(part: Rows) -> list[tuple[Rows, np.ndarray]]:
+def halves(part: RolloutColumns) -> list[tuple[RolloutColumns, np.ndarray]]:
     """Two parts of about as many tokens, in the order of their rows; the whole where that would cost more.
 
     With the numbers of their prompts, which lie together.

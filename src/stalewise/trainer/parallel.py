@@ -27,7 +27,7 @@ from stalewise.distributed import Ranks, merge_over_ranks
 from stalewise.objectives.batch_statistics import Mergeable
 from stalewise.objectives.diagnostics import TokenSums
 from stalewise.trainer.pending_update import to_host
-from stalewise.trainer.rank_batch import Dealt
+from stalewise.trainer.rank_batch import RankBatches
 
 BUCKET = 1 << 25  # numbers that are summed over ranks at once
 
@@ -60,7 +60,7 @@ class Alone:
         """Have the other ranks take part in what comes next."""
         self.ranks.tell_all(what, **record)
 
-    def hand_out(self, dealt: Dealt | None) -> None:
+    def hand_out(self, dealt: RankBatches | None) -> None:
         """Give the other ranks their shares of an update; None: there is nothing to learn from."""
         for rank in self.ranks.others:
             self.ranks.tell(rank, "update", *(({}, {}) if dealt is None else dealt.shares[rank].pack()))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from stalewise.trainer.micro_batch import Layout, MicroBatch, lay_out
-from stalewise.trainer.rank_batch import Dealt, Share
+from stalewise.trainer.rank_batch import RankBatch, RankBatches
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -23,11 +23,11 @@ class LaidOut:
     """The micro-batches of an update, for a layout."""
 
     layout: Layout
-    dealt: Dealt
+    dealt: RankBatches
     parts: list[MicroBatch]  # of this rank's share
 
 
-def lay_out_share(share: Share, layout: Layout, device: torch.device) -> list[MicroBatch]:
+def lay_out_share(share: RankBatch, layout: Layout, device: torch.device) -> list[MicroBatch]:
     """The micro-batches of one rank."""
     of_rows = {"advantage": share.batch.advantage.numpy(), "keep": share.batch.keep.numpy()}
     return [lay_out(share.batch.rows, chosen, layout, device, of_rows) for chosen in share.plan]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stalewise.distributed import Message
 from stalewise.objectives.surrogates import TokenLoss
-from stalewise.store import Rows, TokenRecord, concatenate
+from stalewise.store import RolloutColumns, TokenRecord, concatenate
 from stalewise.trainer.batch import UpdateBatch
 from stalewise.trainer.micro_batch import Layout, MicroBatch, order_and_cost, plan_micro_batches
 from stalewise.types import TokenFlag
@@ -32,7 +32,7 @@ class Known:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Share:
+class RankBatch:
     """What one rank does of an update.
 
     A rank that has nothing left to do while others have, and that must keep in step with them, passes one row without
@@ -46,28 +46,28 @@ class Share:
 
     def pack(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """For the wire."""
-        arrays = {f"rows.{field.name}": getattr(self.batch.rows, field.name) for field in fields(Rows)}
+        arrays = {f"rows.{field.name}": getattr(self.batch.rows, field.name) for field in fields(RolloutColumns)}
         arrays |= {"advantage": self.batch.advantage.numpy(), "keep": self.batch.keep.numpy()}
         arrays |= {"plan": np.concatenate(self.plan), "sizes": np.array([len(chosen) for chosen in self.plan])}
         return {"own": self.own, **asdict(self.whole)}, arrays
 
 
-def unpack_share(message: Message) -> Share:
+def unpack_share(message: Message) -> RankBatch:
     """The inverse of `pack`."""
     arrays, record = message.arrays, dict(message.record)
-    rows = Rows(**{field.name: arrays[f"rows.{field.name}"] for field in fields(Rows)})
+    rows = RolloutColumns(**{field.name: arrays[f"rows.{field.name}"] for field in fields(RolloutColumns)})
     batch = UpdateBatch(rows, torch.from_numpy(arrays["advantage"]), torch.from_numpy(arrays["keep"]))
     plan = np.split(arrays["plan"], np.cumsum(arrays["sizes"])[:-1])
-    return Share(batch, plan, record.pop("own"), Known(**record))
+    return RankBatch(batch, plan, record.pop("own"), Known(**record))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Dealt:
+class RankBatches:
     """An update with the shares of all ranks, for the one that leads."""
 
     batch: UpdateBatch
     rows: list[np.ndarray]  # positions in it of each rank's rows
-    shares: list[Share]
+    shares: list[RankBatch]
 
     def first_of(self, rank: int, part: int, place: int) -> tuple[int, int]:
         """Rollout and token of a place in the flattened [B, T] of a rank's micro-batch."""
@@ -91,12 +91,12 @@ class Dealt:
 
 def deal_update(
     batch: UpdateBatch, layout: Layout, denominator: float, *, world: int = 1, in_step: bool = False
-) -> Dealt:
+) -> RankBatches:
     """Deal an update out; `in_step`: every rank must pass as many micro-batches as any other."""
     if world == 1:
         plan = plan_micro_batches(batch.rows, layout)
         known = Known(denominator, len(plan), int(batch.rows.response_lengths.sum()))
-        return Dealt(batch, [np.arange(len(batch.rows))], [Share(batch, plan, len(plan), known)])
+        return RankBatches(batch, [np.arange(len(batch.rows))], [RankBatch(batch, plan, len(plan), known)])
     rank_B = ranks_of_rows(batch.rows, layout, world)
     rows = [np.flatnonzero(rank_B == rank) for rank in range(world)]
     batches = [_take(batch, chosen) for chosen in rows]
@@ -110,11 +110,11 @@ def deal_update(
     for part, plan in zip(batches, plans, strict=True):
         missing = (known.passes if in_step else max(1, len(plan))) - len(plan)
         filled = _with_filler(part, batch) if missing else part
-        shares.append(Share(filled, [*plan, *[np.array([len(part.rows)])] * missing], len(plan), known))
-    return Dealt(batch, rows, shares)
+        shares.append(RankBatch(filled, [*plan, *[np.array([len(part.rows)])] * missing], len(plan), known))
+    return RankBatches(batch, rows, shares)
 
 
-def ranks_of_rows(rows: Rows, layout: Layout, world: int) -> np.ndarray:
+def ranks_of_rows(rows: RolloutColumns, layout: Layout, world: int) -> np.ndarray:
     """The rank of each row [B]: about as many tokens for each, in the order of micro-batches."""
     order, cost = order_and_cost(rows, layout)
     middle = np.cumsum(cost) - cost / 2

@@ -10,7 +10,7 @@ from torch import Tensor
 from stalewise.errors import ModelError, StalewiseError
 from stalewise.objectives import Tokens
 from stalewise.objectives.diagnostics import TokenSums, drift_statistics
-from stalewise.trainer.rank_batch import Dealt
+from stalewise.trainer.rank_batch import RankBatches
 
 
 class NonFiniteUpdate(StalewiseError, ArithmeticError):
@@ -34,7 +34,9 @@ def first_nonfinite(tokens: Tokens) -> Tensor:
     return torch.where(bad.any(), bad.int().argmax(), -1)
 
 
-def read_step(numbers: Tensor, update: int, rate: float, dealt: Dealt, *, drift_before: float) -> dict[str, float]:
+def read_step(
+    numbers: Tensor, update: int, rate: float, dealt: RankBatches, *, drift_before: float
+) -> dict[str, float]:
     """Metrics of a step: loss, gradient norm, step factor and ‖Δθ‖, then places of all micro-batches, then sums."""
     count = len(dealt.shares) * dealt.shares[0].whole.passes
     first, places, packed = numbers.tensor_split([4, 4 + count])
@@ -61,7 +63,7 @@ def read_step(numbers: Tensor, update: int, rate: float, dealt: Dealt, *, drift_
     }
 
 
-def _name_places(dealt: Dealt, places: list[float]) -> str:
+def _name_places(dealt: RankBatches, places: list[float]) -> str:
     """Name the first bad token of each micro-batch by rollout and place in the response."""
     passes = dealt.shares[0].whole.passes
     found = [dealt.first_of(*divmod(index, passes), int(place)) for index, place in enumerate(places) if place >= 0]

@@ -20,13 +20,13 @@ from stalewise.config import RunConfig
 from stalewise.distributed import ALONE
 from stalewise.errors import ModelError
 from stalewise.models.attention import PACKED, needs_grids, packs
-from stalewise.models.compilation import quicken_layers, recording_pays
+from stalewise.models.compilation import optimize_layers, recording_pays
 from stalewise.models.loading import load_tokenizer, pick_device, pick_precision, turn_dropout_off
 from stalewise.models.transfer import host_copies
 from stalewise.objectives import Tokens, get_objective, make_tokens, micro_batch_loss, micro_batch_sums
 from stalewise.objectives.batch_statistics import vcpo_factor
 from stalewise.objectives.diagnostics import TokenSums, age_statistics
-from stalewise.store import Rows, TokenRecord
+from stalewise.store import RolloutColumns, TokenRecord
 from stalewise.trainer.batch import UpdateBatch, loss_denominator, make_update_batch
 from stalewise.trainer.cuda_graphs import GraphedBody
 from stalewise.trainer.logprobs import check_output_layer, kernels_for, response_logp
@@ -36,27 +36,27 @@ from stalewise.trainer.optimizer import adamw, learning_rate, moments_by_file, r
 from stalewise.trainer.parallel import Alone, SeenTokens
 from stalewise.trainer.pending_update import PendingUpdate, Read, to_host
 from stalewise.trainer.prefetch import LaidOut, Prepared, lay_out_share
-from stalewise.trainer.rank_batch import Dealt, Share, deal_update, seen_of_tokens
+from stalewise.trainer.rank_batch import RankBatch, RankBatches, deal_update, seen_of_tokens
 from stalewise.trainer.step_metrics import NonFiniteUpdate, first_nonfinite, out_of_memory, read_step
-from stalewise.trainer.weights import Aside, FlatWeights, Weights
+from stalewise.trainer.weights import FlatWeights, SideStream, Weights
 
 Step = tuple[Callable[[], dict[str, float]], Callable[[], TokenRecord] | None]
 
 
-class Learner:
+class Trainer:
     """Holds policy and optimizer between updates. `version` counts the updates that made the policy."""
 
     def __init__(
         self,
         config: RunConfig,
         checkpoint: Path,
-        say: Callable[[str], object] = lambda text: None,
+        log: Callable[[str], object] = lambda text: None,
         parallel: Alone | None = None,
     ) -> None:
         """`say` is told what a person should know; `parallel` says how the policy lies on several ranks."""
         self.config = config
         self.parallel = parallel = Alone(ALONE) if parallel is None else parallel
-        self.say = say
+        self.log = log
         self.token_budget = config.learner.tokens_per_micro_batch
         self.objective = get_objective(config.objective.name)
         self.settings = self.objective.settings(config.objective.params)
@@ -77,16 +77,16 @@ class Learner:
         if self.packed:
             self.model.set_attn_implementation(PACKED)
         else:
-            self.say(f"{type(self.model).__name__} cannot be packed: its micro-batches are padded, which costs time")
+            self.log(f"{type(self.model).__name__} cannot be packed: its micro-batches are padded, which costs time")
         parallel.find_trained()
         self.names = parallel.trained
         self.kernels = kernels_for(self.device)
-        self.compiled = quicken_layers(self.model, config, is_sharded=parallel.is_sharded, say=self.say)
-        self.aside = Aside(self.device)
+        self.compiled = optimize_layers(self.model, config, is_sharded=parallel.is_sharded, log=self.log)
+        self.side_stream = SideStream(self.device)
         self.body: GraphedBody | None = None
         self.weights = Weights(list(self.names))
         if self.packed and self._can_be_graphed():
-            self.weights = FlatWeights(list(self.names), self.aside)
+            self.weights = FlatWeights(list(self.names), self.side_stream)
             self.body = GraphedBody(self.model, self.weights, self.precision)
         self.optimizer = adamw(self.names, config.optimizer)
         self.rate_factor = 1.0  # on the config's learning rate, where a guard has lowered it
@@ -143,7 +143,7 @@ class Learner:
 
     # ------------------------------------------------------------ one update
 
-    def update(self, rows: Rows) -> dict[str, float]:
+    def update(self, rows: RolloutColumns) -> dict[str, float]:
         """Take one update on these rollouts and say what happened."""
         before = self.version, self.steps
         try:
@@ -152,7 +152,7 @@ class Learner:
             self.version, self.steps = before
             raise
 
-    def gradient(self, rows: Rows) -> Tensor:
+    def gradient(self, rows: RolloutColumns) -> Tensor:
         """What an update on these rollouts would follow, as one vector; nothing is changed. 0 where nothing teaches."""
         laid_out = self.prepare(rows).laid_out
         self.weights.zero_gradients()
@@ -162,12 +162,12 @@ class Learner:
         self.weights.zero_gradients()
         return torch.cat([gradient.flatten() for gradient in found])
 
-    def prepare(self, rows: Rows) -> Prepared:
+    def prepare(self, rows: RolloutColumns) -> Prepared:
         """Do what does not depend on the policy; may be called from another thread, ahead of `enqueue`."""
         batch, described = make_update_batch(rows, self.config, self.objective)
         return Prepared(described, rows.version_first, None if batch is None else self._lay_out(batch))
 
-    def enqueue(self, rows: Rows | Prepared) -> PendingUpdate:
+    def enqueue(self, rows: RolloutColumns | Prepared) -> PendingUpdate:
         """Take one update on these rollouts, without waiting for the device. The version rises by one in any case."""
         prepared = rows if isinstance(rows, Prepared) else self.prepare(rows)
         described = prepared.described | age_statistics(self.version, torch.from_numpy(prepared.version_first))
@@ -178,7 +178,7 @@ class Learner:
         self.version += 1
         return PendingUpdate(described, *step)
 
-    def follow(self, share: Share | None) -> None:
+    def follow(self, share: RankBatch | None) -> None:
         """Take part in an update that the first rank has dealt out; None: there is nothing to learn from."""
         self._snapshot_if_due()
         if share is not None:
@@ -199,8 +199,8 @@ class Learner:
         largest = max(part.places for part in laid_out.parts)  # a budget that it does not fill may be halved in vain
         self.token_budget = min(self.token_budget, largest) // 2
         self.body = None
-        self.say(f"out of memory with {largest} tokens in a micro-batch: from here on at most {self.token_budget}")
-        self.aside.join()  # it holds activations
+        self.log(f"out of memory with {largest} tokens in a micro-batch: from here on at most {self.token_budget}")
+        self.side_stream.join()  # it holds activations
         self.weights = Weights(list(self.names))
         self.weights.zero_gradients()
         if not self.steps:  # memory may have ended half-way through making the moments
@@ -220,7 +220,7 @@ class Learner:
         finish = partial(self._read_step, read, self.version, rate, dealt)
         return finish, None if seen is None else partial(dealt.token_record, seen)
 
-    def _step(self, share: Share, parts: list[MicroBatch]) -> tuple[Read, float, SeenTokens | None]:
+    def _step(self, share: RankBatch, parts: list[MicroBatch]) -> tuple[Read, float, SeenTokens | None]:
         """Enqueue one step; its numbers, its learning rate, and what it saw of each token."""
         self.weights.zero_gradients()
         loss, sums, places, seen = self._backward(share, parts)
@@ -245,11 +245,11 @@ class Learner:
         self._take_step((rate * factor).float() if controlled else rate, unusable)
         norm = self.parallel.norm(self.weights.moved())
         numbers = loss, grad_norm, factor, norm
-        with self.aside.reading(numbers, places, sums):  # beside the next update
+        with self.side_stream.reading(numbers, places, sums):  # beside the next update
             read = to_host(torch.cat([torch.stack([x.double() for x in numbers]), places.double(), sums.pack()]))
         return read, rate, seen
 
-    def _read_step(self, read: Read, update: int, rate: float, dealt: Dealt) -> dict[str, float]:
+    def _read_step(self, read: Read, update: int, rate: float, dealt: RankBatches) -> dict[str, float]:
         metrics = read_step(read(), update, rate, dealt, drift_before=self.drift)
         self.drift = metrics["drift"]
         return metrics
@@ -260,13 +260,15 @@ class Learner:
             group["lr"] = rate
         # The name under which torch's gradient scaler tells a fused optimizer to leave everything as it is.
         vars(self.optimizer)["found_inf"] = unusable.float()
-        self.aside.join()  # which copies the weights
+        self.side_stream.join()  # which copies the weights
         self.optimizer.step()
         self.steps += 1
         if self.body is not None:
             self.body.weights_changed()
 
-    def _backward(self, share: Share, parts: list[MicroBatch]) -> tuple[Tensor, TokenSums, Tensor, SeenTokens | None]:
+    def _backward(
+        self, share: RankBatch, parts: list[MicroBatch]
+    ) -> tuple[Tensor, TokenSums, Tensor, SeenTokens | None]:
         """Both phases over all micro-batches; gradients are left on the parameters.
 
         The third is, for each micro-batch, the place of its first token with a non-finite ratio, or −1.
@@ -287,18 +289,18 @@ class Learner:
                 statistics = None if statistics is None else self.parallel.merge(statistics)
             denominator = share.whole.denominator
             loss, token_loss = micro_batch_loss(self.objective, tokens, statistics, self.settings, denominator)
-            with self.aside.reading(tokens, token_loss, entropy_BT):
+            with self.side_stream.reading(tokens, token_loss, entropy_BT):
                 all_sums.append(micro_batch_sums(tokens, token_loss, entropy_BT))
                 places.append(first_nonfinite(tokens))
             loss.backward()
             losses.append(loss.detach())
             seen.append((logp_BT.detach(), token_loss))
-        with self.aside.reading(parts, seen):
+        with self.side_stream.reading(parts, seen):
             packed = reduce(lambda merged, more: merged.merge(more), all_sums).pack()
             keep = self.config.learner.record_tokens
             logp_N, flags_N = seen_of_tokens(parts[: share.own * keep], seen[: share.own * keep], self.device)
             place_P = torch.stack(places)
-        self.aside.join(packed, logp_N, flags_N, place_P)
+        self.side_stream.join(packed, logp_N, flags_N, place_P)
         recorded = self.parallel.collect(logp_N, flags_N, share.whole.tokens) if keep else None
         return torch.stack(losses).sum(), TokenSums.unpack(packed), place_P, recorded
 

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from stalewise.trainer.optimizer import copies, copy_to, distance, subtract_from
 
 
-class Aside:
+class SideStream:
     """What is enqueued within `reading` runs beside what is enqueued after it; `join` waits for it, on the device.
 
     Without a GPU everything runs where it stands.
@@ -88,9 +88,9 @@ class FlatWeights(Weights):
     The weights, all of one precision, stay tensors of their own. They are copied beside what is done to the gradients.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], aside: Aside) -> None:
+    def __init__(self, parameters: Sequence[Tensor], side_stream: SideStream) -> None:
         super().__init__(parameters)
-        self.aside = aside
+        self.side_stream = side_stream
         self.own = [parameter.detach() for parameter in self.parameters]  # made once: there may be hundreds
         self.sizes = [tensor.numel() for tensor in self.own]
         self.gradient, self.gradients = self._flat()
@@ -114,7 +114,7 @@ class FlatWeights(Weights):
         """Its memory is asked for here, not aside, where it would stay; the step comes after a `join`."""
         whole, views = self._flat()
         self.before = [whole, *views]
-        with self.aside.reading():
+        with self.side_stream.reading():
             copy_to(views, self.own)
 
     def moved(self) -> Tensor:

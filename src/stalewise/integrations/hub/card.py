@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from stalewise import __version__
 from stalewise.config import RunConfig
 from stalewise.config.template import toml
-from stalewise.integrations.hub.provenance import Base, said_settings
+from stalewise.integrations.hub.provenance import Base, explicit_settings
 from stalewise.reporting.read import Run
 from stalewise.reporting.render import ending
 from stalewise.reporting.summary import counted, duration, findings, interval, shares, shown, verdict_of
@@ -114,7 +114,7 @@ def _common(run: Run, config: RunConfig, base: Base, config_name: str) -> dict[s
         "base": base,
         "release": run.environment.get("stalewise", __version__),
         "config_name": config_name,
-        "said": {key: toml(value) for key, value in said_settings(config).items()},
+        "said": {key: toml(value) for key, value in explicit_settings(config).items()},
         "sampler": {key: getattr(config.sampler, key) for key in SAMPLER},
         "task_options": said_options(config),
         "sources": ["/".join(path.parts[-3:]) for path in sources],
@@ -164,7 +164,9 @@ def hub_dataset(config: RunConfig) -> str:
 def said_options(config: RunConfig) -> dict[str, Any]:
     """The task's options as they may be shown."""
     prefix = "task.options."
-    return {key.removeprefix(prefix): value for key, value in said_settings(config).items() if key.startswith(prefix)}
+    return {
+        key.removeprefix(prefix): value for key, value in explicit_settings(config).items() if key.startswith(prefix)
+    }
 
 
 def _results(evaluation: Mapping[str, Any], config: RunConfig) -> list[Any]:

@@ -171,7 +171,7 @@ def config_file(config: RunConfig) -> str:
     return "\n\n".join(["\n".join(plain), *tables]) + "\n"
 
 
-def said_settings(config: RunConfig) -> dict[str, Any]:
+def explicit_settings(config: RunConfig) -> dict[str, Any]:
     """Settings that are not the defaults, with dotted keys."""
     defaults = flat(shareable(RunConfig()))
     said = flat(shareable(config))

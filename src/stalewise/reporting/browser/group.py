@@ -12,7 +12,7 @@ import numpy as np
 
 from stalewise.errors import StalewiseError, StoreError
 from stalewise.reporting.browser.index import Column, Index
-from stalewise.reporting.browser.locations import Place, read_rows
+from stalewise.reporting.browser.locations import Location, read_rows
 from stalewise.reporting.browser.query import log_ratio, number, rows_of_group
 from stalewise.reporting.inspection import visible
 from stalewise.store import read_tokens, rollouts_from_table
@@ -133,7 +133,7 @@ def describe_response(
     }
 
 
-def _find(index: Index, batch: str, chosen: Column, what: str) -> tuple[Place, Column]:
+def _find(index: Index, batch: str, chosen: Column, what: str) -> tuple[Location, Column]:
     keys = [place.key for place in index.places]
     rows = np.flatnonzero(chosen & (index.column("place") == keys.index(batch))) if batch in keys else []
     if not len(rows):
@@ -141,7 +141,9 @@ def _find(index: Index, batch: str, chosen: Column, what: str) -> tuple[Place, C
     return index.places[keys.index(batch)], np.asarray(rows)
 
 
-def _read(index: Index, place: Place, rows: Column) -> tuple[dict[int, Rollout], dict[int, dict[str, Any]], list[str]]:
+def _read(
+    index: Index, place: Location, rows: Column
+) -> tuple[dict[int, Rollout], dict[int, dict[str, Any]], list[str]]:
     """The rollouts of these rows and what their updates saw of them, by rollout id, and what could not be read."""
     rollouts: dict[int, Rollout] = {}
     seen: dict[int, dict[str, Any]] = {}

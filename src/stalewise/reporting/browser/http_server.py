@@ -30,7 +30,7 @@ from stalewise.reporting.browser.index import Index, IndexKeeper
 from stalewise.reporting.browser.query import Filters, Matches, parse
 from stalewise.reporting.read import read_runs
 from stalewise.reporting.render import render
-from stalewise.reporting.status import StandingLine
+from stalewise.reporting.status import StatusLine
 from stalewise.store import batch_directories
 
 HOST = "127.0.0.1"
@@ -62,7 +62,7 @@ class RunServer(ThreadingHTTPServer):
         self.token = secrets.token_urlsafe(24)
         self.keeper = IndexKeeper(run)
         self._texts = TokenTexts(run)
-        self.standing = StandingLine(run)
+        self.standing = StatusLine(run)
         self._queries: OrderedDict[tuple[str, Filters], Future[Matches]] = OrderedDict()
         self._query_lock = threading.Lock()
         self._report_lock = threading.Lock()

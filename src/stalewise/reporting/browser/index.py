@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from stalewise.errors import StalewiseError, StoreError
-from stalewise.reporting.browser.locations import Place, check_shard, find_places, read_shard
+from stalewise.reporting.browser.locations import Location, check_shard, find_places, read_shard
 from stalewise.store import ShardManifest, read_batch_manifest, read_ledger, shard_path, token_files
 from stalewise.store.atomic import write_atomic
 from stalewise.store.token_log import read_light
@@ -53,7 +53,7 @@ class Index:
     """All rollouts, one row each, in the order of batches and shards; `group_number` tells groups apart."""
 
     fingerprint: str
-    places: list[Place]
+    places: list[Location]
     pieces: list[Piece]
     table: pa.Table
     problems: list[str]  # what could not be read
@@ -104,7 +104,7 @@ class IndexKeeper:
             _write(path, index)
         return index
 
-    def _build(self, fingerprint: str, places: list[Place]) -> Index:
+    def _build(self, fingerprint: str, places: list[Location]) -> Index:
         problems: list[str] = []
         pieces: list[Piece] = []
         parts: list[dict[str, pa.Array]] = []
@@ -134,7 +134,7 @@ class IndexKeeper:
         table = table.append_column("degenerate", pa.array(degenerate))
         return _index(fingerprint, places, pieces, table, problems)
 
-    def _shard(self, place: Place, shard: ShardManifest, check: bool) -> dict[str, pa.Array]:
+    def _shard(self, place: Location, shard: ShardManifest, check: bool) -> dict[str, pa.Array]:
         key = (str(shard_path(place.directory, shard.index)), shard.sha256)
         if key not in self._shards:
             if check:
@@ -162,7 +162,7 @@ def fingerprint_of(run: Path) -> str:
     return digest.hexdigest()
 
 
-def _shards(place: Place) -> tuple[list[ShardManifest], list[str]]:
+def _shards(place: Location) -> tuple[list[ShardManifest], list[str]]:
     """The shards that a batch's manifest lists, and what is wrong with it."""
     if not place.is_committed:
         return [], []
@@ -172,7 +172,7 @@ def _shards(place: Place) -> tuple[list[ShardManifest], list[str]]:
         return [], [str(error)]
 
 
-def _updated_ids(place: Place) -> Column | None:
+def _updated_ids(place: Location) -> Column | None:
     """Of a batch that stands, the rollouts whose updates were taken back; None where all of a batch is shown."""
     if not (place.rollback and place.stands):
         return None
@@ -240,7 +240,7 @@ def _joined(parts: list[dict[str, pa.Array]]) -> pa.Table:
     return pa.concat_tables([schema.empty_table(), *tables]).combine_chunks()
 
 
-def _fates(places: list[Place], pieces: list[Piece], table: pa.Table, problems: list[str]) -> dict[str, Column]:
+def _fates(places: list[Location], pieces: list[Piece], table: pa.Table, problems: list[str]) -> dict[str, Column]:
     """Of each rollout: the update that consumed it (−1: none yet), and what that update saw of it."""
     rows = table.num_rows
     update, age = np.full(rows, -1, dtype=np.int32), np.full(rows, -1, dtype=np.int32)
@@ -314,7 +314,9 @@ def _groups(table: pa.Table) -> tuple[Column, Column]:
     return number, (low == high)[number]
 
 
-def _index(fingerprint: str, places: list[Place], pieces: list[Piece], table: pa.Table, problems: list[str]) -> Index:
+def _index(
+    fingerprint: str, places: list[Location], pieces: list[Piece], table: pa.Table, problems: list[str]
+) -> Index:
     number = table.column("group_number").to_numpy()
     order = np.argsort(number, kind="stable")
     starts = np.flatnonzero(np.diff(number[order], prepend=-1))
@@ -322,7 +324,7 @@ def _index(fingerprint: str, places: list[Place], pieces: list[Piece], table: pa
     return Index(fingerprint, places, pieces, table, problems, making, order, starts)
 
 
-def _read(path: Path, fingerprint: str, places: list[Place]) -> Index:
+def _read(path: Path, fingerprint: str, places: list[Location]) -> Index:
     """The index that was kept; a KeyError where it is of another state of the run."""
     table = pa.ipc.open_file(pa.py_buffer(path.read_bytes())).read_all()
     notes = json.loads((table.schema.metadata or {})[b"stalewise"])

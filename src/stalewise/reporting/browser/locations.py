@@ -21,7 +21,7 @@ from stalewise.store.manifest import BATCH_MANIFEST
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """A generation batch, and the records that say what became of its rollouts."""
 
     key: str  # unique in the run
@@ -38,10 +38,10 @@ class Place:
         return (self.directory / BATCH_MANIFEST).is_file()
 
 
-def find_places(run: Path) -> list[Place]:
+def find_places(run: Path) -> list[Location]:
     """All generation batches of a run, those that were taken back last."""
     standing = [
-        Place(path.name, path, number, "", ledger_path(run), tokens_of_run(run))
+        Location(path.name, path, number, "", ledger_path(run), tokens_of_run(run))
         for number, path in numbered_batches(run)
     ]
     if len({place.key for place in standing}) < len(standing):  # sources of several runs may have one name
@@ -49,20 +49,20 @@ def find_places(run: Path) -> list[Place]:
     return [*standing, *_taken_back(run, standing)]
 
 
-def _taken_back(run: Path, standing: list[Place]) -> Iterator[Place]:
+def _taken_back(run: Path, standing: list[Location]) -> Iterator[Location]:
     """Batches that a rollback took back; where it took back updates alone, the standing batches of these."""
     for rollback in sorted((run / "rollbacks").glob("r[0-9]*")):
         ledger, tokens, name = rollback / "updates.jsonl", rollback / "tokens", rollback.name
         gone = {parse_batch_name(path).generation_batch: path for path in batch_directories(rollback / "rollouts")}
         for number, path in gone.items():
-            yield Place(f"{name}:{path.name}", path, number, name, ledger, tokens, stands=False)
+            yield Location(f"{name}:{path.name}", path, number, name, ledger, tokens, stands=False)
         updated = _batches_of(ledger, standing)
         for place in standing:
             if place.generation_batch in updated - gone.keys():
                 yield replace(place, key=f"{name}:{place.key}", rollback=name, ledger=ledger, tokens=tokens)
 
 
-def _batches_of(ledger: Path, standing: list[Place]) -> set[int]:
+def _batches_of(ledger: Path, standing: list[Location]) -> set[int]:
     """The generation batches that a ledger names; any may be where it is damaged, and the index says that it is."""
     try:
         return {entry.generation_batch for entry in read_ledger(ledger)}
@@ -70,7 +70,7 @@ def _batches_of(ledger: Path, standing: list[Place]) -> set[int]:
         return {place.generation_batch for place in standing}
 
 
-def check_shard(place: Place, shard: ShardManifest) -> None:
+def check_shard(place: Location, shard: ShardManifest) -> None:
     """A StoreError where the file of a shard is not the one that its manifest is about; hashed once."""
     path = shard_path(place.directory, shard.index)
     try:
@@ -88,7 +88,7 @@ def _sha256(path: Path, size: int, mtime_ns: int) -> str:
     return sha256_file(path)
 
 
-def read_shard(place: Place, shard: ShardManifest, columns: list[str]) -> pa.Table:
+def read_shard(place: Location, shard: ShardManifest, columns: list[str]) -> pa.Table:
     """Some columns of a shard; one that is damaged is a StoreError that names it."""
     path = shard_path(place.directory, shard.index)
     try:
@@ -100,7 +100,7 @@ def read_shard(place: Place, shard: ShardManifest, columns: list[str]) -> pa.Tab
         raise StoreError(f"{path} is damaged: {error}") from error
 
 
-def read_rows(place: Place, shard: ShardManifest, rollout_ids: npt.NDArray[np.int64]) -> pa.Table:
+def read_rows(place: Location, shard: ShardManifest, rollout_ids: npt.NDArray[np.int64]) -> pa.Table:
     """Whole rows of some rollouts, of a shard that is whole; only row groups that can hold one of them are decoded."""
     check_shard(place, shard)
     path = shard_path(place.directory, shard.index)

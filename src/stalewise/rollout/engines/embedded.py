@@ -24,8 +24,8 @@ from stalewise.models.kernels import can_compile, get_ready
 from stalewise.models.loading import context_length, load_model, load_tokenizer, stop_token_ids
 from stalewise.rollout.engines.dynamic_decode import decode_growing
 from stalewise.rollout.engines.quantize import RoundableWeights
-from stalewise.rollout.engines.slot_cache import Waiting
-from stalewise.rollout.engines.slot_decode import Ended, SlotDecoder, slots_problem
+from stalewise.rollout.engines.slot_cache import RequestQueue
+from stalewise.rollout.engines.slot_decode import FinishedResponses, SlotDecoder, slots_problem
 from stalewise.rollout.sampler import Request, Response
 from stalewise.types import FinishReason, SamplerSettings
 
@@ -68,7 +68,7 @@ class HFSampler:
         self.on_tokens = on_tokens
         self._compiling_pays = compiling_pays
         # A GPU is at its best with a large pool; on a CPU what is decoded together must not depend on what was there.
-        self.appetite = POOL if device.type == "cuda" else 1
+        self.preferred_batch_size = POOL if device.type == "cuda" else 1
         self._device = device
         self._dtype = dtype
         if device.type == "cuda":
@@ -170,9 +170,9 @@ class HFSampler:
         assert len(made) == len(requests), "a response was lost, and others would go to the wrong prompts"
         return made
 
-    def _decode(self, requests: Sequence[Request], settings: SamplerSettings) -> Iterator[Ended]:
+    def _decode(self, requests: Sequence[Request], settings: SamplerSettings) -> Iterator[FinishedResponses]:
         if not self.slots_problem:
-            waiting = Waiting(requests)
+            waiting = RequestQueue(requests)
             decoder = self._slot_decoder(waiting, settings)
             yield from decoder.decode(waiting, self.on_tokens)
             return
@@ -187,9 +187,9 @@ class HFSampler:
             pad_id=self._tokenizer.pad_token_id,
             on_tokens=self.on_tokens,
         )
-        yield Ended(np.array(order), *decoded)
+        yield FinishedResponses(np.array(order), *decoded)
 
-    def _slot_decoder(self, waiting: Waiting, settings: SamplerSettings) -> SlotDecoder:
+    def _slot_decoder(self, waiting: RequestQueue, settings: SamplerSettings) -> SlotDecoder:
         """Slots with room enough: those of the last time where they fit, since making them costs a second."""
         requests, prompts, longest = len(waiting.seed_Q), len(waiting.prompts), int(waiting.prefix_P.max())
         decoder = self._decoder
@@ -219,7 +219,7 @@ class HFSampler:
             )
         return decoder
 
-    def _responses(self, ended: Ended) -> list[tuple[int, Response]]:
+    def _responses(self, ended: FinishedResponses) -> list[tuple[int, Response]]:
         ids = [row[:length].tolist() for row, length in zip(ended.ids, ended.lengths, strict=True)]
         texts = texts_of(ids, self._tokenizer)
         return [

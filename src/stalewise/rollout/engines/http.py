@@ -33,15 +33,15 @@ POLL_S = 1.0
 Result = TypeVar("Result")
 
 
-class Gone(Exception):
+class ServerUnavailable(Exception):
     """A server does not do its work, as often as it was tried: nobody answers, it has no time, or takes too long."""
 
 
-class Slow(Gone):
+class ServerSlow(ServerUnavailable):
     """It takes too long, which waiting would not change."""
 
 
-class Refused(EngineError):
+class RequestRefused(EngineError):
     """The server answered that it will not do this; asking again would change nothing."""
 
     def __init__(self, message: str, status: int) -> None:
@@ -95,22 +95,22 @@ class Endpoint:
                 status, headers, content = self._once(method, path, body)
             except TimeoutError:
                 if last:
-                    raise Slow(
+                    raise ServerSlow(
                         f"{self.url}{path} took longer than {self.timeout_s:g} s, {attempt + 1} times: raise "
                         "sampler.server.timeout_s, or lower concurrency or max_new_tokens"
                     ) from None
             except (OSError, http.client.HTTPException) as error:
                 if last or broken_off.is_set():
-                    raise Gone(f"{self.url} does not answer ({_words(error)})") from error
+                    raise ServerUnavailable(f"{self.url} does not answer ({_words(error)})") from error
             else:
                 if status in AWAY and last:
-                    raise Gone(f"{self.url}{path} answers {status} ({_error_words(content)})")
+                    raise ServerUnavailable(f"{self.url}{path} answers {status} ({_error_words(content)})")
                 if status not in PASSING or last:
                     return self._content(path, status, content)
                 with contextlib.suppress(ValueError):
                     asked_to_wait = float(headers.get("Retry-After") or 0)
             if broken_off.wait(min(max(pause, asked_to_wait), LONGEST_PAUSE_S)):
-                raise Gone(f"{self.url} was not asked again")
+                raise ServerUnavailable(f"{self.url} was not asked again")
             pause = min(2 * pause, LONGEST_PAUSE_S)
         raise AssertionError("the last attempt returns or raises")
 
@@ -153,7 +153,7 @@ class Endpoint:
 
     def _content(self, path: str, status: int, content: bytes) -> Any:
         if status >= 400:
-            raise Refused(
+            raise RequestRefused(
                 f"{self.url}{path} answered {status}: {_error_words(content)}{_ADVICE.get(status, '')}", status
             )
         if not content:
@@ -164,15 +164,15 @@ class Endpoint:
             raise EngineError(f"{self.url}{path} answered with something that is no JSON: {content[:80]!r}") from None
 
 
-def patiently(action: Callable[[], Result], wait_s: float) -> Result:
+def retry_while_unavailable(action: Callable[[], Result], wait_s: float) -> Result:
     """Try an action until somebody is there for it, but no longer than the config says from when nobody was."""
     deadline = math.inf
     while True:
         try:
             return action()
-        except Slow as slow:
+        except ServerSlow as slow:
             raise EngineError(str(slow)) from slow
-        except Gone as gone:
+        except ServerUnavailable as gone:
             deadline = min(deadline, time.monotonic() + wait_s)
             if time.monotonic() > deadline:
                 raise EngineError(
@@ -207,11 +207,11 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(slots=True)
-class Share(Generic[Answer]):
+class ServerQuota(Generic[Answer]):
     """What one server did of the requests."""
 
     answers: dict[int, Answer] = field(default_factory=dict)  # by the request's number
-    gone: Gone | None = None  # it went away in the middle
+    gone: ServerUnavailable | None = None  # it went away in the middle
 
 
 def share_out(
@@ -221,14 +221,14 @@ def share_out(
     concurrency: int,
     on_answer: Callable[[Answer], object],
     abort: Callable[[], object],
-) -> list[Share[Answer]]:
+) -> list[ServerQuota[Answer]]:
     """Let each server (`ask` has one function for each) answer requests until none is left, or until all are gone.
 
     At most `concurrency` requests are under way on a server; the rest wait here, not in the server. An error other than
     Gone ends everything: `abort` breaks off what is under way, and the error is raised here. So does Ctrl-C.
     """
     waiting = deque(requests)
-    shares: list[Share[Answer]] = [Share() for _ in ask]
+    shares: list[ServerQuota[Answer]] = [ServerQuota() for _ in ask]
     done: queue.SimpleQueue[tuple[int, int, Answer] | BaseException | None] = queue.SimpleQueue()
 
     def work(server: int) -> None:
@@ -239,7 +239,7 @@ def share_out(
                 except IndexError:
                     return  # nothing is left
                 done.put((server, request, ask[server](request)))
-        except Gone as gone:
+        except ServerUnavailable as gone:
             shares[server].gone = gone
         except BaseException as error:  # told to the thread that waits
             done.put(error)

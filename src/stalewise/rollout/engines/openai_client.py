@@ -13,7 +13,7 @@ import numpy as np
 
 from stalewise.config.sections import ServerSection
 from stalewise.errors import ConfigError, EngineError
-from stalewise.rollout.engines.http import Endpoint, Refused, patiently
+from stalewise.rollout.engines.http import Endpoint, RequestRefused, retry_while_unavailable
 from stalewise.rollout.engines.weight_check import Memory, Numbers, PolicyCheck
 from stalewise.rollout.policy_files import ROUNDING, Answer, PolicyFiles
 from stalewise.rollout.sampler import Request
@@ -50,7 +50,7 @@ def _vllm(endpoint: Endpoint, path: str) -> None:
     try:
         endpoint.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
         done = endpoint.post("/reset_prefix_cache", {})
-    except Refused as error:
+    except RequestRefused as error:
         if error.status != 404:
             raise EngineError(f"{error}; does {path} exist where the server runs? sampler.server.paths") from error
         raise EngineError(
@@ -109,7 +109,7 @@ class Server:
         if self.options.reload == "command":
             reload_weights(self.endpoint, policy.checkpoint, self.options)
             self.met = True  # the command may well be what starts it
-            patiently(self.contact, self.options.wait_s)
+            retry_while_unavailable(self.contact, self.options.wait_s)
         else:
             self.contact()
             reload_weights(self.endpoint, policy.checkpoint, self.options)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from stalewise.config.sections import ServerSection
 from stalewise.errors import EngineError
-from stalewise.rollout.engines.http import Gone, Slow, patiently, share_out
+from stalewise.rollout.engines.http import ServerSlow, ServerUnavailable, retry_while_unavailable, share_out
 from stalewise.rollout.engines.openai_client import Server
 from stalewise.rollout.engines.weight_check import PolicyCheck
 from stalewise.rollout.policy_files import (
@@ -44,15 +44,15 @@ class ServerSampler(HasPolicy):
         max_new_tokens: int,
         options: ServerSection,
         on_tokens: Callable[[int], object] = lambda count: None,
-        say: Callable[[str], object] = lambda text: None,
+        log: Callable[[str], object] = lambda text: None,
     ) -> None:
         """`on_tokens` is told the number of tokens of every response; `say`, which servers are left out."""
         self.settings = settings
         self.max_new_tokens = max_new_tokens
         # Some rounds of all places: at the end of each call places stay empty.
-        self.appetite = 4 * options.concurrency * len(options.urls)
+        self.preferred_batch_size = 4 * options.concurrency * len(options.urls)
         self.on_tokens = on_tokens
-        self.say = say
+        self.log = log
         self._options = options
         self._servers = [Server(url, options) for url in options.urls]
         self._check = PolicyCheck(options.precision)
@@ -60,7 +60,7 @@ class ServerSampler(HasPolicy):
     def load(self, checkpoint: Path) -> None:
         """Give every server this checkpoint, and see that it has it."""
         policy = read_policy_files(checkpoint)
-        patiently(lambda: self._present(policy, None), self._options.wait_s)
+        retry_while_unavailable(lambda: self._present(policy, None), self._options.wait_s)
         self._policy = policy
 
     def check_lengths(self, prompt_ids: Sequence[Sequence[int]]) -> None:
@@ -77,7 +77,7 @@ class ServerSampler(HasPolicy):
             return self._round(requests, settings or self.settings, missing(answers, len(requests)))
 
         while len(answers) < len(requests):
-            valid, lost = patiently(one_round, self._options.wait_s)
+            valid, lost = retry_while_unavailable(one_round, self._options.wait_s)
             answers |= valid
             losses += lost and not valid
             if losses > LOSSES:
@@ -109,14 +109,14 @@ class ServerSampler(HasPolicy):
             abort=self._abort,
         )
         valid: dict[int, Answer] = {}
-        lost, all_gone = False, list[Gone]()
+        lost, all_gone = False, list[ServerUnavailable]()
         for server, share in zip(present, shares, strict=True):
             try:
                 if not server.lost(policy, self._check):
                     valid |= share.answers
                 else:
                     lost, server.has = True, ""
-            except Gone as gone:
+            except ServerUnavailable as gone:
                 share.gone, server.has = share.gone or gone, ""  # it gets the policy again, once it is there
             if share.gone is not None:
                 self._leave_out(server, share.gone)
@@ -129,7 +129,7 @@ class ServerSampler(HasPolicy):
         """Servers that are there, with this policy; Gone where none is. The others are asked again later."""
         now = time.monotonic()
         resting = [server for server in self._servers if server.away_until > now]
-        absent: list[Gone] = []
+        absent: list[ServerUnavailable] = []
         for asked in ([server for server in self._servers if server not in resting], resting):
             present = [server for server in asked if self._is_there(server, policy, settings, absent)]
             if present:
@@ -139,27 +139,27 @@ class ServerSampler(HasPolicy):
         raise absent[0]
 
     def _is_there(
-        self, server: Server, policy: PolicyFiles, settings: SamplerSettings | None, absent: list[Gone]
+        self, server: Server, policy: PolicyFiles, settings: SamplerSettings | None, absent: list[ServerUnavailable]
     ) -> bool:
         try:
             if settings is None or not server.is_ready(policy, settings):
                 server.serve(policy, self._check)
             if settings is not None:
                 server.check_distribution(policy, settings, self._check.token_ids(policy))
-        except Gone as gone:
+        except ServerUnavailable as gone:
             absent.append(gone)
             self._leave_out(server, gone)
             return False
         if server.away_until:
-            self.say(f"{server.endpoint.url} is there again")
+            self.log(f"{server.endpoint.url} is there again")
         server.away_until = 0.0
         return True
 
-    def _leave_out(self, server: Server, gone: Gone) -> None:
+    def _leave_out(self, server: Server, gone: ServerUnavailable) -> None:
         # To find out again that it takes too long would hold the others up for as long.
-        away_s = max(AWAY_S, SLOW_FACTOR * server.patience_s) if isinstance(gone, Slow) else AWAY_S
+        away_s = max(AWAY_S, SLOW_FACTOR * server.patience_s) if isinstance(gone, ServerSlow) else AWAY_S
         if len(self._servers) > 1 and not server.away_until:
-            self.say(f"{gone}: left out while others are there, and asked again after {away_s:g} s")
+            self.log(f"{gone}: left out while others are there, and asked again after {away_s:g} s")
         server.away_until = time.monotonic() + away_s
 
     def _abort(self) -> None:

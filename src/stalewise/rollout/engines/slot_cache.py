@@ -68,7 +68,7 @@ def one_token(model: Any) -> list[tuple[Tensor, Tensor]]:
 # Axes: Q requests, P distinct prompts.
 
 
-class Waiting:
+class RequestQueue:
     """Requests that wait, those with one prompt together, and the places of the prompts that have been read.
 
     A prompt is read but for its last token, which the first step of each response takes.
@@ -95,7 +95,7 @@ class Waiting:
     def __bool__(self) -> bool:
         return bool(self.read) or self.unread < len(self.prompts)
 
-    def settle(self, places: int) -> None:
+    def resolve_learning_rate(self, places: int) -> None:
         """There is room for so many prompts."""
         self.free = list(range(places))
 

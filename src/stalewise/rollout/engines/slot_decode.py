@@ -24,7 +24,7 @@ from torch import Tensor
 from stalewise.models.attention import PACKED, SLOTS, needs_grids, packed_arguments
 from stalewise.models.graph_capture import recording
 from stalewise.models.transfer import send, to_device, to_host
-from stalewise.rollout.engines.slot_cache import SlotCache, Waiting, one_token
+from stalewise.rollout.engines.slot_cache import RequestQueue, SlotCache, one_token
 from stalewise.rollout.sampler import Request
 from stalewise.rollout.token_sampling import device_uniforms, draw, tempered
 from stalewise.types import SamplerSettings
@@ -39,7 +39,7 @@ LOGITS_BYTES = 12  # of each row and token of the vocabulary while it is sampled
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class FinishedResponses:
     """Responses that have ended: which requests, their tokens and log-probabilities [·, N] and lengths."""
 
     requests: np.ndarray
@@ -49,13 +49,13 @@ class Ended:
 
 
 @dataclass(slots=True)
-class Look:
+class SlotStatus:
     """What the host is told of the slots after some steps. On a GPU it is on its way while the next ones run."""
 
     alive_S: Tensor
     count_S: Tensor
     filled_S: np.ndarray  # slots that were filled afterwards, of which it does not tell
-    ended: Ended | None = None  # that travel with it
+    ended: FinishedResponses | None = None  # that travel with it
     under_way: torch.cuda.Event | None = None
 
     def arrive(self) -> tuple[np.ndarray, np.ndarray]:
@@ -185,13 +185,15 @@ class SlotDecoder:
     # ------------------------------------------------------------ all requests
 
     @torch.inference_mode()
-    def decode(self, queue: Waiting, on_tokens: Callable[[int], object] = lambda count: None) -> Iterator[Ended]:
+    def decode(
+        self, queue: RequestQueue, on_tokens: Callable[[int], object] = lambda count: None
+    ) -> Iterator[FinishedResponses]:
         """All responses, in the order in which they end. The host sees the slots as they were one look before."""
         self.alive_S.zero_()  # those of a decoding that was given up would go on for nothing
         request_S = np.full(self.slots, -1)  # −1: the slot is empty
-        queue.settle(self.places)
+        queue.resolve_learning_rate(self.places)
         nothing_S = np.zeros(self.slots, dtype=bool)
-        last = Look(torch.from_numpy(nothing_S), torch.from_numpy(nothing_S), nothing_S)
+        last = SlotStatus(torch.from_numpy(nothing_S), torch.from_numpy(nothing_S), nothing_S)
         last.filled_S = self._fill(queue, np.arange(self.slots), request_S)
         living_S = last.filled_S  # or not yet known to have ended
         counted, finished = 0, 0
@@ -224,8 +226,8 @@ class SlotDecoder:
         if last.ended is not None:
             yield last.ended
 
-    def _look(self) -> Look:
-        return Look(to_host(self.alive_S), to_host(self.count_S), filled_S=np.zeros(self.slots, dtype=bool))
+    def _look(self) -> SlotStatus:
+        return SlotStatus(to_host(self.alive_S), to_host(self.count_S), filled_S=np.zeros(self.slots, dtype=bool))
 
     def _rows_for(self, living_S: np.ndarray, *, whole: bool) -> tuple[int, np.ndarray]:
         """How many rows a step has, and which slots they are: all, or where none waits and few live, fewer.
@@ -240,13 +242,13 @@ class SlotDecoder:
         # The living first, others to fill the rows.
         return rows, np.concatenate([np.flatnonzero(living_S), np.flatnonzero(~living_S)])[:rows]
 
-    def _harvest(self, ended: np.ndarray, requests: np.ndarray, lengths: np.ndarray) -> Ended:
+    def _harvest(self, ended: np.ndarray, requests: np.ndarray, lengths: np.ndarray) -> FinishedResponses:
         """What is in slots that have ended; on a GPU it is on its way."""
         index, longest = to_device(ended, self.device), int(lengths.max())
         ids, logp = (to_host(x[index, :longest]).numpy() for x in (self.ids_SN, self.logp_SN))
-        return Ended(requests, ids, logp, lengths)
+        return FinishedResponses(requests, ids, logp, lengths)
 
-    def _fill(self, queue: Waiting, empty: np.ndarray, request_S: np.ndarray) -> np.ndarray:
+    def _fill(self, queue: RequestQueue, empty: np.ndarray, request_S: np.ndarray) -> np.ndarray:
         """Put the next requests into empty slots; which were filled."""
         while len(queue.read) < len(empty) and queue.free and self._read_prompts(queue):
             pass
@@ -274,7 +276,7 @@ class SlotDecoder:
         """Where in the cache these places of prompts begin: after all slots."""
         return self.slots * self.new_tokens + place * self.prompt_room
 
-    def _read_prompts(self, queue: Waiting) -> bool:
+    def _read_prompts(self, queue: RequestQueue) -> bool:
         """Write keys and values of the next prompts to their places; False: there are none."""
         prompts, places = queue.next_prompts(PREFILL_TOKENS)
         length_P = np.array([len(prompt) for prompt in prompts])
@@ -331,7 +333,7 @@ def slots_problem(model: Any, **ways: Any) -> str:
         decoder = SlotDecoder(
             model, requests=1, prompts=1, prompt_room=5, new_tokens=3, settings=settings, stop_ids=nothing, **ways
         )
-        (ended,) = decoder.decode(Waiting([Request(prompt, seed=1)]))
+        (ended,) = decoder.decode(RequestQueue([Request(prompt, seed=1)]))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of an architecture, or of a kernel that cannot be made for it

@@ -136,7 +136,7 @@ class VllmSampler(HasPolicy):
             )
         self.settings = settings
         self.max_new_tokens = max_new_tokens
-        self.appetite = APPETITE
+        self.preferred_batch_size = APPETITE
         self.on_tokens = on_tokens
         self._options = options
         self._copies: list[Copy] = []
@@ -187,7 +187,7 @@ class VllmSampler(HasPolicy):
         try:
             for devices in device_groups(self._options.copies, self._options.tensor_parallel):
                 self._copies.append(Copy(devices))
-            self.appetite = APPETITE * len(self._copies)
+            self.preferred_batch_size = APPETITE * len(self._copies)
             self._all("start", str(policy.checkpoint), arguments, self._options.while_learning == "sleep")
         except BaseException:
             self.close()

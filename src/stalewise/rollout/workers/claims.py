@@ -26,7 +26,7 @@ from pathlib import Path
 
 from stalewise.errors import StoreError
 from stalewise.rollout.workers.work_order import CLAIMS
-from stalewise.store.object_store import Depot
+from stalewise.store.object_store import ObjectStore
 
 log = logging.getLogger(__name__)
 
@@ -44,11 +44,11 @@ class Session:
     So have those of `role.anything` that were there before: whoever had the role led them.
     """
 
-    def __init__(self, depot: Depot, worker: str, *, lost_after_s: float, role: str = "") -> None:
+    def __init__(self, object_store: ObjectStore, worker: str, *, lost_after_s: float, role: str = "") -> None:
         self.worker, self.role = worker, role
         self._kind = _UNSAFE.sub("_", f"role.{role}" if role else f"worker.{worker}")
         self.id = f"{self._kind}-{secrets.token_hex(6)}"
-        self._depot, self._pause = depot, lost_after_s / BEATS
+        self._depot, self._pause = object_store, lost_after_s / BEATS
         self._beat = 0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
@@ -86,11 +86,11 @@ class Session:
         self._depot.write(f"{SESSIONS}/{self.id}", json.dumps(said).encode())
 
 
-class Lookout:
+class LivenessMonitor:
     """Watches the signs of life of other sessions by its own clock."""
 
-    def __init__(self, depot: Depot, lost_after_s: float) -> None:
-        self._depot, self._lost_after_s = depot, lost_after_s
+    def __init__(self, object_store: ObjectStore, lost_after_s: float) -> None:
+        self._depot, self._lost_after_s = object_store, lost_after_s
         self._seen: dict[str, tuple[bytes | None, float]] = {}
 
     def is_lost(self, session: str) -> bool:
@@ -134,8 +134,8 @@ def _has_ended_here(said: bytes) -> bool:
 class Claims:
     """The claims of one order, for one session."""
 
-    def __init__(self, depot: Depot, order: str, session: Session, lookout: Lookout) -> None:
-        self._depot, self._folder = depot, f"{CLAIMS}/{order}"
+    def __init__(self, object_store: ObjectStore, order: str, session: Session, lookout: LivenessMonitor) -> None:
+        self._depot, self._folder = object_store, f"{CLAIMS}/{order}"
         self._session, self._lookout = session, lookout
         self._holders: dict[str, str] = {}  # a claim never changes
         self._mine: set[int] = set()

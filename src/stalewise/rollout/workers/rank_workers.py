@@ -22,36 +22,36 @@ from stalewise.distributed import Message, Ranks, noticing
 from stalewise.errors import RankError, StalewiseError, StoppedByFirst
 from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.generate import BatchPlan
-from stalewise.rollout.sampler import Sampler, Sleeper
+from stalewise.rollout.sampler import OffloadableSampler, Sampler
 from stalewise.rollout.workers.claims import Session
-from stalewise.rollout.workers.coordinator import Meeting
-from stalewise.rollout.workers.shard_queue import POLL_S, Share
-from stalewise.rollout.workers.work_order import Order, config_digest
-from stalewise.rollout.workers.worker import Place, Worker
+from stalewise.rollout.workers.coordinator import Coordinator
+from stalewise.rollout.workers.shard_queue import POLL_S, ShardQueue
+from stalewise.rollout.workers.work_order import WorkOrder, config_digest
+from stalewise.rollout.workers.worker import RankFolder, Worker
 from stalewise.tasks import Task, make_task
-from stalewise.types import Silence
+from stalewise.types import NullCallback
 
 ENGINE = "hf"  # the others are on many devices by themselves
 
 
-def meeting_of(meeting: Meeting, ranks: Ranks) -> Meeting:
+def coordinator_of(coordinator: Coordinator, ranks: Ranks) -> Coordinator:
     """The meeting that has all ranks generate, where there are several and each can have a sampler of its own."""
-    config = meeting.config
+    config = coordinator.config
     if not ranks.others or config.sampler.engine != ENGINE or config.workers.learner != "shares":
-        return meeting
-    return MeetingOfRanks(meeting, ranks)
+        return coordinator
+    return RankCoordinator(coordinator, ranks)
 
 
-class MeetingOfRanks(Meeting):
+class RankCoordinator(Coordinator):
     """The first rank's side: whoever asks it for a share has the others take theirs."""
 
-    def __init__(self, meeting: Meeting, ranks: Ranks) -> None:
-        super().__init__(meeting.config, meeting.role, meeting.say)
+    def __init__(self, coordinator: Coordinator, ranks: Ranks) -> None:
+        super().__init__(coordinator.config, coordinator.role, coordinator.log)
         self.ranks = ranks
         self.made: dict[int, int] = {}  # shards of the present batch, by rank that has reported
         self._has_said = False
 
-    def share(self, plan: BatchPlan, checkpoint: Path) -> Share:
+    def share(self, plan: BatchPlan, checkpoint: Path) -> ShardQueue:
         """Order a generation batch of all ranks."""
         share = super().share(plan, checkpoint)
         share.among, share.check = self.ranks.world, self.check
@@ -74,7 +74,7 @@ class MeetingOfRanks(Meeting):
                     raise RankError(f"rank {rank} cannot generate: {report.record['error']}")
                 self.made[rank] = report.record["shards"]
 
-    def fulfilled(self, share: Share) -> dict[str, Any]:
+    def fulfilled(self, share: ShardQueue) -> dict[str, Any]:
         """Also wait until all ranks have reported: one that begins late must still find the order."""
         while len(self.made) < len(self.ranks.others):
             self.check()
@@ -89,13 +89,13 @@ class MeetingOfRanks(Meeting):
             return
         self._has_said = True
         fitting = max(plan.prompts // self.ranks.world, 1) * plan.group_size
-        self.say(
+        self.log(
             f"only {plan.shards} of {self.ranks.world} ranks generate, since the batch has no more shards: start a run "
             f"with sampler.rollouts_per_shard = {fitting} or less to have more of them"
         )
 
 
-class Hand:
+class RolloutRank:
     """The side of a rank that is led; `with Hand(ranks) as hand`. Its task and its sampler are made once."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -103,7 +103,7 @@ class Hand:
         self.task: Task | None = None
         self.sampler: Sampler | None = None
 
-    def __enter__(self) -> Hand:
+    def __enter__(self) -> RolloutRank:
         return self
 
     def __exit__(
@@ -133,16 +133,16 @@ class Hand:
         record = message.record
         config = make_config(record["config"], source="the first rank's config")
         task, sampler = self._tools(config)
-        place = Place.of_run(config)
+        place = RankFolder.of_run(config)
         name, role = f"rank {self.ranks.rank} on {socket.gethostname()}", f"{record['role']}.rank-{self.ranks.rank}"
         with (
             tempfile.TemporaryDirectory(prefix="stalewise-rank-") as scratch,
-            Session(place.depot, name, role=role, lost_after_s=config.workers.lost_after_s) as session,
+            Session(place.object_store, name, role=role, lost_after_s=config.workers.lost_after_s) as session,
         ):
             among, check = self.ranks.world, self.check
-            worker = Worker(place, session, task, sampler, Path(scratch), Silence(), among=among, check=check)
-            worker.fulfil(Order(BatchPlan(**record["plan"]), record["policy"], config_digest(config)))
-        if isinstance(sampler, Sleeper):
+            worker = Worker(place, session, task, sampler, Path(scratch), NullCallback(), among=among, check=check)
+            worker.fulfil(WorkOrder(BatchPlan(**record["plan"]), record["policy"], config_digest(config)))
+        if isinstance(sampler, OffloadableSampler):
             sampler.sleep()  # what comes next is learning
         return worker.done.shards
 

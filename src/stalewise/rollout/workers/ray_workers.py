@@ -11,7 +11,7 @@ from typing import Any
 
 from stalewise.errors import EngineError, StalewiseError
 from stalewise.rollout.workers.worker import WorkDone, work
-from stalewise.types import Silence, Watcher
+from stalewise.types import NullCallback, ProgressCallback
 
 RESTARTS = 16  # of one worker; what it had claimed is taken over meanwhile
 
@@ -23,13 +23,13 @@ def work_on_ray(
     overrides: Mapping[str, Any] | None = None,
     once: bool = False,
     gpus: float | None = None,
-    watcher: Watcher | None = None,
+    callback: ProgressCallback | None = None,
 ) -> list[WorkDone]:
     """Start workers, and wait until all have ended; each has `gpus` GPUs, one where the cluster has any.
 
     A cluster that is running is found by `RAY_ADDRESS`; without one, Ray starts on this machine, for the time being.
     """
-    watcher = watcher or Silence()
+    callback = callback or NullCallback()
     try:
         ray: Any = import_module("ray")  # an extra
     except ImportError as error:
@@ -42,7 +42,7 @@ def work_on_ray(
         # Ray's own retries: the actor is started again on any machine, and its one task with it.
         actor = ray.remote(max_restarts=RESTARTS, max_task_retries=RESTARTS, num_cpus=1, num_gpus=per_worker)(_Actor)
         actors = [actor.remote() for _ in range(workers)]
-        watcher.say(f"{workers} workers on Ray for {source}")
+        callback.log(f"{workers} workers on Ray for {source}")
         asked = [one.work.remote(source, f"ray-{i}", dict(overrides or {}), once) for i, one in enumerate(actors)]
         return [_told(answer) for answer in ray.get(asked)]
     except ray.exceptions.RayError as error:

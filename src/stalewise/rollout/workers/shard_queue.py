@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from stalewise.rollout.workers.claims import Claims, Lookout, Session
-from stalewise.rollout.workers.sync import Exchange
-from stalewise.rollout.workers.work_order import Order, is_open
+from stalewise.rollout.workers.claims import Claims, LivenessMonitor, Session
+from stalewise.rollout.workers.sync import PolicySync
+from stalewise.rollout.workers.work_order import WorkOrder, is_open
 from stalewise.store import shard_path
 from stalewise.store.manifest import read_shard_manifest, shard_manifest_path
-from stalewise.store.object_store import Depot
+from stalewise.store.object_store import ObjectStore
 
 POLL_S = 0.05
 REMOTE_POLL_S = 0.5
@@ -25,7 +25,7 @@ class Withdrawn(Exception):
     """An order was fulfilled or taken back by others."""
 
 
-class Share:
+class ShardQueue:
     """What one process does of an order; `made_here`, `too_late_here` and `taken_over` count it.
 
     Everybody writes shards to `directory`. Without an `exchange` that is the one directory of all of them. With one,
@@ -34,25 +34,25 @@ class Share:
 
     def __init__(
         self,
-        order: Order,
+        order: WorkOrder,
         directory: Path,
-        depot: Depot,
+        object_store: ObjectStore,
         session: Session,
-        lookout: Lookout,
+        lookout: LivenessMonitor,
         *,
-        exchange: Exchange | None,
+        exchange: PolicySync | None,
         collects: bool,
         takes: bool = True,
         among: int = 1,
         check: Callable[[], object] = lambda: None,
-        say: Callable[[str], object] = lambda text: None,
+        log: Callable[[str], object] = lambda text: None,
     ) -> None:
         """`among` so many that began together, each takes no more than its part; `check` raises where all must end."""
         self.order, self.directory, self.exchange, self.collects = order, directory, exchange, collects
         self.provenance: Mapping[str, Any] = {**order.provenance, "worker": session.worker}
         self.among, self.check = among, check
-        self._depot, self._takes, self._say = depot, takes, say
-        self._claims = Claims(depot, order.name, session, lookout)
+        self._depot, self._takes, self._say = object_store, takes, log
+        self._claims = Claims(object_store, order.name, session, lookout)
         self.made_here: list[int] = []
         self.too_late_here: list[int] = []
         self._known: set[int] = set()

@@ -28,7 +28,7 @@ from stalewise.store.atomic import (
 from stalewise.store.checkpoints import FORMAT as CHECKPOINT_FORMAT
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.store.manifest import BATCH_MANIFEST, read_shard_manifest, shard_manifest_path
-from stalewise.store.object_store import Depot
+from stalewise.store.object_store import ObjectStore
 
 DIGITS = 12  # of a SHA-256 in a name; the whole of it is in the manifest
 _SHARD = re.compile(r"shard-(\d{5,})\.json")
@@ -45,11 +45,11 @@ def folder_of(version: int, digest: str) -> str:
     return f"checkpoints/v{version:06d}-{digest[:DIGITS]}"
 
 
-class Exchange:
+class PolicySync:
     """One run in a depot."""
 
-    def __init__(self, depot: Depot) -> None:
-        self.depot = depot
+    def __init__(self, object_store: ObjectStore) -> None:
+        self.object_store = object_store
 
     # ------------------------------------------------------------ checkpoints
 
@@ -57,21 +57,21 @@ class Exchange:
         """Put those that are here and not there; remove those that are gone here."""
         here = {folder_of(v, digest_of(checkpoint_directory(run, v))): v for v in versions(run)}
         for folder, version in here.items():
-            if self.depot.read(f"{folder}/manifest.json") is None:
+            if self.object_store.read(f"{folder}/manifest.json") is None:
                 directory = checkpoint_directory(run, version)
                 for name in read_json(directory / "manifest.json")["files"]:
-                    self.depot.upload(directory / name, f"{folder}/{name}")
-                self.depot.write(f"{folder}/manifest.json", (directory / "manifest.json").read_bytes())
-        for name in self.depot.names("checkpoints"):
+                    self.object_store.upload(directory / name, f"{folder}/{name}")
+                self.object_store.write(f"{folder}/manifest.json", (directory / "manifest.json").read_bytes())
+        for name in self.object_store.names("checkpoints"):
             if f"checkpoints/{name}" not in here:
-                self.depot.remove(f"checkpoints/{name}/manifest.json")
-                self.depot.remove(f"checkpoints/{name}")
+                self.object_store.remove(f"checkpoints/{name}/manifest.json")
+                self.object_store.remove(f"checkpoints/{name}")
 
     def published(self) -> dict[int, str]:
         """Versions that are whole there, and the folder of each."""
         found: dict[int, str] = {}
-        for name in self.depot.names("checkpoints"):
-            if (match := re.fullmatch(r"v(\d{6,})-[0-9a-f]+", name)) and self.depot.read(
+        for name in self.object_store.names("checkpoints"):
+            if (match := re.fullmatch(r"v(\d{6,})-[0-9a-f]+", name)) and self.object_store.read(
                 f"checkpoints/{name}/manifest.json"
             ):
                 found[int(match[1])] = f"checkpoints/{name}"
@@ -90,8 +90,8 @@ class Exchange:
         self._fetch(folder, final, None, wanted=lambda name: True)
 
     def _fetch(self, folder: str, final: Path, digest: str | None, wanted: Callable[[str], bool]) -> None:
-        content = self.depot.read(f"{folder}/manifest.json")
-        where = f"{self.depot.where}/{folder}"
+        content = self.object_store.read(f"{folder}/manifest.json")
+        where = f"{self.object_store.where}/{folder}"
         if content is None:
             raise StoreError(f"{where} is no checkpoint: its manifest.json is missing; is the learner of this run on?")
         if digest is not None and hashlib.sha256(content).hexdigest() != digest:
@@ -114,19 +114,19 @@ class Exchange:
 
     def shards(self, batch: str) -> set[int]:
         """Shards of a generation batch that are committed there."""
-        return {int(match[1]) for match in map(_SHARD.fullmatch, self.depot.names(f"rollouts/{batch}")) if match}
+        return {int(match[1]) for match in map(_SHARD.fullmatch, self.object_store.names(f"rollouts/{batch}")) if match}
 
     def publish_shard(self, directory: Path, index: int) -> bool:
         """Put a committed shard there; False where somebody else's is there, which stays."""
         manifest = read_json(shard_manifest_path(directory, index))
         folder, name = f"rollouts/{directory.name}", _remote_name(index, manifest["sha256"])
-        self.depot.upload(shard_path(directory, index), f"{folder}/{name}")
+        self.object_store.upload(shard_path(directory, index), f"{folder}/{name}")
         content = json.dumps({**manifest, "file": name}, indent=2).encode()
-        if self.depot.create(f"{folder}/shard-{index:05d}.json", content):
+        if self.object_store.create(f"{folder}/shard-{index:05d}.json", content):
             return True
         if self._manifest(directory.name, index).get("file") == name:
             return True  # the same bytes
-        self.depot.remove(f"{folder}/{name}")
+        self.object_store.remove(f"{folder}/{name}")
         return False
 
     def fetch_shard(self, directory: Path, index: int) -> None:
@@ -149,9 +149,9 @@ class Exchange:
         """Remove shards there that were made for an order which was taken back; say which."""
         gone = [index for index in self.shards(batch) if not fits(self._manifest(batch, index).get("extra", {}))]
         if gone:
-            self.depot.remove(f"rollouts/{batch}/{BATCH_MANIFEST}")
+            self.object_store.remove(f"rollouts/{batch}/{BATCH_MANIFEST}")
         for index in gone:
-            self.depot.remove(f"rollouts/{batch}/shard-{index:05d}.json")
+            self.object_store.remove(f"rollouts/{batch}/shard-{index:05d}.json")
         return gone
 
     def publish_batch(self, directory: Path) -> None:
@@ -163,35 +163,35 @@ class Exchange:
         record = read_json(directory / BATCH_MANIFEST)
         for shard in record["shards"]:
             shard["file"] = _remote_name(shard["index"], shard["sha256"])
-        self.depot.write(f"{folder}/{BATCH_MANIFEST}", json.dumps(record, indent=2).encode())
+        self.object_store.write(f"{folder}/{BATCH_MANIFEST}", json.dumps(record, indent=2).encode())
         named = {shard["file"] for shard in record["shards"]}
-        for name in self.depot.names(folder):
+        for name in self.object_store.names(folder):
             if name.endswith(".parquet") and name not in named:
-                self.depot.remove(f"{folder}/{name}")
+                self.object_store.remove(f"{folder}/{name}")
 
     def is_published(self, directory: Path) -> bool:
         """Whether the generation batch that is committed here is committed there, too."""
-        if self.depot.read(f"rollouts/{directory.name}/{BATCH_MANIFEST}") is None:
+        if self.object_store.read(f"rollouts/{directory.name}/{BATCH_MANIFEST}") is None:
             return False
         return self.shards(directory.name) == {shard.index for shard in read_batch_manifest(directory).shards}
 
     def _manifest(self, batch: str, index: int) -> dict[str, Any]:
         name = f"rollouts/{batch}/shard-{index:05d}.json"
         try:
-            record = json.loads(self.depot.read(name) or b"")
+            record = json.loads(self.object_store.read(name) or b"")
             assert isinstance(record, dict) and isinstance(record["file"], str) and "/" not in record["file"]
             return record
         except (ValueError, KeyError, AssertionError):
             raise StoreError(
-                f"{self.depot.where}/{name} is half written or no manifest: remove it, and the shard is made again"
+                f"{self.object_store.where}/{name} is half written or no manifest: remove it, and the shard is made again"
             ) from None
 
     def _download(self, name: str, path: Path, expected: Mapping[str, Any]) -> None:
         """Believe nothing that is not as its manifest says."""
-        self.depot.download(name, path)
+        self.object_store.download(name, path)
         if path.stat().st_size != expected["bytes"] or sha256_file(path) != expected["sha256"]:
             raise StoreError(
-                f"{self.depot.where}/{name} is half written or damaged: {path.stat().st_size} bytes that are not the "
+                f"{self.object_store.where}/{name} is half written or damaged: {path.stat().st_size} bytes that are not the "
                 f"{expected['bytes']} of its manifest; remove it and its manifest, and run the same command again"
             )
 

@@ -17,7 +17,7 @@ from stalewise.config import RunConfig
 from stalewise.errors import StoreError
 from stalewise.rollout.generate import BatchPlan
 from stalewise.store import FORMAT as STORE_FORMAT
-from stalewise.store.object_store import Depot
+from stalewise.store.object_store import ObjectStore
 
 FORMAT = "stalewise.work/1"
 ORDERS = "work/orders"
@@ -28,7 +28,7 @@ ITS_OWN = ("device", "threads")
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class WorkOrder:
     """One generation batch that is to be made."""
 
     plan: BatchPlan
@@ -59,37 +59,37 @@ class Order:
         return all(extra.get(key, value) == value for key, value in self.provenance.items())
 
 
-def place(depot: Depot, order: Order) -> None:
+def place(object_store: ObjectStore, order: WorkOrder) -> None:
     """Ask for a batch; an order for the same batch that asks for something else is withdrawn."""
     batch = order.name.rpartition("-")[0]
-    for name in depot.names(ORDERS):
+    for name in object_store.names(ORDERS):
         if name.startswith(f"{batch}-") and name != f"{order.name}.json":
-            withdraw(depot, name.removesuffix(".json"))
-    depot.create(order.path, json.dumps(asdict(order)).encode())
+            withdraw(object_store, name.removesuffix(".json"))
+    object_store.create(order.path, json.dumps(asdict(order)).encode())
 
 
-def withdraw(depot: Depot, name: str) -> None:
+def withdraw(object_store: ObjectStore, name: str) -> None:
     """Take an order back, or away when it is fulfilled; claims go after it, so that nobody makes new ones."""
-    depot.remove(f"{ORDERS}/{name}.json")
-    depot.remove(f"{CLAIMS}/{name}")
+    object_store.remove(f"{ORDERS}/{name}.json")
+    object_store.remove(f"{CLAIMS}/{name}")
 
 
-def is_open(depot: Depot, order: Order) -> bool:
+def is_open(object_store: ObjectStore, order: WorkOrder) -> bool:
     """Whether an order still stands."""
-    return f"{order.name}.json" in depot.names(ORDERS)
+    return f"{order.name}.json" in object_store.names(ORDERS)
 
 
-def open_orders(depot: Depot) -> list[Order]:
+def open_orders(object_store: ObjectStore) -> list[WorkOrder]:
     """The orders that stand, in order of generation batch."""
-    found: list[Order] = []
-    for name in depot.names(ORDERS):
-        content = depot.read(f"{ORDERS}/{name}")
+    found: list[WorkOrder] = []
+    for name in object_store.names(ORDERS):
+        content = object_store.read(f"{ORDERS}/{name}")
         if content is not None:  # else it was fulfilled since
-            found.append(_read(content, f"{depot.where}/{ORDERS}/{name}"))
+            found.append(_read(content, f"{object_store.where}/{ORDERS}/{name}"))
     return found
 
 
-def _read(content: bytes, where: str) -> Order:
+def _read(content: bytes, where: str) -> WorkOrder:
     try:
         record = json.loads(content)
         if record["format"] != FORMAT or record["store"] != STORE_FORMAT:
@@ -98,7 +98,7 @@ def _read(content: bytes, where: str) -> Order:
                 f"{STORE_FORMAT}: use the stalewise release that the learner has"
             )
         plan = BatchPlan(**{field.name: record["plan"][field.name] for field in fields(BatchPlan)})
-        return Order(plan, record["policy"], record["config"], record["format"], record["store"])
+        return WorkOrder(plan, record["policy"], record["config"], record["format"], record["store"])
     except (ValueError, KeyError, TypeError) as error:
         raise StoreError(f"{where} is no order: {error}; remove it, the learner places it again") from error
 

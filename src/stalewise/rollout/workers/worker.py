@@ -24,15 +24,23 @@ from stalewise.errors import StoreError
 from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.generate import commit_made, make_shards
 from stalewise.rollout.sampler import Sampler
-from stalewise.rollout.workers.claims import Lookout, Session
-from stalewise.rollout.workers.shard_queue import Share, Withdrawn
-from stalewise.rollout.workers.sync import Exchange, digest_of
-from stalewise.rollout.workers.work_order import COMPLETE, ITS_OWN, Order, config_digest, is_open, open_orders, withdraw
+from stalewise.rollout.workers.claims import LivenessMonitor, Session
+from stalewise.rollout.workers.shard_queue import ShardQueue, Withdrawn
+from stalewise.rollout.workers.sync import PolicySync, digest_of
+from stalewise.rollout.workers.work_order import (
+    COMPLETE,
+    ITS_OWN,
+    WorkOrder,
+    config_digest,
+    is_open,
+    open_orders,
+    withdraw,
+)
 from stalewise.store import batch_directory
 from stalewise.store.checkpoints import checkpoint_directory, read_state
-from stalewise.store.object_store import Depot, DirectoryDepot, open_depot
+from stalewise.store.object_store import DirectoryStore, ObjectStore, open_object_store
 from stalewise.tasks import Task, make_task
-from stalewise.types import Silence, Watcher
+from stalewise.types import NullCallback, ProgressCallback
 
 CONFIG = "config.resolved.json"
 POLL_S = 0.1
@@ -59,23 +67,23 @@ def work(
     overrides: Mapping[str, Any] | None = None,
     once: bool = False,
     cache: str | Path | None = None,
-    watcher: Watcher | None = None,
+    callback: ProgressCallback | None = None,
 ) -> WorkDone:
     """Make shards of whatever is ordered in a run until the run is complete; `once`: until no order is open.
 
     `source` is a run directory, the URL of a run's depot, or a config. `overrides` are for what may differ from worker
     to worker, as `model.device` and the engine do. Policies from a depot are kept in `cache`, or for the time being.
     """
-    watcher = watcher or Silence()
-    place = Place.of(str(source), overrides or {}, wait=not once, say=watcher.say)
+    callback = callback or NullCallback()
+    place = RankFolder.of(str(source), overrides or {}, wait=not once, log=callback.log)
     with tempfile.TemporaryDirectory(prefix="stalewise-worker-") as scratch:
         name = worker or f"{socket.gethostname()}-{os.getpid()}"
         lost_after_s = place.config.workers.lost_after_s
-        with Session(place.depot, name, lost_after_s=lost_after_s) as session:
+        with Session(place.object_store, name, lost_after_s=lost_after_s) as session:
             task = make_task(place.config.task.name, seed=place.config.seed, **place.config.task.options)
-            sampler = make_sampler(place.config, say=watcher.say)
+            sampler = make_sampler(place.config, log=callback.log)
             try:
-                one = Worker(place, session, task, sampler, Path(cache or scratch), watcher)
+                one = Worker(place, session, task, sampler, Path(cache or scratch), callback)
                 one.work(once)
                 return one.done
             finally:
@@ -84,47 +92,47 @@ def work(
 
 
 @dataclass(frozen=True)
-class Place:
+class RankFolder:
     """Where a worker works: the depot, the config of the run there, and its directory where machines share it."""
 
-    depot: Depot
+    object_store: ObjectStore
     config: RunConfig
     run: Path | None  # None: the depot is all there is
 
     @classmethod
-    def of_run(cls, config: RunConfig) -> Place:
+    def of_run(cls, config: RunConfig) -> RankFolder:
         """Where a run of this config is, once it has begun."""
         url = config.storage.url
-        depot = open_depot(url, config.storage.options) if url else DirectoryDepot(config.directory)
-        return cls(depot, config, None if url else config.directory)
+        object_store = open_object_store(url, config.storage.options) if url else DirectoryStore(config.directory)
+        return cls(object_store, config, None if url else config.directory)
 
     @classmethod
-    def of(cls, source: str, overrides: Mapping[str, Any], *, wait: bool, say: Callable[[str], object]) -> Place:
+    def of(cls, source: str, overrides: Mapping[str, Any], *, wait: bool, log: Callable[[str], object]) -> RankFolder:
         """Find it; where the learner has not begun yet, wait for that."""
         if "://" in source:
-            depot, run, given = open_depot(source, _storage_options(overrides)), None, None
+            object_store, run, given = open_object_store(source, _storage_options(overrides)), None, None
         elif not Path(source).is_file() and Path(source).suffix != ".toml":  # a run directory, now or soon
-            depot, run, given = DirectoryDepot(source), Path(source), None
+            object_store, run, given = DirectoryStore(source), Path(source), None
         else:
             given = load_config(source, overrides)
             its = cls.of_run(given)
-            depot, run = its.depot, its.run
-        found = _config_of(depot, wait, say)
+            object_store, run = its.object_store, its.run
+        found = _config_of(object_store, wait, log)
         if given is None:
-            given = _changed(found, overrides, depot.where)
+            given = _changed(found, overrides, object_store.where)
             if run is not None and given.storage.url:  # the learner's own directory, where no orders are
                 its = cls.of_run(given)
-                depot, run = its.depot, its.run
-                found = _config_of(depot, wait, say)
+                object_store, run = its.object_store, its.run
+                found = _config_of(object_store, wait, log)
         elif given.plan.learning_rate != "given":  # the learner has settled it
             optimizer = given.optimizer.model_copy(update={"learning_rate": found["optimizer"]["learning_rate"]})
             given = given.model_copy(update={"optimizer": optimizer})
         if differences := identity_differences(given, found, but=[f"model.{name}" for name in ITS_OWN]):
             raise StoreError(
-                f"{depot.where} belongs to another config ({'; '.join(differences[:3])}): a worker makes rollouts of "
+                f"{object_store.where} belongs to another config ({'; '.join(differences[:3])}): a worker makes rollouts of "
                 "the run's own config only; leave the settings out, or name the run directory instead of a file"
             )
-        return cls(depot, given, run)
+        return cls(object_store, given, run)
 
 
 def _changed(found: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> RunConfig:
@@ -140,24 +148,30 @@ def _storage_options(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return {key.removeprefix(prefix): value for key, value in overrides.items() if key.startswith(prefix)}
 
 
-def _config_of(depot: Depot, wait: bool, say: Callable[[str], object]) -> dict[str, Any]:
+def _config_of(object_store: ObjectStore, wait: bool, log: Callable[[str], object]) -> dict[str, Any]:
     """The resolved config of the run in a depot."""
-    content, said = depot.read(CONFIG), False
+    content, said = object_store.read(CONFIG), False
     while content is None:
         if not wait:
-            raise StoreError(f"{depot.where} holds no run: start `stalewise train` or `stalewise generate` first")
+            raise StoreError(
+                f"{object_store.where} holds no run: start `stalewise train` or `stalewise generate` first"
+            )
         if not said:
-            say(f"waiting for a run in {depot.where}: start `stalewise train` there")
+            log(f"waiting for a run in {object_store.where}: start `stalewise train` there")
             said = True
-        time.sleep(POLL_S if isinstance(depot, DirectoryDepot) else REMOTE_POLL_S)
-        content = depot.read(CONFIG)
+        time.sleep(POLL_S if isinstance(object_store, DirectoryStore) else REMOTE_POLL_S)
+        content = object_store.read(CONFIG)
     try:
         record = json.loads(content)
         found = record.get("format")
     except (ValueError, AttributeError):
-        raise StoreError(f"{depot.where}/{CONFIG} is half written or no config: start the learner again") from None
+        raise StoreError(
+            f"{object_store.where}/{CONFIG} is half written or no config: start the learner again"
+        ) from None
     if found != FORMAT:
-        raise StoreError(f"{depot.where} has format {found}; this release reads {FORMAT}: use the learner's release")
+        raise StoreError(
+            f"{object_store.where} has format {found}; this release reads {FORMAT}: use the learner's release"
+        )
     return record
 
 
@@ -166,21 +180,21 @@ class Worker:
 
     def __init__(
         self,
-        place: Place,
+        place: RankFolder,
         session: Session,
         task: Task,
         sampler: Sampler,
         cache: Path,
-        watcher: Watcher,
+        callback: ProgressCallback,
         *,
         among: int = 1,
         check: Callable[[], object] = lambda: None,
     ) -> None:
         """`among` and `check` are those of a `Share`."""
-        self.place, self.session, self.task, self.sampler, self.watcher = place, session, task, sampler, watcher
+        self.place, self.session, self.task, self.sampler, self.callback = place, session, task, sampler, callback
         self.cache = cache
-        self.exchange = None if place.run is not None else Exchange(place.depot)
-        self.lookout = Lookout(place.depot, place.config.workers.lost_after_s)
+        self.exchange = None if place.run is not None else PolicySync(place.object_store)
+        self.lookout = LivenessMonitor(place.object_store, place.config.workers.lost_after_s)
         self.done = WorkDone(session.worker)
         self.among, self.check = among, check
 
@@ -189,7 +203,7 @@ class Worker:
         finished: set[str] = set()
         waited, said = time.monotonic(), False
         while True:
-            placed = open_orders(self.place.depot)
+            placed = open_orders(self.place.object_store)
             finished &= {order.name for order in placed}  # one that was fulfilled may be placed again
             orders = [order for order in placed if order.name not in finished]
             if orders:
@@ -197,41 +211,43 @@ class Worker:
                 finished.add(orders[0].name)
                 waited, said = time.monotonic(), False
                 continue
-            if once or self.place.depot.read(COMPLETE) is not None:
+            if once or self.place.object_store.read(COMPLETE) is not None:
                 return
             if not said and time.monotonic() - waited > SAY_AFTER_S:
-                self.watcher.say(f"waiting for orders in {self.place.depot.where}: they come from `stalewise train`")
+                self.callback.log(
+                    f"waiting for orders in {self.place.object_store.where}: they come from `stalewise train`"
+                )
                 said = True
             time.sleep(POLL_S if self.exchange is None else REMOTE_POLL_S)
 
-    def fulfil(self, order: Order) -> None:
+    def fulfil(self, order: WorkOrder) -> None:
         """Make a share of a generation batch, and stay until all of it is there."""
         if order.config != config_digest(self.place.config):
             raise StoreError(
-                f"{self.place.depot.where}/{order.path} is for another config than this worker has: start it again, "
+                f"{self.place.object_store.where}/{order.path} is for another config than this worker has: start it again, "
                 "with the run directory instead of a config"
             )
         try:
             plan, checkpoint = order.plan, self._policy(order)
         except StoreError:
-            if is_open(self.place.depot, order):
+            if is_open(self.place.object_store, order):
                 raise
             return  # it was taken back, and its policy with it
         root = self.place.run / "rollouts" if self.place.run is not None else self.cache / order.name
         directory = batch_directory(root, version=plan.version, generation_batch=plan.generation_batch)
-        share = Share(
+        share = ShardQueue(
             order,
             directory,
-            self.place.depot,
+            self.place.object_store,
             self.session,
             self.lookout,
             exchange=self.exchange,
             collects=False,
             among=self.among,
             check=self.check,
-            say=self.watcher.say,
+            log=self.callback.log,
         )
-        self.watcher.begin("generate", plan.prompts * plan.group_size)
+        self.callback.begin("generate", plan.prompts * plan.group_size)
         try:
             make_shards(
                 plan,
@@ -239,12 +255,12 @@ class Worker:
                 directory=directory,
                 task=self.task,
                 sampler=self.sampler,
-                on_shard=self.watcher.advance,
+                on_shard=self.callback.advance,
                 shares=share,
             )
             if self.place.run is not None:
                 commit_made(plan, directory, self.task.name)
-                withdraw(self.place.depot, order.name)
+                withdraw(self.place.object_store, order.name)
         except Withdrawn:
             pass
         finally:
@@ -252,7 +268,7 @@ class Worker:
             if self.exchange is not None:
                 shutil.rmtree(root, ignore_errors=True)
 
-    def _policy(self, order: Order) -> Path:
+    def _policy(self, order: WorkOrder) -> Path:
         """The checkpoint that an order names, and no other."""
         version = order.plan.version
         if self.exchange is not None:
@@ -271,7 +287,7 @@ class Worker:
         read_state(checkpoint)  # compares its files with their checksums
         return checkpoint
 
-    def _count(self, share: Share) -> None:
+    def _count(self, share: ShardQueue) -> None:
         plan, done = share.order.plan, self.done
         done.shards += len(share.made_here)
         done.rollouts += sum(len(plan.prompt_range(shard)) for shard in share.made_here) * plan.group_size

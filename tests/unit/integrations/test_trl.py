@@ -1,0 +1,347 @@
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import TrainerCallback
+from trl.trainer.grpo_config import GRPOConfig
+
+from policies import POLICY, moved
+from stalewise.api import generate
+from stalewise.config import make_config
+from stalewise.errors import ConfigError, StalewiseError
+from stalewise.integrations.trl import StaleGRPOTrainer
+from stalewise.integrations.trl_store import StoredRollouts
+from stalewise.models.loading import load_model, load_tokenizer
+from stalewise.objectives import OBJECTIVES
+from stalewise.rollout.token_sampling import sampling_logp
+from stalewise.store import batch_directories, open_batch
+from stalewise.tasks import make_task
+from stalewise.trainer.trainer import NonFiniteUpdate, Trainer
+from stalewise.types import SamplerSettings
+from tiny import call, called_json, tiny_record, write_config
+
+pytestmark = pytest.mark.filterwarnings("ignore:You are using 'rollout_func':UserWarning")
+
+PROMPTS = 8
+GROUP = 4
+TASK = make_task("arithmetic", seed=0)
+QUESTIONS = {prompt.text: prompt for prompt in TASK.prompts(0, 256)}
+METRICS = ("ess", "clip_fraction", "veto_fraction", "kl_behaviour_policy", "entropy", "tokens", "age_max")
+
+
+def arguments(directory: Path, **changes: Any) -> GRPOConfig:
+    settings: dict[str, Any] = {
+        "output_dir": str(directory / "trl"),
+        "max_steps": 1,
+        "per_device_train_batch_size": PROMPTS * GROUP,
+        "num_generations": GROUP,
+        "max_completion_length": 8,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+        "shuffle_dataset": False,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+    }
+    return GRPOConfig(**settings | changes)
+
+
+def correct(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+    return [float(QUESTIONS[prompt].answer == text) for prompt, text in zip(prompts, completions, strict=True)]
+
+
+def make_trainer(directory: Path, model: Path = POLICY, **more: Any) -> StaleGRPOTrainer:
+    changes = {name: more.pop(name) for name in list(more) if name in GRPOConfig.__dataclass_fields__}
+    given: dict[str, Any] = {
+        "reward_funcs": correct,
+        "train_dataset": Dataset.from_dict({"prompt": list(QUESTIONS)}),
+        "processing_class": load_tokenizer(str(POLICY)),
+    }
+    return StaleGRPOTrainer(model=str(model), args=arguments(directory, **changes), **given | more)
+
+
+def weights_of(trainer: StaleGRPOTrainer) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+
+
+class Gradients(TrainerCallback):
+    """The gradient of each update, before its step."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, Tensor]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.found.append({name: value.grad.clone() for name, value in model.named_parameters()})
+
+
+# ---------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize("objective", ["grpo", "mu_grpo", "p3o"])
+def test_it_trains_and_logs(tmp_path: Path, objective: str) -> None:
+    """Three generation batches of three updates, each in two micro-batches; the reward rises from first to last."""
+    trainer = make_trainer(
+        tmp_path,
+        objective=objective,
+        max_steps=9,
+        per_device_train_batch_size=32,
+        gradient_accumulation_steps=2,
+        steps_per_generation=6,
+        max_grad_norm=1.0,
+        learning_rate=2e-3,
+    )
+    before = weights_of(trainer)
+    trainer.train()
+    logs = [record for record in trainer.state.log_history if "loss" in record]
+    assert len(logs) == 9
+    assert all(math.isfinite(record["loss"]) for record in logs)
+    assert [record["stalewise/age_max"] for record in logs] == [0, 1, 2] * 3
+    assert all(record[f"stalewise/{name}"] is not None for record in logs for name in METRICS)
+    assert [record["stalewise/responses"] for record in logs] == [64] * 9
+    assert logs[0]["stalewise/ess"] == pytest.approx(1, abs=1e-6)
+    assert logs[2]["stalewise/ess"] < 0.9999
+    rewards = [record["reward"] for record in logs if "reward" in record]
+    assert rewards[-1] > rewards[0] + 0.1
+    assert all(not torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
+
+
+def test_evaluation_has_a_loss_and_diagnostics_of_its_own(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, objective="p3o", per_device_eval_batch_size=8, eval_dataset=None)
+    trainer.eval_dataset = Dataset.from_dict({"prompt": list(QUESTIONS)[:4]})
+    found = trainer.evaluate()
+    assert found["eval_stalewise/ess"] == pytest.approx(1, abs=1e-6)
+    assert trainer._window is None
+
+
+# ---------------------------------------------------------------- the same update as ours
+
+
+@pytest.fixture(scope="module")
+def stale(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory with a generation batch of a policy that is not the one to be trained."""
+    directory = tmp_path_factory.mktemp("stale")
+    other = moved(POLICY, directory / "other", by=0.2)
+    record = tiny_record(
+        directory,
+        "made",
+        model={"path": str(other)},
+        batch={"prompts": PROMPTS, "group_size": GROUP},
+        schedule={"kind": "staged", "updates": 1, "stages": 1},
+    )
+    generate(make_config(record))
+    return directory / "made"
+
+
+def ours(stale: Path, objective: str, params: dict[str, Any]) -> tuple[dict[str, float], dict[str, Tensor]]:
+    record = tiny_record(
+        stale.parent,
+        "learner",
+        model={"path": str(POLICY), "device": "cpu"},
+        batch={"prompts": PROMPTS, "group_size": GROUP},
+        objective={"name": objective, "params": params},
+        optimizer={"max_grad_norm": 1e9},
+    )
+    trainer = Trainer(make_config(record), POLICY)
+    batch = open_batch(batch_directories(stale / "rollouts")[0])
+    metrics = trainer.update(batch.take(batch.column("rollout_id")))
+    return metrics, {name: parameter.grad for parameter, name in trainer.names.items() if parameter.grad is not None}
+
+
+def theirs(
+    directory: Path, stale: Path, objective: str, params: dict[str, Any], passes: int
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    stored, gradients = StoredRollouts(stale), Gradients()
+    trainer = make_trainer(
+        directory,
+        objective=objective,
+        objective_params=params,
+        reward_funcs=stored.reward,
+        rollout_func=stored.rollouts,
+        train_dataset=stored.dataset,
+        callbacks=[gradients],
+        per_device_train_batch_size=PROMPTS * GROUP // passes,
+        gradient_accumulation_steps=passes,
+        gradient_checkpointing=passes > 1,
+    )
+    trainer.train()
+    return trainer.state.log_history[0], gradients.found[0]
+
+
+CASES: list[tuple[str, dict[str, Any], int]] = [
+    *((name, {}, 4) for name in OBJECTIVES),
+    ("p3o", {}, 1),
+    ("m2po", {"variant": "released", "threshold": 0.01}, 4),
+    ("mu_grpo", {"kappa": 0.5, "scope": "sequence", "clip_high": 1.1}, 4),
+]
+
+
+@pytest.mark.parametrize(("objective", "params", "passes"), CASES)
+def test_loss_and_gradient_are_those_of_our_learner(
+    tmp_path: Path, stale: Path, objective: str, params: dict[str, Any], passes: int
+) -> None:
+    metrics, gradient = ours(stale, objective, params)
+    logged, found = theirs(tmp_path, stale, objective, params, passes)
+    assert metrics["ess"] < 0.99  # stale for real
+    assert logged["loss"] == pytest.approx(metrics["loss"], abs=1e-5)
+    assert found.keys() == gradient.keys()
+    largest = max(float(value.abs().max()) for value in gradient.values())
+    assert largest > 1e-3
+    for name, value in found.items():
+        assert torch.allclose(value, gradient[name], rtol=0, atol=1e-5), name
+    for name in ("ess", "ess_sequence", "clip_fraction", "veto_fraction", "m2_harmful", "entropy", "tokens"):
+        assert logged[f"stalewise/{name}"] == pytest.approx(metrics[name], rel=1e-4), name
+
+
+# ---------------------------------------------------------------- the store
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two generation batches of one update each, at another temperature, by two trainers one after the other."""
+    directory = tmp_path_factory.mktemp("written")
+    for _ in range(2):
+        trainer = make_trainer(directory, objective="grpo", store=directory / "kept", temperature=1.5)
+        trainer.train()
+    return directory / "kept"
+
+
+def test_the_store_holds_what_was_sampled(written: Path) -> None:
+    """TRL keeps no log-probabilities where a generation batch serves one update: they are there all the same."""
+    first, second = map(open_batch, batch_directories(written / "rollouts"))
+    assert (first.manifest.generation_batch, second.manifest.generation_batch) == (0, 1)
+    assert second.column("rollout_id").tolist() == list(range(PROMPTS * GROUP, 2 * PROMPTS * GROUP))
+    assert second.column("group").tolist() == np.repeat(np.arange(PROMPTS, 2 * PROMPTS), GROUP).tolist()
+    settings = SamplerSettings(name="trl", temperature=1.5)
+    model, tokenizer = load_model(str(POLICY), device=torch.device("cpu")), load_tokenizer(str(POLICY))
+    for rollout in first.iter_rollouts():
+        assert rollout.sampler == settings
+        prompt = tokenizer.decode(list(rollout.prompt_ids))
+        assert rollout.reward == float(QUESTIONS[prompt].answer == rollout.text) == rollout.reward_parts["correct"]
+        assert rollout.truncated == (rollout.response_ids[-1] != tokenizer.eos_token_id)
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])).logits[0]
+        logp = sampling_logp(logits[len(rollout.prompt_ids) - 1 : -1], settings)
+        expected = logp.gather(1, torch.tensor(rollout.response_ids)[:, None])[:, 0]
+        assert torch.allclose(torch.tensor(rollout.behaviour_logp), expected, atol=1e-5)
+    assert 0 < np.nanmean(first.column("reward")) < 1
+
+
+def test_learn_and_inspect_read_it(written: Path, tmp_path: Path) -> None:
+    record = tiny_record(
+        tmp_path, "again", model={"path": str(POLICY)}, batch={"prompts": PROMPTS, "group_size": GROUP}
+    )
+    config = write_config(tmp_path / "again.toml", record)
+    result = call("learn", config, "--rollouts", written)
+    assert result.exit_code == 0, result.stderr
+    assert called_json("inspect", tmp_path / "again")["updates_done"] == 2
+    assert len(called_json("inspect", written, "--group", PROMPTS)) == GROUP
+    assert called_json("inspect", written, "--rollout", 3)["sampler"]["temperature"] == 1.5
+
+
+def test_every_stored_rollout_is_read_once_also_where_ranks_share_a_group(written: Path) -> None:
+    stored = StoredRollouts(written)
+    assert (stored.group_size, len(stored.dataset)) == (GROUP, 2 * PROMPTS)
+    keys = [key for key in stored.dataset["prompt"] for _ in range(GROUP)][: 3 * GROUP]
+    halves = (keys[: len(keys) // 2], keys[len(keys) // 2 :])
+    found = [
+        stored.rollouts(half, SimpleNamespace(num_generations=GROUP, accelerator=SimpleNamespace(process_index=rank)))
+        for rank, half in enumerate(halves)
+    ]
+    for name, one in (("completion_ids", stored.rows.response), ("logprobs", stored.rows.logp)):
+        assert [value for half in found for value in half[name]] == [one(row).tolist() for row in range(len(keys))]
+    with pytest.raises(ConfigError, match="num_generations is 2, but the stored groups have 4"):
+        stored.rollouts(keys, SimpleNamespace(num_generations=2))
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective": "p4o"}, "no objective is called 'p4o'"),
+        ({"objective": "grpo", "objective_params": {"cap": 2.0}}, "has no parameter 'cap'"),
+        ({"beta": 0.04}, "GRPOConfig.beta is 0.04"),
+        ({"epsilon": 0.3}, "give bounds in objective_params"),
+        ({"top_p": 0.9}, "generation with top_p=0.9"),
+        ({"generation_kwargs": {"temperature": 0.5}}, "generation with temperature=0.5"),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, "no multiple of gradient_accumulation_steps 2"),
+        ({"store": "kept", "mask_truncated_completions": True}, "objective.truncated"),
+    ],
+)
+def test_what_would_be_passed_over_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((StalewiseError, ValueError), match=message):
+        make_trainer(tmp_path, **changes)
+
+
+def test_a_ratio_that_is_not_finite_stops_the_run(tmp_path: Path, stale: Path) -> None:
+    stored = StoredRollouts(stale)
+    stored.rows.behaviour_logp[5] = -200.0
+    trainer = make_trainer(
+        tmp_path,
+        objective="p3o",
+        reward_funcs=stored.reward,
+        rollout_func=stored.rollouts,
+        train_dataset=stored.dataset,
+    )
+    before = weights_of(trainer)
+    with pytest.raises(NonFiniteUpdate, match="update 0: 1 tokens with a non-finite ratio"):
+        trainer.train()
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(trainer).items())
+
+
+def test_a_token_whose_log_probability_is_unknown_counts_as_fresh(tmp_path: Path, stale: Path) -> None:
+    """vLLM says NaN for a token now and then, which TRL hands on."""
+    stored = StoredRollouts(stale)
+    stored.rows.behaviour_logp[:] = np.nan
+    trainer = make_trainer(
+        tmp_path,
+        objective="grpo",
+        reward_funcs=stored.reward,
+        rollout_func=stored.rollouts,
+        train_dataset=stored.dataset,
+    )
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert logged["stalewise/log_ratio_max_abs"] == pytest.approx(0, abs=1e-6)
+    assert logged["grad_norm"] > 0
+
+
+def test_a_rollout_without_a_reward_is_left_out(tmp_path: Path) -> None:
+    def sometimes(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
+        found: list[float | None] = [*correct(prompts, completions)]
+        return [None, None, *found[2:]]
+
+    trainer = make_trainer(tmp_path, objective="grpo", reward_funcs=sometimes, store=tmp_path / "kept")
+    trainer.train()
+    assert trainer.state.log_history[0]["stalewise/responses"] == PROMPTS * GROUP - 2
+    (batch,) = map(open_batch, batch_directories(tmp_path / "kept" / "rollouts"))
+    assert batch.manifest.verifier_errors == 2
+
+
+def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = Path(__file__).parents[3] / "docs" / "integrations.md"
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        if ">>> " not in block:
+            exec(block, names)
+    assert {"trainer", "again"} <= names.keys()
+    assert names["trainer"].state.global_step == 4
+    assert names["again"].state.global_step == 2

@@ -1,0 +1,142 @@
+"""The body as graphs, with streams that do nothing: what is launched, by the code that is recorded, runs on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from test_learner import rollouts
+from transformers import LlamaConfig, LlamaForCausalLM, OlmoConfig, OlmoForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from policies import SIZE
+from stalewise.models.attention import PACKED
+from stalewise.trainer import cuda_graphs as graphs
+from stalewise.trainer.cuda_graphs import GraphedBody
+from stalewise.trainer.logprobs import response_logp
+from stalewise.trainer.micro_batch import Layout, MicroBatch, micro_batches
+from stalewise.trainer.weights import FlatWeights, SideStream
+
+CPU = torch.device("cpu")
+
+
+class Stream:
+    """Everything is in order without it; it notes who waited for whom."""
+
+    waits: ClassVar[list[tuple[Stream, Stream]]] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        self.waits.append((self, other))
+
+
+@pytest.fixture(autouse=True)
+def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    Stream.waits = []
+    here, autocast = Stream(), torch.autocast
+    for name, stand_in in {
+        "Stream": Stream,
+        "current_stream": lambda: here,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "is_current_stream_capturing": lambda: True,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(graphs.torch, "autocast", lambda device, **options: autocast("cpu", **options))
+
+
+def model_of(kind: str) -> Any:
+    torch.manual_seed(0)
+    if kind == "biases":
+        return Qwen2ForCausalLM(Qwen2Config(**SIZE, tie_word_embeddings=True))
+    if kind == "clamped":
+        return OlmoForCausalLM(OlmoConfig(**SIZE, clip_qkv=0.05))
+    model: Any = LlamaForCausalLM(LlamaConfig(**SIZE, tie_word_embeddings=kind != "untied"))
+    if kind == "partly frozen":
+        model.model.layers[0].requires_grad_(False)
+        model.model.layers[1].self_attn.k_proj.weight.requires_grad_(False)
+    if kind == "adapters":
+        targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
+        inject_adapter_in_model(LoraConfig(r=4, target_modules=targets, init_lora_weights=False), model)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "biases", "clamped", "partly frozen", "adapters"])
+def test_both_lanes_give_the_gradients_of_a_plain_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stalewise.trainer.packing.HALVES_RATIO", 1.1)
+    model = model_of(kind).eval()
+    model.set_attn_implementation(PACKED)
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    seen: set[int] = set()
+
+    def gradients(body: GraphedBody | None) -> list[torch.Tensor]:
+        for rows, budget in ((rollouts(groups=10, seed=3), 10_000), (rollouts(groups=4, seed=4), 60)):
+            for part in micro_batches(rows, Layout(budget, few_sizes=True, side_by_side=True), CPU):
+                seen.add(len(part.passages))
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    logp_BT, _ = response_logp(model, part, dtype=torch.bfloat16, body=body)
+                (logp_BT * torch.linspace(-1, 1, logp_BT.shape[1])).sum().backward()
+        return [torch.zeros_like(w) if w.grad is None else w.grad.clone() for w in weights]
+
+    expected = gradients(None)
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 0)
+    body = GraphedBody(model, FlatWeights(weights, SideStream(CPU)), torch.bfloat16)
+    found = gradients(body)
+    assert seen == {1, 2}
+    assert all(weight.grad is total for weight, total in zip(weights, body.weights.gradients, strict=True))
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= 0.03 * other.norm() + 1e-6
+
+
+def test_streams_are_joined_though_a_pass_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("tied")
+    body = GraphedBody(model, FlatWeights(list(model.parameters()), SideStream(CPU)), torch.bfloat16)
+
+    def fail(model: Any, passages: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(graphs, "run_passages", fail)
+    (part,) = micro_batches(rollouts(groups=10), Layout(10_000, few_sizes=True, side_by_side=True), CPU)
+    with pytest.raises(torch.OutOfMemoryError):
+        body(part)
+    here = torch.cuda.current_stream()
+    assert Stream.waits[-2:] == [(here, body.beside[0]), (here, body.stream)]
+    assert not body.launched
+
+
+def test_a_size_is_captured_when_it_soon_comes_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("tied")
+    model.set_attn_implementation(PACKED)
+    body = GraphedBody(model, FlatWeights(list(model.parameters()), SideStream(CPU)), torch.bfloat16)
+    captured: list[int] = []
+
+    def capture(self: GraphedBody, part: MicroBatch) -> Any:
+        captured.append(part.passages[0].input_ids_XW.shape[1])
+
+    monkeypatch.setattr(GraphedBody, "_capture", capture)
+    monkeypatch.setattr(graphs, "SOON", 4)
+    layout = Layout(10_000, few_sizes=True)
+    small, large = (next(micro_batches(rollouts(groups=n), layout, CPU)) for n in (2, 40))
+    with torch.no_grad():
+        for _ in range(2):
+            body(small)  # without a backward pass, which is not set up by this
+    assert not captured
+    body(small).sum().backward()
+    body(large).sum().backward()
+    assert not captured
+    with torch.no_grad():
+        body(small)
+    sizes = [part.passages[0].input_ids_XW.shape[1] for part in (small, large)]
+    assert captured == sizes[:1]
+    for _ in range(graphs.SOON):
+        body(small)
+    body(large).sum().backward()  # the first time is too long ago
+    assert captured == sizes[:1]
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 1)
+    body(large).sum().backward()
+    assert captured == sizes[:1]
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    for _ in range(graphs.SOON - 1):
+        body(small)
+    body(large)
+    assert captured == sizes
