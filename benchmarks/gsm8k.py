@@ -1,0 +1,197 @@
+"""Time to accuracy on GSM8K: stalewise against TRL 1.16 with vLLM in the same process, on one GPU.
+
+    python benchmarks/gsm8k.py convert FILE.gguf DIR
+    python benchmarks/gsm8k.py run --arm mu_grpo --seed 0 --lr 2e-6 --model DIR --train T.jsonl --test E.jsonl --timed
+    python benchmarks/gsm8k.py plan --jobs jobs.txt --arms mu_grpo,p3o --seeds 101,102 --lrs 1e-6,2e-6,4e-6
+    python benchmarks/gsm8k.py next --list jobs.txt --seconds 560 --parallel 3 --model DIR …   # as many as fit
+    python benchmarks/gsm8k.py collect jobs/*.json           # benchmarks/results/gsm8k-h200.json, a table, a picture
+
+Arms: `mu_grpo`, `p3o`, `auto` (recipe = "auto"), `synchronous` (GRPO, µ = 4), `grpo_tight` (tight clip at the stages of
+mu_grpo), `random_reward` (mu_grpo, rewards by a hash of the rollout), `trl_vllm`, `trl_generate`. All: the same prompts
+in the same order, the same verifier, 16 prompts × 8 rollouts an update, 400 new tokens, T = 1, 128 updates, AdamW,
+warm-up and cosine, no KL, gradients to norm 1, bfloat16 passes and float32 weights. Where trl or vllm is missing, its
+arms are left out and their files say so.
+
+What the clock counts: wall-clock from the beginning of the first generation to the end of each update. In it: sampling,
+scoring by the verifier, learning, switches between the two, weights on their way to vLLM, checkpoints that a later
+generation is made from, and whatever is compiled in the middle of a run. Not in it, on either side: start of the
+process, loading of models, start of vLLM with its compilation, start of the verifier's processes, our first evaluation
+(which warms our sampler as vLLM's start warms it), the making of our first learner, evaluations, and weights that are
+written for an evaluation alone. Start-up stands apart as `startup_seconds`. Timed jobs (`--timed`) run alone on the
+device and begin again where they were cut; the others may run several at once, go on where they were cut, and have no
+clock. `compiled_before` says whether an earlier process had left compiled kernels.
+
+Evaluation: all test questions, 4 samples at T = 1 every 32 updates and at the end, greedy once at the end, by our
+sampler with the same random numbers for every arm. Seeds from 100 on are for tuning and are never judged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from gsm8k_bench import jobs
+from gsm8k_bench.settings import ARMS, Settings
+
+HERE = Path(__file__).resolve().parent
+SCRIPT = Path(__file__).resolve()
+
+
+def parser() -> argparse.ArgumentParser:
+    whole = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = whole.add_subparsers(dest="verb", required=True)
+    one = verbs.add_parser("convert", help="a GGUF file as a Hugging Face directory")
+    one.add_argument("source", type=Path)
+    one.add_argument("directory", type=Path)
+    one = verbs.add_parser("run", help="one job")
+    one.add_argument("--arm", choices=ARMS, required=True)
+    one.add_argument("--seed", type=int, required=True)
+    one.add_argument("--lr", type=float, required=True)
+    one.add_argument("--timed", action="store_true", help="it runs alone on the device")
+    _add_common(one)
+    one = verbs.add_parser("plan", help="write a list of jobs")
+    one.add_argument("--jobs", type=Path, required=True)
+    one.add_argument("--arms", default=",".join(ARMS))
+    one.add_argument("--seeds", default="0")
+    one.add_argument("--lrs", required=True)
+    one.add_argument("--more", default="", help="further arguments of each job, as in '--timed'")
+    one.add_argument("--append", action="store_true")
+    one = verbs.add_parser("next", help="work off a list until the time is out")
+    one.add_argument("--list", type=Path, required=True)
+    one.add_argument("--seconds", type=float, default=560.0)
+    one.add_argument("--parallel", type=int, default=1, help="jobs at once, of those that are not timed")
+    _add_common(one)
+    one = verbs.add_parser("collect", help="results, table and picture from job files")
+    one.add_argument("files", type=Path, nargs="+")
+    one.add_argument("--out", type=Path, default=HERE / "results" / "gsm8k-h200.json")
+    one.add_argument("--plot", type=Path, help="SVG; beside --out unless said")
+    one = verbs.add_parser("worker")
+    one.add_argument("spec", type=Path)
+    return whole
+
+
+def _add_common(one: argparse.ArgumentParser) -> None:
+    one.add_argument("--out", type=Path, default=Path("jobs"), help="where job files go")
+    one.add_argument("--work", type=Path, default=Path("gsm8k-work"), help="run directories, gone when a job is done")
+    one.add_argument("--vllm", default=os.environ.get("GSM8K_VLLM_PATH", ""), help="PYTHONPATH of vLLM's process")
+    one.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of our config")
+    one.add_argument("--smoke", action="store_true", help="seconds on a CPU; its figures mean nothing")
+    for field in dataclasses.fields(Settings):
+        option = f"--{field.name.replace('_', '-')}"
+        if isinstance(field.default, bool):
+            one.add_argument(option, action=argparse.BooleanOptionalAction, default=None)
+        else:
+            one.add_argument(option, type=type(field.default), default=None)
+
+
+def job_of(arguments: argparse.Namespace) -> jobs.Job:
+    """What the arguments of `run` ask for."""
+    work, out = arguments.work.resolve(), arguments.out.resolve()
+    usual: dict[str, Any] = jobs.smoke_settings(work) if arguments.smoke else {}
+    names = [field.name for field in dataclasses.fields(Settings)]
+    said = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    for name in ("model", "train", "test"):
+        if name in said and Path(said[name]).exists():
+            said[name] = str(Path(said[name]).resolve())
+    return jobs.Job(
+        arm=arguments.arm,
+        seed=arguments.seed,
+        rate=arguments.lr,
+        settings=Settings(**{**usual, **said}),
+        out=out,
+        work=work,
+        timed=arguments.timed,
+        vllm=arguments.vllm,
+        changes=dict(map(_override, arguments.set)),
+        base=Settings(**usual),
+    )
+
+
+def _override(text: str) -> tuple[str, Any]:
+    key, _, value = text.partition("=")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def common_of(arguments: list[str]) -> list[str]:
+    """The arguments of `next` that are those of `run`, too."""
+    kept: list[str] = []
+    skip = False
+    for argument in arguments[1:]:
+        name = argument.partition("=")[0]
+        if skip or name in ("--list", "--seconds", "--parallel"):
+            skip = not skip and "=" not in argument
+            continue
+        kept.append(argument)
+    return kept
+
+
+def collect(files: list[Path], out: Path, plot: Path) -> None:
+    from gsm8k_bench.figures import headline
+    from gsm8k_bench.picture import draw, table
+
+    found = [record for path in sorted(files) if (record := jobs.read(path)) and record.get("format") == jobs.FORMAT]
+    if not found:
+        raise SystemExit("none of these files is a job's")
+    sizes = {json.dumps(_size(record), sort_keys=True): _size(record) for record in found}
+    main = max(sizes, key=lambda size: sum(json.dumps(_size(job), sort_keys=True) == size for job in found))
+    inside = [job for job in found if json.dumps(_size(job), sort_keys=True) == main]
+    head = headline(inside)
+    if len(inside) < len(found):
+        head["notes"].append(f"{len(found) - len(inside)} jobs of other sizes are kept and not in these figures")
+    record = {"format": jobs.FORMAT, "settings": sizes[main], **head, "jobs": found}
+    jobs.write(out, record)
+    print(table(head))
+    if draw(inside, head, plot):
+        print(f"{out}, {plot}")
+    else:
+        print(f"{out}; no timed job is there to draw")
+
+
+def _size(job: dict[str, Any]) -> dict[str, Any]:
+    """The settings that must be equal for jobs to be compared."""
+    free = ("trl_batch", "trl_checkpointing", "vllm_memory", "vllm_sleep", "threads", "device", "rollouts_per_shard")
+    return {key: value for key, value in job["settings"].items() if key not in free}
+
+
+def main(given: list[str]) -> int:
+    arguments = parser().parse_args(given)
+    if arguments.verb == "convert":
+        from gsm8k_bench.convert import convert
+
+        print(json.dumps(convert(arguments.source, arguments.directory)))
+    elif arguments.verb == "run":
+        return 0 if jobs.is_done(jobs.run_job(job_of(arguments), SCRIPT)) else 1
+    elif arguments.verb == "plan":
+        seeds, rates = map(int, arguments.seeds.split(",")), map(float, arguments.lrs.split(","))
+        lines = jobs.plan(arguments.arms.split(","), list(seeds), list(rates), arguments.more)
+        with open(arguments.jobs, "a" if arguments.append else "w") as file:
+            file.writelines(f"{line}\n" for line in lines)
+        print(f"{arguments.jobs}: {len(lines)} jobs")
+    elif arguments.verb == "next":
+        common = common_of(given)
+        listed = [(line, "--timed" in line) for line in jobs.read_list(arguments.list)]
+        todo = [
+            (line, timed)
+            for line, timed in listed
+            if not jobs.is_done(jobs.read(job_of(parser().parse_args(["run", *common, *line])).file))
+        ]
+        print(f"{len(listed)} jobs, {len(listed) - len(todo)} done before")
+        queue = jobs.Queue(SCRIPT, common, seconds=arguments.seconds, parallel=arguments.parallel)
+        return 0 if queue.work(todo) else 3
+    elif arguments.verb == "collect":
+        collect(arguments.files, arguments.out, arguments.plot or arguments.out.with_suffix(".svg"))
+    else:
+        jobs.work_on(arguments.spec)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""The parts of benchmarks/gsm8k.py."""

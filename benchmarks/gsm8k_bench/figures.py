@@ -1,0 +1,299 @@
+"""From job files to the keys of the results. Pure; every figure is null where what it needs was not measured."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from .settings import ARMS, CONTROLS, OURS, REFERENCE
+
+Record = Mapping[str, Any]
+TUNING_SEEDS = 100  # seeds from here on are for tuning and are never judged
+RESAMPLES = 2000
+# Two-sided 95% quantiles of Student's t by degrees of freedom; scipy has them all, and is asked where it is there.
+_T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
+
+
+# ---------------------------------------------------------------- curves
+
+
+def monotone(values: Sequence[float]) -> list[float]:
+    """The rising sequence nearest to `values` in squares (pool adjacent violators).
+
+    A peak that is not held is averaged with what comes after it, so it does not count as reached.
+    """
+    blocks: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = float(value), 1
+        while blocks and blocks[-1][0] >= mean:
+            before, size = blocks.pop()
+            mean, count = (before * size + mean * count) / (size + count), size + count
+        blocks.append((mean, count))
+    return [mean for mean, count in blocks for _ in range(count)]
+
+
+def time_to(curve: Sequence[tuple[float, float]], target: float) -> float | None:
+    """When the monotone fit of (seconds, accuracy) first reaches the target, linear in between; None: never."""
+    times, fitted = [seconds for seconds, _ in curve], monotone([accuracy for _, accuracy in curve])
+    for i, value in enumerate(fitted):
+        if value >= target - 1e-12:
+            if i == 0:
+                return float(times[0])
+            share = (target - fitted[i - 1]) / (value - fitted[i - 1])
+            return times[i - 1] + min(1.0, max(0.0, share)) * (times[i] - times[i - 1])
+    return None
+
+
+def accuracy_at(curve: Sequence[tuple[float, float]], seconds: float) -> float:
+    """Accuracy at a time, linear between evaluations; after the end, that of the end."""
+    for (before, low), (after, high) in itertools.pairwise(curve):
+        if seconds <= after:
+            return low + (high - low) * (seconds - before) / (after - before)
+    return curve[-1][1]
+
+
+def points(job: Record) -> list[tuple[float, float]]:
+    """(seconds, accuracy) of a job that has a clock."""
+    return [(float(point["seconds"]), float(point["accuracy"])) for point in job["curve"]]
+
+
+def final(job: Record) -> float:
+    return float(job["curve"][-1]["accuracy"])
+
+
+# ---------------------------------------------------------------- intervals
+
+
+def t95(freedom: float) -> float:
+    try:
+        from scipy import stats
+    except ImportError:
+        return _T95.get(int(freedom), 1.96) if freedom >= 1 else math.inf
+    return float(stats.t.ppf(0.975, freedom))
+
+
+def over_seeds(values: Sequence[float]) -> dict[str, Any] | None:
+    """Mean with its 95% interval by Student's t; no interval of one value."""
+    if not values:
+        return None
+    mean = statistics.fmean(values)
+    found: dict[str, Any] = {"mean": mean, "low": None, "high": None, "sd": None, "values": list(values)}
+    if len(values) > 1:
+        sd = statistics.stdev(values)
+        half = t95(len(values) - 1) * sd / math.sqrt(len(values))
+        found |= {"low": mean - half, "high": mean + half, "sd": sd}
+    return found
+
+
+def welch(left: Sequence[float], right: Sequence[float]) -> dict[str, Any] | None:
+    """Difference of two means with Welch's 95% interval; none where a side has one value."""
+    if not left or not right:
+        return None
+    difference = statistics.fmean(left) - statistics.fmean(right)
+    found: dict[str, Any] = {"difference": difference, "low": None, "high": None, "seeds": [len(left), len(right)]}
+    if min(len(left), len(right)) < 2:
+        return found
+    parts = [statistics.variance(values) / len(values) for values in (left, right)]
+    error = math.sqrt(sum(parts))
+    if error == 0:
+        return found | {"low": difference, "high": difference}
+    spread = sum(part**2 / (len(values) - 1) for part, values in zip(parts, (left, right), strict=True))
+    half = t95(sum(parts) ** 2 / spread) * error
+    return found | {"low": difference - half, "high": difference + half}
+
+
+def bootstrap(
+    ours: Sequence[Any], theirs: Sequence[Any], figure: Callable[[Sequence[Any], Sequence[Any]], float]
+) -> dict[str, Any]:
+    """A figure of two arms with its 95% interval, both arms' seeds drawn again; no interval where a side has one."""
+    found: dict[str, Any] = {"median": figure(ours, theirs), "low": None, "high": None}
+    found["seeds"] = [len(ours), len(theirs)]
+    if min(len(ours), len(theirs)) < 2:
+        return found
+    draw = random.Random(0)
+    drawn = sorted(
+        figure(draw.choices(ours, k=len(ours)), draw.choices(theirs, k=len(theirs))) for _ in range(RESAMPLES)
+    )
+    return found | {"low": drawn[int(0.025 * RESAMPLES)], "high": drawn[int(0.975 * RESAMPLES) - 1]}
+
+
+# ---------------------------------------------------------------- figures
+
+
+def time_ratio(ours: Sequence[Record], theirs: Sequence[Record]) -> float:
+    """How many times sooner an arm reaches the reference's final accuracy (the mean of its seeds).
+
+    The reference's time is the median of its seeds' times to that accuracy (a seed that never reaches it: its whole
+    run). Each seed of ours has its own ratio, 0 where it never gets there; the median counts.
+    """
+    target = statistics.fmean(map(final, theirs))
+    reference = statistics.median([_or_end(job, target) for job in theirs])
+    return statistics.median([ratio_of(reference, time_to(points(job), target)) for job in ours])
+
+
+def _or_end(job: Record, target: float) -> float:
+    reached = time_to(points(job), target)
+    return points(job)[-1][0] if reached is None else reached
+
+
+def ratio_of(reference: float, seconds: float | None) -> float:
+    """Never reached: 0, as slow as can be."""
+    return 0.0 if seconds is None else math.inf if seconds == 0 else reference / seconds
+
+
+def equal_wallclock(ours: Sequence[Record], theirs: Sequence[Record]) -> dict[str, Any] | None:
+    """Accuracy of ours less that of the reference at one time: when the first of the two arms is over (medians)."""
+    if not ours or not theirs:
+        return None
+    seconds = min(statistics.median([points(job)[-1][0] for job in side]) for side in (ours, theirs))
+    sides = [[accuracy_at(points(job), seconds) for job in side] for side in (ours, theirs)]
+    return {"seconds": seconds, **(welch(*sides) or {})}
+
+
+def rate_of(kind: str) -> Callable[[Record], float | None]:
+    """Response tokens per second that an arm samples (with scoring by the verifier) or learns from."""
+
+    def rate(job: Record) -> float | None:
+        tokens, seconds = job.get("response_tokens"), job.get(f"{kind}_seconds")
+        return tokens / seconds if tokens and seconds else None
+
+    return rate
+
+
+def rate_ratio(kind: str, ours: Sequence[Record], theirs: Sequence[Record]) -> dict[str, Any] | None:
+    rate = rate_of(kind)
+    left, right = ([job for job in side if rate(job)] for side in (ours, theirs))
+    if not left or not right:
+        return None
+
+    def figure(mine: Sequence[Record], others: Sequence[Record]) -> float:
+        return statistics.median([rate(job) or 0.0 for job in mine]) / statistics.median(
+            [rate(job) or 0.0 for job in others]
+        )
+
+    return bootstrap(left, right, figure)
+
+
+def switch_share(job: Record) -> float | None:
+    """Share of an arm's clock that goes into switches between sampling and learning, checkpoints among them."""
+    seconds, spent = job.get("seconds"), job.get("by_event", {})
+    return spent.get("switch", 0.0) / seconds if seconds and spent else None
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def is_tuning(job: Record) -> bool:
+    return int(job["seed"]) >= TUNING_SEEDS
+
+
+def tuned(jobs: Sequence[Record]) -> dict[str, Any]:
+    """By arm: mean final accuracy on the tuning seeds by learning rate, the best one, and whether it lies inside."""
+    found: dict[str, Any] = {}
+    for arm in ARMS:
+        by_rate: dict[float, list[float]] = {}
+        for job in jobs:
+            if job["arm"] == arm and is_tuning(job):
+                by_rate.setdefault(float(job["learning_rate"]), []).append(final(job))
+        if by_rate:
+            means = {rate: statistics.fmean(by_rate[rate]) for rate in sorted(by_rate)}
+            best = max(means, key=lambda rate: means[rate])
+            found[arm] = {
+                "accuracy": {f"{rate:g}": mean for rate, mean in means.items()},
+                "trials": sum(map(len, by_rate.values())),
+                "best": best,
+                "inside": min(means) < best < max(means),
+            }
+    return found
+
+
+def best_arm(jobs: Sequence[Record], tuning: Record) -> tuple[str | None, str | None]:
+    """Which arm of ours is best on the tuning seeds, and by what.
+
+    By time to the reference's accuracy where every arm was timed there, by final accuracy elsewhere.
+    """
+    sides: dict[str, list[Record]] = {}
+    for arm in (*OURS, REFERENCE):
+        if arm in tuning and arm not in CONTROLS:
+            rate = tuning[arm]["best"]
+            sides[arm] = [job for job in jobs if job["arm"] == arm and is_tuning(job) and job["learning_rate"] == rate]
+    ours = [arm for arm in sides if arm != REFERENCE]
+    if not ours:
+        return None, None
+    if REFERENCE in sides and all(has_clock(job) for side in sides.values() for job in side):
+        scores = {arm: time_ratio(sides[arm], sides[REFERENCE]) for arm in ours}
+        return max(ours, key=lambda arm: scores[arm]), "time to the reference's accuracy on the tuning seeds"
+    scores = {arm: tuning[arm]["accuracy"][f"{tuning[arm]['best']:g}"] for arm in ours}
+    return max(ours, key=lambda arm: scores[arm]), "final accuracy on the tuning seeds"
+
+
+def has_clock(job: Record) -> bool:
+    """Whether its seconds count: it ran alone and without a break."""
+    return bool(job.get("timed")) and not job.get("resumed") and job.get("seconds") is not None
+
+
+def headline(jobs: Iterable[Record]) -> dict[str, Any]:
+    """All keys of the results, from the jobs of one size."""
+    every = list(jobs)
+    done = [job for job in every if not job.get("error") and not job.get("left_out") and job.get("curve")]
+    tuning = tuned(done)
+    judged = {arm: _judged(done, arm, tuning) for arm in ARMS}
+    timed = {arm: [job for job in judged[arm] if has_clock(job)] for arm in ARMS}
+    reference = timed[REFERENCE]
+    name, rule = best_arm(done, tuning)
+    accuracies = {arm: [final(job) for job in judged[arm]] for arm in ARMS}
+
+    def by_arm(figure: Callable[[str], Any], arms: Sequence[str] = OURS) -> dict[str, Any]:
+        return {arm: figure(arm) for arm in arms}
+
+    def ratio(arm: str) -> dict[str, Any] | None:
+        return bootstrap(timed[arm], reference, time_ratio) if timed[arm] and reference else None
+
+    notes = [f"{_called(job)}: left out: {job['left_out']}" for job in every if job.get("left_out")]
+    notes += [f"{_called(job)}: failed: {job['error'].splitlines()[-1]}" for job in every if job.get("error")]
+    notes += [
+        f"{arm}: best at the edge of its grid, {one['best']:g}" for arm, one in tuning.items() if not one["inside"]
+    ]
+    notes += [f"{arm}: not measured" for arm in ARMS if not judged[arm]]
+    return {
+        "time_to_accuracy_ratio": by_arm(ratio, [arm for arm in OURS if arm not in CONTROLS]),
+        "best_arm": name,
+        "best_arm_by": rule,
+        "target_accuracy": statistics.fmean(map(final, reference)) if reference else None,
+        "final_accuracy": by_arm(lambda arm: over_seeds(accuracies[arm]), ARMS),
+        "final_accuracy_greedy": by_arm(
+            lambda arm: over_seeds([float(job["greedy"]["accuracy"]) for job in judged[arm] if job.get("greedy")]), ARMS
+        ),
+        "final_difference": by_arm(lambda arm: welch(accuracies[arm], accuracies[REFERENCE])),
+        "equal_wallclock_difference": by_arm(lambda arm: equal_wallclock(timed[arm], reference)),
+        "learner_ratio": by_arm(lambda arm: rate_ratio("learn", timed[arm], reference)),
+        "sampler_ratio": by_arm(lambda arm: rate_ratio("generate", timed[arm], reference)),
+        "switch_share": by_arm(lambda arm: _median(map(switch_share, timed[arm])), ARMS),
+        "seconds": by_arm(lambda arm: _median(job["seconds"] for job in timed[arm]), ARMS),
+        "startup_seconds": by_arm(
+            lambda arm: _median(sum((job.get("startup_seconds") or {}).values()) for job in timed[arm]), ARMS
+        ),
+        "tuning": tuning,
+        "notes": notes,
+    }
+
+
+def _judged(jobs: Sequence[Record], arm: str, tuning: Record) -> list[Record]:
+    """The judged seeds of an arm, at its tuned learning rate where there is one (controls: at any)."""
+    mine = [job for job in jobs if job["arm"] == arm and not is_tuning(job)]
+    rate = tuning.get(arm, {}).get("best")
+    at_rate = [job for job in mine if rate is None or float(job["learning_rate"]) == rate]
+    return sorted(at_rate or mine, key=lambda job: job["seed"])
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
+
+
+def _called(job: Record) -> str:
+    return f"{job['arm']}, seed {job['seed']}, learning rate {job['learning_rate']:g}"

@@ -1,0 +1,382 @@
+"""Jobs: one arm, seed and learning rate each, one JSON file each; and lists of them, worked off until the time is out.
+
+A job is done in processes of its own, so that vLLM is on the Python path of none but its own, and so that whatever goes
+wrong leaves its words in the job's file and the others go on. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from .settings import OURS, SMOKE, Settings, job_name
+
+FORMAT = "stalewise.benchmark.gsm8k/1"
+PACKAGES = ("stalewise", "torch", "transformers", "trl", "vllm", "accelerate", "datasets", "math-verify")
+LAST_WORDS = 60  # lines of a failed process that are kept
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "PYTHONUNBUFFERED": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+# FlashInfer's sampler and DeepGEMM are compiled where they are used; a dense model in bfloat16 needs neither.
+FOR_VLLM = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "MASTER_ADDR": "127.0.0.1",
+}
+
+
+# ---------------------------------------------------------------- one job
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What `run` is asked for."""
+
+    arm: str
+    seed: int
+    rate: float
+    settings: Settings
+    out: Path
+    work: Path
+    timed: bool = False
+    vllm: str = ""  # directories to put before PYTHONPATH in the process that uses vLLM
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    base: Settings = dataclasses.field(default_factory=Settings)
+
+    @property
+    def name(self) -> str:
+        return job_name(self.arm, self.seed, self.rate, self.settings, base=self.base)
+
+    @property
+    def file(self) -> Path:
+        return self.out / f"{self.name}.json"
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def write(path: Path, record: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def is_done(record: Mapping[str, Any] | None) -> bool:
+    """Whether there is nothing left to do: it came to its end, or cannot be done on this machine."""
+    return record is not None and not record.get("error")
+
+
+def run_job(job: Job, script: Path) -> dict[str, Any]:
+    """Do a job that is not done yet, and write its file."""
+    found = read(job.file)
+    if found is not None and is_done(found) and not found.get("left_out"):
+        print(f"{job.name}: done before")
+        return found
+    job.settings.check(job.arm)
+    directory = job.work / job.name
+    if job.timed or job.arm not in OURS:  # a clock that was stopped in the middle says nothing: begin again
+        shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    record: dict[str, Any] = {
+        "format": FORMAT,
+        "arm": job.arm,
+        "seed": job.seed,
+        "learning_rate": job.rate,
+        "timed": job.timed,
+        "settings": job.settings.record(),
+        "changes": dict(job.changes),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "compiled_before": _kernels_are_cached(),
+    }
+    start = time.monotonic()
+    for worker in ("ours",) if job.arm in OURS else ("theirs", "evaluate"):
+        record |= _work(job, worker, directory, script)
+        if record.get("error") or record.get("left_out"):
+            break
+    record["process_seconds"] = time.monotonic() - start
+    write(job.file, without_places(record, job))
+    if is_done(record):
+        shutil.rmtree(directory, ignore_errors=True)
+    _say(job, record)
+    return record
+
+
+def _say(job: Job, record: Mapping[str, Any]) -> None:
+    if words := record.get("left_out"):
+        print(f"{job.name}: left out: {words}")
+    elif record.get("error"):
+        print(f"{job.name}: failed after {record['process_seconds']:.0f} s\n{record['error']}")
+    else:
+        curve = "  ".join(f"{point['update']}: {point['accuracy']:.3f}" for point in record["curve"])
+        clock = f"{record['seconds']:.1f} s" if record.get("seconds") else "no clock"
+        print(
+            f"{job.name}: {clock} ({record['process_seconds']:.0f} s in all)  {curve}  "
+            f"greedy {record['greedy']['accuracy']:.3f}",
+            flush=True,
+        )
+
+
+def without_places(record: Mapping[str, Any], job: Job) -> dict[str, Any]:
+    """Paths without what lies before them."""
+    text = json.dumps(record)
+    for place in (job.work, job.out, Path(__file__).resolve().parents[2], Path.home()):
+        text = text.replace(f"{json.dumps(str(place))[1:-1]}/", "")
+    return json.loads(text)
+
+
+def _work(job: Job, worker: str, directory: Path, script: Path) -> dict[str, Any]:
+    """One process of a job; what it found, or its last words."""
+    spec, result, log = (directory / f"{worker}.{kind}" for kind in ("spec.json", "result.json", "log"))
+    result.unlink(missing_ok=True)
+    write(
+        spec,
+        {
+            "worker": worker,
+            "arm": job.arm,
+            "seed": job.seed,
+            "rate": job.rate,
+            "settings": dataclasses.asdict(job.settings),
+            "changes": dict(job.changes),
+            "directory": str(directory),
+            "out": str(job.out),
+            "result": str(result),
+        },
+    )
+    environment = {**os.environ, **QUIET}
+    places = [str(script.parent), environment.get("PYTHONPATH", "")]
+    if worker == "theirs" and job.arm == "trl_vllm":
+        places.insert(0, job.vllm)
+        environment = {**environment, **FOR_VLLM, **{k: v for k, v in os.environ.items() if k in FOR_VLLM}}
+    environment["PYTHONPATH"] = os.pathsep.join(place for place in places if place)
+    with open(log, "w") as output:
+        done = subprocess.run(
+            [sys.executable, str(script), "worker", str(spec)], stdout=output, stderr=subprocess.STDOUT, env=environment
+        )
+    found = read(result)
+    if found is not None:
+        return found
+    words = log.read_text(errors="replace").strip().splitlines()[-LAST_WORDS:]
+    return {"error": "\n".join([f"{worker} ended with {done.returncode}", *words])}
+
+
+def _kernels_are_cached() -> bool:
+    """Whether an earlier process left compiled kernels, which then need not be compiled within the clock."""
+    places = (os.environ.get("TORCHINDUCTOR_CACHE_DIR"), os.environ.get("TRITON_CACHE_DIR"))
+    usual = [Path("/tmp").glob("torchinductor_*/*"), (Path.home() / ".triton" / "cache").glob("*")]
+    said = [Path(place).glob("*") for place in places if place]
+    return any(next(found, None) is not None for found in [*said, *usual])
+
+
+# ---------------------------------------------------------------- within a process
+
+
+def work_on(spec_path: Path) -> None:
+    """What `worker SPEC` does. Whatever is raised stands in the result with its whole traceback."""
+    spec = json.loads(spec_path.read_text())
+    try:
+        found = {**WORKERS[spec["worker"]](spec), "environment": environment(spec["settings"]["device"])}
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if spec["arm"] in OURS or missing not in ("trl", "vllm", "datasets"):
+            found = {"error": traceback.format_exc()}
+        else:
+            found = {"left_out": f"{missing} is not installed"}
+    except BaseException as error:  # a process that was told to end says so, too
+        found = {"error": traceback.format_exc()}
+        if not isinstance(error, Exception):
+            write(Path(spec["result"]), found)
+            raise
+    write(Path(spec["result"]), found)
+
+
+def _train_ours(spec: Mapping[str, Any]) -> dict[str, Any]:
+    from . import ours
+
+    settings = Settings(**spec["settings"])
+    directory = Path(spec["directory"])
+    found = ours.train(
+        settings, spec["arm"], spec["seed"], spec["rate"], directory, name="run", changes=spec["changes"]
+    )
+    base = next((point for point in found["curve"] if point["update"] == 0), None)
+    if base is not None and spec["arm"] != "random_reward":
+        write(_base_file(spec), base)
+    return found
+
+
+def _train_theirs(spec: Mapping[str, Any]) -> dict[str, Any]:
+    vllm = spec["arm"] == "trl_vllm"
+    if vllm:
+        import vllm as _  # noqa: F401  # pyright: ignore[reportMissingImports]
+
+    from . import theirs
+
+    settings = Settings(**spec["settings"])
+    return theirs.train(settings, spec["seed"], spec["rate"], Path(spec["directory"]), vllm=vllm)
+
+
+def _evaluate_theirs(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Judge the weights that TRL left, by what judges ours."""
+    from .library import Evaluator, model_directory
+    from .ours import in_short
+
+    settings, directory = Settings(**spec["settings"]), Path(spec["directory"])
+    at = {int(update): seconds for update, seconds in (read(directory / "theirs.result.json") or {})["at"].items()}
+    weights = directory / "weights"
+    sampled = Evaluator(settings)
+    curve: list[dict[str, Any]] = []
+    for update in settings.evaluated:
+        point = read(_base_file(spec)) if update == 0 else None
+        if point is None:
+            place = weights / f"v{update:06d}" if update else model_directory(settings.model)
+            point = in_short(sampled(place, update))
+        if update == 0:
+            write(_base_file(spec), {"update": 0, "seconds": 0.0, **point})
+        curve.append({**point, "update": update, "seconds": at.get(update, 0.0)})
+    sampled.close()
+    greedy = Evaluator(settings, greedy=True)
+    last = in_short(greedy(weights / f"v{settings.updates:06d}", settings.updates))
+    greedy.close()
+    return {"curve": curve, "greedy": last}
+
+
+def _base_file(spec: Mapping[str, Any]) -> Path:
+    """The accuracy of the policy that everything starts from: measured once for TRL's arms."""
+    settings = Settings(**spec["settings"])
+    sizes = f"{settings.test_prompts}x{settings.test_samples}-n{settings.max_new_tokens}"
+    return Path(spec["out"]) / "base" / f"{Path(settings.model).name}-{Path(settings.test).stem}-{sizes}.json"
+
+
+WORKERS = {"ours": _train_ours, "theirs": _train_theirs, "evaluate": _evaluate_theirs}
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Versions and machine."""
+    import torch
+
+    cuda = torch.cuda.is_available() and device != "cpu"
+    return {
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {package: _version(package) for package in PACKAGES},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+# ---------------------------------------------------------------- lists of jobs
+
+
+def plan(arms: Sequence[str], seeds: Sequence[int], rates: Sequence[float], more: str) -> list[str]:
+    """Lines of a list of jobs: the arguments of `run`. Seeds go round within a rate, arms within a seed.
+
+    >>> plan(["p3o", "auto"], [0], [2e-6], "--timed")
+    ['--arm p3o --seed 0 --lr 2e-06 --timed', '--arm auto --seed 0 --lr 2e-06 --timed']
+    """
+    lines = [f"--arm {arm} --seed {seed} --lr {rate:g}" for rate in rates for seed in seeds for arm in arms]
+    return [f"{line} {more}".strip() for line in lines]
+
+
+def read_list(path: Path) -> list[list[str]]:
+    """The arguments of each job of a list; `#` begins a comment."""
+    lines = [shlex.split(line, comments=True) for line in path.read_text().splitlines()]
+    return [line for line in lines if line]
+
+
+class Queue:
+    """Works off a list until the time is out: timed jobs alone on the device, others `parallel` at once.
+
+    What runs when the time is out is killed; its file is not written, and it begins (ours untimed: goes on) next time.
+    """
+
+    def __init__(self, script: Path, common: Sequence[str], *, seconds: float, parallel: int) -> None:
+        self.script, self.common, self.parallel = script, list(common), max(1, parallel)
+        self.end = time.monotonic() + seconds
+        self.running: dict[subprocess.Popen[bytes], bool] = {}
+
+    def work(self, jobs: Sequence[tuple[list[str], bool]]) -> bool:
+        """`jobs`: arguments, and whether timed. True: all were worked on."""
+        waiting = list(jobs)
+        try:
+            while (waiting or self.running) and time.monotonic() < self.end:
+                while waiting and self._has_room(timed=waiting[0][1]):
+                    arguments, timed = waiting.pop(0)
+                    self._start(arguments, timed)
+                time.sleep(0.2)
+                self.running = {process: timed for process, timed in self.running.items() if process.poll() is None}
+        finally:
+            left = len(waiting) + len(self.running)
+            for process in self.running:
+                _kill(process)
+        if left:
+            print(f"the time is out: {left} jobs of the list are left")
+        return not left
+
+    def _has_room(self, *, timed: bool) -> bool:
+        if timed or any(self.running.values()):
+            return not self.running
+        return len(self.running) < self.parallel
+
+    def _start(self, arguments: Sequence[str], timed: bool) -> None:
+        command = [sys.executable, str(self.script), "run", *self.common, *arguments]
+        self.running[subprocess.Popen(command, start_new_session=True)] = timed
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """A job with all the processes that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=2)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+# ---------------------------------------------------------------- the small size
+
+
+def smoke_settings(work: Path) -> dict[str, Any]:
+    """Settings of the small size, with its 32 training and 16 test rows written to `work`."""
+    work.mkdir(parents=True, exist_ok=True)
+    for name, first, count in (("train", 10, 32), ("test", 60, 16)):
+        rows = [
+            {"id": f"{name}-{i}", "problem": f"{first + i}+{17 + i}=", "answer": str(first + 17 + 2 * i)}
+            for i in range(count)
+        ]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        path = work / f"{name}.jsonl"
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+    return {**SMOKE, "train": str(work / "train.jsonl"), "test": str(work / "test.jsonl")}

@@ -1,0 +1,122 @@
+"""stalewise's side: one run, its clock by its journal, and the greedy evaluation of its last policy."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .settings import Settings, our_record
+
+
+def train(
+    settings: Settings, arm: str, seed: int, rate: float, work: Path, *, name: str, changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Run, or go on with, the run directory of this job."""
+    import stalewise
+
+    from .library import Evaluator, newest_checkpoint
+
+    record = our_record(arm, settings, seed=seed, rate=rate, runs=work, name=name, changes=changes)
+    config = stalewise.make_config(record, source="benchmark")
+    resumed = (config.directory / "journal.jsonl").exists()
+    start = time.time()
+    stalewise.run(config)
+    wall = time.time() - start
+    journal = read_lines(config.directory / "journal.jsonl")
+    metrics = read_lines(config.directory / "metrics.jsonl")
+    evaluations = {int(line["version"]): line for line in read_lines(config.directory / "eval.jsonl")}
+    evaluator = Evaluator(settings, greedy=True)
+    checkpoint, version = newest_checkpoint(config.directory)
+    greedy = evaluator(checkpoint, version)
+    evaluator.close()
+    clock = journal_clock(journal)
+    return {
+        "resumed": resumed,
+        "run_seconds": wall,
+        "curve": [
+            {"update": update, "seconds": clock["at"].get(update, 0.0 if update == 0 else None), **in_short(line)}
+            for update, line in sorted(evaluations.items())
+        ],
+        "greedy": in_short(greedy),
+        "seconds": clock["at"].get(settings.updates),
+        "startup_seconds": clock["startup"],
+        "excluded_seconds": clock["excluded"],
+        "by_event": clock["spent"],
+        **tokens_of(journal, metrics),
+        "updates": [_few(line) for line in metrics],
+        "journal": journal,
+    }
+
+
+def journal_clock(journal: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Seconds from the first generation to each learned version, and where they went.
+
+    Left out: what came before the first generation and the making of the first learner (start-up: the other side loads
+    its models before its clock begins, too), evaluations, and checkpoints from which nothing is generated. Time between
+    two records of the journal counts. A record is written when its activity ends.
+    """
+    first = next((i for i, record in enumerate(journal) if record["event"] == "generate"), None)
+    empty: dict[str, Any] = {"at": {}, "startup": {}, "spent": {}, "excluded": {}}
+    if first is None:
+        return empty
+    begin = float(journal[first]["time"]) - float(journal[first]["seconds"])
+    opening = float(journal[0]["time"]) - float(journal[0]["seconds"])
+    startup = {"before_first_generation": begin - opening, "first_learner": 0.0}
+    needed = {int(record["version"]) for record in journal if record["event"] == "generate"}
+    excluded = {"evaluate": 0.0, "evaluation_checkpoints": 0.0}
+    spent = {"generate": 0.0, "learn": 0.0, "switch": 0.0}
+    at: dict[int, float] = {}
+    version = 0
+    for record in journal[first:]:
+        event, seconds = record["event"], float(record["seconds"])
+        if event == "switch" and record.get("reason") == "learner" and not startup["first_learner"]:
+            startup["first_learner"] = seconds
+        elif event == "evaluate":
+            excluded["evaluate"] += seconds
+        elif event == "switch" and record.get("reason") == "checkpoint" and version not in needed:
+            excluded["evaluation_checkpoints"] += seconds
+        else:
+            spent[event] = spent.get(event, 0.0) + seconds
+        if event == "learn":
+            version = int(record["stop"])
+            out = sum(excluded.values()) + startup["first_learner"]
+            at[version] = float(record["time"]) - begin - out
+    if at:
+        spent["between"] = max(0.0, at[version] - sum(spent.values()))
+    return {"at": at, "startup": startup, "spent": spent, "excluded": excluded}
+
+
+def tokens_of(journal: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Response tokens that were sampled, and that were learned from, with their seconds."""
+    generated = [record for record in journal if record["event"] == "generate"]
+    learned = [record for record in journal if record["event"] == "learn"]
+    tokens = sum(int(record.get("tokens", 0)) for record in generated)
+    updates = sum(int(record["stop"]) - int(record["first"]) for record in learned)
+    rollouts = sum(int(record.get("rollouts", 0)) for record in generated)
+    return {
+        "response_tokens": tokens,
+        "rollouts": rollouts,
+        "learned_updates": updates,
+        "generate_seconds": sum(float(record["seconds"]) for record in generated),
+        "learn_seconds": sum(float(record["seconds"]) for record in learned),
+    }
+
+
+def in_short(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of an evaluation that are kept; what each prompt scored is in the run directory."""
+    accuracy = evaluation["accuracy"]
+    value = accuracy["value"] if isinstance(accuracy, Mapping) else accuracy
+    kept = ("prompts", "samples", "response_length", "truncated_fraction", "verifier_errors", "unparsed")
+    return {"accuracy": value, **{key: evaluation[key] for key in kept if key in evaluation}}
+
+
+def _few(line: Mapping[str, Any]) -> dict[str, Any]:
+    wanted = ("update", "reward", "reward_mean", "ess", "seconds", "grad_norm", "learning_rate", "kl")
+    return {key: line[key] for key in wanted if key in line}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.exists() else []

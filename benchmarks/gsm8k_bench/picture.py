@@ -1,0 +1,94 @@
+"""The table that is printed, and accuracy against wall-clock as SVG."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .figures import has_clock, is_tuning, points
+from .settings import ARMS, OURS
+
+COLOURS = {
+    "mu_grpo": "#1b6ca8",
+    "p3o": "#2a9d5c",
+    "auto": "#7a4fb5",
+    "synchronous": "#e0921b",
+    "grpo_tight": "#9a9a9a",
+    "random_reward": "#c9b79c",
+    "trl_vllm": "#c0392b",
+    "trl_generate": "#7f1d1d",
+}
+
+
+def table(head: Mapping[str, Any]) -> str:
+    """One row for each arm."""
+    columns = ("arm", "seconds", "accuracy", "greedy", "to TRL's accuracy", "difference", "switch")
+    rows = [columns]
+    for arm in ARMS:
+        accuracy, greedy = head["final_accuracy"][arm], head["final_accuracy_greedy"][arm]
+        if accuracy is None:
+            continue
+        rows.append(
+            (
+                arm + (" (best)" if arm == head["best_arm"] else ""),
+                _number(head["seconds"][arm], ".1f"),
+                _interval(accuracy, "mean", ".3f"),
+                _interval(greedy, "mean", ".3f"),
+                _interval(head["time_to_accuracy_ratio"].get(arm), "median", ".2f"),
+                _interval(head["final_difference"].get(arm), "difference", "+.3f"),
+                _number(head["switch_share"][arm], ".1%"),
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *(f"note: {note}" for note in head["notes"])])
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _interval(found: Mapping[str, Any] | None, key: str, form: str) -> str:
+    if found is None:
+        return "–"
+    if found["low"] is None:
+        return format(found[key], form)
+    return f"{found[key]:{form}} [{found['low']:{form}}, {found['high']:{form}}]"
+
+
+def draw(jobs: Sequence[Mapping[str, Any]], head: Mapping[str, Any], path: Path) -> bool:
+    """Accuracy against wall-clock: a thin line for each seed, a thick one for their mean. False: nothing to draw."""
+    timed = [job for job in jobs if job.get("curve") and has_clock(job) and not is_tuning(job)]
+    if not timed:
+        return False
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "gsm8k"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.8))
+    for arm in ARMS:
+        curves = [points(job) for job in timed if job["arm"] == arm]
+        for curve in curves:
+            axes.plot(*zip(*curve, strict=True), color=COLOURS[arm], linewidth=0.7, alpha=0.45)
+        if curves:
+            shortest = min(map(len, curves))
+            mean = [
+                tuple(statistics.fmean(curve[i][axis] for curve in curves) for axis in (0, 1)) for i in range(shortest)
+            ]
+            style = "-" if arm in OURS else "--"
+            axes.plot(*zip(*mean, strict=True), style, color=COLOURS[arm], linewidth=2.2, marker="o", label=arm)
+    if head["target_accuracy"] is not None:
+        axes.axhline(head["target_accuracy"], color="#888888", linewidth=0.8, linestyle=":")
+    axes.set_xlabel("seconds since the first generation, without evaluations")
+    axes.set_ylabel("held-out accuracy, temperature 1")
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+    return True
