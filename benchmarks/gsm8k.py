@@ -14,9 +14,10 @@ arms are left out and their files say so.
 
 What the clock counts: wall-clock from the beginning of the first generation to the end of each update. In it: sampling,
 scoring by the verifier, learning, switches between the two, weights on their way to vLLM, checkpoints that a later
-generation is made from, and whatever is compiled in the middle of a run. Not in it, on either side: start of the
+generation is made from, and whatever is compiled after the first update. Not in it, on either side: start of the
 process, loading of models, start of vLLM with its compilation, start of the verifier's processes, our first evaluation
-(which warms our sampler as vLLM's start warms it), the making of our first learner, evaluations, and weights that are
+(which warms our sampler as vLLM's start warms it), what our first turn to the learner takes longer than the longest
+later one, what the first update takes longer than the median one (compilation), evaluations, and weights that are
 written for an evaluation alone. Start-up stands apart as `startup_seconds`. Timed jobs (`--timed`) run alone on the
 device and begin again where they were cut; the others may run several at once, go on where they were cut, and have no
 clock. `compiled_before` says whether an earlier process had left compiled kernels.
@@ -146,7 +147,8 @@ def collect(files: list[Path], out: Path, plot: Path) -> None:
     head = headline(inside)
     if len(inside) < len(found):
         head["notes"].append(f"{len(found) - len(inside)} jobs of other sizes are kept and not in these figures")
-    record = {"format": jobs.FORMAT, "settings": sizes[main], **head, "jobs": found}
+    kept = [{key: value for key, value in job.items() if key not in ("journal", "last_words")} for job in found]
+    record = {"format": jobs.FORMAT, "settings": sizes[main], **head, "jobs": kept}
     jobs.write(out, record)
     print(table(head))
     if draw(inside, head, plot):
@@ -168,7 +170,7 @@ def main(given: list[str]) -> int:
 
         print(json.dumps(convert(arguments.source, arguments.directory)))
     elif arguments.verb == "run":
-        return 0 if jobs.is_done(jobs.run_job(job_of(arguments), SCRIPT)) else 1
+        return 1 if jobs.run_job(job_of(arguments), SCRIPT).get("error") else 0
     elif arguments.verb == "plan":
         seeds, rates = map(int, arguments.seeds.split(",")), map(float, arguments.lrs.split(","))
         lines = jobs.plan(arguments.arms.split(","), list(seeds), list(rates), arguments.more)
@@ -181,7 +183,7 @@ def main(given: list[str]) -> int:
         todo = [
             (line, timed)
             for line, timed in listed
-            if not jobs.is_done(jobs.read(job_of(parser().parse_args(["run", *common, *line])).file))
+            if jobs.is_wanted(job_of(parser().parse_args(["run", *common, *line])))
         ]
         print(f"{len(listed)} jobs, {len(listed) - len(todo)} done before")
         queue = jobs.Queue(SCRIPT, common, seconds=arguments.seconds, parallel=arguments.parallel)

@@ -87,16 +87,21 @@ def write(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def is_done(record: Mapping[str, Any] | None) -> bool:
-    """Whether there is nothing left to do: it came to its end, or cannot be done on this machine."""
-    return record is not None and not record.get("error")
+    """Whether it came to its end; what was left out for want of a package is tried again."""
+    return record is not None and not record.get("error") and not record.get("left_out")
+
+
+def is_wanted(job: Job) -> bool:
+    """Whether there is something to do: a job that ran among others is done again where its time is asked for."""
+    found = read(job.file)
+    return not is_done(found) or (job.timed and not (found or {}).get("timed"))
 
 
 def run_job(job: Job, script: Path) -> dict[str, Any]:
     """Do a job that is not done yet, and write its file."""
-    found = read(job.file)
-    if found is not None and is_done(found) and not found.get("left_out"):
+    if not is_wanted(job):
         print(f"{job.name}: done before")
-        return found
+        return read(job.file) or {}
     job.settings.check(job.arm)
     directory = job.work / job.name
     if job.timed or job.arm not in OURS:  # a clock that was stopped in the middle says nothing: begin again
@@ -120,7 +125,7 @@ def run_job(job: Job, script: Path) -> dict[str, Any]:
             break
     record["process_seconds"] = time.monotonic() - start
     write(job.file, without_places(record, job))
-    if is_done(record):
+    if is_done(record) or record.get("left_out"):
         shutil.rmtree(directory, ignore_errors=True)
     _say(job, record)
     return record
@@ -177,11 +182,11 @@ def _work(job: Job, worker: str, directory: Path, script: Path) -> dict[str, Any
         done = subprocess.run(
             [sys.executable, str(script), "worker", str(spec)], stdout=output, stderr=subprocess.STDOUT, env=environment
         )
-    found = read(result)
-    if found is not None:
-        return found
     words = log.read_text(errors="replace").strip().splitlines()[-LAST_WORDS:]
-    return {"error": "\n".join([f"{worker} ended with {done.returncode}", *words])}
+    found = read(result)
+    if found is None:
+        return {"error": "\n".join([f"{worker} ended with {done.returncode}", *words])}
+    return {**found, "last_words": words} if found.get("error") else found
 
 
 def _kernels_are_cached() -> bool:
@@ -212,6 +217,9 @@ def work_on(spec_path: Path) -> None:
             write(Path(spec["result"]), found)
             raise
     write(Path(spec["result"]), found)
+    if spec["worker"] == "theirs":  # nothing is left to do, and the end of a process group may hang
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def _train_ours(spec: Mapping[str, Any]) -> dict[str, Any]:

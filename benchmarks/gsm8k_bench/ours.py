@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ def train(
     checkpoint, version = newest_checkpoint(config.directory)
     greedy = evaluator(checkpoint, version)
     evaluator.close()
-    clock = journal_clock(journal)
+    clock = journal_clock(journal, first_excess([float(line.get("seconds") or 0.0) for line in metrics]))
     return {
         "resumed": resumed,
         "run_seconds": wall,
@@ -45,18 +46,28 @@ def train(
         "startup_seconds": clock["startup"],
         "excluded_seconds": clock["excluded"],
         "by_event": clock["spent"],
-        **tokens_of(journal, metrics),
-        "updates": [_few(line) for line in metrics],
+        **tokens_of(journal, clock["spent"]),
+        "metrics": _columns(metrics),
         "journal": journal,
     }
 
 
-def journal_clock(journal: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def first_excess(seconds: Sequence[float]) -> float:
+    """What the first update took longer than the median one: there, things are compiled and set up.
+
+    >>> first_excess([9.0, 1.0, 2.0, 3.0])
+    6.5
+    """
+    return max(0.0, seconds[0] - statistics.median(seconds)) if seconds else 0.0
+
+
+def journal_clock(journal: Sequence[Mapping[str, Any]], first_update: float = 0.0) -> dict[str, Any]:
     """Seconds from the first generation to each learned version, and where they went.
 
-    Left out: what came before the first generation and the making of the first learner (start-up: the other side loads
-    its models before its clock begins, too), evaluations, and checkpoints from which nothing is generated. Time between
-    two records of the journal counts. A record is written when its activity ends.
+    Left out as start-up, since the other side loads its models before its clock begins: what came before the first
+    generation, what the first turn to the learner took longer than the longest later one, and `first_update`, see
+    `first_excess`. Left out besides: evaluations, and checkpoints from which nothing is generated. Time between two
+    records of the journal counts. A record is written when its activity ends.
     """
     first = next((i for i, record in enumerate(journal) if record["event"] == "generate"), None)
     empty: dict[str, Any] = {"at": {}, "startup": {}, "spent": {}, "excluded": {}}
@@ -64,33 +75,36 @@ def journal_clock(journal: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return empty
     begin = float(journal[first]["time"]) - float(journal[first]["seconds"])
     opening = float(journal[0]["time"]) - float(journal[0]["seconds"])
-    startup = {"before_first_generation": begin - opening, "first_learner": 0.0}
+    turns = [float(one["seconds"]) for one in journal if one["event"] == "switch" and one.get("reason") == "learner"]
+    startup = {
+        "before_first_generation": begin - opening,
+        "first_learner": max(0.0, turns[0] - max(turns[1:], default=0.0)) if turns else 0.0,
+        "first_update": first_update,
+    }
     needed = {int(record["version"]) for record in journal if record["event"] == "generate"}
     excluded = {"evaluate": 0.0, "evaluation_checkpoints": 0.0}
     spent = {"generate": 0.0, "learn": 0.0, "switch": 0.0}
     at: dict[int, float] = {}
-    version = 0
+    version, aside = 0, {"switch": startup["first_learner"], "learn": first_update}
     for record in journal[first:]:
         event, seconds = record["event"], float(record["seconds"])
-        if event == "switch" and record.get("reason") == "learner" and not startup["first_learner"]:
-            startup["first_learner"] = seconds
-        elif event == "evaluate":
+        if event == "evaluate":
             excluded["evaluate"] += seconds
         elif event == "switch" and record.get("reason") == "checkpoint" and version not in needed:
             excluded["evaluation_checkpoints"] += seconds
         else:
-            spent[event] = spent.get(event, 0.0) + seconds
+            spent[event] = spent.get(event, 0.0) + seconds - aside.pop(event, 0.0)
         if event == "learn":
             version = int(record["stop"])
-            out = sum(excluded.values()) + startup["first_learner"]
+            out = sum(excluded.values()) + startup["first_learner"] + first_update
             at[version] = float(record["time"]) - begin - out
     if at:
         spent["between"] = max(0.0, at[version] - sum(spent.values()))
     return {"at": at, "startup": startup, "spent": spent, "excluded": excluded}
 
 
-def tokens_of(journal: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Response tokens that were sampled, and that were learned from, with their seconds."""
+def tokens_of(journal: Sequence[Mapping[str, Any]], spent: Mapping[str, float]) -> dict[str, Any]:
+    """Response tokens that were sampled and learned from, and the seconds of both."""
     generated = [record for record in journal if record["event"] == "generate"]
     learned = [record for record in journal if record["event"] == "learn"]
     tokens = sum(int(record.get("tokens", 0)) for record in generated)
@@ -100,8 +114,8 @@ def tokens_of(journal: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[st
         "response_tokens": tokens,
         "rollouts": rollouts,
         "learned_updates": updates,
-        "generate_seconds": sum(float(record["seconds"]) for record in generated),
-        "learn_seconds": sum(float(record["seconds"]) for record in learned),
+        "generate_seconds": spent.get("generate"),
+        "learn_seconds": spent.get("learn"),
     }
 
 
@@ -113,9 +127,9 @@ def in_short(evaluation: Mapping[str, Any]) -> dict[str, Any]:
     return {"accuracy": value, **{key: evaluation[key] for key in kept if key in evaluation}}
 
 
-def _few(line: Mapping[str, Any]) -> dict[str, Any]:
-    wanted = ("update", "reward", "reward_mean", "ess", "seconds", "grad_norm", "learning_rate", "kl")
-    return {key: line[key] for key in wanted if key in line}
+def _columns(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    wanted = ("reward", "ess", "seconds", "grad_norm", "learning_rate", "clip_fraction", "veto_fraction")
+    return {key: [line.get(key) for line in metrics] for key in wanted if metrics and key in metrics[0]}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from transformers import TrainerCallback
 
 from .library import encoded, model_directory, task_of, tokenizer_of
+from .ours import first_excess
 from .settings import Settings
 
 with warnings.catch_warnings():
@@ -168,6 +169,7 @@ class SavingClock(TrainerCallback):
                 self.names += list(opened.keys())
         self.trainer: Any = None
         self.at: dict[int, float] = {}
+        self.learning: list[float] = []  # seconds of each update without sampling and scoring
         self.spent: dict[str, float] = {}
         self.metrics: dict[str, list[float]] = {}
 
@@ -175,13 +177,14 @@ class SavingClock(TrainerCallback):
         """After the optimizer's step."""
         step, trainer = int(state.global_step), self.trainer
         self.at[step] = self.watch.read()
+        parts = {"generate": trainer.generating, "switch": trainer.syncing, "score": trainer.scoring}
+        self.spent = {**parts, "learn": self.at[step] - sum(parts.values())}
+        self.learning.append(self.spent["learn"] - sum(self.learning))
         if step <= 4 or step % 16 == 0:
             print(f"update {step}: {self.at[step]:.1f} s", flush=True)
         if step not in self.evaluated:
             return
         self.watch.pause()
-        parts = {"generate": trainer.generating, "switch": trainer.syncing, "score": trainer.scoring}
-        self.spent = {**parts, "learn": self.at[step] - sum(parts.values())}
         # TRL empties its metrics when the training ends.
         self.metrics = {key: list(values) for key, values in trainer._metrics["train"].items()}
         self.save(model, self.directory / f"v{step:06d}")
@@ -234,24 +237,24 @@ def train(settings: Settings, seed: int, rate: float, work: Path, *, vllm: bool)
     trainer.train()
     task.verifier.close()
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-    spent = {**clock.spent, "verify": rewarding.seconds}  # within `score`
+    aside = first_excess(clock.learning)  # left out of our clock as well
+    at = {step: seconds - aside for step, seconds in clock.at.items()}
+    spent = {**clock.spent, "learn": clock.spent["learn"] - aside, "verify": rewarding.seconds}  # it is in `score`
+    sampling = trainer.generating + rewarding.seconds
     return {
         "resumed": False,
         "arguments": {key: value for key, value in arguments.items() if key != "output_dir"},
         "stop_token_ids": list(getattr(trainer, "eos_token_ids", None) or []),
-        "at": clock.at,
-        "seconds": clock.at.get(settings.updates),
-        "startup_seconds": {"before_first_generation": startup},
+        "at": at,
+        "seconds": at.get(settings.updates),
+        "startup_seconds": {"before_first_generation": startup, "first_update": aside},
         "excluded_seconds": {"saving": watch.paused},
         "by_event": spent,
         "response_tokens": trainer.completion_tokens,
         "rollouts": trainer.completions,
         "learned_updates": len(clock.at),
-        "generate_seconds": trainer.generating + rewarding.seconds,
-        "learn_seconds": (clock.at.get(settings.updates) or 0.0)
-        - trainer.generating
-        - trainer.syncing
-        - rewarding.seconds,
+        "generate_seconds": sampling,
+        "learn_seconds": at[max(at)] - sampling - trainer.syncing,
         "verifier_failures": rewarding.failures,
         "peak_bytes": peak,
         "metrics": {

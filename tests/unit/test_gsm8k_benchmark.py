@@ -1,0 +1,247 @@
+"""The arithmetic of benchmarks/gsm8k.py on numbers made by hand: clocks, ratios, intervals, lists of jobs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the package
+
+from benchmarks.gsm8k_bench import figures, jobs, ours, picture, settings  # noqa: E402
+
+
+def job(arm: str, seed: int, curve: list[tuple[float, float]], *, rate: float = 1e-6, **more: Any) -> dict[str, Any]:
+    """A timed job whose evaluations are (seconds, accuracy)."""
+    return {
+        "arm": arm,
+        "seed": seed,
+        "learning_rate": rate,
+        "timed": True,
+        "resumed": False,
+        "seconds": curve[-1][0],
+        "curve": [{"update": i, "seconds": s, "accuracy": a} for i, (s, a) in enumerate(curve)],
+        "greedy": {"accuracy": curve[-1][1] + 0.1},
+        **more,
+    }
+
+
+# ---------------------------------------------------------------- curves and ratios
+
+
+def test_time_to_an_accuracy_is_linear_between_evaluations() -> None:
+    # 0.3 lies half-way from 0.2 (10 s) to 0.4 (20 s).
+    assert figures.time_to([(0, 0.1), (10, 0.2), (20, 0.4)], 0.3) == pytest.approx(15.0)
+
+
+def test_a_peak_that_is_not_held_is_not_reached() -> None:
+    # Pooled: (0.5 + 0.3) / 2 = 0.4 from 10 s on.
+    assert figures.time_to([(0, 0.1), (10, 0.5), (20, 0.3)], 0.45) is None
+    assert figures.time_to([(0, 0.1), (10, 0.5), (20, 0.3)], 0.4) == pytest.approx(10.0)
+
+
+def test_the_ratio_is_of_times_to_the_references_final_accuracy() -> None:
+    # Target 0.4: the reference at 100 s. Ours: 0.4 lies 2/3 of the way from 0.2 to 0.5: 20 + 2/3·30 = 40 s.
+    theirs = [job("trl_vllm", 0, [(0, 0.2), (100, 0.4)])]
+    mine = [job("mu_grpo", 0, [(0, 0.2), (20, 0.2), (50, 0.5)])]
+    assert figures.time_ratio(mine, theirs) == pytest.approx(2.5)
+
+
+def test_an_arm_that_never_gets_there_has_the_ratio_zero() -> None:
+    theirs = [job("trl_vllm", 0, [(0, 0.2), (100, 0.4)])]
+    assert figures.time_ratio([job("p3o", 0, [(0, 0.2), (10, 0.39)])], theirs) == 0.0
+
+
+def test_a_seed_that_never_gets_there_pulls_the_median() -> None:
+    # Ratios 0, 2, 4: median 2.
+    theirs = [job("trl_vllm", 0, [(0, 0.2), (100, 0.4)])]
+    mine = [
+        job("p3o", 0, [(0, 0.2), (10, 0.3)]),
+        job("p3o", 1, [(0, 0.2), (50, 0.4)]),
+        job("p3o", 2, [(0, 0.2), (25, 0.4)]),
+    ]
+    assert figures.time_ratio(mine, theirs) == pytest.approx(2.0)
+
+
+def test_a_reference_seed_below_the_mean_counts_with_its_whole_run() -> None:
+    # Finals 0.3 and 0.5, target 0.4. Seed 0 never: 90 s, its end. Seed 1: 0.4 at 50 of 100 s. Median 70 s; ours 35 s.
+    theirs = [job("trl_vllm", 0, [(0, 0.3), (90, 0.3)]), job("trl_vllm", 1, [(0, 0.3), (100, 0.5)])]
+    assert figures.time_ratio([job("auto", 0, [(0, 0.3), (35, 0.4)])], theirs) == pytest.approx(2.0)
+
+
+def test_equal_wallclock_is_at_the_end_of_the_faster_arm() -> None:
+    # Ours ends at 40 s with 0.5; the reference is then at 0.2 + 0.4·0.2 = 0.28.
+    theirs = [job("trl_vllm", 0, [(0, 0.2), (100, 0.4)])]
+    found = figures.equal_wallclock([job("mu_grpo", 0, [(0, 0.2), (40, 0.5)])], theirs)
+    assert found is not None
+    assert found["seconds"] == 40
+    assert found["difference"] == pytest.approx(0.22)
+    assert found["low"] is None
+
+
+# ---------------------------------------------------------------- intervals
+
+
+def test_interval_over_seeds_by_students_t() -> None:
+    # Mean 0.4, sd 0.1, n = 3, t(2) = 4.3027: half width 4.3027·0.1/√3 = 0.24841.
+    found = figures.over_seeds([0.3, 0.4, 0.5])
+    assert found is not None
+    assert (found["mean"], found["low"], found["high"]) == pytest.approx((0.4, 0.15159, 0.64841), abs=1e-4)
+    assert figures.over_seeds([]) is None
+    assert (figures.over_seeds([0.3]) or {})["low"] is None
+
+
+def test_welch_with_equal_variances_and_sizes() -> None:
+    # Variances 0.01 each, n = 3: error √(0.02/3) = 0.081650, 4 degrees of freedom, t = 2.7764: half 0.22669.
+    found = figures.welch([0.4, 0.5, 0.6], [0.3, 0.4, 0.5])
+    assert found is not None
+    assert (found["difference"], found["low"], found["high"]) == pytest.approx((0.1, -0.12669, 0.32669), abs=1e-4)
+
+
+def test_equal_seeds_leave_an_interval_of_no_width() -> None:
+    theirs = [job("trl_vllm", seed, [(0, 0.2), (90, 0.4)]) for seed in range(2)]
+    mine = [job("mu_grpo", seed, [(0, 0.2), (30, 0.4)]) for seed in range(3)]
+    found = figures.bootstrap(mine, theirs, figures.time_ratio)
+    assert (found["median"], found["low"], found["high"]) == pytest.approx((3.0, 3.0, 3.0))
+    assert found["seeds"] == [3, 2]
+
+
+# ---------------------------------------------------------------- the whole
+
+
+def test_headline_of_two_arms() -> None:
+    speed = {"response_tokens": 1000, "by_event": {"generate": 10.0, "learn": 15.0, "switch": 5.0}}
+    mine = [
+        job("mu_grpo", seed, [(0, 0.2), (30, 0.4)], generate_seconds=10.0, learn_seconds=15.0, **speed)
+        for seed in range(2)
+    ]
+    theirs = [
+        job("trl_vllm", seed, [(0, 0.2), (90, 0.4)], generate_seconds=40.0, learn_seconds=45.0, **speed)
+        for seed in range(2)
+    ]
+    head = figures.headline([*mine, *theirs])
+    assert head["time_to_accuracy_ratio"]["mu_grpo"]["median"] == pytest.approx(3.0)
+    assert head["time_to_accuracy_ratio"]["p3o"] is None
+    assert head["final_accuracy"]["trl_vllm"]["mean"] == pytest.approx(0.4)
+    assert head["final_accuracy_greedy"]["mu_grpo"]["mean"] == pytest.approx(0.5)
+    assert head["sampler_ratio"]["mu_grpo"]["median"] == pytest.approx(4.0)
+    assert head["learner_ratio"]["mu_grpo"]["median"] == pytest.approx(3.0)
+    assert head["switch_share"]["mu_grpo"] == pytest.approx(5 / 30)
+    assert head["best_arm"] is None
+    assert "p3o: not measured" in head["notes"]
+    assert "mu_grpo" in picture.table(head)
+
+
+def test_without_the_reference_ratios_are_null() -> None:
+    head = figures.headline([job("mu_grpo", 0, [(0, 0.2), (30, 0.4)])])
+    assert head["time_to_accuracy_ratio"]["mu_grpo"] is None
+    assert head["target_accuracy"] is None
+    assert head["final_accuracy"]["mu_grpo"]["mean"] == pytest.approx(0.4)
+
+
+def test_times_of_jobs_that_ran_among_others_do_not_count() -> None:
+    theirs = job("trl_vllm", 0, [(0, 0.2), (90, 0.4)])
+    shared = {**job("mu_grpo", 0, [(0, 0.2), (30, 0.4)]), "timed": False}
+    head = figures.headline([theirs, shared])
+    assert head["time_to_accuracy_ratio"]["mu_grpo"] is None
+    assert head["final_accuracy"]["mu_grpo"]["mean"] == pytest.approx(0.4)
+
+
+def test_learning_rates_and_the_best_arm_come_from_the_tuning_seeds_alone() -> None:
+    tuning = [
+        job(arm, seed, [(0, 0.2), (30, accuracy)], rate=rate, timed=False)
+        for arm, accuracies in (("mu_grpo", (0.30, 0.40, 0.35)), ("p3o", (0.31, 0.33, 0.45)))
+        for rate, accuracy in zip((1e-6, 2e-6, 4e-6), accuracies, strict=True)
+        for seed in (101, 102)
+    ]
+    judged = [job("mu_grpo", 0, [(0, 0.2), (30, 0.9)], rate=rate) for rate in (1e-6, 2e-6)]
+    head = figures.headline([*tuning, *judged])
+    assert head["tuning"]["mu_grpo"]["best"] == 2e-6
+    assert head["tuning"]["mu_grpo"]["inside"] is True
+    assert head["tuning"]["p3o"]["inside"] is False
+    assert head["best_arm"] == "p3o"
+    assert head["final_accuracy"]["mu_grpo"]["values"] == [0.9]  # that of the tuned learning rate
+
+
+def test_arms_that_were_left_out_or_failed_are_said() -> None:
+    left = {"arm": "trl_vllm", "seed": 0, "learning_rate": 1e-6, "left_out": "vllm is not installed"}
+    failed = {"arm": "p3o", "seed": 0, "learning_rate": 1e-6, "error": "Traceback\nRuntimeError: no"}
+    notes = figures.headline([left, failed])["notes"]
+    assert "trl_vllm, seed 0, learning rate 1e-06: left out: vllm is not installed" in notes
+    assert "p3o, seed 0, learning rate 1e-06: failed: RuntimeError: no" in notes
+
+
+# ---------------------------------------------------------------- our clock
+
+
+def test_our_clock_leaves_out_start_up_evaluations_and_checkpoints_for_them() -> None:
+    def record(time: float, event: str, seconds: float, **notes: Any) -> dict[str, Any]:
+        return {"time": time, "event": event, "seconds": seconds, **notes}
+
+    journal = [
+        record(5, "switch", 5, reason="first checkpoint"),
+        record(15, "evaluate", 10, version=0),
+        record(25, "generate", 10, version=0),  # the clock begins at 15
+        record(32, "switch", 7, reason="learner"),  # 5 more than the longest later one: start-up
+        record(42, "learn", 10, first=0, stop=32),  # 42 − 15 − 5 = 22, less 3 of the first update
+        record(46, "switch", 4, reason="checkpoint"),  # nothing is generated from 32
+        record(56, "evaluate", 10, version=32),
+        record(58, "switch", 2, reason="learner"),
+        record(68, "learn", 10, first=32, stop=64),  # 68 − 15 − 5 − 3 − 14 = 31
+        record(72, "switch", 4, reason="checkpoint"),  # 64 generates: it counts
+        record(82, "evaluate", 10, version=64),
+        record(92, "generate", 10, version=64),
+        record(93, "switch", 1, reason="learner"),
+        record(103, "learn", 10, first=64, stop=96),  # 103 − 15 − 5 − 3 − 24 = 56
+    ]
+    clock = ours.journal_clock(journal, first_update=3.0)
+    assert clock["at"] == {32: 19.0, 64: 31.0, 96: 56.0}
+    assert clock["startup"] == {"before_first_generation": 15.0, "first_learner": 5.0, "first_update": 3.0}
+    assert clock["excluded"] == {"evaluate": 20.0, "evaluation_checkpoints": 4.0}
+    # 20 generate, 30 − 3 learn, 2 + 2 + 4 + 1 switch: 56 in all.
+    assert clock["spent"] == {"generate": 20.0, "learn": 27.0, "switch": 9.0, "between": 0.0}
+
+
+def test_a_run_that_generated_nothing_has_no_clock() -> None:
+    assert ours.journal_clock([{"time": 5.0, "event": "evaluate", "seconds": 1.0}])["at"] == {}
+
+
+# ---------------------------------------------------------------- jobs
+
+
+def test_what_is_done_is_not_wanted_again_unless_its_time_is(tmp_path: Path) -> None:
+    def asked(*, timed: bool) -> jobs.Job:
+        return jobs.Job("p3o", 0, 1e-6, settings.Settings(), tmp_path, tmp_path, timed=timed)
+
+    assert jobs.is_wanted(asked(timed=False))
+    asked(timed=False).file.write_text(json.dumps({"timed": False, "curve": []}))
+    assert not jobs.is_wanted(asked(timed=False))
+    assert jobs.is_wanted(asked(timed=True))
+    asked(timed=False).file.write_text(json.dumps({"error": "no"}))
+    assert jobs.is_wanted(asked(timed=False))
+
+
+def test_lists_of_jobs_have_comments(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.txt"
+    path.write_text("# tuning\n--arm p3o --seed 101 --lr 1e-6  # first\n\n--arm auto --seed 0 --lr 2e-6 --timed\n")
+    found = jobs.read_list(path)
+    assert [line[1] for line in found] == ["p3o", "auto"]
+    assert found[1][-1] == "--timed"
+
+
+@pytest.mark.parametrize("arm", settings.OURS)
+def test_each_arm_of_ours_is_a_config(arm: str, tmp_path: Path) -> None:
+    import stalewise
+
+    record = settings.our_record(
+        arm, settings.Settings(), seed=1, rate=2e-6, runs=tmp_path, name="run", changes={"learner.compile": "never"}
+    )
+    config = stalewise.make_config(record)
+    assert config.schedule.updates == 128
+    assert config.optimizer.schedule == "cosine"
+    assert config.optimizer.warmup_updates == 8
+    assert config.learner.compile == "never"
