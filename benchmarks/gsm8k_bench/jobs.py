@@ -104,7 +104,8 @@ def run_job(job: Job, script: Path) -> dict[str, Any]:
         return read(job.file) or {}
     job.settings.check(job.arm)
     directory = job.work / job.name
-    if job.timed or job.arm not in OURS:  # a clock that was stopped in the middle says nothing: begin again
+    trained = _trained_before(job, directory)
+    if not trained and (job.timed or job.arm not in OURS):  # a clock that was stopped says nothing: begin again
         shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True, exist_ok=True)
     record: dict[str, Any] = {
@@ -120,7 +121,7 @@ def run_job(job: Job, script: Path) -> dict[str, Any]:
     }
     start = time.monotonic()
     for worker in ("ours",) if job.arm in OURS else ("theirs", "evaluate"):
-        record |= _work(job, worker, directory, script)
+        record |= (trained if worker == "theirs" else None) or _work(job, worker, directory, script)
         if record.get("error") or record.get("left_out"):
             break
     record["process_seconds"] = time.monotonic() - start
@@ -129,6 +130,14 @@ def run_job(job: Job, script: Path) -> dict[str, Any]:
         shutil.rmtree(directory, ignore_errors=True)
     _say(job, record)
     return record
+
+
+def _trained_before(job: Job, directory: Path) -> dict[str, Any] | None:
+    """What TRL's process left, where only the evaluation is missing: the time was out in the middle of it."""
+    spec, found = read(directory / "theirs.spec.json"), read(directory / "theirs.result.json")
+    if spec is None or found is None or not is_done(found) or job.arm in OURS:
+        return None
+    return found if spec["settings"] == dataclasses.asdict(job.settings) and spec["timed"] == job.timed else None
 
 
 def _say(job: Job, record: Mapping[str, Any]) -> None:
@@ -165,6 +174,7 @@ def _work(job: Job, worker: str, directory: Path, script: Path) -> dict[str, Any
             "arm": job.arm,
             "seed": job.seed,
             "rate": job.rate,
+            "timed": job.timed,
             "settings": dataclasses.asdict(job.settings),
             "changes": dict(job.changes),
             "directory": str(directory),
@@ -325,7 +335,8 @@ def read_list(path: Path) -> list[list[str]]:
 class Queue:
     """Works off a list until the time is out: timed jobs alone on the device, others `parallel` at once.
 
-    What runs when the time is out is killed; its file is not written, and it begins (ours untimed: goes on) next time.
+    What runs when the time is out is killed and its file is not written. Next time it begins again; ours go on where
+    they are not timed, and of TRL's only the evaluation is done where the training was over.
     """
 
     def __init__(self, script: Path, common: Sequence[str], *, seconds: float, parallel: int) -> None:
@@ -336,6 +347,8 @@ class Queue:
     def work(self, jobs: Sequence[tuple[list[str], bool]]) -> bool:
         """`jobs`: arguments, and whether timed. True: all were worked on."""
         waiting = list(jobs)
+        for number in (signal.SIGTERM, signal.SIGHUP):  # whoever ends this process ends its jobs
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
         try:
             while (waiting or self.running) and time.monotonic() < self.end:
                 while waiting and self._has_room(timed=waiting[0][1]):

@@ -25,7 +25,7 @@ COLOURS = {
 def table(head: Mapping[str, Any]) -> str:
     """One row for each arm."""
     columns = ("arm", "seconds", "accuracy", "greedy", "to TRL's accuracy", "difference", "switch")
-    rows = [columns]
+    rows: list[tuple[str, ...]] = [columns]
     for arm in ARMS:
         accuracy, greedy = head["final_accuracy"][arm], head["final_accuracy_greedy"][arm]
         if accuracy is None:
