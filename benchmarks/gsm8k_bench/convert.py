@@ -53,8 +53,9 @@ def convert(source: Path, directory: Path) -> dict[str, Any]:
     config.architectures = [type(model).__name__]  # vLLM chooses its model by it
     config._name_or_path = ""
     config.dtype = torch.bfloat16
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    for name in ("quantization_config", "_model_name_or_path"):
+        if hasattr(config, name):
+            delattr(config, name)
     config.eos_token_id = tokenizer.eos_token_id
     config.pad_token_id = tokenizer.pad_token_id
     ends = sorted({tokenizer.eos_token_id, tokenizer.pad_token_id}, reverse=True)
