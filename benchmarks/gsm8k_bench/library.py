@@ -24,20 +24,20 @@ def task_of(settings: Settings, seed: int) -> Any:
 
 def model_directory(name: str) -> Path:
     """Where a model lies that is named as in `model.path`."""
-    from stalewise.models import resolve_model
+    from stalewise.models.loading import resolve_model
 
     return Path(resolve_model(name))
 
 
 def tokenizer_of(directory: Path) -> Any:
-    from stalewise.models import load_tokenizer
+    from stalewise.models.loading import load_tokenizer
 
     return load_tokenizer(str(directory))
 
 
 def encoded(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
     """The token ids that stalewise gives the policy."""
-    from stalewise.models import encode_prompts
+    from stalewise.models.loading import encode_prompts
 
     return encode_prompts(list(prompts), tokenizer)
 
@@ -50,7 +50,7 @@ class Evaluator:
 
     def __init__(self, settings: Settings, *, greedy: bool = False, changes: Mapping[str, Any] | None = None) -> None:
         import stalewise
-        from stalewise.generate.setup import make_sampler
+        from stalewise.rollout.factory import make_sampler
 
         sampler: dict[str, Any] = {
             "max_new_tokens": settings.max_new_tokens,
@@ -68,7 +68,7 @@ class Evaluator:
 
     def __call__(self, checkpoint: Path, version: int) -> dict[str, Any]:
         """What is written to eval.jsonl, too."""
-        from stalewise.evaluate import evaluate_checkpoint
+        from stalewise.orchestrator.evaluation import evaluate_checkpoint
 
         result = evaluate_checkpoint(
             checkpoint,
@@ -88,7 +88,7 @@ class Evaluator:
 
 def newest_checkpoint(run: Path) -> tuple[Path, int]:
     """Where a run's last policy lies, and its version."""
-    from stalewise.checkpoints import checkpoint_directory, versions
+    from stalewise.store.checkpoints import checkpoint_directory, versions
 
     version = versions(run)[-1]
     return checkpoint_directory(run, version), version
