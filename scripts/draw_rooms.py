@@ -1,4 +1,4 @@
-"""Draw the rooms of the package and who imports whom: `python scripts/draw_rooms.py`, which writes docs/images/rooms.svg.
+"""Draw the rooms of the package and who imports whom: `python scripts/draw_rooms.py` writes docs/images/rooms.svg.
 
 A room is a folder or a file directly under `src/stalewise`. Arrows come from the import statements, those inside of
 functions included. An arrow that follows from two others is left out, so that the picture shows the order of the rooms.
@@ -116,16 +116,17 @@ def draw(graph: dict[str, set[str]]) -> str:
                 f'{end[0]:g} {end[1]:g}" fill="none" stroke="#99a" stroke-width="1.2" marker-end="url(#tip)"/>'
             )
     for room, (x, y) in sorted(where.items()):
-        is_folder = (SOURCE / room).is_dir()
-        parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="6" fill="{"#eef3fb" if is_folder else "#f6f6f4"}" '
-            'stroke="#556"/>'
-            f'<text x="{x + WIDTH / 2:g}" y="{y + 19:g}" font-size="14" font-weight="600" text-anchor="middle" fill="#223">'
-            f"{escape(room)}</text>"
-            f'<text x="{x + WIDTH / 2:g}" y="{y + 35:g}" font-size="10.5" text-anchor="middle" fill="#445">'
-            f"{escape(PURPOSE.get(room, ''))}</text>"
-        )
+        fill = "#eef3fb" if (SOURCE / room).is_dir() else "#f6f6f4"
+        parts += [
+            f'<rect x="{x:g}" y="{y:g}" width="{WIDTH}" height="{HEIGHT}" rx="6" fill="{fill}" stroke="#556"/>',
+            _text(x, y + 19, room, 'font-size="14" font-weight="600" fill="#223"'),
+            _text(x, y + 35, PURPOSE.get(room, ""), 'font-size="10.5" fill="#445"'),
+        ]
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _text(x: float, y: float, text: str, style: str) -> str:
+    return f'<text x="{x + WIDTH / 2:g}" y="{y:g}" text-anchor="middle" {style}>{escape(text)}</text>'
 
 
 if __name__ == "__main__":
