@@ -10,7 +10,7 @@ ENGINES := .venv-engines
 VERL   := .venv-verl
 TRITON := .triton
 
-.PHONY: install test lint types unit browser test-kernels test-engines test-verl test-ray demo soak mutation benchmark clean smollm2 reproduce
+.PHONY: install quick test lint types unit browser test-kernels test-engines test-verl test-ray demo soak mutation benchmark clean smollm2 reproduce
 
 install: $(STAMP)
 
@@ -21,6 +21,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 	$(BIN)/python -m compileall -q src  # as pip does for all others: where nothing may be written later, every process would
 	touch $(STAMP)
+
+# Before a commit, in about a minute: lint, types of the files that changed, the pure rooms, and one small run.
+CHANGED = $$(git diff --name-only --diff-filter=d HEAD -- '*.py'; git ls-files --others --exclude-standard -- '*.py')
+quick: install lint
+	files="$(CHANGED)"; if [ -n "$$files" ]; then $(BIN)/pyright $$files; fi
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow" tests/unit/objectives tests/unit/staleness tests/locks \
+		tests/unit/orchestrator/test_small_run.py
 
 # Types and the browser have one core each.
 test: install lint unit
@@ -72,7 +79,7 @@ $(VERL)/.installed: pyproject.toml constraints.txt
 	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
 		$$(grep '^torch==' constraints.txt)
 	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
-		$$(grep '^torch==' constraints.txt) verl==0.9.1 pytest
+		$$(grep '^torch==' constraints.txt) verl==0.9.1 pytest pytest-timeout
 	$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $(VERL)/.installed
 
