@@ -33,9 +33,7 @@ from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.engines.quantize import RoundableWeights
 from stalewise.rollout.sampler import Request, Response
 from stalewise.store import RolloutColumns
-from stalewise.trainer.batch import make_update_batch
 from stalewise.trainer.logprobs import PLAIN_KERNELS, kernels_for
-from stalewise.trainer.micro_batch import micro_batches
 from stalewise.trainer.trainer import Trainer
 from stalewise.types import SamplerSettings
 
@@ -112,9 +110,10 @@ def gradients(config: RunConfig, model: str, batches: list[RolloutColumns], grap
     recorded the second time.
     """
     trainer = Trainer(config, Path(model))
-    trainer.body = trainer.body if graphs else None
+    if not graphs:
+        trainer.execution.graphs = None
     trainer.update(batches[0])
-    rounds = 1 if trainer.body is None else 2
+    rounds = 1 if trainer.execution.graphs is None else 2
     found = [trainer.gradient(rows).double().cpu() for rows in rounds * batches]
     del trainer
     torch.cuda.empty_cache()
@@ -197,11 +196,10 @@ def check_log_probabilities(model: str, rows: RolloutColumns) -> dict[str, float
     """Mean and largest distance from float32 of ours and of transformers, both in bfloat16."""
     config = settings(model, tokens_per_micro_batch=100_000)
     trainer = Trainer(config, Path(model))
-    batch, _ = make_update_batch(rows, config, trainer.objective)
-    assert batch is not None
-    (part,) = micro_batches(batch.rows, trainer._layout(), trainer.device)
+    batch = trainer.prepare(rows)
+    (part,) = batch.micro_batches
     with torch.no_grad():
-        ours_BT = trainer._forward(part)[0].cpu()
+        ours_BT = trainer.execution.forward(part)[0].cpu()
     reference = load(model, torch.float32)
     ours, theirs = [], []
     for place, row in enumerate(part.rows):

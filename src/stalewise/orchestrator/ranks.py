@@ -25,8 +25,8 @@ from stalewise.rollout.workers.rank_workers import RolloutRank
 from stalewise.store.atomic import make_directory, sha256_file, temporary_name
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
 from stalewise.trainer.parallel import KINDS
-from stalewise.trainer.rank_batch import unpack_share
-from stalewise.trainer.step_metrics import out_of_memory
+from stalewise.trainer.pending_update import out_of_memory
+from stalewise.trainer.rank_batch import unpack_rank_batch
 from stalewise.trainer.trainer import Trainer
 
 
@@ -95,7 +95,7 @@ class RankWorker:
     def _update(self, order: Message) -> None:
         trainer = self._led()
         try:
-            trainer.follow(unpack_share(order) if order.arrays else None)
+            trainer.follow(unpack_rank_batch(order) if order.arrays else None)
         except torch.OutOfMemoryError:
             raise out_of_memory(trainer.token_budget) from None
 

@@ -84,7 +84,7 @@ def write_first_checkpoint(config: RunConfig, source: str, task: Task, log: Call
     encode_prompts(task.prompts(0, 1), tokenizer)
 
     def save(directory: Path) -> None:
-        save_first(config, model, source, directory, log)
+        save_first(config.model, config.seed, model, source, directory, log)
         tokenizer.save_pretrained(directory)
 
     state = {"steps": 0, "drift": 0.0, "source": config.model.path}

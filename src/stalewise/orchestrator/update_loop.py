@@ -19,12 +19,12 @@ from stalewise.orchestrator.stages import SPENT_ESS
 from stalewise.staleness.schedule import Schedule, Step
 from stalewise.staleness.spent import StageSchedule, fresh_ess, is_spent, remaining_ess
 from stalewise.store import Batch, rollouts_of_updates
-from stalewise.trainer.pending_update import PendingUpdate, updates_ahead
-from stalewise.trainer.prefetch import Prepared, one_ahead
+from stalewise.trainer.batch import UpdateBatch
+from stalewise.trainer.pending_update import PendingUpdate, prefetch, updates_ahead
 from stalewise.trainer.trainer import Trainer
 from stalewise.types import ProgressCallback
 
-Ready = tuple[Step, npt.NDArray[np.int64], Prepared]  # an update, its rollouts, and what the learner makes of them
+Ready = tuple[Step, npt.NDArray[np.int64], UpdateBatch]  # an update, its rollouts, and what the learner makes of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class UpdateLoop:
         dealt = rollouts_of_updates(batch, self.config.batch.prompts)
         steps = [self.schedule.at(update) for update in updates]
         ids = [dealt[step.update - self.schedule.updates_of(step.generation_batch).start] for step in steps]
-        prepared = one_ahead(lambda rollout_ids: trainer.prepare(batch.take(rollout_ids)), ids, trainer.device)
+        prepared = prefetch(lambda rollout_ids: trainer.prepare(batch.take(rollout_ids)), ids, trainer.device)
         ready = zip(steps, ids, prepared, strict=True)
         return chain([next(ready)], ready)
 
@@ -50,7 +50,7 @@ class UpdateLoop:
         """Take these updates; where the rollouts are spent before, stop there and say by which numbers."""
         last = time.perf_counter()
         waiting: deque[tuple[Step, npt.NDArray[np.int64], PendingUpdate]] = deque()
-        ahead = updates_ahead(trainer.device, heeded=isinstance(self.schedule, StageSchedule))
+        ahead = updates_ahead(trainer.device, may_end_early=isinstance(self.schedule, StageSchedule))
         spent: dict[str, Any] | None = None
         for step, rollout_ids, prepared in ready:
             waiting.append((step, rollout_ids, trainer.enqueue(prepared)))

@@ -1,4 +1,9 @@
-"""Whether an adapter was made for the model that it is put on, as far as that can be known."""
+"""LoRA through PEFT: adapters are trained, whole models are saved.
+
+A checkpoint's `model.safetensors` is the merged policy, so that sampling and evaluation need no adapters; beside it is
+`adapter/` in PEFT's layout. Training resumes from the weights beneath the adapters, which are those of version 0: its
+`model.safetensors` where adapters start at zero, its `base/` where the run started from an adapter.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +25,201 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from stalewise.config import LoraSection, RunConfig
+from stalewise.config.run import LoraSection, ModelSection
 from stalewise.errors import ModelError, StoreError, nearest
 from stalewise.models.loading import load_model, pick_weights_dtype
 from stalewise.store.checkpoints import checkpoint_directory
 
+ADAPTER, BASE = "adapter", "base"
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # of every name in PEFT's file
+# Settings of PEFT's LoRA beyond low-rank products of linear layers.
+_MORE_THAN_PRODUCTS = (
+    *("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication"),
+    *("lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "velora_config"),
+    *("kasa_config", "monteclora_config"),
+)
+# Initialisations that do not change the weights beneath the adapter.
+_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
+_NAME_MODEL = "name the model it was made for in model.path"
+
+
+class Adapters:
+    """The adapters of a model; the constructor injects them and freezes all other weights."""
+
+    def __init__(self, model: Any, peft_config: Any) -> None:
+        from peft import inject_adapter_in_model
+
+        self.model, self.peft_config = model, peft_config
+        inject_adapter_in_model(peft_config, model)
+        self.layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+        self.weights = {
+            f"{_PREFIX}{name}.{part}.weight": getattr(layer, part)["default"].weight
+            for name, layer in self.layers.items()
+            if layer.lora_A  # empty for an embedding, which `_inject` refuses
+            for part in ("lora_A", "lora_B")
+        }
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        for parameter in self.weights.values():
+            parameter.data = parameter.data.float()  # small enough for full precision
+            parameter.requires_grad_(True)
+
+    def start(self, seed: int) -> None:
+        """Initialise as PEFT does (A random, B zero), but from this seed on any device."""
+        generator = torch.Generator().manual_seed(seed)
+        for layer in self.layers.values():
+            first, second = (getattr(layer, part)["default"].weight for part in ("lora_A", "lora_B"))
+            drawn = torch.empty(first.shape)
+            torch.nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+            first.data.copy_(drawn)
+            second.data.zero_()
+
+    def load(self, directory: Path) -> None:
+        """Load an adapter in PEFT's layout; a ModelError where its layers or shapes differ."""
+        path = directory / _WEIGHTS
+        try:
+            tensors = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{path} cannot be read ({error}): copy the adapter again, as safetensors") from error
+        problem = ""
+        if wrong := sorted(tensors.keys() ^ self.weights.keys()):
+            where = "the adapter's file" if wrong[0] in tensors else "the model with these targets"
+            problem = f"{len(wrong)} of its weights do not match, the first {wrong[0]}, which only {where} has"
+        elif wrong := [name for name, weight in self.weights.items() if tensors[name].shape != weight.shape]:
+            shape, expected = (list(weights[wrong[0]].shape) for weights in (tensors, self.weights))
+            problem = f"{wrong[0]} has shape {shape} and should have {expected}"
+        if problem:
+            raise ModelError(
+                f"the adapter {directory} is for another model than {self.peft_config.base_model_name_or_path}: "
+                f"{problem.replace(_PREFIX, '')}: {_NAME_MODEL}"
+            )
+        for name, parameter in self.weights.items():
+            parameter.data.copy_(tensors[name])
+
+    def merged(self) -> dict[str, Tensor]:
+        """The weights of the merged policy; the model itself does not change."""
+        state: dict[str, Tensor] = self.model.state_dict()
+        for name, layer in self.layers.items():
+            for key in [key for key in state if key.startswith((f"{name}.lora_", f"{name}.base_layer."))]:
+                value = state.pop(key)
+                if ".base_layer." in key:
+                    state[key.replace(".base_layer.", ".")] = value
+            weight = state[f"{name}.weight"]
+            with torch.no_grad():  # to the host, since the device may not hold a second model
+                delta = layer.get_delta_weight("default")
+                state[f"{name}.weight"] = (weight.float() + delta.float()).to(weight.dtype).cpu()
+        return state
+
+    def save(self, directory: Path) -> None:
+        """Write the merged policy and the adapter."""
+        self.model.save_pretrained(directory, state_dict=self.merged())
+        (directory / ADAPTER).mkdir()
+        tensors = {name: parameter.detach().contiguous() for name, parameter in self.weights.items()}
+        save_file(tensors, directory / ADAPTER / _WEIGHTS, metadata={"format": "pt"})
+        saved = copy(self.peft_config)
+        saved.inference_mode = True  # as PEFT writes it
+        if isinstance(saved.target_modules, set):
+            saved.target_modules = sorted(saved.target_modules)  # the order of a set varies
+        saved.save_pretrained(str(directory / ADAPTER))
+
+
+def save_first(
+    section: ModelSection,
+    seed: int,
+    model: Any,
+    source: str,
+    directory: Path,
+    log: Callable[[str], object] = lambda text: None,
+) -> None:
+    """Write version 0; `model` was loaded from `source`, and gets adapters where these are trained."""
+    if not section.trains_adapters:
+        model.save_pretrained(directory)
+        return
+    need_peft()
+    if section.adapter:
+        adapter = Path(section.adapter).expanduser()
+        peft_config = read_adapter_config(adapter, source, log)
+        model.save_pretrained(directory / BASE)
+        adapters = _inject(model, peft_config, adapter)
+        adapters.load(adapter)
+    else:
+        adapters = Adapters(model, new_config(section.lora, model, source))
+        adapters.start(seed)
+    adapters.save(directory)
+
+
+def new_config(settings: LoraSection, model: Any, source: str) -> Any:
+    """PEFT's config of new adapters."""
+    from peft import LoraConfig
+
+    chosen = target_layers(model, settings.targets)
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,  # type: ignore[arg-type]
+        target_modules=sorted({name.rpartition(".")[2] for name in chosen}),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in chosen.values()),
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=_absolute(source),
+    )
+
+
+def target_layers(model: Any, targets: list[str]) -> dict[str, Any]:
+    """The linear layers that get adapters, by name; `model` may be on the meta device."""
+    head = model.get_output_embeddings()
+    linear = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
+    }
+    known = {name.rpartition(".")[2] for name in linear}
+    if wrong := [target for target in targets if target not in known]:
+        raise ModelError(
+            f"model.lora.targets has {wrong[0]!r}, which is no linear layer within {type(model).__name__}; "
+            f"{nearest(wrong[0], known)}"
+        )
+    return {name: module for name, module in linear.items() if not targets or name.rpartition(".")[2] in targets}
+
+
+def read_adapter_config(adapter: Path, source: str, log: Callable[[str], object]) -> Any:
+    """PEFT's config of an existing adapter; a ModelError where it cannot be trained or is for another model."""
+    need_peft()
+    from peft import LoraConfig
+
+    if not (adapter / _CONFIG).is_file():
+        raise ModelError(f"model.adapter is {adapter}, which has no {_CONFIG}: name the directory of a PEFT adapter")
+    try:
+        record = json.loads((adapter / _CONFIG).read_text())
+        kind = record.get("peft_type")
+        if kind != "LORA":
+            raise ModelError(f"the adapter {adapter} is of the kind {kind}: only LORA can be trained on")
+        loaded: Any = LoraConfig.from_pretrained(str(adapter))
+    except ModelError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{adapter / _CONFIG} is no config of a PEFT adapter: {error}") from error
+    more = [name for name in _MORE_THAN_PRODUCTS if getattr(loaded, name, None)]
+    more += ["bias"] if loaded.bias != "none" else []
+    more += ["init_lora_weights"] if loaded.init_lora_weights not in _PLAIN_STARTS else []
+    if more:
+        raise ModelError(
+            f"the adapter {adapter} has {more[0]} = {getattr(loaded, more[0])!r}, which is more than low-rank products "
+            "of linear layers: merge it with PEFT's merge_and_unload and name the result in model.path"
+        )
+    check_base(str(record.get("base_model_name_or_path") or ""), adapter, source, adapter / _CONFIG, log)
+    loaded.base_model_name_or_path = _absolute(source)
+    loaded.lora_dropout = 0.0  # dropout is off everywhere
+    loaded.init_lora_weights = True  # its weights are loaded
+    loaded.inference_mode = False
+    return loaded
+
 
 def check_base(name: str, adapter: Path, source: str, config_file: Path, log: Callable[[str], object]) -> None:
-    """Refuse an adapter whose base, which its config calls `name`, is known to be another model than `source`.
+    """Refuse an adapter whose config names another base model (`name`) than `source`.
 
-    Two directories are compared by their weights: all checkpoints of ours have names like v000016, and others have
-    checkpoint-500 or final. A directory may have been moved, or been downloaded from a hub: what is left then is its
-    last name, and `say` hears that this is all.
+    Directories are compared by their weights, since checkpoints of different runs have the same names. A directory that
+    was moved, or downloaded from a hub, can be compared by its last name only, which is logged.
     """
     recorded, ours = Path(name).expanduser(), Path(source)
     if not name or name == source or (ours.is_dir() and recorded.resolve() == ours.resolve()):
@@ -53,227 +241,23 @@ def check_base(name: str, adapter: Path, source: str, config_file: Path, log: Ca
 
 
 def _same_weights(first: Path, second: Path) -> bool | None:
-    """Whether the files with weights in two directories are equal; None where they cannot be compared.
-
-    Only the model's own count: a checkpoint of ours has the learner's beside them, an export of it has not.
-    """
+    """Whether the model files of two directories are equal; None where they cannot be compared."""
     try:
-        weights = [{path.name: path for path in directory.glob("model*.safetensors")} for directory in (first, second)]
-        ours, theirs = weights
-        if not ours or ours.keys() != theirs.keys():  # not here, or cut into other files
+        names = [{path.name for path in directory.glob("model*.safetensors")} for directory in (first, second)]
+        if not names[0] or names[0] != names[1]:  # not here, or split into other files
             return None
-        return all(cmp(ours[name], theirs[name], shallow=False) for name in ours)
-    except OSError:  # somebody else's directory
+        return all(cmp(first / name, second / name, shallow=False) for name in names[0])
+    except OSError:  # no permission
         return None
 
 
 def _on_hub(name: str) -> bool:
-    """Whether this is an owner and a name, and no directory here."""
+    """Whether this is `owner/name` and no local directory."""
     return name.count("/") == 1 and not name.startswith((".", "/", "~")) and not Path(name).is_dir()
 
 
-# LoRA through PEFT: adapters are trained, whole models are saved.
-# A checkpoint's `model.safetensors` is the merged policy, so that whoever samples or evaluates needs to know nothing of
-# adapters. Beside it lies `adapter/` in PEFT's own layout. To go on, the learner needs the weights beneath the adapters:
-# those of version 0, which stays for that reason. They are its `model.safetensors` where adapters start at nothing, and
-# `base/` in it where the run started from an adapter.
-
-ADAPTER, BASE = "adapter", "base"
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."  # what PEFT puts before every name in an adapter's file
-# What PEFT's LoRA can do besides a low-rank product on some linear layers.
-_MORE_THAN_PRODUCTS = (
-    *("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication"),
-    *("lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "velora_config"),
-    *("kasa_config", "monteclora_config"),
-)
-# Ways to start an adapter that leave the weights beneath it alone.
-_PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
-
-
-class Adapters:
-    """The adapters of a model, put into it by the constructor; all its other weights are frozen."""
-
-    def __init__(self, model: Any, peft_config: Any) -> None:
-        from peft import inject_adapter_in_model
-
-        self.model, self.peft_config = model, peft_config
-        inject_adapter_in_model(peft_config, model)
-        # By the name of the layer; PEFT names the adapter itself "default".
-        self.layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
-        self.weights = {
-            f"{_PREFIX}{name}.{part}.weight": getattr(layer, part)["default"].weight
-            for name, layer in self.layers.items()
-            if layer.lora_A  # an embedding has factors of another kind; an adapter with one is refused
-            for part in ("lora_A", "lora_B")
-        }
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)
-        for parameter in self.weights.values():
-            parameter.data = parameter.data.float()  # small enough to be kept exactly, whatever lies beneath
-            parameter.requires_grad_(True)
-
-    def start(self, seed: int) -> None:
-        """Products of zero with random first factors, as in PEFT, but drawn from this seed on any device."""
-        generator = torch.Generator().manual_seed(seed)
-        for layer in self.layers.values():
-            first, second = (getattr(layer, part)["default"].weight for part in ("lora_A", "lora_B"))
-            drawn = torch.empty(first.shape)
-            torch.nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
-            first.data.copy_(drawn)
-            second.data.zero_()
-
-    def load(self, directory: Path) -> None:
-        """Take over the weights of an adapter in PEFT's layout; one for other layers or shapes is a ModelError."""
-        path = directory / _WEIGHTS
-        try:
-            found = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{path} cannot be read ({error}): copy the adapter again, as safetensors") from error
-        if wrong := sorted(found.keys() ^ self.weights.keys()):
-            where = "the adapter's file" if wrong[0] in found else "the model with these targets"
-            raise ModelError(
-                f"the adapter {directory} is for another model than {self._name()}: {len(wrong)} of its weights do "
-                f"not match, the first {wrong[0].removeprefix(_PREFIX)}, which only {where} has: {self._advice()}"
-            )
-        for name, parameter in self.weights.items():
-            if found[name].shape != parameter.shape:
-                raise ModelError(
-                    f"the adapter {directory} is for another model than {self._name()}: "
-                    f"{name.removeprefix(_PREFIX)} has shape {list(found[name].shape)} and should have "
-                    f"{list(parameter.shape)}: {self._advice()}"
-                )
-            parameter.data.copy_(found[name])
-
-    def merged(self) -> dict[str, Tensor]:
-        """Weights of the policy as an ordinary model; those in memory stay as they are."""
-        state: dict[str, Tensor] = self.model.state_dict()
-        for name, layer in self.layers.items():
-            for key in [key for key in state if key.startswith((f"{name}.lora_", f"{name}.base_layer."))]:
-                value = state.pop(key)
-                if ".base_layer." in key:
-                    state[key.replace(".base_layer.", ".")] = value
-            weight = state[f"{name}.weight"]
-            # To the host at once, or saving would need the room of a second model on the device.
-            with torch.no_grad():
-                delta = layer.get_delta_weight("default")
-                state[f"{name}.weight"] = (weight.float() + delta.float()).to(weight.dtype).cpu()
-        return state
-
-    def save(self, directory: Path) -> None:
-        """Write the merged policy, and the adapter beside it."""
-        self.model.save_pretrained(directory, state_dict=self.merged())
-        (directory / ADAPTER).mkdir()
-        tensors = {name: parameter.detach().contiguous() for name, parameter in self.weights.items()}
-        save_file(tensors, directory / ADAPTER / _WEIGHTS, metadata={"format": "pt"})
-        saved = copy(self.peft_config)
-        saved.inference_mode = True  # as PEFT writes it: whoever loads it to train says so
-        if isinstance(saved.target_modules, set):
-            saved.target_modules = sorted(saved.target_modules)  # a set would be written in another order each time
-        saved.save_pretrained(str(directory / ADAPTER))
-
-    def _name(self) -> str:
-        return str(self.peft_config.base_model_name_or_path)
-
-    def _advice(self) -> str:
-        return "name the model it was made for in model.path"
-
-
-# ---------------------------------------------------------------- version 0
-
-
-def save_first(
-    config: RunConfig, model: Any, source: str, directory: Path, log: Callable[[str], object] = lambda text: None
-) -> None:
-    """Write the policy that becomes version 0; `model` was loaded from `source` and is changed."""
-    if not config.model.trains_adapters:
-        model.save_pretrained(directory)
-        return
-    need_peft()
-    if config.model.adapter:
-        adapter = Path(config.model.adapter).expanduser()
-        peft_config = read_adapter_config(adapter, source, log)
-        model.save_pretrained(directory / BASE)
-        adapters = _inject(model, peft_config, adapter)
-        adapters.load(adapter)
-    else:
-        adapters = Adapters(model, new_config(config.model.lora, model, source))
-        adapters.start(config.seed)
-    adapters.save(directory)
-
-
-def new_config(settings: LoraSection, model: Any, source: str) -> Any:
-    """PEFT's config of adapters that these settings ask for."""
-    from peft import LoraConfig
-
-    chosen = target_layers(model, settings.targets)
-    return LoraConfig(
-        r=settings.rank,
-        # PEFT writes down whole numbers as such.
-        lora_alpha=int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,  # type: ignore[arg-type]
-        target_modules=sorted({name.rpartition(".")[2] for name in chosen}),
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in chosen.values()),
-        lora_dropout=0.0,
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=_place(source),
-    )
-
-
-def target_layers(model: Any, targets: list[str]) -> dict[str, Any]:
-    """The linear layers that get adapters, by name; `model` may be one without data, on the meta device."""
-    head = model.get_output_embeddings()
-    linear = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
-    }
-    known = {name.rpartition(".")[2] for name in linear}
-    if wrong := [target for target in targets if target not in known]:
-        raise ModelError(
-            f"model.lora.targets names {wrong[0]!r}, which is no linear layer within {type(model).__name__}; "
-            f"{nearest(wrong[0], known)}"
-        )
-    return {name: module for name, module in linear.items() if not targets or name.rpartition(".")[2] in targets}
-
-
-def read_adapter_config(adapter: Path, source: str, log: Callable[[str], object]) -> Any:
-    """PEFT's config of an adapter that exists; one that we cannot train or that is for another model is refused.
-
-    `say` hears of one that cannot be told from one for another model.
-    """
-    need_peft()
-    from peft import LoraConfig
-
-    if not (adapter / _CONFIG).is_file():
-        raise ModelError(f"model.adapter is {adapter}, which has no {_CONFIG}: name the directory of a PEFT adapter")
-    try:
-        record = json.loads((adapter / _CONFIG).read_text())
-        kind = record.get("peft_type")
-        if kind != "LORA":
-            raise ModelError(f"the adapter {adapter} is of the kind {kind}: only LORA can be trained on")
-        found: Any = LoraConfig.from_pretrained(str(adapter))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        if isinstance(error, ModelError):
-            raise
-        raise ModelError(f"{adapter / _CONFIG} is no config of a PEFT adapter: {error}") from error
-    more = [name for name in _MORE_THAN_PRODUCTS if getattr(found, name, None)]
-    more += ["bias"] if found.bias != "none" else []
-    more += ["init_lora_weights"] if found.init_lora_weights not in _PLAIN_STARTS else []
-    if more:
-        raise ModelError(
-            f"the adapter {adapter} has {more[0]} = {getattr(found, more[0])!r}, which is more than low-rank products "
-            "of linear layers: merge it with PEFT's merge_and_unload and name the result in model.path"
-        )
-    check_base(str(record.get("base_model_name_or_path") or ""), adapter, source, adapter / _CONFIG, log)
-    found.base_model_name_or_path = _place(source)
-    found.lora_dropout = 0.0  # dropout is off everywhere
-    found.init_lora_weights = True  # its weights are loaded
-    found.inference_mode = False
-    return found
-
-
-def _place(source: str) -> str:
-    """A directory by its whole path, a name on a hub as it is."""
+def _absolute(source: str) -> str:
+    """The absolute path of a directory; a hub name as it is."""
     return str(Path(source).resolve()) if Path(source).is_dir() else source
 
 
@@ -281,19 +265,17 @@ def _inject(model: Any, peft_config: Any, adapter: Path) -> Adapters:
     tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of targets that are tied, which are refused here
+            warnings.simplefilter("ignore")  # about tied targets, which are refused here
             adapters = Adapters(model, peft_config)
     except ValueError as error:  # no layer has the names of its targets
-        raise ModelError(
-            f"the adapter {adapter} does not fit {peft_config.base_model_name_or_path}: {error}: name the model it was "
-            "made for in model.path"
-        ) from error
-    # The learner takes the output layer's own weight, and would not see a product beside it.
+        name = peft_config.base_model_name_or_path
+        raise ModelError(f"the adapter {adapter} does not fit {name}: {error}: {_NAME_MODEL}") from error
+    # The trainer reads the output layer's own weight, and would ignore an adapter on it.
     head = model.get_output_embeddings()
     for name, layer in adapters.layers.items():
         if layer is head or not layer.lora_A:
             kind = "the output layer" if layer is head else "an embedding"
-            # Merged, a product of one of two layers that share their weights would be one of both.
+            # With tied weights, merging an adapter of one layer would change both.
             merge = "merge it with PEFT's merge_and_unload and name the result in model.path, or "
             raise ModelError(
                 f"the adapter {adapter} has a product for {name}, {kind}, and only those of linear layers within the "
@@ -303,32 +285,29 @@ def _inject(model: Any, peft_config: Any, adapter: Path) -> Adapters:
 
 
 def check_adapter(adapter: Path, source: str, log: Callable[[str], object]) -> Any:
-    """PEFT's config of an adapter that fits the model at `source`, of which nothing but the config is read."""
+    """PEFT's config of an adapter that fits the model at `source`, whose weights are not read."""
     peft_config = read_adapter_config(adapter, source, log)
     try:
-        with torch.device("meta"):  # layers without data
+        with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
-    except Exception:  # code of its own, a damaged file: where it matters, loading will say so
+    except Exception:  # custom code or a damaged file: loading will report it where it matters
         return peft_config
     _inject(model, peft_config, adapter).load(adapter)
     return peft_config
 
 
 def need_peft() -> None:
-    """Refuse, with the remedy, where PEFT is not installed."""
+    """Raise a ModelError where PEFT is not installed."""
     if find_spec("peft") is None:
         raise ModelError("adapters need the package peft: pip install 'stalewise[lora]'")
 
 
-# ---------------------------------------------------------------- later versions
-
-
-def load_policy(config: RunConfig, checkpoint: Path, device: torch.device) -> tuple[Any, Adapters | None]:
-    """The model to train, with its adapters in it where adapters are trained."""
+def load_policy(section: ModelSection, checkpoint: Path, device: torch.device) -> tuple[Any, Adapters | None]:
+    """The model to train, and its adapters where adapters are trained."""
     if torch.cuda.is_initialized():
-        gc.collect()  # a policy that was dropped may lie in cycles of a compiler's, and in the memory of the GPU
-    dtype = pick_weights_dtype(config.model.precision)
-    if not config.model.trains_adapters:
+        gc.collect()  # reference cycles of the compiler may keep an earlier policy in GPU memory
+    dtype = pick_weights_dtype(section.precision)
+    if not section.trains_adapters:
         return load_model(str(checkpoint), device=device, dtype=dtype), None
     need_peft()
     from peft import LoraConfig
@@ -342,7 +321,7 @@ def load_policy(config: RunConfig, checkpoint: Path, device: torch.device) -> tu
 
 
 def base_directory(checkpoint: Path) -> Path:
-    """Where the weights beneath the adapters of a run's checkpoint lie."""
+    """The directory with the weights beneath the adapters of a run's checkpoint."""
     first = checkpoint_directory(checkpoint.parent.parent, 0)
     if not (first / "manifest.json").is_file():
         raise StoreError(

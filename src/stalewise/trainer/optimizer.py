@@ -1,9 +1,9 @@
-"""AdamW, its learning rate as a function of the update, and its state as plain tensors."""
+"""AdamW, its learning-rate schedule, its state as named tensors, and operations on lists of tensors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from stalewise.config import OptimizerSection
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-# Operations on many tensors in few launches: torch's own optimizers are made of them, its type stubs leave them out.
+# Operations on many tensors in few launches, as torch's optimizers use them; its type stubs leave them out.
 _foreach: Any = torch
 
 
@@ -23,7 +23,7 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def distance(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
-    """‖after − before‖ over all numbers; `before` is used up."""
+    """‖after − before‖ over all numbers; overwrites `before`."""
     subtract_from(before, after)
     return torch.linalg.vector_norm(torch.stack(_foreach._foreach_norm(before, 2, dtype=torch.float32)).double())
 
@@ -34,25 +34,24 @@ def subtract_from(totals: Sequence[Tensor], amounts: Sequence[Tensor]) -> None:
 
 
 def copy_to(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source to its target, rounding where precisions differ."""
+    """Copy each source to its target, converting its dtype."""
     _foreach._foreach_copy_(targets, sources)
 
 
 def add_to(totals: Sequence[Tensor], amounts: Sequence[Tensor]) -> None:
-    """Add each amount to its total, in place. Amounts of lower precision are made like their totals together."""
-    low = [
-        place for place, (total, amount) in enumerate(zip(totals, amounts, strict=True)) if total.dtype != amount.dtype
-    ]
+    """Add each amount to its total, in place, in the dtype of the total."""
+    pairs = zip(totals, amounts, strict=True)
+    low = [index for index, (total, amount) in enumerate(pairs) if total.dtype != amount.dtype]
     same = list(amounts)
-    widened = [torch.empty_like(totals[place]) for place in low]
-    copy_to(widened, [amounts[place] for place in low])
-    for place, amount in zip(low, widened, strict=True):
-        same[place] = amount
+    widened = [torch.empty_like(totals[index]) for index in low]
+    copy_to(widened, [amounts[index] for index in low])
+    for index, amount in zip(low, widened, strict=True):
+        same[index] = amount
     _foreach._foreach_add_(totals, same)
 
 
 def adamw(parameters: Iterable[Tensor], settings: OptimizerSection) -> torch.optim.AdamW:
-    """The optimizer that a config asks for."""
+    """The optimizer of a config."""
     return torch.optim.AdamW(
         parameters,
         lr=settings.learning_rate,
@@ -71,7 +70,7 @@ def learning_rate(
     warmup_updates: int = 0,
     schedule: Literal["constant", "cosine", "linear"] = "constant",
 ) -> float:
-    """Learning rate of the update with this index: linear warm-up, then constant or down to 0 at the end of the run.
+    """Learning rate of an update: linear warm-up, then constant or decaying to 0 at the end of the run.
 
     >>> [round(learning_rate(u, peak=1.0, updates=8, warmup_updates=4, schedule="linear"), 3) for u in range(8)]
     [0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25]
@@ -85,15 +84,12 @@ def learning_rate(
 
 
 def moments_by_file(
-    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], whole: Callable[[str, Tensor], Tensor]
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], full_tensor: Callable[[str, Tensor], Tensor]
 ) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's state as tensors by name, ready for safetensors: a file for each moment.
-
-    `whole` makes one tensor of what the ranks hold of it.
-    """
+    """The optimizer's state by file and tensor name, one file for each moment; `full_tensor` gathers over ranks."""
     return {
         f"optimizer_{moment}.safetensors": {
-            f"{moment}.{names[parameter]}": whole(names[parameter], state[moment]).contiguous()
+            f"{moment}.{names[parameter]}": full_tensor(names[parameter], state[moment]).contiguous()
             for parameter, state in optimizer.state.items()
         }
         for moment in _MOMENTS
@@ -101,15 +97,15 @@ def moments_by_file(
 
 
 def read_moments(checkpoint: Path, load: Callable[[Path], dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of all these files."""
-    files: Iterator[Path] = checkpoint.glob("optimizer*.safetensors")
+    """The tensors of all files of `moments_by_file`."""
+    files = checkpoint.glob("optimizer*.safetensors")
     return {name: tensor for file in files for name, tensor in load(file).items()}
 
 
 def restore_moments(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tensors: Mapping[str, Tensor], steps: int
 ) -> None:
-    """The inverse of `moments_by_file`; `steps` is how many steps the optimizer had taken."""
+    """Restore the state of an optimizer after `steps` steps."""
     for parameter, name in names.items():
         if f"{_MOMENTS[0]}.{name}" not in tensors:  # it never had a gradient
             continue

@@ -1,7 +1,6 @@
-"""Rollouts one after the other in a single row, each prompt once for all of its responses; numbers of the host alone.
+"""Packs rollouts into one row of tokens: each prompt once, followed by all of its responses. Host arrays only.
 
-Where a device repeats recorded work, rows are padded to few different sizes, and may be made in two halves that pass
-side by side.
+For CUDA graphs, rows are padded to a few common sizes, and may be split into two halves that run on two streams.
 
 Axes: B responses, P prompts, S segments (prompts and responses), N all response tokens, T tokens of a row, M keys of
 all segments.
@@ -17,30 +16,29 @@ import numpy as np
 
 from stalewise.store import RolloutColumns
 
-# Sizes of padded rows. Tokens cost time: no more than 5% of them, but for rows of less than 640, whose sizes are a step
-# apart. Keys that nobody sees are only copied; how many there are for each token differs less than how many there are.
+# Sizes of padded rows. Padding tokens cost time: at most 5%, except below 640 tokens, where sizes are one step apart.
+# Padding keys are only copied; their number per token varies less than their number.
 SIZE_STEP, TOKEN_RATIO, KEY_RATIO = 32, 1.05, 1.25
-# Two halves may cost so much more than the whole, by a prompt in both or by being unequal.
+# Two halves may cost this much more than the whole: a prompt may be in both, or they may be unequal.
 HALVES_RATIO = 1.02
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedRow:
     """A row of segments. A segment has its own queries, and keys that end with its own tokens."""
 
     input_ids_T: np.ndarray
-    query_S: np.ndarray  # how many each segment has
-    key_S: np.ndarray
+    query_S: np.ndarray  # queries of each segment
+    key_S: np.ndarray  # keys of each segment
     key_M: np.ndarray  # token of each key
     source_N: np.ndarray  # token whose output predicts each response token
 
 
-def pack(part: RolloutColumns, prompt_B: np.ndarray) -> Packed:
-    """Rollouts in one row; those with one prompt lie together. The last token of a response is not in it."""
+def pack(part: RolloutColumns, prompt_B: np.ndarray) -> PackedRow:
+    """Pack rollouts into one row, without the last token of each response. Rollouts of one prompt must be adjacent."""
     first_B = np.flatnonzero(np.diff(prompt_B, prepend=-1))  # the first response of each prompt
     prompt_P, own_B = part.prompt_lengths[first_B], part.response_lengths - 1
 
-    # A prompt is followed by its responses. Where each begins:
     is_first = np.zeros(len(part), dtype=np.int64)
     is_first[first_B] = prompt_P
     response_start = np.cumsum(own_B + is_first) - own_B
@@ -52,23 +50,23 @@ def pack(part: RolloutColumns, prompt_B: np.ndarray) -> Packed:
 
     input_ids = np.zeros(int(prompt_P.sum() + own_B.sum()), dtype=np.int64)
     input_ids[ranges(prompt_start, prompt_P)] = np.concatenate([part.prompt(int(row)) for row in first_B])
-    passing_N = column_N < own_B[row_N]
-    input_ids[(response_start[row_N] + column_N)[passing_N]] = part.response_ids[passing_N]
+    input_N = column_N < own_B[row_N]
+    input_ids[(response_start[row_N] + column_N)[input_N]] = part.response_ids[input_N]
 
-    # Segments in the order of their tokens; a response of one token has none that pass.
+    # Segments in the order of their tokens; a response of one token has no segment.
     start_S = np.concatenate([prompt_start, response_start[own_B > 0]])
     query_S = np.concatenate([prompt_P, own_B[own_B > 0]])
-    seen_S = np.concatenate([np.zeros_like(prompt_P), prompt_P[prompt_B][own_B > 0]])  # keys of the prompt
-    seen_start_S = np.concatenate([prompt_start, prompt_start[prompt_B][own_B > 0]])
-    by_place = np.argsort(start_S)
-    start_S, query_S, seen_S, seen_start_S = (x[by_place] for x in (start_S, query_S, seen_S, seen_start_S))
-    both = np.stack([seen_S, query_S], axis=1).ravel()
-    key_M = ranges(np.stack([seen_start_S, start_S], axis=1).ravel(), both)
-    return Packed(input_ids, query_S, seen_S + query_S, key_M, source_N)
+    shared_S = np.concatenate([np.zeros_like(prompt_P), prompt_P[prompt_B][own_B > 0]])  # keys of the prompt
+    shared_start_S = np.concatenate([prompt_start, prompt_start[prompt_B][own_B > 0]])
+    order = np.argsort(start_S)
+    start_S, query_S, shared_S, shared_start_S = (x[order] for x in (start_S, query_S, shared_S, shared_start_S))
+    both = np.stack([shared_S, query_S], axis=1).ravel()
+    key_M = ranges(np.stack([shared_start_S, start_S], axis=1).ravel(), both)
+    return PackedRow(input_ids, query_S, shared_S + query_S, key_M, source_N)
 
 
-def shared_cost(rows: RolloutColumns) -> tuple[np.ndarray, np.ndarray]:
-    """Rows with one prompt together, in the order of their prompts, and the tokens that each adds."""
+def order_by_prompt(rows: RolloutColumns) -> tuple[np.ndarray, np.ndarray]:
+    """An order of the rows in which those of one prompt are adjacent, and the tokens that each row adds."""
     prompt_B = prompt_numbers(rows)
     order = np.argsort(prompt_B, kind="stable")
     return order, _cost(rows.prompt_lengths[order], rows.response_lengths[order], prompt_B[order])
@@ -81,20 +79,17 @@ def _cost(prompt_length_B: np.ndarray, response_length_B: np.ndarray, prompt_B: 
 
 
 def prompt_numbers(rows: RolloutColumns) -> np.ndarray:
-    """A number for each distinct prompt, in the order in which they come up, [B]."""
+    """Numbers of the distinct prompts, in order of appearance, [B]."""
     numbers: dict[bytes, int] = {}
     return np.array([numbers.setdefault(rows.prompt(row).tobytes(), len(numbers)) for row in range(len(rows))])
 
 
-def halves(part: RolloutColumns) -> list[tuple[RolloutColumns, np.ndarray]]:
-    """Two parts of about as many tokens, in the order of their rows; the whole where that would cost more.
-
-    With the numbers of their prompts, which lie together.
-    """
+def split_in_halves(part: RolloutColumns) -> list[tuple[RolloutColumns, np.ndarray]]:
+    """Two halves with about equally many tokens, or the whole where halves cost too much; with their prompt numbers."""
     prompt_B = prompt_numbers(part)
     cost_B = _cost(part.prompt_lengths, part.response_lengths, prompt_B)
     left, whole = np.cumsum(cost_B)[:-1], int(cost_B.sum())
-    # A prompt whose responses are on both sides passes twice.
+    # A prompt with responses in both halves is in both.
     right = whole - left + np.where(np.diff(prompt_B) == 0, part.prompt_lengths[1:], 0)
     larger = np.maximum(left, right)
     if len(part) < 2 or 2 * larger.min() > HALVES_RATIO * whole:
@@ -106,8 +101,8 @@ def halves(part: RolloutColumns) -> list[tuple[RolloutColumns, np.ndarray]]:
     ]
 
 
-def in_few_sizes(rows: Sequence[Packed]) -> list[Packed]:
-    """Rows padded to one size, of which few different ones come up."""
+def pad_to_common_size(rows: Sequence[PackedRow]) -> list[PackedRow]:
+    """Pad all rows to one size, out of few possible sizes."""
     tokens = size_above(max(len(one.input_ids_T) for one in rows), TOKEN_RATIO)
     keys = tokens
     while keys < max(len(one.key_M) + tokens - len(one.input_ids_T) for one in rows):
@@ -119,36 +114,36 @@ def in_few_sizes(rows: Sequence[Packed]) -> list[Packed]:
     ]
 
 
-def _padded(row: Packed, tokens: int, keys: int) -> Packed:
-    """Segments that take up the padding of queries and keys, none of them longer than the longest that is real.
+def _padded(row: PackedRow, tokens: int, keys: int) -> PackedRow:
+    """Add segments for the padding of queries and keys, none longer than the longest real segment.
 
-    A query that is padding sees any tokens: nothing comes of it, and no token has many copies.
+    Padding queries attend to arbitrary tokens; spreading these keeps any one token from having many copies.
     """
     padding = tokens - len(row.input_ids_T)
     extra_query = _pieces(padding, int(row.query_S.max()))
-    unseen = _pieces(keys - len(row.key_M) - padding, int(row.key_S.max()))  # keys that no query sees
-    return Packed(
+    unused = _pieces(keys - len(row.key_M) - padding, int(row.key_S.max()))  # keys without a query
+    return PackedRow(
         _extended(row.input_ids_T, tokens),
-        np.concatenate([row.query_S, extra_query, np.zeros_like(unseen)]),
-        np.concatenate([row.key_S, extra_query, unseen]),
+        np.concatenate([row.query_S, extra_query, np.zeros_like(unused)]),
+        np.concatenate([row.key_S, extra_query, unused]),
         np.concatenate([row.key_M, np.arange(keys - len(row.key_M)) % tokens]),
         row.source_N,
     )
 
 
 def _extended(numbers: np.ndarray, length: int) -> np.ndarray:
-    """With zeros up to this length."""
+    """Zero-padded to this length."""
     return np.concatenate([numbers, np.zeros(length - len(numbers), dtype=numbers.dtype)])
 
 
 def _pieces(total: int, most: int) -> np.ndarray:
-    """`total` as pieces of `most`, and a rest."""
+    """`total` in pieces of `most`, and a remainder."""
     whole, rest = divmod(total, most)
     return np.array([most] * whole + [rest] * (rest > 0), dtype=np.int64)
 
 
 def size_above(number: int, ratio: float) -> int:
-    """The next of few sizes, each at most `ratio` times the one before it or a SIZE_STEP more; multiples of that.
+    """The next of few sizes, all multiples of SIZE_STEP, each at most `ratio` times or one step above the last.
 
     >>> [size_above(n, 1.05) for n in (1, 1000, 1030, 16_000)]
     [32, 1024, 1056, 16544]
@@ -160,13 +155,13 @@ def size_above(number: int, ratio: float) -> int:
 
 
 def rows_and_columns(length_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each response token its response and its place in it, [N] each."""
+    """Response of each response token, and its index within the response, [N] each."""
     row_N = np.repeat(np.arange(len(length_B)), length_B)
     return row_N, np.arange(len(row_N)) - (np.cumsum(length_B) - length_B)[row_N]
 
 
 def ranges(start_S: np.ndarray, length_S: np.ndarray) -> np.ndarray:
-    """start, start + 1, … of each segment, one after the other.
+    """Concatenated ranges: start, start + 1, … of each segment.
 
     >>> ranges(np.array([10, 3]), np.array([2, 3])).tolist()
     [10, 11, 3, 4, 5]

@@ -1,4 +1,4 @@
-"""Work beside other work: on a stream of its own, where the gaps between its kernels leave nobody waiting."""
+"""Operations on all trained weights and gradients at once, and the side stream that some of them run on."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from stalewise.trainer.optimizer import copies, copy_to, distance, subtract_from
 
 
 class SideStream:
-    """What is enqueued within `reading` runs beside what is enqueued after it; `join` waits for it, on the device.
+    """A second CUDA stream. Work within `reading` runs at the same time as what follows it; `join` waits for it.
 
-    Without a GPU everything runs where it stands.
+    Without a GPU, work runs immediately.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,9 +24,9 @@ class SideStream:
 
     @contextlib.contextmanager
     def reading(self, *read: object) -> Iterator[None]:
-        """Work without gradients that reads these. They are held until `join`.
+        """Run work without gradients that reads these objects; they are kept until `join`.
 
-        Memory that is let go belongs to the next kernel of the stream that asked for it, whoever still reads it.
+        The allocator would give freed memory to the next kernel of the other stream while this one still reads it.
         """
         with torch.no_grad():
             if self.stream is None:
@@ -38,7 +38,7 @@ class SideStream:
                 yield
 
     def join(self, *made: torch.Tensor) -> None:
-        """What is enqueued after this comes after all of it, and may read what was made there."""
+        """Make the current stream wait for the side stream, and let it read what was made there."""
         if self.stream is not None:
             here = torch.cuda.current_stream()
             here.wait_stream(self.stream)
@@ -47,45 +47,40 @@ class SideStream:
         self.held.clear()
 
 
-# What is done to all trained weights, or to all of their gradients, at once.
-# On a GPU an operation on a list of tensors is a dozen launches with a gap after each; on one tensor that holds them all
-# it is one.
-
-
 class Weights:
-    """Trained weights and their gradients, each wherever it lies."""
+    """Trained weights and their gradients, as separate tensors."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
         self.before: list[Tensor] = []
 
     def zero_gradients(self) -> None:
-        """As they are before the first backward pass: none."""
+        """Remove all gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def gradient_norm(self) -> Tensor:
-        """‖gradient‖ over all numbers that are here."""
+        """‖gradient‖ over the weights of this rank."""
         return get_total_norm([parameter.grad for parameter in self.parameters if parameter.grad is not None])
 
-    def clip_gradients(self, most: float, norm: Tensor) -> None:
-        """Make the gradient, whose norm this is, no longer than `most`."""
-        clip_grads_with_norm_(self.parameters, most, norm)
+    def clip_gradients(self, max_norm: float, norm: Tensor) -> None:
+        """Scale the gradient down to `max_norm`, given its norm."""
+        clip_grads_with_norm_(self.parameters, max_norm, norm)
 
-    def remember(self) -> None:
-        """Before a step: what the weights are."""
+    def snapshot(self) -> None:
+        """Copy the weights before a step."""
         self.before = copies([parameter.detach() for parameter in self.parameters])
 
-    def moved(self) -> Tensor:
-        """After a step: the norm of the change of all weights since `remember`, once."""
+    def update_norm(self) -> Tensor:
+        """‖Δθ‖ since `snapshot`, which is used up."""
         before, self.before = self.before, []
         return distance(before, [parameter.detach() for parameter in self.parameters])
 
 
 class FlatWeights(Weights):
-    """The same with all gradients in one tensor, where they stay: what is captured in a graph knows their addresses.
+    """Weights of one precision with all gradients in one tensor, at addresses that CUDA graphs can hold.
 
-    The weights, all of one precision, stay tensors of their own. They are copied beside what is done to the gradients.
+    An operation on a list of tensors is a dozen launches on a GPU, with a gap after each; on one tensor it is one.
     """
 
     def __init__(self, parameters: Sequence[Tensor], side_stream: SideStream) -> None:
@@ -99,32 +94,32 @@ class FlatWeights(Weights):
         self.zero_gradients()
 
     def zero_gradients(self) -> None:
-        """They keep their places."""
+        """In place."""
         self.gradient.zero_()
 
     def gradient_norm(self) -> Tensor:
-        """In one reduction."""
+        """One reduction."""
         return torch.linalg.vector_norm(self.gradient, dtype=torch.float32)
 
-    def clip_gradients(self, most: float, norm: Tensor) -> None:
-        """By the factor that `clip_grads_with_norm_` takes."""
-        self.gradient.mul_((most / (norm + 1e-6)).clamp(max=1.0))
+    def clip_gradients(self, max_norm: float, norm: Tensor) -> None:
+        """By the same factor as `clip_grads_with_norm_`."""
+        self.gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
 
-    def remember(self) -> None:
-        """Its memory is asked for here, not aside, where it would stay; the step comes after a `join`."""
+    def snapshot(self) -> None:
+        """Copy on the side stream, to memory of this one, where it is reused; the step must come after a `join`."""
         whole, views = self._flat()
         self.before = [whole, *views]
         with self.side_stream.reading():
             copy_to(views, self.own)
 
-    def moved(self) -> Tensor:
-        """In one reduction."""
+    def update_norm(self) -> Tensor:
+        """One reduction."""
         (whole, *views), self.before = self.before, []
         subtract_from(views, self.own)
         return torch.linalg.vector_norm(whole, dtype=torch.float32).double()
 
     def _flat(self) -> tuple[Tensor, list[Tensor]]:
-        """A tensor with room for as many numbers as there are weights, and its parts, each of the shape of one."""
+        """An empty tensor with as many numbers as the weights have, and its views in the shapes of the weights."""
         flat = self.own[0].new_empty(sum(self.sizes))
         parts = flat.split(self.sizes)
         return flat, [part.view(tensor.shape) for part, tensor in zip(parts, self.own, strict=True)]

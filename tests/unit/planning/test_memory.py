@@ -54,7 +54,7 @@ def test_adapters_are_counted_as_they_will_be(tmp_path: Path) -> None:
 
     settings = config(model={"lora": {"rank": 3, "targets": ["q_proj", "down_proj"]}})
     shape = model_shape(POLICY, settings)
-    save_first(settings, load_model(POLICY, device=CPU), POLICY, tmp_path / "first")
+    save_first(settings.model, settings.seed, load_model(POLICY, device=CPU), POLICY, tmp_path / "first")
     again = model_shape(POLICY, config(model={"adapter": str(tmp_path / "first" / "adapter")}))
     assert shape is not None
     # Each layer: q_proj is H × H, down_proj H × F; an adapter has rank × (rows + columns) numbers.

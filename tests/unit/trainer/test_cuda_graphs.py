@@ -8,16 +8,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from test_learner import rollouts
 from transformers import LlamaConfig, LlamaForCausalLM, OlmoConfig, OlmoForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from policies import SIZE
 from stalewise.models.attention import PACKED
 from stalewise.trainer import cuda_graphs as graphs
-from stalewise.trainer.cuda_graphs import GraphedBody
+from stalewise.trainer.cuda_graphs import GraphedBody, _copied
 from stalewise.trainer.logprobs import response_logp
 from stalewise.trainer.micro_batch import Layout, MicroBatch, micro_batches
 from stalewise.trainer.weights import FlatWeights, SideStream
+from trainer_inputs import rollouts, tokens_of
 
 CPU = torch.device("cpu")
 
@@ -71,8 +71,8 @@ def test_both_lanes_give_the_gradients_of_a_plain_pass(kind: str, monkeypatch: p
 
     def gradients(body: GraphedBody | None) -> list[torch.Tensor]:
         for rows, budget in ((rollouts(groups=10, seed=3), 10_000), (rollouts(groups=4, seed=4), 60)):
-            for part in micro_batches(rows, Layout(budget, few_sizes=True, side_by_side=True), CPU):
-                seen.add(len(part.passages))
+            for part in micro_batches(rows, Layout(budget, common_sizes=True, two_halves=True), CPU):
+                seen.add(len(part.inputs))
                 with torch.autocast("cpu", dtype=torch.bfloat16):
                     logp_BT, _ = response_logp(model, part, dtype=torch.bfloat16, body=body)
                 (logp_BT * torch.linspace(-1, 1, logp_BT.shape[1])).sum().backward()
@@ -95,12 +95,12 @@ def test_streams_are_joined_though_a_pass_fails(monkeypatch: pytest.MonkeyPatch)
     def fail(model: Any, passages: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(graphs, "run_passages", fail)
-    (part,) = micro_batches(rollouts(groups=10), Layout(10_000, few_sizes=True, side_by_side=True), CPU)
+    monkeypatch.setattr(graphs, "hidden_states", fail)
+    (part,) = micro_batches(rollouts(groups=10), Layout(10_000, common_sizes=True, two_halves=True), CPU)
     with pytest.raises(torch.OutOfMemoryError):
         body(part)
     here = torch.cuda.current_stream()
-    assert Stream.waits[-2:] == [(here, body.beside[0]), (here, body.stream)]
+    assert Stream.waits[-2:] == [(here, body.other_streams[0]), (here, body.stream)]
     assert not body.launched
 
 
@@ -111,11 +111,11 @@ def test_a_size_is_captured_when_it_soon_comes_up_again(monkeypatch: pytest.Monk
     captured: list[int] = []
 
     def capture(self: GraphedBody, part: MicroBatch) -> Any:
-        captured.append(part.passages[0].input_ids_XW.shape[1])
+        captured.append(part.inputs[0]["input_ids"].shape[1])
 
     monkeypatch.setattr(GraphedBody, "_capture", capture)
     monkeypatch.setattr(graphs, "SOON", 4)
-    layout = Layout(10_000, few_sizes=True)
+    layout = Layout(10_000, common_sizes=True)
     small, large = (next(micro_batches(rollouts(groups=n), layout, CPU)) for n in (2, 40))
     with torch.no_grad():
         for _ in range(2):
@@ -126,7 +126,7 @@ def test_a_size_is_captured_when_it_soon_comes_up_again(monkeypatch: pytest.Monk
     assert not captured
     with torch.no_grad():
         body(small)
-    sizes = [part.passages[0].input_ids_XW.shape[1] for part in (small, large)]
+    sizes = [part.inputs[0]["input_ids"].shape[1] for part in (small, large)]
     assert captured == sizes[:1]
     for _ in range(graphs.SOON):
         body(small)
@@ -140,3 +140,20 @@ def test_a_size_is_captured_when_it_soon_comes_up_again(monkeypatch: pytest.Monk
         body(small)
     body(large)
     assert captured == sizes
+
+
+def test_recorded_passages_take_on_another_micro_batch_of_their_size() -> None:
+    layout = Layout(10_000, common_sizes=True, two_halves=True, grids=False)
+    (one,), (other,) = (list(micro_batches(rollouts(groups=40, seed=seed), layout, CPU)) for seed in (0, 4))
+    assert [tokens_of(one), len(one.inputs)] == [tokens_of(other), 2]
+    buffer, passages = _copied(one)
+    assert_alike(passages, one.inputs)
+    buffer.copy_(other.buffer[: len(buffer)])
+    assert_alike(passages, other.inputs)
+
+
+def assert_alike(passages: Any, expected: Any) -> None:
+    for found, given in zip(passages, expected, strict=True):
+        assert torch.equal(found["input_ids"], given["input_ids"])
+        for name, value in given.items():
+            assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name

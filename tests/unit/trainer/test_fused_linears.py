@@ -9,8 +9,7 @@ import torch
 
 from stalewise.models.compilation import compile_layers
 from stalewise.models.loading import load_model, resolve_model
-from stalewise.trainer.fused_linears import RoundedWeights, Twins
-from stalewise.trainer.optimizer import add_to
+from stalewise.trainer.fused_linears import RoundedWeights, StreamParameters
 
 
 @pytest.fixture
@@ -34,17 +33,17 @@ def test_rounded_weights_give_what_autocast_gives_and_the_same_gradients(model: 
     parameters = list(model.base_model.parameters())
     plain = hidden(model)
     expected = torch.autograd.grad(plain.square().sum(), parameters)
-    assert len(rounded.places) == 7 * model.config.num_hidden_layers
-    lanes = [Twins(rounded), Twins(rounded)]
+    assert len(rounded.slices) == 7 * model.config.num_hidden_layers
+    lanes = [StreamParameters(rounded), StreamParameters(rounded)]
     for lane in lanes:
-        with rounded.in_place(), lane.in_place(model.base_model):
+        with rounded.swapped_in(), lane.swapped_in(model.base_model):
             found = hidden(model)
         gradients = lane.gradients(found.square().sum(), parameters, torch.ones(()))
         assert relative(found, plain) < 0.01
         assert_gradients(parameters, rounded, gradients, expected)
     assert all(parameter.grad is None for parameter in parameters)
     # Autograd must not meet a parameter of one pass in the other.
-    first, second = ({id(twin) for twin in lane.twins.values()} for lane in lanes)
+    first, second = ({id(twin) for twin in lane.parameters.values()} for lane in lanes)
     assert len(first) == len(second) > 0 and not first & second
     assert not (first | second) & {id(parameter) for parameter in parameters}
 
@@ -52,7 +51,7 @@ def test_rounded_weights_give_what_autocast_gives_and_the_same_gradients(model: 
 def assert_gradients(parameters: Any, rounded: RoundedWeights, gradients: Any, expected: Any) -> None:
     for parameter, one, other in zip(parameters, gradients, expected, strict=True):
         assert one is not None and one.shape == parameter.shape
-        assert one.dtype is (torch.bfloat16 if parameter in rounded.places else torch.float32)
+        assert one.dtype is (torch.bfloat16 if parameter in rounded.slices else torch.float32)
         assert relative(one, other) < 0.03
 
 
@@ -65,12 +64,12 @@ def test_the_compiler_follows_and_takes_sizes_for_constants(model: Any) -> None:
         return graph.forward
 
     rounded = RoundedWeights(model.base_model, torch.bfloat16)
-    with rounded.in_place():
+    with rounded.swapped_in():
         plain = hidden(model)
         compile_layers(model, backend=backend)
         found = []
-        for lane in (Twins(rounded), Twins(rounded)):
-            with lane.in_place(model.base_model):
+        for lane in (StreamParameters(rounded), StreamParameters(rounded)):
+            with lane.swapped_in(model.base_model):
                 found.append(hidden(model))
     torch._dynamo.reset()
     assert all(torch.equal(one, plain) for one in found)
@@ -86,12 +85,12 @@ def test_layers_that_read_the_same_are_one_product(model: Any) -> None:
     rounded = RoundedWeights(model.base_model, torch.bfloat16)
     layer = model.base_model.layers[0]
     weights = [getattr(layer.self_attn, name).weight for name in ("q_proj", "k_proj", "v_proj")]
-    places = [rounded.places[weight] for weight in weights]
+    places = [rounded.slices[weight] for weight in weights]
     assert len({id(place.rounded) for place in places}) == 1
     assert [place.start for place in places] == [0, len(weights[0]), len(weights[0]) + len(weights[1])]
     x = torch.randn(5, model.config.hidden_size, dtype=torch.bfloat16)
     alone = [x @ weight.detach().bfloat16().T for weight in weights]
-    with rounded.in_place():
+    with rounded.swapped_in():
         together = [getattr(layer.self_attn, name)(x) for name in ("q_proj", "k_proj", "v_proj")]
     for one, other in zip(together, alone, strict=True):
         torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
@@ -100,19 +99,19 @@ def test_layers_that_read_the_same_are_one_product(model: Any) -> None:
 def test_what_is_in_place_of_the_weights_goes_again_and_follows_them(model: Any) -> None:
     rounded = RoundedWeights(model.base_model, torch.bfloat16)
     before = {name: id(weight) for name, weight in model.named_parameters()}
-    with pytest.raises(ZeroDivisionError), rounded.in_place():
+    with pytest.raises(ZeroDivisionError), rounded.swapped_in():
         raise ZeroDivisionError
-    with pytest.raises(ZeroDivisionError), Twins(rounded).in_place(model):
+    with pytest.raises(ZeroDivisionError), StreamParameters(rounded).swapped_in(model):
         assert not {id(weight) for weight in model.parameters()} & set(before.values())
         raise ZeroDivisionError
     assert {name: id(weight) for name, weight in model.named_parameters()} == before
     with torch.no_grad():
-        for number, weight in enumerate(rounded.places):
+        for number, weight in enumerate(rounded.slices):
             weight.mul_(1 + number)
-    addresses = [place.rounded.data_ptr() for place in rounded.places.values()]
+    addresses = [place.rounded.data_ptr() for place in rounded.slices.values()]
     rounded.refresh()
-    assert [place.rounded.data_ptr() for place in rounded.places.values()] == addresses
-    for weight, place in rounded.places.items():
+    assert [place.rounded.data_ptr() for place in rounded.slices.values()] == addresses
+    for weight, place in rounded.slices.items():
         assert torch.equal(place.of(place.rounded), weight.to(torch.bfloat16))
 
 
@@ -132,15 +131,15 @@ def test_biases_are_rounded_too_and_frozen_weights_have_no_gradient() -> None:
     module = gated()
     module.frozen = torch.nn.Linear(3, 3).requires_grad_(False)
     rounded = RoundedWeights(module, torch.bfloat16)
-    assert set(rounded.places) == set(module.parameters())
+    assert set(rounded.slices) == set(module.parameters())
     x = torch.randn(7, 3)
     expected = module.gate_proj(x), module.up_proj(x)
-    with rounded.in_place():
+    with rounded.swapped_in():
         low = x.bfloat16()
         found = module.gate_proj(low), module.up_proj(low)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.float(), other, rtol=0.05, atol=0.05)
-    assert not rounded.places[module.frozen.weight].rounded.requires_grad
+    assert not rounded.slices[module.frozen.weight].rounded.requires_grad
 
 
 def test_layers_of_which_one_bias_is_frozen_stay_apart() -> None:
@@ -148,8 +147,8 @@ def test_layers_of_which_one_bias_is_frozen_stay_apart() -> None:
     module.gate_proj.bias.requires_grad_(False)
     rounded = RoundedWeights(module, torch.bfloat16)
     weights = [weight for weight in module.parameters() if weight.requires_grad]
-    lane, x = Twins(rounded), torch.randn(7, 3)
-    with rounded.in_place(), lane.in_place(module):
+    lane, x = StreamParameters(rounded), torch.randn(7, 3)
+    with rounded.swapped_in(), lane.swapped_in(module):
         found = module.gate_proj(x.bfloat16()).sum() + module.up_proj(x.bfloat16()).sum()
     assert all(gradient is not None for gradient in lane.gradients(found, weights, torch.ones((), dtype=found.dtype)))
 
@@ -159,7 +158,7 @@ def test_a_weight_that_an_embedding_has_too_stays_as_it_is() -> None:
     module = module_of(embedding=torch.nn.Embedding(4, 3), tied=tied, own=torch.nn.Linear(3, 3))
     module.tied.weight = module.embedding.weight
     rounded = RoundedWeights(module, torch.bfloat16)
-    assert set(rounded.places) == set(module.own.parameters())
+    assert set(rounded.slices) == set(module.own.parameters())
 
 
 def test_a_layer_that_is_used_twice_keeps_all_of_its_gradient() -> None:
@@ -167,21 +166,15 @@ def test_a_layer_that_is_used_twice_keeps_all_of_its_gradient() -> None:
     module = module_of(one=one, other=other, alone=alone)
     module.again, module.other.weight = module.one, module.alone.weight
     rounded = RoundedWeights(module, torch.bfloat16)
-    assert set(rounded.places) == set()  # the bias of `alone` is used once, but belongs to a layer that is not swapped
+    assert set(rounded.slices) == set()  # the bias of `alone` is used once, but belongs to a layer that is not swapped
     module.lone = torch.nn.Linear(3, 3)
-    assert set(RoundedWeights(module, torch.bfloat16).places) == set(module.lone.parameters())
+    assert set(RoundedWeights(module, torch.bfloat16).slices) == set(module.lone.parameters())
 
 
 def test_layers_that_read_something_else_than_their_names_say_are_refused() -> None:
     module = gated()
     rounded = RoundedWeights(module, torch.bfloat16)
     x = torch.randn(7, 3, dtype=torch.bfloat16)
-    with rounded.in_place(), pytest.raises(RuntimeError, match="read the same input"):
+    with rounded.swapped_in(), pytest.raises(RuntimeError, match="read the same input"):
         module.gate_proj(x)
         module.up_proj(x + 1)
-
-
-def test_amounts_of_lower_precision_are_added_in_that_of_the_totals() -> None:
-    totals = [torch.full((2,), 1.0), torch.full((3,), 256.0)]
-    add_to(totals, [torch.full((2,), 0.5), torch.full((3,), 1.0, dtype=torch.bfloat16)])
-    assert [total.tolist() for total in totals] == [[1.5] * 2, [257.0] * 3]  # 257 is no bfloat16

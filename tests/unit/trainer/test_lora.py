@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from stalewise.errors import ConfigError, ModelError, StoreError
 from stalewise.models.loading import EMBEDDED, load_model, load_tokenizer
 from stalewise.store.atomic import sha256_file
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
+from stalewise.trainer import lora
 from stalewise.trainer.lora import Adapters, check_base, load_policy, new_config, save_first
 from stalewise.trainer.trainer import Trainer
 from stalewise.types import NullCallback
@@ -103,7 +106,7 @@ def test_only_adapters_are_trained_and_have_an_optimizer(trained: RunConfig) -> 
 
 
 def test_saving_leaves_the_weights_in_memory_alone(trained: RunConfig, tmp_path: Path) -> None:
-    model, adapters = load_policy(trained, checkpoint_directory(trained.directory, 4), CPU)
+    model, adapters = load_policy(trained.model, checkpoint_directory(trained.directory, 4), CPU)
     assert adapters is not None
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     adapters.save(tmp_path / "saved")
@@ -130,7 +133,7 @@ def test_adapters_start_from_the_seed_alone(tmp_path: Path) -> None:
     def first(name: str, seed: int) -> str:
         torch.manual_seed(seed + 100)
         config = make_config({**tiny_record(tmp_path, name, model=LORA), "seed": seed})
-        save_first(config, load_model(str(POLICY), device=CPU), str(POLICY), tmp_path / name)
+        save_first(config.model, config.seed, load_model(str(POLICY), device=CPU), str(POLICY), tmp_path / name)
         return sha256_file(tmp_path / name / "adapter" / "adapter_model.safetensors")
 
     torch.manual_seed(7)
@@ -429,3 +432,23 @@ def test_settings_that_contradict_each_other() -> None:
         with pytest.raises(ConfigError, match=message):
             make_config({"model": settings})
     assert not make_config({}).model.trains_adapters
+
+
+def test_a_policy_that_was_dropped_is_gone_before_the_next_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dropped:
+        own: Dropped
+
+    dropped, found = Dropped(), list[object]()
+    dropped.own = dropped
+    seen, load = weakref.ref(dropped), lora.load_model
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(
+        lora, "load_model", lambda *given, **options: (found.append(seen()), load(*given, **options))[1]
+    )
+    gc.disable()
+    try:
+        del dropped
+        lora.load_policy(make_config({}).model, POLICY, CPU)
+    finally:
+        gc.enable()
+    assert found == [None]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -55,18 +59,76 @@ def test_gradients_in_one_tensor_stay_where_they_are() -> None:
 
 def test_how_far_weights_have_moved() -> None:
     for weights in both():
-        weights.remember()
+        weights.snapshot()
         with torch.no_grad():
             weights.parameters[0][1, 2] += 3.0
             weights.parameters[2] -= 4.0
-        assert weights.moved() == pytest.approx(5.0, rel=1e-5)
+        assert weights.update_norm() == pytest.approx(5.0, rel=1e-5)
         assert weights.before == []
 
 
 def test_norms_of_low_precision_are_not_rounded_to_it() -> None:
     flat = FlatWeights([torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))], SideStream(CPU))
-    flat.remember()
+    flat.snapshot()
     with torch.no_grad():
         flat.parameters[0] += 1.0
     flat.gradient.fill_(1.0)
-    assert [flat.moved().item(), flat.gradient_norm().item()] == pytest.approx([3**0.5] * 2, rel=1e-6)
+    assert [flat.update_norm().item(), flat.gradient_norm().item()] == pytest.approx([3**0.5] * 2, rel=1e-6)
+
+
+class Stream:
+    """Stands in for a stream of a GPU and writes down who waited for whom."""
+
+    waits: ClassVar[list[tuple[Stream, Stream]]] = []
+
+    def __init__(self, device: object = None) -> None:
+        self.device = device
+
+    def wait_stream(self, other: Stream) -> None:
+        Stream.waits.append((self, other))
+
+
+class Read:
+    """Something that is read."""
+
+
+class Made(torch.Tensor):
+    """A tensor that is told who reads it."""
+
+    readers: ClassVar[list[object]] = []
+
+    def record_stream(self, s: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        Made.readers.append(s)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    Stream.waits, Made.readers = [], []
+    stream = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    return stream
+
+
+def test_what_is_read_stays_until_both_streams_have_met(here: Stream) -> None:
+    side_stream = SideStream(torch.device("cuda"))
+    assert isinstance(side_stream.stream, Stream)
+    read = Read()
+    seen = weakref.ref(read)
+    with side_stream.reading(read):
+        assert Stream.waits == [(side_stream.stream, here)]  # it begins where the others are
+        assert not torch.is_grad_enabled()
+    del read
+    assert seen() is not None
+    side_stream.join(made := torch.zeros(1).as_subclass(Made))
+    assert Stream.waits[1:] == [(here, side_stream.stream)] and seen() is None
+    assert Made.readers == [here] and made is not None
+
+
+def test_without_a_gpu_it_runs_where_it_stands(here: Stream) -> None:
+    side_stream, read = SideStream(torch.device("cpu")), Read()
+    with side_stream.reading(read):
+        assert not torch.is_grad_enabled()
+    side_stream.join(torch.zeros(1))
+    assert not Stream.waits and torch.is_grad_enabled()

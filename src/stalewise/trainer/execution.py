@@ -1,0 +1,134 @@
+"""How a policy runs on its device and over its ranks: everything of an update that depends on either.
+
+Behind this interface are autocast, packed attention, compiled layers, CUDA graphs, the side stream, flat gradients, and
+the collectives of replicated and sharded policies. No method waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stalewise.config import RunConfig
+from stalewise.models.attention import PACKED, needs_grids, packs
+from stalewise.models.compilation import optimize_layers, recording_pays
+from stalewise.models.loading import turn_dropout_off
+from stalewise.objectives.diagnostics import TokenSums
+from stalewise.trainer.cuda_graphs import GraphedBody
+from stalewise.trainer.logprobs import kernels_for, response_logp
+from stalewise.trainer.micro_batch import Layout, MicroBatch
+from stalewise.trainer.optimizer import adamw
+from stalewise.trainer.parallel import MergeableT, SingleProcess
+from stalewise.trainer.weights import FlatWeights, SideStream, Weights
+
+
+class Execution:
+    """A model on its device, prepared for training, and its optimizer."""
+
+    def __init__(
+        self,
+        model: Any,
+        config: RunConfig,
+        parallel: SingleProcess,
+        device: torch.device,
+        precision: torch.dtype,
+        log: Callable[[str], object],
+    ) -> None:
+        self.model, self.config, self.parallel = model, config, parallel
+        self.device, self.precision = device, precision
+        if config.learner.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+            model.train()  # transformers recomputes activations in training mode only
+            turn_dropout_off(model)
+        parallel.place(model, device)
+        self.packed = packs(model, precision)
+        if self.packed:
+            model.set_attn_implementation(PACKED)
+        else:
+            log(f"{type(model).__name__} does not support packing: its micro-batches are padded, which takes longer")
+        parallel.find_trained()
+        self.kernels = kernels_for(device)
+        self.compiled = optimize_layers(model, config, is_sharded=parallel.is_sharded, log=log)
+        self.side_stream = SideStream(device)
+        self.graphs: GraphedBody | None = None
+        self.weights = Weights(list(parallel.trained))
+        if self.packed and self._can_use_graphs():
+            self.weights = FlatWeights(list(parallel.trained), self.side_stream)
+            self.graphs = GraphedBody(model, self.weights, precision)
+        self.optimizer = adamw(parallel.trained, config.optimizer)
+        self.steps = 0
+        self.proximal: dict[str, Tensor] = {}  # weights of the proximal policy, for objectives that have one
+
+    def _can_use_graphs(self) -> bool:
+        """Recomputed activations and float32 attention cannot be captured; flat gradients need one dtype."""
+        fits = self.precision is not torch.float32 and len({weight.dtype for weight in self.parallel.trained}) == 1
+        fits = fits and not (self.parallel.is_sharded or self.config.learner.gradient_checkpointing)
+        return self.device.type == "cuda" and fits and recording_pays(self.config, self.model)
+
+    def layout(self, token_budget: int, pad_id: int) -> Layout:
+        """How micro-batches are arranged for this model and device."""
+        graphs, grids = self.graphs is not None, needs_grids(self.device, self.precision)
+        halves = graphs and self.compiled  # kernels of plain layers are too large to leave gaps for another half
+        return Layout(token_budget, self.packed, grids, common_sizes=graphs, two_halves=halves, pad_id=pad_id)
+
+    def forward(self, part: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities [B, T] of the response tokens with a gradient, and entropies [B, T] without one."""
+        return self._forward(part, self.graphs)
+
+    def proximal_logp(self, part: MicroBatch) -> Tensor | None:
+        """Log-probabilities under the proximal policy, without a gradient; None for an objective that has none."""
+        if not self.proximal:
+            return None
+        with torch.no_grad(), self.parallel.swapped(self.proximal):
+            return self._forward(part, None)[0]  # CUDA graphs read only the policy's own weights
+
+    def _forward(self, part: MicroBatch, body: GraphedBody | None) -> tuple[Tensor, Tensor]:
+        enabled = self.precision is not torch.float32
+        cached = not self.parallel.is_sharded  # rounded weights would outlive the gathered ones
+        with torch.autocast(self.device.type, dtype=self.precision, enabled=enabled, cache_enabled=cached):
+            forward = self.parallel.as_forward(response_logp)
+            return forward(self.model, part, dtype=self.precision, kernels=self.kernels, body=body)
+
+    def merge(self, statistics: MergeableT | None) -> MergeableT | None:
+        """Statistics of the whole batch, merged over ranks."""
+        return None if statistics is None else self.parallel.merge(statistics)
+
+    def sum_over_ranks(
+        self, loss: Tensor, nonfinite: Tensor, sums: TokenSums, most_micro_batches: int
+    ) -> tuple[Tensor, Tensor, TokenSums]:
+        """Sum the gradients over ranks, and return loss and sums of the whole update."""
+        self.parallel.sum_gradients()
+        return self.parallel.gather_sums(loss, nonfinite, sums, most_micro_batches)
+
+    def clip_gradients(self, max_norm: float) -> Tensor:
+        """Scale the gradient down to `max_norm`; returns its norm before. Also starts the copy that `step` compares."""
+        self.weights.snapshot()
+        norm = self.parallel.global_norm(self.weights.gradient_norm())
+        self.weights.clip_gradients(max_norm, norm)
+        return norm
+
+    def step(self, rate: float | Tensor, unusable: Tensor) -> Tensor:
+        """Take an optimizer step, none where `unusable`; returns ‖Δθ‖."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        # The attribute by which torch's gradient scaler makes a fused optimizer skip a step.
+        vars(self.optimizer)["found_inf"] = unusable.float()
+        self.side_stream.join()  # it copies the weights
+        self.optimizer.step()
+        self.steps += 1
+        if self.graphs is not None:
+            self.graphs.weights_changed()
+        return self.parallel.global_norm(self.weights.update_norm())
+
+    def free_memory(self) -> None:
+        """After running out of memory within an update: drop graphs, flat gradients and what the update left."""
+        self.graphs = None
+        self.side_stream.join()  # it holds activations
+        self.weights = Weights(list(self.parallel.trained))
+        self.weights.zero_gradients()
+        if not self.steps:  # the moments may be half made
+            self.optimizer.state.clear()
+        torch.cuda.empty_cache()

@@ -1,0 +1,169 @@
+"""How the policy runs: precision, packing, recomputed activations, compiled layers, graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from stalewise.models.attention import packs
+from stalewise.models.compilation import compile_layers
+from stalewise.models.loading import load_tokenizer
+from stalewise.trainer.cuda_graphs import hidden_states
+from stalewise.trainer.micro_batch import Layout, micro_batches
+from stalewise.trainer.trainer import Trainer
+from stalewise.trainer.weights import FlatWeights
+from trainer_inputs import (
+    CPU,
+    POLICY,
+    config,
+    gradient_after_update,
+    rollouts,
+)
+
+
+@pytest.mark.parametrize(
+    ("precision", "computed"),
+    [("float32", torch.float32), ("bfloat16", torch.bfloat16), ("bfloat16-only", torch.bfloat16)],
+)
+def test_layers_compute_in_the_precision_of_the_config(precision: str, computed: torch.dtype) -> None:
+    trainer = Trainer(config(model={"precision": precision}), POLICY)
+    made: set[torch.dtype] = set()
+    trainer.model.model.layers[0].mlp.down_proj.register_forward_hook(lambda *seen: made.add(seen[2].dtype))
+    trainer.gradient(rollouts())
+    assert made == {computed}
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    plain = Trainer(config(), POLICY)
+    saving = Trainer(config(learner={"gradient_checkpointing": True}), POLICY)
+    passed: list[int] = []
+    for number, trainer in enumerate((plain, saving)):
+        trainer.model.model.layers[0].self_attn.register_forward_pre_hook(
+            lambda *_, number=number: passed.append(number)
+        )
+    assert saving.update(rollouts()) == pytest.approx(plain.update(rollouts()), rel=1e-5, nan_ok=True)
+    assert passed == [1, 1, 0]  # but that activations are computed twice
+
+
+def test_gradient_checkpointing_keeps_dropout_off(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(POLICY))
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=18, n_embd=32, n_layer=2, n_head=2, n_positions=64, eos_token_id=1))
+    assert gpt2.config.attn_pdrop == 0.1
+    gpt2.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    trainer = Trainer(config(learner={"gradient_checkpointing": True}), tmp_path)
+    (part,) = micro_batches(rollouts(), Layout(10_000), CPU)
+    assert torch.equal(trainer.execution.forward(part)[0], trainer.execution.forward(part)[0])
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_packed_and_padded_sequences_give_the_same_gradient(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, _ = gradient_after_update("p3o", 100_000)
+    monkeypatch.setattr("stalewise.trainer.execution.packs", lambda model, precision: packed)
+    found, _ = gradient_after_update("p3o", 60)
+    assert (found - whole).norm() <= 2e-4 * whole.norm()
+
+
+def tiny(kind: str) -> Any:
+    size: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "vocab_size": 50,
+        "pad_token_id": 0,
+    }
+    size |= {"bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    if kind == "mistral":  # its window is shorter than the sequences
+        return MistralForCausalLM(
+            MistralConfig(**size, intermediate_size=32, num_key_value_heads=2, sliding_window=4)
+        ).eval()
+    if kind == "gemma2":  # attention scores are squashed
+        return Gemma2ForCausalLM(Gemma2Config(**size, intermediate_size=32, num_key_value_heads=2, head_dim=8)).eval()
+    return MambaForCausalLM(MambaConfig(num_hidden_layers=2, hidden_size=32, vocab_size=50)).eval()
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
+@pytest.mark.parametrize(("kind", "expected"), [("mistral", True), ("gemma2", False), ("mamba", False)])
+def test_only_what_packs_is_packed(kind: str, expected: bool) -> None:
+    model = tiny(kind)
+    before = model.config._attn_implementation
+    assert packs(model) is expected
+    assert model.config._attn_implementation == before
+
+
+def test_attention_in_chunks_is_refused() -> None:
+    model = tiny("mistral")
+    assert packs(model)
+    model.config.attention_chunk_size = 8
+    assert not packs(model)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about itself
+def test_compiled_layers_give_the_same_gradient() -> None:
+    plain, compiled = Trainer(config(), POLICY), Trainer(config(), POLICY)
+    compile_layers(compiled.model, backend="eager")  # traced like any other, without a minute of code generation
+    assert plain.update(rollouts())["grad_norm"] == pytest.approx(compiled.update(rollouts())["grad_norm"], rel=1e-5)
+    assert list(compiled.model.state_dict()) == list(plain.model.state_dict())
+
+
+class WatchedBody:
+    """Stands in for the graphs: takes down what the weights were when it was told that they had changed."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer, self.told = trainer, list[torch.Tensor]()
+
+    def __call__(self, part: Any) -> torch.Tensor:
+        return hidden_states(self.trainer.model, part.inputs)
+
+    def weights_changed(self) -> None:
+        self.told.append(torch.cat([weight.detach().flatten().clone() for weight in self.trainer.names]))
+
+
+def test_graphs_are_told_of_every_change_of_the_weights() -> None:
+    plain, trainer = Trainer(config(), POLICY), Trainer(config(), POLICY)
+    body = WatchedBody(trainer)
+    trainer.execution.graphs = body  # pyright: ignore[reportAttributeAccessIssue]
+    trainer.execution.weights = FlatWeights(list(trainer.names), trainer.execution.side_stream)
+    for seed in (1, 2):
+        expected, found = plain.update(rollouts(seed=seed)), trainer.update(rollouts(seed=seed))
+        for name in ("grad_norm", "update_norm", "drift"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-3), name
+    after = torch.cat([weight.detach().flatten() for weight in trainer.names])
+    assert len(body.told) == 2 and torch.equal(body.told[-1], after)
+    expected = torch.cat([weight.detach().flatten() for weight in plain.names])
+    start = torch.cat([weight.detach().flatten() for weight in Trainer(config(), POLICY).names])
+    # By length, not one by one: Adam makes a step of nearly η of any gradient, and of its rounding, too.
+    assert (after - expected).norm() < 1e-3 * (expected - start).norm()
+
+
+def test_keeping_fewer_activations_without_compiling_is_said_to_change_nothing() -> None:
+    said: list[str] = []
+    Trainer(config(learner={"keep_activations": 0.5}), POLICY, said.append)
+    assert any("keep_activations changes nothing" in text for text in said)
+
+
+def test_weights_of_several_precisions_are_in_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(config(learner={"compile": "graphs"}), POLICY)
+    monkeypatch.setattr(trainer.execution, "device", torch.device("cuda"))
+    monkeypatch.setattr(trainer.execution, "precision", torch.bfloat16)
+    assert trainer.execution._can_use_graphs()
+    monkeypatch.setattr(trainer.execution, "config", config(learner={"compile": "never"}))
+    assert not trainer.execution._can_use_graphs()
+    monkeypatch.setattr(trainer.execution, "config", config(learner={"compile": "graphs"}))
+    weight = next(iter(trainer.names))
+    weight.data = weight.data.bfloat16()
+    assert not trainer.execution._can_use_graphs()
