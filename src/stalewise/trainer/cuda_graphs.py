@@ -71,13 +71,9 @@ class GraphedBody:
         """Last hidden states [T, H] of all calls of a micro-batch, padding included."""
         self.calls += 1
         graphs = self._graphs_for(part)
-        if graphs is None:
-            return _EagerBody.apply(self.anchor, self, part)  # pyright: ignore[reportReturnType]
-        graphs.buffer.copy_(part.buffer[: len(graphs.buffer)])  # to the addresses that the graphs read
-        if torch.is_grad_enabled():
-            return _ReplayedBody.apply(self.anchor, graphs)  # pyright: ignore[reportReturnType]
-        graphs.forward.replay()
-        return graphs.hidden_TH
+        if graphs is not None:
+            graphs.buffer.copy_(part.buffer[: len(graphs.buffer)])  # to the addresses that the graphs read
+        return _BodyPass.apply(self.anchor, self, part, graphs)  # pyright: ignore[reportReturnType]
 
     def weights_changed(self) -> None:
         """Round the weights anew; call it after every step."""
@@ -203,33 +199,25 @@ def _copied(part: MicroBatch) -> tuple[Tensor, list[dict[str, Any]]]:
     return buffer, tree_map_only(Tensor, lambda tensor: in_buffer(tensor, buffer), list(part.inputs))
 
 
-class _EagerBody(torch.autograd.Function):
-    """Forward and backward pass without graphs, by the code that is captured."""
+class _BodyPass(torch.autograd.Function):
+    """Forward and backward pass: by replaying graphs, or without them by the code that is captured."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, body: GraphedBody, part: MicroBatch) -> Tensor:
-        ctx.body, ctx.part = body, part
-        ctx.hidden, hidden_TH = body.launch(part)
+    def forward(ctx: Any, anchor: Tensor, body: GraphedBody, part: MicroBatch, graphs: SizeGraphs | None) -> Tensor:
+        ctx.body, ctx.part, ctx.graphs = body, part, graphs
+        if graphs is None:
+            ctx.hidden, hidden_TH = body.launch(part)
+        else:
+            graphs.forward.replay()
+            hidden_TH = graphs.hidden_TH
         return hidden_TH.view_as(hidden_TH)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
-        ctx.body.launch_backward(ctx.part, ctx.hidden, gradients[0])
-        del ctx.hidden
-        return None, None, None
-
-
-class _ReplayedBody(torch.autograd.Function):
-    """Forward and backward pass by replaying graphs."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, graphs: SizeGraphs) -> Tensor:
-        ctx.graphs = graphs
-        graphs.forward.replay()
-        return graphs.hidden_TH.view_as(graphs.hidden_TH)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
-        ctx.graphs.gradient_TH.copy_(gradients[0])
-        ctx.graphs.backward.replay()
-        return None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        if ctx.graphs is None:
+            ctx.body.launch_backward(ctx.part, ctx.hidden, gradients[0])
+            del ctx.hidden
+        else:
+            ctx.graphs.gradient_TH.copy_(gradients[0])
+            ctx.graphs.backward.replay()
+        return None, None, None, None

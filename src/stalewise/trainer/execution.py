@@ -21,7 +21,7 @@ from stalewise.trainer.cuda_graphs import GraphedBody
 from stalewise.trainer.logprobs import kernels_for, response_logp
 from stalewise.trainer.micro_batch import Layout, MicroBatch
 from stalewise.trainer.optimizer import adamw
-from stalewise.trainer.parallel import MergeableT, SingleProcess
+from stalewise.trainer.parallel import SingleProcess, Sums
 from stalewise.trainer.weights import FlatWeights, SideStream, Weights
 
 
@@ -92,16 +92,10 @@ class Execution:
             forward = self.parallel.as_forward(response_logp)
             return forward(self.model, part, dtype=self.precision, kernels=self.kernels, body=body)
 
-    def merge(self, statistics: MergeableT | None) -> MergeableT | None:
-        """Statistics of the whole batch, merged over ranks."""
-        return None if statistics is None else self.parallel.merge(statistics)
-
-    def sum_over_ranks(
-        self, loss: Tensor, nonfinite: Tensor, sums: TokenSums, most_micro_batches: int
-    ) -> tuple[Tensor, Tensor, TokenSums]:
+    def sum_over_ranks(self, loss: Tensor, nonfinite: Tensor, sums: TokenSums, micro_batches: int) -> Sums:
         """Sum the gradients over ranks, and return loss and sums of the whole update."""
         self.parallel.sum_gradients()
-        return self.parallel.gather_sums(loss, nonfinite, sums, most_micro_batches)
+        return self.parallel.gather_sums(loss, nonfinite, sums, micro_batches)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Scale the gradient down to `max_norm`; returns its norm before. Also starts the copy that `step` compares."""

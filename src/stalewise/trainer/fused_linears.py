@@ -11,15 +11,19 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from stalewise.trainer.optimizer import copy_to
+from stalewise.trainer.optimizer import foreach
 
 # Children of one module with the same input, in the order of their calls: names of the Llama family.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+Swap = tuple[dict[str, Any], str, Any, Any]  # of a module's table and name: what is there, and what replaces it
 
 
 class FusedLinear(torch.nn.Module):
@@ -72,6 +76,17 @@ class WeightSlice:
         return tensor.narrow(0, self.start, self.rows)
 
 
+@contextlib.contextmanager
+def _swapped(swaps: Sequence[Swap]) -> Iterator[None]:
+    try:
+        for table, name, _, replacement in swaps:
+            table[name] = replacement
+        yield
+    finally:
+        for table, name, own, _ in swaps:
+            table[name] = own
+
+
 class RoundedWeights:
     """The weights of a module's linear layers in lower precision, at fixed addresses.
 
@@ -82,7 +97,7 @@ class RoundedWeights:
     def __init__(self, module: torch.nn.Module, precision: torch.dtype) -> None:
         self.precision = precision
         self.slices: dict[Tensor, WeightSlice] = {}
-        self.swaps: list[tuple[torch.nn.Module, str, torch.nn.Module, torch.nn.Module]] = []
+        self.swaps: list[Swap] = []
         self.uses = Counter(
             id(weight)
             for _, layer in module.named_modules(remove_duplicate=False)
@@ -125,7 +140,7 @@ class RoundedWeights:
         fused = FusedLinear(weight, self._rounded(biases) if biases else None, [layer.out_features for layer in layers])
         modules = [fused, *(FusedLinearPart(fused, index) for index in range(1, len(layers)))]
         for name, layer, module in zip(names, layers, modules, strict=True):
-            self.swaps.append((parent, name, layer, module))
+            self.swaps.append((parent._modules, name, layer, module))
 
     def _rounded(self, weights: Sequence[Tensor]) -> torch.nn.Parameter:
         rounded = torch.cat([weight.detach().to(self.precision) for weight in weights])
@@ -138,18 +153,11 @@ class RoundedWeights:
 
     def refresh(self) -> None:
         """Round the present weights."""
-        copy_to(self.targets, self.sources)
+        foreach._foreach_copy_(self.targets, self.sources)
 
-    @contextlib.contextmanager
-    def swapped_in(self) -> Iterator[None]:
+    def swapped_in(self) -> contextlib.AbstractContextManager[None]:
         """The module with the fused layers instead of its own."""
-        try:
-            for parent, name, _, module in self.swaps:
-                parent._modules[name] = module
-            yield
-        finally:
-            for parent, name, own, _ in self.swaps:
-                parent._modules[name] = own
+        return _swapped(self.swaps)
 
     def used_for(self, weight: Tensor) -> Tensor:
         """The parameter that the module reads instead of this weight."""
@@ -171,24 +179,16 @@ class StreamParameters:
         self.rounded = rounded
         self.parameters: dict[Tensor, torch.nn.Parameter] = {}
 
-    @contextlib.contextmanager
-    def swapped_in(self, module: torch.nn.Module) -> Iterator[None]:
+    def swapped_in(self, module: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
         """The module with these parameters instead of its own."""
-        own = [
-            (layer, name, weight)
-            for layer in module.modules()
-            for name, weight in layer.named_parameters(recurse=False, remove_duplicate=False)
-            if weight.requires_grad
-        ]
-        try:
-            for layer, name, weight in own:
-                if weight not in self.parameters:
+        swaps: list[Swap] = []
+        for layer in module.modules():
+            for name, weight in layer.named_parameters(recurse=False, remove_duplicate=False):
+                if weight.requires_grad and weight not in self.parameters:
                     self.parameters[weight] = torch.nn.Parameter(weight.detach())
-                layer._parameters[name] = self.parameters[weight]
-            yield
-        finally:
-            for layer, name, weight in own:
-                layer._parameters[name] = weight
+                if weight.requires_grad:
+                    swaps.append((layer._parameters, name, weight, self.parameters[weight]))
+        return _swapped(swaps)
 
     def gradients(self, output: Tensor, weights: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
         """Gradients of the module's own weights, from an output that was made with these parameters."""

@@ -94,38 +94,24 @@ def micro_batches(
     advantage_B: np.ndarray | None = None,
     keep_B: np.ndarray | None = None,
 ) -> Iterator[MicroBatch]:
-    """All rows in micro-batches within the token budget (at least one row each); by default all advantages are 0."""
+    """All rows in micro-batches within the token budget (at least one row each); by default all advantages are 0.
+
+    Copies to the device are enqueued, not waited for.
+    """
     advantage_B = np.zeros(len(rows), dtype=np.float32) if advantage_B is None else advantage_B
     keep_B = np.ones(len(rows), dtype=np.bool_) if keep_B is None else keep_B
     for chosen in plan_micro_batches(rows, layout) if plan is None else plan:
-        yield make_micro_batch(rows, chosen, layout, device, advantage_B, keep_B)
-
-
-def make_micro_batch(
-    rows: RolloutColumns,
-    chosen: np.ndarray,
-    layout: Layout,
-    device: torch.device,
-    advantage_B: np.ndarray,
-    keep_B: np.ndarray,
-) -> MicroBatch:
-    """The micro-batch of the rows at the chosen positions; its copy to the device is enqueued, not waited for."""
-    part = rows.take(chosen)
-    tokens, calls, source_N = _packed_inputs(part, layout) if layout.packed else _padded_inputs(part, layout)
-    inputs = {f"{call}.{name}": array for call, (arrays, _) in enumerate(calls) for name, array in arrays.items()}
-    others = {"source_N": source_N, **_response_arrays(part)}
-    others |= {"advantage_B": advantage_B[chosen], "keep_B": keep_B[chosen]}
-    buffer, tensors = send({**inputs, **others}, device)
-    return MicroBatch(
-        rows=chosen,
-        tokens=tokens,
-        buffer=buffer,
-        inputs=tuple(
+        part = rows.take(chosen)
+        tokens, calls, source_N = _packed_inputs(part, layout) if layout.packed else _padded_inputs(part, layout)
+        inputs = {f"{call}.{name}": array for call, (arrays, _) in enumerate(calls) for name, array in arrays.items()}
+        others = {"source_N": source_N, **_response_arrays(part)}
+        others |= {"advantage_B": advantage_B[chosen], "keep_B": keep_B[chosen]}
+        buffer, tensors = send({**inputs, **others}, device)
+        on_device = tuple(
             {**with_grids({name: tensors[f"{call}.{name}"] for name in arrays}), **lengths}
             for call, (arrays, lengths) in enumerate(calls)
-        ),
-        **{name: tensors[name] for name in others},
-    )
+        )
+        yield MicroBatch(chosen, tokens, buffer, on_device, **{name: tensors[name] for name in others})
 
 
 def plan_micro_batches(rows: RolloutColumns, layout: Layout) -> list[np.ndarray]:

@@ -109,8 +109,10 @@ def pad_to_common_size(rows: Sequence[PackedRow]) -> list[PackedRow]:
         keys = SIZE_STEP * math.ceil(keys * KEY_RATIO / SIZE_STEP)
     padded = [_padded(one, tokens, keys) for one in rows]
     segments = 1 << max(len(one.query_S) for one in padded).bit_length()
+    extra = [(0, segments - len(one.query_S)) for one in padded]
     return [
-        replace(one, query_S=_extended(one.query_S, segments), key_S=_extended(one.key_S, segments)) for one in padded
+        replace(one, query_S=np.pad(one.query_S, more), key_S=np.pad(one.key_S, more))
+        for one, more in zip(padded, extra, strict=True)
     ]
 
 
@@ -123,17 +125,12 @@ def _padded(row: PackedRow, tokens: int, keys: int) -> PackedRow:
     extra_query = _pieces(padding, int(row.query_S.max()))
     unused = _pieces(keys - len(row.key_M) - padding, int(row.key_S.max()))  # keys without a query
     return PackedRow(
-        _extended(row.input_ids_T, tokens),
+        np.pad(row.input_ids_T, (0, padding)),
         np.concatenate([row.query_S, extra_query, np.zeros_like(unused)]),
         np.concatenate([row.key_S, extra_query, unused]),
         np.concatenate([row.key_M, np.arange(keys - len(row.key_M)) % tokens]),
         row.source_N,
     )
-
-
-def _extended(numbers: np.ndarray, length: int) -> np.ndarray:
-    """Zero-padded to this length."""
-    return np.concatenate([numbers, np.zeros(length - len(numbers), dtype=numbers.dtype)])
 
 
 def _pieces(total: int, most: int) -> np.ndarray:

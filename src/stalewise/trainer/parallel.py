@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,16 +22,17 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stalewise.distributed import Ranks, merge_over_ranks
-from stalewise.objectives.batch_statistics import Mergeable
+from stalewise.distributed import Ranks
 from stalewise.objectives.diagnostics import TokenSums
 from stalewise.trainer.pending_update import to_host
 from stalewise.trainer.rank_batch import RankBatch
 
 BUCKET = 1 << 25  # numbers in one all-reduce
 
-MergeableT = TypeVar("MergeableT", bound=Mergeable)
 TokenReader = Callable[[], tuple[np.ndarray, np.ndarray]]  # waits for log-probabilities and flags, [ranks, tokens] each
+
+
+Sums = tuple[Tensor, Tensor, TokenSums]  # loss, first non-finite tokens, sums over tokens
 
 
 class SingleProcess:
@@ -70,13 +71,7 @@ class SingleProcess:
         """The norm over all ranks, given that of this rank's numbers."""
         return own
 
-    def merge(self, statistics: MergeableT) -> MergeableT:
-        """Statistics of the whole update."""
-        return statistics
-
-    def gather_sums(
-        self, loss: Tensor, nonfinite: Tensor, sums: TokenSums, most_micro_batches: int
-    ) -> tuple[Tensor, Tensor, TokenSums]:
+    def gather_sums(self, loss: Tensor, nonfinite: Tensor, sums: TokenSums, micro_batches: int) -> Sums:
         """Loss and sums of the whole update; `nonfinite` of all micro-batches, rank by rank."""
         return loss, nonfinite, sums
 
@@ -87,19 +82,24 @@ class SingleProcess:
 
     @contextlib.contextmanager
     def swapped(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """The model with other weights; nothing is copied."""
-        current = {name: parameter.data for parameter, name in self.trained.items()}
+        """The model with other weights."""
+        own = self._own_weights()
         try:
-            for parameter, name in self.trained.items():
-                parameter.data = weights[name]
+            self._set_weights(weights)
             yield
         finally:
-            for parameter, name in self.trained.items():
-                parameter.data = current[name]
+            self._set_weights(own)
 
-    def full_state(self) -> dict[str, Tensor] | None:
-        """All weights on the first rank's host; None where the model itself has them."""
-        return None
+    def _own_weights(self) -> dict[str, Tensor]:
+        return {name: parameter.data for parameter, name in self.trained.items()}
+
+    def _set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        for parameter, name in self.trained.items():
+            parameter.data = weights[name]
+
+    def full_state(self) -> dict[str, Tensor]:
+        """All weights of the model, on the first rank."""
+        return self.model.state_dict()
 
     def full_tensor(self, name: str, own: Tensor) -> Tensor:
         """The whole of a tensor that is split like the weight of this name, on the first rank."""
@@ -126,28 +126,20 @@ class Replicated(SingleProcess):
                 weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
                 gradients.append(weight.grad)
         for bucket in _buckets(gradients):
-            # In place: CUDA graphs hold their addresses.
             flat = torch.cat([gradient.flatten().float() for gradient in bucket])
             dist.all_reduce(flat)
-            for gradient, total in zip(bucket, flat.split([len(g.flatten()) for g in bucket]), strict=True):
-                gradient.copy_(total.view_as(gradient))
+            for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                gradient.copy_(total.view_as(gradient))  # in place: CUDA graphs hold the address
 
-    def merge(self, statistics: MergeableT) -> MergeableT:
-        """Merge over ranks."""
-        return merge_over_ranks(statistics)
-
-    def gather_sums(
-        self, loss: Tensor, nonfinite: Tensor, sums: TokenSums, most_micro_batches: int
-    ) -> tuple[Tensor, Tensor, TokenSums]:
+    def gather_sums(self, loss: Tensor, nonfinite: Tensor, sums: TokenSums, micro_batches: int) -> Sums:
         """One all-gather; the result is the same on every rank."""
-        padded = torch.cat([nonfinite, nonfinite.new_full((most_micro_batches - len(nonfinite),), -1)])
+        padded = torch.cat([nonfinite, nonfinite.new_full((micro_batches - len(nonfinite),), -1)])
         mine = torch.cat([loss.double().unsqueeze(0), padded.double(), sums.pack()])
         all_ranks = [torch.empty_like(mine) for _ in range(self.ranks.world)]
         dist.all_gather(all_ranks, mine)
-        packed = [numbers[1 + most_micro_batches :] for numbers in all_ranks]
+        losses, places, packed = zip(*(one.tensor_split([1, 1 + micro_batches]) for one in all_ranks), strict=True)
         merged = reduce(lambda one, other: one.merge(other), map(TokenSums.unpack, packed))
-        loss = torch.stack([numbers[0] for numbers in all_ranks]).sum()
-        return loss, torch.cat([numbers[1 : 1 + most_micro_batches] for numbers in all_ranks]), merged
+        return torch.cat(losses).sum(), torch.cat(places), merged
 
     def gather_tokens(self, logp_N: Tensor, flags_N: Tensor, most_tokens: int) -> TokenReader:
         """Gather to the first rank."""
@@ -219,32 +211,19 @@ class Sharded(Replicated):
         dist.all_reduce(square)
         return square.sqrt()
 
-    @contextlib.contextmanager
-    def swapped(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Copies, since FSDP gathers from fixed addresses."""
-        current = {name: own.clone() for own, name in self.trained.items()}
-        try:
-            for own, name in self.trained.items():
-                own.copy_(weights[name])
-            yield
-        finally:
-            for own, name in self.trained.items():
-                own.copy_(current[name])
+    def _own_weights(self) -> dict[str, Tensor]:
+        return {name: own.clone() for own, name in self.trained.items()}
 
-    def full_state(self) -> dict[str, Tensor] | None:
+    def _set_weights(self, weights: Mapping[str, Tensor]) -> None:
+        for own, name in self.trained.items():  # copied, since FSDP gathers from fixed addresses
+            own.copy_(weights[name])
+
+    def full_state(self) -> dict[str, Tensor]:
         """Gathered one by one; a weight with two names stays one tensor."""
-        gathered: dict[int, Tensor] = {}
-        state: dict[str, Tensor] = {}
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        for name in self.model.state_dict():
-            weight = parameters.get(name)
-            if weight is None:
-                state[name] = self.model.get_buffer(name)
-                continue
-            if id(weight) not in gathered:
-                gathered[id(weight)] = self._on_first_rank(weight.detach())
-            state[name] = gathered[id(weight)]
-        return state
+        gathered = {weight: self._on_first_rank(weight.detach()) for weight in dict.fromkeys(parameters.values())}
+        names = self.model.state_dict()
+        return {name: gathered[parameters[name]] if name in parameters else names[name] for name in names}
 
     def full_tensor(self, name: str, own: Tensor) -> Tensor:
         """Gathered from all ranks."""
@@ -272,13 +251,11 @@ class Sharded(Replicated):
 KINDS: dict[str, type[SingleProcess]] = {kind.name: kind for kind in (SingleProcess, Replicated, Sharded)}
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Consecutive tensors with at most BUCKET numbers together, or one larger tensor."""
-    bucket: list[Tensor] = []
+    buckets: list[list[Tensor]] = []
     for tensor in tensors:
-        if bucket and sum(map(Tensor.numel, bucket)) + tensor.numel() > BUCKET:
-            yield bucket
-            bucket = []
-        bucket.append(tensor)
-    if bucket:
-        yield bucket
+        if not buckets or sum(map(Tensor.numel, buckets[-1])) + tensor.numel() > BUCKET:
+            buckets.append([])
+        buckets[-1].append(tensor)
+    return buckets

@@ -12,12 +12,13 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from stalewise.distributed import MergeableT, merge_over_ranks
 from stalewise.objectives import Objective, Settings, micro_batch_loss, micro_batch_sums
 from stalewise.objectives.batch_statistics import vcpo_factor
 from stalewise.objectives.diagnostics import TokenSums
 from stalewise.trainer.execution import Execution
 from stalewise.trainer.micro_batch import MicroBatch, token_values
-from stalewise.trainer.parallel import MergeableT, TokenReader
+from stalewise.trainer.parallel import TokenReader
 from stalewise.trainer.pending_update import Read, first_nonfinite, to_host
 from stalewise.trainer.rank_batch import RankBatch
 
@@ -64,14 +65,15 @@ def compute_gradients(
         with torch.no_grad():
             passes = zip(parts, proximal_logp, strict=True)
             ratios = (part.token_ratios(execution.forward(part)[0], near_BT) for part, near_BT in passes)
-            statistics = execution.merge(_merged([objective.measure(tokens, settings) for tokens in ratios]))
+            statistics = merge_over_ranks(_merged([objective.measure(tokens, settings) for tokens in ratios]))
     # Phase two: the gradient.
     losses, sums, nonfinite, logp, token_losses = [], [], [], [], []
     for part, near_BT in zip(parts, proximal_logp, strict=True):
         logp_BT, entropy_BT = execution.forward(part)
         tokens = part.token_ratios(logp_BT, near_BT)
         if batch.most_micro_batches == 1:  # the whole batch in one pass, which serves both phases
-            statistics = execution.merge(objective.first_pass(tokens, settings))
+            statistics = objective.first_pass(tokens, settings)
+            statistics = None if statistics is None else merge_over_ranks(statistics)
         loss, token_loss = micro_batch_loss(objective, tokens, statistics, settings, batch.denominator)
         with execution.side_stream.reading(tokens, token_loss, entropy_BT):
             sums.append(micro_batch_sums(tokens, token_loss, entropy_BT))

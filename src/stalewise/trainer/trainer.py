@@ -28,7 +28,7 @@ from stalewise.trainer.execution import Execution
 from stalewise.trainer.logprobs import check_output_layer
 from stalewise.trainer.lora import load_policy
 from stalewise.trainer.micro_batch import Layout
-from stalewise.trainer.optimizer import learning_rate, moments_by_file, read_moments, restore_moments
+from stalewise.trainer.optimizer import learning_rate, moments_by_file, restore_moments
 from stalewise.trainer.parallel import SingleProcess
 from stalewise.trainer.pending_update import NonFiniteUpdate, PendingUpdate, Read, out_of_memory, step_metrics
 from stalewise.trainer.rank_batch import RankBatch
@@ -82,8 +82,8 @@ class Trainer:
         """Restore the rest of a checkpoint whose weights the constructor has loaded."""
         self.version, self.execution.steps, self.drift = state["version"], state["steps"], state["drift"]
         if self.steps:
-            moments = read_moments(checkpoint, partial(self.parallel.load, device=self.device))
-            restore_moments(self.optimizer, self.names, moments, self.steps)
+            load = partial(self.parallel.load, device=self.device)
+            restore_moments(self.optimizer, self.names, checkpoint, load, self.steps)
         if (checkpoint / "proximal.safetensors").is_file():
             self.execution.proximal = self.parallel.load(checkpoint / "proximal.safetensors", self.device)
 
@@ -92,8 +92,7 @@ class Trainer:
         has_moments = self.steps > 0
         self.parallel.ranks.tell_all("save", has_moments=has_moments)
         policy, files = self.gather(has_moments)
-        policy = {} if self.adapters else policy or self.model.state_dict()
-        policy, *others = host_copies(policy, *files.values())
+        policy, *others = host_copies({} if self.adapters else policy, *files.values())
         with ThreadPoolExecutor() as threads:  # each file is as large as the policy
             written = threads.map(save_file, others, [directory / name for name in files])
             if self.adapters is None:
@@ -103,8 +102,8 @@ class Trainer:
             self.tokenizer.save_pretrained(directory)
             list(written)  # raises what went wrong
 
-    def gather(self, has_moments: bool) -> tuple[dict[str, Tensor] | None, dict[str, dict[str, Tensor]]]:
-        """Weights (None: the model has them) and further files, on the first rank; all ranks must call it."""
+    def gather(self, has_moments: bool) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+        """Weights and further files, on the first rank; all ranks must call it."""
         full_tensor, policy = self.parallel.full_tensor, self.parallel.full_state()
         files = moments_by_file(self.optimizer, self.names, full_tensor) if has_moments else {}
         if proximal := self.execution.proximal:
@@ -145,7 +144,7 @@ class Trainer:
         """Enqueue one update on these rollouts without waiting for the device. Always raises the version by one."""
         batch = rows if isinstance(rows, UpdateBatch) else self.prepare(rows)
         statistics = batch.statistics | age_statistics(self.version, torch.from_numpy(batch.version_first))
-        self._snapshot_if_due()
+        self._snapshot_proximal()
         if batch.ranks:
             pending = self._update_within_memory(batch, statistics)
         else:
@@ -156,7 +155,7 @@ class Trainer:
 
     def follow(self, batch: RankBatch | None) -> None:
         """Take this rank's part in an update of the first rank; None: there is nothing to learn from."""
-        self._snapshot_if_due()
+        self._snapshot_proximal()
         if batch is not None:
             parts = list(batch.micro_batches(self._layout(), self.device))
             update(self.execution, self.rule, batch, parts, self._rate())
@@ -204,20 +203,9 @@ class Trainer:
         return self.execution.layout(self.token_budget, self.tokenizer.pad_token_id)
 
     def _rate(self) -> float:
-        optimizer = self.config.optimizer
-        rate = learning_rate(
-            self.version,
-            peak=optimizer.learning_rate,
-            updates=self.config.schedule.updates,
-            warmup_updates=optimizer.warmup_updates,
-            schedule=optimizer.schedule,
-        )
-        return rate * self.rate_factor
-
-    def _snapshot_if_due(self) -> None:
-        if self.version % self.config.objective.proximal_every == 0:
-            self._snapshot_proximal()
+        return self.rate_factor * learning_rate(self.version, self.config.optimizer, self.config.schedule.updates)
 
     def _snapshot_proximal(self) -> None:
-        if self.objective.needs_proximal:
+        """Renew the proximal policy every few updates, for objectives that have one."""
+        if self.objective.needs_proximal and self.version % self.config.objective.proximal_every == 0:
             self.execution.proximal = {name: weight.detach().clone() for weight, name in self.names.items()}

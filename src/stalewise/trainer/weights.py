@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from stalewise.trainer.optimizer import copies, copy_to, distance, subtract_from
+from stalewise.trainer.optimizer import foreach
 
 
 class SideStream:
@@ -69,12 +69,13 @@ class Weights:
 
     def snapshot(self) -> None:
         """Copy the weights before a step."""
-        self.before = copies([parameter.detach() for parameter in self.parameters])
+        self.before = list(foreach._foreach_mul([parameter.detach() for parameter in self.parameters], 1.0))
 
     def update_norm(self) -> Tensor:
         """‖Δθ‖ since `snapshot`, which is used up."""
         before, self.before = self.before, []
-        return distance(before, [parameter.detach() for parameter in self.parameters])
+        foreach._foreach_sub_(before, [parameter.detach() for parameter in self.parameters])
+        return torch.linalg.vector_norm(torch.stack(foreach._foreach_norm(before, 2, dtype=torch.float32)).double())
 
 
 class FlatWeights(Weights):
@@ -110,12 +111,12 @@ class FlatWeights(Weights):
         whole, views = self._flat()
         self.before = [whole, *views]
         with self.side_stream.reading():
-            copy_to(views, self.own)
+            foreach._foreach_copy_(views, self.own)
 
     def update_norm(self) -> Tensor:
         """One reduction."""
         (whole, *views), self.before = self.before, []
-        subtract_from(views, self.own)
+        foreach._foreach_sub_(views, self.own)
         return torch.linalg.vector_norm(whole, dtype=torch.float32).double()
 
     def _flat(self) -> tuple[Tensor, list[Tensor]]:

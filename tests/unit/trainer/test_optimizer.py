@@ -7,17 +7,20 @@ import math
 import pytest
 import torch
 
+from stalewise.config import OptimizerSection
 from stalewise.trainer.optimizer import add_to, learning_rate
 
 
 def test_learning_rate_schedules() -> None:
     # Warm-up of 2: ½, 1. Cosine over the 8 that follow: 1 at its first, ½ in the middle.
-    rates = [learning_rate(u, peak=2.0, updates=10, warmup_updates=2, schedule="cosine") for u in range(10)]
+    cosine = OptimizerSection(learning_rate=2.0, warmup_updates=2, schedule="cosine")
+    rates = [learning_rate(update, cosine, updates=10) for update in range(10)]
     assert rates[:3] == [1.0, 2.0, 2.0]
     assert rates[6] == pytest.approx(1.0)
     assert rates[9] == pytest.approx(1 + math.cos(7 / 8 * math.pi))
-    assert [learning_rate(u, peak=2.0, updates=4, schedule="linear") for u in range(4)] == [2.0, 1.5, 1.0, 0.5]
-    assert learning_rate(3, peak=2.0, updates=4) == 2.0
+    linear = OptimizerSection(learning_rate=2.0, schedule="linear")
+    assert [learning_rate(update, linear, updates=4) for update in range(4)] == [2.0, 1.5, 1.0, 0.5]
+    assert learning_rate(3, OptimizerSection(learning_rate=2.0), updates=4) == 2.0
 
 
 def test_amounts_of_lower_precision_are_added_in_that_of_the_totals() -> None:

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from stalewise.config import make_config
-from stalewise.distributed import VARIABLES, Launch, environment_of_a_child, launched
+from stalewise.distributed import ALONE, VARIABLES, Launch, environment_of_a_child, launched
 from stalewise.errors import ConfigError
 from stalewise.planning.memory import GIB, ModelShape, check_memory, estimate, pick_parallel
+from stalewise.trainer import parallel
 
 
 @pytest.fixture
@@ -65,3 +67,23 @@ def test_adapters_are_not_sharded_and_the_setting_may_change_on_the_way() -> Non
         make_config({"learner": {"parallel": "sharded"}, "model": {"lora": {"rank": 4}}})
     one, other = (make_config({"learner": {"parallel": kind}}) for kind in ("replicated", "sharded"))
     assert one.identity() == other.identity()
+
+
+def test_buckets_keep_the_order_and_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "BUCKET", 10)
+    tensors = [torch.zeros(size) for size in (4, 6, 1, 20, 3, 7)]
+    assert [[len(tensor) for tensor in bucket] for bucket in parallel._buckets(tensors)] == [[4, 6], [1], [20], [3, 7]]
+    assert parallel._buckets([]) == []
+
+
+def test_other_weights_are_there_for_a_while() -> None:
+    alone, model = parallel.SingleProcess(ALONE), torch.nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    alone.place(model, torch.device("cpu"))
+    alone.find_trained()
+    assert alone.trained == {model.weight: "weight"}
+    before, others = model.weight.detach().clone(), torch.ones(2, 2)
+    with pytest.raises(ZeroDivisionError), alone.swapped({"weight": others}):
+        assert model.weight.data_ptr() == others.data_ptr()
+        raise ZeroDivisionError
+    assert torch.equal(model.weight, before)
