@@ -24,9 +24,9 @@ from stalewise.models.loading import pick_device
 from stalewise.rollout.workers.rank_workers import RolloutRank
 from stalewise.store.atomic import make_directory, sha256_file, temporary_name
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
+from stalewise.trainer.batch import unpack_rank_batch
 from stalewise.trainer.parallel import KINDS
 from stalewise.trainer.pending_update import out_of_memory
-from stalewise.trainer.rank_batch import unpack_rank_batch
 from stalewise.trainer.trainer import Trainer
 
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,8 +62,7 @@ class FusedLinearPart(torch.nn.Module):
         return part
 
 
-@dataclass(frozen=True, slots=True)
-class WeightSlice:
+class WeightSlice(NamedTuple):
     """The rows of a rounded parameter that one weight has."""
 
     rounded: torch.nn.Parameter

@@ -56,12 +56,9 @@ def kernels_for(device: torch.device) -> Kernels:
     """Triton kernels that read the logits once, where the device has them; else plain torch."""
     if device.type != "cuda" or not can_compile():
         return PLAIN_KERNELS
-    from stalewise.models.kernels.logits import (  # Triton is there with a GPU only
-        gradient_on_device,
-        statistics_on_device,
-    )
+    from stalewise.models.kernels import logits  # Triton is there with a GPU only
 
-    return Kernels(statistics_on_device, gradient_on_device)
+    return Kernels(logits.statistics_on_device, logits.gradient_on_device)
 
 
 def response_logp(
@@ -83,10 +80,9 @@ def response_logp(
     hidden_NH = hidden_TH[micro_batch.source_N]
     elements = chunk_elements or CHUNK_ELEMENTS.get(hidden_NH.device.type, 1 << 24)
     rows_at_once = max(1, elements // weight_VH.shape[0])
-    logp_N, entropy_N = OutputLayerLogp.apply(
-        hidden_NH, weight_VH, bias_V, micro_batch.target_N, rows_at_once, dtype, kernels
-    )  # pyright: ignore[reportGeneralTypeIssues]
-    return micro_batch.to_response_grid(logp_N), micro_batch.to_response_grid(entropy_N)
+    settings = rows_at_once, dtype, kernels
+    values: Any = OutputLayerLogp.apply(hidden_NH, weight_VH, bias_V, micro_batch.target_N, *settings)
+    return micro_batch.to_response_grid(values[0]), micro_batch.to_response_grid(values[1])
 
 
 class OutputLayerLogp(torch.autograd.Function):
@@ -97,16 +93,10 @@ class OutputLayerLogp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        target_N: Tensor,
-        rows_at_once: int,
-        dtype: torch.dtype,
-        kernels: Kernels,
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, target_N: Tensor, *settings: Any
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, each [N]."""
+        """Log-probabilities and entropies, each [N]; `settings` are rows of a chunk, dtype and `Kernels`."""
+        rows_at_once, dtype, kernels = settings
         hidden_low, weight_low = hidden_NH.to(dtype), weight_VH.to(dtype)
         out_CV = _chunk_buffer(hidden_low, weight_low, rows_at_once)
         statistics = [

@@ -41,6 +41,7 @@ _MORE_THAN_PRODUCTS = (
 )
 # Initialisations that do not change the weights beneath the adapter.
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
+Log = Callable[[str], object]
 _NAME_MODEL = "name the model it was made for in model.path"
 
 
@@ -125,12 +126,7 @@ class Adapters:
 
 
 def save_first(
-    section: ModelSection,
-    seed: int,
-    model: Any,
-    source: str,
-    directory: Path,
-    log: Callable[[str], object] = lambda text: None,
+    section: ModelSection, seed: int, model: Any, source: str, directory: Path, log: Log = lambda text: None
 ) -> None:
     """Write version 0; `model` was loaded from `source`, and gets adapters where these are trained."""
     if not section.trains_adapters:
@@ -176,13 +172,13 @@ def target_layers(model: Any, targets: list[str]) -> dict[str, Any]:
     known = {name.rpartition(".")[2] for name in linear}
     if wrong := [target for target in targets if target not in known]:
         raise ModelError(
-            f"model.lora.targets has {wrong[0]!r}, which is no linear layer within {type(model).__name__}; "
+            f"model.lora.targets names {wrong[0]!r}, which is no linear layer within {type(model).__name__}; "
             f"{nearest(wrong[0], known)}"
         )
     return {name: module for name, module in linear.items() if not targets or name.rpartition(".")[2] in targets}
 
 
-def read_adapter_config(adapter: Path, source: str, log: Callable[[str], object]) -> Any:
+def read_adapter_config(adapter: Path, source: str, log: Log) -> Any:
     """PEFT's config of an existing adapter; a ModelError where it cannot be trained or is for another model."""
     need_peft()
     from peft import LoraConfig
@@ -207,15 +203,14 @@ def read_adapter_config(adapter: Path, source: str, log: Callable[[str], object]
             f"the adapter {adapter} has {more[0]} = {getattr(loaded, more[0])!r}, which is more than low-rank products "
             "of linear layers: merge it with PEFT's merge_and_unload and name the result in model.path"
         )
-    check_base(str(record.get("base_model_name_or_path") or ""), adapter, source, adapter / _CONFIG, log)
-    loaded.base_model_name_or_path = _absolute(source)
+    check_base(str(record.get("base_model_name_or_path") or ""), adapter, source, log)
+    loaded.base_model_name_or_path, loaded.inference_mode = _absolute(source), False
     loaded.lora_dropout = 0.0  # dropout is off everywhere
     loaded.init_lora_weights = True  # its weights are loaded
-    loaded.inference_mode = False
     return loaded
 
 
-def check_base(name: str, adapter: Path, source: str, config_file: Path, log: Callable[[str], object]) -> None:
+def check_base(name: str, adapter: Path, source: str, log: Log) -> None:
     """Refuse an adapter whose config names another base model (`name`) than `source`.
 
     Directories are compared by their weights, since checkpoints of different runs have the same names. A directory that
@@ -236,7 +231,8 @@ def check_base(name: str, adapter: Path, source: str, config_file: Path, log: Ca
         others = ", which has other weights" if ours.is_dir() and same is False else ""
         raise ModelError(
             f"the adapter {adapter} was made for {name}, and model.path is {source}{others}: name that model in "
-            f"model.path, or, where it is the same under another name, correct base_model_name_or_path in {config_file}"
+            f"model.path, or, where it is the same under another name, correct base_model_name_or_path in "
+            f"{adapter / _CONFIG}"
         )
 
 
@@ -284,7 +280,7 @@ def _inject(model: Any, peft_config: Any, adapter: Path) -> Adapters:
     return adapters
 
 
-def check_adapter(adapter: Path, source: str, log: Callable[[str], object]) -> Any:
+def check_adapter(adapter: Path, source: str, log: Log) -> Any:
     """PEFT's config of an adapter that fits the model at `source`, whose weights are not read."""
     peft_config = read_adapter_config(adapter, source, log)
     try:

@@ -22,15 +22,7 @@ from stalewise.models.transfer import send
 from stalewise.objectives import Tokens, make_tokens
 from stalewise.objectives.surrogates import TokenLoss
 from stalewise.store import RolloutColumns
-from stalewise.trainer.packing import (
-    order_by_prompt,
-    pack,
-    pad_to_common_size,
-    prompt_numbers,
-    ranges,
-    rows_and_columns,
-    split_in_halves,
-)
+from stalewise.trainer import packing
 from stalewise.types import TokenFlag
 
 
@@ -139,7 +131,7 @@ def plan_micro_batches(rows: RolloutColumns, layout: Layout) -> list[np.ndarray]
 def order_and_cost(rows: RolloutColumns, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     """The order in which rows fill micro-batches, and the tokens that each adds."""
     if layout.packed:
-        return order_by_prompt(rows)
+        return packing.order_by_prompt(rows)
     # Longest first: a padded row costs as much as the first of its micro-batch.
     length_B = rows.prompt_lengths + rows.response_lengths
     order = np.argsort(-length_B, kind="stable")
@@ -151,10 +143,11 @@ Inputs = tuple[int, list[tuple[dict[str, np.ndarray], dict[str, int]]], np.ndarr
 
 
 def _packed_inputs(part: RolloutColumns, layout: Layout) -> Inputs:
-    packed = [pack(*one) for one in (split_in_halves(part) if layout.two_halves else [(part, prompt_numbers(part))])]
+    halves = packing.split_in_halves(part) if layout.two_halves else [(part, packing.prompt_numbers(part))]
+    packed = [packing.pack(*half) for half in halves]
     tokens = sum(len(one.input_ids_T) for one in packed)
     if layout.common_sizes:
-        packed = pad_to_common_size(packed)
+        packed = packing.pad_to_common_size(packed)
     made = [segment_arrays(one.query_S, one.key_S, one.key_M, grids=layout.grids) for one in packed]
     # The longest segments of both halves, so that one CUDA graph serves both.
     longest = {name: max(lengths[name] for _, lengths in made) for name in made[0][1]}
@@ -170,16 +163,16 @@ def _padded_inputs(part: RolloutColumns, layout: Layout) -> Inputs:
     length_B = part.prompt_lengths + part.response_lengths
     width = int(length_B.max())
     start_B = np.arange(len(part)) * width
-    row_N, column_N = rows_and_columns(part.response_lengths)
+    row_N, column_N = packing.rows_and_columns(part.response_lengths)
     index_N = start_B[row_N] + part.prompt_lengths[row_N] + column_N
     input_ids = np.full(len(part) * width, layout.pad_id, dtype=np.int64)
-    input_ids[ranges(start_B, part.prompt_lengths)] = part.prompt_ids
+    input_ids[packing.ranges(start_B, part.prompt_lengths)] = part.prompt_ids
     input_ids[index_N] = part.response_ids
     return int(length_B.sum()), [({"input_ids": input_ids.reshape(len(part), width)}, {})], index_N - 1
 
 
 def _response_arrays(part: RolloutColumns) -> dict[str, np.ndarray]:
-    row_N, column_N = rows_and_columns(part.response_lengths)
+    row_N, column_N = packing.rows_and_columns(part.response_lengths)
     tokens = int(part.response_lengths.max())
     behaviour_BT = np.zeros((len(part), tokens), dtype=np.float32)
     behaviour_BT[row_N, column_N] = part.behaviour_logp

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from stalewise.distributed import Ranks
 from stalewise.objectives.diagnostics import TokenSums
+from stalewise.trainer.batch import RankBatch
 from stalewise.trainer.pending_update import to_host
-from stalewise.trainer.rank_batch import RankBatch
 
 BUCKET = 1 << 25  # numbers in one all-reduce
 

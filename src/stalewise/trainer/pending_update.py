@@ -17,7 +17,7 @@ from stalewise.models import transfer
 from stalewise.objectives import Tokens
 from stalewise.objectives.diagnostics import TokenSums, drift_statistics
 from stalewise.store import TokenRecord
-from stalewise.trainer.rank_batch import RankBatch
+from stalewise.trainer.batch import RankBatch
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")

@@ -16,11 +16,11 @@ from stalewise.distributed import MergeableT, merge_over_ranks
 from stalewise.objectives import Objective, Settings, micro_batch_loss, micro_batch_sums
 from stalewise.objectives.batch_statistics import vcpo_factor
 from stalewise.objectives.diagnostics import TokenSums
+from stalewise.trainer.batch import RankBatch
 from stalewise.trainer.execution import Execution
 from stalewise.trainer.micro_batch import MicroBatch, token_values
 from stalewise.trainer.parallel import TokenReader
 from stalewise.trainer.pending_update import Read, first_nonfinite, to_host
-from stalewise.trainer.rank_batch import RankBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from stalewise.models.transfer import host_copies
 from stalewise.objectives import get_objective
 from stalewise.objectives.diagnostics import age_statistics
 from stalewise.store import RolloutColumns
-from stalewise.trainer.batch import UpdateBatch, make_update_batch
+from stalewise.trainer.batch import RankBatch, UpdateBatch, make_update_batch
 from stalewise.trainer.execution import Execution
 from stalewise.trainer.logprobs import check_output_layer
 from stalewise.trainer.lora import load_policy
@@ -31,7 +31,6 @@ from stalewise.trainer.micro_batch import Layout
 from stalewise.trainer.optimizer import learning_rate, moments_by_file, restore_moments
 from stalewise.trainer.parallel import SingleProcess
 from stalewise.trainer.pending_update import NonFiniteUpdate, PendingUpdate, Read, out_of_memory, step_metrics
-from stalewise.trainer.rank_batch import RankBatch
 from stalewise.trainer.step import UpdateRule, compute_gradients, update
 
 

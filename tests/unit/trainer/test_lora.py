@@ -341,7 +341,7 @@ def test_names_on_a_hub_are_whole_names(tmp_path: Path) -> None:
     said: list[str] = []
 
     def check(name: str, source: str) -> None:
-        check_base(name, tmp_path, source, tmp_path / "adapter_config.json", said.append)
+        check_base(name, tmp_path, source, said.append)
 
     check("", "a/final")
     check("a/final", "a/final")

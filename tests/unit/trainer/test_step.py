@@ -43,7 +43,7 @@ def test_gradients_do_not_depend_on_padding(monkeypatch: pytest.MonkeyPatch) -> 
             yield part
 
     monkeypatch.setattr("stalewise.trainer.packing.HALVES_RATIO", 1.5)
-    monkeypatch.setattr("stalewise.trainer.rank_batch.micro_batches", padded)
+    monkeypatch.setattr("stalewise.trainer.batch.micro_batches", padded)
     found, _ = gradient_after_update("grpo", 60)
     assert calls.count(2) > 1 and (found - whole).norm() <= 2e-4 * whole.norm()
 
