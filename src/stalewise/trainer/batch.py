@@ -29,8 +29,7 @@ _ARRAYS = ("advantage_B", "keep_B", "position_B")
 class RankBatch:
     """The rows of an update that one rank runs.
 
-    A rank that has to keep pace with others but has no micro-batch left runs a filler: one row outside of the loss.
-    Fillers come last, and nothing of them is recorded.
+    A rank in lockstep with others that has no micro-batch left runs a filler: a row outside of the loss, unrecorded.
     """
 
     rows: RolloutColumns
@@ -45,9 +44,8 @@ class RankBatch:
 
     def micro_batches(self, layout: Layout, device: torch.device) -> Iterator[MicroBatch]:
         """The micro-batches of the plan."""
-        return micro_batches(
-            self.rows, layout, device, plan=self.plan, advantage_B=self.advantage_B, keep_B=self.keep_B
-        )
+        values = {"advantage_B": self.advantage_B, "keep_B": self.keep_B}
+        return micro_batches(self.rows, layout, device, plan=self.plan, **values)
 
     def token_at(self, micro_batch: int, index: int) -> tuple[int, int]:
         """Rollout id and token of an index into the flattened [B, T] of a micro-batch."""

@@ -2,9 +2,8 @@
 
 A graph has fixed addresses and sizes, so micro-batches are padded to few sizes. A new size is launched eagerly, which
 sets up what must not be part of a graph; a size that soon recurs is captured. Graphs share their memory: each backward
-pass follows its forward pass before the next begins. Weights of linear layers are rounded once an update, not in every
-replay. Two halves of a micro-batch are branches of one graph: while one waits for its next kernel, the other runs.
-Axes: T tokens with padding, H hidden size.
+pass follows its forward pass before the next begins. Two halves of a micro-batch are branches of one graph: while one
+waits for its next kernel, the other runs. Axes: T tokens with padding, H hidden size.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ class SizeGraphs:
 
 
 class GraphedBody:
-    """Computes the last hidden states of a packed micro-batch; its backward pass adds to `weights.gradients`.
-
-    Weights and gradients must keep their addresses.
-    """
+    """Computes the last hidden states of a packed micro-batch; its backward pass adds to `weights.gradients`."""
 
     def __init__(self, model: Any, weights: FlatWeights, precision: torch.dtype) -> None:
         self.model, self.weights, self.precision = model, weights, precision
@@ -132,8 +128,7 @@ class GraphedBody:
     def _forward(self, inputs: Sequence[dict[str, Any]]) -> list[Tensor]:
         """Last hidden states of each call, one call per lane."""
         enabled = self.precision is not torch.float32
-        hidden: list[Tensor] = []
-        count = len(inputs)
+        hidden, count = list[Tensor](), len(inputs)
         with self._parallel_streams() as streams:
             for lane, stream, call in zip(self.lanes[:count], streams[:count], inputs, strict=True):
                 # Without autocast's cache: weights that are not rounded here must be rounded in every replay.

@@ -86,10 +86,9 @@ def _swapped(swaps: Sequence[Swap]) -> Iterator[None]:
 
 
 class RoundedWeights:
-    """The weights of a module's linear layers in lower precision, at fixed addresses.
+    """The weights of a module's linear layers in lower precision, at fixed addresses, except weights with another use.
 
-    They are parameters, since the compiler fixes sizes only of those. A weight with another use, such as an embedding
-    or a second layer, is not rounded.
+    They are parameters, since the compiler fixes sizes only of those.
     """
 
     def __init__(self, module: torch.nn.Module, precision: torch.dtype) -> None:

@@ -86,10 +86,7 @@ def response_logp(
 
 
 class OutputLayerLogp(torch.autograd.Function):
-    """log softmax(hidden · Wᵀ + bias) at the targets, and the entropy of that distribution, chunk by chunk.
-
-    Gradients of the weight are summed in float32, so that the number of chunks changes only rounding.
-    """
+    """log softmax(hidden · Wᵀ + bias) at the targets, and the entropy of that distribution, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -116,6 +113,7 @@ class OutputLayerLogp(torch.autograd.Function):
         hidden_NH, weight_VH, bias_V, target_N, lse_N = ctx.saved_tensors
         wants_weight, wants_bias = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
         hidden_grad_NH = torch.empty_like(hidden_NH)
+        # Summed in float32, so that the number of chunks changes only rounding.
         weight_grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
         bias_grad_V = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias else None
         out_CV = _chunk_buffer(hidden_NH, weight_VH, ctx.rows_at_once)

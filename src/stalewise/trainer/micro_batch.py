@@ -86,10 +86,7 @@ def micro_batches(
     advantage_B: np.ndarray | None = None,
     keep_B: np.ndarray | None = None,
 ) -> Iterator[MicroBatch]:
-    """All rows in micro-batches within the token budget (at least one row each); by default all advantages are 0.
-
-    Copies to the device are enqueued, not waited for.
-    """
+    """All rows in micro-batches within the token budget (at least one row each); without advantages, these are 0."""
     advantage_B = np.zeros(len(rows), dtype=np.float32) if advantage_B is None else advantage_B
     keep_B = np.ones(len(rows), dtype=np.bool_) if keep_B is None else keep_B
     for chosen in plan_micro_batches(rows, layout) if plan is None else plan:

@@ -40,10 +40,7 @@ def out_of_memory(token_budget: int) -> ModelError:
 
 @dataclass(frozen=True, slots=True)
 class PendingUpdate:
-    """An enqueued update. Read the metrics of updates in order.
-
-    A GPU stays busy where the next update is enqueued before the metrics of this one are read.
-    """
+    """An enqueued update. Read metrics in order, on a GPU after the next update is enqueued, so that it stays busy."""
 
     statistics: dict[str, float]  # of the rollouts
     finish: Callable[[], dict[str, float]] | None  # None: there was nothing to learn from
@@ -133,11 +130,8 @@ def _name_tokens(ranks: Sequence[RankBatch], nonfinite: list[float]) -> str:
 
 
 def updates_ahead(device: torch.device, *, may_end_early: bool = False) -> int:
-    """How many updates are enqueued beyond the one whose metrics are read.
-
-    A GPU would be idle with none, and with one whenever the host is late. `may_end_early`: metrics may end the stage,
-    so that fewer is better.
-    """
+    """How many updates are enqueued beyond the one whose metrics are read: fewer where these may end the stage."""
+    # A GPU would be idle with none, and with one whenever the host is late.
     return 0 if device.type != "cuda" else 1 if may_end_early else 2
 
 

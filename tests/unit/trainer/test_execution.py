@@ -18,13 +18,16 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from stalewise.distributed import ALONE
 from stalewise.models.attention import packs
 from stalewise.models.compilation import compile_layers
-from stalewise.models.loading import load_tokenizer
+from stalewise.models.loading import load_model, load_tokenizer
 from stalewise.trainer.cuda_graphs import hidden_states
+from stalewise.trainer.execution import Execution
 from stalewise.trainer.micro_batch import Layout, micro_batches
+from stalewise.trainer.parallel import SingleProcess
 from stalewise.trainer.trainer import Trainer
-from stalewise.trainer.weights import FlatWeights
+from stalewise.trainer.weights import FlatWeights, Weights
 from trainer_inputs import (
     CPU,
     POLICY,
@@ -167,3 +170,16 @@ def test_weights_of_several_precisions_are_in_no_graph(monkeypatch: pytest.Monke
     weight = next(iter(trainer.names))
     weight.data = weight.data.bfloat16()
     assert not trainer.execution._can_use_graphs()
+
+
+def test_freed_memory_leaves_plain_weights_and_no_gradients() -> None:
+    model = load_model(str(POLICY), device=CPU)
+    execution = Execution(model, config(), SingleProcess(ALONE), CPU, torch.float32, lambda text: None)
+    weights = list(execution.parallel.trained)
+    execution.weights = FlatWeights(weights, execution.side_stream)
+    execution.graphs = WatchedBody(Trainer(config(), POLICY))  # pyright: ignore[reportAttributeAccessIssue]
+    assert execution.layout(100, pad_id=0).common_sizes
+    execution.optimizer.state[weights[0]] = {"step": torch.zeros(())}
+    execution.free_memory()
+    assert type(execution.weights) is Weights and all(weight.grad is None for weight in weights)
+    assert not execution.optimizer.state and not execution.layout(100, pad_id=0).common_sizes

@@ -15,6 +15,7 @@ from stalewise.objectives import OBJECTIVES
 from stalewise.objectives.diagnostics import TokenSums
 from stalewise.store import RolloutColumns
 from stalewise.trainer.micro_batch import Layout, MicroBatch, micro_batches
+from stalewise.trainer.step import compute_gradients, update
 from stalewise.trainer.trainer import NonFiniteUpdate, Trainer
 from trainer_inputs import (
     POLICY,
@@ -139,3 +140,22 @@ def test_the_numbers_of_an_update_leave_beside_the_next_one(monkeypatch: pytest.
     numbers, places, sums = held
     assert isinstance(numbers, tuple) and numbers[3] is norms[0] and isinstance(sums, TokenSums)
     assert isinstance(places, torch.Tensor)
+
+
+def test_an_update_from_its_parts_is_that_of_the_trainer() -> None:
+    whole, parts = (Trainer(config(learner={"tokens_per_micro_batch": 60}), POLICY) for _ in range(2))
+    batch = parts.prepare(rollouts())
+    loss, nonfinite, sums, values = compute_gradients(parts.execution, parts.rule, batch.ranks[0], batch.micro_batches)
+    gradient = torch.cat([weight.grad.flatten() for weight in parts.names if weight.grad is not None])
+    assert torch.equal(gradient, whole.gradient(rollouts())) and nonfinite.tolist() == [-1] * len(batch.micro_batches)
+    metrics = whole.update(rollouts())
+    assert (metrics["loss"], metrics["tokens"]) == (loss.item(), sums.summary()["tokens"])
+    assert values is not None and values()[0].shape == (1, metrics["tokens"])
+    numbers, _ = update(parts.execution, parts.rule, batch.ranks[0], batch.micro_batches, rate=1e-3)
+    assert numbers()[:4].tolist() == [metrics[name] for name in ("loss", "grad_norm", "step_factor", "update_norm")]
+    assert all(torch.equal(one, other) for one, other in zip(parts.names, whole.names, strict=True))
+
+
+def test_without_a_record_no_token_values_are_gathered() -> None:
+    trainer = Trainer(config(learner={"record_tokens": False}), POLICY)
+    assert not trainer.rule.record_tokens and trainer.enqueue(rollouts()).tokens() is None
