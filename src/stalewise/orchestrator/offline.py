@@ -26,7 +26,7 @@ from stalewise.config.run_directory import is_started, read_config
 from stalewise.errors import ConfigError, ModelError, StoreError
 from stalewise.models.loading import load_tokenizer, resolve_model, vocabulary_size
 from stalewise.orchestrator.rollout_source import RolloutSource
-from stalewise.staleness.schedule import Schedule, Step
+from stalewise.staleness.schedule import BatchSpan, ListedSchedule, Schedule
 from stalewise.store import (
     Batch,
     BatchManifest,
@@ -53,15 +53,13 @@ DECODED = 8  # responses that are decoded again to check that the tokenizer is t
 
 
 @dataclass(frozen=True, slots=True)
-class SourceBatch:
-    """A generation batch to learn from, and the updates that do."""
+class SourceBatch(BatchSpan):
+    """A generation batch of another run to learn from."""
 
     directory: Path
     manifest: BatchManifest
     start: int | None  # version of the starting policy in the run that made the batch; None: not of that run
     groups: int
-    first_update: int
-    updates: int
     left_out: Ranges = ()  # ids of rollouts not to learn from
 
     @property
@@ -78,38 +76,10 @@ class SourceBatch:
             "counts_as_version": self.version,
             "groups": self.groups,
             "first_update": self.first_update,
-            "updates": self.updates,
+            "updates": self.planned_updates,
             "shards": [shard.sha256 for shard in self.manifest.shards],
             **({"left_out": [list(interval) for interval in self.left_out]} if self.left_out else {}),
         }
-
-
-@dataclass(frozen=True, slots=True)
-class OfflineSchedule(Schedule):
-    """A schedule whose generation batches are those of other runs, each serving as many updates as it can."""
-
-    sources: tuple[SourceBatch, ...] = ()
-
-    @property
-    def generation_batches(self) -> int:
-        """Number of batches."""
-        return len(self.sources)
-
-    def at(self, update: int) -> Step:
-        """The step of an update, counted from 0."""
-        for index, source in enumerate(self.sources):
-            if update in self.updates_of(index):
-                return Step(update, index, source.version, update - source.version)
-        raise IndexError(f"update is {update}; expected 0 to {self.updates - 1}")
-
-    def version_of(self, generation_batch: int) -> int:
-        """The version that made this batch, counted from the starting policy."""
-        return self.sources[generation_batch].version
-
-    def updates_of(self, generation_batch: int) -> range:
-        """The updates that learn from this batch."""
-        source = self.sources[generation_batch]
-        return range(source.first_update, source.first_update + source.updates)
 
 
 class OfflineBatch(Batch):
@@ -149,7 +119,7 @@ class OfflineRollouts(RolloutSource):
 
     def schedule(self, section: ScheduleSection, stages_path: Path) -> Schedule:
         """One pass through the batches."""
-        return OfflineSchedule(section.updates, section.updates, sources=self.sources)
+        return ListedSchedule(section.updates, section.updates, stages=self.sources)
 
     def check_directory(self, directory: Path) -> None:
         """Raise where the run learned from other rollouts; otherwise write `sources.json`."""
@@ -219,16 +189,17 @@ def plan_sources(
         left_out = _used_of(directory, batch.manifest) if unused else ()
         fresh = ~np.isin(batch.column("rollout_id"), from_ranges(left_out))
         groups = len(np.unique(batch.column("group")[fresh]))
-        first = sources[-1].first_update + sources[-1].updates if sources else 0
+        first = sources[-1].first_update + sources[-1].planned_updates if sources else 0
         possible += groups // config.batch.prompts
         updates = min(groups // config.batch.prompts, config.schedule.updates - first)
         if updates:
             start = _start_in(_run_of(directory), config.model, config.task.name, checkpoint)
-            sources.append(SourceBatch(directory.resolve(), batch.manifest, start, groups, first, updates, left_out))
+            span = (len(sources), first, updates)
+            sources.append(SourceBatch(*span, directory.resolve(), batch.manifest, start, groups, left_out))
     if not sources:
         left = " that its run has not learned from" if unused else ""
         raise ConfigError(f"batch.prompts is {config.batch.prompts}, more than the groups{left} of any batch: lower it")
-    total = sources[-1].first_update + sources[-1].updates
+    total = sources[-1].first_update + sources[-1].planned_updates
     if total < possible:
         log(f"these rollouts would serve {possible} updates: {total} are taken, as schedule.updates says")
     schedule = {"kind": "staged", "updates": total, "stages": len(sources)}

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from stalewise.config import ScheduleSection
-from stalewise.staleness.schedule import Schedule, Stage
-from stalewise.staleness.spent import StageSchedule
+from stalewise.staleness.schedule import Schedule
+from stalewise.staleness.spent import Stage, StageSchedule
 from stalewise.store.atomic import append_line, read_jsonl, truncate_jsonl
 
 SPENT_ESS = 0.9  # docs/control.md has the evidence

@@ -23,16 +23,6 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """One generation batch, made by version `first_update`, with rollouts for `planned_updates` updates."""
-
-    generation_batch: int
-    first_update: int
-    planned_updates: int
-    first_prompt: int  # in the task's endless order; unused prompts are skipped, so rollout ids are unique
-
-
-@dataclass(frozen=True, slots=True)
 class Schedule:
     """T updates, µ of them on each generation batch, which is made `lag` batches ahead.
 
@@ -97,7 +87,7 @@ class Schedule:
         """All steps in order."""
         return map(self.at, range(self.updates))
 
-    def begin_stage(self, version: int, *, was_spent: bool, per_update: int) -> tuple[Schedule, Stage] | None:
+    def begin_stage(self, version: int, *, was_spent: bool, per_update: int) -> tuple[Schedule, BatchSpan] | None:
         """The schedule with the stage that begins at this version, and that stage; None where none begins."""
         return None
 
@@ -108,6 +98,50 @@ class Schedule:
     def spent(self, ess: Sequence[float], batch_budget: float, bound: float) -> dict[str, Any] | None:
         """Why the current stage ends before its rollouts are used up; None while it continues."""
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSpan:
+    """A generation batch with rollouts for `planned_updates` updates, made by the policy of the first of them."""
+
+    generation_batch: int
+    first_update: int
+    planned_updates: int
+
+    @property
+    def version(self) -> int:
+        """The policy version that makes the batch."""
+        return self.first_update
+
+
+@dataclass(frozen=True, slots=True)
+class ListedSchedule(Schedule):
+    """A schedule whose generation batches are listed, in the order of their updates."""
+
+    stages: tuple[BatchSpan, ...] = ()
+
+    @property
+    def generation_batches(self) -> int:
+        """Number of generation batches so far."""
+        return len(self.stages)
+
+    def at(self, update: int) -> Step:
+        """The step of an update, counted from 0."""
+        begun = sum(stage.first_update <= update for stage in self.stages)
+        if not begun or update >= self.updates:
+            raise IndexError(f"update is {update}; no stage of a run of {self.updates} updates has begun there")
+        version = self.stages[begun - 1].version
+        return Step(update, begun - 1, version, update - version)
+
+    def version_of(self, generation_batch: int) -> int:
+        """The policy version that makes this generation batch."""
+        return self.stages[generation_batch].version
+
+    def updates_of(self, generation_batch: int) -> range:
+        """The updates that learn from this batch: all that were planned, or those before the next batch began."""
+        first, after = self.stages[generation_batch], self.stages[generation_batch + 1 :]
+        end = min(first.first_update + first.planned_updates, self.updates, *(one.first_update for one in after[:1]))
+        return range(first.first_update, end)
 
 
 def synchronous(updates: int, updates_per_generation: int = 4) -> Schedule:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, ClassVar
 
-from stalewise.staleness.schedule import Schedule, Stage, Step
+from stalewise.staleness.schedule import BatchSpan, ListedSchedule, Schedule
 
 WINDOW = 3  # updates; the median over them, since one token of weight can halve the ESS of a single update
 FIRST_STAGE = 8  # updates
@@ -22,7 +22,14 @@ HEADROOM = 1.25  # over what a spent stage used, so that sizes can grow again wh
 
 
 @dataclass(frozen=True, slots=True)
-class StageSchedule(Schedule):
+class Stage(BatchSpan):
+    """The generation batch of one stage."""
+
+    first_prompt: int  # in the task's endless order; unused prompts are skipped, so rollout ids are unique
+
+
+@dataclass(frozen=True, slots=True)
+class StageSchedule(ListedSchedule):
     """A schedule that is known as far as its stages have begun.
 
     >>> stages = (Stage(0, 0, 8, 0), Stage(1, 5, 6, 32))
@@ -34,37 +41,12 @@ class StageSchedule(Schedule):
     stages: tuple[Stage, ...] = ()
     is_open_ended: ClassVar[bool] = True
 
-    @property
-    def generation_batches(self) -> int:
-        """Number of generation batches so far."""
-        return len(self.stages)
-
-    def at(self, update: int) -> Step:
-        """The step of an update, counted from 0."""
-        for stage in reversed(self.stages):
-            if stage.first_update <= update:
-                break
-        else:
-            raise IndexError(f"update is {update}; no stage has begun")
-        return Step(update, stage.generation_batch, stage.first_update, update - stage.first_update)
-
-    def version_of(self, generation_batch: int) -> int:
-        """The policy version that makes this generation batch."""
-        return self.stages[generation_batch].first_update
-
-    def updates_of(self, generation_batch: int) -> range:
-        """The updates that learn from this batch: all that were planned, or those before the next stage began."""
-        stage = self.stages[generation_batch]
-        end = min(stage.first_update + stage.planned_updates, self.updates)
-        after = self.stages[generation_batch + 1 :]
-        return range(stage.first_update, min(end, after[0].first_update) if after else end)
-
     def prompts_of(self, generation_batch: int, per_update: int) -> range:
         """The prompts of a generation batch, as indices in the task's order."""
         stage = self.stages[generation_batch]
         return range(stage.first_prompt, stage.first_prompt + stage.planned_updates * per_update)
 
-    def begin_stage(self, version: int, *, was_spent: bool, per_update: int) -> tuple[Schedule, Stage] | None:
+    def begin_stage(self, version: int, *, was_spent: bool, per_update: int) -> tuple[Schedule, BatchSpan] | None:
         """The schedule with the stage that begins at this version, and that stage; None where one continues.
 
         After the last update the stage has no updates, and the schedule stays as it is.

@@ -14,7 +14,8 @@ from stalewise.api import learn
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ConfigError, ModelError, StoreError
 from stalewise.models.loading import EMBEDDED
-from stalewise.orchestrator.offline import OfflineSchedule, SourceBatch
+from stalewise.orchestrator.offline import SourceBatch
+from stalewise.staleness.schedule import ListedSchedule
 from stalewise.store import (
     batch_directories,
     consumed,
@@ -217,10 +218,10 @@ def test_damaged_rollouts_have_to_be_repaired_where_they_were_made(
 def test_a_rollouts_version_is_counted_from_the_starting_policy() -> None:
     def source(version: int, start: int | None, first_update: int, updates: int) -> SourceBatch:
         manifest: Any = SimpleNamespace(version=version, generation_batch=0, shards=[])
-        return SourceBatch(Path("batch"), manifest, start, 8, first_update, updates)
+        return SourceBatch(0, first_update, updates, Path("batch"), manifest, start, 8)
 
     sources = (source(0, 2, 0, 2), source(6, 2, 2, 3), source(6, None, 5, 1))
-    schedule = OfflineSchedule(6, 6, sources=sources)
+    schedule = ListedSchedule(6, 6, stages=sources)
     assert [(s.generation_batch, s.version, s.age) for s in schedule.steps()] == [
         (0, -2, 2),
         (0, -2, 3),
@@ -229,5 +230,5 @@ def test_a_rollouts_version_is_counted_from_the_starting_policy() -> None:
         (1, 2, 2),
         (2, 0, 5),  # of another run
     ]
-    with pytest.raises(IndexError, match="expected 0 to 5"):
+    with pytest.raises(IndexError, match="update is 6; no stage of a run of 6 updates has begun there"):
         schedule.at(6)

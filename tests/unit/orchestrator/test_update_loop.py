@@ -13,8 +13,8 @@ import torch
 from stalewise.orchestrator.drift_budget import DriftBudget
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.orchestrator.update_loop import PreparedUpdate, UpdateLoop
-from stalewise.staleness.schedule import Schedule, Stage
-from stalewise.staleness.spent import StageSchedule
+from stalewise.staleness.schedule import Schedule
+from stalewise.staleness.spent import Stage, StageSchedule
 from stalewise.store.atomic import read_jsonl
 from stalewise.types import NullCallback
 

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from stalewise.staleness.schedule import Stage
-from stalewise.staleness.spent import GROWTH, HEADROOM, StageSchedule, is_spent, next_stage, remaining_ess
+from stalewise.staleness.spent import GROWTH, HEADROOM, Stage, StageSchedule, is_spent, next_stage, remaining_ess
 
 
 def test_sizes_of_stages_follow_what_was_used() -> None:
@@ -25,7 +24,7 @@ def test_sizes_of_stages_follow_what_was_used() -> None:
 
 
 def test_a_stage_without_a_begin_has_no_step() -> None:
-    with pytest.raises(IndexError, match="no stage has begun"):
+    with pytest.raises(IndexError, match=r"no stage .* has begun"):
         StageSchedule(updates=4, updates_per_generation=4).at(0)
     assert StageSchedule(10, 10, stages=(Stage(0, 0, 8, 0),)).at(9).age == 9
 
