@@ -11,7 +11,6 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from stalewise.config.schedule_sections import GuardSection
@@ -19,18 +18,7 @@ from stalewise.errors import StalewiseError
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.staleness.collapse import INTERVAL, Assessment, Degradation, PolicyScore, assess, scores_from_rewards
 from stalewise.staleness.schedule import Schedule
-from stalewise.store import batch_directories, ledger_path, parse_batch_name
-from stalewise.store.atomic import (
-    commit_directory,
-    fsync_directory,
-    make_directory,
-    read_json,
-    read_jsonl,
-    temporary_name,
-    truncate_jsonl,
-    write_atomic,
-    write_json_atomic,
-)
+from stalewise.store import atomic, batch_directories, ledger_path, parse_batch_name
 from stalewise.store.checkpoints import remove_after, versions
 
 FORMAT = "stalewise.rollback/1"
@@ -54,7 +42,7 @@ class Rollbacks:
     def reload(self) -> None:
         """Read the records again."""
         directories = sorted(self.root.glob("r[0-9]*")) if self.root.is_dir() else []
-        self.records: list[dict[str, Any]] = [read_json(directory / "rollback.json") for directory in directories]
+        self.records: list[dict[str, Any]] = [atomic.read_json(path / "rollback.json") for path in directories]
 
     @property
     def learning_rate_factor(self) -> float:
@@ -70,11 +58,11 @@ class Rollbacks:
         self, why: Degradation, to_version: int, *, halve: bool, fresh_from_batch: int | None, led_there: Sequence[int]
     ) -> None:
         """Commit a rollback to a version that exists, then carry it out."""
-        moved = [
-            directory.name
-            for directory in batch_directories(self.directory / "rollouts")
-            if is_discarded(directory, to_version=to_version, fresh_from_batch=fresh_from_batch)
-        ]
+        moved: list[str] = []  # made by a later policy, or to be generated again
+        for directory in batch_directories(self.directory / "rollouts"):
+            generation_batch, version = parse_batch_name(directory.name)
+            if version > to_version or (fresh_from_batch is not None and generation_batch >= fresh_from_batch):
+                moved.append(directory.name)
         record = {
             "format": FORMAT,
             "time": time.time(),
@@ -91,18 +79,18 @@ class Rollbacks:
             "batches": moved,
         }
         final = self.root / f"r{len(self.records):03d}"
-        temporary = temporary_name(final)
-        make_directory(temporary)
+        temporary = atomic.temporary_name(final)
+        atomic.make_directory(temporary)
         for path, key, first in (
             (self.run_log.metrics_path, "update", to_version),
             (ledger_path(self.directory), "update", to_version),
             (self.run_log.evaluations_path, "version", to_version + 1),
             (self.run_log.stages_path, "first_update", to_version),
         ):
-            lines = [line for line in read_jsonl(path) if line[key] >= first]
-            write_atomic(temporary / path.name, "".join(f"{json.dumps(line)}\n" for line in lines))
-        write_json_atomic(temporary / "rollback.json", record)
-        commit_directory(temporary, final)
+            lines = [line for line in atomic.read_jsonl(path) if line[key] >= first]
+            atomic.write_atomic(temporary / path.name, "".join(f"{json.dumps(line)}\n" for line in lines))
+        atomic.write_json_atomic(temporary / "rollback.json", record)
+        atomic.commit_directory(temporary, final)
         self.reload()
         self.finish()
 
@@ -112,32 +100,22 @@ class Rollbacks:
             directory = self.root / f"r{index:03d}"
             if (directory / DONE).exists():
                 continue
-            self._move(record["batches"], directory / "rollouts")
+            atomic.make_directory(directory / "rollouts")
+            for name in record["batches"]:
+                if (source := self.directory / "rollouts" / name).exists():
+                    os.rename(source, directory / "rollouts" / name)
+            atomic.fsync_directory(directory / "rollouts")
             last = record["to_version"]
             remove_after(self.directory, last)
             self.run_log.tokens.truncate(last, keep=directory / "tokens")
             self.run_log.drop_updates(first=last)
-            truncate_jsonl(self.run_log.evaluations_path, lambda line, last=last: line["version"] <= last)
-            truncate_jsonl(self.run_log.stages_path, lambda line, last=last: line["first_update"] <= last)
+            atomic.truncate_jsonl(self.run_log.evaluations_path, lambda line, last=last: line["version"] <= last)
+            atomic.truncate_jsonl(self.run_log.stages_path, lambda line, last=last: line["first_update"] <= last)
             self.run_log.reload()
-            events = [line for line in read_jsonl(self.run_log.journal_path) if line["event"] == "rollback"]
+            events = [line for line in atomic.read_jsonl(self.run_log.journal_path) if line["event"] == "rollback"]
             if index not in [line.get("rollback") for line in events]:
                 self.run_log.log_event("rollback", 0.0, rollback=index, to_version=last, reason=record["reason"])
-            write_json_atomic(directory / DONE, {"time": time.time()})
-
-    def _move(self, names: Sequence[str], target: Path) -> None:
-        make_directory(target)
-        for name in names:
-            source = self.directory / "rollouts" / name
-            if source.exists():
-                os.rename(source, target / name)
-        fsync_directory(target)
-
-
-def is_discarded(directory: Path, *, to_version: int, fresh_from_batch: int | None) -> bool:
-    """Whether a rollback discards a generation batch: a later policy made it, or it is to be generated again."""
-    generation_batch, version = parse_batch_name(directory.name)
-    return version > to_version or (fresh_from_batch is not None and generation_batch >= fresh_from_batch)
+            atomic.write_json_atomic(directory / DONE, {"time": time.time()})
 
 
 class CollapseGuard:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from stalewise import store
 from stalewise.config import RunConfig, ScheduleSection, make_config
 from stalewise.config.run import ModelSection
 from stalewise.config.run_directory import is_started, read_config
@@ -27,20 +28,6 @@ from stalewise.errors import ConfigError, ModelError, StoreError
 from stalewise.models.loading import load_tokenizer, resolve_model, vocabulary_size
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.staleness.schedule import BatchSpan, ListedSchedule, Schedule
-from stalewise.store import (
-    Batch,
-    BatchManifest,
-    Ranges,
-    RolloutColumns,
-    batch_directories,
-    consumed,
-    from_ranges,
-    is_committed,
-    ledger_path,
-    open_batch,
-    read_batch_manifest,
-    read_ledger,
-)
 from stalewise.store.atomic import read_json, write_json_atomic
 from stalewise.store.checkpoints import read_state
 
@@ -57,10 +44,10 @@ class SourceBatch(BatchSpan):
     """A generation batch of another run to learn from."""
 
     directory: Path
-    manifest: BatchManifest
+    manifest: store.BatchManifest
     start: int | None  # version of the starting policy in the run that made the batch; None: not of that run
     groups: int
-    left_out: Ranges = ()  # ids of rollouts not to learn from
+    left_out: store.Ranges = ()  # ids of rollouts not to learn from
 
     @property
     def version(self) -> int:
@@ -82,7 +69,7 @@ class SourceBatch(BatchSpan):
         }
 
 
-class OfflineBatch(Batch):
+class OfflineBatch(store.Batch):
     """A batch without the rollouts that are left out, with versions counted from the starting policy."""
 
     def __init__(self, source: SourceBatch) -> None:
@@ -94,9 +81,9 @@ class OfflineBatch(Batch):
         """One light column of the rollouts to learn from."""
         if not self.source.left_out:
             return super().column(name)
-        return super().column(name)[~np.isin(super().column("rollout_id"), from_ranges(self.source.left_out))]
+        return super().column(name)[~np.isin(super().column("rollout_id"), store.from_ranges(self.source.left_out))]
 
-    def take(self, rollout_ids: npt.ArrayLike) -> RolloutColumns:
+    def take(self, rollout_ids: npt.ArrayLike) -> store.RolloutColumns:
         """Fetch the given rollouts in the given order."""
         rows = super().take(rollout_ids)
         first, last = (self._recount(column) for column in (rows.version_first, rows.version_last))
@@ -154,7 +141,7 @@ class OfflineRollouts(RolloutSource):
         """None: all of them exist."""
         return range(0)
 
-    def open(self, run: Orchestrator, generation_batch: int) -> Batch:
+    def open(self, run: Orchestrator, generation_batch: int) -> store.Batch:
         """Open a batch of another run and compare its files with their checksums."""
         return OfflineBatch(self.sources[generation_batch])
 
@@ -185,9 +172,9 @@ def plan_sources(
     for directory in directories:
         if config.directory.resolve() in directory.resolve().parents:
             raise StoreError(f"{directory} belongs to {config.directory}: choose another name for the new run")
-        batch = open_batch(directory, verify=False)
+        batch = store.open_batch(directory, verify=False)
         left_out = _used_of(directory, batch.manifest) if unused else ()
-        fresh = ~np.isin(batch.column("rollout_id"), from_ranges(left_out))
+        fresh = ~np.isin(batch.column("rollout_id"), store.from_ranges(left_out))
         groups = len(np.unique(batch.column("group")[fresh]))
         first = sources[-1].first_update + sources[-1].planned_updates if sources else 0
         possible += groups // config.batch.prompts
@@ -209,22 +196,22 @@ def plan_sources(
 def _batches_of(path: Path) -> list[Path]:
     """The committed generation batches of a run directory, or the batch that the path is."""
     if (path / "rollouts").is_dir():
-        batches = [directory for directory in batch_directories(path / "rollouts") if is_committed(directory)]
+        batches = list(filter(store.is_committed, store.batch_directories(path / "rollouts")))
         if not batches:
             raise StoreError(f"{path} has no committed generation batch yet: `stalewise generate` makes one")
         return batches
     if not path.is_dir():
         raise StoreError(f"{path} does not exist: name a run directory or a generation batch in its `rollouts`")
-    read_batch_manifest(path)  # raises where it is no batch
+    store.read_batch_manifest(path)  # raises where it is no batch
     return [path]
 
 
-def _used_of(directory: Path, manifest: BatchManifest) -> Ranges:
+def _used_of(directory: Path, manifest: store.BatchManifest) -> store.Ranges:
     """Rollouts of a batch that its run has learned from."""
     run = _run_of(directory)
     if run is None:
         raise StoreError(f"{directory} lies in no run, whose ledger would say which of its rollouts were used")
-    return consumed(read_ledger(ledger_path(run)), manifest.generation_batch)
+    return store.consumed(store.read_ledger(store.ledger_path(run)), manifest.generation_batch)
 
 
 def _run_of(batch: Path) -> Path | None:
@@ -244,15 +231,15 @@ def _start_in(run: Path | None, model: ModelSection, task: str, checkpoint: Path
     return 0 if first == (resolve_model(model.path, task), model.adapter) else None
 
 
-def _open_committed(directory: Path) -> Batch:
+def _open_committed(directory: Path) -> store.Batch:
     """Open another run's batch; damage has to be repaired there."""
     try:
-        return open_batch(directory)
+        return store.open_batch(directory)
     except StoreError as error:
         raise StoreError(f"{error} (with the command of the run that made it: `learn` generates nothing)") from error
 
 
-def check_tokens(batch: Batch, policy: str) -> None:
+def check_tokens(batch: store.Batch, policy: str) -> None:
     """Raise ModelError for rollouts of another tokenizer than the policy's."""
     size = vocabulary_size(policy)
     for rows in batch.iter_rows():

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from stalewise.config import RunConfig, make_config
@@ -103,17 +102,16 @@ class BackgroundGeneration(RolloutSource):
 
 def generate_all(directory: Path) -> None:
     """The generator: make every batch as soon as its policy is committed, until the last one is made."""
-    with _generator_lock(directory):
-        config = generator_config(read_config(directory))
-        orchestrator = Orchestrator(config, NullCallback(), journal=JOURNAL)
-        try:
-            while batches_to_make(orchestrator):
-                with orchestrator.run_log.timed("wait"):
-                    while (missing := orchestrator.missing_batch(versions(directory)[-1])) is None:
-                        time.sleep(POLL_S)
-                orchestrator.generate(missing)
-        finally:
-            orchestrator.close()
+    _acquire(RunLock(directory / "ledger"))  # dropped when this process ends
+    orchestrator = Orchestrator(generator_config(read_config(directory)), NullCallback(), journal=JOURNAL)
+    try:
+        while batches_to_make(orchestrator):
+            with orchestrator.run_log.timed("wait"):
+                while (missing := orchestrator.missing_batch(versions(directory)[-1])) is None:
+                    time.sleep(POLL_S)
+            orchestrator.generate(missing)
+    finally:
+        orchestrator.close()
 
 
 def batches_to_make(run: Orchestrator) -> list[int]:
@@ -135,23 +133,16 @@ def generator_config(config: RunConfig) -> RunConfig:
     return make_config(record, source="generator")
 
 
-@contextlib.contextmanager
-def _generator_lock(directory: Path) -> Iterator[None]:
-    """Allows one generator at a time; waits for that of a process that was killed to end."""
-    lock = RunLock(directory / "ledger")
+def _acquire(lock: RunLock) -> None:
+    """Wait for the generator of a process that was killed to end: there is one at a time."""
     until = time.monotonic() + LOCK_S
     while True:
         try:
-            lock.acquire()
-            break
+            return lock.acquire()
         except StoreError:
             if time.monotonic() > until:
                 raise
             time.sleep(POLL_S)
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _end_with_parent() -> None:
