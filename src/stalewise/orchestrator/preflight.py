@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -44,12 +45,9 @@ class Check:
 
 def examine(config: RunConfig) -> Iterator[Check]:
     """Check everything a run needs, cheapest first. What depends on something bad is skipped."""
-    preflight = _Preflight(config)
-    try:
-        yield from installation()
+    yield from installation()
+    with contextlib.closing(_Preflight(config)) as preflight:
         yield from preflight.checks()
-    finally:
-        preflight.close()
 
 
 def installation() -> Iterator[Check]:

@@ -39,13 +39,9 @@ class Schedule:
     is_open_ended: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("updates", self.updates, 1),
-            ("updates_per_generation", self.updates_per_generation, 1),
-            ("lag", self.lag, 0),
-        ):
-            if value < least:
-                raise ValueError(f"schedule {name} is {value}; expected at least {least}")
+        for name, least in (("updates", 1), ("updates_per_generation", 1), ("lag", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"schedule {name} is {getattr(self, name)}; expected at least {least}")
 
     @property
     def generation_batches(self) -> int:
