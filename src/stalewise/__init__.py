@@ -66,7 +66,9 @@ def __dir__() -> list[str]:
 
 # Module paths that earlier documents showed. They warn, and go after one release.
 _MOVED = {
+    "checkpoints": "store.checkpoints",
     "compare": "reporting.compare",
+    "diagnostics": "objectives.diagnostics",
     "files": "store.atomic",
     "generate.loop": "rollout.generate",
     "hub": "integrations.hub",

@@ -163,7 +163,9 @@ def test_the_old_name_of_the_callback_warns_and_works(tiny_run: RunConfig) -> No
 @pytest.mark.parametrize(
     ("old", "new", "name"),
     [
+        ("checkpoints", "store.checkpoints", "read_state"),
         ("compare", "reporting.compare", "compare"),
+        ("diagnostics", "objectives.diagnostics", "token_sums"),
         ("files", "store.atomic", "RunLock"),
         ("generate.loop", "rollout.generate", "generate_batch"),
         ("hub", "integrations.hub", "export_policy"),
