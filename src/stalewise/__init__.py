@@ -9,6 +9,10 @@ loaded when it is first used.
 
 from __future__ import annotations
 
+import sys
+import warnings
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -47,9 +51,9 @@ _WHERE = {
 
 def __getattr__(name: str) -> object:
     if name not in _WHERE:
+        if old := sys.modules.get(f"{__name__}.{name}"):  # one of _MOVED
+            return old
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
     module, _, renamed = _WHERE[name].partition(":")
     value = getattr(import_module(f"{__name__}.{module}"), renamed or name)
     globals()[name] = value
@@ -58,3 +62,32 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+# Module paths that earlier documents showed. They warn, and go after one release.
+_MOVED = {
+    "checkpoints": "store.checkpoints",
+    "compare": "reporting.compare",
+    "diagnostics": "objectives.diagnostics",
+    "files": "store.atomic",
+    "generate.loop": "rollout.generate",
+    "hub": "integrations.hub",
+    "staleness.step_control": "objectives.batch_statistics",
+    "workers.worker": "rollout.workers.worker",
+}
+
+
+def _alias(old: str, new: str) -> ModuleType:
+    def read(name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        warnings.warn(f"{old} has moved: import {new}", DeprecationWarning, stacklevel=2)
+        return getattr(import_module(new), name)
+
+    module = ModuleType(old, f"Moved to `{new}`.")
+    vars(module)["__getattr__"] = read
+    return module
+
+
+for _old, _new in _MOVED.items():
+    sys.modules[f"{__name__}.{_old}"] = _alias(f"{__name__}.{_old}", f"{__name__}.{_new}")

@@ -1,12 +1,14 @@
-"""Training: the conductor at a run directory, until there is nothing left to do."""
+"""The public verbs as functions: run, generate, learn, evaluate. The command line calls these and prints the result."""
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from stalewise.config import RunConfig, TaskSection, make_config
 from stalewise.config.run_directory import RunResult, is_started, read_config
@@ -15,16 +17,16 @@ from stalewise.errors import StoreError, TaskError
 from stalewise.models.loading import embedded_policies, resolve_model
 from stalewise.orchestrator.contamination import seen_in_training
 from stalewise.orchestrator.evaluation import Evaluation, evaluate_checkpoint
-from stalewise.orchestrator.offline import OfflineOrchestrator, plan_sources
-from stalewise.orchestrator.orchestrator import Orchestrator, conduct
-from stalewise.orchestrator.pipelined import PipelinedOrchestrator
-from stalewise.orchestrator.ranks import together
+from stalewise.orchestrator.offline import OfflineRollouts, plan_sources
+from stalewise.orchestrator.orchestrator import Orchestrator
+from stalewise.orchestrator.pipelined import BackgroundGeneration
+from stalewise.orchestrator.ranks import run_on_all_ranks
+from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.orchestrator.setup import check_objective, resolve_learning_rate
 from stalewise.planning.memory import check_sampling_memory
 from stalewise.planning.planner import plan_for_training
 from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.workers.coordinator import restore
-from stalewise.staleness.spent import StageSchedule
 from stalewise.store import BatchManifest
 from stalewise.store.atomic import RunLock
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
@@ -32,35 +34,48 @@ from stalewise.tasks import Seen, make_evaluation_file, make_task
 from stalewise.tasks.overlap import read_ids
 from stalewise.types import NullCallback, ProgressCallback
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+def _accepts_watcher(verb: Callable[P, R]) -> Callable[P, R]:
+    """Accept `callback` under its old name `watcher`, with a warning. To be removed after one release."""
+
+    @functools.wraps(verb)
+    def wrapper(*arguments: P.args, **keywords: P.kwargs) -> R:
+        if "watcher" in keywords:
+            message = f"stalewise.{verb.__name__}(watcher=…) is deprecated: use callback=…"
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            keywords["callback"] = keywords.pop("watcher")
+        return verb(*arguments, **keywords)
+
+    return wrapper
+
+
+@_accepts_watcher
 def run(config: RunConfig, callback: ProgressCallback | None = None, *, say_plan: bool = False) -> RunResult:
-    """Train as the config says, from wherever its run directory stands; on all processes that were launched for it.
+    """Train as the config says, from wherever its run directory stands, on all ranks that were launched.
 
-    `say_plan`: tell the watcher, before a new run, what is known of how it will go.
+    `say_plan` logs the plan of a new run: what is known of its speed and its safety.
     """
-    return together(config, lambda ranks: _train(config, callback or NullCallback(), ranks, say_plan))
+    progress = callback or NullCallback()
+
+    def train(ranks: Ranks) -> RunResult:
+        check_objective(config.objective)  # before anything is loaded
+        resolved = resolve_learning_rate(config, progress.log)
+        if (say_plan or resolved.plan.strict) and not is_started(resolved.directory):
+            plan = plan_for_training(resolved)  # raises where plan.strict is set and the run is not known to be safe
+            for line in plan.lines if say_plan else ():
+                progress.log(line)
+        source = BackgroundGeneration() if resolved.schedule.kind == "pipelined" else RolloutSource()
+        with RunLock(resolved.directory):
+            restore(resolved, progress.log)
+            return Orchestrator(resolved, progress, source, ranks=ranks).run()
+
+    return run_on_all_ranks(config, train)
 
 
-def _train(config: RunConfig, callback: ProgressCallback, ranks: Ranks, say_plan: bool) -> RunResult:
-    check_objective(config)  # before anything is loaded
-    config = resolve_learning_rate(config, callback.log)
-    if (say_plan or config.plan.strict) and not is_started(config.directory):
-        plan = plan_for_training(config)  # refuses what is not known to be safe, where that is asked for
-        for line in plan.lines if say_plan else ():
-            callback.log(line)
-    side = PipelinedOrchestrator if config.schedule.kind == "pipelined" else Orchestrator
-
-    def make_orchestrator() -> Orchestrator:
-        restore(config, callback.log)  # with the directory's lock, and before anything is read from there
-        return side(config, callback)
-
-    return conduct(config.directory, make_orchestrator, ranks)
-
-
-# Each verb as a function: `generate`, `learn`, `evaluate`. Training is `stalewise.api`, reporting `stalewise.reporting`.
-# The command line calls these and prints what they return.
-
-
+@_accepts_watcher
 def generate(
     config: RunConfig,
     *,
@@ -68,11 +83,11 @@ def generate(
     checkpoint: str | Path | None = None,
     callback: ProgressCallback | None = None,
 ) -> list[BatchManifest]:
-    """Fill the store without learning; what is committed already is not made again.
+    """Generate rollouts without training; what is committed is not made again.
 
-    Without further arguments this makes the next generation batch that is missing (none where all are there); with
-    `batch`, that one. With `checkpoint`, a checkpoint of this run that may lie anywhere, it makes the batches which
-    that version is to make: another machine can generate from a copied checkpoint, and its rollouts are copied back.
+    Without further arguments this makes the next generation batch that is missing, if any; with `batch`, that one.
+    With `checkpoint`, a checkpoint of this run at any path, it makes the batches of that version: another machine can
+    generate from a copied checkpoint, and the rollouts are copied back.
     """
     callback = callback or NullCallback()
     config = resolve_learning_rate(config, callback.log)
@@ -82,17 +97,16 @@ def generate(
         orchestrator = Orchestrator(config, callback)
         try:
             if checkpoint is not None:
-                orchestrator.claim()
-                wanted = _batches_of_checkpoint(orchestrator, Path(checkpoint))
+                orchestrator.check_directory()
+                batches = _batches_of_checkpoint(orchestrator, Path(checkpoint))
                 check_sampling_memory(config, str(checkpoint))
-                return [orchestrator.generate(g, Path(checkpoint)) for g in wanted]
+                return [orchestrator.generate(g, Path(checkpoint)) for g in batches]
             check_sampling_memory(config, orchestrator.newest_policy())
             orchestrator.prepare()
             newest = versions(config.directory)[-1]
+            missing = orchestrator.missing_batch(newest) if newest < orchestrator.schedule.updates else None
             if batch is None:
-                missing = orchestrator.missing_batch(newest) if newest < orchestrator.schedule.updates else None
                 return [] if missing is None else [orchestrator.generate(missing)]
-            orchestrator.missing_batch(min(newest, orchestrator.schedule.updates - 1))  # a stage may have to begin
             _check_batch_number(orchestrator, batch)
             return [orchestrator.generate(batch)]
         finally:
@@ -101,16 +115,16 @@ def generate(
 
 def _batches_of_checkpoint(orchestrator: Orchestrator, checkpoint: Path) -> list[int]:
     if not (checkpoint / "manifest.json").is_file():
-        raise StoreError(f"{checkpoint} is no checkpoint of a run: to generate with another model, say model.path")
+        raise StoreError(f"{checkpoint} is no checkpoint of a run: to generate with another model, set model.path")
     version = read_state(checkpoint)["version"]
     schedule = orchestrator.schedule
-    if isinstance(schedule, StageSchedule) and not schedule.stages:
+    if schedule.is_open_ended and not schedule.generation_batches:
         raise StoreError('with schedule.end = "spent" stages are found in training: generate where the run is')
-    wanted = [g for g in range(schedule.generation_batches) if schedule.version_of(g) == version]
-    if not wanted:
+    batches = [g for g in range(schedule.generation_batches) if schedule.version_of(g) == version]
+    if not batches:
         makers = sorted({schedule.version_of(g) for g in range(schedule.generation_batches)})
         raise StoreError(f"version {version} makes no generation batch of this schedule; versions that do: {makers}")
-    return wanted
+    return batches
 
 
 def _check_batch_number(orchestrator: Orchestrator, batch: int) -> None:
@@ -121,10 +135,11 @@ def _check_batch_number(orchestrator: Orchestrator, batch: int) -> None:
     if version not in versions(orchestrator.directory):
         raise StoreError(
             f"generation batch {batch} is made by version {version}, which {orchestrator.directory} does not have: "
-            "`stalewise train` comes there in its turn"
+            "`stalewise train` makes it in its turn"
         )
 
 
+@_accepts_watcher
 def learn(
     config: RunConfig,
     rollouts: Iterable[str | Path],
@@ -133,31 +148,27 @@ def learn(
     unused: bool = False,
     callback: ProgressCallback | None = None,
 ) -> RunResult:
-    """Learn once through rollouts that exist: of run directories, or of single generation batches, in this order.
+    """Train once through existing rollouts: of run directories, or of single generation batches, in this order.
 
-    The result is a run directory like any other, except that its rollouts lie elsewhere. Updates: for each batch its
-    groups divided by `batch.prompts`, rounded down, and at most `schedule.updates` in all. The policy starts at
-    `config.model.path` or at `checkpoint`, with a fresh optimizer. `stalewise.orchestrator.offline` says how ages are counted.
-    `unused` leaves out what the runs that made the rollouts have learned from.
+    The result is a run directory without rollouts of its own. Updates: for each batch its groups divided by
+    `batch.prompts`, rounded down, and at most `schedule.updates` in all. The policy starts at `config.model.path` or at
+    `checkpoint`, with a fresh optimizer; `stalewise.orchestrator.offline` explains how ages are counted. `unused`
+    leaves out what the runs that made the rollouts have learned from.
     """
     paths, start = [Path(path) for path in rollouts], None if checkpoint is None else Path(checkpoint)
-    return together(config, lambda ranks: _relearn(config, paths, start, unused, callback or NullCallback(), ranks))
+    progress = callback or NullCallback()
+
+    def train(ranks: Ranks) -> RunResult:
+        check_objective(config.objective)  # before anything is loaded
+        resolved = resolve_learning_rate(config, progress.log)
+        planned, sources = plan_sources(resolved, paths, start, unused=unused, log=progress.log)
+        with RunLock(planned.directory):
+            return Orchestrator(planned, progress, OfflineRollouts(sources, start), ranks=ranks).run()
+
+    return run_on_all_ranks(config, train)
 
 
-def _relearn(
-    config: RunConfig,
-    rollouts: Sequence[Path],
-    checkpoint: Path | None,
-    unused: bool,
-    callback: ProgressCallback,
-    ranks: Ranks,
-) -> RunResult:
-    check_objective(config)  # before anything is loaded
-    config = resolve_learning_rate(config, callback.log)
-    planned, sources = plan_sources(config, rollouts, checkpoint, unused=unused, log=callback.log)
-    return conduct(planned.directory, lambda: OfflineOrchestrator(planned, sources, checkpoint, callback), ranks)
-
-
+@_accepts_watcher
 def evaluate(
     model_or_run: str | Path,
     *,
@@ -172,10 +183,10 @@ def evaluate(
 ) -> Evaluation:
     """Accuracy on held-out prompts of a model, of a checkpoint, or of a run's newest checkpoint. Nothing is written.
 
-    A run, or a checkpoint in one, brings its task and settings along; for another model `task` has to be said, unless
-    it is the embedded policy of one. `file` evaluates on all rows of a JSONL file instead, in the form of a run that
-    was trained on rows. Prompts that a run was trained on, or one that it comes from, are left out and counted, and so
-    are those whose ids the file `exclude_ids` lists; where what training has seen is not known, `unknown` says so.
+    A run, or a checkpoint in one, has a task and settings; another model needs `task`, unless it is the embedded policy
+    of one. `file` evaluates on all rows of a JSONL file instead, in the form of a run that was trained on rows. Prompts
+    that training has seen are left out and counted, and so are those whose ids the file `exclude_ids` lists. `unknown`
+    in the result says where the prompts that training has seen are unknown.
     """
     callback = callback or NullCallback()
     policy = _policy(str(model_or_run), "jsonl" if file is not None else task)
@@ -189,12 +200,12 @@ def evaluate(
     check_sampling_memory(config, str(policy.checkpoint))
     sampler = make_sampler(config)
     try:
-        # A task keeps its own prompts apart; those that came before it in the policy's line may know them.
+        # A task holds its own prompts out, but earlier runs from which the policy comes may have seen them.
         apart = own if policy.run is not None and file is None and config.task == own else None
         unknown: list[str] = []
         exclude |= seen_in_training(policy.run or policy.checkpoint, unknown.append, apart=apart)
-        for words in unknown:
-            callback.log(words)
+        for message in unknown:
+            callback.log(message)
         count = config.evaluation.prompts if file is None or prompts is not None else sys.maxsize
         count = len(chosen.evaluation_prompts(count))
         callback.begin("evaluate", count * config.evaluation.samples)
@@ -217,7 +228,7 @@ def evaluate(
 
 @dataclass(frozen=True, slots=True)
 class _Policy:
-    """Where a policy lies, which version it is, and the config it comes with; and its run, where it has one."""
+    """A policy to evaluate; `run` is its run directory, where it has one."""
 
     checkpoint: Path
     version: int
@@ -228,23 +239,23 @@ class _Policy:
 def _policy(name: str, task: str | None) -> _Policy:
     path = Path(name).expanduser()
     if (path / "config.resolved.json").is_file():
-        found = versions(path)
-        if not found:
+        newest = versions(path)[-1:]
+        if not newest:
             raise StoreError(f"{path} has no checkpoint yet")
-        checkpoint = checkpoint_directory(path, found[-1])
-        read_state(checkpoint)  # compares its files with their checksums
-        return _Policy(checkpoint, found[-1], read_config(path), path)
+        checkpoint = checkpoint_directory(path, newest[0])
+        read_state(checkpoint)  # compares checksums
+        return _Policy(checkpoint, newest[0], read_config(path), path)
     run = path.resolve().parent.parent
     if (path / "state.json").is_file() and (run / "config.resolved.json").is_file():
         return _Policy(path, read_state(path)["version"], read_config(run), run)
     if task is None and name not in embedded_policies():
-        raise TaskError(f"{name} is no run directory: say which task to evaluate it on, as in --task arithmetic")
+        raise TaskError(f"{name} is no run directory: name the task to evaluate it on, as in --task arithmetic")
     config = make_config({"model": {"path": name}, "task": {"name": task or name}})
     return _Policy(Path(resolve_model(name)), 0, config, None)
 
 
 def _form_of(task: TaskSection) -> dict[str, Any]:
-    """How a run's own task makes prompts of rows, where it does: another file is read in the same way."""
+    """How a run's task makes prompts of rows, where it does: another file is read in the same way."""
     form = ("problem_field", "answer_field", "id_field", "template", "chat", "system", "verifier", "verifier_options")
     return {key: task.options[key] for key in form if task.name in ("jsonl", "hf") and key in task.options}
 

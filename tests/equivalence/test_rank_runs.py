@@ -217,7 +217,7 @@ def test_ranks_that_disagree_are_named(tmp_path: Path) -> None:
     assert finish(launch(2, tmp_path, "train", config, each=[[], other])) == [2, 2]
     first, second = printed(tmp_path, 2)
     assert first == (
-        "error: rank 1 means another run: seed is 3 there and 0 on rank 0; optimizer.learning_rate is 0.5 there and "
+        "error: rank 1 has another run: seed is 3 there and 0 on rank 0; optimizer.learning_rate is 0.5 there and "
         "0.01 on rank 0: start all ranks with the same config and packages\n"
     )
     assert second == ""

@@ -63,9 +63,9 @@ def train(config: ConfigFile, settings: Settings = None, as_json: AsJson = False
     from stalewise.api import run
     from stalewise.cli.progress import watching
     from stalewise.cli.tables import print_result
-    from stalewise.orchestrator.ranks import meet
+    from stalewise.orchestrator.ranks import join_ranks
 
-    is_first = meet(checked).is_first  # before the trackers, which would look for the others themselves
+    is_first = join_ranks(checked.model.device).is_first  # before trackers, which would join ranks themselves
     with watching(checked, is_first=is_first) as callback:
         result = run(checked, callback, say_plan=True)
     if is_first:
@@ -133,9 +133,9 @@ def learn(
     from stalewise.api import learn
     from stalewise.cli.progress import watching
     from stalewise.cli.tables import print_result
-    from stalewise.orchestrator.ranks import meet
+    from stalewise.orchestrator.ranks import join_ranks
 
-    is_first = meet(checked).is_first
+    is_first = join_ranks(checked.model.device).is_first
     with watching(checked, is_first=is_first) as callback:
         result = learn(checked, rollouts, checkpoint=checkpoint, unused=unused, callback=callback)
     if is_first:

@@ -1,4 +1,4 @@
-"""Which prompts a run and those that it comes from were trained on, so that nobody judges it on them."""
+"""The prompts that a policy was trained on, so that it is not evaluated on them."""
 
 from __future__ import annotations
 
@@ -16,50 +16,47 @@ from stalewise.store.atomic import read_json
 from stalewise.tasks import Seen, make_task
 from stalewise.tasks.overlap import named_ids, seen
 
-Say = Callable[[str], object]
+Log = Callable[[str], object]
 
-ADVICE = "leave out with --exclude-ids what it must not be judged on"
+ADVICE = "exclude with --exclude-ids what it must not be evaluated on"
 
 
-def seen_in_training(policy: Path, log: Say = lambda text: None, *, apart: TaskSection | None = None) -> Seen:
-    """Ids and problems of all prompts that the rollouts of a run answer, or will by the time it is complete.
+def seen_in_training(policy: Path, log: Log = lambda text: None, *, apart: TaskSection | None = None) -> Seen:
+    """Ids and problems of all prompts that a policy was trained on, or will be once its run is complete.
 
-    Also those of the runs that its policy comes from: the one whose checkpoint it started from, and so on. `policy` is
-    a run directory, a checkpoint, or another model directory. Runs of the task `apart` are passed over, since a task
-    holds its own prompts apart.
-
-    The problems come from the tasks, which have to be found again for that; where one is gone, `say` is told, and only
-    the ids that the rollouts carry are known. It is also told where the line cannot be followed.
+    `policy` is a run directory, a checkpoint, or another model directory. The runs that it comes from count, too: the
+    one whose checkpoint it started from, and so on. Runs of the task `apart` are skipped: a task holds its own prompts
+    out. `log` is told where only ids are known, since a task is gone, and where the line cannot be followed.
     """
-    found, known, read, waiting = Seen(), set[Path](), set[Path](), [policy]
+    prompts, visited, read, waiting = Seen(), set[Path](), set[Path](), [policy]
     while waiting:
-        place = waiting.pop()
-        run = _run_of(place)
-        if (run or place.resolve()) in known:  # a line that comes back to itself has an end, too
+        path = waiting.pop()
+        run = _run_of(path)
+        if (run or path.resolve()) in visited:  # a line may be a circle
             continue
-        known.add(run or place.resolve())
+        visited.add(run or path.resolve())
         if run is None:
-            found |= _seen_outside(place, log)
+            prompts |= _seen_outside(path, log)
             continue
         for directory in [source for source in _sources(run) if source.resolve() not in read]:
-            found |= _seen_in(directory, log, apart)
+            prompts |= _seen_in(directory, log, apart)
             read.add(directory.resolve())
         try:
-            waiting += _beginnings(run)
+            waiting += _origins(run)
         except StalewiseError as error:
-            log(f"what {run} started from is not known: {error}; {ADVICE}")
-    return found
+            log(f"the policy that {run} started from is unknown: {error}; {ADVICE}")
+    return prompts
 
 
-def _run_of(place: Path) -> Path | None:
-    """The run that a directory is, or whose checkpoint (or the adapter in one) it is or was: old ones are removed."""
-    place = place.resolve()
-    candidates = [place, *(near.parent.parent for near in (place, place.parent) if near.parent.name == "checkpoints")]
+def _run_of(path: Path) -> Path | None:
+    """The run of a run directory, or of a checkpoint (or the adapter in one), even where it was pruned."""
+    path = path.resolve()
+    candidates = [path, *(near.parent.parent for near in (path, path.parent) if near.parent.name == "checkpoints")]
     return next((run for run in candidates if (run / "config.resolved.json").is_file()), None)
 
 
-def _beginnings(run: Path) -> list[Path]:
-    """Directories of the model and the adapter that a run started from; a model with a name has none."""
+def _origins(run: Path) -> list[Path]:
+    """Directories of the model and the adapter that a run started from; none for a built-in model."""
     sources = read_json(run / "sources.json") if (run / "sources.json").is_file() else {}
     if checkpoint := sources.get("checkpoint"):
         return [Path(checkpoint)]
@@ -77,26 +74,26 @@ def _sources(run: Path) -> list[Path]:
     return list(dict.fromkeys(runs))
 
 
-def _seen_in(directory: Path, log: Say, apart: TaskSection | None) -> Seen:
-    """What the rollouts of a run, or of a batch that lies in none, answer."""
+def _seen_in(directory: Path, log: Log, apart: TaskSection | None) -> Seen:
+    """The prompts of the rollouts of a run, or of a batch that lies in none."""
     if not directory.is_dir():
-        log(f"{directory} was learned from and is not there: what it asked is not known; {ADVICE}")
+        log(f"{directory} was learned from and does not exist: its prompts are unknown; {ADVICE}")
         return Seen()
-    found = Seen()
+    prompts = Seen()
     try:
         config = read_config(directory)
         if config.task == apart:
-            return found
-        found |= _by_task(config)
+            return prompts
+        prompts |= _training_prompts(config)
     except StalewiseError as error:
         log(f"what {directory} was trained on is known by its ids alone, not by its problems: {error}")
     batches = [directory] if not (directory / "rollouts").is_dir() else batch_directories(directory / "rollouts")
     for batch in filter(is_committed, batches):
-        found |= Seen(named_ids(map(str, open_batch(batch, verify=False).column("prompt_id"))))
-    return found
+        prompts |= Seen(named_ids(map(str, open_batch(batch, verify=False).column("prompt_id"))))
+    return prompts
 
 
-def _by_task(config: RunConfig) -> Seen:
+def _training_prompts(config: RunConfig) -> Seen:
     task = make_task(config.task.name, seed=config.seed, **config.task.options)
     try:
         count = config.schedule.updates * config.batch.prompts
@@ -105,33 +102,33 @@ def _by_task(config: RunConfig) -> Seen:
         task.verifier.close()
 
 
-def _seen_outside(directory: Path, log: Say) -> Seen:
-    """What can be told of a policy that lies in no run: of an export what its config says, of other models nothing."""
+def _seen_outside(directory: Path, log: Log) -> Seen:
+    """The prompts of a policy that lies in no run: of an export those of its config, of other models none."""
     if (directory / EXPORT_RECORD).is_file():
         record = read_json(directory / EXPORT_RECORD)
         is_policy = record.get("format") == EXPORT_FORMAT and "version" in record  # rollouts have none
         return _seen_by_exported(directory, record, log) if is_policy else Seen()
     if (directory / "state.json").is_file():
-        log(f"{directory} is a checkpoint whose run is not there: what it was trained on is not known; {ADVICE}")
+        log(f"{directory} is a checkpoint whose run does not exist: what it was trained on is unknown; {ADVICE}")
     elif not directory.is_dir() and not _is_hub_name(directory):
-        log(f"{directory}, where training began, is not there: what it was trained on is not known; {ADVICE}")
+        log(f"{directory}, where training began, does not exist: what it was trained on is unknown; {ADVICE}")
     return Seen()
 
 
-def _seen_by_exported(directory: Path, record: dict[str, Any], log: Say) -> Seen:
-    """The prompts that its task makes again: an export says neither what the rollouts asked nor what came before."""
+def _seen_by_exported(directory: Path, record: dict[str, Any], log: Log) -> Seen:
+    """The prompts of its task: an export names neither the rollouts' prompts nor earlier runs."""
     earlier = "" if record["base"].get("is_itself", True) else f", which began as {record['base']['words']}"
     name = f"{directory} is an export of version {record['version']} of the run {record['run']}{earlier}"
     try:
-        found = _by_task(load_config(directory / EXPORT_CONFIG))
+        prompts = _training_prompts(load_config(directory / EXPORT_CONFIG))
     except StalewiseError as error:
-        log(f"{name}: what it was trained on is not known ({error}); evaluate the run instead, or {ADVICE}")
+        log(f"{name}: what it was trained on is unknown ({error}); evaluate the run instead, or {ADVICE}")
         return Seen()
     log(f"{name}: of what it was trained on only the task's prompts are known; evaluate the run instead, or {ADVICE}")
-    return found
+    return prompts
 
 
 def _is_hub_name(path: Path) -> bool:
-    """Whether what is not here may be a model's name on a hub: of an owner that is no directory here, or of none."""
+    """Whether a path that does not exist may be the name of a model on a hub."""
     owner = path.parts[0]
     return len(path.parts) <= 2 and not owner.startswith((".", "/", "~")) and not Path(owner).is_dir()

@@ -24,30 +24,30 @@ from stalewise.types import FinishReason
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What one checkpoint scored."""
+    """The result of evaluating one checkpoint."""
 
     version: int
     task: str
     prompts: int
     samples: int
     accuracy: Interval  # avg@k: mean reward of all samples
-    pass_at: dict[int, Interval]  # share of prompts with a right answer among k samples, unbiased
+    pass_at: dict[int, Interval]  # fraction of prompts with a right answer among k samples, unbiased
     response_length: float
     truncated_fraction: float
     verifier_errors: int
     verifier_error_kinds: dict[str, int]
     seconds: float
-    excluded: int = 0  # held-out prompts that were left out, since training has seen them or a list names them
+    excluded: int = 0  # held-out prompts that training has seen or that a list names
     verifier_error_prompts: dict[str, list[str]] = field(default_factory=dict)  # ids, by kind of error
     unparsed: int = 0  # responses in which the verifier found no answer: worth 0
     unparsed_examples: list[dict[str, str]] = field(default_factory=list)
     by_prompt: dict[str, list[Any]] = field(default_factory=dict)  # see `scores_by_prompt`
-    unmatched: int = 0  # gold answers that are not right when they are given as an answer, see `MathVerifier.unmatched`
+    unmatched: int = 0  # gold answers that their verifier rejects, see `MathVerifier.unmatched`
     unmatched_prompts: list[str] = field(default_factory=list)  # ids of some
-    unknown: list[str] | None = None  # what could not be told of the prompts that training has seen; None: not asked
+    unknown: list[str] | None = None  # why prompts that training has seen may be unknown; None: not checked
 
     def record(self) -> dict[str, Any]:
-        """What is written to `eval.jsonl`."""
+        """The line in `eval.jsonl`."""
         return asdict(self)
 
 
@@ -64,16 +64,16 @@ def evaluate_checkpoint(
     exclude: Seen | None = None,
     on_load: Callable[[float], object] = lambda seconds: None,
 ) -> Evaluation:
-    """Sample `samples` responses to each held-out prompt and score them. The seeds do not depend on the checkpoint.
+    """Sample and score `samples` responses to each of the first `prompts` held-out prompts that are not in `exclude`.
 
-    Of the first `prompts` held-out prompts those in `exclude` are left out, and counted.
+    The seeds do not depend on the checkpoint.
     """
     start = time.perf_counter()
     sampler.load(checkpoint)
     on_load(time.perf_counter() - start)
-    found = task.evaluation_prompts(prompts)
-    held_out = [prompt for prompt in found if exclude is None or prompt not in exclude]
-    excluded = len(found) - len(held_out)
+    candidates = task.evaluation_prompts(prompts)
+    held_out = [prompt for prompt in candidates if exclude is None or prompt not in exclude]
+    excluded = len(candidates) - len(held_out)
     if not held_out:
         why = f": training has seen all {excluded}, or they are excluded by their ids" if excluded else ""
         raise TaskError(f"task {task.name} has no held-out prompts left to evaluate on{why}")
@@ -94,7 +94,7 @@ def evaluate_checkpoint(
         prompts=len(held_out),
         samples=samples,
         accuracy=average(score_PK),
-        pass_at={k: pass_at_k(score_PK, k) for k in _sizes(samples)},
+        pass_at={k: pass_at_k(score_PK, k) for k in sorted({*(2**i for i in range(samples.bit_length())), samples})},
         response_length=float(np.mean([len(response.token_ids) for response in responses])),
         truncated_fraction=float(np.mean([r.finish_reason is FinishReason.LENGTH for r in responses])),
         verifier_errors=errors.failed,
@@ -111,10 +111,9 @@ def evaluate_checkpoint(
 
 
 def scores_by_prompt(prompt_ids: Sequence[str], score_PK: npt.NDArray[np.float64]) -> dict[str, list[Any]]:
-    """What each prompt scored, as lists side by side: with it, two runs can be compared prompt by prompt.
+    """Scores per prompt, as parallel lists, to compare runs prompt by prompt.
 
-    `score` is the sum over the samples that have a score (the number of right ones where a score is 0 or 1), and
-    `scored` is the number of those samples.
+    `score` is the sum over the samples that have a score, and `scored` is the number of those samples.
 
     >>> scores_by_prompt(["a", "b"], np.array([[1.0, 0.0], [math.nan, 0.5]]))
     {'prompt_ids': ['a', 'b'], 'score': [1, 0.5], 'scored': [2, 1]}
@@ -128,7 +127,7 @@ def scores_by_prompt(prompt_ids: Sequence[str], score_PK: npt.NDArray[np.float64
 
 
 def average(score_PK: npt.NDArray[np.float64]) -> Interval:
-    """Mean score with its interval; samples without a score (NaN) are left out."""
+    """Mean score with its interval; samples without a score (NaN) are skipped."""
     known_PK = ~np.isnan(score_PK)
     count_P = known_PK.sum(axis=1)
     total_P = np.where(known_PK, score_PK, 0.0).sum(axis=1)
@@ -138,7 +137,7 @@ def average(score_PK: npt.NDArray[np.float64]) -> Interval:
 def pass_at_k(score_PK: npt.NDArray[np.float64], k: int) -> Interval:
     """Probability that one of k samples is right, 1 − C(n − c, k) / C(n, k) per prompt: unbiased (Chen et al. 2021).
 
-    Right is a score of 1; a sample without a score counts as one that is not right.
+    Right is a score of 1; a sample without a score is not right.
     """
     samples = score_PK.shape[1]
     if not 1 <= k <= samples:
@@ -148,13 +147,8 @@ def pass_at_k(score_PK: npt.NDArray[np.float64], k: int) -> Interval:
     return bootstrap(1 - missed_P)
 
 
-def _sizes(samples: int) -> list[int]:
-    """The k of pass@k: powers of two, and all samples together."""
-    return sorted({*(2**i for i in range(samples.bit_length())), samples})
-
-
 def describe_evaluation(result: Evaluation) -> str:
-    """One line for a person."""
+    """One line for the log."""
     accuracy = result.accuracy
     line = f"version {result.version}: accuracy {accuracy.value:.3f} [{accuracy.low:.3f}, {accuracy.high:.3f}]"
     if result.truncated_fraction > 0.5:

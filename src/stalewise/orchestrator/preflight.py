@@ -1,7 +1,8 @@
-"""What would go wrong with a config on this machine, found in seconds instead of after an hour."""
+"""Checks of a config on this machine that find in seconds what would fail after an hour."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,16 +29,14 @@ from stalewise.trainer.lora import check_adapter, need_peft
 from stalewise.types import Prompt
 
 Status = Literal["ok", "warning", "bad"]
-PROMPTS = 256  # training prompts that are looked at
-# Weights, and two moments of each that is trained.
-WEIGHT_BYTES, MOMENT_BYTES = 4, 8
-# A stored token is an id and a log-probability; compression makes about this of it.
-TOKEN_BYTES = 6
+PROMPTS = 256  # training prompts that are checked
+WEIGHT_BYTES, MOMENT_BYTES = 4, 8  # per weight, and per trained weight
+TOKEN_BYTES = 6  # of a stored token: an id and a log-probability, compressed
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     status: Status
@@ -45,54 +44,16 @@ class Check:
 
 
 def examine(config: RunConfig) -> Iterator[Check]:
-    """Look at everything a run will need, cheapest first. What depends on something bad is not looked at."""
+    """Check everything a run needs, cheapest first. What depends on something bad is skipped."""
     yield from installation()
-    yield _guarded("objective", lambda: _objective(config))
-    yield _guarded("run directory", lambda: _directory(config))
-    if config.trackers:
-        yield _guarded("trackers", lambda: _trackers(config))
-    yield (device := _guarded("device", lambda: _device(config)))
-    model, task = _Result(), _Result()
-    try:
-        if device.status != "bad":
-            yield from _examine_model(config, model)
-        yield _guarded("task", lambda: _task(config, task))
-        if task.value is None:
-            return
-        yield _guarded("verifier", lambda: _verifier(task.value))
-        if model.value is not None:
-            yield _guarded("prompts", lambda: _prompts(config, task.value, model.value))
-            if config.sampler.foreign.share:
-                yield _guarded("foreign policy", lambda: _foreign(config, task.value))
-            yield _guarded("sampling", lambda: _sampling(task.value, model.value))
-    finally:
-        if model.value is not None:
-            model.value.close()
-        if task.value is not None:
-            task.value.verifier.close()
-
-
-class _Result:
-    """What a check found on its way, for the checks after it."""
-
-    value: Any = None
-
-
-def _guarded(name: str, check: Callable[[], Check]) -> Check:
-    try:
-        return check()
-    except StalewiseError as error:
-        return Check(name, "bad", str(error))
-
-
-# ---------------------------------------------------------------- this machine
+    with contextlib.closing(_Preflight(config)) as preflight:
+        yield from preflight.checks()
 
 
 def installation() -> Iterator[Check]:
-    """Versions of what stalewise depends on."""
-    wanted = [Requirement(text) for text in requires("stalewise") or []]
-    problems, found = [], [f"stalewise {version('stalewise')}"]
-    for requirement in wanted:
+    """Versions of the packages that stalewise depends on."""
+    problems, versions_found = [], [f"stalewise {version('stalewise')}"]
+    for requirement in map(Requirement, requires("stalewise") or []):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
@@ -103,187 +64,203 @@ def installation() -> Iterator[Check]:
         if not requirement.specifier.contains(present, prereleases=True):
             problems.append(f"{requirement.name} is {present}, {requirement.specifier} is needed")
         if requirement.name in ("torch", "transformers"):
-            found.append(f"{requirement.name} {present}")
-    advice = "; ".join(problems) + ": pip install --upgrade stalewise" if problems else ", ".join(found)
+            versions_found.append(f"{requirement.name} {present}")
+    advice = "; ".join(problems) + ": pip install --upgrade stalewise" if problems else ", ".join(versions_found)
     yield Check("installation", "bad" if problems else "ok", advice)
 
 
-def _device(config: RunConfig) -> Check:
-    device = pick_device(config.model.device)
-    precision = str(pick_precision(config.model.precision, device)).removeprefix("torch.")
-    if config.model.precision == "bfloat16-only" and not config.model.trains_adapters:
-        advice = "small updates are lost to rounding: say bfloat16, which keeps float32 weights, where they fit"
-        return Check("device", "warning", f"weights in bfloat16 have 8 bits, and {advice}")
-    if device.type == "cuda":
-        name, memory = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)
-        return Check("device", "ok", f"{name}, {memory[0] / GIB:.1f} of {memory[1] / GIB:.1f} GiB free, {precision}")
-    if precision == "bfloat16":
-        return Check("device", "warning", "bfloat16 on a CPU is slower by orders of magnitude: say float32 or auto")
-    return Check("device", "ok", f"CPU, {torch.get_num_threads()} threads, {precision}")
+class _Preflight:
+    """The checks of one config; later ones use the model directory, task and sampler that earlier ones found."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.source = ""  # directory of the model
+        self.shape: ModelShape | None = None
+        self.task: Task | None = None
+        self.sampler: Sampler | None = None
+
+    def close(self) -> None:
+        if self.sampler is not None:
+            self.sampler.close()
+        if self.task is not None:
+            self.task.verifier.close()
+
+    def checks(self) -> Iterator[Check]:
+        yield self._run("objective", self._objective)
+        yield self._run("run directory", self._directory)
+        if self.config.trackers:
+            yield self._run("trackers", self._trackers)
+        yield (device := self._run("device", self._device))
+        if device.status != "bad":
+            yield self._run("model directory", self._model_directory)
+        if self.source:
+            yield from self._model_checks()
+        yield self._run("task", self._task)
+        if (task := self.task) is None:
+            return
+        yield self._run("verifier", lambda: _verifier(task))
+        if (sampler := self.sampler) is None:
+            return
+        yield self._run("prompts", lambda: self._prompts(task, sampler))
+        if self.config.sampler.foreign.share:
+            yield self._run("foreign policy", lambda: self._foreign(task))
+        yield self._run("sampling", lambda: _sampling(task, sampler))
+
+    def _run(self, name: str, check: Callable[[], tuple[Status, str]]) -> Check:
+        try:
+            return Check(name, *check())
+        except StalewiseError as error:
+            return Check(name, "bad", str(error))
+
+    def _objective(self) -> tuple[Status, str]:
+        settings = check_objective(self.config.objective)
+        named = ", ".join(f"{name} = {value}" for name, value in settings.items())
+        return "ok", f"{self.config.objective.name}: {named or 'no parameters'}"
+
+    def _directory(self) -> tuple[Status, str]:
+        check_identity(self.config)
+        found = versions(self.config.directory)
+        return "ok", f"{self.config.directory}: {f'continues at update {found[-1]}' if found else 'a new run'}"
+
+    def _trackers(self) -> tuple[Status, str]:
+        check_installed(self.config.trackers)
+        return "ok", ", ".join(self.config.trackers)
+
+    def _device(self) -> tuple[Status, str]:
+        model = self.config.model
+        device = pick_device(model.device)
+        precision = str(pick_precision(model.precision, device)).removeprefix("torch.")
+        if model.precision == "bfloat16-only" and not model.trains_adapters:
+            advice = "small updates are lost to rounding: use bfloat16, which keeps float32 weights, where they fit"
+            return "warning", f"weights in bfloat16 have 8 bits, and {advice}"
+        if device.type == "cuda":
+            name, (free, total) = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)
+            return "ok", f"{name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, {precision}"
+        if precision == "bfloat16":
+            return "warning", "bfloat16 on a CPU is slower by orders of magnitude: use float32 or auto"
+        return "ok", f"CPU, {torch.get_num_threads()} threads, {precision}"
+
+    def _model_directory(self) -> tuple[Status, str]:
+        self.source = resolve_model(self.config.model.path, self.config.task.name)
+        return "ok", self.source
+
+    def _model_checks(self) -> Iterator[Check]:
+        yield (memory := self._run("memory", self._memory))
+        if (shape := self.shape) is not None:
+            yield self._run("disk", lambda: self._disk(shape))
+        if self.config.model.trains_adapters:
+            yield self._run("adapters", self._adapters)
+        yield self._run("tokenizer", self._tokenizer)
+        if memory.status != "bad":
+            yield self._run("model", self._load)
+
+    def _memory(self) -> tuple[Status, str]:
+        needed = estimate(self.config, self.source)
+        if needed is None:
+            return "warning", f"unknown: the config of {self.source} does not say how large the model is"
+        self.shape = needed.shape
+        free = free_bytes(pick_device(self.config.model.device))
+        figures = f"{needed}; {free / GIB:.2f} GiB are free"
+        if needed.total <= free:
+            return "ok", figures
+        advice = ways_out(self.config, self.source, needed, free)
+        return "bad" if needed.least > free else "warning", f"{figures}: {advice}"
+
+    def _disk(self, shape: ModelShape) -> tuple[Status, str]:
+        config, schedule = self.config, self.config.schedule.schedule()
+        rollouts = schedule.updates * config.batch.prompts * config.batch.group_size
+        checkpoints = config.checkpoints.keep + schedule.lag + 2  # for coming batches, and one being written
+        checkpoint = shape.parameters * WEIGHT_BYTES + shape.trained * MOMENT_BYTES
+        needed = checkpoints * checkpoint + rollouts * config.sampler.max_new_tokens * TOKEN_BYTES
+        directory = config.directory.absolute()
+        existing = next(parent for parent in (directory, *directory.parents) if parent.exists())
+        free = shutil.disk_usage(existing).free
+        figures = (
+            f"{rollouts:,} rollouts and {checkpoints} checkpoints need up to {needed / GIB:.2f} GiB in {config.runs}; "
+            f"{free / GIB:.2f} GiB are free"
+        )
+        if needed > free:
+            return "bad", f"{figures}: free some, or set `runs` to another directory"
+        return "warning" if needed > 0.8 * free else "ok", figures
+
+    def _adapters(self) -> tuple[Status, str]:
+        model = self.config.model
+        if model.adapter:
+            doubts: list[str] = []
+            found = check_adapter(Path(model.adapter).expanduser(), self.source, doubts.append)
+            continued = f"training continues with {model.adapter}, of rank {found.r}"
+            return "warning" if doubts else "ok", "; ".join([continued, *doubts])
+        need_peft()
+        return "ok", f"new ones of rank {model.lora.rank} are trained, and nothing else"
+
+    def _tokenizer(self) -> tuple[Status, str]:
+        from transformers import AutoTokenizer
+
+        tokenizer = load_tokenizer(self.source)
+        own: Any = AutoTokenizer.from_pretrained(self.source)
+        note = "" if own.pad_token_id is not None else ", having no token for it"
+        return "ok", f"ends with {tokenizer.eos_token!r}, pads with {tokenizer.pad_token!r}{note}"
+
+    def _load(self) -> tuple[Status, str]:
+        sampler = make_sampler(self.config)
+        sampler.load(Path(self.source))
+        self.sampler = sampler
+        return "ok", f"loads as a causal language model from {self.config.model.path}"
+
+    def _task(self) -> tuple[Status, str]:
+        config, schedule = self.config, self.config.schedule.schedule()
+        self.task = task = make_task(config.task.name, seed=config.seed, **config.task.options)
+        needed = sum(batch_plan(config, schedule, g).prompts for g in range(schedule.generation_batches))
+        held_out = len(task.evaluation_prompts(config.evaluation.prompts))
+        training = "endless" if task.size is None else f"{task.size:,}"
+        figures = f"{task.name}: {training} training prompts, {needed:,} needed; {held_out} held out"
+        if held_out == 0:
+            return "bad", f"{figures}: nothing to evaluate on"
+        if held_out < config.evaluation.prompts:
+            return "warning", f"{figures}, though evaluation.prompts is {config.evaluation.prompts}"
+        if task.size is not None and needed > task.size:
+            return "warning", f"{figures}: each is used {needed / task.size:.1f} times"
+        return "ok", figures
+
+    def _prompts(self, task: Task, sampler: Sampler) -> tuple[Status, str]:
+        training = task.prompts(0, min(PROMPTS, task.size or PROMPTS))
+        prompts = [*training, *task.evaluation_prompts(self.config.evaluation.prompts)]
+        encoded = encode_prompts(prompts, sampler.tokenizer)
+        sampler.check_lengths(encoded)
+        longest, new = max(map(len, encoded)), self.config.sampler.max_new_tokens
+        return "ok", f"the longest of {len(prompts)} has {longest} tokens, and {new} new ones fit after it"
+
+    def _foreign(self, task: Task) -> tuple[Status, str]:
+        foreign, group_size = self.config.sampler.foreign, self.config.batch.group_size
+        check_foreign_of(self.config, Path(self.source), task)
+        makes = f"makes {foreign.places(group_size)} of the {group_size} rollouts of a group"
+        return "ok", f"{foreign.path} has the same tokens and {makes}"
 
 
-def _directory(config: RunConfig) -> Check:
-    check_identity(config)
-    found = versions(config.directory)
-    state = f"goes on at update {found[-1]}" if found else "a new run"
-    return Check("run directory", "ok", f"{config.directory}: {state}")
-
-
-def _objective(config: RunConfig) -> Check:
-    settings = check_objective(config)
-    named = ", ".join(f"{name} = {value}" for name, value in settings.items())
-    return Check("objective", "ok", f"{config.objective.name}: {named or 'no parameters'}")
-
-
-def _trackers(config: RunConfig) -> Check:
-    check_installed(config.trackers)
-    return Check("trackers", "ok", ", ".join(config.trackers))
-
-
-# ---------------------------------------------------------------- the policy
-
-
-def _examine_model(config: RunConfig, model: _Result) -> Iterator[Check]:
-    source = _Result()
-
-    def resolve() -> Check:
-        source.value = resolve_model(config.model.path, config.task.name)
-        return Check("model directory", "ok", source.value)
-
-    yield _guarded("model directory", resolve)
-    if source.value is None:
-        return
-    needed = _Result()
-    yield (memory := _guarded("memory", lambda: _memory(config, source.value, needed)))
-    if needed.value is not None:
-        yield _disk(config, needed.value.shape)
-    if config.model.trains_adapters:
-        yield _guarded("adapters", lambda: _adapters(config, source.value))
-    yield _guarded("tokenizer", lambda: _tokenizer(source.value))
-    if memory.status != "bad":
-        yield _guarded("model", lambda: _load(config, source.value, model))
-
-
-def _memory(config: RunConfig, source: str, result: _Result) -> Check:
-    result.value = needed = estimate(config, source)
-    if needed is None:
-        return Check("memory", "warning", f"unknown: the config of {source} does not say how large the model is")
-    free = free_bytes(pick_device(config.model.device))
-    figures = f"{needed}; {free / GIB:.2f} GiB are free"
-    if needed.total <= free:
-        return Check("memory", "ok", figures)
-    status: Status = "bad" if needed.least > free else "warning"
-    return Check("memory", status, f"{figures}: {ways_out(config, source, needed, free)}")
-
-
-def _adapters(config: RunConfig, source: str) -> Check:
-    if config.model.adapter:
-        doubts: list[str] = []
-        found = check_adapter(Path(config.model.adapter).expanduser(), source, doubts.append)
-        on = f"{config.model.adapter}, of rank {found.r}, goes on being trained"
-        return Check("adapters", "warning" if doubts else "ok", "; ".join([on, *doubts]))
-    need_peft()
-    return Check("adapters", "ok", f"new ones of rank {config.model.lora.rank} are trained, and nothing else")
-
-
-def _disk(config: RunConfig, shape: ModelShape) -> Check:
-    schedule = config.schedule.schedule()
-    rollouts = schedule.updates * config.batch.prompts * config.batch.group_size
-    checkpoints = config.checkpoints.keep + schedule.lag + 2  # those that batches to come need, and one being written
-    checkpoint = shape.parameters * WEIGHT_BYTES + shape.trained * MOMENT_BYTES
-    needed = checkpoints * checkpoint + rollouts * config.sampler.max_new_tokens * TOKEN_BYTES
-    place = config.directory.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    figures = (
-        f"{rollouts:,} rollouts and {checkpoints} checkpoints need up to {needed / GIB:.2f} GiB in {config.runs}; "
-        f"{free / GIB:.2f} GiB are free"
-    )
-    if needed > free:
-        return Check("disk", "bad", f"{figures}: free some, or say another place with runs = …")
-    return Check("disk", "warning" if needed > 0.8 * free else "ok", figures)
-
-
-def _tokenizer(source: str) -> Check:
-    from transformers import AutoTokenizer
-
-    tokenizer = load_tokenizer(source)
-    own: Any = AutoTokenizer.from_pretrained(source)
-    pads = f"pads with {tokenizer.pad_token!r}" + ("" if own.pad_token_id is not None else ", having no token for it")
-    return Check("tokenizer", "ok", f"ends with {tokenizer.eos_token!r}, {pads}")
-
-
-def _load(config: RunConfig, source: str, model: _Result) -> Check:
-    sampler = make_sampler(config)
-    sampler.load(Path(source))
-    model.value = sampler
-    return Check("model", "ok", f"loads as a causal language model from {config.model.path}")
-
-
-# ---------------------------------------------------------------- the task
-
-
-def _task(config: RunConfig, result: _Result) -> Check:
-    task = make_task(config.task.name, seed=config.seed, **config.task.options)
-    result.value = task
-    schedule = config.schedule.schedule()
-    plans = [batch_plan(config, schedule, g) for g in range(schedule.generation_batches)]
-    needed = sum(plan.prompts for plan in plans)
-    held_out = len(task.evaluation_prompts(config.evaluation.prompts))
-    training = "endless" if task.size is None else f"{task.size:,}"
-    figures = f"{task.name}: {training} training prompts, {needed:,} needed; {held_out} held out"
-    if held_out == 0:
-        return Check("task", "bad", f"{figures}: nothing to evaluate on")
-    if held_out < config.evaluation.prompts:
-        return Check("task", "warning", f"{figures}, though evaluation.prompts is {config.evaluation.prompts}")
-    if task.size is not None and needed > task.size:
-        return Check("task", "warning", f"{figures}: each is used {needed / task.size:.1f} times")
-    return Check("task", "ok", figures)
-
-
-def _prompts(config: RunConfig, task: Task, sampler: Sampler) -> Check:
-    looked_at = min(PROMPTS, task.size or PROMPTS)
-    prompts = [*task.prompts(0, looked_at), *task.evaluation_prompts(config.evaluation.prompts)]
-    encoded = encode_prompts(prompts, sampler.tokenizer)
-    sampler.check_lengths(encoded)
-    longest = max(map(len, encoded))
-    room = config.sampler.max_new_tokens
-    detail = f"the longest of {len(prompts)} has {longest} tokens, and {room} new ones fit after it"
-    return Check("prompts", "ok", detail)
-
-
-def _foreign(config: RunConfig, task: Task) -> Check:
-    foreign, group_size = config.sampler.foreign, config.batch.group_size
-    check_foreign_of(config, Path(resolve_model(config.model.path, config.task.name)), task)
-    makes = f"makes {foreign.places(group_size)} of the {group_size} rollouts of a group"
-    return Check("foreign policy", "ok", f"{foreign.path} has the same tokens and {makes}")
-
-
-def _verifier(task: Task) -> Check:
+def _verifier(task: Task) -> tuple[Status, str]:
     prompts = task.prompts(0, min(4, task.size or 4))
     gold = [gold_response(task, prompt) for prompt in prompts]
     rewards = task.verifier.score(prompts, gold)
     for prompt, response, reward in zip(prompts, gold, rewards, strict=True):
         what = f"the answer {response[:60]!r} to {prompt.prompt_id}"
         if reward.error:
-            return Check("verifier", "bad", f"it fails on {what}: {reward.error}")
+            return "bad", f"it fails on {what}: {reward.error}"
         if reward.value != 1:
             # A function of the user's may want more than the bare answer.
             status: Status = "warning" if isinstance(task.verifier, PythonVerifier) else "bad"
-            return Check("verifier", status, f"it gives {reward.value:g} to {what}, its own gold answer")
-    return Check("verifier", "ok", f"gives 1 to the gold answers of {len(prompts)} prompts")
+            return status, f"it gives {reward.value:g} to {what}, its own gold answer"
+    return "ok", f"gives 1 to the gold answers of {len(prompts)} prompts"
 
 
 def gold_response(task: Task, prompt: Prompt) -> str:
-    """What the task itself would answer: its worked-out solution where it writes one, else the gold answer."""
+    """The task's worked-out solution where it has one, else the gold answer."""
     solution = getattr(task, "solution", None)
     return prompt.answer if solution is None else solution(prompt)
 
 
-def _sampling(task: Task, sampler: Sampler) -> Check:
+def _sampling(task: Task, sampler: Sampler) -> tuple[Status, str]:
     encoded = encode_prompts(task.prompts(0, 1), sampler.tokenizer)
     limit, sampler.max_new_tokens = sampler.max_new_tokens, 1
     response = sampler.sample([Request(encoded[0], seed=0)])[0]
     sampler.max_new_tokens = limit
-    return Check("sampling", "ok", f"the first token of a response is {response.token_ids[0]}, {response.text!r}")
+    return "ok", f"the first token of a response is {response.token_ids[0]}, {response.text!r}"

@@ -1,7 +1,7 @@
-"""A learner on all ranks: the first one is asked for it, the others follow.
+"""One run on several ranks: the orchestrator runs on the first, the others carry out its orders.
 
-The conductor runs on the first rank alone and calls `make_learner`; what its learner then does, it has the others do as
-well. They are in `follow`, which waits for an order, carries it out, and waits for the next one.
+The ranks first check that they share one config. Whatever ends one of them ends all. The run directory is then as after
+`kill -9` at worst, and the same command continues.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def make_trainer(
     rate_factor: float = 1.0,
     log: Callable[[str], object] = lambda text: None,
 ) -> Trainer:
-    """A learner that goes on from a checkpoint, on every rank; `kind` is one of `parallel.KINDS`."""
+    """A trainer that continues from a checkpoint, on every rank; `kind` is one of `parallel.KINDS`."""
     if ranks.others:
         record = {"config": config.model_dump(mode="json"), "checkpoint": str(checkpoint), "state": dict(state)}
         record |= {"rate_factor": rate_factor, "kind": kind, "manifest": sha256_file(checkpoint / "manifest.json")}
@@ -52,30 +52,30 @@ def make_trainer(
 
 
 class RankWorker:
-    """A rank that is led. `orders` are what it can do, by name."""
+    """Carries out the orders of the first rank. `orders` maps the name of an order to what it does."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.trainer: Trainer | None = None
         self.orders: dict[str, Callable[[Message], object]] = {
-            "learner": self._make_learner,
+            "learner": self._make_trainer,
             "update": self._update,
-            "save": lambda order: self._led().gather(order.record["has_moments"]),
+            "save": lambda order: self._current().gather(order.record["has_moments"]),
         }
 
     def follow(self) -> Mapping[str, Any]:
-        """Do what the first rank says until it says that the run is over, and how it ended."""
+        """Carry out orders until the first rank sends `stop`; return what it sends with that."""
         while (order := self.ranks.hear()).what != "stop":
             self.orders[order.what](order)
         if order.record["exit_code"]:
             raise StoppedByFirst(order.record["exit_code"])
         return order.record
 
-    def _led(self) -> Trainer:
+    def _current(self) -> Trainer:
         assert self.trainer is not None  # the first rank makes one before it gives any other order
         return self.trainer
 
-    def _make_learner(self, order: Message) -> None:
+    def _make_trainer(self, order: Message) -> None:
         self.trainer = None  # there may not be room for two
         record, checkpoint = order.record, Path(order.record["checkpoint"])
         config = make_config(record["config"], source="the first rank's config")
@@ -84,46 +84,42 @@ class RankWorker:
         manifest = checkpoint / "manifest.json"
         if not manifest.is_file() or sha256_file(manifest) != record["manifest"]:
             raise RankError(
-                f"rank {self.ranks.rank} sees another {checkpoint} than rank 0, or none: all ranks need the same file "
-                "system under the same path"
+                f"rank {self.ranks.rank} sees another {checkpoint} than rank 0, or none: mount the same file system "
+                "under the same path on all ranks"
             )
-        read_state(checkpoint)  # compares its files with their checksums
+        read_state(checkpoint)  # compares checksums
         self.trainer = Trainer(config, checkpoint, parallel=KINDS[record["kind"]](self.ranks))
         self.trainer.restore(checkpoint, dict(record["state"]))
         self.trainer.rate_factor = record["rate_factor"]
 
     def _update(self, order: Message) -> None:
-        trainer = self._led()
+        trainer = self._current()
         try:
             trainer.follow(unpack_rank_batch(order) if order.arrays else None)
         except torch.OutOfMemoryError:
             raise out_of_memory(trainer.token_budget) from None
 
 
-# Several processes at one run: they find each other, see that they mean the same run, and the first one leads.
-# The others follow until it is done. Whatever ends one of them ends all: the first one says why, where it can; the run
-# directory is as after `kill -9` at worst, and the same command goes on.
-
-LOOK_S = 5.0  # that a file which one rank wrote may take to be seen by another
+VISIBLE_S = 5.0  # that a file which one rank wrote may take to be seen by another
 
 
-def meet(config: RunConfig) -> Ranks:
-    """The processes that were launched for this run; alone where it is one."""
-    return ALONE if launched().world == 1 else join(pick_device(config.model.device))
+def join_ranks(device: str) -> Ranks:
+    """The processes that were launched for this run; `ALONE` for one."""
+    return ALONE if launched().world == 1 else join(pick_device(device))
 
 
-def together(config: RunConfig, lead: Callable[[Ranks], RunResult]) -> RunResult:
-    """Call `lead` on the first rank; on the others do what it says until it is done. All get the result.
-
-    Ranks that mean another run are refused before anything is done.
-    """
-    ranks = meet(config)
+def run_on_all_ranks(config: RunConfig, lead: Callable[[Ranks], RunResult]) -> RunResult:
+    """Call `lead` on the first rank, and carry out its orders on the others. All return the result."""
+    ranks = join_ranks(config.model.device)
     if ranks.world == 1:
         return lead(ranks)
     with noticing(ranks):
-        _compare(config, ranks)
+        _compare(_facts(config.model_dump(mode="json"), config.directory), config.directory, ranks)
         if not ranks.is_first:
-            return read_result(config.directory, _follow(ranks)["updates"])
+            with RolloutRank(ranks) as rollout_rank:
+                worker = RankWorker(ranks)
+                worker.orders["generate"] = rollout_rank.generate
+                return read_result(config.directory, worker.follow()["updates"])
         try:
             result = lead(ranks)
         except BaseException as error:
@@ -133,26 +129,18 @@ def together(config: RunConfig, lead: Callable[[Ranks], RunResult]) -> RunResult
         return result
 
 
-def _follow(ranks: Ranks) -> Mapping[str, Any]:
-    with RolloutRank(ranks) as hand:
-        follower = RankWorker(ranks)
-        follower.orders["generate"] = hand.generate
-        return follower.follow()
-
-
-def _compare(config: RunConfig, ranks: Ranks) -> None:
-    """See that all ranks have the same config, packages and run directory; an error names the rank and what differs."""
+def _compare(facts: Mapping[str, Any], directory: Path, ranks: Ranks) -> None:
+    """Check that all ranks share config, packages and run directory; the error names the rank and what differs."""
     if not ranks.is_first:
         probe = Path(ranks.hear().record["probe"])
-        ranks.tell(0, "facts", {"facts": _facts(config), "sees": _sees(probe)})
+        ranks.tell(0, "facts", {"facts": facts, "sees": _becomes_visible(probe)})
         return
-    probe = temporary_name(config.directory / "probe")
-    make_directory(config.directory)
+    probe = temporary_name(directory / "probe")
+    make_directory(directory)
     probe.touch()
     try:
         ranks.tell_all("compare", probe=str(probe))
-        facts = _facts(config)
-        differences = [_difference(rank, facts, ranks.hear(rank).record, probe.parent) for rank in ranks.others]
+        differences = [_difference(rank, facts, ranks.hear(rank).record, directory) for rank in ranks.others]
     finally:
         probe.unlink(missing_ok=True)
     if found := [difference for difference in differences if difference]:
@@ -166,18 +154,18 @@ def _difference(rank: int, first: Mapping[str, Any], record: Mapping[str, Any], 
     names = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
     if names:
         shown = [f"{name} is {theirs.get(name)!r} there and {first.get(name)!r} on rank 0" for name in names[:3]]
-        return f"rank {rank} means another run: {'; '.join(shown)}: start all ranks with the same config and packages"
+        return f"rank {rank} has another run: {'; '.join(shown)}: start all ranks with the same config and packages"
     if not record["sees"]:
         return f"rank {rank} does not see what rank 0 writes to {directory}: all ranks need the same file system there"
     return ""
 
 
-def _facts(config: RunConfig) -> dict[str, Any]:
-    """Whatever must be the same on all ranks."""
-    newest = versions(config.directory)[-1:]
-    manifests = [checkpoint_directory(config.directory, found) / "manifest.json" for found in newest]
+def _facts(config: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """What must be the same on all ranks."""
+    newest = versions(directory)[-1:]
+    manifests = [checkpoint_directory(directory, found) / "manifest.json" for found in newest]
     return {
-        **flat(config.model_dump(mode="json")),
+        **flat(config),
         "the release of stalewise": __version__,
         "the release of Python": platform.python_version(),
         **{f"the release of {package}": version(package) for package in ("torch", "transformers", "numpy")},
@@ -185,8 +173,8 @@ def _facts(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _sees(probe: Path) -> bool:
-    until = time.monotonic() + LOOK_S
+def _becomes_visible(probe: Path) -> bool:
+    until = time.monotonic() + VISIBLE_S
     while not probe.exists():
         if time.monotonic() > until:
             return False

@@ -1,4 +1,4 @@
-"""The learning rate that a run is made with, where its config leaves that to the plan."""
+"""The start of a run: its learning rate, its drift limits, its objective, and version 0."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from stalewise.config import RunConfig, make_config
+from stalewise.config.run import ObjectiveSection
 from stalewise.config.run_directory import is_started, read_config
 from stalewise.errors import CalibrationError, ConfigError
 from stalewise.models.loading import encode_prompts, load_model, load_tokenizer
@@ -25,22 +26,22 @@ FILE = "limits.json"  # in the run directory
 
 
 def resolve_learning_rate(config: RunConfig, log: Callable[[str], object] = lambda text: None) -> RunConfig:
-    """The config with the planned learning rate filled in; one that says its own is left alone.
+    """The config with the learning rate that the calibration allows, where `plan.learning_rate` asks for it.
 
-    A run that has begun goes on with the rate it began with, whatever was calibrated since.
+    A run that has begun keeps its rate, whatever was calibrated since.
     """
     if config.plan.learning_rate == "given":
         return config
     if is_started(config.directory):
-        return with_rate(config, read_config(config.directory).optimizer.learning_rate)
+        return _with_rate(config, read_config(config.directory).optimizer.learning_rate)
+    given = config.optimizer.learning_rate
     try:
         rate = law_learning_rate(config)
     except CalibrationError as error:
         if config.plan.learning_rate == "planned":
             raise
-        log(f"optimizer.learning_rate stays {config.optimizer.learning_rate:g}, as given: {error}")
+        log(f"optimizer.learning_rate stays {given:g}, as given: {error}")
         return config
-    given = config.optimizer.learning_rate
     if config.plan.learning_rate != "planned" and rate < given and not rests_on_collapses(config):
         log(
             f"optimizer.learning_rate stays {given:g}, as given: up to {rounded_down(rate)} is known to be safe, but "
@@ -48,12 +49,19 @@ def resolve_learning_rate(config: RunConfig, log: Callable[[str], object] = lamb
         )
         return config
     log(f"plan: optimizer.learning_rate is {rate:.3g}, the largest that is safe")
-    return with_rate(config, rate)
+    return _with_rate(config, rate)
 
 
-def limits_of_run(config: RunConfig) -> tuple[float, float] | None:
-    """What a run is watched against, written down when it first learns: a calibration that is made later, or a
-    model that was moved away, must not change what a run that goes on does.
+def _with_rate(config: RunConfig, rate: float) -> RunConfig:
+    record = config.model_dump(mode="json")
+    record["optimizer"]["learning_rate"] = rate
+    return make_config(record, source="plan")
+
+
+def drift_limits(config: RunConfig) -> tuple[float, float] | None:
+    """Limits of the drift within a batch and over the run; None where they are unknown.
+
+    They are written to the run directory when training begins: a later calibration does not change a run.
     """
     path = config.directory / FILE
     if not path.is_file():
@@ -62,23 +70,10 @@ def limits_of_run(config: RunConfig) -> tuple[float, float] | None:
     return None if limits is None else (limits[0], limits[1])
 
 
-def with_rate(config: RunConfig, rate: float) -> RunConfig:
-    """The config with another learning rate."""
-    record = config.model_dump(mode="json")
-    record["optimizer"]["learning_rate"] = rate
-    return make_config(record, source="plan")
-
-
-# Version 0 of a run: the policy that training begins with, as a checkpoint like all others.
-
-
 def write_first_checkpoint(config: RunConfig, source: str, task: Task, log: Callable[[str], object]) -> dict[str, Any]:
-    """Write what transformers loads from `source` as version 0 of the run; the learner's numbers of that.
-
-    The checkpoint is whole and need not be read again. `say` hears what a user should know of it.
-    """
+    """Write the model at `source` as version 0 of the run; return the trainer's state in it."""
     model = load_model(source, device=torch.device("cpu"))
-    check_output_layer(model)  # now, and not when a whole stage has been generated
+    check_output_layer(model)  # now, and not after a whole stage has been generated
     tokenizer = load_tokenizer(source)
     # Version 0 keeps the tokenizer: one without the chat template that the task needs would stay in the run.
     encode_prompts(task.prompts(0, 1), tokenizer)
@@ -92,9 +87,9 @@ def write_first_checkpoint(config: RunConfig, source: str, task: Task, log: Call
     return {"version": 0, **state}
 
 
-def check_objective(config: RunConfig) -> Mapping[str, Any]:
-    """The objective's parameters with defaults filled in; a name or value that is not known is a ConfigError."""
+def check_objective(objective: ObjectiveSection) -> Mapping[str, Any]:
+    """The objective's parameters with defaults filled in; ConfigError for an unknown name or value."""
     try:
-        return get_objective(config.objective.name).settings(config.objective.params)
+        return get_objective(objective.name).settings(objective.params)
     except ValueError as error:
         raise ConfigError(f"objective: {error}") from error

@@ -1,61 +1,64 @@
-"""The stages of a run that finds their sizes itself (`schedule.end = "spent"`), as `ledger/stages.jsonl` tells them.
+"""The stages of a run that finds their sizes itself (`schedule.end = "spent"`), in `ledger/stages.jsonl`.
 
-One line for each stage, written when it begins, with why the one before it ended and the numbers behind that; and one
-of no updates at the end of the run, which tells how the last stage ended. A line follows from the checkpoint that the
-stage begins at and from the lines before it, so it comes out the same when a sitting that was killed is repeated.
+One line per stage, written when it begins, with why the stage before ended; and one of no updates at the end of the
+run. A line follows from the checkpoint at which the stage begins and from the lines before it, so a run that was killed
+writes the same line again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from stalewise.config import RunConfig
+from stalewise.config import ScheduleSection
 from stalewise.staleness.schedule import Schedule
-from stalewise.staleness.spent import Stage, StageSchedule, next_stage
+from stalewise.staleness.spent import Stage, StageSchedule
 from stalewise.store.atomic import append_line, read_jsonl, truncate_jsonl
 
 SPENT_ESS = 0.9  # docs/control.md has the evidence
 
 
-def first_schedule(config: RunConfig, stages_path: Path) -> Schedule:
-    """The schedule of a config, with the stages that have begun where the run finds them itself."""
-    if config.schedule.end == "count":
-        return config.schedule.schedule()
+def read_schedule(section: ScheduleSection, stages_path: Path) -> Schedule:
+    """The schedule of a run, with the stages that have begun where it finds them itself."""
+    if section.end == "count":
+        return section.schedule()
     names = [field.name for field in fields(Stage)]
-    stages = tuple(Stage(**{name: record[name] for name in names}) for record in read_jsonl(stages_path))
+    stages = [Stage(**{name: record[name] for name in names}) for record in read_jsonl(stages_path)]
     begun = tuple(stage for stage in stages if stage.planned_updates)
-    return StageSchedule(config.schedule.updates, config.schedule.updates, stages=begun)
+    return StageSchedule(section.updates, section.updates, stages=begun)
 
 
-def forget_stages(schedule: StageSchedule, stages_path: Path, version: int) -> StageSchedule:
-    """Without the stages that began after this version: they begin again."""
+def forget_stages(schedule: Schedule, stages_path: Path, version: int) -> Schedule:
+    """Drop the stages that begin after this version, on disk too: they begin again."""
     truncate_jsonl(stages_path, lambda record: record["first_update"] <= version)
-    return replace(schedule, stages=tuple(stage for stage in schedule.stages if stage.first_update <= version))
+    return schedule.forget_after(version)
 
 
 def begin_stage(
-    schedule: StageSchedule, stages_path: Path, version: int, *, spent: Mapping[str, Any] | None, per_update: int
-) -> StageSchedule:
-    """The schedule with a stage at this version: the one that goes on, or a new one where that is over.
+    schedule: Schedule,
+    stages_path: Path,
+    version: int,
+    *,
+    spent: Callable[[], Mapping[str, Any] | None],
+    per_update: int,
+) -> Schedule:
+    """The schedule at this version, with a new stage where one begins; that is written to disk.
 
-    `spent` says why the stage before was ended at this version; None where it was not. After the last update no stage
-    begins: the line that says how the last one ended is written, once.
+    `spent` returns why the stage before was ended at this version, None where it was not.
     """
-    last = schedule.stages[-1] if schedule.stages else None
-    if last is not None and (last.first_update == version or (spent is None and version in _planned(last))):
+    if not schedule.is_open_ended:
         return schedule
-    stage = next_stage(schedule, version, was_spent=spent is not None, per_update=per_update)
-    ended = None if last is None else spent or {"reason": "all of it was used", "planned_updates": last.planned_updates}
-    if version == schedule.updates:
-        if read_jsonl(stages_path)[-1]["planned_updates"]:
-            append_line(stages_path, {**asdict(stage), "ended": ended})
+    reason = spent()
+    begun = schedule.begin_stage(version, was_spent=reason is not None, per_update=per_update)
+    if begun is None:
         return schedule
-    append_line(stages_path, {**asdict(stage), "ended": ended})
-    return replace(schedule, stages=(*schedule.stages, stage))
-
-
-def _planned(stage: Stage) -> range:
-    return range(stage.first_update, stage.first_update + stage.planned_updates)
+    schedule, stage = begun
+    lines = read_jsonl(stages_path)
+    if not lines:
+        append_line(stages_path, {**asdict(stage), "ended": None})
+    elif planned := lines[-1]["planned_updates"]:  # 0: the end of the run is on record
+        ended = reason or {"reason": "all of it was used", "planned_updates": planned}
+        append_line(stages_path, {**asdict(stage), "ended": ended})
+    return schedule

@@ -1,7 +1,8 @@
-"""The updates between two checkpoints: taken in order, each written down, until they or the rollouts are spent."""
+"""The updates between two checkpoints: taken in order and logged, until they are done or the rollouts are spent."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -12,82 +13,75 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stalewise.config import RunConfig
 from stalewise.orchestrator.drift_budget import DriftBudget
 from stalewise.orchestrator.run_log import RunLog
-from stalewise.orchestrator.stages import SPENT_ESS
 from stalewise.staleness.schedule import Schedule, Step
-from stalewise.staleness.spent import StageSchedule, fresh_ess, is_spent, remaining_ess
 from stalewise.store import Batch, rollouts_of_updates
 from stalewise.trainer.batch import UpdateBatch
 from stalewise.trainer.pending_update import PendingUpdate, prefetch, updates_ahead
 from stalewise.trainer.trainer import Trainer
 from stalewise.types import ProgressCallback
 
-Ready = tuple[Step, npt.NDArray[np.int64], UpdateBatch]  # an update, its rollouts, and what the learner makes of them
+RolloutIds = npt.NDArray[np.int64]
+PreparedUpdate = tuple[Step, RolloutIds, UpdateBatch]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateLoop:
-    """Takes updates of a run and keeps its records."""
+    """Takes updates of a run and logs them."""
 
-    config: RunConfig
     schedule: Schedule
-    records: RunLog
+    run_log: RunLog
     budget: DriftBudget
     callback: ProgressCallback
+    prompts_per_update: int
+    spent_ess: float  # bound below which the rollouts of an open-ended schedule are spent
 
-    def make_ready(self, batch: Batch, trainer: Trainer, updates: range) -> Iterator[Ready]:
-        """What these updates learn from; the first two are ready at once, the others while those before are taken."""
-        dealt = rollouts_of_updates(batch, self.config.batch.prompts)
+    def prepare(self, batch: Batch, trainer: Trainer, updates: range) -> Iterator[PreparedUpdate]:
+        """The inputs of these updates: the first two are prepared at once, the others one update ahead."""
+        rollouts = rollouts_of_updates(batch, self.prompts_per_update)
         steps = [self.schedule.at(update) for update in updates]
-        ids = [dealt[step.update - self.schedule.updates_of(step.generation_batch).start] for step in steps]
-        prepared = prefetch(lambda rollout_ids: trainer.prepare(batch.take(rollout_ids)), ids, trainer.device)
-        ready = zip(steps, ids, prepared, strict=True)
-        return chain([next(ready)], ready)
+        ids = [rollouts[step.update - self.schedule.updates_of(step.generation_batch).start] for step in steps]
+        inputs = prefetch(lambda rollout_ids: trainer.prepare(batch.take(rollout_ids)), ids, trainer.device)
+        prepared = zip(steps, ids, inputs, strict=True)
+        return chain([next(prepared)], prepared)
 
-    def learn(self, ready: Iterator[Ready], trainer: Trainer) -> dict[str, Any] | None:
-        """Take these updates; where the rollouts are spent before, stop there and say by which numbers."""
+    def run(self, prepared: Iterator[PreparedUpdate], trainer: Trainer) -> dict[str, Any] | None:
+        """Take these updates. Where the rollouts are spent before, stop and return the reason."""
         last = time.perf_counter()
-        waiting: deque[tuple[Step, npt.NDArray[np.int64], PendingUpdate]] = deque()
-        ahead = updates_ahead(trainer.device, may_end_early=isinstance(self.schedule, StageSchedule))
+        waiting: deque[tuple[Step, RolloutIds, PendingUpdate]] = deque()
+        ahead = updates_ahead(trainer.device, may_end_early=self.schedule.is_open_ended)
         spent: dict[str, Any] | None = None
-        for step, rollout_ids, prepared in ready:
-            waiting.append((step, rollout_ids, trainer.enqueue(prepared)))
+        for step, rollout_ids, inputs in prepared:
+            waiting.append((step, rollout_ids, trainer.enqueue(inputs)))
             while len(waiting) > ahead:
-                last = self._record(*waiting.popleft(), since=last)
+                last = self._finish(*waiting.popleft(), since=last)
             if spent := self._spent(step):
                 break
         for rest in waiting:
-            last = self._record(*rest, since=last)
+            last = self._finish(*rest, since=last)
         return spent or self._spent(self.schedule.at(trainer.version - 1))
 
-    def _record(self, step: Step, rollout_ids: npt.NDArray[np.int64], pending: PendingUpdate, *, since: float) -> float:
-        """Wait for an update and write down what happened; the time at which it was over."""
+    def _finish(self, step: Step, rollout_ids: RolloutIds, pending: PendingUpdate, *, since: float) -> float:
+        """Wait for an update and log it; return the time at which it was done."""
         metrics = pending.metrics()
         if "drift" in metrics:
-            metrics |= self.budget.measure(metrics["drift"], self.records.drift_at(step.version))
+            metrics |= self.budget.measure(metrics["drift"], self.run_log.drift_at(step.version))
         now = time.perf_counter()
         record = {"update": step.update, "generation_batch": step.generation_batch, **metrics, "seconds": now - since}
-        self.records.update(step, rollout_ids, record)
-        self.records.tokens.add(step.update, pending.tokens())
-        if not isinstance(self.schedule, StageSchedule):  # which ends a stage long before
-            self.budget.look_at([one.ess for one in self.records.taken_on(step.generation_batch)])
+        self.run_log.log_update(step, rollout_ids, record)
+        self.run_log.tokens.add(step.update, pending.tokens())
+        if not self.schedule.is_open_ended:  # that ends a stage long before
+            self.budget.check_ess([one.ess for one in self.run_log.taken_on(step.generation_batch)])
         self.callback.metrics(step.update, record)
-        note = f"reward {record['reward']:.3f}  ESS {record.get('ess', float('nan')):.3f}"
+        note = f"reward {record['reward']:.3f}  ESS {record.get('ess', math.nan):.3f}"
         self.callback.advance(1, note + self.budget.note(record))
         return now
 
     def _spent(self, step: Step) -> dict[str, Any] | None:
-        """Why the stage of this update is over before its rollouts are used up; None where it goes on."""
-        if not isinstance(self.schedule, StageSchedule):
+        """Why the stage of this update ends before its rollouts are used up; None while it continues."""
+        if not self.schedule.is_open_ended:
             return None
-        taken = self.records.taken_on(step.generation_batch)
-        ess, bound = [one.ess for one in taken], self.config.schedule.spent_ess or SPENT_ESS
-        planned = self.schedule.stages[-1].planned_updates
-        numbers = {"ess": remaining_ess(ess), "fresh_ess": fresh_ess(ess), "bound": bound, "planned_updates": planned}
-        if is_spent(ess, bound):
-            return {"reason": "effective sample size", **numbers}
-        if taken and taken[-1].batch_budget >= 1.0:
-            return {"reason": "drift", **numbers, "batch_budget": taken[-1].batch_budget}
-        return None
+        taken = self.run_log.taken_on(step.generation_batch)
+        batch_budget = taken[-1].batch_budget if taken else math.nan
+        return self.schedule.spent([one.ess for one in taken], batch_budget, self.spent_ess)

@@ -1,8 +1,12 @@
-"""Collapse, defined so that a program can find it.
+"""Collapse of a reward curve, and which policies of a run are good.
 
-A run has collapsed at update t if its smoothed reward (or held-out accuracy) at t is below half of its best value so
-far and does not come back to that half within a window; or if a value is not finite. "Half" is measured from `floor`,
-the reward of a useless policy.
+A run collapsed at update t if its smoothed reward (or held-out accuracy) at t is below half of its best value so far
+and does not return to that half within a window, or if a value is not finite. "Half" is measured from `floor`, the
+reward of a useless policy.
+
+`assess` decides about policies by statistical tests, for the collapse guard. Its scores are held-out accuracies and
+rewards of rollouts. A reward scores the policy that made the rollouts, not the one that learns from them, and is known
+for a whole generation batch once that is made: so a policy is assessed before anything is learned from its rollouts.
 """
 
 from __future__ import annotations
@@ -16,13 +20,9 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Collapse:
-    """When and how a run collapsed.
+    """When and how a run collapsed."""
 
-    `update` is the index of the first value below the line, not of the one at which it was certain; it is an update
-    where one value per update is observed.
-    """
-
-    update: int
+    update: int  # index of the first value below the line, not of the one at which the collapse was certain
     reason: Literal["below half of best", "not finite"]
     best: float  # best smoothed value before; NaN where there was none yet
     value: float  # smoothed value at `update`
@@ -30,7 +30,7 @@ class Collapse:
 
 @dataclass(frozen=True, slots=True)
 class CollapseDetector:
-    """Reads one value after the other; `observe` returns the next state, so a run can be replayed from any point.
+    """Reads a curve value by value; `observe` returns the next state.
 
     >>> curve = [0.4] * 8 + [0.9] * 8 + [0.1] * 8
     >>> find_collapse(curve, smoothing=4, window=4).update
@@ -38,7 +38,7 @@ class CollapseDetector:
     """
 
     smoothing: int = 8  # values in the rolling mean
-    window: int = 32  # values in which a run may come back
+    window: int = 32  # values within which a run may recover
     fraction: float = 0.5
     floor: float = 0.0
     recent: tuple[float, ...] = ()
@@ -57,12 +57,12 @@ class CollapseDetector:
 
     @property
     def line(self) -> float:
-        """Below this the run is in danger; −inf as long as it never rose above the floor."""
+        """Values below this are in danger; −inf until one rises above the floor."""
         rise = self.best - self.floor
         return self.floor + self.fraction * rise if rise > 0 else -math.inf
 
     def observe(self, value: float) -> CollapseDetector:
-        """The state after one more value. A collapse, once found, stays."""
+        """The state after one more value. A collapse is final."""
         if self.collapse is not None:
             return self
         if not math.isfinite(value):
@@ -71,9 +71,9 @@ class CollapseDetector:
         recent = (*self.recent, value)[-self.smoothing :]
         after = replace(self, recent=recent, seen=self.seen + 1)
         # One lucky value at the start must not become the best: the mean counts once it is over a full window.
-        return after if len(recent) < self.smoothing else after._judge(sum(recent) / len(recent), self.seen)
+        return after if len(recent) < self.smoothing else after._compare(sum(recent) / len(recent), self.seen)
 
-    def _judge(self, smoothed: float, index: int) -> CollapseDetector:
+    def _compare(self, smoothed: float, index: int) -> CollapseDetector:
         if smoothed >= self.line:
             return replace(self, best=max(self.best, smoothed), below_since=None, below_value=math.nan)
         if self.below_since is None:
@@ -87,30 +87,21 @@ class CollapseDetector:
 def find_collapse(
     values: Iterable[float], *, smoothing: int = 8, window: int = 32, fraction: float = 0.5, floor: float = 0.0
 ) -> Collapse | None:
-    """The collapse in a curve, or None.
-
-    A curve that ends below the line before its window is over has not collapsed by the definition; the detector's
-    `below_since` tells since when it is in danger.
-    """
+    """The collapse in a curve, or None; a curve that ends below the line within its window has not collapsed."""
     detector = CollapseDetector(smoothing=smoothing, window=window, fraction=fraction, floor=floor)
     for value in values:
         detector = detector.observe(value)
     return detector.collapse
 
 
-# Which policies of a run are known to be good, and since which one it is worse than it was, beyond doubt.
-# Two kinds of evidence: held-out accuracy, and the reward of rollouts. The reward tells about the policy that made them
-# and not about the one that learns from them, and is known for a whole generation batch as soon as that is made: so a
-# policy is judged before anything is learned from its rollouts.
-
-RISK = 0.05  # that a run which is as good as ever is called bad, over all of its evidence
-LAST_RISK = 0.2  # of the same in its last evaluation, after which nothing comes that could clear a doubt
-INTERVAL = 2 * NormalDist().inv_cdf(0.975)  # standard errors that a 95% interval is wide
+RISK = 0.05  # of calling a steady run bad, over all of its scores
+LAST_RISK = 0.2  # the same for its last evaluation, after which no score can clear it
+INTERVAL = 2 * NormalDist().inv_cdf(0.975)  # width of a 95% interval in standard errors
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
-    """What policies are worth, with its standard error; `updates` is how much of a run rests on it."""
+class PolicyScore:
+    """Reward or accuracy of some policies, with its standard error; `updates` of the run depend on it."""
 
     versions: tuple[int, ...]
     updates: int
@@ -119,21 +110,21 @@ class Evidence:
     is_last: bool = False
 
     @property
-    def surely(self) -> float:
-        """What they are worth at least: the luckiest of many is not the best."""
+    def lower_bound(self) -> float:
+        """Lower end of the 95% interval: compared instead of values, the luckiest of many is not the best."""
         return self.value - INTERVAL / 2 * self.error
 
-    def is_worse(self, best: Evidence, fraction: float, comparisons: int) -> bool:
-        """Whether it is below that fraction of the best by more than chance does, in so many comparisons."""
+    def is_significantly_below(self, best: PolicyScore, fraction: float, comparisons: int) -> bool:
+        """Whether the score is below `fraction` of the best, at a risk that is shared by all comparisons."""
         risk = LAST_RISK if self.is_last else RISK / comparisons
         error = max(self.error, best.error)  # few rewards, by bad luck, also look more alike than they are
-        doubt = NormalDist().inv_cdf(1 - risk / 2) * math.hypot(error, fraction * best.error)
-        return self.value + doubt < fraction * best.value
+        margin = NormalDist().inv_cdf(1 - risk / 2) * math.hypot(error, fraction * best.error)
+        return self.value + margin < fraction * best.value
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
-    """`bad_version` is the first policy that is known to be worse than an earlier one was."""
+class Degradation:
+    """`bad_version` is the first policy that is significantly worse than an earlier one."""
 
     reason: str
     bad_version: int
@@ -141,83 +132,83 @@ class Trouble:
     value: float = math.nan
 
     def describe(self) -> str:
-        """Say it in words."""
+        """One phrase for a message."""
         numbers = "" if math.isnan(self.best) else f" ({self.value:.3f}, and it was {self.best:.3f})"
         return f"{self.reason} at version {self.bad_version}{numbers}"
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
-    """What is known so far; policies of which neither is known are in no set."""
+class Assessment:
+    """Which versions are good and which are poor; those without a score are in no set."""
 
-    trouble: Trouble | None = None
+    degradation: Degradation | None = None
     good: frozenset[int] = frozenset()
     poor: frozenset[int] = frozenset()
-    best: frozenset[int] = frozenset()  # trouble always comes after them
+    best: frozenset[int] = frozenset()  # a degradation always comes after them
 
-    def __or__(self, other: Judgement) -> Judgement:
-        """What both say together: a policy that one of them calls poor is not good."""
-        troubles = [one.trouble for one in (self, other) if one.trouble is not None]
-        trouble = min(troubles, key=lambda one: one.bad_version, default=None)
+    def __or__(self, other: Assessment) -> Assessment:
+        """Combine two kinds of scores: a policy that is poor by one of them is not good."""
+        found = [one.degradation for one in (self, other) if one.degradation is not None]
+        earliest = min(found, key=lambda one: one.bad_version, default=None)
         poor = self.poor | other.poor
-        return Judgement(trouble, (self.good | other.good) - poor, poor, self.best | other.best)
+        return Assessment(earliest, (self.good | other.good) - poor, poor, self.best | other.best)
 
 
-def judge(evidence: Iterable[Evidence], *, fraction: float, window: int, reason: str) -> Judgement:
-    """Find trouble: policies that are worth less than `fraction` of the best so far.
+def assess(scores: Iterable[PolicyScore], *, fraction: float, window: int, reason: str) -> Assessment:
+    """Find policies that score significantly less than `fraction` of the best so far.
 
-    It is certain when policies that `window` updates rest on are so, one after the other; a better one in between
-    clears them. Where nothing was ever above 0 there is nothing to lose. Unknown values are passed over: they are the
-    verifier's trouble, not the policy's.
+    It is a degradation when `window` updates depend on such policies in a row; a better one in between clears them.
+    Scores that are unknown are skipped: they are failures of the verifier. While the best is not above 0, none is poor.
 
-    >>> fair, poor = Evidence((8,), 8, 0.9, 0.01), Evidence((16,), 8, 0.5, 0.02)
-    >>> found = judge([fair, poor], fraction=0.9, window=8, reason="accuracy fell")
-    >>> found.trouble.describe(), sorted(found.good)
+    >>> fair, poor = PolicyScore((8,), 8, 0.9, 0.01), PolicyScore((16,), 8, 0.5, 0.02)
+    >>> found = assess([fair, poor], fraction=0.9, window=8, reason="accuracy fell")
+    >>> found.degradation.describe(), sorted(found.good)
     ('accuracy fell at version 16 (0.500, and it was 0.900)', [8])
     """
     good: set[int] = set()
     poor: set[int] = set()
-    best = Evidence((), 0, 0.0, 0.0)
-    below: list[Evidence] = []
-    known = [one for one in evidence if not math.isnan(one.value + one.error)]
-    for comparisons, one in enumerate(known):
-        is_poor = best.surely > 0 and one.value < fraction * best.value
-        (poor if is_poor else good).update(one.versions)
-        if is_poor and one.is_worse(best, fraction, comparisons):
-            below.append(one)
-            if sum(found.updates for found in below) >= window:
-                trouble = Trouble(reason, below[0].versions[0], best.value, below[0].value)
-                return Judgement(trouble, frozenset(good), frozenset(poor), frozenset(best.versions))
+    best = PolicyScore((), 0, 0.0, 0.0)
+    below: list[PolicyScore] = []
+    degradation: Degradation | None = None
+    known = [one for one in scores if not math.isnan(one.value + one.error)]
+    for comparisons, score in enumerate(known):
+        is_poor = best.lower_bound > 0 and score.value < fraction * best.value
+        (poor if is_poor else good).update(score.versions)
+        if not (is_poor and score.is_significantly_below(best, fraction, comparisons)):
+            below = []
+            best = max(best, score, key=lambda one: one.lower_bound)
             continue
-        below = []
-        best = max(best, one, key=lambda found: found.surely)
-    return Judgement(None, frozenset(good), frozenset(poor), frozenset(best.versions))
+        below.append(score)
+        if sum(one.updates for one in below) >= window:
+            degradation = Degradation(reason, below[0].versions[0], best.value, below[0].value)
+            break
+    return Assessment(degradation, frozenset(good), frozenset(poor), frozenset(best.versions))
 
 
-def rewards_as_evidence(rewards: Sequence[tuple[int, float, float]], window: int) -> list[Evidence]:
-    """Put updates together whose rollouts are of one version, and versions until `window` updates rest on them.
+def scores_from_rewards(rewards: Sequence[tuple[int, float, float]], window: int) -> list[PolicyScore]:
+    """Pool the rewards of updates by the version that made their rollouts, and versions up to `window` updates.
 
     Each update is given as the version that made its rollouts, their mean reward and its standard error.
 
-    >>> found = rewards_as_evidence([(0, 0.4, 0.03), (0, 0.6, 0.04), (2, 0.8, 0.0), (4, 0.6, 0.0), (6, 0.5, 0.1)], 2)
+    >>> found = scores_from_rewards([(0, 0.4, 0.03), (0, 0.6, 0.04), (2, 0.8, 0.0), (4, 0.6, 0.0), (6, 0.5, 0.1)], 2)
     >>> [(one.versions, one.updates, one.value, round(one.error, 3)) for one in found]
     [((0,), 2, 0.5, 0.025), ((2, 4), 2, 0.7, 0.0), ((6,), 1, 0.5, 0.1)]
     """
-    found: list[Evidence] = []
-    held: list[tuple[int, float, float]] = []
-    for place, update in enumerate(rewards):
-        held.append(update)
-        ends_version = place + 1 == len(rewards) or rewards[place + 1][0] != update[0]
-        if ends_version and len(held) >= window:
-            found += _pooled(held)
-            held = []
-    return found + _pooled(held)
+    scores: list[PolicyScore] = []
+    pool: list[tuple[int, float, float]] = []
+    for index, update in enumerate(rewards):
+        pool.append(update)
+        ends_version = index + 1 == len(rewards) or rewards[index + 1][0] != update[0]
+        if ends_version and len(pool) >= window:
+            scores += _pooled(pool)
+            pool = []
+    return scores + _pooled(pool)
 
 
-def _pooled(updates: Sequence[tuple[int, float, float]]) -> list[Evidence]:
+def _pooled(updates: Sequence[tuple[int, float, float]]) -> list[PolicyScore]:
     known = [(reward, error) for _, reward, error in updates if not math.isnan(reward + error)]
     if not known:
         return []
     versions = tuple(sorted({version for version, _, _ in updates}))
     value = sum(reward for reward, _ in known) / len(known)
-    return [Evidence(versions, len(updates), value, math.hypot(*(error for _, error in known)) / len(known))]
+    return [PolicyScore(versions, len(updates), value, math.hypot(*(error for _, error in known)) / len(known))]

@@ -1,58 +1,46 @@
-"""The staleness–learning-rate law: what its constants mean, and how they are estimated from runs.
+"""The staleness–learning-rate law and its fit to the runs of a sweep.
 
 A run with staleness S, learning rate η, T updates and update norm per unit learning rate G is stable while
 
     S·η·G <= R_batch    (drift inside one generation batch)    and    T·η·G <= R_crit    (drift over the whole run).
 
-docs/staleness.md derives the statistical model, with a worked example. Planning from a fit is in `plan`.
+docs/staleness.md derives the statistical model, with a worked example.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from stalewise.errors import CalibrationError
-from stalewise.staleness.likelihood import (
-    NO_LIMIT,
-    SCATTER_RANGE,
-    Array,
-    arrange,
-    choose,
-    draw,
-    fall,
-    interval,
-    large_sample_threshold,
-    likelihood,
-    starting_points,
-    thresholds,
-)
+from stalewise.staleness import likelihood as maths
+from stalewise.staleness.likelihood import Array
 
 MINIMUM_RUNS = 6  # two per constant of the law (R_batch, R_crit, σ)
 ASSUMED_SCATTER = 0.5  # σ where the runs do not determine it: a 95% margin is then a factor exp(-0.82) = 0.44
 
 
 def require_positive(name: str, value: float) -> None:
-    """Raise ValueError, naming the field and its value, unless 0 < value < ∞."""
+    """Raise ValueError unless 0 < value < ∞."""
     if not 0.0 < value < math.inf:  # NaN fails this comparison too
         raise ValueError(f"{name} must be positive and finite, got {value}")
 
 
 def require_count(name: str, value: int) -> None:
-    """Raise ValueError, naming the field and its value, unless it is a whole number of at least 1."""
+    """Raise ValueError unless the value is a whole number of at least 1."""
     if value != int(value) or value < 1:
         raise ValueError(f"{name} must be a whole number >= 1, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """One run of a sweep: its S, η, horizon T and G, and the update at which it collapsed (None: it survived).
+    """One run of a sweep: its S, η, T and G, and the update at which it collapsed (None: it survived).
 
-    Collapse is found by looking now and then: it was still alive `resolution` updates before that one.
+    It is checked for collapse every `resolution` updates, so it was still alive that many updates before.
 
     >>> Observation(staleness=8, learning_rate=0.01, updates=100, collapsed_at=50, update_norm_per_lr=2.0).batch_drift
     0.16
@@ -76,12 +64,12 @@ class Observation:
 
     @property
     def batch_drift(self) -> float:
-        """S·η·G: drift of the policy over the lag of the oldest rollout."""
+        """S·η·G: drift over the lag of the oldest rollout."""
         return self.staleness * self.learning_rate * self.update_norm_per_lr
 
     @property
     def horizon_drift(self) -> float:
-        """T·η·G: drift of the policy over the whole run."""
+        """T·η·G: drift over the whole run."""
         return self.updates * self.learning_rate * self.update_norm_per_lr
 
     @property
@@ -94,10 +82,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """The constants: medians R_batch and R_crit of the runs' radii, and σ, the scatter of their logarithms.
-
-    A radius of infinity says that there is no such constraint.
-    """
+    """Medians R_batch and R_crit of the runs' radii (∞: no constraint), and σ, the scatter of their logarithms."""
 
     batch_radius: float
     critical_radius: float
@@ -111,13 +96,12 @@ class Law:
 
     def parameters(self) -> Array:
         """Return (log R_batch, log R_crit, log σ), the coordinates in which the likelihood is maximised."""
-        logarithms = np.log([self.batch_radius, self.critical_radius, self.scatter])
-        return np.minimum(logarithms, NO_LIMIT)
+        return np.minimum(np.log([self.batch_radius, self.critical_radius, self.scatter]), maths.NO_LIMIT)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A radius with its interval; where the runs do not determine it, `value` is NaN and low, high only bound it."""
+    """A radius with its interval; where the runs do not determine it, `value` is NaN and low and high are bounds."""
 
     value: float
     low: float
@@ -127,7 +111,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """Smallest and largest of everything that was tried: the fit holds between them and not outside."""
+    """Smallest and largest values of the sweep: the fit holds between them."""
 
     staleness: tuple[int, int]
     learning_rate: tuple[float, float]
@@ -140,7 +124,7 @@ class Domain:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What a sweep says about the law. `scatter` is `ASSUMED_SCATTER` or more where `scatter_known` is false."""
+    """The law fitted to a sweep. `scatter` is at least `ASSUMED_SCATTER` where `scatter_known` is false."""
 
     batch_radius: Estimate
     critical_radius: Estimate
@@ -152,7 +136,7 @@ class Fit:
     log_likelihood: float
 
     def describe(self) -> str:
-        """Say in a few sentences what is known and what is not."""
+        """A few sentences about what is known and what is not."""
         scatter = f"Scatter {self.scatter:.2g}" + ("." if self.scatter_known else ", assumed: not determined.")
         parts = [f"{self.domain.runs} runs, {self.domain.collapsed} collapsed."]
         for name, radius in (("R_batch", self.batch_radius), ("R_crit", self.critical_radius)):
@@ -184,14 +168,14 @@ def log_likelihood(law: Law, observations: Iterable[Observation]) -> float:
         survived:        log Φ(-z_batch(S·η·G)) + log Φ(-z_crit(T·η·G))
         collapsed at t:  log( P·r/T + (1 - P)·[Φ(z_crit(t·η·G)) - Φ(z_crit((t-r)·η·G))] ),   P = Φ(z_batch(S·η·G))
 
-    with r the resolution, t at most. The bracket is the probability that R_crit is crossed since the run was last seen
-    alive: the density, integrated, so it is exact for the first updates too and bounded as σ goes to 0.
+    with r the resolution, at most t. The bracket is the probability that R_crit was crossed since the run was last seen
+    alive. It is an integrated density, so it is exact for the first updates too and bounded as σ goes to 0.
 
     >>> survivor = Observation(8, 0.01, 100, None, 1.0)  # S·η·G = 0.08, T·η·G = 1
     >>> round(log_likelihood(Law(0.08, 1.0, 0.3), [survivor]), 6) == round(2 * math.log(0.5), 6)
     True
     """
-    return likelihood(law.parameters(), arrange(*_columns(list(observations))))[0]
+    return maths.likelihood(law.parameters(), maths.arrange(*_columns(list(observations))))[0]
 
 
 def simulate(
@@ -203,25 +187,21 @@ def simulate(
     update_norm_per_lr: float,
     generator: np.random.Generator,
 ) -> Observation:
-    """Draw what one run does. Its own radii are R_batch·exp(σ·ε₁) and R_crit·exp(σ·ε₂), ε standard normal.
+    """Draw one run. Its own radii are R_batch·exp(σ·ε₁) and R_crit·exp(σ·ε₂), ε standard normal.
 
-    Where S·η·G is above the first, it collapses at an update drawn evenly from 1..T; otherwise at the first t with
+    Where S·η·G is above the first, it collapses at an update drawn uniformly from 1..T; otherwise at the first t with
     t·η·G at or above the second, if that is within T.
     """
     run = Observation(staleness, learning_rate, updates, None, update_norm_per_lr)
-    columns = _columns([run])[:3]
-    collapsed_at = int(draw(law.parameters(), *columns, generator)[0])
-    return Observation(staleness, learning_rate, updates, collapsed_at or None, update_norm_per_lr)
+    collapsed_at = int(maths.draw(law.parameters(), *_columns([run])[:3], generator)[0])
+    return replace(run, collapsed_at=collapsed_at or None)
 
 
 def _domain(runs: Sequence[Observation]) -> Domain:
-    def span(name: str) -> tuple[Any, Any]:
-        values = [getattr(run, name) for run in runs]
-        return min(values), max(values)
-
     names = ("staleness", "learning_rate", "updates", "batch_drift", "horizon_drift")
+    columns: list[list[Any]] = [[getattr(run, name) for run in runs] for name in names]
     collapsed = sum(run.collapsed_at is not None for run in runs)
-    return Domain(*(span(name) for name in names), runs=len(runs), collapsed=collapsed)
+    return Domain(*((min(column), max(column)) for column in columns), runs=len(runs), collapsed=collapsed)
 
 
 def _undetermined(runs: Sequence[Observation], name: str, other_known: bool) -> Estimate:
@@ -244,12 +224,11 @@ def _require_sweep(runs: Sequence[Observation]) -> None:
 
 
 def fit(observations: Iterable[Observation], *, confidence: float = 0.9, resamples: int = 200, seed: int = 0) -> Fit:
-    """Estimate (R_batch, R_crit, σ) by maximum likelihood, and say which of them the runs determine.
+    """Estimate (R_batch, R_crit, σ) by maximum likelihood, and which of them the runs determine.
 
     A radius is in the law where it raises the log-likelihood by more than 1 (Akaike). Its interval holds every value R
-    with max over the others of log L(R) >= log L(best) - threshold, the threshold from a parametric bootstrap; see
-    docs/staleness.md for why, with the coverage that was measured. `resamples=0` takes the large-sample threshold.
-    The order of the observations does not matter; `seed` is that of the bootstrap.
+    with max over the others of log L(R) >= log L(best) - threshold. The threshold is from a parametric bootstrap with
+    `seed`; `resamples=0` takes the large-sample one. docs/staleness.md has the reasons and the measured coverage.
     """
     if not 0.0 < confidence < 1.0:
         raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
@@ -263,18 +242,18 @@ def fit(observations: Iterable[Observation], *, confidence: float = 0.9, resampl
     scatter, scatter_known, value = 0.0, False, 0.0  # nothing collapsed: certain under radii that are large enough
     if domain.collapsed:
         columns = _columns(runs)
-        data = arrange(*columns)
-        starts = starting_points(np.log(columns[0] * columns[1]), data.collapsed_by)
-        peak, box, radii = choose(data, starts)
-        falls = thresholds(peak, box, radii, columns[:4], confidence, resamples, seed)
+        data = maths.arrange(*columns)
+        starts = maths.starting_points(np.log(columns[0] * columns[1]), data.collapsed_by)
+        peak, box, radii = maths.choose(data, starts)
+        falls = maths.thresholds(peak, box, radii, columns[:4], confidence, resamples, seed)
         for index, threshold in zip(radii, falls, strict=True):
-            low, high = interval(data, peak, box, index, threshold, starts)
+            low, high = maths.interval(data, peak, box, index, threshold, starts)
             if low > 0.0:
                 found[index] = Estimate(math.exp(peak.parameters[index]), low, high, known=True)
         scatter, value = math.exp(peak.parameters[2]), peak.log_likelihood
-        # Runs that a law without scatter explains as well are told apart too cleanly, or are too few, to show any.
-        without = fall(data, peak, box, 2, math.log(SCATTER_RANGE[0]), starts)
-        scatter_known = bool(found) and without > large_sample_threshold(confidence)
+        # Where a law without scatter explains the runs as well, they are too few or too clear-cut to show any.
+        without = maths.fall(data, peak, box, 2, math.log(maths.SCATTER_RANGE[0]), starts)
+        scatter_known = bool(found) and without > maths.large_sample_threshold(confidence)
     return Fit(
         batch_radius=found.get(0) or _undetermined(runs, "batch_drift", bool(found)),
         critical_radius=found.get(1) or _undetermined(runs, "horizon_drift", bool(found)),

@@ -1,7 +1,7 @@
 """Arithmetic of the staleness law on arrays: likelihood, its maximum and profile, and draws.
 
-`law` says what it means. Parameters are always (log R_batch, log R_crit, log σ); `rate` is η·G, the drift per
-update; a collapse index of 0 is a survivor.
+Parameters are always (log R_batch, log R_crit, log σ); `rate` is η·G, the drift per update; a collapse index of 0 is a
+survivor.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_LIMIT = 700.0  # log of a radius that no run reaches; finite, so that gradien
 LOG_SQRT_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 SCATTER_RANGE = (0.02, 2.0)  # σ is looked for here; runs that allow the lower end do not determine it
 
-# scipy has no types; these are the three of its functions that are used, with the types of this use.
+# scipy has no types.
 log_ndtr: Callable[[Array], Array] = cast(Any, scipy.special).log_ndtr
 minimize: Callable[..., Any] = cast(Any, scipy.optimize).minimize
 brentq: Callable[..., float] = cast(Any, scipy.optimize).brentq
@@ -53,7 +53,7 @@ def arrange(staleness: Array, rate: Array, updates: Array, resolution: Array, co
 
 
 def seen_at(collapsed_at: Array, updates: Array, resolution: Array) -> Array:
-    """When a collapse is seen by who looks every so many updates, the last time at the end; 0 stays 0."""
+    """The update at which a collapse is seen, with a check every `resolution` updates and at the end; 0 stays 0."""
     return np.minimum(np.ceil(collapsed_at / resolution) * resolution, updates)
 
 
@@ -115,7 +115,7 @@ class Peak(NamedTuple):
 
 
 def maximise(data: Drifts, box: Array, starts: list[Array]) -> Peak:
-    """Find the best of the maxima that are reached from `starts`; a parameter whose bounds are equal stays there."""
+    """Find the best of the maxima that are reached from `starts`; a parameter whose bounds are equal is fixed."""
 
     def loss(parameters: Array) -> tuple[float, Array]:
         value, gradient = likelihood(parameters, data)
@@ -128,22 +128,22 @@ def maximise(data: Drifts, box: Array, starts: list[Array]) -> Peak:
 
 
 def fixed(box: Array, index: int, value: float) -> Array:
-    """Return a copy of `box` that leaves one parameter no freedom."""
+    """Return a copy of `box` in which one parameter is fixed."""
     changed = box.copy()
     changed[index] = value
     return changed
 
 
 def starting_points(batch: Array, collapsed_by: Array) -> list[Array]:
-    """Return nine starts, σ = 0.2 in each: a mixture has more than one maximum, and a radius lies among the drifts."""
+    """Return nine starts among the drifts, with σ = 0.2: the likelihood has more than one maximum."""
     batch_radii, critical_radii = (np.quantile(drifts, (0.1, 0.5, 0.9)) for drifts in (batch, collapsed_by))
     return [np.array([*radii, math.log(0.2)]) for radii in product(batch_radii, critical_radii)]
 
 
 def choose(data: Drifts, starts: list[Array]) -> tuple[Peak, Array, list[int]]:
-    """Fit the law without R_batch, without R_crit and with both, and keep the one of least Akaike criterion.
+    """Fit the law without R_batch, without R_crit and with both, and keep the best by Akaike's criterion.
 
-    The criterion: log-likelihood less the number of constants. Returns the peak, its box, and which radii are in it.
+    Returns the peak, its box, and the indices of the radii that are in the law.
     """
     batch = np.concatenate([data.survived_batch, data.collapsed_batch])
     horizon = np.concatenate([data.survived_horizon, data.collapsed_by])
@@ -172,10 +172,10 @@ def thresholds(
     resamples: int,
     seed: int,
 ) -> Array:
-    """Say, per radius, how far the profile log-likelihood may fall inside the interval.
+    """How far the profile log-likelihood of each radius may fall inside its interval.
 
-    Half the χ²(1) quantile in the limit of many runs; in a sweep of a few, what the fall at the truth reached in
-    `resamples` data sets drawn from the fitted law itself, where that is more.
+    Half the χ²(1) quantile in the limit of many runs; in a small sweep, the quantile of the fall at the truth in
+    `resamples` data sets drawn from the fitted law, where that is more.
     """
     generator, falls = np.random.default_rng(seed), np.zeros((max(resamples, 1), len(radii)))
     for row in falls[:resamples]:
@@ -189,14 +189,14 @@ def thresholds(
 
 
 def fall(data: Drifts, peak: Peak, box: Array, index: int, value: float, starts: list[Array]) -> float:
-    """Return how far the maximum falls where one parameter is held at `value`, the others free: its profile."""
+    """Return how far the maximum falls where one parameter is fixed at `value`: its profile."""
     return peak.log_likelihood - maximise(data, fixed(box, index, value), [peak.parameters, *starts]).log_likelihood
 
 
 def interval(
     data: Drifts, peak: Peak, box: Array, index: int, threshold: float, starts: list[Array]
 ) -> tuple[float, float]:
-    """Find where the profile log-likelihood of one radius has fallen by `threshold`: 0 or ∞ where it never does."""
+    """The ends at which the profile log-likelihood of one radius falls by `threshold`; 0 or ∞ where it never does."""
 
     def excess(value: float) -> float:
         return fall(data, peak, box, index, value, []) - threshold

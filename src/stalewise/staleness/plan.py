@@ -1,6 +1,6 @@
-"""Planning from a fit of the staleness law: the largest safe learning rate or staleness, or a refusal that says why.
+"""Planning from a fit of the staleness law: the largest safe learning rate or staleness.
 
-Every answer uses the lower end of a radius' interval, less a margin for the scatter between runs:
+Plans use the lower end of a radius' interval, less a margin for the scatter between runs:
 
     usable radius = R.low · exp(-z·σ),    z the normal quantile of 1 - risk.
 """
@@ -20,24 +20,20 @@ ROUNDING = 1e-9  # relative; so that a planned learning rate, asked back, gives 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A setting the fit vouches for. `batch_limit` and `horizon_limit`: the η each constraint allows at this S and T.
-
-    `binding` is what stops it from being larger: a constraint, or "domain" where the law would allow more than was
-    ever tried. `notes` says what the plan rests on that was not measured.
-    """
+    """A setting that is safe by the fit."""
 
     learning_rate: float
     staleness: int
     updates: int
-    binding: Literal["batch", "horizon", "domain"]
-    batch_limit: float
+    binding: Literal["batch", "horizon", "domain"]  # what limits it; "domain": the law would allow more than was tried
+    batch_limit: float  # the η that this constraint allows at this S and T
     horizon_limit: float
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # assumptions that were not measured
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How much of each radius a run has used, as a fraction, and which of the two it is nearer to."""
+    """The fraction of each radius that a run has used, and the one to which it is nearer."""
 
     batch: float
     horizon: float
@@ -47,12 +43,14 @@ class Budget:
 def _require_tried(name: str, value: float, span: tuple[float, float]) -> None:
     """Refuse what is larger than anything tried; what is smaller drifts less."""
     if not value <= span[1]:
-        observed = f"the sweep covers {span[0]:g} to {span[1]:g}"
-        raise CalibrationError(f"{name} = {value:g} is outside the calibration: {observed}; run a sweep that covers it")
+        raise CalibrationError(
+            f"{name} = {value:g} is outside the calibration: the sweep covers {span[0]:g} to {span[1]:g}; run a sweep "
+            "that covers it"
+        )
 
 
 def _at_least_tried(name: str, value: int, span: tuple[int, int]) -> tuple[int, tuple[str, ...]]:
-    """Return what stands for S or T in the law: never less than the smallest tried, which drifts more; and say so."""
+    """Return the S or T to plan with, at least the smallest that was tried, and a note where it was raised."""
     _require_tried(name, value, span)
     if value >= span[0]:
         return value, ()
@@ -64,10 +62,10 @@ def _usable(name: str, radius: Estimate, fit: Fit, risk: float) -> float:
     if not 0.0 < risk <= 0.5:
         raise ValueError(f"risk must be above 0 and at most 0.5, got {risk}")
     if radius.low <= 0.0:
-        reason = (
-            f"no run survived ({fit.domain.collapsed} of {fit.domain.runs} collapsed), so nothing bounds it from below"
+        raise CalibrationError(
+            f"{name} is unknown: no run survived ({fit.domain.collapsed} of {fit.domain.runs} collapsed), so nothing "
+            "bounds it from below; run a sweep with smaller learning rates"
         )
-        raise CalibrationError(f"{name} is unknown: {reason}; run a sweep with smaller learning rates")
     return radius.low * math.exp(NormalDist().inv_cdf(risk) * fit.scatter)  # inv_cdf(risk) = -z
 
 
@@ -96,8 +94,7 @@ def largest_learning_rate(
 
     η = min( R_batch.low·exp(-z·σ)/(S·G),  R_crit.low·exp(-z·σ)/(T·G),  largest η of the sweep ).
 
-    An S or T above what the sweep covered is refused; one below counts as the smallest that was tried. S may be 0:
-    every rollout is used by the policy that made it.
+    An S or T above those of the sweep is refused; one below counts as the smallest of the sweep. S may be 0.
     """
     if staleness != 0:
         require_count("staleness", staleness)
@@ -129,10 +126,10 @@ def largest_staleness(
     asked = learning_rate / (1.0 + ROUNDING)
     batch, horizon = _limits(fit, smallest, horizon_updates, update_norm_per_lr, risk)
     if asked > horizon:
-        detail = f"T·η·G = {updates * learning_rate * update_norm_per_lr:.3g} with T = {updates}"
         raise CalibrationError(
-            f"learning rate {learning_rate:g} breaks the horizon constraint at any staleness: {detail}, "
-            f"and R_crit allows η <= {horizon:.3g}; lower the learning rate or the updates"
+            f"learning rate {learning_rate:g} breaks the horizon constraint at any staleness: T·η·G = "
+            f"{updates * learning_rate * update_norm_per_lr:.3g} with T = {updates}, and R_crit allows "
+            f"η <= {horizon:.3g}; lower the learning rate or the updates"
         )
     if asked > batch:
         raise CalibrationError(
@@ -140,16 +137,15 @@ def largest_staleness(
             f"S·η·G = {smallest * learning_rate * update_norm_per_lr:.3g}, and R_batch allows η <= {batch:.3g} there"
         )
     allowed = math.floor(smallest * batch / asked)
-    staleness = min(allowed, largest)
-    batch_limit = batch * smallest / staleness
-    binding = "domain" if allowed > largest else "batch"
-    return Plan(learning_rate, staleness, updates, binding, batch_limit, horizon, (*notes, *_notes(fit)))
+    staleness, binding = min(allowed, largest), "domain" if allowed > largest else "batch"
+    limits = (batch * smallest / staleness, horizon)
+    return Plan(learning_rate, staleness, updates, binding, *limits, (*notes, *_notes(fit)))
 
 
 def budget_used(fit: Fit, *, batch_drift: float, cumulative_drift: float) -> Budget:
-    """Return S·η·G/R_batch.low and (drift since the start)/R_crit.low: 1 is where runs of this kind may break.
+    """Return S·η·G/R_batch.low and (drift since the start)/R_crit.low, without the margin for the scatter.
 
-    The lower ends of the intervals are the radii here, as in planning, but without its margin for the scatter.
+    At 1 runs of this kind may break.
     """
     for name, value in (("batch_drift", batch_drift), ("cumulative_drift", cumulative_drift)):
         if not 0.0 <= value < math.inf:

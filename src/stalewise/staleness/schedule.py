@@ -1,14 +1,15 @@
-"""When each update's rollouts were made, and by which policy: synchronous, staged and pipelined as one idea.
+"""When each update's rollouts are made, and by which policy: synchronous, staged and pipelined schedules.
 
 A generation batch serves `updates_per_generation` (µ) updates. With `lag` L, generation batch g is made while the
-learner is L batches behind it, that is by the policy version (g − L)·µ, or by version 0 at the start of the run. A
-version is a number of optimizer updates; age is computed at use: age = update − version.
+trainer is L batches behind it: by policy version (g − L)·µ, or by version 0 at the start of the run. A version is a
+number of optimizer updates. The age of a rollout is computed at use: age = update − version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,9 @@ class Step:
 class Schedule:
     """T updates, µ of them on each generation batch, which is made `lag` batches ahead.
 
+    The last three methods are for schedules that are known only as far as their stages have begun
+    (`is_open_ended`, see `spent`). Here they do nothing.
+
     >>> [(s.generation_batch, s.version, s.age) for s in Schedule(updates=6, updates_per_generation=2, lag=1).steps()]
     [(0, 0, 0), (0, 0, 1), (1, 0, 2), (1, 0, 3), (2, 2, 2), (2, 2, 3)]
     """
@@ -32,32 +36,29 @@ class Schedule:
     updates: int
     updates_per_generation: int
     lag: int = 0
+    is_open_ended: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("updates", self.updates, 1),
-            ("updates_per_generation", self.updates_per_generation, 1),
-            ("lag", self.lag, 0),
-        ):
-            if value < least:
-                raise ValueError(f"schedule {name} is {value}; expected at least {least}")
+        for name, least in (("updates", 1), ("updates_per_generation", 1), ("lag", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"schedule {name} is {getattr(self, name)}; expected at least {least}")
 
     @property
     def generation_batches(self) -> int:
-        """How often generation runs; the last batch may serve fewer updates."""
+        """Number of generation batches; the last may serve fewer updates."""
         return -(-self.updates // self.updates_per_generation)
 
     @property
     def worst_age(self) -> int:
-        """S, the largest age that any update of the run will meet.
+        """S, the largest age of any rollout when it is used.
 
-        Batch g ≥ L is at age L·µ when its first update comes, and µ − 1 older at its last: (L + 1)·µ − 1. A run shorter
-        than that ends before: all of its rollouts are of version 0, and its last update is T − 1.
+        Batch g ≥ L has age L·µ at its first update and (L + 1)·µ − 1 at its last. In a run shorter than that all
+        rollouts are of version 0, and the last update is T − 1.
         """
         return min((self.lag + 1) * self.updates_per_generation, self.updates) - 1
 
     def at(self, update: int) -> Step:
-        """The step with this index, counted from 0."""
+        """The step of an update, counted from 0."""
         if not 0 <= update < self.updates:
             raise IndexError(f"update is {update}; expected 0 to {self.updates - 1}")
         generation_batch = update // self.updates_per_generation
@@ -74,7 +75,7 @@ class Schedule:
         return range(first, min(first + self.updates_per_generation, self.updates))
 
     def prompts_of(self, generation_batch: int, per_update: int) -> range:
-        """Prompts of a generation batch, in the task's order, at so many per update."""
+        """The prompts of a generation batch, as indices in the task's order."""
         updates = self.updates_of(generation_batch)
         return range(updates.start * per_update, updates.stop * per_update)
 
@@ -82,14 +83,70 @@ class Schedule:
         """All steps in order."""
         return map(self.at, range(self.updates))
 
+    def begin_stage(self, version: int, *, was_spent: bool, per_update: int) -> tuple[Schedule, BatchSpan] | None:
+        """The schedule with the stage that begins at this version, and that stage; None where none begins."""
+        return None
+
+    def forget_after(self, version: int) -> Schedule:
+        """The schedule without stages that begin after this version."""
+        return self
+
+    def spent(self, ess: Sequence[float], batch_budget: float, bound: float) -> dict[str, Any] | None:
+        """Why the current stage ends before its rollouts are used up; None while it continues."""
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSpan:
+    """A generation batch with rollouts for `planned_updates` updates, made by the policy of the first of them."""
+
+    generation_batch: int
+    first_update: int
+    planned_updates: int
+
+    @property
+    def version(self) -> int:
+        """The policy version that makes the batch."""
+        return self.first_update
+
+
+@dataclass(frozen=True, slots=True)
+class ListedSchedule(Schedule):
+    """A schedule whose generation batches are listed, in the order of their updates."""
+
+    stages: tuple[BatchSpan, ...] = ()
+
+    @property
+    def generation_batches(self) -> int:
+        """Number of generation batches so far."""
+        return len(self.stages)
+
+    def at(self, update: int) -> Step:
+        """The step of an update, counted from 0."""
+        begun = sum(stage.first_update <= update for stage in self.stages)
+        if not begun or update >= self.updates:
+            raise IndexError(f"update is {update}; no stage of a run of {self.updates} updates has begun there")
+        version = self.stages[begun - 1].version
+        return Step(update, begun - 1, version, update - version)
+
+    def version_of(self, generation_batch: int) -> int:
+        """The policy version that makes this generation batch."""
+        return self.stages[generation_batch].version
+
+    def updates_of(self, generation_batch: int) -> range:
+        """The updates that learn from this batch: all that were planned, or those before the next batch began."""
+        first, after = self.stages[generation_batch], self.stages[generation_batch + 1 :]
+        end = min(first.first_update + first.planned_updates, self.updates, *(one.first_update for one in after[:1]))
+        return range(first.first_update, end)
+
 
 def synchronous(updates: int, updates_per_generation: int = 4) -> Schedule:
-    """Generate, learn µ = 4 updates, generate again: what others do."""
+    """Generate, take µ = 4 updates, generate again: common practice elsewhere."""
     return Schedule(updates, updates_per_generation)
 
 
 def staged(updates: int, stages: int = 4) -> Schedule:
-    """A few large stages: µ = updates / stages, rounded up, so the last may be shorter, or not needed.
+    """A few large stages: µ = updates / stages, rounded up, so the last stage may be shorter or missing.
 
     >>> staged(updates=4096, stages=4).updates_per_generation
     1024

@@ -1,37 +1,35 @@
-"""Stages that end when their data is spent, and whose sizes are found on the way: nobody has to say µ.
+"""Stages that end when their rollouts are spent; their sizes are found during the run.
 
-The rollouts of a stage are dealt to updates in random order, so those of the present update are a fair sample of all
-that remain, and their effective sample size, measured before the update learns from them, is that of the remainder.
-When it falls below a bound, the stage is over. What a stage used tells how much the next one should generate.
+The rollouts of a stage are assigned to updates in random order, so those of the current update are a fair sample of all
+that remain. Their effective sample size, measured before the update learns from them, is that of the remainder. When it
+falls below a bound, the stage ends. What a stage used decides how much the next one generates.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any, ClassVar
 
-from stalewise.staleness.schedule import Schedule, Step
+from stalewise.staleness.schedule import BatchSpan, ListedSchedule, Schedule
 
 WINDOW = 3  # updates; the median over them, since one token of weight can halve the ESS of a single update
 FIRST_STAGE = 8  # updates
 GROWTH = 2.0  # of a stage after one that was not spent
-HEADROOM = 1.25  # over what a spent stage used, so that sizes can rise again while little is made in vain
+HEADROOM = 1.25  # over what a spent stage used, so that sizes can grow again while few rollouts are wasted
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """One generation batch: made by version `first_update`, with rollouts for `planned_updates` updates."""
+class Stage(BatchSpan):
+    """The generation batch of one stage."""
 
-    generation_batch: int
-    first_update: int
-    planned_updates: int
-    first_prompt: int  # in the task's endless order; unused prompts are passed over, so rollout ids are unique
+    first_prompt: int  # in the task's endless order; unused prompts are skipped, so rollout ids are unique
 
 
 @dataclass(frozen=True, slots=True)
-class StageSchedule(Schedule):
+class StageSchedule(ListedSchedule):
     """A schedule that is known as far as its stages have begun.
 
     >>> stages = (Stage(0, 0, 8, 0), Stage(1, 5, 6, 32))
@@ -41,40 +39,43 @@ class StageSchedule(Schedule):
     """
 
     stages: tuple[Stage, ...] = ()
-
-    @property
-    def generation_batches(self) -> int:
-        """How many there are so far."""
-        return len(self.stages)
-
-    def at(self, update: int) -> Step:
-        """The step with this index, counted from 0."""
-        for stage in reversed(self.stages):
-            if stage.first_update <= update:
-                break
-        else:
-            raise IndexError(f"update is {update}; no stage has begun")
-        return Step(update, stage.generation_batch, stage.first_update, update - stage.first_update)
-
-    def version_of(self, generation_batch: int) -> int:
-        """The policy version that makes this generation batch."""
-        return self.stages[generation_batch].first_update
-
-    def updates_of(self, generation_batch: int) -> range:
-        """The updates that learn from this batch: all it is enough for, or those until the next stage began."""
-        stage = self.stages[generation_batch]
-        end = min(stage.first_update + stage.planned_updates, self.updates)
-        after = self.stages[generation_batch + 1 :]
-        return range(stage.first_update, min(end, after[0].first_update) if after else end)
+    is_open_ended: ClassVar[bool] = True
 
     def prompts_of(self, generation_batch: int, per_update: int) -> range:
-        """Prompts of a generation batch, in the task's order."""
+        """The prompts of a generation batch, as indices in the task's order."""
         stage = self.stages[generation_batch]
         return range(stage.first_prompt, stage.first_prompt + stage.planned_updates * per_update)
 
+    def begin_stage(self, version: int, *, was_spent: bool, per_update: int) -> tuple[Schedule, BatchSpan] | None:
+        """The schedule with the stage that begins at this version, and that stage; None where one continues.
+
+        After the last update the stage has no updates, and the schedule stays as it is.
+        """
+        last = self.stages[-1] if self.stages else None
+        if last is not None:
+            planned = range(last.first_update, last.first_update + last.planned_updates)
+            if last.first_update == version or (version in planned and not was_spent):
+                return None
+        stage = next_stage(self, version, was_spent=was_spent, per_update=per_update)
+        return (replace(self, stages=(*self.stages, stage)) if stage.planned_updates else self), stage
+
+    def forget_after(self, version: int) -> Schedule:
+        """The schedule without stages that begin after this version."""
+        return replace(self, stages=tuple(stage for stage in self.stages if stage.first_update <= version))
+
+    def spent(self, ess: Sequence[float], batch_budget: float, bound: float) -> dict[str, Any] | None:
+        """Why the current stage ends before its rollouts are used up; None while it continues."""
+        planned = self.stages[-1].planned_updates
+        numbers = {"ess": remaining_ess(ess), "fresh_ess": fresh_ess(ess), "bound": bound, "planned_updates": planned}
+        if is_spent(ess, bound):
+            return {"reason": "effective sample size", **numbers}
+        if batch_budget >= 1.0:
+            return {"reason": "drift", **numbers, "batch_budget": batch_budget}
+        return None
+
 
 def remaining_ess(ess: Sequence[float]) -> float:
-    """Effective sample size of what remains, from those of the stage's updates; NaN where one is not known.
+    """Effective sample size of the remaining rollouts, from those of the stage's updates; NaN where one is unknown.
 
     >>> remaining_ess([1.0, 0.97, 0.2, 0.95])
     0.95
@@ -84,14 +85,14 @@ def remaining_ess(ess: Sequence[float]) -> float:
 
 
 def fresh_ess(ess: Sequence[float]) -> float:
-    """Effective sample size of a stage's rollouts when they were new: below 1 where the sampler itself differs."""
+    """Effective sample size of a stage's rollouts when they were new: below 1 where sampler and trainer differ."""
     return max(ess[:WINDOW], default=math.nan)
 
 
 def is_spent(ess: Sequence[float], bound: float) -> bool:
-    """Whether a stage with these effective sample sizes is over: they fell below `bound` of what they were.
+    """Whether the effective sample sizes of a stage fell below `bound` times their initial value.
 
-    What temperature or rounding cost from the start, new rollouts would cost again. Unknown is not fine.
+    What temperature or rounding costs from the start, new rollouts would cost again. An unknown value counts as spent.
 
     >>> is_spent([1.0, 0.99, 0.98], 0.9), is_spent([1.0, 0.88, 0.85], 0.9), is_spent([0.5, 0.5, 0.5], 0.9)
     (False, True, False)
@@ -100,7 +101,7 @@ def is_spent(ess: Sequence[float], bound: float) -> bool:
 
 
 def next_stage(schedule: StageSchedule, version: int, *, was_spent: bool, per_update: int) -> Stage:
-    """The stage that begins at this version: larger than one that was not spent, else about what it used.
+    """The stage that begins at this version: twice the last one, or about what that used if it was spent.
 
     >>> stages = (Stage(0, 0, 8, 0),)
     >>> schedule = StageSchedule(updates=100, updates_per_generation=100, stages=stages)

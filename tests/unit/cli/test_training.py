@@ -202,7 +202,7 @@ def test_eval_prints_a_table_or_json(tiny_run: RunConfig) -> None:
     record = called_json("eval", "arithmetic", "--prompts", 2, "--samples", 1, "--max-new-tokens", 8)
     assert (record["prompts"], list(record["pass_at"])) == (2, ["1"])
     assert "expected key=value" in refused("eval", tiny_run.directory, "--option", "path")
-    assert "say which task" in refused("eval", tiny_run.directory.parent)
+    assert "name the task" in refused("eval", tiny_run.directory.parent)
 
 
 # ---------------------------------------------------------------- inspect

@@ -46,7 +46,7 @@ def test_every_config_in_the_repository_loads(path: Path) -> None:
 
     config = load_config(path)
     assert config.task.name in TASKS
-    check_objective(config)
+    check_objective(config.objective)
     assert config.schedule.schedule().updates == config.schedule.updates
 
 

@@ -183,12 +183,12 @@ def test_where_the_line_cannot_be_followed_it_is_said(trained: RunConfig, tmp_pa
 
     rows = write(tmp_path / "test.jsonl", sums(range(10, 60)))
     copied = shutil.copytree(trained.directory / "checkpoints" / "v000004", tmp_path / "copied")
-    assert "copied is a checkpoint whose run is not there: what it was trained on is not known" in told(copied)
+    assert "copied is a checkpoint whose run does not exist: what it was trained on is unknown" in told(copied)
     gone = started_from(trained, tmp_path / "from_gone", tmp_path / "gone")
-    assert "gone, where training began, is not there" in told(gone)
+    assert "gone, where training began, does not exist" in told(gone)
     batch = {"directory": str(tmp_path / "no" / "rollouts" / "g000000")}
     learned = started_from(trained, tmp_path / "learned", Path("arithmetic"), checkpoint=None, batches=[batch])
-    assert "g000000 was learned from and is not there: what it asked is not known; leave out with" in told(learned)
+    assert "g000000 was learned from and does not exist: its prompts are unknown; exclude with" in told(learned)
 
 
 def test_what_is_not_here_may_be_on_a_hub(trained: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_what_is_not_here_may_be_on_a_hub(trained: RunConfig, tmp_path: Path, mo
     said: list[str] = []
     for number, name in enumerate(("gpt2", "owner/model", "models/base")):
         seen_in_training(started_from(trained, tmp_path / f"from{number}", Path(name)), said.append)
-    assert len(said) == 1 and said[0].startswith("models/base, where training began, is not there")
+    assert len(said) == 1 and said[0].startswith("models/base, where training began, does not exist")
 
 
 def test_exported_rollouts_are_no_policy(trained: RunConfig, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_an_export_says_what_it_can(trained: RunConfig, tmp_path: Path, monkeypa
     assert record["excluded"] == 0
     # Its config names the file without the directory.
     reason = (
-        "is an export of version 4 of the run tiny: what it was trained on is not known (there is no file train.jsonl)"
+        "is an export of version 4 of the run tiny: what it was trained on is unknown (there is no file train.jsonl)"
     )
     assert reason in record["unknown"][0]
     assert "is an export of version 4 of the run tiny" in call(*words).stderr.replace("\n", " ")

@@ -2,9 +2,19 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
-from stalewise.staleness.collapse import Collapse, CollapseDetector, find_collapse
+from stalewise.staleness.collapse import (
+    Assessment,
+    Collapse,
+    CollapseDetector,
+    Degradation,
+    PolicyScore,
+    assess,
+    find_collapse,
+    scores_from_rewards,
+)
 
 
 def test_collapse_is_dated_at_the_first_update_below_half_of_the_best() -> None:
@@ -108,3 +118,58 @@ def test_defaults_are_those_of_the_documents() -> None:
     found = find_collapse([0.8] * 8 + [0.0] * 37)
     assert found is not None
     assert found.update == 12
+
+
+# ---------------------------------------------------------------- which policies are good
+
+
+def test_what_is_not_beyond_doubt_is_no_trouble() -> None:
+    def evidence(version: int, value: float, error: float, updates: int = 8, is_last: bool = False) -> PolicyScore:
+        return PolicyScore((version,), updates, value, error, is_last)
+
+    def judged(*found: PolicyScore) -> Assessment:
+        return assess(found, fraction=0.9, window=8, reason="it fell")
+
+    good = evidence(8, 0.9, 0.01)
+    doubtful = judged(good, evidence(16, 0.75, 0.04))
+    assert doubtful.degradation is None and doubtful.good == {8} and doubtful.poor == {16}  # nobody goes back to that
+    last = judged(good, evidence(16, 0.75, 0.04, is_last=True))
+    assert last.degradation is not None  # nothing comes after it that could clear it
+    assert judged(good, evidence(16, 0.75, 0.2, is_last=True)).degradation is None
+    assert judged(good, evidence(16, 0.5, 0.05, updates=4)).degradation is None  # not for long enough
+    in_a_row = judged(good, evidence(16, 0.5, 0.05, updates=4), evidence(20, 0.4, 0.05, updates=4))
+    assert in_a_row.degradation is not None and in_a_row.degradation.bad_version == 16
+    assert in_a_row.good == in_a_row.best == {8}
+    came_back = [evidence(16, 0.5, 0.05, updates=4), evidence(20, 0.9, 0.05), evidence(24, 0.4, 0.05, updates=4)]
+    assert judged(good, *came_back).degradation is None
+    assert judged(evidence(0, -1.0, 0.1), evidence(8, -2.0, 0.1)).degradation is None  # nothing to lose
+    assert judged(good, evidence(16, math.nan, 0.1)).degradation is None
+
+
+def test_what_one_kind_of_evidence_calls_poor_is_not_good() -> None:
+    first = Assessment(None, frozenset({0, 8}), frozenset(), frozenset({8}))
+    second = Assessment(Degradation("it fell", 16), frozenset({0}), frozenset({8}), frozenset({0}))
+    both = first | second
+    assert both.degradation == Degradation("it fell", 16)
+    assert both.good == {0} and both.best == {0, 8}
+
+
+@pytest.mark.parametrize(("updates_per_generation", "reward"), [(4, 0.2), (8, 0.2), (4, 0.05), (32, 0.5)])
+def test_a_policy_that_stays_as_it_is_is_hardly_ever_called_bad(updates_per_generation: int, reward: float) -> None:
+    """128 updates of 32 prompts × 8 rollouts, whose prompts differ in difficulty."""
+    alarms = 0
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        found: list[tuple[int, float, float]] = []
+        for update in range(128):
+            difficulty = rng.beta(reward, 1 - reward, size=32)
+            means = rng.binomial(8, difficulty) / 8
+            version = update // updates_per_generation * updates_per_generation
+            found.append((version, float(means.mean()), float(means.std(ddof=1) / np.sqrt(32))))
+        evidence = scores_from_rewards(found, window=8)
+        alarms += assess(evidence, fraction=0.9, window=8, reason="it fell").degradation is not None
+    assert alarms <= 2
+
+
+def test_rewards_without_an_error_prove_nothing() -> None:
+    assert scores_from_rewards([(0, 0.5, math.nan), (0, math.nan, math.nan)], window=1) == []

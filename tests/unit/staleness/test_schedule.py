@@ -83,3 +83,11 @@ def test_bad_stages_and_updates_out_of_range() -> None:
     for update in (-1, 10):
         with pytest.raises(IndexError, match=f"update is {update}; expected 0 to 9"):
             synchronous(10).at(update)
+
+
+def test_a_fixed_schedule_begins_forgets_and_ends_no_stage() -> None:
+    schedule = staged(updates=8, stages=2)
+    assert not schedule.is_open_ended
+    assert schedule.begin_stage(4, was_spent=True, per_update=4) is None
+    assert schedule.forget_after(0) is schedule
+    assert schedule.spent([1.0, 0.1, 0.1], 2.0, 0.9) is None

@@ -1,0 +1,90 @@
+"""Generation in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stalewise.api import generate, run
+from stalewise.config import RunConfig, make_config
+from stalewise.errors import ConfigError, EngineError
+from stalewise.models.loading import EMBEDDED
+from stalewise.orchestrator.orchestrator import Orchestrator
+from stalewise.orchestrator.pipelined import BackgroundGeneration
+from stalewise.store import (
+    batch_directories,
+)
+from stalewise.store.atomic import read_jsonl
+from stalewise.types import NullCallback
+from tiny import tiny_record
+
+PIPELINED = {"kind": "pipelined", "updates": 6, "stages": None, "updates_per_generation": 2, "lag": 1}
+
+
+def made(runs: Path, name: str = "run", **changes: Mapping[str, Any]) -> RunConfig:
+    return make_config(tiny_record(runs, name, **{"optimizer": {"learning_rate": 1e-3}, **changes}))
+
+
+def test_generation_and_learning_run_side_by_side(runs: Path) -> None:
+    config = made(runs, schedule=PIPELINED, checkpoints={"every": 32, "keep": 1})
+    result = run(config)
+    made_by = [json.loads((d / "manifest.json").read_text()) for d in batch_directories(config.directory / "rollouts")]
+    assert [(one["generation_batch"], one["version"]) for one in made_by] == [(0, 0), (1, 0), (2, 2)]
+    ours, theirs = (read_jsonl(config.directory / name) for name in ("journal.jsonl", "journal-generator.jsonl"))
+    assert {"learn", "wait"} <= {record["event"] for record in ours}
+    assert "generate" not in {record["event"] for record in ours}
+    assert {record["event"] for record in theirs} == {"generate", "wait"}
+    assert result.seconds["wait"] > 0
+    assert [record["age_max"] for record in read_jsonl(config.directory / "metrics.jsonl")] == [0, 1, 2, 3, 2, 3]
+
+
+def test_a_generator_that_fails_says_why_and_loses_nothing(runs: Path, tmp_path: Path) -> None:
+    weightless = tmp_path / "weightless"  # whoever samples from it finds that out
+    shutil.copytree(EMBEDDED / "arithmetic", weightless, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = made(runs, schedule=PIPELINED, sampler={"foreign": {"path": str(weightless), "share": 0.5}})
+    with pytest.raises(EngineError, match=r"the generating process ended: .*weightless.*run the same command again"):
+        run(config)
+    assert "Fatal" not in (config.directory / "generator.log").read_text()
+
+
+def test_a_generator_that_is_killed_is_one_message(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = BackgroundGeneration.start
+
+    def start_and_kill(self: BackgroundGeneration, run: Orchestrator) -> None:
+        start(self, run)
+        assert self.process is not None
+        self.process.kill()
+
+    config = made(runs, schedule=PIPELINED)
+    with monkeypatch.context() as patched:
+        patched.setattr(BackgroundGeneration, "start", start_and_kill)
+        with pytest.raises(EngineError, match=r"the generating process ended: .*run the same command again"):
+            run(config)
+    assert generate(config)  # here, as it could be on another machine
+    assert run(config).updates == 6
+    assert "Fatal" not in (config.directory / "generator.log").read_text()
+
+
+def test_a_batch_that_was_moved_away_comes_again_though_later_ones_are_there(runs: Path) -> None:
+    config = made(runs, schedule=PIPELINED)
+
+    class Stop(NullCallback):
+        def metrics(self, update: int, record: dict[str, Any]) -> None:
+            if update == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(config, Stop())
+    generate(config, batch=2)
+    shutil.rmtree(batch_directories(config.directory / "rollouts")[1])
+    assert run(config).updates == 6
+
+
+def test_a_pipelined_run_cannot_have_fresh_rollouts_from_policies_that_are_gone() -> None:
+    with pytest.raises(ConfigError, match='use "halve" or "stop"'):
+        make_config({"schedule": {"kind": "pipelined"}, "guard": {"action": "both"}})

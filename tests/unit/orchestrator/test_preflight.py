@@ -1,0 +1,53 @@
+"""The checks before a run: what they find, and what they skip."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stalewise.config import make_config
+from stalewise.orchestrator.preflight import examine, gold_response, installation
+from stalewise.tasks import make_task
+from tiny import tiny_record
+
+
+def test_a_config_that_will_run_passes_every_check(runs: Path) -> None:
+    checks = {check.name: check for check in examine(make_config(tiny_record(runs)))}
+    names = ["objective", "run directory", "device", "model directory", "memory", "disk", "tokenizer", "model"]
+    assert list(checks) == ["installation", *names, "task", "verifier", "prompts", "sampling"]
+    assert {check.status for check in checks.values()} == {"ok"}
+    assert checks["run directory"].detail.endswith("tiny: a new run")
+    assert not (runs / "tiny").exists()  # nothing is written
+
+
+def test_what_depends_on_something_bad_is_skipped(runs: Path) -> None:
+    config = make_config(tiny_record(runs, model={"path": str(runs / "none")}, objective={"name": "grpoo"}))
+    checks = {check.name: check for check in examine(config)}
+    assert checks["objective"].status == checks["model directory"].status == "bad"
+    assert "did you mean grpo" in checks["objective"].detail
+    assert not {"memory", "disk", "tokenizer", "model", "prompts", "sampling"} & set(checks)
+    assert checks["verifier"].status == "ok"  # it needs no model
+
+
+def test_too_few_held_out_prompts_are_a_warning(runs: Path, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"problem": "{a}+{a}=", "answer": "{2 * a}"}}\n' for a in range(10, 30)))
+    task = {"name": "jsonl", "options": {"path": str(path), "held_out": 0.1}}
+    config = make_config(tiny_record(runs, model={"path": "arithmetic"}, task=task))
+    (check,) = [check for check in examine(config) if check.name == "task"]
+    assert check.status == "warning" and "2 held out, though evaluation.prompts is 8" in check.detail
+
+
+def test_a_package_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stalewise.orchestrator.preflight.requires", lambda name: ["numpy>=999", "no-such-package>=1"])
+    (check,) = installation()
+    assert check.status == "bad"
+    assert "no-such-package is not installed: pip install --upgrade stalewise" in check.detail
+    assert ">=999 is needed" in check.detail
+
+
+def test_a_gold_response_is_the_answer_or_the_solution() -> None:
+    task = make_task("arithmetic", seed=0)
+    (prompt,) = task.prompts(0, 1)
+    assert gold_response(task, prompt) == prompt.answer

@@ -1,0 +1,59 @@
+"""How a run starts: recipe and learning rate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stalewise.api import run
+from stalewise.config import make_config
+from stalewise.config.run import ObjectiveSection
+from stalewise.errors import ConfigError
+from stalewise.orchestrator.setup import check_objective, drift_limits
+from stalewise.store.atomic import write_json_atomic
+from stalewise.types import NullCallback
+from tiny import tiny_record
+
+
+class Listener(NullCallback):
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def log(self, message: str) -> None:
+        self.said.append(message)
+
+
+def test_the_recipe_fills_in_what_a_config_does_not_say() -> None:
+    auto = make_config({"recipe": "auto"})
+    assert (auto.schedule.end, auto.guard.action, auto.plan.learning_rate) == (
+        "spent",
+        "halve",
+        "planned-if-calibrated",
+    )
+    own = make_config({"recipe": "auto", "schedule": {"stages": 2}, "guard": {"rollbacks": 1}, "plan": {"risk": 0.1}})
+    assert (own.schedule.end, own.guard.action, own.guard.rollbacks) == ("count", "halve", 1)
+    assert make_config(own.model_dump(mode="json")) == own
+    with pytest.raises(ConfigError, match="recipe"):
+        make_config({"recipe": "magic"})
+
+
+def test_the_recipe_trains_without_a_calibration_and_says_so(runs: Path) -> None:
+    listener = Listener()
+    config = make_config({**tiny_record(runs), "schedule": {"updates": 4}, "recipe": "auto"})
+    assert run(config, listener).updates == 4
+    assert any("optimizer.learning_rate stays 0.0003, as given: no calibration" in text for text in listener.said)
+
+
+def test_the_parameters_of_an_objective_are_filled_in_or_refused() -> None:
+    assert check_objective(ObjectiveSection(name="grpo", params={"clip_low": 0.1}))["clip_low"] == 0.1
+    with pytest.raises(ConfigError, match=r"objective: .*did you mean grpo"):
+        check_objective(ObjectiveSection(name="grpoo"))
+
+
+def test_drift_limits_stay_as_they_were_when_training_began(runs: Path) -> None:
+    config = make_config(tiny_record(runs))
+    config.directory.mkdir(parents=True)
+    assert drift_limits(config) is None  # no calibration
+    write_json_atomic(config.directory / "limits.json", {"format": "stalewise.limits/1", "limits": [0.5, 2.0]})
+    assert drift_limits(config) == (0.5, 2.0)
