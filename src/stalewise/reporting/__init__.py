@@ -1,6 +1,6 @@
-"""The report: reads run directories and writes one HTML page that needs no network. Imports no torch.
+"""Reads run directories: the HTML report, comparisons, live status and the rollout browser. Imports no torch.
 
-The page is drawn with plotly, which is imported when one is asked for: whoever only reads runs needs none.
+plotly is imported only when a report is drawn.
 """
 
 from __future__ import annotations

@@ -26,9 +26,9 @@ from rollout_runs import GROUP_SIZE, HOSTILE, add_batch, consume, make_rollout, 
 from stalewise.config import RunConfig
 from stalewise.errors import ConfigError, StoreError
 from stalewise.reporting.browser import RunServer, make_server
-from stalewise.reporting.browser.group import WINDOW, TokenTexts, describe_group, describe_tokens, shown
-from stalewise.reporting.browser.index import CACHE, Index, IndexKeeper
-from stalewise.reporting.browser.query import Matches, parse
+from stalewise.reporting.browser.group import WINDOW, TokenDecoder, describe_group, describe_tokens, printable
+from stalewise.reporting.browser.index import CACHE, IndexCache, RolloutIndex
+from stalewise.reporting.browser.query import QueryResult, parse_filters
 from stalewise.store import TokenLog, batch_directories, token_files, token_log_directory
 from stalewise.store.atomic import write_json_atomic
 from stalewise.types import FinishReason, Rollout, TokenFlag
@@ -54,19 +54,19 @@ def server(run: Path) -> Iterator[RunServer]:
         made.shutdown()
 
 
-def index_of(run: Path) -> Index:
-    return IndexKeeper(run).index()
+def index_of(run: Path) -> RolloutIndex:
+    return IndexCache(run).index()
 
 
-def same_table(one: Index, other: Index) -> None:
+def same_table(one: RolloutIndex, other: RolloutIndex) -> None:
     assert one.table.column_names == other.table.column_names
     for name in one.table.column_names:
         np.testing.assert_array_equal(one.column(name), other.column(name))
 
 
-def found(index: Index, **filters: Any) -> list[int]:
+def found(index: RolloutIndex, **filters: Any) -> list[int]:
     """Ids of the rollouts that pass."""
-    matches = Matches(index, parse({key: str(value) for key, value in filters.items()}))
+    matches = QueryResult(index, parse_filters({key: str(value) for key, value in filters.items()}))
     return index.column("rollout_id")[matches.rows].tolist()
 
 
@@ -80,7 +80,7 @@ def expected(keep: Any) -> list[int]:
 def test_the_index_knows_every_rollout_and_what_became_of_it(run: Path) -> None:
     index = index_of(run)
     assert index.column("rollout_id").tolist() == list(range(480))
-    assert [place.rollback for place in index.places] == ["", "", "r000"]
+    assert [place.rollback for place in index.batches] == ["", "", "r000"]
     update = index.column("update")
     assert update[:240].tolist() == np.repeat(np.arange(6), 40).tolist()
     assert (update[240:] == -1).all()
@@ -102,7 +102,7 @@ def test_the_index_is_kept_and_made_anew_when_the_run_goes_on(own: Path) -> None
     again = index_of(own)
     assert kept.stat().st_mtime_ns == before
     same_table(again, first)
-    assert again.pieces == first.pieces
+    assert again.shards == first.shards
     consume(own, batch_directories(own / "rollouts")[1], 1, range(6, 8), per_update=40)
     grown = index_of(own)
     assert grown.fingerprint != first.fingerprint and int(grown.column("update").max()) == 7
@@ -137,7 +137,7 @@ def test_a_shard_that_breaks_later_is_said_in_its_group(own: Path) -> None:
     index = index_of(own)
     shard = batch_directories(own / "rollouts")[0] / "shard-00000.parquet"
     shard.write_bytes(b"x" * shard.stat().st_size)
-    record = describe_group(index, "g000000-v000000", 1, TokenTexts(own))
+    record = describe_group(index, "g000000-v000000", 1, TokenDecoder(own))
     assert "shard-00000.parquet is damaged" in record["problems"][0]
     assert [response["missing"] for response in record["responses"]] == [True] * GROUP_SIZE
 
@@ -158,7 +158,7 @@ def test_a_shard_that_can_be_read_and_is_another_is_damaged(own: Path, monkeypat
     monkeypatch.setattr("stalewise.reporting.browser.index.CHECKED_BYTES", 0)  # as in a store that takes long to hash
     index = index_of(own)
     assert index.table.num_rows == 480 and index.problems == []
-    record = describe_group(index, "g000000-v000000", 1, TokenTexts(own))
+    record = describe_group(index, "g000000-v000000", 1, TokenDecoder(own))
     assert "shard-00000.parquet is damaged" in record["problems"][0]
     assert [response["missing"] for response in record["responses"]] == [True] * GROUP_SIZE
 
@@ -184,12 +184,12 @@ def test_a_batch_in_the_making_is_mentioned(own: Path) -> None:
     (batch_directories(own / "rollouts")[1] / "manifest.json").unlink()
     index = index_of(own)
     assert index.table.num_rows == 320
-    assert index.making == ["g000001-v000004"] and index.problems == []
+    assert index.generating == ["g000001-v000004"] and index.problems == []
 
 
 def test_a_run_that_has_just_begun_is_empty(tmp_path: Path) -> None:
     index = index_of(start_run(tmp_path))
-    matches = Matches(index, parse({"sort": "ratio"}))
+    matches = QueryResult(index, parse_filters({"sort": "ratio"}))
     assert index.table.num_rows == 0 and matches.rollouts == 0 and matches.page(0, 10) == []
 
 
@@ -237,21 +237,21 @@ def test_filters_by_what_the_learner_saw(run: Path) -> None:
 )
 def test_a_filter_that_is_not_understood_is_named(words: dict[str, str], problem: str) -> None:
     with pytest.raises(ConfigError, match=f"filter {problem}"):
-        parse(words)
+        parse_filters(words)
 
 
 def test_groups_are_sorted_and_paged(run: Path) -> None:
     index = index_of(run)
-    matches = Matches(index, parse({"sort": "ratio", "descending": "true"}))
+    matches = QueryResult(index, parse_filters({"sort": "ratio", "descending": "true"}))
     rows = [row for offset in range(0, 120, 50) for row in matches.page(offset, 50)]
     assert len(rows) == len(matches.groups) == 120
     sizes = [abs(row["worst_log_ratio"]) for row in rows if row["worst_log_ratio"] is not None]
     assert sizes == sorted(sizes, reverse=True) and len(sizes) == 60
     assert [row["worst_log_ratio"] for row in rows[60:]] == [None] * 60  # unknown comes last in either direction
-    up = Matches(index, parse({"sort": "reward"})).page(0, 200)
+    up = QueryResult(index, parse_filters({"sort": "reward"})).page(0, 200)
     rewards = [row["reward"] for row in up]
     assert rewards == sorted(rewards)
-    assert Matches(index, parse({"sort": "group", "descending": "true"})).page(0, 1)[0]["group"] == 119
+    assert QueryResult(index, parse_filters({"sort": "group", "descending": "true"})).page(0, 1)[0]["group"] == 119
 
 
 # ---------------------------------------------------------------- a group
@@ -259,7 +259,7 @@ def test_groups_are_sorted_and_paged(run: Path) -> None:
 
 def test_a_group_shows_what_the_token_log_says(run: Path) -> None:
     index = index_of(run)
-    record = describe_group(index, "g000000-v000000", 5, TokenTexts(run))
+    record = describe_group(index, "g000000-v000000", 5, TokenDecoder(run))
     assert record["prompt_id"] == "prompt/5" and record["problems"] == []
     seen = seen_by(batch_directories(run / "rollouts")[0], range(40))
     for response in record["responses"]:
@@ -276,7 +276,7 @@ def test_a_group_shows_what_the_token_log_says(run: Path) -> None:
 
 
 def test_a_rollout_that_was_not_consumed_has_no_ratio(run: Path) -> None:
-    record = describe_group(index_of(run), "r000:g000002-v000008", 80, TokenTexts(run))
+    record = describe_group(index_of(run), "r000:g000002-v000008", 80, TokenDecoder(run))
     assert record["rollback"] == "r000"
     for response in record["responses"]:
         assert response["update"] is response["advantage"] is response["tokens"]["log_ratio"] is None
@@ -291,7 +291,7 @@ def test_what_was_taken_back_keeps_what_its_updates_saw(own: Path) -> None:
     shutil.move(token_log_directory(scratch), rollback / "tokens")
     index = index_of(own)
     assert index.column("update")[320:400].tolist() == [8] * 40 + [9] * 40
-    record = describe_group(index, "r000:g000002-v000008", 80, TokenTexts(own))
+    record = describe_group(index, "r000:g000002-v000008", 80, TokenDecoder(own))
     assert all(response["tokens"]["log_ratio"] for response in record["responses"])
 
 
@@ -310,11 +310,11 @@ def halved(own: Path) -> Path:
 
 def test_updates_that_were_taken_back_are_shown_where_their_batch_stands(halved: Path) -> None:
     index = index_of(halved)
-    rows = index.column("place") == [place.key for place in index.places].index("r001:g000001-v000004")
+    rows = index.column("place") == [place.key for place in index.batches].index("r001:g000001-v000004")
     assert index.column("rollout_id")[rows].tolist() == list(range(160, 200))  # what those updates saw, and no more
     assert index.column("update")[rows].tolist() == [4] * 20 + [5] * 20
     taken, stands = (
-        describe_group(index, key, 46, TokenTexts(halved)) for key in ("r001:g000001-v000004", "g000001-v000004")
+        describe_group(index, key, 46, TokenDecoder(halved)) for key in ("r001:g000001-v000004", "g000001-v000004")
     )
     assert (taken["rollback"], taken["stands"], stands["rollback"]) == ("r001", True, "")
     assert [one["update"] for one in taken["responses"]] == [5] * GROUP_SIZE
@@ -347,11 +347,14 @@ def test_a_ratio_that_is_not_finite_is_said_to_be_so(tmp_path: Path, logp: float
     log.add(0, seen)
     log.commit(1)
     index = index_of(run)
-    response = describe_group(index, batch.name, 0, TokenTexts(run))["responses"][1]
+    response = describe_group(index, batch.name, 0, TokenDecoder(run))["responses"][1]
     assert response["worst_log_ratio"] == response["tokens"]["log_ratio"][0] == response["tokens"]["logp"][0] == word
     assert response["worst_place"] == 0
     assert found(index, ratio=1e30) == [1]
-    assert Matches(index, parse({"sort": "ratio", "descending": "true"})).page(0, 1)[0]["worst_log_ratio"] == word
+    assert (
+        QueryResult(index, parse_filters({"sort": "ratio", "descending": "true"})).page(0, 1)[0]["worst_log_ratio"]
+        == word
+    )
     json.dumps(response, allow_nan=False)
 
 
@@ -362,9 +365,9 @@ def test_long_responses_come_in_windows(tmp_path: Path) -> None:
     batch = add_batch(run, 0, long)
     consume(run, batch, 0, range(1), per_update=GROUP_SIZE)
     index = index_of(run)
-    first = describe_group(index, batch.name, 0, TokenTexts(run))["responses"][0]
+    first = describe_group(index, batch.name, 0, TokenDecoder(run))["responses"][0]
     assert len(first["tokens"]["ids"]) == WINDOW and first["length"] == WINDOW + 50
-    rest = describe_tokens(index, batch.name, 0, WINDOW, TokenTexts(run))
+    rest = describe_tokens(index, batch.name, 0, WINDOW, TokenDecoder(run))
     assert rest["start"] == WINDOW and rest["ids"] == list(ids[WINDOW:]) and len(rest["flags"]) == 50
 
 
@@ -372,13 +375,13 @@ def test_long_responses_come_in_windows(tmp_path: Path) -> None:
 def test_ids_stand_for_texts_where_there_is_no_tokenizer(own: Path, damaged: bool) -> None:
     path = own / "checkpoints" / "v000000" / "tokenizer.json"
     path.write_text("{}") if damaged else path.unlink()
-    record = describe_group(index_of(own), "g000000-v000000", 0, TokenTexts(own))
+    record = describe_group(index_of(own), "g000000-v000000", 0, TokenDecoder(own))
     tokens = record["responses"][0]["tokens"]
     assert tokens["texts"] == [f"⟨{token}⟩" for token in tokens["ids"]]
 
 
 def test_nothing_that_moves_text_gets_through() -> None:
-    assert [shown(text) for text in HOSTILE[3:7]] == [
+    assert [printable(text) for text in HOSTILE[3:7]] == [
         "\\u202eright to left",
         "line\\u2028separator",
         "\\x00\\x1b[2J\\x07",
@@ -389,7 +392,7 @@ def test_nothing_that_moves_text_gets_through() -> None:
 def test_a_real_run_is_indexed(tiny_run: RunConfig) -> None:
     index = index_of(tiny_run.directory)
     assert index.table.num_rows == 64 and (index.column("update") >= 0).all()
-    record = describe_group(index, index.places[0].key, 0, TokenTexts(tiny_run.directory))
+    record = describe_group(index, index.batches[0].key, 0, TokenDecoder(tiny_run.directory))
     response = record["responses"][0]
     rollout_text = "".join(response["tokens"]["texts"])
     assert response["length"] == len(response["tokens"]["ids"]) and rollout_text
@@ -401,7 +404,7 @@ def test_batches_of_another_run_are_found(own: Path, tmp_path: Path) -> None:
     write_json_atomic(learned / "sources.json", {"batches": [{"directory": str(batch), "updates": 4}]})
     assert index_of(learned).table.num_rows == 160
     write_json_atomic(learned / "sources.json", {"batches": [{"directory": str(batch), "updates": 4}] * 2})
-    assert [place.key for place in index_of(learned).places] == ["0:g000000-v000000", "1:g000000-v000000"]
+    assert [place.key for place in index_of(learned).batches] == ["0:g000000-v000000", "1:g000000-v000000"]
 
 
 # ---------------------------------------------------------------- the server
@@ -505,10 +508,10 @@ def test_a_slow_search_keeps_nobody_waiting(own: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(query, "read_shard", slow)
     with make_server(own) as server, ThreadPoolExecutor(2) as pool:
-        index = server.keeper.index()
-        searches = [pool.submit(server.matches, index, parse({"text": "w7"})) for _ in range(2)]
+        index = server.indexes.index()
+        searches = [pool.submit(server.query, index, parse_filters({"text": "w7"})) for _ in range(2)]
         assert asked.wait(30)
-        assert server.matches(index, parse({"group": "3"})).rollouts == GROUP_SIZE
+        assert server.query(index, parse_filters({"group": "3"})).rollouts == GROUP_SIZE
         may_go_on.set()
         assert searches[0].result() is searches[1].result()
 
@@ -516,7 +519,7 @@ def test_a_slow_search_keeps_nobody_waiting(own: Path, monkeypatch: pytest.Monke
 def test_the_browser_serves_without_torch(run: Path) -> None:
     code = (
         "import sys; from stalewise.reporting.browser import make_server\n"
-        f"with make_server({str(run)!r}) as server: server.keeper.index(); server.report()\n"
+        f"with make_server({str(run)!r}) as server: server.indexes.index(); server.report()\n"
         "print(*sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -533,7 +536,7 @@ def test_a_port_in_use_is_said_with_what_to_do(run: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         assert refused("serve", run, "--port", port) == (
-            f"port {port} is in use: name another with --port, or --port 0 for any that is free"
+            f"port {port} is in use: name another with --port, or --port 0 for any free port"
         )
     assert "does not exist" in refused("serve", run, "--port", "70000")
 
@@ -561,4 +564,4 @@ def test_a_group_number_tells_batches_apart(tmp_path: Path) -> None:
     run = start_run(tmp_path)
     add_batch(run, 0, [make_rollout(i) for i in range(8)])
     add_batch(run, 1, [replace(make_rollout(i), rollout_id=100 + i) for i in range(8)])
-    assert len(Matches(index_of(run), parse({})).groups) == 4
+    assert len(QueryResult(index_of(run), parse_filters({})).groups) == 4

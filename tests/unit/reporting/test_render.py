@@ -30,12 +30,17 @@ from stalewise.reporting.figures import (
     draw_charts,
     thin,
 )
-from stalewise.reporting.read import Run, differing, metric_columns, read_run, read_runs, verifier_errors
-from stalewise.reporting.render import chart_in_words, packed_library, render, thinning
-from stalewise.reporting.summary import ranking, summarise
-from stalewise.reporting.time_bars import COLOURS as BAR_COLOURS
-from stalewise.reporting.time_bars import MOST_ROWS, grouped, rows_of_runs, rows_of_stages
-from stalewise.reporting.timeline import add_uncommitted, clock_of, committed_updates, spent_by_stage, total
+from stalewise.reporting.read import Run, differing_keys, metric_columns, read_run, read_runs, verifier_errors
+from stalewise.reporting.render import describe_chart, describe_thinning, packed_plotly, render
+from stalewise.reporting.summary import ranking, summarize
+from stalewise.reporting.time_bars import BAR_COLOURS, MOST_BARS, group_stages, run_bars, stage_bars
+from stalewise.reporting.timeline import (
+    add_uncommitted,
+    committed_updates,
+    seconds_by_stage,
+    total_seconds,
+    update_clock,
+)
 from stalewise.reporting.wording import ACCURACY, CHARTS, METRICS, Chart
 from stalewise.store.atomic import append_line, write_json_atomic
 
@@ -52,7 +57,7 @@ def figures_of(page: str) -> dict[str, Any]:
 
 def text_of(page: str) -> str:
     """What is on the page besides the packed library."""
-    return page.replace(packed_library(), "")
+    return page.replace(packed_plotly(), "")
 
 
 def traces(chart: Chart, run: Run) -> list[Any]:
@@ -64,7 +69,7 @@ def stage_lines(run: Run) -> list[float]:
 
 
 def warnings(run: Run) -> str:
-    return "\n".join(summarise(run).warnings)
+    return "\n".join(summarize(run).warnings)
 
 
 # ---------------------------------------------------------------- the page
@@ -77,7 +82,7 @@ def test_a_complete_run_makes_one_page_with_everything(tmp_path: Path) -> None:
     page = path.read_text()
     for words in ("Improved.", "0.400 [0.350, 0.450]", "0.800 [0.750, 0.850]", "8 of 8 updates", "2 of 2 generation"):
         assert words in page, words
-    assert "Nothing in the records looks wrong." in page
+    assert "The records show no problem." in page
     assert set(figures_of(page)) == {*(chart.name for chart in CHARTS), "time", "stages-0"}
     assert page == render(read_runs([run]))  # no date and no chance in it
 
@@ -90,7 +95,7 @@ def test_the_page_asks_for_nothing_outside_of_itself(tmp_path: Path) -> None:
 
 
 def test_the_library_inside_is_plotly() -> None:
-    code = gzip.decompress(base64.b64decode(packed_library())).decode()
+    code = gzip.decompress(base64.b64decode(packed_plotly())).decode()
     assert code.lstrip().startswith("/**\n* plotly.js")
 
 
@@ -112,7 +117,7 @@ def test_the_words_on_the_page_are_those_of_the_document() -> None:
 
     rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
     found = {plain(cells[0]): (plain(cells[1]), plain(cells[3])) for cells in rows}
-    written = {key: (metric.definition, metric.look_twice) for key, metric in METRICS.items() if key != ACCURACY}
+    written = {key: (metric.definition, metric.check_when) for key, metric in METRICS.items() if key != ACCURACY}
     assert written == {key: found.get(key) for key in written}
 
 
@@ -165,7 +170,7 @@ def test_a_run_that_never_learned(tmp_path: Path) -> None:
     for words in ("Not evaluated.", "0 of 128 updates", "0 of 4 generation batches", "No time is on record."):
         assert words in page
     assert set(figures_of(page)) == {"time"}
-    assert "Not drawn, since there is no value on record: Reward and held-out accuracy, Reward" in page
+    assert "Not drawn, because no value is recorded: Reward and held-out accuracy, Reward" in page
     assert "environment.json is missing" in page
 
 
@@ -199,7 +204,7 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     table = table[: table.index("</table>")]
     assert re.findall(r"<tr><td><code>(.+?)</code>", table) == ["seed", "objective.name"]
     assert "Environment: no difference." in page
-    assert "a/run has the highest last accuracy, 0.800 [0.750, 0.850]; the intervals of b/run overlap with it." in page
+    assert "a/run has the highest last accuracy, 0.800 [0.750, 0.850]; the intervals of b/run overlap it." in page
     curves = figures_of(page)["ess"]["data"]
     assert [curve["name"] for curve in curves] == [
         *("a/run: ess", "a/run: ess_sequence", "b/run: ess", "b/run: ess_sequence")
@@ -212,7 +217,7 @@ def test_runs_are_compared(tmp_path: Path) -> None:
 def test_the_ranking_knows_what_it_cannot_say(tmp_path: Path) -> None:
     good, bad, other = (write_run(tmp_path / name) for name in ("good", "bad", "other"))
     add_evaluation(bad, 9, 0.69)  # [0.64, 0.74] ends below 0.75, where that of `good` begins
-    assert ranking(read_runs([bad, good])).endswith("0.800 [0.750, 0.850], clear of all others.")
+    assert ranking(read_runs([bad, good])).endswith("0.800 [0.750, 0.850], above all others.")
     add_evaluation(other, 9, 0.9, task="gym")
     assert "cannot be compared" in ranking(read_runs([good, other]))
     (bad / "eval.jsonl").unlink()
@@ -220,8 +225,8 @@ def test_the_ranking_knows_what_it_cannot_say(tmp_path: Path) -> None:
 
 
 def test_a_key_that_only_one_table_has_is_a_difference() -> None:
-    assert differing([{"a": None, "b": 1}, {"b": 1}]) == ["a"]
-    assert differing([{"a": 1}]) == []
+    assert differing_keys([{"a": None, "b": 1}, {"b": 1}]) == ["a"]
+    assert differing_keys([{"a": 1}]) == []
 
 
 # ---------------------------------------------------------------- in words
@@ -235,7 +240,7 @@ def test_a_key_that_only_one_table_has_is_a_difference() -> None:
 def test_the_verdict_follows_from_the_intervals(tmp_path: Path, value: float, verdict: str) -> None:
     run = write_run(tmp_path / "run")
     add_evaluation(run, 8, value)
-    assert summarise(read_run(run)).verdict == verdict
+    assert summarize(read_run(run)).verdict == verdict
 
 
 JOURNAL = [
@@ -254,19 +259,21 @@ def stage_of(update: int) -> int:
 
 
 def test_time_is_split_by_stage_and_the_rest_is_idle() -> None:
-    spent = spent_by_stage(JOURNAL, stage_of)
-    assert sum(total(spent).values()) == pytest.approx(152 - 100)
+    spent = seconds_by_stage(JOURNAL, stage_of)
+    assert sum(total_seconds(spent).values()) == pytest.approx(152 - 100)
     add_uncommitted(spent, LEARNED, 2, stage_of)
     assert spent[0] == pytest.approx({"switch": 4.0, "generate": 5.0, "learn": 10.0, "evaluate": 3.0, "idle": 28.0})
     assert spent[1] == pytest.approx({"generate": 2.0, "learn": 0.75})
-    assert total(spent) == pytest.approx({"generate": 7, "learn": 10.75, "switch": 4, "evaluate": 3, "idle": 28})
+    assert total_seconds(spent) == pytest.approx(
+        {"generate": 7, "learn": 10.75, "switch": 4, "evaluate": 3, "idle": 28}
+    )
 
 
 def test_the_clock_of_updates_leaves_out_evaluating_and_idle_time() -> None:
     # 4 + 5 s before learning; its 10 s are dealt 2 : 6; then 2 s of generating, and what is not journalled.
-    np.testing.assert_allclose(clock_of(JOURNAL, LEARNED, 2), [11.5, 19, 21.5, 21.75])
+    np.testing.assert_allclose(update_clock(JOURNAL, LEARNED, 2), [11.5, 19, 21.5, 21.75])
     # Without times of its own an update gets an equal share.
-    np.testing.assert_allclose(clock_of(JOURNAL, {"update": np.arange(3.0)}, 2), [14, 19, np.nan])
+    np.testing.assert_allclose(update_clock(JOURNAL, {"update": np.arange(3.0)}, 2), [14, 19, np.nan])
 
 
 def test_after_a_rollback_the_journal_is_ahead_of_the_run() -> None:
@@ -278,12 +285,12 @@ def test_after_a_rollback_the_journal_is_ahead_of_the_run() -> None:
 
 def test_many_stages_share_bars(tmp_path: Path) -> None:
     spent = {stage: {"learn": 1.0} for stage in range(33)}
-    rows = grouped(spent, MOST_ROWS)
+    rows = group_stages(spent, MOST_BARS)
     assert len(rows) == 11 and rows[0][0] == "stages 0 to 2" and rows[-1][0] == "stages 30 to 32"
     assert [seconds["learn"] for _, seconds in rows] == [3.0] * 11
-    assert [name for name, _ in grouped({0: {}, 1: {}}, 16)] == ["stage 0", "stage 1"]
+    assert [name for name, _ in group_stages({0: {}, 1: {}}, 16)] == ["stage 0", "stage 1"]
     runs = read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b")])
-    assert [name for name, _ in rows_of_stages(runs[0], 2)] == ["stage 0"]
+    assert [name for name, _ in stage_bars(runs[0], 2)] == ["stage 0"]
     figures = figures_of(render(runs))
     assert figures["stages-0"]["data"][0]["y"] == figures["stages-1"]["data"][0]["y"] == ["stage 0"]
 
@@ -292,12 +299,12 @@ def test_the_second_process_has_a_bar_of_its_own(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     for record in ({"event": "generate", "generation_batch": 0}, {"event": "wait"}):
         append_line(run / "journal-generator.jsonl", {"time": 110.0, "seconds": 4.0, **record})
-    rows = dict(rows_of_runs([read_run(run)]))
-    assert rows["run, learner"] == {"generate": 10, "learn": 20, "switch": 0, "evaluate": 0, "idle": 0}
+    rows = dict(run_bars([read_run(run)]))
+    assert rows["run, trainer"] == {"generate": 10, "learn": 20, "switch": 0, "evaluate": 0, "idle": 0}
     assert rows["run, generator"]["wait"] == 4
     page = write_report([run]).read_text()
     assert "run, generator: 8.0 s, of which generate 50%, wait 50%." in page
-    assert "Beside it the generator took 8.0 s: 50% generating, 50% waiting." in page
+    assert "The generator process took 8.0 s: 50% generating, 50% waiting." in page
     assert "67% learning" in page and "0% switching" not in page
 
 
@@ -336,7 +343,7 @@ def test_truncation_and_verifier_errors_are_said(tmp_path: Path) -> None:
     add_batch(run, 1, 4, truncated=800)
     add_evaluation(run, 8, 0.8, truncated_fraction=0.75, verifier_errors=2, verifier_error_kinds={"timeout": 2})
     found = warnings(read_run(run))
-    assert "54% of the rollouts are truncated at sampler.max_new_tokens = 16; raise that limit." in found
+    assert "54% of the rollouts are truncated at sampler.max_new_tokens = 16; raise it." in found
     assert "In an evaluation 75% of the responses are truncated at 16 tokens." in found
     assert "failed on 7 responses: timeout (6), of no recorded kind (1)" in found
     assert verifier_errors(read_run(run)).total() == 7
@@ -395,7 +402,7 @@ def test_the_band_of_a_thinned_curve_has_the_same_gaps(tmp_path: Path) -> None:
     np.testing.assert_array_equal(band.x[:6], [1, 4, 4, 1, np.nan, 10])
     np.testing.assert_array_equal(band.y[:6], [0.25, 0.25, 0.25, 0.25, np.nan, 0.25])
     assert len(band.x) == 2 * 2 + 1 + 2 * 397 + 1
-    assert "3 updates in long" in thinning([run])
+    assert "3 updates in long" in describe_thinning([run])
 
 
 def test_accuracy_has_its_interval_and_its_version(tmp_path: Path) -> None:
@@ -462,19 +469,19 @@ def test_what_was_taken_back_is_grey_and_said(tmp_path: Path) -> None:
     add_evaluation(place, 6, 0.1)
     add_batch(place, 1, 4, rows=512)
     found = read_run(run)
-    assert "; besides, 2 updates and 512 rollouts were made and taken back." in summarise(found).cost
+    assert "; another 2 updates and 512 rollouts were rolled back." in summarize(found).cost
     table = render(read_runs([run, write_run(tmp_path / "other")]))
-    assert "6 of 8 and 2 taken back</td>" in table and "2048 and 512 taken back</td>" in table
-    said = "The run was taken back from version 6 to 4: the reward fell (0.1; its best was 0.8); what led there was "
-    said += "learned from generation batch 0, 1; the learning rate is"
+    assert "6 of 8 and 2 rolled back</td>" in table and "2048 and 512 rolled back</td>" in table
+    said = "The run was rolled back from version 6 to 4: the reward fell (0.1; its best was 0.8); learned before it "
+    said += "from generation batch 0, 1; the learning rate is"
     assert said in warnings(found)
     assert "ESS falls" not in warnings(found)  # that was taken back
     taken, _, kept, _ = traces(ESS, found)  # what stands is drawn last, so it lies on top
-    assert (kept.name, taken.name) == ("ess", "ess, taken back")
+    assert (kept.name, taken.name) == ("ess", "ess, rolled back")
     assert taken.line.color == STAGE_COLOUR and list(taken.x) == [4, 5]
     assert 4 in stage_lines(found)
-    assert "ess, taken back: first 0.05 at update 4" in chart_in_words(ESS, [found])
-    assert "Dotted grey curves were taken back" in write_report([run]).read_text()
+    assert "ess, rolled back: first 0.05 at update 4" in describe_chart(ESS, [found])
+    assert "Dotted grey curves were rolled back" in write_report([run]).read_text()
 
 
 def test_stages_that_end_when_they_are_spent(tmp_path: Path) -> None:
@@ -494,7 +501,7 @@ def test_a_run_that_learned_from_the_rollouts_of_others(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", updates=8, schedule={"updates": 128})
     shutil.rmtree(run / "rollouts")
     write_json_atomic(run / "sources.json", {"batches": [{"updates": 6}, {"updates": 2}]})
-    assert "8 of 8 updates with grpo are done, on 2 generation batches of other runs." in summarise(read_run(run)).cost
+    assert "8 of 8 updates with grpo are done, on 2 generation batches of other runs." in summarize(read_run(run)).cost
 
 
 # ---------------------------------------------------------------- damage
@@ -506,10 +513,10 @@ def test_a_corrupt_line_does_not_hide_the_others(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("\n".join([*lines[:2], "{damaged", *lines[3:], '{"no": 1}']) + "\n")
     found = read_run(run)
     assert found.column("update").tolist() == [0, 1, 3, 4, 5, 6, 7]
-    assert "metrics.jsonl, line 3 is corrupt" in warnings(found) and "8 lines that can be read are used" in warnings(
+    assert "metrics.jsonl, line 3 is corrupt" in warnings(found) and "8 readable lines are used" in warnings(
         found
     )
-    assert "1 of 8 records lack what they need, or have it in a wrong form (update): left out" in warnings(found)
+    assert "1 of 8 records lack required keys or have wrong values (update): left out" in warnings(found)
     assert write_report([run]).is_file()
 
 
@@ -538,7 +545,7 @@ def test_an_evaluation_of_a_wrong_form_is_left_out_and_said(tmp_path: Path, chan
     add_evaluation(run, 9, 0.5, **change)
     assert write_report([run]).is_file()
     found = read_run(run)
-    assert "eval.jsonl: 1 of 3 records lack what they need" in warnings(found)
+    assert "eval.jsonl: 1 of 3 records lack required keys" in warnings(found)
     assert [record["version"] for record in found.evaluations] == [0, 8]
 
 
@@ -588,7 +595,7 @@ def test_a_config_that_is_damaged_is_one_clear_error(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_to_is_said_with_the_way_out(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / "report").write_text("a file where the directory should be")
-    with pytest.raises(StoreError, match=r"cannot write .*; name a place that can be written to with --output"):
+    with pytest.raises(StoreError, match=r"cannot write .*; name another file or directory with --output"):
         write_report([run])
     assert write_report([run], tmp_path / "page.html").is_file()
 
