@@ -93,9 +93,16 @@ JOURNAL = RecordSchema(
 )
 EVALUATION = RecordSchema(
     {
-        "version": is_whole, "task": is_text, "prompts": is_whole, "samples": is_whole, "accuracy": is_interval,
-        "pass_at": dict_of(is_interval), "response_length": is_number, "truncated_fraction": is_number,
-        "verifier_errors": is_whole, "seconds": is_number,
+        "version": is_whole,
+        "task": is_text,
+        "prompts": is_whole,
+        "samples": is_whole,
+        "accuracy": is_interval,
+        "pass_at": dict_of(is_interval),
+        "response_length": is_number,
+        "truncated_fraction": is_number,
+        "verifier_errors": is_whole,
+        "seconds": is_number,
     },
     optional={"verifier_error_kinds": is_counts, "by_prompt": is_by_prompt},
 )

@@ -22,8 +22,12 @@ MOST = 0.5
 NEAR_LIMIT = 0.8  # of the drift limits
 
 PRESENT_PARTICIPLE = {
-    "generate": "generating", "learn": "learning", "switch": "switching", "wait": "waiting",
-    "evaluate": "evaluating", "rollback": "rolling back",
+    "generate": "generating",
+    "learn": "learning",
+    "switch": "switching",
+    "wait": "waiting",
+    "evaluate": "evaluating",
+    "rollback": "rolling back",
 }
 TONES = {"Improved": "good", "Got worse": "bad"}
 

@@ -16,8 +16,12 @@ MOST_BARS = 16  # in all charts of stages together
 FEWEST_BARS = 4  # in each of them
 LONGEST_LABEL = 16  # characters; more would leave no room for the bar on a phone
 BAR_COLOURS = {
-    "generate": "#3b82d6", "learn": "#2b9664", "switch": "#cf6f17",
-    "wait": "#c9589a", "evaluate": "#8a63d2", IDLE: "#7f8a94",
+    "generate": "#3b82d6",
+    "learn": "#2b9664",
+    "switch": "#cf6f17",
+    "wait": "#c9589a",
+    "evaluate": "#8a63d2",
+    IDLE: "#7f8a94",
 }
 PATTERNS = {"wait": "/", IDLE: "."}  # what is no work is also told apart without colour
 

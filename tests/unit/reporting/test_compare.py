@@ -174,9 +174,7 @@ def test_the_speed_at_equal_accuracy(tmp_path: Path) -> None:
     assert found.speed.endswith("2.67 times as fast")
     other_way = compare([fast], [slow])
     assert other_way.speed_up is None
-    assert other_way.speed == (
-        "slow never reached 1.000, the lower end of fast's final accuracy: its best is 0.750"
-    )
+    assert other_way.speed == ("slow never reached 1.000, the lower end of fast's final accuracy: its best is 0.750")
 
 
 def test_as_good_as_the_prompts_can_tell_is_as_good(tmp_path: Path) -> None:

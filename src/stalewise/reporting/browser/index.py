@@ -35,8 +35,14 @@ PART = "part:"
 SHARD_COLUMNS = ["rollout_id", "prompt_id", "group", "reward", "reward_parts", "reward_error", "finish_reason"]
 SHARD_COLUMNS += ["response_length", "version_first"]
 INDEX_COLUMNS = {
-    "rollout_id": pa.int64(), "prompt_id": pa.string(), "group": pa.int64(), "response_length": pa.int32(),
-    "version_first": pa.int32(), "reward": pa.float64(), "truncated": pa.bool_(), "error": pa.bool_(),
+    "rollout_id": pa.int64(),
+    "prompt_id": pa.string(),
+    "group": pa.int64(),
+    "response_length": pa.int32(),
+    "version_first": pa.int32(),
+    "reward": pa.float64(),
+    "truncated": pa.bool_(),
+    "error": pa.bool_(),
     "place": pa.int32(),  # position in `RolloutIndex.batches`
 }
 
