@@ -114,27 +114,17 @@ class StaleGRPOTrainer(GRPOTrainer):
             raise ConfigError("the router's auxiliary loss is not part of the objective: set router_aux_loss_coef=0.0")
         passes, steps = self.args.gradient_accumulation_steps, self.args.steps_per_generation
         if steps % passes:
-            raise ConfigError(
-                f"steps_per_generation is {steps}, not a multiple of gradient_accumulation_steps {passes}: an update "
-                "would need rollouts that are not generated yet; make it a multiple"
-            )
-        if not self.use_vllm and self.rollout_func is None:
-            self._check_sampling()
-        if store is not None and self.mask_truncated_completions:
-            raise ConfigError(
-                "mask_truncated_completions removes responses that `store` has to keep: leave it out; objective.truncated "
-                "masks them in `stalewise learn`"
-            )
-
-    def _check_sampling(self) -> None:
-        """Without vLLM, log-probabilities come from a forward pass, which only takes the temperature into account."""
-        known = {**UNTRUNCATED, "temperature": (self.temperature,)}
-        for name, values in known.items():
+            what = f"steps_per_generation is {steps}, not a multiple of gradient_accumulation_steps {passes}"
+            raise ConfigError(f"{what}: an update would need rollouts that are not generated yet; make it a multiple")
+        # Without vLLM, log-probabilities come from a forward pass, which only takes the temperature into account.
+        is_recomputed = not self.use_vllm and self.rollout_func is None
+        for name, values in {**UNTRUNCATED, "temperature": (self.temperature,)}.items() if is_recomputed else ():
             if (value := getattr(self.generation_config, name, None)) not in values:
-                raise ConfigError(
-                    f"generation with {name}={value!r} samples from a distribution whose log-probabilities TRL does "
-                    f"not have: set it to {values[-1]!r}, or generate with use_vllm=True"
-                )
+                what = f"generation with {name}={value!r} samples from a distribution without log-probabilities in TRL"
+                raise ConfigError(f"{what}: set it to {values[-1]!r}, or generate with use_vllm=True")
+        if store is not None and self.mask_truncated_completions:
+            what = "mask_truncated_completions removes responses that `store` has to keep"
+            raise ConfigError(f"{what}: leave it out; objective.truncated masks them in `stalewise learn`")
 
     def _sampler_settings(self) -> SamplerSettings:
         halves = {"bfloat16": self.args.bf16, "float16": self.args.fp16}
@@ -164,7 +154,9 @@ class StaleGRPOTrainer(GRPOTrainer):
         sampled_logp = output.get("sampling_per_token_logps", policy_logp)
         output["behaviour_logp"] = torch.where(sampled_logp.isnan(), policy_logp, sampled_logp)
         output["proximal_logp"] = policy_logp
-        reward_N = self._total_rewards()
+        # Weighted sum of the reward functions; NaN where none gave a reward.
+        reward_N = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(dim=1)
+        reward_N = reward_N.masked_fill(self._rewards.isnan().all(dim=1), torch.nan)
         start_row = self.accelerator.process_index * len(inputs)
         own_rows = slice(start_row, start_row + len(inputs))
         advantage_N, kept_N = self._advantages(reward_N)
@@ -176,11 +168,6 @@ class StaleGRPOTrainer(GRPOTrainer):
                 inputs, output, rewards=reward_N.tolist(), parts=parts, version=self._version, seconds=seconds
             )
         return output
-
-    def _total_rewards(self) -> Tensor:
-        """Weighted sum of the reward functions, [N]; NaN where none gave a reward."""
-        total_N = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(dim=1)
-        return total_N.masked_fill(self._rewards.isnan().all(dim=1), torch.nan)
 
     def _advantages(self, reward_N: Tensor) -> tuple[Tensor, Tensor]:
         """The objective's advantages, and which rollouts stay in the update, [N]."""

@@ -1,7 +1,4 @@
-"""Reads run directories: the HTML report, comparisons, live status and the rollout browser. Imports no torch.
-
-plotly is imported only when a report is drawn.
-"""
+"""Reads run directories: report, comparison, status and rollout browser. Imports no torch, and plotly on first use."""
 
 from __future__ import annotations
 

@@ -18,11 +18,7 @@ def is_whole(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether this is a finite number.
-
-    >>> is_number(0.5), is_number(math.nan), is_number(None)
-    (True, False, False)
-    """
+    """Whether this is a finite number."""
     return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
 
 
@@ -93,16 +89,11 @@ JOURNAL = RecordSchema(
 )
 EVALUATION = RecordSchema(
     {
-        "version": is_whole,
+        **dict.fromkeys(("version", "prompts", "samples", "verifier_errors"), is_whole),
+        **dict.fromkeys(("response_length", "truncated_fraction", "seconds"), is_number),
         "task": is_text,
-        "prompts": is_whole,
-        "samples": is_whole,
         "accuracy": is_interval,
         "pass_at": dict_of(is_interval),
-        "response_length": is_number,
-        "truncated_fraction": is_number,
-        "verifier_errors": is_whole,
-        "seconds": is_number,
     },
     optional={"verifier_error_kinds": is_counts, "by_prompt": is_by_prompt},
 )

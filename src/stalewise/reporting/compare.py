@@ -123,11 +123,7 @@ def compare(a: Sequence[Path], b: Sequence[Path]) -> RunComparison:
 
 
 def side_names(a: Sequence[str], b: Sequence[str]) -> list[str]:
-    """Names of the two sides: the common start of their labels, or else A and B.
-
-    >>> side_names(["grpo0", "grpo1"], ["p3o"]), side_names(["x", "y"], ["z"])
-    (['grpo', 'p3o'], ['A', 'z'])
-    """
+    """Names of the two sides: the common start of their labels, or else A and B."""
     common = [side[0] if len(side) == 1 else _common_start(side) for side in (a, b)]
     return ["A", "B"] if common[0] == common[1] else [name or letter for name, letter in zip(common, "AB", strict=True)]
 
@@ -214,11 +210,7 @@ def _over_runs(a: int, b: int, is_paired_by_seed: bool) -> str:
 
 
 def prompt_scores(record: Mapping[str, Any]) -> dict[str, float]:
-    """Mean score of each held-out prompt; empty in records of older releases.
-
-    >>> prompt_scores({"by_prompt": {"prompt_ids": ["a", "b"], "score": [1, 0.5], "scored": [2, 0]}})
-    {'a': 0.5}
-    """
+    """Mean score of each held-out prompt; empty in records of older releases."""
     lists = record.get("by_prompt") or {"prompt_ids": [], "score": [], "scored": []}
     rows = zip(lists["prompt_ids"], lists["score"], lists["scored"], strict=True)
     return {prompt: score / scored for prompt, score, scored in rows if scored}
@@ -255,11 +247,7 @@ def mean_curve(runs: Sequence[Run]) -> tuple[Array, Array]:
 
 
 def first_reached(seconds: Array, accuracy: Array, target: float) -> float | None:
-    """When a curve first reaches a value, interpolated linearly; None if it never does.
-
-    >>> first_reached(np.array([0.0, 10.0, 20.0]), np.array([0.25, 0.5, 0.75]), 0.625)
-    15.0
-    """
+    """When a curve first reaches a value, interpolated linearly; None if it never does."""
     rows = np.flatnonzero(accuracy >= target)
     if not len(rows):
         return None
@@ -294,11 +282,7 @@ def _differing_settings(a: Sequence[Run], b: Sequence[Run]) -> dict[str, list[li
     """Settings that differ between the sides, each with the distinct values of A and of B."""
     differing: dict[str, list[list[Any]]] = {}
     for key in dict.fromkeys(key for run in [*a, *b] for key in run.config if key not in UNIMPORTANT):
-        values = [_distinct([run.config.get(key) for run in side]) for side in (a, b)]
-        if sorted(map(repr, values[0])) != sorted(map(repr, values[1])):
-            differing[key] = values
+        distinct = [{repr(run.config.get(key)): run.config.get(key) for run in side} for side in (a, b)]
+        if distinct[0].keys() != distinct[1].keys():
+            differing[key] = [list(values.values()) for values in distinct]
     return differing
-
-
-def _distinct(values: Sequence[Any]) -> list[Any]:
-    return [value for i, value in enumerate(values) if value not in values[:i]]

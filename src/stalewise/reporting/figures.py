@@ -122,17 +122,13 @@ def set_axes(figure: go.Figure, chart: Chart, runs: Sequence[Run], drawn: Sequen
     if chart.is_share:
         figure.update_yaxes(range=[-0.03, 1.03])
     elif chart.is_log:
-        step = next((step for least, step in LOG_TICKS if decades(drawn) > least), None)
+        values = np.concatenate([np.empty(0), *(series.y for series in drawn)])
+        values = values[np.isfinite(values) & (values > 0)]
+        decades = float(np.log10(values.max() / values.min())) if len(values) else 0.0
+        step = next((step for least, step in LOG_TICKS if decades > least), None)
         figure.update_yaxes(type="log", minor={"ticks": "outside", "ticklen": 2}, dtick=step)
     elif chart.has_zero:
         figure.update_yaxes(rangemode="tozero")
-
-
-def decades(drawn: Sequence[MetricSeries]) -> float:
-    """How many powers of ten the values span."""
-    values = np.concatenate([np.empty(0), *(series.y for series in drawn)])
-    known = values[np.isfinite(values) & (values > 0)]
-    return float(np.log10(known.max() / known.min())) if len(known) else 0.0
 
 
 def series_of(run: Run, chart: Chart, key: str) -> list[MetricSeries]:
@@ -179,8 +175,8 @@ def metric_traces(series: MetricSeries, name: str, style: LineStyle) -> list[go.
         below, above = (part[known] for part in series.spread)
         curve, what = DrawnCurve(curve.x, curve.y, curve.y - below, curve.y + above), "95% interval"
     line = go.Scatter(
-        x=small(curve.x),
-        y=small(curve.y),
+        x=curve.x.astype(np.float32),  # half the bytes on the page, and seven digits are enough
+        y=curve.y.astype(np.float32),
         name=name,
         mode="lines+markers" if len(curve.y) <= FEW_POINTS else "lines",
         line={"color": style.colour, "dash": style.dash, "width": 1.7},
@@ -198,9 +194,9 @@ def _band(curve: DrawnCurve, name: str, style: LineStyle) -> go.Scatter:
     for part in np.split(known, np.flatnonzero(np.diff(known) > 1) + 1):
         x += [curve.x[part], curve.x[part[::-1]], [np.nan]]
         y += [curve.high[part], curve.low[part[::-1]], [np.nan]]
-    outline: dict[str, Any] = {"x": small(np.concatenate(x)), "y": small(np.concatenate(y)), "fill": "toself"}
-    look = {"fillcolor": style.colour, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
-    return go.Scatter(**outline, **look, name=name)
+    x, y = (np.concatenate(values).astype(np.float32) for values in (x, y))
+    look = {"fill": "toself", "fillcolor": style.colour, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
+    return go.Scatter(x=x, y=y, name=name, **look)
 
 
 def accuracy_traces(series: MetricSeries, name: str, style: LineStyle) -> list[go.Scatter]:
@@ -238,13 +234,6 @@ def layout(y_title: str) -> go.Layout:
     )
 
 
-def small(values: Column) -> np.ndarray[Any, Any]:
-    """float32: half the bytes on the page, and seven digits are enough."""
-    return values.astype(np.float32)
-
-
 def as_json(figure: go.Figure) -> dict[str, Any]:
     """A figure for plotly.js; arrays become base64, and NaN a gap."""
-    text = figure.to_json()
-    assert text is not None
-    return json.loads(text)
+    return json.loads(str(figure.to_json()))

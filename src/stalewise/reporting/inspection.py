@@ -75,19 +75,15 @@ def _batch(index: int, path: Path, ledger: list[LedgerEntry], verify: bool) -> d
         shards = committed_shards(path)
         return record | {"shards": len(shards), "rows": sum(shard.rows for shard in shards)}
     manifest = open_batch(path).manifest if verify else read_batch_manifest(path)
+    counts = ("rows", "tokens", "prompt_tokens", "truncated", "verifier_errors", "seconds")
     return record | {
         "shards": len(manifest.shards),
-        "rows": manifest.rows,
-        "tokens": manifest.tokens,
-        "prompt_tokens": manifest.prompt_tokens,
+        **{name: getattr(manifest, name) for name in counts},
         "reward": manifest.reward_mean,
-        "truncated": manifest.truncated,
-        "verifier_errors": manifest.verifier_errors,
         "verifier_error_kinds": dict(manifest.extra.get("verifier_error_kinds", {})),
         "unparsed": manifest.extra.get("unparsed", 0),
         "unparsed_examples": list(manifest.extra.get("unparsed_examples", ())),
         "samplers": [asdict(sampler) for sampler in manifest.samplers],
-        "seconds": manifest.seconds,
         "bytes": sum(shard.bytes for shard in manifest.shards),
         "verified": verify,
     }
@@ -168,11 +164,7 @@ def load_tokenizer(run: Path) -> Any:
 
 
 def visible(text: str) -> str:
-    r"""Text with control characters and other unprintable characters as escapes.
-
-    >>> visible("1\x1b[2J\n\u202e2é")
-    '1\\x1b[2J\\n\\u202e2é'
-    """
+    """Text with control characters and other unprintable characters as escapes."""
     return "".join(
         character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
     )

@@ -129,7 +129,7 @@ class Run:
 
 
 def version_clock(metrics: Mapping[str, Column], clock: Column, version: int) -> float:
-    """Seconds of training until a version existed, which is the end of update `version - 1`."""
+    """Seconds of training until a version existed, at the end of update `version - 1`; NaN if unknown."""
     if version == 0:
         return 0.0
     rows = np.flatnonzero(metrics.get("update", np.empty(0)) == version - 1)
@@ -147,11 +147,7 @@ def read_runs(directories: Sequence[Path]) -> list[Run]:
 
 
 def unique_labels(paths: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that are unique.
-
-    >>> unique_labels([Path("/a/x"), Path("/a/y")]), unique_labels([Path("/a/x"), Path("/b/x")])
-    (['x', 'y'], ['a/x', 'b/x'])
-    """
+    """The shortest ends of the paths that are unique."""
     parts = [path.resolve().parts for path in paths]
     for length in range(1, max(map(len, parts)) + 1):
         labels = ["/".join(part[-length:]) for part in parts]
@@ -304,7 +300,7 @@ def read_batches(rollouts: Path, notes: list[str]) -> tuple[list[BatchManifest],
         try:
             if (directory / BATCH_MANIFEST).is_file():
                 manifests.append(read_batch_manifest(directory))
-                notes.extend(damaged_shards(directory, manifests[-1]))
+                notes.extend(_damaged_shards(directory, manifests[-1]))
             else:
                 unfinished[directory.name] = sum(shard.rows for shard in committed_shards(directory))
         except (StoreError, OSError) as error:
@@ -312,15 +308,13 @@ def read_batches(rollouts: Path, notes: list[str]) -> tuple[list[BatchManifest],
     return manifests, unfinished
 
 
-def damaged_shards(directory: Path, manifest: BatchManifest) -> list[str]:
+def _damaged_shards(directory: Path, manifest: BatchManifest) -> Iterable[str]:
     """Shards whose size differs from their manifest. Their content is not read."""
-    sizes = [(shard, directory / shard.file) for shard in manifest.shards]
-    return [
-        f"{path} is damaged: it has {path.stat().st_size:,} bytes and should have {shard.bytes:,}; move it away, and "
-        "the same command generates it again"
-        for shard, path in sizes
-        if path.is_file() and path.stat().st_size != shard.bytes
-    ]
+    for shard in manifest.shards:
+        path = directory / shard.file
+        if path.is_file() and (size := path.stat().st_size) != shard.bytes:
+            what = f"it has {size:,} bytes and should have {shard.bytes:,}"
+            yield f"{path} is damaged: {what}; move it away, and the same command generates it again"
 
 
 def verifier_errors(run: Run) -> Counter[str]:
@@ -336,11 +330,7 @@ def verifier_errors(run: Run) -> Counter[str]:
 
 
 def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys; an empty table is a value.
-
-    >>> flatten({"seed": 0, "task": {"name": "jsonl", "options": {}}})
-    {'seed': 0, 'task.name': 'jsonl', 'task.options': {}}
-    """
+    """Nested tables as dotted keys; an empty table is a value."""
     flat: dict[str, Any] = {}
     for key, value in record.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
@@ -352,19 +342,13 @@ def metric_columns(records: Iterable[Mapping[str, Any]]) -> dict[str, Column]:
     by_update = {record["update"]: record for record in records}
     rows = [by_update[update] for update in sorted(by_update)]
     keys = list(dict.fromkeys(key for row in rows for key in row))
-    return {key: np.array([_number(row.get(key)) for row in rows]) for key in keys}
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else float("nan")
+    table = [[row.get(key) for row in rows] for key in keys]
+    numbers = [[float(value) if isinstance(value, int | float) else np.nan for value in column] for column in table]
+    return {key: np.array(column) for key, column in zip(keys, numbers, strict=True)}
 
 
 def differing_keys(tables: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Keys whose values differ between tables, in order of first appearance.
-
-    >>> differing_keys([{"seed": 0, "name": "a"}, {"seed": 0, "name": "b", "extra": 1}])
-    ['name', 'extra']
-    """
+    """Keys whose values differ between tables, in order of first appearance."""
     keys = dict.fromkeys(key for table in tables for key in table)
     absent = object()
     return [key for key in keys if any(table.get(key, absent) != tables[0].get(key, absent) for table in tables[1:])]

@@ -29,7 +29,7 @@ from stalewise.reporting.figures import (
 )
 from stalewise.reporting.read import UNIMPORTANT, Run, differing_keys, flatten, read_runs
 from stalewise.reporting.summary import format_interval, format_value, join_names, ranking, summarize
-from stalewise.reporting.time_bars import TimeBar, draw_bars, run_bars, stage_bars
+from stalewise.reporting.time_bars import FEWEST_BARS, MOST_BARS, TimeBar, draw_bars, group_stages, run_bars
 from stalewise.reporting.timeline import ACTIVITIES, IDLE
 from stalewise.reporting.wording import CHARTS, METRICS, Chart
 from stalewise.store.atomic import write_atomic
@@ -66,7 +66,8 @@ def render(runs: Sequence[Run]) -> str:
     figures = draw_charts(runs)
     charts = [chart for chart in CHARTS if chart.name in figures]
     time = run_bars(runs)
-    stages = {f"stages-{i}": stage_bars(run, len(runs)) for i, run in enumerate(runs) if run.spent}
+    most_bars = max(FEWEST_BARS, MOST_BARS // len(runs))
+    stages = {f"stages-{i}": group_stages(run.spent, most_bars) for i, run in enumerate(runs) if run.spent}
     names = {name for run in runs for name in run.seconds}
     page = environment.get_template("template.html").render(
         title=join_names([run.label for run in runs]) if len(runs) < 4 else f"{len(runs)} runs",
@@ -115,11 +116,7 @@ def describe_chart(chart: Chart, runs: Sequence[Run]) -> str:
 
 
 def describe_curve(series: MetricSeries, name: str, unit: str) -> str:
-    """First, last, lowest and highest value of a curve, and where they are.
-
-    >>> describe_curve(MetricSeries(np.arange(3.0), np.array([0.5, 0.25, 1.0])), "ess", "update")
-    'ess: first 0.5 at update 0, last 1 at update 2, lowest 0.25 at update 1, highest 1 at update 2.'
-    """
+    """First, last, lowest and highest value of a curve, and where they are."""
     known = np.isfinite(series.x) & np.isfinite(series.y)
     x, y = series.x[known], series.y[known]
     rows = {"first": 0, "last": len(y) - 1, "lowest": int(y.argmin()), "highest": int(y.argmax())}
@@ -128,11 +125,7 @@ def describe_curve(series: MetricSeries, name: str, unit: str) -> str:
 
 
 def describe_bars(bars: Sequence[TimeBar]) -> str:
-    """The text alternative of stacked bars: the length and the parts of each.
-
-    >>> describe_bars([("stage 0", {"generate": 1.0, "learn": 3.0, "idle": 0.0})])
-    'stage 0: 4.0 s, of which generate 25%, learn 75%.'
-    """
+    """The text alternative of stacked bars: the length and the parts of each."""
     sentences: list[str] = []
     for name, seconds in bars:
         whole = sum(seconds.values())
@@ -154,13 +147,7 @@ def describe_thinning(runs: Sequence[Run]) -> str:
 
 
 def describe_stage_end(record: Mapping[str, Any] | None) -> str:
-    """Why a stage ended before its rollouts were used up.
-
-    >>> describe_stage_end({"reason": "effective sample size", "ess": 0.87, "bound": 0.9, "planned_updates": 32})
-    'effective sample size (ess 0.87, bound 0.9)'
-    >>> describe_stage_end({"reason": "all of it was used", "planned_updates": 8})
-    'all of it was used'
-    """
+    """Why a stage ended before its rollouts were used up."""
     if not record:
         return "\N{EN DASH}"
     numbers = [f"{name} {value:.3g}" for name, value in record.items() if isinstance(value, float)]
@@ -204,9 +191,8 @@ def descriptions(model: type[Any], prefix: str = "") -> dict[str, str]:
 
 @cache
 def packed_plotly() -> str:
-    """plotly.js, gzipped and in base64: 2 MB instead of 4.8, so that a page stays below 5 MB.
+    """plotly.js, gzipped and in base64: 2 MB instead of 4.8. Without a time stamp: the same run gives the same page.
 
-    The browser unpacks it with DecompressionStream (Chrome 80, Firefox 113, Safari 16.4). Without a time stamp, so that
-    the same run gives the same page.
+    The browser unpacks it with DecompressionStream (Chrome 80, Firefox 113, Safari 16.4).
     """
     return base64.b64encode(gzip.compress(get_plotlyjs().encode(), compresslevel=9, mtime=0)).decode()

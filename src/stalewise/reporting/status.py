@@ -238,6 +238,5 @@ def _facts(now: RunStatus) -> Iterator[str]:
 
 
 def _format_phase(phase: RunPhase) -> str:
-    if not phase.total:
-        return f"{phase.what} {phase.done:,}" if phase.done else phase.what
-    return f"{phase.what} {phase.done:,} of {phase.total:,}"
+    done = f" {phase.done:,} of {phase.total:,}" if phase.total else f" {phase.done:,}" if phase.done else ""
+    return f"{phase.what}{done}"

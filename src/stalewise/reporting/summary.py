@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,6 @@ PRESENT_PARTICIPLE = {
     "evaluate": "evaluating",
     "rollback": "rolling back",
 }
-TONES = {"Improved": "good", "Got worse": "bad"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +39,6 @@ class RunSummary:
     worked: str
     cost: str
     warnings: list[str]
-
-    @property
-    def tone(self) -> str:
-        """The colour of the verdict: good, bad or plain."""
-        return TONES.get(self.verdict, "plain")
 
 
 def summarize(run: Run) -> RunSummary:
@@ -103,17 +97,12 @@ def describe_cost(run: Run) -> str:
         return "No time is on record."
     sentence = f"It took {format_duration(run.total_seconds)}: {time_shares(run.seconds)}."
     beside = total_seconds(run.generator)
-    if not sum(beside.values()):
-        return sentence
-    return f"{sentence} The generator process took {format_duration(sum(beside.values()))}: {time_shares(beside)}."
+    process = f" The generator process took {format_duration(sum(beside.values()))}: {time_shares(beside)}."
+    return sentence + process if sum(beside.values()) else sentence
 
 
 def time_shares(seconds: Mapping[str, float]) -> str:
-    """The share of each activity that took any time.
-
-    >>> time_shares({"generate": 0.0, "learn": 3.0, "idle": 1.0})
-    '75% learning, 25% idle'
-    """
+    """The share of each activity that took any time."""
     whole = sum(seconds.values())
     parts = {PRESENT_PARTICIPLE.get(name, name): part / whole for name, part in seconds.items() if part}
     return ", ".join(f"{share:.0%} {name}" for name, share in parts.items())
@@ -148,15 +137,14 @@ def findings(run: Run) -> list[str]:
     return [*found, *_age_warnings(run), *run.notes]
 
 
-def _course_warnings(run: Run) -> list[str]:
-    found = [describe_rollback(rollback.record) for rollback in run.rollbacks]
+def _course_warnings(run: Run) -> Iterator[str]:
+    yield from (describe_rollback(rollback.record) for rollback in run.rollbacks)
     best = max(run.evaluations, key=lambda record: record["accuracy"]["low"], default=None)
     if best is not None and run.evaluations[-1]["accuracy"]["high"] < best["accuracy"]["low"]:
-        found.append(
+        yield (
             f"Version {best['version']} was better than the last one: accuracy {format_interval(best['accuracy'])}; "
             "use its checkpoint if it is kept, or a lower learning rate."
         )
-    return found
 
 
 def describe_rollback(record: Mapping[str, Any]) -> str:
@@ -174,38 +162,34 @@ def describe_rollback(record: Mapping[str, Any]) -> str:
     return f"The run was rolled back {versions}: {record['reason']}{''.join(parts)}."
 
 
-def _budget_warnings(run: Run) -> list[str]:
+def _budget_warnings(run: Run) -> Iterator[str]:
     limits = {
         "batch_budget": "within one generation batch; use more stages or a lower learning rate",
         "horizon_budget": "over the run; use fewer updates or a lower learning rate",
     }
-    found: list[str] = []
     for key, advice in limits.items():
         used = run.finite(key).max(initial=0.0)
         if used >= NEAR_LIMIT:
             amount = "more than all" if used > 1 else f"{used:.0%}"
-            found.append(f"{key} reaches {used:.2f}: {amount} of the drift that the law allows {advice}.")
-    return found
+            yield f"{key} reaches {used:.2f}: {amount} of the drift that the law allows {advice}."
 
 
-def _rollout_warnings(run: Run) -> list[str]:
-    found: list[str] = []
+def _rollout_warnings(run: Run) -> Iterator[str]:
     limit = run.config.get("sampler.max_new_tokens", "unknown")
     rows = sum(batch.rows for batch in run.batches)
     truncated = sum(batch.truncated for batch in run.batches) / rows if rows else 0.0
     if truncated > MOST:
-        found.append(f"{truncated:.0%} of the rollouts are truncated at sampler.max_new_tokens = {limit}; raise it.")
+        yield f"{truncated:.0%} of the rollouts are truncated at sampler.max_new_tokens = {limit}; raise it."
     evaluated = max((record["truncated_fraction"] for record in run.evaluations), default=0.0)
     if evaluated > MOST:
-        found.append(f"In an evaluation {evaluated:.0%} of the responses are truncated at {limit} tokens.")
+        yield f"In an evaluation {evaluated:.0%} of the responses are truncated at {limit} tokens."
     if errors := verifier_errors(run):
         kinds = ", ".join(f"{kind} ({count})" for kind, count in errors.most_common(5))
-        found.append(f"The verifier failed on {count_noun(errors.total(), 'response')}: {kinds}; they have no score.")
+        yield f"The verifier failed on {count_noun(errors.total(), 'response')}: {kinds}; they have no score."
     count, prompts = unparsed(run)
     if count:
         where = f", for example at {', '.join(prompts[:3])}" if prompts else ""
-        found.append(f"No answer was found in {count_noun(count, 'response')}{where}; they count as wrong.")
-    return found
+        yield f"No answer was found in {count_noun(count, 'response')}{where}; they count as wrong."
 
 
 def unparsed(run: Run) -> tuple[int, list[str]]:
@@ -218,76 +202,60 @@ def unparsed(run: Run) -> tuple[int, list[str]]:
     return sum(counts), list(dict.fromkeys(names))
 
 
-def _update_warnings(run: Run) -> list[str]:
-    found: list[str] = []
+def _update_warnings(run: Run) -> Iterator[str]:
     if skipped := int((run.finite("taken") == 0).sum()):
         updates = count_noun(run.updates, "update")
-        found.append(f"{skipped} of {updates} had nothing to learn from and changed no weights.")
+        yield f"{skipped} of {updates} had nothing to learn from and changed no weights."
     degenerate = run.finite("degenerate_fraction")
     if len(degenerate) and degenerate.mean() > MOST:
-        found.append(
+        yield (
             f"{degenerate.mean():.0%} of the groups have equal rewards and give no gradient; the task is too easy or "
             "too hard for this policy."
         )
     ess = run.finite("ess")
     if len(ess) and ess.min() < LOW_ESS:
         share = (ess < LOW_ESS).mean()
-        found.append(
+        yield (
             f"ESS falls to {ess.min():.3g} and is below {LOW_ESS} in {share:.0%} of the updates: few tokens carry the "
             "estimate; use more stages or a lower learning rate."
         )
     if nonfinite := run.finite("nonfinite").sum():
-        found.append(f"{count_noun(int(nonfinite), 'token')} had a ratio that is not finite.")
+        yield f"{count_noun(int(nonfinite), 'token')} had a ratio that is not finite."
     taken = run.column("taken") == 1
     for key in ("loss", "grad_norm", "ess", "ess_sequence", "drift"):
         values = run.column(key)
         count = int((~np.isfinite(values[taken])).sum()) if len(values) else 0
         if count:
-            found.append(f"{key} is not finite in {count_noun(count, 'update')}; the curve has a gap there.")
-    return found
+            yield f"{key} is not finite in {count_noun(count, 'update')}; the curve has a gap there."
 
 
-def _age_warnings(run: Run) -> list[str]:
-    found: list[str] = []
+def _age_warnings(run: Run) -> Iterator[str]:
     age, log_ratio = run.column("age_max"), run.column("log_ratio_max_abs")
     fresh = log_ratio[age == 0] if len(age) == len(log_ratio) else log_ratio[:0]
     fresh = fresh[np.isfinite(fresh)]
     if len(fresh) and fresh.max() > FRESH_LOG_RATIO:
-        found.append(
+        yield (
             f"On fresh rollouts log-ratios reach {fresh.max():.3g}; expected at most {FRESH_LOG_RATIO}. Sampler and "
             "trainer disagree about the same policy: compare their precision and sampling settings."
         )
     worst = run.finite("age_max").max(initial=0.0)
     if worst > run.schedule.worst_age and not run.is_open_ended and not run.sources:
-        found.append(f"Rollouts reach age {worst:.0f}; the schedule allows {run.schedule.worst_age}.")
-    return found
+        yield f"Rollouts reach age {worst:.0f}; the schedule allows {run.schedule.worst_age}."
 
 
 def format_interval(record: Mapping[str, Any]) -> str:
-    """A mean with its interval.
-
-    >>> format_interval({"value": 0.5, "low": 0.25, "high": 0.75})
-    '0.500 [0.250, 0.750]'
-    """
+    """A mean with its interval."""
     value, low, high = (record[key] for key in ("value", "low", "high"))
     return f"{value:.3f} [{low:.3f}, {high:.3f}]" if math.isfinite(value) else "unknown"
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Names as a list in a sentence.
-
-    >>> join_names(["a"]), join_names(["a", "b", "c"])
-    ('a', 'a, b and c')
-    """
+    """Names as a list in a sentence."""
     return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
 def count_noun(number: int, one: str, more: str = "") -> str:
-    """A number with its noun.
-
-    >>> count_noun(1, "update"), count_noun(4096, "update")
-    ('1 update', '4,096 updates')
-    """
+    """A number with its noun."""
     return f"{number:,} {one if number == 1 else more or one + 's'}"
 
 
@@ -296,11 +264,7 @@ def _count_batches(number: int) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value of a config as it is written there.
-
-    >>> format_value(None), format_value("grpo"), format_value(True), format_value(0.0003), format_value([0.9, 0.999])
-    ('–', 'grpo', 'true', '0.0003', '[0.9, 0.999]')
-    """
+    """A value of a config as it is written there."""
     if value is None:
         return "\N{EN DASH}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -15,14 +15,8 @@ from stalewise.reporting.timeline import ACTIVITIES, IDLE, StageSeconds, total_s
 MOST_BARS = 16  # in all charts of stages together
 FEWEST_BARS = 4  # in each of them
 LONGEST_LABEL = 16  # characters; more would leave no room for the bar on a phone
-BAR_COLOURS = {
-    "generate": "#3b82d6",
-    "learn": "#2b9664",
-    "switch": "#cf6f17",
-    "wait": "#c9589a",
-    "evaluate": "#8a63d2",
-    IDLE: "#7f8a94",
-}
+COLOUR_LIST = ("#3b82d6", "#2b9664", "#cf6f17", "#c9589a", "#8a63d2", "#7f8a94")
+BAR_COLOURS = dict(zip((*ACTIVITIES, IDLE), COLOUR_LIST, strict=True))
 PATTERNS = {"wait": "/", IDLE: "."}  # what is no work is also told apart without colour
 
 TimeBar = tuple[str, Mapping[str, float]]  # label, seconds by activity
@@ -38,17 +32,8 @@ def run_bars(runs: Sequence[Run]) -> list[TimeBar]:
     return bars
 
 
-def stage_bars(run: Run, charts: int = 1) -> list[TimeBar]:
-    """One bar per stage, or per several consecutive stages; fewer bars where there are more charts."""
-    return group_stages(run.spent, max(FEWEST_BARS, MOST_BARS // charts))
-
-
 def group_stages(spent: StageSeconds, most: int) -> list[TimeBar]:
-    """At most `most` bars, each of equally many consecutive stages, except the last.
-
-    >>> group_stages({0: {"learn": 1.0}, 1: {"learn": 2.0}, 2: {"learn": 4.0}}, 2)[0][0]
-    'stages 0 to 1'
-    """
+    """At most `most` bars, each of equally many consecutive stages, except the last."""
     stages = sorted(spent)
     width = -(-len(stages) // most)
     bars: list[TimeBar] = []
@@ -60,11 +45,7 @@ def group_stages(spent: StageSeconds, most: int) -> list[TimeBar]:
 
 
 def shorten(label: str) -> str:
-    """A label without its middle, if it is long: names of runs differ at the start or at the end.
-
-    >>> shorten("stages 0 to 3"), shorten("arithmetic-grpo-fresh-seed0")
-    ('stages 0 to 3', 'arithmet…h-seed0')
-    """
+    """A label without its middle, if it is long: names of runs differ at the start or at the end."""
     half = LONGEST_LABEL // 2
     return label if len(label) <= LONGEST_LABEL else f"{label[:half]}…{label[1 - half :]}"
 

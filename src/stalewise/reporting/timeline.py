@@ -1,4 +1,4 @@
-"""Where the time of a run went: its journal as seconds per stage and activity, and as a clock for its updates.
+"""A run's journal as seconds per stage and activity, and as a clock for its updates.
 
 A journal record is written when its activity ends: it started `seconds` before its `time`.
 """
@@ -23,10 +23,9 @@ StageSeconds = dict[int, dict[str, float]]  # by stage (generation batch), then 
 
 
 def seconds_by_stage(journal: Sequence[Record], stage_of: StageOf) -> StageSeconds:
-    """Seconds per activity in each stage.
+    """Seconds per activity in each stage. Gaps are idle: the run was stopped, or lost work in a crash.
 
-    Gaps are idle: the run was stopped, or lost work in a crash. Switching and evaluating belong to no stage and count
-    to the stage last generated or learned.
+    Switching and evaluating belong to no stage and count to the stage last generated or learned.
     """
     spent: StageSeconds = {}
     stage, end = 0, float("inf")

@@ -13,15 +13,15 @@ from stalewise.config import RunConfig
 from stalewise.config.run_directory import flat
 from stalewise.errors import ConfigError
 from stalewise.store.atomic import read_jsonl
+from stalewise.types import NullCallback
 
 PROJECT = "stalewise"
 
 
-class Trackers:
+class Trackers(NullCallback):
     """A progress callback that logs the metrics of each update, and each evaluation, to the config's trackers.
 
-    TensorBoard writes to `tensorboard/` in the run directory. The others use the project `stalewise` and the name of
-    the run; where they send it depends on their own settings.
+    TensorBoard writes to `tensorboard/` in the run directory; the others use the project `stalewise`.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -36,15 +36,10 @@ class Trackers:
             if tracker.name != "tensorboard":  # there it would be another run in the list, without curves
                 tracker.store_init_configuration(settings)
 
-    def begin(self, what: str, total: int) -> None:
-        """Do nothing."""
-
-    def advance(self, amount: int, note: str = "") -> None:
-        """Do nothing."""
-
     def metrics(self, update: int, record: dict[str, Any]) -> None:
         """Log the numbers of an update."""
-        self._log({key: value for key, value in record.items() if _is_number(value) and key != "update"}, update)
+        numbers = {key: v for key, v in record.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        self._log({key: value for key, value in numbers.items() if key != "update"}, update)
 
     def log(self, message: str) -> None:
         """Log new evaluations: the orchestrator logs a message after each."""
@@ -81,7 +76,3 @@ def _tracker(name: str, run: str, directory: Path) -> Any:
     if name == "tensorboard":
         return make(name, logging_dir=str(directory))
     return make(experiment_name=PROJECT, run_name=run) if name == "mlflow" else make(PROJECT, name=run)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -53,13 +53,10 @@ class Chart:
         return f"{self.quantity} ({self.unit})"
 
 
+REWARD = ("reward", ACCURACY)
 CHARTS = (
-    Chart("reward", "Reward and held-out accuracy", "reward, accuracy", "score", ("reward", ACCURACY)),
-    Chart(
-        *("reward-time", "Reward and held-out accuracy against time", "reward, accuracy", "score"),
-        ("reward", ACCURACY),
-        is_against_time=True,
-    ),
+    Chart("reward", "Reward and held-out accuracy", "reward, accuracy", "score", REWARD),
+    Chart("reward-time", "Reward and accuracy against time", "reward, accuracy", "score", REWARD, is_against_time=True),
     Chart("ess", "Effective sample size", "ESS", "share, 0 to 1", ("ess", "ess_sequence"), is_share=True),
     Chart("clip", "Clipped and vetoed", "share of tokens", "0 to 1", ("clip_fraction", "veto_fraction"), is_share=True),
     Chart(
@@ -73,10 +70,7 @@ CHARTS = (
         ("ratio_max_positive", "ratio_max_negative"),
         is_log=True,
     ),
-    Chart(
-        *("kl", "Divergence of policy and behaviour policy", "KL", "nats per token"),
-        ("kl_behaviour_policy", "kl_policy_behaviour"),
-    ),
+    Chart("kl", "KL of policy and behaviour", "KL", "nats per token", ("kl_behaviour_policy", "kl_policy_behaviour")),
     Chart("entropy", "Entropy", "entropy", "nats per token", ("entropy",)),
     Chart("length", "Response length", "mean length", "tokens", ("response_length",)),
     Chart(
@@ -86,11 +80,7 @@ CHARTS = (
     ),
     Chart("age", "Age of the rollouts", "age", "updates", ("age_mean", "age_max")),
     Chart("drift", "Drift", "Σ‖Δθ‖", "Euclidean norm", ("drift", "batch_drift")),
-    Chart(
-        *("budget", "Drift against the limits of the law", "share of the limit", "1 is the limit"),
-        ("batch_budget", "horizon_budget"),
-        limit=1.0,
-    ),
+    Chart("budget", "Drift limits used", "share", "1 is the limit", ("batch_budget", "horizon_budget"), limit=1.0),
     Chart("rate", "Learning rate", "learning rate", "per update", ("learning_rate",)),
     Chart("gradient", "Gradient norm", "‖gradient‖", "loss per unit of weight", ("grad_norm",)),
     Chart("seconds", "Time per update", "time", "seconds", ("seconds",)),

@@ -15,7 +15,7 @@ from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import read_config
 from stalewise.errors import StoreError
 from stalewise.integrations.hub import export_policy, export_rollouts
-from stalewise.integrations.hub.card import model_card
+from stalewise.integrations.hub.card import model_card, size_category
 from stalewise.integrations.hub.provenance import BasePolicy
 from stalewise.reporting.read import read_run
 from stalewise.store.atomic import read_jsonl, write_json_atomic
@@ -93,3 +93,8 @@ def test_the_relation_to_the_base_is_in_the_metadata(adapted: RunConfig) -> None
     later = model_card(found, adapted, 4, BasePolicy("it", "owner/name", is_itself=False), **settings)
     assert "base_model" not in ModelCard(later).data.to_dict()  # it would not fit that model
     assert "the adapter cannot be used without it" in later
+
+
+def test_sizes_have_the_names_of_the_hub() -> None:
+    found = [size_category(rows) for rows in (999, 20_000, 3_000_000)]
+    assert found == ["n<1K", "10K<n<100K", "1M<n<10M"]

@@ -11,7 +11,7 @@ import pytest
 
 from rundirs import add_evaluation, add_journal, write_run
 from stalewise.errors import StoreError
-from stalewise.reporting.compare import compare, first_reached
+from stalewise.reporting.compare import compare, first_reached, prompt_scores, side_names
 from stalewise.statistics import error_of_runs, resample_prompts
 from tiny import call, called_json, refused
 
@@ -247,3 +247,19 @@ def test_runs_that_are_not_finished_are_said(tmp_path: Path) -> None:
     assert "young has not been evaluated after learning: its accuracy is that of version 0" in found.notes
     add_evaluation(young, 4, 0.5)
     assert "young is not finished: its accuracy is that of version 4" in compare([a], [young]).notes
+
+
+def test_sides_are_named_after_what_their_labels_share() -> None:
+    assert side_names(["grpo0", "grpo1"], ["p3o"]) == ["grpo", "p3o"]
+    assert side_names(["x", "y"], ["z"]) == ["A", "z"]
+    assert side_names(["x"], ["x"]) == ["A", "B"]
+
+
+def test_the_score_of_a_prompt_is_its_mean() -> None:
+    assert prompt_scores({"by_prompt": {"prompt_ids": ["a", "b"], "score": [1, 0.5], "scored": [2, 0]}}) == {"a": 0.5}
+    assert prompt_scores({}) == {}
+
+
+def test_a_value_is_reached_between_evaluations() -> None:
+    seconds, accuracy = np.array([0.0, 10.0, 20.0]), np.array([0.25, 0.5, 0.75])
+    assert [first_reached(seconds, accuracy, target) for target in (0.625, 0.25, 0.8)] == [15.0, 0.0, None]

@@ -16,7 +16,7 @@ from rollout_runs import (
     make_rollout,
 )
 from stalewise.errors import ConfigError
-from stalewise.reporting.browser.query import QueryResult, parse_filters
+from stalewise.reporting.browser.query import QueryResult, json_log_ratio, json_number, parse_filters
 from stalewise.types import FinishReason, Rollout
 
 
@@ -76,3 +76,9 @@ def test_groups_are_sorted_and_paged(run: Path) -> None:
     rewards = [row["reward"] for row in up]
     assert rewards == sorted(rewards)
     assert QueryResult(index, parse_filters({"sort": "group", "descending": "true"})).page(0, 1)[0]["group"] == 119
+
+
+def test_numbers_that_json_lacks_are_none_or_strings() -> None:
+    assert (json_number(float("nan")), json_number(1 / 3)) == (None, 0.333333)
+    values = [0.5, float("-inf"), float("inf"), float("nan")]
+    assert [json_log_ratio(value) for value in values] == [0.5, "-Infinity", "Infinity", "NaN"]

@@ -14,7 +14,7 @@ from rundirs import add_evaluation, warnings, write_run
 from stalewise.config import RunConfig
 from stalewise.errors import StoreError
 from stalewise.reporting import write_report
-from stalewise.reporting.read import differing_keys, metric_columns, read_run
+from stalewise.reporting.read import differing_keys, flatten, metric_columns, read_run, unique_labels
 from stalewise.store.atomic import append_line, write_json_atomic
 
 
@@ -106,3 +106,13 @@ def test_a_config_that_is_damaged_is_one_clear_error(tmp_path: Path) -> None:
     write_json_atomic(run / "config.resolved.json", {"format": "stalewise.run/1", "schedule": {"updates": "many"}})
     with pytest.raises(StoreError, match=r"has no usable schedule .* restore it from a copy"):
         write_report([run])
+
+
+def test_labels_are_the_shortest_unique_ends_of_paths() -> None:
+    assert unique_labels([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
+    assert unique_labels([Path("/a/x"), Path("/b/x")]) == ["a/x", "b/x"]
+
+
+def test_nested_tables_become_dotted_keys() -> None:
+    flat = flatten({"seed": 0, "task": {"name": "jsonl", "options": {}}})
+    assert flat == {"seed": 0, "task.name": "jsonl", "task.options": {}}

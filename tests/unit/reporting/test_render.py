@@ -7,6 +7,7 @@ import gzip
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rundirs import add_evaluation, figures_of, metrics, write_run
@@ -17,9 +18,10 @@ from stalewise.reporting.figures import (
     COLOURS,
     LIMIT_COLOUR,
     STAGE_COLOUR,
+    MetricSeries,
 )
 from stalewise.reporting.read import read_runs
-from stalewise.reporting.render import packed_plotly, render
+from stalewise.reporting.render import describe_bars, describe_curve, describe_stage_end, packed_plotly, render
 from stalewise.reporting.time_bars import BAR_COLOURS
 from stalewise.reporting.wording import CHARTS, METRICS
 from stalewise.store.atomic import append_line, write_json_atomic
@@ -219,3 +221,17 @@ def test_definitions_are_on_the_page_and_tables_can_be_reached_by_keyboard(tmp_p
     assert f'<summary title="{METRICS["ess"].in_full}">' in page
     tables = re.findall(r"<div class=\"table\"[^>]*>", page)
     assert tables and all('tabindex="0"' in table and "aria-label" in table for table in tables)
+
+
+def test_curves_and_bars_have_text_alternatives() -> None:
+    text = "ess: first 0.5 at update 0, last 1 at update 2, lowest 0.25 at update 1, highest 1 at update 2."
+    assert describe_curve(MetricSeries(np.arange(3.0), np.array([0.5, 0.25, 1.0])), "ess", "update") == text
+    bars = [("stage 0", {"generate": 1.0, "learn": 3.0, "idle": 0.0}), ("stage 1", {})]
+    assert describe_bars(bars) == "stage 0: 4.0 s, of which generate 25%, learn 75%. stage 1: 0.0 s."
+
+
+def test_the_end_of_a_stage_has_its_numbers() -> None:
+    record = {"reason": "effective sample size", "ess": 0.87, "bound": 0.9, "planned_updates": 32}
+    assert describe_stage_end(record) == "effective sample size (ess 0.87, bound 0.9)"
+    assert describe_stage_end({"reason": "all of it was used", "planned_updates": 8}) == "all of it was used"
+    assert describe_stage_end(None) == "–"

@@ -10,7 +10,15 @@ import pytest
 
 from rundirs import add_batch, add_evaluation, metrics, warnings, write_run
 from stalewise.reporting.read import read_run, read_runs, verifier_errors
-from stalewise.reporting.summary import ranking, summarize
+from stalewise.reporting.summary import (
+    count_noun,
+    format_interval,
+    format_value,
+    join_names,
+    ranking,
+    summarize,
+    time_shares,
+)
 from stalewise.reporting.wording import CHARTS
 from stalewise.store.atomic import append_line, write_json_atomic
 
@@ -95,3 +103,19 @@ def test_a_run_that_learned_from_the_rollouts_of_others(tmp_path: Path) -> None:
     shutil.rmtree(run / "rollouts")
     write_json_atomic(run / "sources.json", {"batches": [{"updates": 6}, {"updates": 2}]})
     assert "8 of 8 updates with grpo are done, on 2 generation batches of other runs." in summarize(read_run(run)).cost
+
+
+def test_values_are_formatted_for_sentences() -> None:
+    assert time_shares({"generate": 0.0, "learn": 3.0, "idle": 1.0}) == "75% learning, 25% idle"
+    assert format_interval({"value": 0.5, "low": 0.25, "high": 0.75}) == "0.500 [0.250, 0.750]"
+    assert format_interval({"value": math.nan, "low": 0.25, "high": 0.75}) == "unknown"
+    assert (join_names(["a"]), join_names(["a", "b", "c"])) == ("a", "a, b and c")
+    assert (count_noun(1, "update"), count_noun(4096, "update")) == ("1 update", "4,096 updates")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "–"), ("grpo", "grpo"), (True, "true"), (0.0003, "0.0003"), ([0.9, 0.999], "[0.9, 0.999]")],
+)
+def test_a_config_value_is_shown_as_it_is_written(value: object, text: str) -> None:
+    assert format_value(value) == text

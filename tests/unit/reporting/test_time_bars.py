@@ -8,7 +8,7 @@ from rundirs import figures_of, write_run
 from stalewise.reporting import write_report
 from stalewise.reporting.read import read_run, read_runs
 from stalewise.reporting.render import render
-from stalewise.reporting.time_bars import MOST_BARS, group_stages, run_bars, stage_bars
+from stalewise.reporting.time_bars import FEWEST_BARS, MOST_BARS, group_stages, run_bars, shorten
 from stalewise.store.atomic import append_line
 
 
@@ -19,7 +19,7 @@ def test_many_stages_share_bars(tmp_path: Path) -> None:
     assert [seconds["learn"] for _, seconds in rows] == [3.0] * 11
     assert [name for name, _ in group_stages({0: {}, 1: {}}, 16)] == ["stage 0", "stage 1"]
     runs = read_runs([write_run(tmp_path / "a"), write_run(tmp_path / "b")])
-    assert [name for name, _ in stage_bars(runs[0], 2)] == ["stage 0"]
+    assert [name for name, _ in group_stages(runs[0].spent, FEWEST_BARS)] == ["stage 0"]
     figures = figures_of(render(runs))
     assert figures["stages-0"]["data"][0]["y"] == figures["stages-1"]["data"][0]["y"] == ["stage 0"]
 
@@ -35,3 +35,7 @@ def test_the_second_process_has_a_bar_of_its_own(tmp_path: Path) -> None:
     assert "run, generator: 8.0 s, of which generate 50%, wait 50%." in page
     assert "The generator process took 8.0 s: 50% generating, 50% waiting." in page
     assert "67% learning" in page and "0% switching" not in page
+
+
+def test_long_labels_lose_their_middle() -> None:
+    assert (shorten("stages 0 to 3"), shorten("arithmetic-grpo-fresh-seed0")) == ("stages 0 to 3", "arithmet…h-seed0")

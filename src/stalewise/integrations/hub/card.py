@@ -56,7 +56,6 @@ def model_card(run: Run, config: RunConfig, version: int, base: BasePolicy, *, a
         **_common(run, config, base, config_name),
         version=version,
         adapter=adapter,
-        trains_adapters=config.model.trains_adapters,
         verdict=verdict,
         sentence=sentence,
         evaluations=seen.evaluations,
@@ -89,8 +88,6 @@ def dataset_card(run: Run, config: RunConfig, base: BasePolicy, *, config_name: 
     )
     body = _template("dataset_card.md").render(
         **_common(run, config, base, config_name),
-        rows=rows,
-        tokens=sum(batch.tokens for batch in run.batches),
         batches=run.batches,
         limits=[text for text in findings(run) if text not in run.notes],
     )
@@ -154,6 +151,7 @@ def _results(evaluation: Mapping[str, Any], dataset: str) -> list[Any]:
     from huggingface_hub import EvalResult
 
     samples, prompts = evaluation["samples"], evaluation["prompts"]
+    how = {"confidence": 0.95, "interval": "bootstrap over prompts", "prompts": prompts, "samples": samples}
     metrics = {f"avg@{samples}": ("accuracy", evaluation["accuracy"])}
     metrics |= {f"pass@{k}": ("pass@k", values) for k, values in evaluation.get("pass_at", {}).items() if int(k) > 1}
     return [
@@ -164,14 +162,7 @@ def _results(evaluation: Mapping[str, Any], dataset: str) -> list[Any]:
             metric_type=kind,
             metric_name=name,
             metric_value=round(values["value"], 4),
-            metric_args={
-                "confidence": 0.95,
-                "low": round(values["low"], 4),
-                "high": round(values["high"], 4),
-                "interval": "bootstrap over prompts",
-                "prompts": prompts,
-                "samples": samples,
-            },
+            metric_args={**how, "low": round(values["low"], 4), "high": round(values["high"], 4)},
         )
         for name, (kind, values) in metrics.items()
         if math.isfinite(values["value"])
@@ -259,11 +250,7 @@ def limitations(run: Run, seen: Run, version: int, base: BasePolicy, *, seed: in
 
 
 def size_category(rows: int) -> str:
-    """The hub's name for a number of rows.
-
-    >>> size_category(999), size_category(20_000), size_category(3_000_000)
-    ('n<1K', '10K<n<100K', '1M<n<10M')
-    """
+    """The hub's name for a number of rows."""
     names = ["1K", "10K", "100K", "1M", "10M", "100M", "1B"]
     size = len(str(max(rows, 1))) - 3
     if size < 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def export_policy(
         raise StoreError(f"{run} trained all weights and has no adapter: leave out --adapter")
     read_state(checkpoint)  # compares its files with their checksums
     base = base_of(config.model.path, config.task.name)
-    record = {"kind": "adapter" if adapter else "policy", "run": config.name, "version": version, "base": base.record()}
+    record = {"kind": "adapter" if adapter else "policy", "run": config.name, "version": version, "base": asdict(base)}
     with new_folder(directory, record, force=force) as folder:
         if adapter:
             _place_adapter(checkpoint, folder, base, link=link)
@@ -70,7 +71,7 @@ def export_rollouts(run: str | Path, directory: str | Path, *, force: bool = Fal
         others = " (it learned from those of other runs: name these)" if (run / "sources.json").is_file() else ""
         raise StoreError(f"{run} has no committed rollouts of its own{others}")
     base = base_of(config.model.path, config.task.name)
-    record = {"kind": "rollouts", "run": config.name, "base": base.record()}
+    record = {"kind": "rollouts", "run": config.name, "base": asdict(base)}
     with new_folder(directory, record, force=force) as folder:
         for path in batches:
             open_batch(path)  # compares its files with their checksums

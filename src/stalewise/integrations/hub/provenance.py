@@ -9,7 +9,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +100,6 @@ class BasePolicy:
     name: str = ""  # on a hub; empty if it is on none
     license: str = ""
     is_itself: bool = True  # False: `name` is an ancestor of the model that was trained
-
-    def record(self) -> dict[str, Any]:
-        """The base as JSON."""
-        return asdict(self)
 
 
 def base_of(model: str, task: str, depth: int = 0) -> BasePolicy:

@@ -45,11 +45,7 @@ def _decode_one(tokenizer: Any, token: int) -> str:
 
 
 def printable(text: str) -> str:
-    r"""The text of a token for a page: unprintable characters as escapes, line breaks marked.
-
-    >>> printable("a\n\u202eb")
-    'a↵\n\\u202eb'
-    """
+    """The text of a token for a page: unprintable characters as escapes, line breaks marked."""
     return "".join("↵\n" if character == "\n" else visible(character) for character in text)
 
 

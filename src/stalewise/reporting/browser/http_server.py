@@ -1,7 +1,6 @@
 """A read-only server for this machine only: the report of a run and the rollout browser.
 
-The address contains a random token, and the Host header has to name this machine: a page elsewhere whose domain name
-resolves to this machine is refused.
+The address contains a random token, and the Host header has to name this machine, against DNS rebinding.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlsplit
 
-from stalewise.errors import ConfigError, StalewiseError, StoreError
+from stalewise.errors import ConfigError, StalewiseError
 from stalewise.reporting.browser.group import TokenDecoder, describe_group, describe_tokens
 from stalewise.reporting.browser.index import IndexCache, RolloutIndex
 from stalewise.reporting.browser.query import QueryResult, RolloutFilters, parse_filters
-from stalewise.reporting.read import read_runs
+from stalewise.reporting.read import read_resolved, read_runs
 from stalewise.reporting.render import render
 from stalewise.reporting.status import StatusLine
 from stalewise.store import batch_directories
@@ -122,8 +121,7 @@ class RunServer(ThreadingHTTPServer):
 def make_server(run: str | Path, port: int = 0) -> RunServer:
     """A server for a run directory, bound and not yet serving; port 0 takes any free port."""
     run = Path(run)
-    if not (run / "config.resolved.json").is_file():
-        raise StoreError(f"{run} is no run directory: it has no config.resolved.json")
+    read_resolved(run)  # refuses what is no run directory
     try:
         return RunServer(run, port)
     except OSError as error:
@@ -261,12 +259,8 @@ def _integer(parameters: Mapping[str, str], name: str, default: int | None = Non
     return int(text)
 
 
-def _state(server: RunServer, parameters: dict[str, str]) -> dict[str, Any]:
-    return {"state": server.state(), "standing": server.status.text()}
-
-
 ROUTES: dict[str, Callable[[RunServer, dict[str, str]], dict[str, Any]]] = {
-    "api/state": _state,
+    "api/state": lambda server, _: {"state": server.state(), "standing": server.status.text()},
     "api/overview": _overview,
     "api/groups": _groups,
     "api/group": _group,

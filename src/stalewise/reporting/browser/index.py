@@ -1,7 +1,6 @@
-"""An index of all rollouts of a run, without tokens: what lists, filters and sorting need.
+"""An index of all rollouts of a run for lists, filters and sorting, from single columns of shards, ledger and token log.
 
-It reads single columns of the shards, the ledger and the token log. Shards are read once, and the index is cached in
-the run's `report/` directory if that is writable.
+Shards are read once, and the index is cached in the run's `report/` directory if that is writable.
 """
 
 from __future__ import annotations
@@ -34,16 +33,12 @@ CHECKED_BYTES = 2**28  # of shards hashed while the index is built; others are h
 PART = "part:"
 SHARD_COLUMNS = ["rollout_id", "prompt_id", "group", "reward", "reward_parts", "reward_error", "finish_reason"]
 SHARD_COLUMNS += ["response_length", "version_first"]
-INDEX_COLUMNS = {
-    "rollout_id": pa.int64(),
+INDEX_COLUMNS: dict[str, pa.DataType] = {
+    **dict.fromkeys(("rollout_id", "group"), pa.int64()),
+    **dict.fromkeys(("response_length", "version_first", "place"), pa.int32()),  # place: in `RolloutIndex.batches`
+    **dict.fromkeys(("truncated", "error"), pa.bool_()),
     "prompt_id": pa.string(),
-    "group": pa.int64(),
-    "response_length": pa.int32(),
-    "version_first": pa.int32(),
     "reward": pa.float64(),
-    "truncated": pa.bool_(),
-    "error": pa.bool_(),
-    "place": pa.int32(),  # position in `RolloutIndex.batches`
 }
 
 Column = npt.NDArray[Any]

@@ -35,7 +35,7 @@ class BatchLocation:
 
     @property
     def is_committed(self) -> bool:
-        """Whether the batch has its manifest."""
+        """Whether the batch has its manifest; its shards may be damaged or missing."""
         return (self.directory / BATCH_MANIFEST).is_file()
 
 
@@ -85,9 +85,12 @@ def _sha256(path: Path, size: int, mtime_ns: int) -> str:
 
 
 @contextlib.contextmanager
-def _open(path: Path) -> Iterator[pq.ParquetFile]:
-    """A Parquet file; what goes wrong while reading it is a StoreError."""
+def _open(batch: BatchLocation, shard: ShardManifest) -> Iterator[pq.ParquetFile]:
+    """The file of a shard; what goes wrong while reading it is a StoreError."""
+    path = shard_path(batch.directory, shard.index)
     try:
+        if (size := path.stat().st_size) != shard.bytes:
+            raise StoreError(f"{path} is damaged: it has {size} bytes, its manifest says {shard.bytes}")
         with pq.ParquetFile(path) as file:
             yield file
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -96,22 +99,15 @@ def _open(path: Path) -> Iterator[pq.ParquetFile]:
 
 def read_shard(batch: BatchLocation, shard: ShardManifest, columns: list[str]) -> pa.Table:
     """Some columns of a shard."""
-    path = shard_path(batch.directory, shard.index)
-    with _open(path) as file:
-        if (size := path.stat().st_size) != shard.bytes:
-            raise StoreError(f"{path} is damaged: it has {size} bytes, its manifest says {shard.bytes}")
+    with _open(batch, shard) as file:
         return file.read(columns=columns, use_threads=False)
 
 
 def read_rows(batch: BatchLocation, shard: ShardManifest, rollout_ids: npt.NDArray[np.int64]) -> pa.Table:
     """Whole rows of some rollouts. Checks the shard, and decodes only row groups that can hold one of them."""
     check_shard(batch, shard)
-    with _open(shard_path(batch.directory, shard.index)) as file:
-        groups = [g for g in range(file.num_row_groups) if _may_hold(file.metadata, g, rollout_ids)]
-        table = file.read_row_groups(groups, use_threads=False)
+    with _open(batch, shard) as file:
+        ranges = [file.metadata.row_group(group).column(0).statistics for group in range(file.num_row_groups)]
+        may_hold = [((rollout_ids >= ids.min) & (rollout_ids <= ids.max)).any() for ids in ranges]
+        table = file.read_row_groups(np.flatnonzero(may_hold).tolist(), use_threads=False)
     return table.filter(pa.array(np.isin(table.column("rollout_id").to_numpy(), rollout_ids)))
-
-
-def _may_hold(footer: pq.FileMetaData, row_group: int, rollout_ids: npt.NDArray[np.int64]) -> bool:
-    statistics = footer.row_group(row_group).column(0).statistics
-    return bool(((rollout_ids >= statistics.min) & (rollout_ids <= statistics.max)).any())

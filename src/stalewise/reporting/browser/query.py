@@ -177,21 +177,13 @@ def rows_of_group(index: RolloutIndex, group: int) -> Column:
 
 
 def json_number(value: Any) -> float | None:
-    """A number with six digits for JSON, which has no NaN and no infinity.
-
-    >>> json_number(float("nan")), json_number(1 / 3)
-    (None, 0.333333)
-    """
+    """A number with six digits for JSON, which has no NaN and no infinity."""
     value = float(value)
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def json_log_ratio(value: Any) -> float | str:
-    """A log-ratio for JSON; a string if it is not finite.
-
-    >>> json_log_ratio(0.5), json_log_ratio(float("-inf")), json_log_ratio(float("nan"))
-    (0.5, '-Infinity', 'NaN')
-    """
+    """A log-ratio for JSON; a string if it is not finite."""
     value = float(value)
     number = json_number(value)
     return number if number is not None else "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
