@@ -127,15 +127,10 @@ class StaleGRPOTrainer(GRPOTrainer):
             raise ConfigError(f"{what}: leave it out; objective.truncated masks them in `stalewise learn`")
 
     def _sampler_settings(self) -> SamplerSettings:
-        halves = {"bfloat16": self.args.bf16, "float16": self.args.fp16}
         own = str(self.model.dtype).removeprefix("torch.")
-        return SamplerSettings(
-            name="trl-vllm" if self.use_vllm else "trl",
-            precision=next((name for name, chosen in halves.items() if chosen), own),
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k or 0,
-        )
+        precision = "bfloat16" if self.args.bf16 else "float16" if self.args.fp16 else own
+        shape = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k or 0}
+        return SamplerSettings(name="trl-vllm" if self.use_vllm else "trl", precision=precision, **shape)
 
     def _calculate_rewards(self, *arguments: Any) -> Tensor:
         self._rewards = super()._calculate_rewards(*arguments)

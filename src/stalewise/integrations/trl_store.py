@@ -146,10 +146,8 @@ class StoredRollouts:
     def rollouts(self, prompts: Sequence[str], trainer: Any) -> dict[str, Any]:
         """TRL's `rollout_func`: the stored rollouts of these groups; a group is named once for each rollout."""
         if trainer.num_generations != self.group_size:
-            raise ConfigError(
-                f"num_generations is {trainer.num_generations}, but the stored groups have {self.group_size} rollouts: "
-                "set it to that"
-            )
+            what = f"num_generations is {trainer.num_generations}, but stored groups have {self.group_size} rollouts"
+            raise ConfigError(f"{what}: set it to {self.group_size}")
         first = trainer.accelerator.process_index * len(prompts)
         chosen = [self.groups[key][(first + row) % self.group_size] for row, key in enumerate(prompts)]
         return {

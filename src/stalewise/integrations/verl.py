@@ -57,7 +57,7 @@ def policy_loss(name: str, **params: Any) -> PolicyLoss:
     ) -> tuple[Tensor, dict[str, float]]:
         if loss_agg_mode != mode:
             raise ConfigError(
-                f"actor.loss_agg_mode is {loss_agg_mode}, but objective {name} is reduced by {mode}: set it to that"
+                f"actor.loss_agg_mode is {loss_agg_mode}, but objective {name} needs {mode}: set it to that"
             )
         batch: Mapping[str, Any] = {} if config is None else config.global_batch_info
         tokens = make_tokens(
@@ -88,10 +88,8 @@ def _one_per_response(advantages: Tensor, mask_BT: Tensor) -> Tensor:
     first_B1 = mask_BT.int().argmax(dim=1, keepdim=True)
     advantage_B1 = advantages.gather(1, first_B1)
     if bool((mask_BT & (advantages != advantage_B1)).any()):
-        raise ConfigError(
-            "advantages differ within a response, but the objective takes one per response: choose an "
-            "algorithm.adv_estimator of outcomes, such as grpo or rloo"
-        )
+        advice = "choose an algorithm.adv_estimator of outcomes, such as grpo or rloo"
+        raise ConfigError(f"advantages differ within a response, but the objective takes one per response: {advice}")
     return advantage_B1.squeeze(1)
 
 
@@ -101,11 +99,9 @@ def _statistics(objective: Objective, tokens: Tokens, settings: Settings, batch:
         return None
     whole, here = batch.get("global_batch_size"), len(tokens.mask_BT) * (batch.get("dp_size") or 1)
     if whole is not None and here != whole:
-        raise ConfigError(
-            f"objective {objective.name} needs statistics of all {whole} responses of an update, but this micro-batch "
-            f"has {here} with those of other ranks: raise actor.ppo_micro_batch_size_per_gpu (or "
-            "ppo_max_token_len_per_gpu) until an update is one micro-batch"
-        )
+        what = f"objective {objective.name} needs all {whole} responses of an update, but this micro-batch has {here}"
+        advice = "raise actor.ppo_micro_batch_size_per_gpu (or ppo_max_token_len_per_gpu)"
+        raise ConfigError(f"{what} over all ranks: {advice} until an update is one micro-batch")
     return merge_over_ranks(objective.measure(tokens, settings))
 
 

@@ -165,6 +165,4 @@ def load_tokenizer(run: Path) -> Any:
 
 def visible(text: str) -> str:
     """Text with control characters and other unprintable characters as escapes."""
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
-    )
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

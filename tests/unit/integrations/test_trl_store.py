@@ -76,5 +76,5 @@ def test_every_stored_rollout_is_read_once_also_where_ranks_share_a_group(writte
     ]
     for name, one in (("completion_ids", stored.rows.response), ("logprobs", stored.rows.logp)):
         assert [value for half in found for value in half[name]] == [one(row).tolist() for row in range(len(keys))]
-    with pytest.raises(ConfigError, match="num_generations is 2, but the stored groups have 4"):
+    with pytest.raises(ConfigError, match="num_generations is 2, but stored groups have 4"):
         stored.rollouts(keys, SimpleNamespace(num_generations=2))

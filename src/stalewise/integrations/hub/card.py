@@ -118,14 +118,10 @@ def _template(name: str) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # Markdown from the run's own config and numbers
     )
-    environment.filters |= {"interval": format_interval, "value": format_value, "cell": _cell}
+    environment.filters |= {"interval": format_interval, "value": format_value}
+    environment.filters["cell"] = lambda value: format_value(value).replace("|", "\\|").replace("\n", " ")
     return environment.get_template(name)
-
-
-def _cell(value: Any) -> str:
-    return format_value(value).replace("|", "\\|").replace("\n", " ")
 
 
 def up_to(run: Run, version: int) -> Run:

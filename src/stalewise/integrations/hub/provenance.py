@@ -1,7 +1,4 @@
-"""Export directories, written as a whole, and where their contents come from: base model and config.
-
-No path of this machine is written.
-"""
+"""Export directories, written as a whole, and the base model and config they name, without paths of this machine."""
 
 from __future__ import annotations
 

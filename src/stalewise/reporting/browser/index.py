@@ -1,4 +1,4 @@
-"""An index of all rollouts of a run for lists, filters and sorting, from single columns of shards, ledger and token log.
+"""An index of all rollouts of a run for lists, filters and sorting, from columns of shards, ledger and token log.
 
 Shards are read once, and the index is cached in the run's `report/` directory if that is writable.
 """
