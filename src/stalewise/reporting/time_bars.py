@@ -16,7 +16,7 @@ MOST_BARS = 16  # in all charts of stages together
 FEWEST_BARS = 4  # in each of them
 LONGEST_LABEL = 16  # characters; more would leave no room for the bar on a phone
 COLOUR_LIST = ("#3b82d6", "#2b9664", "#cf6f17", "#c9589a", "#8a63d2", "#7f8a94")
-BAR_COLOURS = dict(zip((*ACTIVITIES, IDLE), COLOUR_LIST, strict=True))
+BAR_COLOURS: dict[str, str] = dict(zip((*ACTIVITIES, IDLE), COLOUR_LIST, strict=True))
 PATTERNS = {"wait": "/", IDLE: "."}  # what is no work is also told apart without colour
 
 TimeBar = tuple[str, Mapping[str, float]]  # label, seconds by activity
