@@ -8,7 +8,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+from huggingface_hub import ModelCard
 
 
 class Hub(ThreadingHTTPServer):
@@ -89,3 +92,16 @@ def hub_of_our_own() -> Iterator[Hub]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+POLICY_FILES = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+EXPORT_FILES = ["README.md", "stalewise.json", "training_config.toml"]
+
+
+def file_names(directory: Path) -> list[str]:
+    return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
+
+
+def card_of(directory: Path) -> tuple[Any, str]:
+    card = ModelCard.load(directory / "README.md")
+    return card.data, card.text

@@ -13,6 +13,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from stalewise.config import make_config, write_resolved
+from stalewise.reporting.browser.index import IndexCache, RolloutIndex
+from stalewise.reporting.browser.query import QueryResult, parse_filters
 from stalewise.store import (
     LedgerEntry,
     TokenLog,
@@ -146,3 +148,23 @@ def small_run(directory: Path, rollout: Callable[..., Rollout] = make_rollout) -
     write_json_atomic(rollback / "rollback.json", {"reason": "made up"})
     add_metrics(run, 6)
     return run
+
+
+def index_of(run: Path) -> RolloutIndex:
+    return IndexCache(run).index()
+
+
+def same_table(one: RolloutIndex, other: RolloutIndex) -> None:
+    assert one.table.column_names == other.table.column_names
+    for name in one.table.column_names:
+        np.testing.assert_array_equal(one.column(name), other.column(name))
+
+
+def found(index: RolloutIndex, **filters: Any) -> list[int]:
+    """Ids of the rollouts that pass."""
+    matches = QueryResult(index, parse_filters({key: str(value) for key, value in filters.items()}))
+    return index.column("rollout_id")[matches.rows].tolist()
+
+
+def expected(keep: Any) -> list[int]:
+    return [i for i in range(480) if keep(make_rollout(i))]

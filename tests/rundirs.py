@@ -1,12 +1,15 @@
-"""Run directories as the conductor leaves them, for tests of what reads them."""
+"""Run directories as the orchestrator leaves them, for tests of what reads them."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from stalewise.config import make_config, write_resolved
+from stalewise.reporting.read import Run
+from stalewise.reporting.summary import summarize
 from stalewise.reporting.wording import ACCURACY, CHARTS
 from stalewise.store.atomic import append_line, write_json_atomic
 from stalewise.store.manifest import BatchManifest, manifest_record
@@ -15,7 +18,7 @@ PLOTTED = [key for chart in CHARTS for key in chart.keys]
 
 
 def write_run(directory: Path, *, updates: int = 8, done: int | None = None, **config: Any) -> Path:
-    """A staged run of two stages as the conductor leaves it, complete or after `done` updates."""
+    """A staged run of two stages as the orchestrator leaves it, complete or after `done` updates."""
     done = updates if done is None else done
     record = {"schedule": {"updates": updates, "stages": 2}, "objective": {"name": "grpo"}} | config
     write_resolved(make_config(record), directory / "config.resolved.json")
@@ -59,3 +62,13 @@ def add_batch(directory: Path, index: int, version: int, **changes: Any) -> None
     manifest = BatchManifest(generation_batch=index, version=version, task="arithmetic", **values)
     path = directory / "rollouts" / f"g{index:06d}-v{version:06d}" / "manifest.json"
     write_json_atomic(path, manifest_record(manifest))
+
+
+def figures_of(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+def warnings(run: Run) -> str:
+    return "\n".join(summarize(run).warnings)

@@ -106,3 +106,15 @@ def splitmix64(seed: npt.NDArray[np.uint64], position: npt.NDArray[np.uint64]) -
 def uniform(seed: npt.NDArray[np.uint64], position: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """Uniform numbers in [0, 1), from the upper 53 bits."""
     return (splitmix64(seed, position) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds in readable units.
+
+    >>> format_duration(7.26), format_duration(95), format_duration(7384)
+    ('7.3 s', '1 min 35 s', '2 h 3 min')
+    """
+    if round(seconds, 1) < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {rest} s"

@@ -17,13 +17,13 @@ from stalewise.config.run_directory import RunResult
 from stalewise.planning.calibration import Calibration
 from stalewise.planning.cluster.cluster_plan import ClusterPlan, Outcome
 from stalewise.planning.planner import Choice, ConfigPlan, describe_safety, rounded_down
-from stalewise.planning.planner import duration as plan_duration
 from stalewise.planning.probe import Probed
 from stalewise.planning.sweep import Swept
-from stalewise.reporting.compare import Comparison, Side
+from stalewise.reporting.compare import ComparisonSide, RunComparison
 from stalewise.reporting.inspection import visible
-from stalewise.reporting.status import Phase, RunStatus
-from stalewise.reporting.summary import counted, duration, interval, shown
+from stalewise.reporting.status import RunPhase, RunStatus
+from stalewise.reporting.summary import count_noun, format_interval, format_value
+from stalewise.statistics import format_duration
 
 WIDE = 200  # columns for what is not a terminal: a script must not meet cut cells
 
@@ -280,29 +280,29 @@ def _facts(now: RunStatus) -> Iterator[tuple[str, str]]:
     if now.updates_per_second is not None:
         yield "rate", f"{now.updates_per_second:,.1f} updates/s while learning"
     if now.seconds_left and now.state in ("running", "maybe running"):
-        yield "left", f"about {duration(now.seconds_left)}"
+        yield "left", f"about {format_duration(now.seconds_left)}"
     if now.reward is not None:
         yield "reward", f"{now.reward:.3f}, mean of the last updates"
     if now.ess is not None:
         yield "ESS", f"{now.ess:.3f}"
     if now.accuracy is not None:
-        yield "accuracy", f"{interval(now.accuracy)} at version {now.accuracy['version']}"
+        yield "accuracy", f"{format_interval(now.accuracy)} at version {now.accuracy['version']}"
     if now.batch_budget is not None and now.horizon_budget is not None:
         yield "budget", f"{now.batch_budget:.0%} of the batch's drift used, {now.horizon_budget:.0%} of the run's"
     if now.rollbacks:
-        yield "taken back", counted(now.rollbacks, "time")
+        yield "taken back", count_noun(now.rollbacks, "time")
     whole = sum(now.seconds.values())
     if whole:
         parts = (f"{name} {seconds / whole:.0%}" for name, seconds in now.seconds.items() if seconds)
-        yield "time", f"{duration(whole)}: {', '.join(parts)}"
+        yield "time", f"{format_duration(whole)}: {', '.join(parts)}"
 
 
-def _phase(phase: Phase) -> str:
+def _phase(phase: RunPhase) -> str:
     amount = f"{phase.done:,} of {phase.total:,}" if phase.total else f"{phase.done:,}"
     return f"{phase.what} ({amount} {UNITS.get(phase.what, '')})" if phase.done or phase.total else phase.what
 
 
-def print_comparison(result: Comparison) -> None:
+def print_comparison(result: RunComparison) -> None:
     """The answer first, then the numbers behind it."""
     screen = console()
 
@@ -325,13 +325,13 @@ def print_comparison(result: Comparison) -> None:
         for column in ("setting that differs", result.a.name, result.b.name):
             settings.add_column(visible(column))
         for key, values in result.settings.items():
-            settings.add_row(key, *(visible(", ".join(map(shown, side))) for side in values))
+            settings.add_row(key, *(visible(", ".join(map(format_value, side))) for side in values))
         screen.print(settings)
     for note in result.notes:
         log(f"note: {note}", "yellow")
 
 
-def _accuracy(side: Side) -> str:
+def _accuracy(side: ComparisonSide) -> str:
     return f"{side.accuracy.value:.3f} [{side.accuracy.low:.3f}, {side.accuracy.high:.3f}]"
 
 
@@ -405,8 +405,8 @@ def print_plan(config: RunConfig, plan: ConfigPlan, calibration: Calibration) ->
     lines += [f"note: {note}" for note in [*(plan.safe.notes if plan.safe is not None else ()), *plan.elsewhere]]
     if (cost := plan.cost) is not None:
         parts = {"learn": cost.learn, "generate": cost.generate, "switch": cost.switch, "evaluate": cost.evaluate}
-        shares = ", ".join(f"{name} {plan_duration(seconds)}" for name, seconds in parts.items())
-        lines.append(f"time: about {plan_duration(cost.seconds)} ({shares})")
+        shares = ", ".join(f"{name} {format_duration(seconds)}" for name, seconds in parts.items())
+        lines.append(f"time: about {format_duration(cost.seconds)} ({shares})")
         disk = f"rollouts {cost.rollout_bytes / MIB:,.1f}, checkpoints {cost.checkpoint_bytes / MIB:,.1f}"
         lines.append(f"disk: {cost.disk_bytes / MIB:,.1f} MiB ({disk})")
     else:
@@ -443,9 +443,9 @@ def _choice_cells(choice: Choice) -> tuple[str, ...]:
         str(choice.staleness),
         "unknown" if safe is None else rounded_down(safe.learning_rate),
         "" if safe is None else safe.binding,
-        "–" if choice.seconds is None else plan_duration(choice.seconds),
+        "–" if choice.seconds is None else format_duration(choice.seconds),
         "–" if choice.drift_updates is None else f"{choice.drift_updates:,}",
-        "–" if choice.drift_seconds is None else plan_duration(choice.drift_seconds),
+        "–" if choice.drift_seconds is None else format_duration(choice.drift_seconds),
     )
 
 
@@ -484,9 +484,9 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
         str(outcome.updates_per_generation),
         str(outcome.worst_age),
         devices,
-        plan_duration(outcome.stage_seconds),
-        plan_duration(outcome.seconds),
-        plan_duration(outcome.generate_seconds),
+        format_duration(outcome.stage_seconds),
+        format_duration(outcome.seconds),
+        format_duration(outcome.generate_seconds),
         f"{outcome.learner_idle:.1%}",
         f"{outcome.generator_idle:.1%}",
         f"{outcome.network_bytes_per_day / GIB:,.0f} GiB",

@@ -1,1 +1,1 @@
-"""Our objectives, diagnostics and rollout store inside other people's trainers. Nothing else imports this room."""
+"""Objectives, diagnostics and rollout store inside other trainers, and exports to the Hugging Face hub."""

@@ -1,8 +1,7 @@
-"""TRL's GRPO trainer with an objective of ours in place of its loss, our diagnostics and our rollout store.
+"""TRL's GRPO trainer with the objectives, diagnostics and rollout store of stalewise.
 
-TRL generates, scores, accumulates and steps as it always does. What changes: the loss, the advantages that the
-objective prescribes, and the behaviour log-probabilities, which are always there. Statistics and denominators are those
-of the whole optimizer batch, over gradient accumulation and ranks, so the split of a batch never shows in its gradient.
+Loss, advantages and behaviour log-probabilities are replaced. Statistics and denominators are those of the whole
+optimizer batch, over gradient accumulation and ranks, so the gradient does not depend on how a batch is split.
 
 Axes: B rollouts of a micro-batch, T their response tokens, N rollouts of a generation batch on all ranks.
 """
@@ -41,23 +40,19 @@ from stalewise.types import SamplerSettings
 
 PREFIX = "stalewise/"  # before the names of docs/metrics.md: TRL has an `entropy` of its own
 
-# Settings of TRL's own losses and advantages, which nothing reads here: one that was changed would be passed over.
+# Settings of TRL's own losses and advantages that are not used here: changing one is an error.
 UNREAD = (
     *("beta", "delta", "entropy_coef", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type"),
     *("multi_objective_aggregation", "off_policy_mask_threshold", "scale_rewards", "top_entropy_quantile"),
     "use_adaptive_entropy",
 )
-# Settings of `generate` under which a forward pass gives the distribution that was sampled from.
+# Settings of `generate` for which a forward pass gives the sampling distribution.
 UNTRUNCATED: Mapping[str, tuple[Any, ...]] = {
     "do_sample": (True,),
-    "top_p": (None, 1.0),
-    "top_k": (None, 0),
-    "min_p": (None, 0.0),
-    "typical_p": (None, 1.0),
-    "repetition_penalty": (None, 1.0),
-    "num_beams": (None, 1),
+    **dict.fromkeys(("top_p", "typical_p", "repetition_penalty"), (None, 1.0)),
+    **{name: (None, least) for name, least in (("top_k", 0), ("min_p", 0.0), ("num_beams", 1))},
 }
-# What the model's forward takes beside tokens, under the names that TRL's micro-batches have.
+# Further inputs of the model's forward, by their names in TRL's micro-batches.
 EXTRA_INPUTS = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
     *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
@@ -66,7 +61,7 @@ EXTRA_INPUTS = (
 
 @dataclass(slots=True)
 class _Window:
-    """One optimizer batch: its micro-batches on this rank, and what is known of all of them on all ranks."""
+    """One optimizer batch: its micro-batches on this rank, and its statistics over all ranks."""
 
     parts: list[dict[str, Any]]
     denominator: Tensor
@@ -75,14 +70,13 @@ class _Window:
 
 
 class StaleGRPOTrainer(GRPOTrainer):
-    """`GRPOTrainer` that learns with an objective of `stalewise.objectives`.
+    """`GRPOTrainer` with an objective of `stalewise.objectives`.
 
-    Takes what TRL's trainer takes, and by name: `objective` with `objective_params` (docs/objectives.md), and `store`,
-    a directory under which every generation batch is written as `stalewise learn` reads it. The diagnostics of
-    docs/metrics.md are among TRL's metrics, as `stalewise/ess` and so on.
+    Further arguments: `objective` with `objective_params` (docs/objectives.md), and `store`, a directory to which every
+    generation batch is written for `stalewise learn`. TRL logs the diagnostics of docs/metrics.md under `stalewise/`.
     """
 
-    # transformers and TRL type these too widely to be used.
+    # transformers and TRL type these too widely.
     model: Any
     args: Any
     accelerator: Any
@@ -101,59 +95,42 @@ class StaleGRPOTrainer(GRPOTrainer):
         self.objective_settings = self.objective.settings(objective_params)
         super().__init__(*arguments, **more)
         self._check_settings(store)
-        self._writer = None if store is None else RolloutWriter(store, self.processing_class, self._sampler_settings())
-        self._rewards = torch.empty(0)  # [N, functions] of the generation batch that was scored last
-        self._version = 0  # updates before the generation batch that is learned from
+        self._writer = None
+        if store is not None:
+            sampler, stops = self._sampler_settings(), set(self.eos_token_ids)
+            size, seed = self.num_generations, self.args.seed
+            self._writer = RolloutWriter(Path(store), self.processing_class, sampler, size, stops, seed)
+        self._rewards = torch.empty(0)  # [N, functions] of the last scored generation batch
+        self._version = 0  # updates before the current generation batch
         self._window: _Window | None = None
-
-    # ------------------------------------------------------------ settings
 
     def _check_settings(self, store: str | Path | None) -> None:
         for name in UNREAD:
             value, default = getattr(self.args, name), GRPOConfig.__dataclass_fields__[name].default
             if value != default:
-                raise ConfigError(
-                    f"GRPOConfig.{name} is {value!r}, but objective {self.objective.name} does not read it: "
-                    f"leave it at {default!r}, and give bounds in objective_params"
-                )
+                unused = f"GRPOConfig.{name} is {value!r}, but objective {self.objective.name} does not use it"
+                raise ConfigError(f"{unused}: leave it at {default!r}, and set bounds in objective_params")
         if self.aux_loss_enabled:
-            raise ConfigError("the router's auxiliary loss is no part of the objective: set router_aux_loss_coef=0.0")
+            raise ConfigError("the router's auxiliary loss is not part of the objective: set router_aux_loss_coef=0.0")
         passes, steps = self.args.gradient_accumulation_steps, self.args.steps_per_generation
         if steps % passes:
-            raise ConfigError(
-                f"steps_per_generation is {steps}, no multiple of gradient_accumulation_steps {passes}: an update "
-                "would need rollouts that are not generated yet; make it a multiple"
-            )
-        if not self.use_vllm and self.rollout_func is None:
-            self._check_sampling()
-        if store is not None and self.mask_truncated_completions:
-            raise ConfigError(
-                "mask_truncated_completions takes away the responses that `store` is to keep: leave it out; "
-                "`stalewise learn` masks truncated responses with objective.truncated"
-            )
-
-    def _check_sampling(self) -> None:
-        """Transformers says no log-probabilities: they come from a forward pass, which knows the temperature alone."""
-        known = {**UNTRUNCATED, "temperature": (self.temperature,)}
-        for name, values in known.items():
+            what = f"steps_per_generation is {steps}, not a multiple of gradient_accumulation_steps {passes}"
+            raise ConfigError(f"{what}: an update would need rollouts that are not generated yet; make it a multiple")
+        # Without vLLM, log-probabilities come from a forward pass, which only takes the temperature into account.
+        is_recomputed = not self.use_vllm and self.rollout_func is None
+        for name, values in {**UNTRUNCATED, "temperature": (self.temperature,)}.items() if is_recomputed else ():
             if (value := getattr(self.generation_config, name, None)) not in values:
-                raise ConfigError(
-                    f"generation with {name}={value!r} draws from a distribution whose log-probabilities TRL does not "
-                    f"know: set it to {values[-1]!r}, or generate with use_vllm=True"
-                )
+                what = f"generation with {name}={value!r} samples from a distribution without log-probabilities in TRL"
+                raise ConfigError(f"{what}: set it to {values[-1]!r}, or generate with use_vllm=True")
+        if store is not None and self.mask_truncated_completions:
+            what = "mask_truncated_completions removes responses that `store` has to keep"
+            raise ConfigError(f"{what}: leave it out; objective.truncated masks them in `stalewise learn`")
 
     def _sampler_settings(self) -> SamplerSettings:
-        halves = {"bfloat16": self.args.bf16, "float16": self.args.fp16}
         own = str(self.model.dtype).removeprefix("torch.")
-        return SamplerSettings(
-            name="trl-vllm" if self.use_vllm else "trl",
-            precision=next((name for name, chosen in halves.items() if chosen), own),
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k or 0,
-        )
-
-    # ------------------------------------------------------------ rollouts
+        precision = "bfloat16" if self.args.bf16 else "float16" if self.args.fp16 else own
+        shape = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k or 0}
+        return SamplerSettings(name="trl-vllm" if self.use_vllm else "trl", precision=precision, **shape)
 
     def _calculate_rewards(self, *arguments: Any) -> Tensor:
         self._rewards = super()._calculate_rewards(*arguments)
@@ -165,39 +142,30 @@ class StaleGRPOTrainer(GRPOTrainer):
         if self.model.training:
             self._version = self.state.global_step
         policy_logp = output.get("old_per_token_logps")
-        if policy_logp is None:  # TRL leaves them out where a generation batch serves one update
+        if policy_logp is None:  # TRL omits them if a generation batch serves one update
+            size = self.args.per_device_train_batch_size
             with self._without_gradient():
-                size = self.args.per_device_train_batch_size
                 policy_logp, _ = self._policy_logp(self.model, output, batch_size=size)
         sampled_logp = output.get("sampling_per_token_logps", policy_logp)
         output["behaviour_logp"] = torch.where(sampled_logp.isnan(), policy_logp, sampled_logp)
         output["proximal_logp"] = policy_logp
-        reward_N = self._total_rewards()
-        mine = slice(self.accelerator.process_index * len(inputs), (self.accelerator.process_index + 1) * len(inputs))
+        # Weighted sum of the reward functions; NaN where none gave a reward.
+        reward_N = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(dim=1)
+        reward_N = reward_N.masked_fill(self._rewards.isnan().all(dim=1), torch.nan)
+        start_row = self.accelerator.process_index * len(inputs)
+        own_rows = slice(start_row, start_row + len(inputs))
         advantage_N, kept_N = self._advantages(reward_N)
-        output["advantages"], output["kept"] = advantage_N[mine], kept_N[mine]
+        output["advantages"], output["kept"] = advantage_N[own_rows], kept_N[own_rows]
         if self._writer is not None and self.model.training:
             parts = dict(zip(self.reward_func_names, self._rewards.T.tolist(), strict=True))
+            seconds = time.perf_counter() - start
             self._writer.write(
-                inputs,
-                output,
-                rewards=reward_N.tolist(),
-                parts=parts,
-                group_size=self.num_generations,
-                version=self._version,
-                stops=set(self.eos_token_ids),
-                seed=self.args.seed,
-                seconds=time.perf_counter() - start,
+                inputs, output, rewards=reward_N.tolist(), parts=parts, version=self._version, seconds=seconds
             )
         return output
 
-    def _total_rewards(self) -> Tensor:
-        """Weighted sum of the reward functions, [N]; NaN where none of them gave a reward."""
-        total_N = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(dim=1)
-        return total_N.masked_fill(self._rewards.isnan().all(dim=1), torch.nan)
-
     def _advantages(self, reward_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Advantages that the objective prescribes, and which rollouts stay in the update, [N]."""
+        """The objective's advantages, and which rollouts stay in the update, [N]."""
         size = self.num_generations if self.model.training else self.num_generations_eval
         group_N = torch.arange(len(reward_N), device=reward_N.device) // size
         kept_N = reward_N.isfinite()
@@ -209,8 +177,6 @@ class StaleGRPOTrainer(GRPOTrainer):
                 kept_N[kept_N.clone()] = ~found.degenerate_N
         return advantage_N, kept_N
 
-    # ------------------------------------------------------------ the loss
-
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         training = self.model.training
         logp_BT, entropy_BT = self._policy_logp(model, inputs, compute_entropy=True)
@@ -221,29 +187,25 @@ class StaleGRPOTrainer(GRPOTrainer):
         settings = self.objective_settings
         loss, token_loss = micro_batch_loss(self.objective, tokens, window.statistics, settings, window.denominator)
         window.sums.append(micro_batch_sums(tokens, token_loss, entropy_BT))
-        over = len(window.sums) == len(window.parts)
+        is_last = len(window.sums) == len(window.parts)
         if training:
-            self._window = None if over else window
-        if over:
+            self._window = None if is_last else window
+        if is_last:
             self._log_window(window, "train" if training else "eval")
-        # Gradients of micro-batches add up, those of ranks are averaged.
+        # Gradients are summed over micro-batches and averaged over ranks.
         return loss * self.accelerator.num_processes
 
     def _parts(self) -> list[dict[str, Any]]:
-        """Micro-batches of the update that begins now."""
+        """Micro-batches of the update that starts now."""
         assert self._buffered_inputs is not None
-        first = self._step % self.args.steps_per_generation
-        parts = self._buffered_inputs[first : first + self.current_gradient_accumulation_steps]
-        if (
-            len(parts) < self.current_gradient_accumulation_steps
-        ):  # after an epoch that ended in the middle of an update
-            raise ConfigError(
-                "an update would need rollouts of two generation batches: give a dataset of whole batches"
-            )
+        first, count = self._step % self.args.steps_per_generation, self.current_gradient_accumulation_steps
+        parts = self._buffered_inputs[first : first + count]
+        if len(parts) < count:  # after an epoch that ended in the middle of an update
+            raise ConfigError("an update would need rollouts of two generation batches: use a dataset of whole batches")
         return parts
 
     def _open_window(self, model: Any, parts: list[dict[str, Any]], first: Tokens) -> _Window:
-        """Phase one over the whole optimizer batch; its first micro-batch has passed through the model already."""
+        """First pass over the whole optimizer batch; `first` is the forward pass of its first micro-batch."""
         by_response = self.objective.reduction == "sequence" or self.objective.constant_denominator
         masks = [self._mask(part) for part in parts]
         counts = [mask.any(dim=1).sum() if by_response else mask.sum() for mask in masks]
@@ -264,7 +226,7 @@ class StaleGRPOTrainer(GRPOTrainer):
         if found["nonfinite"]:
             raise NonFiniteUpdate(
                 f"update {self.state.global_step}: {int(found['nonfinite'])} tokens with a non-finite ratio; no step "
-                "was taken: start from a checkpoint with a lower learning_rate or a smaller steps_per_generation"
+                "was taken: restart from a checkpoint with a lower learning_rate or a smaller steps_per_generation"
             )
         if mode == "train":
             found |= age_statistics(self.state.global_step, torch.tensor([self._version]))
@@ -293,7 +255,7 @@ class StaleGRPOTrainer(GRPOTrainer):
     def _policy_logp(
         self, model: Any, inputs: dict[str, Any], *, batch_size: int | None = None, compute_entropy: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of the responses at the sampling temperature, and entropies where asked for, [B, T]."""
+        """Log-probabilities of the responses at the sampling temperature, and entropies on request, [B, T]."""
         logp_BT, entropy_BT, _ = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1),

@@ -1,11 +1,10 @@
-"""Our objectives in verl's registry of policy losses, under the names `stalewise_grpo`, `stalewise_p3o` and so on.
+"""The objectives in verl's registry of policy losses, as `stalewise_grpo`, `stalewise_p3o` and so on.
 
-Importing this module registers all that verl can run, with their default parameters; where verl is not installed it
-registers nothing. verl imports it by itself, as a plugin of the group `verl.plugins`, in each of its processes.
+Importing this module registers those that verl can run, with default parameters, if verl is installed. verl imports it
+as a plugin (`verl.plugins`) in each of its processes. The ratio is to `old_log_prob`, and advantages are verl's. A loss
+sees one micro-batch: objectives with batch statistics need the whole update as one micro-batch per rank.
 
-In verl the ratio is to `old_log_prob`, advantages are those of its estimator, and the loss is asked for micro-batch by
-micro-batch: an objective that reads statistics of the whole optimizer batch gets it in one micro-batch per rank, or
-refuses. Axes: B responses, T response tokens.
+Axes: B responses, T response tokens.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from stalewise.objectives.registry import Settings
 PREFIX = "stalewise"
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]
 
-# The proximal policy is no argument of a policy loss in verl.
+# verl passes no proximal policy to a loss.
 NAMES = tuple(name for name, objective in OBJECTIVES.items() if not objective.needs_proximal)
 
 
 def aggregation(objective: Objective) -> str:
-    """The `loss_agg_mode` of verl that is the reduction of the objective."""
+    """verl's `loss_agg_mode` for the reduction of the objective."""
     if objective.constant_denominator:
         return "seq-mean-token-sum-norm"
     return "seq-mean-token-mean" if objective.reduction == "sequence" else "token-mean"
 
 
 def policy_loss(name: str, **params: Any) -> PolicyLoss:
-    """The objective as a policy loss of verl: its arguments, and its result, the loss and metrics by name."""
+    """The objective as a policy loss of verl, which returns the loss and metrics by name."""
     objective = get_objective(name)
     if objective.needs_proximal:
-        raise ConfigError(f"objective {name} needs a proximal policy, which verl does not hand over: choose another")
+        raise ConfigError(f"objective {name} needs a proximal policy, which verl does not provide: choose another")
     settings = objective.settings(params)
     mode = aggregation(objective)
 
@@ -58,7 +57,7 @@ def policy_loss(name: str, **params: Any) -> PolicyLoss:
     ) -> tuple[Tensor, dict[str, float]]:
         if loss_agg_mode != mode:
             raise ConfigError(
-                f"actor.loss_agg_mode is {loss_agg_mode}, but objective {name} is reduced by {mode}: set it to that"
+                f"actor.loss_agg_mode is {loss_agg_mode}, but objective {name} needs {mode}: set it to that"
             )
         batch: Mapping[str, Any] = {} if config is None else config.global_batch_info
         tokens = make_tokens(
@@ -79,46 +78,42 @@ def policy_loss(name: str, **params: Any) -> PolicyLoss:
 
 
 def register(name: str, *, under: str = "", **params: Any) -> PolicyLoss:
-    """Put the objective into verl's registry as `under` (`stalewise_` and its name unless said)."""
+    """Register the objective in verl as `under`, by default `stalewise_` and its name."""
     algorithms = importlib.import_module("verl.trainer.ppo.core_algos")
     return algorithms.register_policy_loss(under or f"{PREFIX}_{name}")(policy_loss(name, **params))
 
 
 def _one_per_response(advantages: Tensor, mask_BT: Tensor) -> Tensor:
-    """The advantage of each response, [B]; verl says it once per token."""
+    """The advantage of each response, [B]; verl has one per token."""
     first_B1 = mask_BT.int().argmax(dim=1, keepdim=True)
     advantage_B1 = advantages.gather(1, first_B1)
     if bool((mask_BT & (advantages != advantage_B1)).any()):
-        raise ConfigError(
-            "advantages differ within a response, but the objective takes one per response: choose an "
-            "algorithm.adv_estimator of outcomes, such as grpo or rloo"
-        )
+        advice = "choose an algorithm.adv_estimator of outcomes, such as grpo or rloo"
+        raise ConfigError(f"advantages differ within a response, but the objective takes one per response: {advice}")
     return advantage_B1.squeeze(1)
 
 
 def _statistics(objective: Objective, tokens: Tokens, settings: Settings, batch: Mapping[str, Any]) -> Mergeable | None:
-    """Phase one. Over ranks that hold the same responses (tensor or sequence parallel), too: ratios do not change."""
+    """The first pass, merged over ranks. Ranks with the same responses (tensor parallel) do not change its ratios."""
     if objective.measure is None:
         return None
     whole, here = batch.get("global_batch_size"), len(tokens.mask_BT) * (batch.get("dp_size") or 1)
     if whole is not None and here != whole:
-        raise ConfigError(
-            f"objective {objective.name} reads statistics of all {whole} responses of an update, but this micro-batch "
-            f"has {here} with those of other ranks: raise actor.ppo_micro_batch_size_per_gpu (or "
-            "ppo_max_token_len_per_gpu) until an update is one micro-batch"
-        )
+        what = f"objective {objective.name} needs all {whole} responses of an update, but this micro-batch has {here}"
+        advice = "raise actor.ppo_micro_batch_size_per_gpu (or ppo_max_token_len_per_gpu)"
+        raise ConfigError(f"{what} over all ranks: {advice} until an update is one micro-batch")
     return merge_over_ranks(objective.measure(tokens, settings))
 
 
 def _denominator(objective: Objective, tokens: Tokens, batch: Mapping[str, Any]) -> float | Tensor:
-    """What verl's own aggregation divides by: numbers of the whole update, of which each rank has a share."""
+    """The denominator of verl's own aggregation: counts of the whole update, divided by the ranks."""
     by_response = objective.reduction == "sequence" or objective.constant_denominator
-    counted = batch.get("global_batch_size" if by_response else "batch_num_tokens")
-    if counted is None:
-        counted = natural_denominator(tokens, "sequence" if by_response else "token").clamp(min=1)
+    count = batch.get("global_batch_size" if by_response else "batch_num_tokens")
+    if count is None:
+        count = natural_denominator(tokens, "sequence" if by_response else "token").clamp(min=1)
     if objective.constant_denominator:
-        counted = counted * (batch.get("loss_scale_factor") or tokens.mask_BT.shape[1])
-    return counted / (batch.get("dp_size") or 1)
+        count = count * (batch.get("loss_scale_factor") or tokens.mask_BT.shape[1])
+    return count / (batch.get("dp_size") or 1)
 
 
 if find_spec("verl") is not None:

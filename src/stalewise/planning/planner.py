@@ -13,6 +13,7 @@ from stalewise.planning.costs import Costs, costs
 from stalewise.planning.grid import rate_name
 from stalewise.staleness.law import Fit
 from stalewise.staleness.plan import ROUNDING, Plan, largest_learning_rate, largest_staleness
+from stalewise.statistics import format_duration
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +250,7 @@ def plan_for_training(config: RunConfig) -> TrainingPlan:
     plan = plan_config(config, found)
     lines = describe_safety(plan)
     if plan.cost is not None:
-        lines.append(f"plan: about {duration(plan.cost.seconds)}, {plan.cost.disk_bytes / 1e6:,.1f} MB on disk")
+        lines.append(f"plan: about {format_duration(plan.cost.seconds)}, {plan.cost.disk_bytes / 1e6:,.1f} MB on disk")
     lines += [f"plan: {note}" for note in plan.elsewhere]
     if config.plan.strict and not plan.is_safe:
         raise CalibrationError(" ".join(line.removeprefix("plan: ") for line in describe_safety(plan)))
@@ -275,15 +276,3 @@ def rounded_down(learning_rate: float) -> str:
     """
     unit = Decimal(1).scaleb(Decimal(repr(learning_rate)).adjusted() - 1)
     return rate_name(float(Decimal(repr(learning_rate)).quantize(unit, rounding=ROUND_FLOOR)))
-
-
-def duration(seconds: float) -> str:
-    """Seconds for a person.
-
-    >>> duration(12.34), duration(754.0), duration(7300.0)
-    ('12.3 s', '12 min 34 s', '2 h 1 min')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

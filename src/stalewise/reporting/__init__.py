@@ -1,7 +1,4 @@
-"""The report: reads run directories and writes one HTML page that needs no network. Imports no torch.
-
-The page is drawn with plotly, which is imported when one is asked for: whoever only reads runs needs none.
-"""
+"""Reads run directories: report, comparison, status and rollout browser. Imports no torch, and plotly on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables to plotly figures: one per chart, all runs overlaid, long curves thinned."""
+"""Draws the charts of the report as plotly figures: all runs overlaid, long curves thinned."""
 
 from __future__ import annotations
 
@@ -11,29 +11,39 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from stalewise.reporting.compare import NORMAL_95
 from stalewise.reporting.read import Run, version_clock
 from stalewise.reporting.timeline import Column
 from stalewise.reporting.wording import ACCURACY, CHARTS, Chart
 
 LONGEST_CURVE = 1000  # points; a chart is about 600 pixels wide
 BUCKETS = 500
-FEW_POINTS = 32  # with so few, every update gets a marker
+FEW_POINTS = 32  # up to this number, every update gets a marker
 MOST_STAGE_LINES = 8
-NORMAL_95 = 1.96  # half of an interval's width, in standard errors
-LOG_TICKS = ((2.0, 1), (0.7, "D2"))  # beyond so many decades: every power of ten; also 2 and 5 times these
+LOG_TICKS = ((2.0, 1), (0.7, "D2"))  # above this many decades: powers of ten; also 2 and 5 times these
 X_TITLE = "update (count, from 0)"
 TIME_TITLE = "training time (seconds)"
 
-# Told apart on a light and on a dark ground (3 to 1 on both), and by people who see few colours (with the dashes).
+# Contrast of 3 to 1 on the light and the dark page; with the dashes, also distinct for colour-blind readers.
 COLOURS = ("#3b82d6", "#cf6f17", "#2b9664", "#d1495b", "#8a63d2", "#a47148", "#c9589a", "#74818d")
 DASHES = ("solid", "dash", "dot")
-STAGE_COLOUR = TAKEN_BACK_COLOUR = "#7f8a94"
+STAGE_COLOUR = ROLLED_BACK_COLOUR = "#7f8a94"
 LIMIT_COLOUR = "#d1495b"
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
-    """A curve as it is drawn; `low` and `high` are the ends of its band, where it has one."""
+class MetricSeries:
+    """The values of one metric of a run or of a rollback; `spread` is the error below and above."""
+
+    x: Column
+    y: Column
+    spread: tuple[Column, Column] | None = None
+    is_rolled_back: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnCurve:
+    """A curve as it is drawn, with the ends of its band if it has one."""
 
     x: Column
     y: Column
@@ -42,62 +52,57 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Style:
-    """How a curve looks: metrics differ in dashes, since equal curves lie on each other, and runs in colour."""
+class LineStyle:
+    """The look of a curve: dashes tell metrics apart, colours tell runs apart."""
 
     colour: str
     dash: str
 
 
-def thin(x: Column, y: Column) -> Curve:
-    """Replace a curve of more than LONGEST_CURVE points by the mean, minimum and maximum of at most BUCKETS buckets.
+def thin(x: Column, y: Column) -> DrawnCurve:
+    """Replace a curve of more than LONGEST_CURVE points by mean, minimum and maximum of at most BUCKETS buckets.
 
-    Buckets are of equal width but for the last one. What is not finite is in no mean; a bucket of such values alone
-    stays a gap.
+    Buckets have equal width, except the last. Non-finite values are left out; a bucket without a finite value is a gap.
     """
     y = np.where(np.isfinite(y), y, np.nan)
     if len(y) <= LONGEST_CURVE:
-        return Curve(x, y)
-    width = bucket_width(len(y))
-    starts = np.arange(0, len(y), width)
+        return DrawnCurve(x, y)
+    starts = np.arange(0, len(y), bucket_width(len(y)))
     known = ~np.isnan(y)
     count = np.add.reduceat(known.astype(np.float64), starts)
     gap = np.where(count > 0, 0.0, np.nan)
-    total = np.add.reduceat(np.where(known, y, 0.0), starts)
+    mean = np.add.reduceat(np.where(known, y, 0.0), starts) / np.maximum(count, 1) + gap
     low = np.minimum.reduceat(np.where(known, y, np.inf), starts)
     high = np.maximum.reduceat(np.where(known, y, -np.inf), starts)
-    some = count > 0
-    mean = total / np.maximum(count, 1) + gap
     middle = np.add.reduceat(x, starts) / np.diff(np.append(starts, len(y)))
-    return Curve(middle, mean, np.where(some, low, np.nan), np.where(some, high, np.nan))
+    return DrawnCurve(middle, mean, np.where(count > 0, low, np.nan), np.where(count > 0, high, np.nan))
 
 
 def bucket_width(points: int) -> int:
-    """Updates per point of a curve of that many updates."""
+    """Updates per drawn point of a curve."""
     return 1 if points <= LONGEST_CURVE else -(-points // BUCKETS)
 
 
 def draw_charts(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
-    """Figures by the name of their chart, as plotly.js takes them; charts for which no run has a value are left out."""
+    """Figures for plotly.js by chart name; charts without any value are left out."""
     figures = {chart.name: draw(chart, runs) for chart in CHARTS}
     return {name: as_json(figure) for name, figure in figures.items() if figure.data}
 
 
 def draw(chart: Chart, runs: Sequence[Run]) -> go.Figure:
-    """One chart: every run, every metric, and what was taken back."""
+    """One chart with every run and metric, including what was rolled back."""
     figure = go.Figure(layout=layout(chart.y_title))
-    drawn: list[tuple[Series, list[go.Scatter]]] = []
+    drawn: list[tuple[MetricSeries, list[go.Scatter]]] = []
     for i, run in enumerate(runs):
         for j, key in enumerate(chart.keys):
             style = style_of(i, j, is_single=len(runs) == 1)
-            # plotly takes text for HTML, and a run's name is none.
-            name = key if len(runs) == 1 else f"{html.escape(run.label)}: {key}"
+            name = key if len(runs) == 1 else f"{html.escape(run.label)}: {key}"  # plotly reads names as HTML
             for series in series_of(run, chart, key):
-                # The page shows and hides runs.
-                drawn.append((series, [t.update(meta={"run": i}) for t in curves(series, key, name, style)]))
-    for _, traces in sorted(drawn, key=lambda pair: not pair[0].is_taken_back):  # what stands lies on top
+                # The page shows and hides runs by `meta`.
+                drawn.append((series, [t.update(meta={"run": i}) for t in traces_of(series, key, name, style)]))
+    for _, traces in sorted(drawn, key=lambda pair: not pair[0].is_rolled_back):  # rolled back: underneath
         figure.add_traces(traces)
-    # Bands of several runs lie on each other.
+    # Bands of several runs overlap.
     figure.update_traces(opacity=0.25 if len(runs) == 1 else 0.12, selector={"fill": "toself"})
     set_axes(figure, chart, runs, [series for series, _ in drawn])
     if len(runs) == 1 and figure.data and not chart.is_against_time:
@@ -107,86 +112,71 @@ def draw(chart: Chart, runs: Sequence[Run]) -> go.Figure:
     return figure
 
 
-def set_axes(figure: go.Figure, chart: Chart, runs: Sequence[Run], drawn: Sequence[Series]) -> None:
-    """Ranges that can be read against those of other charts."""
+def set_axes(figure: go.Figure, chart: Chart, runs: Sequence[Run], drawn: Sequence[MetricSeries]) -> None:
+    """Set the ranges of the axes, comparable between charts."""
     if chart.is_against_time:
         figure.update_xaxes(title=TIME_TITLE, rangemode="tozero")
-    else:  # all of the run to come, and the same in every chart
+    else:  # the whole planned run, the same in every chart
         horizon = max(run.planned_updates for run in runs)
         figure.update_xaxes(range=[-0.02 * horizon, 1.02 * horizon])
     if chart.is_share:
         figure.update_yaxes(range=[-0.03, 1.03])
     elif chart.is_log:
-        figure.update_yaxes(type="log", minor={"ticks": "outside", "ticklen": 2})
-        step = next((step for least, step in LOG_TICKS if decades(drawn) > least), None)
-        figure.update_yaxes(dtick=step)
+        values = np.concatenate([np.empty(0), *(series.y for series in drawn)])
+        values = values[np.isfinite(values) & (values > 0)]
+        decades = float(np.log10(values.max() / values.min())) if len(values) else 0.0
+        step = next((step for least, step in LOG_TICKS if decades > least), None)
+        figure.update_yaxes(type="log", minor={"ticks": "outside", "ticklen": 2}, dtick=step)
     elif chart.has_zero:
         figure.update_yaxes(rangemode="tozero")
 
 
-def decades(drawn: Sequence[Series]) -> float:
-    """How many powers of ten the values span."""
-    values = np.concatenate([np.empty(0), *(series.y for series in drawn)])
-    known = values[np.isfinite(values) & (values > 0)]
-    return float(np.log10(known.max() / known.min())) if len(known) else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    """The values of one metric of one run, or of a stretch of it that was taken back; `spread` is below and above."""
-
-    x: Column
-    y: Column
-    spread: tuple[Column, Column] | None = None
-    is_taken_back: bool = False
-
-
-def series_of(run: Run, chart: Chart, key: str) -> list[Series]:
-    """What a chart shows of one metric of a run: what stands, and then what was taken back."""
+def series_of(run: Run, chart: Chart, key: str) -> list[MetricSeries]:
+    """The values of one metric of a run, followed by those of its rollbacks."""
     parts = [(run.metrics, run.evaluations, run.clock, False)]
     parts += [(rollback.metrics, rollback.evaluations, rollback.clock, True) for rollback in run.rollbacks]
-    found: list[Series] = []
-    for metrics, evaluations, clock, is_taken_back in parts:
+    found: list[MetricSeries] = []
+    for metrics, evaluations, clock, is_rolled_back in parts:
         if key == ACCURACY:
-            x = [version_clock(metrics, clock, record["version"]) for record in evaluations]
-            x = x if chart.is_against_time else [record["version"] for record in evaluations]
+            versions = [record["version"] for record in evaluations]
+            x = [version_clock(metrics, clock, version) for version in versions] if chart.is_against_time else versions
             value, low, high = (
                 np.array([record["accuracy"][end] for record in evaluations]) for end in ("value", "low", "high")
             )
-            series = Series(np.array(x, dtype=float), value, (value - low, high - value), is_taken_back)
+            series = MetricSeries(np.array(x, dtype=float), value, (value - low, high - value), is_rolled_back)
         else:
             y = metrics.get(key, np.empty(0))
             x = clock if chart.is_against_time else metrics.get("update", y)
             error = metrics.get(f"{key}_error")
             spread = None if error is None else (NORMAL_95 * error, NORMAL_95 * error)
-            series = Series(x[: len(y)], y, spread, is_taken_back)
+            series = MetricSeries(x[: len(y)], y, spread, is_rolled_back)
         if (np.isfinite(series.x) & np.isfinite(series.y)).any():
             found.append(series)
     return found
 
 
-def curves(series: Series, key: str, name: str, style: Style) -> list[go.Scatter]:
-    """A series as it is drawn: grey and dotted where it was taken back."""
-    if series.is_taken_back:
-        name, style = f"{name}, taken back", Style(TAKEN_BACK_COLOUR, "dot")
+def style_of(run: int, metric: int, *, is_single: bool) -> LineStyle:
+    """Colour and dash of a curve. With a single run, colours also tell its metrics apart."""
+    return LineStyle(COLOURS[(metric if is_single else run) % len(COLOURS)], DASHES[metric % len(DASHES)])
+
+
+def traces_of(series: MetricSeries, key: str, name: str, style: LineStyle) -> list[go.Scatter]:
+    """The plotly traces of a series: grey and dotted if it was rolled back."""
+    if series.is_rolled_back:
+        name, style = f"{name}, rolled back", LineStyle(ROLLED_BACK_COLOUR, "dot")
     return (accuracy_traces if key == ACCURACY else metric_traces)(series, name, style)
 
 
-def style_of(run: int, metric: int, *, is_single: bool) -> Style:
-    """Colour and dash of a curve. Where there is one run, colours are free to tell its metrics apart as well."""
-    return Style(COLOURS[(metric if is_single else run) % len(COLOURS)], DASHES[metric % len(DASHES)])
-
-
-def metric_traces(series: Series, name: str, style: Style) -> list[go.Scatter]:
-    """The line of one metric, over a band: from minimum to maximum where it was thinned, or its 95% interval."""
+def metric_traces(series: MetricSeries, name: str, style: LineStyle) -> list[go.Scatter]:
+    """A line over its band: minimum to maximum if it was thinned, otherwise the 95% interval if it is known."""
     known = np.isfinite(series.x)
     curve, what = thin(series.x[known], series.y[known]), "minimum to maximum"
     if curve.low is None and series.spread is not None:
         below, above = (part[known] for part in series.spread)
-        curve, what = Curve(curve.x, curve.y, curve.y - below, curve.y + above), "95% interval"
+        curve, what = DrawnCurve(curve.x, curve.y, curve.y - below, curve.y + above), "95% interval"
     line = go.Scatter(
-        x=small(curve.x),
-        y=small(curve.y),
+        x=curve.x.astype(np.float32),  # half the bytes on the page, and seven digits are enough
+        y=curve.y.astype(np.float32),
         name=name,
         mode="lines+markers" if len(curve.y) <= FEW_POINTS else "lines",
         line={"color": style.colour, "dash": style.dash, "width": 1.7},
@@ -196,59 +186,40 @@ def metric_traces(series: Series, name: str, style: Style) -> list[go.Scatter]:
     return [_band(curve, f"{name}, {what}", style), line] if has_band else [line]
 
 
-def _band(curve: Curve, name: str, style: Style) -> go.Scatter:
-    """Closed outlines, one for each stretch without a gap: along the maxima and back along the minima."""
+def _band(curve: DrawnCurve, name: str, style: LineStyle) -> go.Scatter:
+    """One closed outline for each part without a gap: along the maxima and back along the minima."""
     assert curve.low is not None and curve.high is not None
     known = np.flatnonzero(np.isfinite(curve.low))
     x, y = [], []
-    for stretch in np.split(known, np.flatnonzero(np.diff(known) > 1) + 1):
-        x += [curve.x[stretch], curve.x[stretch[::-1]], [np.nan]]
-        y += [curve.high[stretch], curve.low[stretch[::-1]], [np.nan]]
-    return go.Scatter(
-        x=small(np.concatenate(x)),
-        y=small(np.concatenate(y)),
-        fill="toself",
-        fillcolor=style.colour,
-        mode="lines",
-        line={"width": 0},
-        hoverinfo="skip",
-        name=name,
-    )
+    for part in np.split(known, np.flatnonzero(np.diff(known) > 1) + 1):
+        x += [curve.x[part], curve.x[part[::-1]], [np.nan]]
+        y += [curve.high[part], curve.low[part[::-1]], [np.nan]]
+    x, y = (np.concatenate(values).astype(np.float32) for values in (x, y))
+    look = {"fill": "toself", "fillcolor": style.colour, "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
+    return go.Scatter(x=x, y=y, name=name, **look)
 
 
-def accuracy_traces(series: Series, name: str, style: Style) -> list[go.Scatter]:
-    """Held-out accuracy with its interval; version v is the policy that update v starts from."""
+def accuracy_traces(series: MetricSeries, name: str, style: LineStyle) -> list[go.Scatter]:
+    """Held-out accuracy with error bars; version v is the policy before update v."""
     assert series.spread is not None
     below, above = series.spread
     bars = {"array": above, "arrayminus": below, "thickness": 1.5, "width": 4, "color": style.colour}
-    return [
-        go.Scatter(
-            x=series.x,
-            y=series.y,
-            error_y=bars,
-            name=name,
-            mode="lines+markers",
-            line={"color": style.colour, "dash": style.dash, "width": 1.2},
-            marker={"size": 8, "symbol": "diamond"},
-        )
-    ]
+    line = {"color": style.colour, "dash": style.dash, "width": 1.2}
+    look = {"mode": "lines+markers", "line": line, "marker": {"size": 8, "symbol": "diamond"}}
+    return [go.Scatter(x=series.x, y=series.y, error_y=bars, name=name, **look)]
 
 
 def add_stage_lines(figure: go.Figure, run: Run) -> None:
-    """Mark where a new generation batch begins, unless that would be a hatching, and where a run was taken back to."""
-    if len(run.stage_starts) <= MOST_STAGE_LINES:
-        for start in run.stage_starts:
-            figure.add_vline(x=start, line={"width": 1, "dash": "dot", "color": STAGE_COLOUR}, layer="below")
-    for rollback in run.rollbacks:
-        line = {"width": 1.5, "dash": "dash", "color": LIMIT_COLOUR}
-        figure.add_vline(x=rollback.record["to_version"], line=line, layer="below")
+    """Mark the start of each generation batch, if they are few, and the versions of rollbacks."""
+    starts = run.stage_starts if len(run.stage_starts) <= MOST_STAGE_LINES else []
+    lines = [(start, {"width": 1, "dash": "dot", "color": STAGE_COLOUR}) for start in starts]
+    red = {"width": 1.5, "dash": "dash", "color": LIMIT_COLOUR}
+    for x, line in [*lines, *((rollback.record["to_version"], red) for rollback in run.rollbacks)]:
+        figure.add_vline(x=x, line=line, layer="below")
 
 
 def layout(y_title: str) -> go.Layout:
-    """What all figures have in common. The page adds colours, since only it knows whether it is dark.
-
-    It also has the legend: with several runs in a chart plotly's would take more room than the curves.
-    """
+    """The layout of all figures. The page adds the colours of its theme, and has the legend in its captions."""
     axis = {"zeroline": False, "automargin": True, "linewidth": 1, "ticks": "outside", "ticklen": 4}
     axis["exponentformat"] = "power"  # 3×10⁻⁴ where plotly would write 300µ
     return go.Layout(
@@ -263,13 +234,6 @@ def layout(y_title: str) -> go.Layout:
     )
 
 
-def small(values: Column) -> np.ndarray[Any, Any]:
-    """Half the bytes on the page, and seven digits, which is more than a screen shows."""
-    return values.astype(np.float32)
-
-
 def as_json(figure: go.Figure) -> dict[str, Any]:
-    """What plotly.js takes; arrays become base64, and NaN in them a gap."""
-    text = figure.to_json()
-    assert text is not None
-    return json.loads(text)
+    """A figure for plotly.js; arrays become base64, and NaN a gap."""
+    return json.loads(str(figure.to_json()))

@@ -1,8 +1,9 @@
-"""What lies in a run directory, as plain records: for `stalewise inspect` and for scripts. Imports no torch."""
+"""The contents of a run directory as plain records, for `stalewise inspect` and for scripts. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,12 @@ from stalewise.types import Rollout
 
 
 def inspect_run(directory: str | Path, *, verify: bool = False) -> dict[str, Any]:
-    """What a run holds and how far it is; with `verify`, after every shard was compared with its checksum."""
+    """The contents and the progress of a run; `verify` compares every shard with its checksum."""
     directory = Path(directory)
     config = read_config(directory)
     ledger = read_ledger(ledger_path(directory))
-    found = versions(directory)
-    updates = _sources(directory)["updates"] or config.schedule.updates
+    checkpoints = versions(directory)
+    updates = sum(batch["updates"] for batch in _sources(directory)) or config.schedule.updates
     return {
         "directory": str(directory),
         "task": config.task.name,
@@ -39,78 +40,70 @@ def inspect_run(directory: str | Path, *, verify: bool = False) -> dict[str, Any
         "objective": config.objective.name,
         "schedule": config.schedule.kind,
         "updates": updates,
-        "updates_done": found[-1] if found else 0,
-        "updates_not_committed": len([entry for entry in ledger if not found or entry.update >= found[-1]]),
-        "checkpoints": found,
+        "updates_done": checkpoints[-1] if checkpoints else 0,
+        "updates_not_committed": len([e for e in ledger if not checkpoints or e.update >= checkpoints[-1]]),
+        "checkpoints": checkpoints,
         "batches": [_batch(index, path, ledger, verify) for index, path in numbered_batches(directory)],
         "evaluations": read_jsonl(directory / "eval.jsonl"),
         "seconds": read_result(directory, updates).seconds,
     }
 
 
-def _sources(directory: Path) -> dict[str, Any]:
-    """Where the rollouts of a run lie that learned from others' (`stalewise learn`)."""
+def _sources(directory: Path) -> list[dict[str, Any]]:
+    """The batches of other runs that `stalewise learn` was given."""
     path = directory / "sources.json"
-    if not path.is_file():
-        return {"directories": [], "updates": 0}
-    batches = read_json(path)["batches"]
-    return {
-        "directories": [Path(batch["directory"]) for batch in batches],
-        "updates": sum(batch["updates"] for batch in batches),
-    }
+    return read_json(path)["batches"] if path.is_file() else []
 
 
 def numbered_batches(directory: Path) -> list[tuple[int, Path]]:
-    """Generation batches with the number under which the ledger knows them."""
+    """Generation batches with their number in the ledger."""
     own = [(parse_batch_name(path).generation_batch, path) for path in batch_directories(directory / "rollouts")]
-    return own or list(enumerate(_sources(directory)["directories"]))
+    return own or [(number, Path(batch["directory"])) for number, batch in enumerate(_sources(directory))]
 
 
 def _batch(index: int, path: Path, ledger: list[LedgerEntry], verify: bool) -> dict[str, Any]:
-    used = [entry for entry in ledger if entry.generation_batch == index]
+    ages = [entry.age for entry in ledger if entry.generation_batch == index]
     record: dict[str, Any] = {
         "generation_batch": index,
         "version": parse_batch_name(path).version,
         "directory": str(path),
         "committed": is_committed(path),
-        "updates": len(used),
-        "ages": [min(entry.age for entry in used), max(entry.age for entry in used)] if used else None,
+        "updates": len(ages),
+        "ages": [min(ages), max(ages)] if ages else None,
     }
     if not record["committed"]:
         shards = committed_shards(path)
         return record | {"shards": len(shards), "rows": sum(shard.rows for shard in shards)}
     manifest = open_batch(path).manifest if verify else read_batch_manifest(path)
+    counts = ("rows", "tokens", "prompt_tokens", "truncated", "verifier_errors", "seconds")
     return record | {
         "shards": len(manifest.shards),
-        "rows": manifest.rows,
-        "tokens": manifest.tokens,
-        "prompt_tokens": manifest.prompt_tokens,
+        **{name: getattr(manifest, name) for name in counts},
         "reward": manifest.reward_mean,
-        "truncated": manifest.truncated,
-        "verifier_errors": manifest.verifier_errors,
         "verifier_error_kinds": dict(manifest.extra.get("verifier_error_kinds", {})),
         "unparsed": manifest.extra.get("unparsed", 0),
         "unparsed_examples": list(manifest.extra.get("unparsed_examples", ())),
         "samplers": [asdict(sampler) for sampler in manifest.samplers],
-        "seconds": manifest.seconds,
         "bytes": sum(shard.bytes for shard in manifest.shards),
         "verified": verify,
     }
 
 
 def inspect_rollout(directory: str | Path, rollout_id: int) -> dict[str, Any]:
-    """One rollout with its tokens, their log-probabilities and what became of it."""
-    for rollout, path in _rollouts(Path(directory), "rollout_id", rollout_id):
-        return describe_rollout(Path(directory), rollout, path)
-    raise StoreError(f"{directory} has no committed rollout {rollout_id}: {_range(Path(directory))}")
+    """One rollout with its tokens, their log-probabilities and the updates that used it."""
+    return _inspect(Path(directory), "rollout_id", rollout_id, f"rollout {rollout_id}")[0]
 
 
 def inspect_group(directory: str | Path, group: int) -> list[dict[str, Any]]:
-    """All rollouts of a group: the same prompt, side by side."""
-    found = [describe_rollout(Path(directory), *pair) for pair in _rollouts(Path(directory), "group", group)]
-    if not found:
-        raise StoreError(f"{directory} has no committed group {group}: {_range(Path(directory))}")
-    return found
+    """All rollouts of a group, which share a prompt."""
+    return _inspect(Path(directory), "group", group, f"group {group}")
+
+
+def _inspect(directory: Path, column: str, wanted: int, what: str) -> list[dict[str, Any]]:
+    records = [describe_rollout(directory, *pair) for pair in _rollouts(directory, column, wanted)]
+    if not records:
+        raise StoreError(f"{directory} has no committed {what}: {_range(directory)}")
+    return records
 
 
 def _rollouts(directory: Path, column: str, wanted: int) -> Iterator[tuple[Rollout, Path]]:
@@ -130,12 +123,16 @@ def _range(directory: Path) -> str:
     if not shards:
         return "nothing is committed yet"
     first, last = min(shard.rollout_first for shard in shards), max(shard.rollout_last for shard in shards)
-    return f"rollout ids go from {first} to {last}; a group is a rollout id divided by the group size"
+    return f"rollout ids are {first} to {last}; a group is a rollout id divided by the group size"
 
 
 def describe_rollout(directory: Path, rollout: Rollout, path: Path) -> dict[str, Any]:
-    """A rollout as a plain record; `tokens` pairs each response token with its text and log-probability."""
-    decode = _decoder(directory)
+    """A rollout as a plain record; `tokens` has the text and log-probability of each response token."""
+    tokenizer = load_tokenizer(directory)
+
+    def decode(ids: list[int]) -> str | None:
+        return None if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=False)
+
     updates = [
         entry.update
         for entry in read_ledger(ledger_path(directory))
@@ -154,24 +151,18 @@ def describe_rollout(directory: Path, rollout: Rollout, path: Path) -> dict[str,
     }
 
 
-def _decoder(directory: Path) -> Callable[[list[int]], str | None]:
-    """Token ids to text, by the tokenizer of the run's newest checkpoint; to None where there is none to ask."""
-    found = versions(directory)
-    path = checkpoint_directory(directory, found[-1]) / "tokenizer.json" if found else None
-    if path is None or not path.is_file():
-        return lambda ids: None
-    from tokenizers import Tokenizer  # the Rust library alone: transformers would take seconds to import
+def load_tokenizer(run: Path) -> Any:
+    """The newest readable tokenizer of a run's checkpoints; None if there is none."""
+    from tokenizers import Tokenizer  # importing transformers would take seconds
 
-    tokenizer = Tokenizer.from_file(str(path))
-    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+    for version in reversed(versions(run)):
+        path = checkpoint_directory(run, version) / "tokenizer.json"
+        with contextlib.suppress(Exception):  # the library raises no class of its own
+            if path.is_file():
+                return Tokenizer.from_file(str(path))
+    return None
 
 
 def visible(text: str) -> str:
-    r"""Text with control characters, and whatever else moves a cursor, written as escapes.
-
-    >>> visible("1\x1b[2J\n\u202e2é")
-    '1\\x1b[2J\\n\\u202e2é'
-    """
-    return "".join(
-        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
-    )
+    """Text with control characters and other unprintable characters as escapes."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

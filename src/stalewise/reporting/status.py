@@ -1,4 +1,4 @@
-"""A run as it stands this moment, from its directory alone: also while another process works in it."""
+"""The current status of a run, read from its directory alone, also while another process works on it."""
 
 from __future__ import annotations
 
@@ -21,37 +21,39 @@ from stalewise.errors import StalewiseError
 from stalewise.reporting.checks import HOLDER
 from stalewise.reporting.inspection import visible
 from stalewise.reporting.read import Run, read_run
-from stalewise.reporting.summary import duration, findings
-from stalewise.reporting.timeline import IDLE, total
+from stalewise.reporting.summary import findings
+from stalewise.reporting.timeline import IDLE, total_seconds
+from stalewise.statistics import format_duration
 from stalewise.store import parse_batch_name
 from stalewise.store.atomic import RunLock
 
-RECENT = 8  # updates that reward is averaged over
-PACE = 32  # updates that the rate is measured over
+RECENT = 8  # updates that the reward is averaged over
+RATE_WINDOW = 32  # updates that the rate is measured over
+REFRESH_S = 1.5  # a run is read at most this often, however many pages are open
 
 State = Literal["not started", "running", "maybe running", "stopped", "finished"]
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
-    """What is being done, and how much of it is."""
+class RunPhase:
+    """An activity of a run and its progress."""
 
     what: str
     done: int
-    total: int | None  # None: nobody knows before it ends
+    total: int | None  # None: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """What `stalewise watch` shows. None where nothing is known."""
+    """What `stalewise watch` shows. None where a value is unknown."""
 
     directory: str
     name: str
     task: str
     objective: str
     state: State
-    holder: str  # the process that has the run, in words
-    phases: list[Phase]  # two where generating and learning go on side by side
+    holder: str  # the process that has the run
+    phases: list[RunPhase]  # two where generating and learning overlap
     stage: int | None  # counted from 0
     stages: int | None
     update: int
@@ -69,11 +71,10 @@ class RunStatus:
 
 
 def run_status(directory: Path) -> RunStatus:
-    """Look at a run directory once."""
+    """Read the status of a run once."""
     run = read_run(directory)
     state, holder = state_of(run)
     evaluation = run.evaluations[-1] if run.evaluations else None
-    stages = len(run.sources) or (None if run.is_open_ended else run.schedule.generation_batches)
     return RunStatus(
         directory=str(directory),
         name=run.label,
@@ -81,12 +82,12 @@ def run_status(directory: Path) -> RunStatus:
         objective=str(run.config.get("objective.name", "unknown")),
         state=state,
         holder=holder,
-        phases=phases_of(run) if state != "finished" else [],
-        stage=stage_of(run),
-        stages=stages,
+        phases=current_phases(run) if state != "finished" else [],
+        stage=current_stage(run),
+        stages=len(run.sources) or (None if run.is_open_ended else run.schedule.generation_batches),
         update=run.updates,
         updates=run.planned_updates,
-        updates_per_second=pace_of(run),
+        updates_per_second=update_rate(run),
         seconds_left=0.0 if state == "finished" else seconds_left(run),
         seconds=run.seconds,
         reward=_last(run, "reward", RECENT),
@@ -100,51 +101,51 @@ def run_status(directory: Path) -> RunStatus:
 
 
 def state_of(run: Run) -> tuple[State, str]:
-    """Whether somebody works on the run, as far as the file of its lock tells. The lock itself is left alone."""
+    """The state of a run, and the process that has it. Reads the lock file and does not take the lock."""
     holder: Any = {}
     with contextlib.suppress(OSError, ValueError):
         holder = json.loads((run.directory / RunLock.FILE).read_text() or "{}")
-    if HOLDER.fits(holder):
-        who = f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+    if HOLDER.accepts(holder):
+        process = f"process {holder['pid']} on {holder['host']} since {holder['since']}"
         if holder["host"] != socket.gethostname():
-            return "maybe running", f"{who}, as far as can be told from here"
+            return "maybe running", f"{process}, which cannot be checked from this machine"
         if _is_alive(holder["pid"], holder["since"]):
-            return "running", who
+            return "running", process
     if run.is_complete:
         return "finished", ""
     return ("stopped", "") if run.updates or run.batches or run.evaluations else ("not started", "")
 
 
 def _is_alive(pid: int, since: str) -> bool:
-    """Whether that very process is there, and not a later one with its number."""
+    """Whether this process still exists, and is not a later one with the same pid."""
     with contextlib.suppress(psutil.Error, ValueError):
         return psutil.Process(pid).create_time() <= datetime.fromisoformat(since).timestamp() + 1
     return False
 
 
-def phases_of(run: Run) -> list[Phase]:
-    """What is in the making; where nothing shows, what comes next."""
-    found: list[Phase] = []
+def current_phases(run: Run) -> list[RunPhase]:
+    """What is in progress; if nothing is visible on disk, what comes next."""
+    phases: list[RunPhase] = []
     per_update = int(run.config.get("batch.prompts", 0)) * int(run.config.get("batch.group_size", 0))
     for name, rows in run.unfinished.items():
         planned = _planned_updates(run, parse_batch_name(name).generation_batch)
-        found.append(Phase("generate", rows, None if planned is None else planned * per_update))
+        phases.append(RunPhase("generate", rows, None if planned is None else planned * per_update))
     if run.updates > run.committed:
         batch = run.finite("generation_batch")
         done = int((batch == batch[-1]).sum()) if len(batch) else run.updates
-        found.append(Phase("learn", done, _planned_updates(run, int(batch[-1])) if len(batch) else None))
-    return found or [_next_phase(run)]
+        phases.append(RunPhase("learn", done, _planned_updates(run, int(batch[-1])) if len(batch) else None))
+    return phases or [_next_phase(run)]
 
 
-def _next_phase(run: Run) -> Phase:
-    version = run.committed
-    every = run.config.get("evaluation.every", 0)
+def _next_phase(run: Run) -> RunPhase:
+    version, every = run.committed, run.config.get("evaluation.every", 0)
     is_due = version in (0, run.planned_updates) or (every > 0 and version % every == 0)
     if is_due and version not in {record["version"] for record in run.evaluations}:
-        return Phase("evaluate", 0, run.config.get("evaluation.prompts", 0) * run.config.get("evaluation.samples", 0))
-    fresh = len(run.batches or run.sources) > run.finite("generation_batch").max(initial=-1) + 1
+        responses = run.config.get("evaluation.prompts", 0) * run.config.get("evaluation.samples", 0)
+        return RunPhase("evaluate", 0, responses)
+    has_fresh = len(run.batches or run.sources) > run.finite("generation_batch").max(initial=-1) + 1
     in_stage = not run.is_open_ended and version % run.schedule.updates_per_generation
-    return Phase("learn" if fresh or in_stage else "generate", 0, None)
+    return RunPhase("learn" if has_fresh or in_stage else "generate", 0, None)
 
 
 def _planned_updates(run: Run, generation_batch: int) -> int | None:
@@ -157,36 +158,34 @@ def _planned_updates(run: Run, generation_batch: int) -> int | None:
     return len(run.schedule.updates_of(generation_batch))
 
 
-def stage_of(run: Run) -> int | None:
-    """The generation batch that is learned from; between two stages the one that is being made."""
+def current_stage(run: Run) -> int | None:
+    """The generation batch being learned from; between two stages, the one being generated."""
     if run.unfinished and run.updates == run.committed:
         return parse_batch_name(next(iter(run.unfinished))).generation_batch
     batch = run.finite("generation_batch")
-    if len(batch):
-        return int(batch[-1])
-    return 0 if run.batches else None
+    return int(batch[-1]) if len(batch) else 0 if run.batches else None
 
 
-def pace_of(run: Run) -> float | None:
-    """Updates per second while learning, over the last ones."""
-    seconds = run.finite("seconds")[-PACE:]
+def update_rate(run: Run) -> float | None:
+    """Updates per second while learning, over the last updates."""
+    seconds = run.finite("seconds")[-RATE_WINDOW:]
     return len(seconds) / float(seconds.sum()) if len(seconds) and seconds.sum() > 0 else None
 
 
 def seconds_left(run: Run) -> float | None:
-    """What the rest takes if it goes on as so far; None before the first update.
+    """Time left at the present rates; None before the first update.
 
-    Side by side, the later of two ends counts: the learner's own work, or the last generation batch and what is
-    learned from it. How long each waited for the other follows from that and is not counted again.
+    In a pipelined run the later end counts: the trainer's own work, or the last generation batch and the updates on it.
+    Time that one process waits for the other follows from that and is not added.
     """
-    rate = pace_of(run)
+    rate = update_rate(run)
     if rate is None:
         return None
     share = (run.planned_updates - run.updates) / run.updates
     done = max(len(run.batches), 1)
     planned = done * (1 + share) if run.is_open_ended else run.schedule.generation_batches
     spent = run.seconds
-    generated = (total(run.generator) if run.generator else spent)["generate"]
+    generated = (total_seconds(run.generator) if run.generator else spent)["generate"]
     generate = 0.0 if run.sources else generated * max(planned - done, 0) / done
     learn = (run.planned_updates - run.updates) / rate
     apart = ("generate", "learn", IDLE, *(("wait",) if run.generator else ()))
@@ -204,46 +203,40 @@ def _last(run: Run, key: str, updates: int = 1) -> float | None:
     return mean if math.isfinite(mean) else None
 
 
-# How a run stands, in one line above its pages: what it does, how fast, how long it takes, what budget is left.
-
-LOOK_AGAIN_S = 1.5  # a run is not read more often than this, however many pages are open
-
-
 class StatusLine:
-    """The line of one run, read anew when it is asked for and the last one has grown old."""
+    """The status of a run as one line for its pages, read again when it is older than REFRESH_S."""
 
     def __init__(self, run: Path) -> None:
         self.run = run
         self._lock = threading.Lock()
-        self._read = float("-inf")
-        self._words = ""
+        self._read_at = float("-inf")
+        self._text = ""
 
-    def words(self) -> str:
-        """The line; where the run cannot be read, why."""
+    def text(self) -> str:
+        """The line, or why the run cannot be read."""
         with self._lock:
-            if time.monotonic() - self._read > LOOK_AGAIN_S:
+            if time.monotonic() - self._read_at > REFRESH_S:
                 try:
-                    self._words = " · ".join(_facts(run_status(self.run)))
+                    self._text = " · ".join(_facts(run_status(self.run)))
                 except StalewiseError as error:
-                    self._words = visible(str(error))
-                self._read = time.monotonic()
-            return self._words
+                    self._text = visible(str(error))
+                self._read_at = time.monotonic()
+            return self._text
 
 
 def _facts(now: RunStatus) -> Iterator[str]:
     yield now.state
     if now.phases:
-        yield ("" if now.state == "running" else "next: ") + ", ".join(map(_phase, now.phases))
+        yield ("" if now.state == "running" else "next: ") + ", ".join(map(_format_phase, now.phases))
     yield f"update {now.update:,} of {now.updates:,}"
     if now.updates_per_second is not None:
         yield f"{now.updates_per_second:,.1f} updates/s"
     if now.seconds_left and now.state in ("running", "maybe running"):
-        yield f"about {duration(now.seconds_left)} left"
+        yield f"about {format_duration(now.seconds_left)} left"
     if now.batch_budget is not None and now.horizon_budget is not None:
         yield f"drift: {now.batch_budget:.0%} of the batch's budget, {now.horizon_budget:.0%} of the run's"
 
 
-def _phase(phase: Phase) -> str:
-    if not phase.total:
-        return f"{phase.what} {phase.done:,}" if phase.done else phase.what
-    return f"{phase.what} {phase.done:,} of {phase.total:,}"
+def _format_phase(phase: RunPhase) -> str:
+    done = f" {phase.done:,} of {phase.total:,}" if phase.total else f" {phase.done:,}" if phase.done else ""
+    return f"{phase.what}{done}"

@@ -1,10 +1,10 @@
-"""A run in words: did it work, what did it cost, and what is wrong with it."""
+"""A run in sentences: did it work, what did it cost, and what is wrong with it."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +12,14 @@ import numpy as np
 
 from stalewise.reporting.checks import is_table, is_text, is_whole
 from stalewise.reporting.read import Run, verifier_errors
-from stalewise.reporting.timeline import total
+from stalewise.reporting.timeline import total_seconds
+from stalewise.statistics import format_duration
 
-# Rules of thumb of docs/metrics.md, and two of the same kind for shares that waste most of the work.
+# Rules of thumb, as in docs/metrics.md.
 LOW_ESS = 0.1
 FRESH_LOG_RATIO = 0.1
 MOST = 0.5
-
-NEAR_LIMIT = 0.8  # of what the law allows
+NEAR_LIMIT = 0.8  # of the drift limits
 
 PRESENT_PARTICIPLE = {
     "generate": "generating",
@@ -27,105 +27,89 @@ PRESENT_PARTICIPLE = {
     "switch": "switching",
     "wait": "waiting",
     "evaluate": "evaluating",
-    "rollback": "taking back",
+    "rollback": "rolling back",
 }
-TONES = {"Improved": "good", "Got worse": "bad"}
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """The head of the page, for one run: did it work, what did it cost, what is wrong."""
+class RunSummary:
+    """The head of the page for one run."""
 
     verdict: str
     worked: str
     cost: str
     warnings: list[str]
 
-    @property
-    def tone(self) -> str:
-        """Which colour the verdict has: good, bad or plain."""
-        return TONES.get(self.verdict, "plain")
 
-
-def summarise(run: Run) -> Summary:
-    """Verdict, paragraphs and warnings of one run."""
+def summarize(run: Run) -> RunSummary:
+    """Verdict, sentences and warnings of one run."""
     verdict, accuracy = verdict_of(run)
-    return Summary(verdict, accuracy, f"{progress_of(run)} {cost_of(run)}", warnings_of(run))
+    return RunSummary(verdict, accuracy, f"{describe_progress(run)} {describe_cost(run)}", warnings_of(run))
 
 
 def verdict_of(run: Run) -> tuple[str, str]:
-    """One word or two, and the sentence with the numbers behind them."""
+    """A verdict of a few words, and a sentence with its numbers."""
     if not run.evaluations:
         return "Not evaluated", "No policy of this run has been evaluated."
     first, last = run.evaluations[0], run.evaluations[-1]
     how = f"mean of {last['samples']} samples on each of {last['prompts']} held-out prompts, 95% intervals"
     before, after = first["accuracy"], last["accuracy"]
     if len(run.evaluations) == 1:
-        sentence = f"Held-out accuracy of version {first['version']} on {first['task']} is {interval(before)} ({how})"
+        value = f"{format_interval(before)} ({how})"
+        sentence = f"Held-out accuracy of version {first['version']} on {first['task']} is {value}"
         return "Not evaluated after learning", f"{sentence}; no other version has been evaluated."
     if after["low"] > before["high"]:
         verdict, verb, remark = "Improved", "rose", ""
     elif after["high"] < before["low"]:
         verdict, verb, remark = "Got worse", "fell", ""
-    else:  # also where an end is NaN: then nothing is known
+    else:  # also where an end is NaN
         verdict, verb, remark = "No clear change", "went", "; the intervals overlap"
-    sentence = f"Held-out accuracy on {last['task']} {verb} from {interval(before)} to {interval(after)}"
+    sentence = f"Held-out accuracy on {last['task']} {verb} from {format_interval(before)} to {format_interval(after)}"
     where = "" if run.is_complete else f" at version {last['version']}"
     return verdict, f"{sentence}{where} ({how}{remark})."
 
 
-def progress_of(run: Run) -> str:
-    """How far the run has come."""
+def describe_progress(run: Run) -> str:
+    """How many updates are done, and on which data."""
     objective = run.config.get("objective.name", "unknown")
-    done = f"{run.updates:,} of {counted(run.planned_updates, 'update')} with {objective} are done"
-    sentence = f"{done}, on {_data_of(run)}{_taken_back(run)}."
+    done = f"{run.updates:,} of {count_noun(run.planned_updates, 'update')} with {objective} are done"
+    amounts = ((run.updates_rolled_back, "update"), (run.rollouts_rolled_back, "rollout"))
+    parts = [count_noun(amount, noun) for amount, noun in amounts if amount]
+    rolled_back = f"; another {join_names(parts)} were rolled back" if parts else ""
+    sentence = f"{done}, on {_data_of(run)}{rolled_back}."
     return sentence if run.is_complete else f"The run is not finished: {sentence}"
 
 
 def _data_of(run: Run) -> str:
-    """What a run has learned from, and how much that is."""
     if run.sources:
-        return f"{counted(len(run.sources), 'generation batch', 'generation batches')} of other runs"
-    made = counted(len(run.batches), "generation batch", "generation batches")
-    if not run.is_open_ended:
-        planned = counted(run.schedule.generation_batches, "generation batch", "generation batches")
-        made = f"{len(run.batches)} of {planned}"
-    rollouts = sum(batch.rows for batch in run.batches)
-    tokens = sum(batch.tokens for batch in run.batches)
-    return f"{made} ({counted(rollouts, 'rollout')}, {counted(tokens, 'response token')})"
+        return f"{_count_batches(len(run.sources))} of other runs"
+    if run.is_open_ended:
+        made = _count_batches(len(run.batches))
+    else:
+        made = f"{len(run.batches)} of {_count_batches(run.schedule.generation_batches)}"
+    rollouts = count_noun(sum(batch.rows for batch in run.batches), "rollout")
+    return f"{made} ({rollouts}, {count_noun(sum(batch.tokens for batch in run.batches), 'response token')})"
 
 
-def _taken_back(run: Run) -> str:
-    """What was made besides, and does not count."""
-    amounts = ((run.updates_taken_back, "update"), (run.rollouts_taken_back, "rollout"))
-    parts = [counted(amount, noun) for amount, noun in amounts if amount]
-    return f"; besides, {joined(parts)} were made and taken back" if parts else ""
-
-
-def cost_of(run: Run) -> str:
-    """Seconds, and what they went into."""
+def describe_cost(run: Run) -> str:
+    """The time of a run and of its second process, by activity."""
     if run.total_seconds <= 0:
         return "No time is on record."
-    sentence = f"It took {duration(run.total_seconds)}: {shares(run.seconds)}."
-    beside = total(run.generator)
-    if not sum(beside.values()):
-        return sentence
-    return f"{sentence} Beside it the generator took {duration(sum(beside.values()))}: {shares(beside)}."
+    sentence = f"It took {format_duration(run.total_seconds)}: {time_shares(run.seconds)}."
+    beside = total_seconds(run.generator)
+    process = f" The generator process took {format_duration(sum(beside.values()))}: {time_shares(beside)}."
+    return sentence + process if sum(beside.values()) else sentence
 
 
-def shares(seconds: Mapping[str, float]) -> str:
-    """What time went into; nothing is said of what never happened.
-
-    >>> shares({"generate": 0.0, "learn": 3.0, "idle": 1.0})
-    '75% learning, 25% idle'
-    """
+def time_shares(seconds: Mapping[str, float]) -> str:
+    """The share of each activity that took any time."""
     whole = sum(seconds.values())
     parts = {PRESENT_PARTICIPLE.get(name, name): part / whole for name, part in seconds.items() if part}
     return ", ".join(f"{share:.0%} {name}" for name, share in parts.items())
 
 
 def ranking(runs: Sequence[Run]) -> str:
-    """Which run came out best, and which others may be as good."""
+    """Which run has the highest accuracy, and which others may be as good."""
     known = [run for run in runs if run.evaluations and math.isfinite(run.evaluations[-1]["accuracy"]["value"])]
     if len({run.evaluations[-1]["task"] for run in known}) > 1:
         return "The runs have different tasks: their accuracies cannot be compared."
@@ -134,90 +118,82 @@ def ranking(runs: Sequence[Run]) -> str:
     last = {run.label: run.evaluations[-1]["accuracy"] for run in known}
     best = max(last, key=lambda label: last[label]["value"])
     near = [label for label in last if label != best and last[label]["high"] >= last[best]["low"]]
-    sentence = f"{best} has the highest last accuracy, {interval(last[best])}"
-    return (
-        f"{sentence}; the intervals of {joined(near)} overlap with it." if near else f"{sentence}, clear of all others."
-    )
+    sentence = f"{best} has the highest last accuracy, {format_interval(last[best])}"
+    return f"{sentence}; the intervals of {join_names(near)} overlap it." if near else f"{sentence}, above all others."
 
 
 def warnings_of(run: Run) -> list[str]:
-    """What a reader should know before believing the curves: the value, what was expected, the way out."""
+    """What to know before trusting the curves: the value, what was expected, and what to do."""
     unfinished = [
-        f"generation batch {name} is not complete ({counted(rows, 'rollout')} so far): left out"
+        f"generation batch {name} is not complete ({count_noun(rows, 'rollout')} so far): left out"
         for name, rows in run.unfinished.items()
     ]
     return [*findings(run), *unfinished]
 
 
 def findings(run: Run) -> list[str]:
-    """The warnings but for what is in the making: that is no fault of a run that goes on."""
+    """The warnings without unfinished batches, which are normal while a run goes on."""
     found = [*_course_warnings(run), *_budget_warnings(run), *_rollout_warnings(run), *_update_warnings(run)]
     return [*found, *_age_warnings(run), *run.notes]
 
 
-def _course_warnings(run: Run) -> list[str]:
-    found = [describe_rollback(rollback.record) for rollback in run.rollbacks]
+def _course_warnings(run: Run) -> Iterator[str]:
+    yield from (describe_rollback(rollback.record) for rollback in run.rollbacks)
     best = max(run.evaluations, key=lambda record: record["accuracy"]["low"], default=None)
     if best is not None and run.evaluations[-1]["accuracy"]["high"] < best["accuracy"]["low"]:
-        found.append(
-            f"Version {best['version']} was better than the last one: accuracy {interval(best['accuracy'])}; use its "
-            "checkpoint where it is kept, or a lower learning rate."
+        yield (
+            f"Version {best['version']} was better than the last one: accuracy {format_interval(best['accuracy'])}; "
+            "use its checkpoint if it is kept, or a lower learning rate."
         )
-    return found
 
 
 def describe_rollback(record: Mapping[str, Any]) -> str:
-    """Why a run was taken back, and how it went on."""
-    factor = record.get("learning_rate_factor", 1.0)
-    rate = f"; the learning rate is {factor:g} of the config's since then" if factor != 1 else ""
-    batches = record.get("batches") or ()
-    fresh = f"; {counted(len(batches), 'generation batch', 'generation batches')} taken back, too" if batches else ""
+    """Why a run was rolled back, and how it continued."""
+    factor, batches = record.get("learning_rate_factor", 1.0), record.get("batches") or ()
     led = ", ".join(map(str, record.get("led_there") or ()))
-    from_ = f"; what led there was learned from generation batch {led}" if led else ""
-    went = f"The run was taken back from version {record['from_version']} to {record['to_version']}"
     known = all(isinstance(record.get(key), float) for key in ("value", "best"))
-    numbers = f" ({record['value']:.3g}; its best was {record['best']:.3g})" if known else ""
-    return f"{went}: {record['reason']}{numbers}{from_}{rate}{fresh}."
+    parts = [
+        f" ({record['value']:.3g}; its best was {record['best']:.3g})" if known else "",
+        f"; learned before it from generation batch {led}" if led else "",
+        f"; the learning rate is {factor:g} of the config's since then" if factor != 1 else "",
+        f"; {_count_batches(len(batches))} rolled back, too" if batches else "",
+    ]
+    versions = f"from version {record['from_version']} to {record['to_version']}"
+    return f"The run was rolled back {versions}: {record['reason']}{''.join(parts)}."
 
 
-def _budget_warnings(run: Run) -> list[str]:
+def _budget_warnings(run: Run) -> Iterator[str]:
     limits = {
         "batch_budget": "within one generation batch; use more stages or a lower learning rate",
         "horizon_budget": "over the run; use fewer updates or a lower learning rate",
     }
-    found: list[str] = []
     for key, advice in limits.items():
         used = run.finite(key).max(initial=0.0)
         if used >= NEAR_LIMIT:
-            beyond = "more than all" if used > 1 else f"{used:.0%}"
-            found.append(f"{key} reaches {used:.2f}: {beyond} of the drift that the law allows {advice}.")
-    return found
+            amount = "more than all" if used > 1 else f"{used:.0%}"
+            yield f"{key} reaches {used:.2f}: {amount} of the drift that the law allows {advice}."
 
 
-def _rollout_warnings(run: Run) -> list[str]:
-    found: list[str] = []
+def _rollout_warnings(run: Run) -> Iterator[str]:
     limit = run.config.get("sampler.max_new_tokens", "unknown")
     rows = sum(batch.rows for batch in run.batches)
     truncated = sum(batch.truncated for batch in run.batches) / rows if rows else 0.0
     if truncated > MOST:
-        found.append(
-            f"{truncated:.0%} of the rollouts are truncated at sampler.max_new_tokens = {limit}; raise that limit."
-        )
+        yield f"{truncated:.0%} of the rollouts are truncated at sampler.max_new_tokens = {limit}; raise it."
     evaluated = max((record["truncated_fraction"] for record in run.evaluations), default=0.0)
     if evaluated > MOST:
-        found.append(f"In an evaluation {evaluated:.0%} of the responses are truncated at {limit} tokens.")
+        yield f"In an evaluation {evaluated:.0%} of the responses are truncated at {limit} tokens."
     if errors := verifier_errors(run):
         kinds = ", ".join(f"{kind} ({count})" for kind, count in errors.most_common(5))
-        found.append(f"The verifier failed on {counted(errors.total(), 'response')}: {kinds}; they have no score.")
+        yield f"The verifier failed on {count_noun(errors.total(), 'response')}: {kinds}; they have no score."
     count, prompts = unparsed(run)
     if count:
         where = f", for example at {', '.join(prompts[:3])}" if prompts else ""
-        found.append(f"No answer was found in {counted(count, 'response')}{where}; they count as wrong.")
-    return found
+        yield f"No answer was found in {count_noun(count, 'response')}{where}; they count as wrong."
 
 
 def unparsed(run: Run) -> tuple[int, list[str]]:
-    """How many responses of rollouts and evaluations the verifier found no answer in, and prompts of some."""
+    """How many responses have no answer that the verifier could read, and the prompts of some."""
     records = [*(batch.extra for batch in run.batches), *run.evaluations]
     lists = [record.get("unparsed_examples") for record in records]
     examples = [example for listed in lists if isinstance(listed, list) for example in listed]
@@ -226,98 +202,69 @@ def unparsed(run: Run) -> tuple[int, list[str]]:
     return sum(counts), list(dict.fromkeys(names))
 
 
-def _update_warnings(run: Run) -> list[str]:
-    found: list[str] = []
-    skipped = int((run.finite("taken") == 0).sum())
-    if skipped:
-        found.append(f"{skipped} of {counted(run.updates, 'update')} had nothing to learn from and changed no weights.")
+def _update_warnings(run: Run) -> Iterator[str]:
+    if skipped := int((run.finite("taken") == 0).sum()):
+        updates = count_noun(run.updates, "update")
+        yield f"{skipped} of {updates} had nothing to learn from and changed no weights."
     degenerate = run.finite("degenerate_fraction")
     if len(degenerate) and degenerate.mean() > MOST:
-        found.append(
-            f"{degenerate.mean():.0%} of the groups have equal rewards and teach nothing; the task is too easy or too "
-            "hard for this policy."
+        yield (
+            f"{degenerate.mean():.0%} of the groups have equal rewards and give no gradient; the task is too easy or "
+            "too hard for this policy."
         )
     ess = run.finite("ess")
     if len(ess) and ess.min() < LOW_ESS:
         share = (ess < LOW_ESS).mean()
-        found.append(
+        yield (
             f"ESS falls to {ess.min():.3g} and is below {LOW_ESS} in {share:.0%} of the updates: few tokens carry the "
             "estimate; use more stages or a lower learning rate."
         )
     if nonfinite := run.finite("nonfinite").sum():
-        found.append(f"{counted(int(nonfinite), 'token')} had a ratio that is not finite.")
+        yield f"{count_noun(int(nonfinite), 'token')} had a ratio that is not finite."
     taken = run.column("taken") == 1
     for key in ("loss", "grad_norm", "ess", "ess_sequence", "drift"):
         values = run.column(key)
         count = int((~np.isfinite(values[taken])).sum()) if len(values) else 0
         if count:
-            found.append(f"{key} is not finite in {counted(count, 'update')}; there the curve has a gap.")
-    return found
+            yield f"{key} is not finite in {count_noun(count, 'update')}; the curve has a gap there."
 
 
-def _age_warnings(run: Run) -> list[str]:
-    found: list[str] = []
+def _age_warnings(run: Run) -> Iterator[str]:
     age, log_ratio = run.column("age_max"), run.column("log_ratio_max_abs")
     fresh = log_ratio[age == 0] if len(age) == len(log_ratio) else log_ratio[:0]
     fresh = fresh[np.isfinite(fresh)]
     if len(fresh) and fresh.max() > FRESH_LOG_RATIO:
-        found.append(
+        yield (
             f"On fresh rollouts log-ratios reach {fresh.max():.3g}; expected at most {FRESH_LOG_RATIO}. Sampler and "
-            "learner disagree about the same policy: compare their precision and sampling settings."
+            "trainer disagree about the same policy: compare their precision and sampling settings."
         )
     worst = run.finite("age_max").max(initial=0.0)
     if worst > run.schedule.worst_age and not run.is_open_ended and not run.sources:
-        found.append(f"Rollouts reach age {worst:.0f}; the schedule allows {run.schedule.worst_age}.")
-    return found
+        yield f"Rollouts reach age {worst:.0f}; the schedule allows {run.schedule.worst_age}."
 
 
-def interval(record: Mapping[str, Any]) -> str:
-    """A mean with its interval.
-
-    >>> interval({"value": 0.5, "low": 0.25, "high": 0.75})
-    '0.500 [0.250, 0.750]'
-    """
+def format_interval(record: Mapping[str, Any]) -> str:
+    """A mean with its interval."""
     value, low, high = (record[key] for key in ("value", "low", "high"))
     return f"{value:.3f} [{low:.3f}, {high:.3f}]" if math.isfinite(value) else "unknown"
 
 
-def joined(names: Sequence[str]) -> str:
-    """A list in a sentence.
-
-    >>> joined(["a"]), joined(["a", "b", "c"])
-    ('a', 'a, b and c')
-    """
+def join_names(names: Sequence[str]) -> str:
+    """Names as a list in a sentence."""
     return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)
 
 
-def counted(number: int, one: str, more: str = "") -> str:
-    """A number and its noun.
-
-    >>> counted(1, "update"), counted(4096, "update")
-    ('1 update', '4,096 updates')
-    """
+def count_noun(number: int, one: str, more: str = "") -> str:
+    """A number with its noun."""
     return f"{number:,} {one if number == 1 else more or one + 's'}"
 
 
-def shown(value: Any) -> str:
-    """A value of a config as one reads it there.
+def _count_batches(number: int) -> str:
+    return count_noun(number, "generation batch", "generation batches")
 
-    >>> shown(None), shown("grpo"), shown(True), shown(0.0003), shown([0.9, 0.999])
-    ('–', 'grpo', 'true', '0.0003', '[0.9, 0.999]')
-    """
+
+def format_value(value: Any) -> str:
+    """A value of a config as it is written there."""
     if value is None:
         return "\N{EN DASH}"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def duration(seconds: float) -> str:
-    """Seconds for a person.
-
-    >>> duration(7.26), duration(95), duration(7384)
-    ('7.3 s', '1 min 35 s', '2 h 3 min')
-    """
-    if round(seconds, 1) < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes_left = divmod(minutes, 60)
-    return f"{hours} h {minutes_left} min" if hours else f"{minutes} min {rest} s"

@@ -1,6 +1,6 @@
-"""Where the time of a run went: from its journal to seconds per stage and activity, and to a clock for its updates.
+"""A run's journal as seconds per stage and activity, and as a clock for its updates.
 
-A journal record is written when its activity ends, so it began `seconds` before its `time`.
+A journal record is written when its activity ends: it started `seconds` before its `time`.
 """
 
 from __future__ import annotations
@@ -11,24 +11,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# What a run does, in the order in which it is drawn. Time between journal records is `idle`.
+# In the order in which they are drawn. Time between journal records is `idle`.
 ACTIVITIES = ("generate", "learn", "switch", "wait", "evaluate")
 IDLE = "idle"
-NOT_TRAINING = frozenset({"evaluate", IDLE})  # what is not a cost of the method, but of looking at it or of a stop
+NOT_TRAINING = frozenset({"evaluate", IDLE})  # not a cost of the method
 
 Column = npt.NDArray[np.float64]
 Record = Mapping[str, Any]
 StageOf = Callable[[int], int]
-Spent = dict[int, dict[str, float]]  # seconds by stage (generation batch), then by activity
+StageSeconds = dict[int, dict[str, float]]  # by stage (generation batch), then by activity
 
 
-def spent_by_stage(journal: Sequence[Record], stage_of: StageOf) -> Spent:
-    """Seconds per activity in each stage, with those in between.
+def seconds_by_stage(journal: Sequence[Record], stage_of: StageOf) -> StageSeconds:
+    """Seconds per activity in each stage. Gaps are idle: the run was stopped, or lost work in a crash.
 
-    In between the run was stopped, or did work that a crash undid. What has no stage of its own (switching, evaluating)
-    counts to the stage that was last generated or learned.
+    Switching and evaluating belong to no stage and count to the stage last generated or learned.
     """
-    spent: Spent = {}
+    spent: StageSeconds = {}
     stage, end = 0, float("inf")
     for record in journal:
         if (gap := record["time"] - record["seconds"] - end) > 0:
@@ -42,25 +41,23 @@ def spent_by_stage(journal: Sequence[Record], stage_of: StageOf) -> Spent:
     return spent
 
 
-def add_uncommitted(
-    spent: Spent, metrics: Mapping[str, Column], committed: int, stage_of: Callable[[int], int]
-) -> None:
-    """Add the updates since the last checkpoint: `learn` is journalled with the next one."""
-    for update, seconds in _since(metrics, committed):
+def add_uncommitted(spent: StageSeconds, metrics: Mapping[str, Column], committed: int, stage_of: StageOf) -> None:
+    """Add the updates since the last checkpoint: the journal gets `learn` with the next one."""
+    for update, seconds in _uncommitted(metrics, committed):
         _add(spent, stage_of(update), "learn", seconds)
 
 
 def committed_updates(journal: Iterable[Record], rollbacks: Iterable[Record]) -> int:
-    """Updates whose time the journal knows: up to its last `learn`, or to where the run was taken back after that."""
+    """Updates covered by the journal: up to its last `learn`, or to the version of a later rollback."""
     marks = [(record["time"], record["stop"]) for record in journal if record["event"] == "learn"]
     marks += [(record["time"], record["to_version"]) for record in rollbacks]
     return max(marks, default=(0.0, 0))[1]
 
 
-def clock_of(journal: Sequence[Record], metrics: Mapping[str, Column], committed: int) -> Column:
-    """Seconds of training until the end of each update on record; NaN where the journal does not tell.
+def update_clock(journal: Sequence[Record], metrics: Mapping[str, Column], committed: int) -> Column:
+    """Seconds of training until the end of each recorded update; NaN where the journal has no record of it.
 
-    Evaluating and idle time are left out: a run that is looked at often, or was stopped overnight, is no slower.
+    Evaluation and idle time are left out: frequent evaluations or an overnight stop do not make a run slower.
     """
     updates = [int(update) for update in metrics.get("update", ())]
     lasted = dict(zip(updates, metrics.get("seconds", ()), strict=False))
@@ -77,32 +74,29 @@ def clock_of(journal: Sequence[Record], metrics: Mapping[str, Column], committed
             ends = now + record["seconds"] * np.cumsum(weights) / weights.sum()
             clock.update(zip(learned, ends.tolist(), strict=True))
         now += record["seconds"]
-    for update, seconds in _since(metrics, committed):
+    for update, seconds in _uncommitted(metrics, committed):
         now += seconds
         clock[update] = now
     return np.array([clock.get(update, np.nan) for update in updates])
 
 
-def total(spent: Spent) -> dict[str, float]:
-    """Seconds per activity over all stages, in the order of ACTIVITIES; `wait` only where there was some."""
-    found: dict[str, float] = {name: 0.0 for name in ACTIVITIES if name != "wait" or _occurs(spent, name)}
+def total_seconds(spent: StageSeconds) -> dict[str, float]:
+    """Seconds per activity over all stages, in the order of ACTIVITIES; `wait` only where it occurs."""
+    waits = any("wait" in row for row in spent.values())
+    totals: dict[str, float] = {name: 0.0 for name in ACTIVITIES if name != "wait" or waits}
     for row in spent.values():
         for name, seconds in row.items():
-            found[name] = found.get(name, 0.0) + seconds
-    idle = found.pop(IDLE, 0.0)
-    return {**found, IDLE: idle}
+            totals[name] = totals.get(name, 0.0) + seconds
+    idle = totals.pop(IDLE, 0.0)
+    return {**totals, IDLE: idle}
 
 
-def _occurs(spent: Spent, name: str) -> bool:
-    return any(name in row for row in spent.values())
-
-
-def _add(spent: Spent, stage: int, event: str, seconds: float) -> None:
+def _add(spent: StageSeconds, stage: int, event: str, seconds: float) -> None:
     row = spent.setdefault(stage, {})
     row[event] = row.get(event, 0.0) + seconds
 
 
-def _since(metrics: Mapping[str, Column], committed: int) -> list[tuple[int, float]]:
+def _uncommitted(metrics: Mapping[str, Column], committed: int) -> list[tuple[int, float]]:
     if "seconds" not in metrics:
         return []
     pairs = zip(metrics["update"].tolist(), np.nan_to_num(metrics["seconds"]).tolist(), strict=True)

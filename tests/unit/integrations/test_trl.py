@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,67 +11,22 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import TrainerCallback
-from trl.trainer.grpo_config import GRPOConfig
 
 from policies import POLICY, moved
 from stalewise.api import generate
 from stalewise.config import make_config
-from stalewise.errors import ConfigError, StalewiseError
+from stalewise.errors import StalewiseError
 from stalewise.integrations.trl import StaleGRPOTrainer
 from stalewise.integrations.trl_store import StoredRollouts
-from stalewise.models.loading import load_model, load_tokenizer
 from stalewise.objectives import OBJECTIVES
-from stalewise.rollout.token_sampling import sampling_logp
 from stalewise.store import batch_directories, open_batch
-from stalewise.tasks import make_task
 from stalewise.trainer.trainer import NonFiniteUpdate, Trainer
-from stalewise.types import SamplerSettings
-from tiny import call, called_json, tiny_record, write_config
+from tiny import tiny_record
+from trl_trainers import GROUP, PROMPTS, QUESTIONS, correct, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:You are using 'rollout_func':UserWarning")
 
-PROMPTS = 8
-GROUP = 4
-TASK = make_task("arithmetic", seed=0)
-QUESTIONS = {prompt.text: prompt for prompt in TASK.prompts(0, 256)}
 METRICS = ("ess", "clip_fraction", "veto_fraction", "kl_behaviour_policy", "entropy", "tokens", "age_max")
-
-
-def arguments(directory: Path, **changes: Any) -> GRPOConfig:
-    settings: dict[str, Any] = {
-        "output_dir": str(directory / "trl"),
-        "max_steps": 1,
-        "per_device_train_batch_size": PROMPTS * GROUP,
-        "num_generations": GROUP,
-        "max_completion_length": 8,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "gradient_checkpointing": False,
-        "bf16": False,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-        "shuffle_dataset": False,
-        "report_to": "none",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "disable_tqdm": True,
-    }
-    return GRPOConfig(**settings | changes)
-
-
-def correct(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-    return [float(QUESTIONS[prompt].answer == text) for prompt, text in zip(prompts, completions, strict=True)]
-
-
-def make_trainer(directory: Path, model: Path = POLICY, **more: Any) -> StaleGRPOTrainer:
-    changes = {name: more.pop(name) for name in list(more) if name in GRPOConfig.__dataclass_fields__}
-    given: dict[str, Any] = {
-        "reward_funcs": correct,
-        "train_dataset": Dataset.from_dict({"prompt": list(QUESTIONS)}),
-        "processing_class": load_tokenizer(str(POLICY)),
-    }
-    return StaleGRPOTrainer(model=str(model), args=arguments(directory, **changes), **given | more)
 
 
 def weights_of(trainer: StaleGRPOTrainer) -> dict[str, Tensor]:
@@ -207,67 +161,6 @@ def test_loss_and_gradient_are_those_of_our_learner(
         assert logged[f"stalewise/{name}"] == pytest.approx(metrics[name], rel=1e-4), name
 
 
-# ---------------------------------------------------------------- the store
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two generation batches of one update each, at another temperature, by two trainers one after the other."""
-    directory = tmp_path_factory.mktemp("written")
-    for _ in range(2):
-        trainer = make_trainer(directory, objective="grpo", store=directory / "kept", temperature=1.5)
-        trainer.train()
-    return directory / "kept"
-
-
-def test_the_store_holds_what_was_sampled(written: Path) -> None:
-    """TRL keeps no log-probabilities where a generation batch serves one update: they are there all the same."""
-    first, second = map(open_batch, batch_directories(written / "rollouts"))
-    assert (first.manifest.generation_batch, second.manifest.generation_batch) == (0, 1)
-    assert second.column("rollout_id").tolist() == list(range(PROMPTS * GROUP, 2 * PROMPTS * GROUP))
-    assert second.column("group").tolist() == np.repeat(np.arange(PROMPTS, 2 * PROMPTS), GROUP).tolist()
-    settings = SamplerSettings(name="trl", temperature=1.5)
-    model, tokenizer = load_model(str(POLICY), device=torch.device("cpu")), load_tokenizer(str(POLICY))
-    for rollout in first.iter_rollouts():
-        assert rollout.sampler == settings
-        prompt = tokenizer.decode(list(rollout.prompt_ids))
-        assert rollout.reward == float(QUESTIONS[prompt].answer == rollout.text) == rollout.reward_parts["correct"]
-        assert rollout.truncated == (rollout.response_ids[-1] != tokenizer.eos_token_id)
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])).logits[0]
-        logp = sampling_logp(logits[len(rollout.prompt_ids) - 1 : -1], settings)
-        expected = logp.gather(1, torch.tensor(rollout.response_ids)[:, None])[:, 0]
-        assert torch.allclose(torch.tensor(rollout.behaviour_logp), expected, atol=1e-5)
-    assert 0 < np.nanmean(first.column("reward")) < 1
-
-
-def test_learn_and_inspect_read_it(written: Path, tmp_path: Path) -> None:
-    record = tiny_record(
-        tmp_path, "again", model={"path": str(POLICY)}, batch={"prompts": PROMPTS, "group_size": GROUP}
-    )
-    config = write_config(tmp_path / "again.toml", record)
-    result = call("learn", config, "--rollouts", written)
-    assert result.exit_code == 0, result.stderr
-    assert called_json("inspect", tmp_path / "again")["updates_done"] == 2
-    assert len(called_json("inspect", written, "--group", PROMPTS)) == GROUP
-    assert called_json("inspect", written, "--rollout", 3)["sampler"]["temperature"] == 1.5
-
-
-def test_every_stored_rollout_is_read_once_also_where_ranks_share_a_group(written: Path) -> None:
-    stored = StoredRollouts(written)
-    assert (stored.group_size, len(stored.dataset)) == (GROUP, 2 * PROMPTS)
-    keys = [key for key in stored.dataset["prompt"] for _ in range(GROUP)][: 3 * GROUP]
-    halves = (keys[: len(keys) // 2], keys[len(keys) // 2 :])
-    found = [
-        stored.rollouts(half, SimpleNamespace(num_generations=GROUP, accelerator=SimpleNamespace(process_index=rank)))
-        for rank, half in enumerate(halves)
-    ]
-    for name, one in (("completion_ids", stored.rows.response), ("logprobs", stored.rows.logp)):
-        assert [value for half in found for value in half[name]] == [one(row).tolist() for row in range(len(keys))]
-    with pytest.raises(ConfigError, match="num_generations is 2, but the stored groups have 4"):
-        stored.rollouts(keys, SimpleNamespace(num_generations=2))
-
-
 # ---------------------------------------------------------------- what is refused
 
 
@@ -277,10 +170,13 @@ def test_every_stored_rollout_is_read_once_also_where_ranks_share_a_group(writte
         ({"objective": "p4o"}, "no objective is called 'p4o'"),
         ({"objective": "grpo", "objective_params": {"cap": 2.0}}, "has no parameter 'cap'"),
         ({"beta": 0.04}, "GRPOConfig.beta is 0.04"),
-        ({"epsilon": 0.3}, "give bounds in objective_params"),
+        ({"epsilon": 0.3}, "set bounds in objective_params"),
         ({"top_p": 0.9}, "generation with top_p=0.9"),
         ({"generation_kwargs": {"temperature": 0.5}}, "generation with temperature=0.5"),
-        ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, "no multiple of gradient_accumulation_steps 2"),
+        (
+            {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
+            "not a multiple of gradient_accumulation",
+        ),
         ({"store": "kept", "mask_truncated_completions": True}, "objective.truncated"),
     ],
 )

@@ -88,7 +88,7 @@ def test_another_reduction_is_refused() -> None:
     assert [aggregation(get_objective(name)) for name in ("grpo", "gspo", "dr_grpo")] == [
         *("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
     ]
-    with pytest.raises(ConfigError, match="gspo is reduced by seq-mean-token-mean: set it to that"):
+    with pytest.raises(ConfigError, match="gspo needs seq-mean-token-mean: set it to that"):
         policy_loss("gspo")(**given, loss_agg_mode="token-mean")
 
 

@@ -226,7 +226,7 @@ def test_an_export_says_what_it_can(trained: RunConfig, tmp_path: Path, monkeypa
     assert "of what it was trained on only the task's prompts are known; evaluate the run" in record["unknown"][0]
     words[1] = export_policy(child, tmp_path / "later")
     later = called_json(*words)["unknown"][0]
-    assert "which began as version 4 of the run tiny, which began as the small policy `arithmetic`" in later
+    assert "which began as version 4 of the run tiny, which started from the small policy `arithmetic`" in later
 
 
 def test_where_the_task_is_gone_the_ids_of_the_rollouts_are_left(trained: RunConfig, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from rundirs import add_evaluation, add_journal, write_run
 from stalewise.errors import StoreError
-from stalewise.reporting.compare import compare, first_reached
+from stalewise.reporting.compare import compare, first_reached, prompt_scores, side_names
 from stalewise.statistics import error_of_runs, resample_prompts
 from tiny import call, called_json, refused
 
@@ -61,7 +61,7 @@ def test_no_difference_is_not_made_up(tmp_path: Path, rng: np.random.Generator) 
     a, b = (judged(tmp_path / name, scores_of(rng, difficulty, 0.0)) for name in "ab")
     found = compare([a], [b])
     assert found.difference.low < 0 < found.difference.high
-    assert found.words.startswith("no difference can be told: b less a is ")
+    assert found.words.startswith("no significant difference: b minus a is ")
     same = judged(tmp_path / "same", np.full(PROMPTS, 2))
     other = judged(tmp_path / "other", np.full(PROMPTS, 2))
     assert compare([same], [other]).probability_better == 0.5
@@ -77,7 +77,7 @@ def test_pairing_by_prompt_makes_the_interval_narrower(tmp_path: Path, rng: np.r
         add_evaluation(run, 8, 0.0, accuracy={"value": value, "low": value - half, "high": value + half})
     paired, unpaired = compare([a], [b]), compare([old[0]], [old[1]])
     assert paired.words.startswith("b is better by")
-    assert unpaired.words.startswith("no difference can be told")
+    assert unpaired.words.startswith("no significant difference")
     assert (unpaired.prompts, unpaired.method[:20]) == (0, "not paired by prompt")
     assert "eval.jsonl of old a has no results per prompt, so prompts cannot be paired" in unpaired.notes
     # Two independent errors add up.
@@ -93,7 +93,7 @@ def test_seeds_that_differ_widen_the_interval(tmp_path: Path, rng: np.random.Gen
         sides["b"].append(judged(tmp_path / f"b{seed}", scores_of(rng, difficulty, 0.05 + luck), seed=seed))
     one = compare(sides["a"][2:], sides["b"][2:])
     three = compare(sides["a"], sides["b"])
-    assert one.words.startswith("b2 is better") and three.words.startswith("no difference can be told: b less a")
+    assert one.words.startswith("b2 is better") and three.words.startswith("no significant difference: b minus a")
     assert three.method == "paired over 200 prompts; paired over 3 seeds"
     # Student's t: 4.30 standard errors of 0.1/√3 in either direction, and a little for the prompts.
     width = three.difference.high - three.difference.low
@@ -174,9 +174,7 @@ def test_the_speed_at_equal_accuracy(tmp_path: Path) -> None:
     assert found.speed.endswith("2.67 times as fast")
     other_way = compare([fast], [slow])
     assert other_way.speed_up is None
-    assert other_way.speed == (
-        "slow never reached 1.000, where the interval of fast's final accuracy begins: its best is 0.750"
-    )
+    assert other_way.speed == ("slow never reached 1.000, the lower end of fast's final accuracy: its best is 0.750")
 
 
 def test_as_good_as_the_prompts_can_tell_is_as_good(tmp_path: Path) -> None:
@@ -185,14 +183,14 @@ def test_as_good_as_the_prompts_can_tell_is_as_good(tmp_path: Path) -> None:
     add_evaluation(a, 4, 0.76, prompts=50, by_prompt=by_prompt(np.repeat([4, 0], [38, 12])))
     found = compare([a], [b])
     assert found.speed_up is not None and found.b.seconds_to_accuracy == pytest.approx(20 + 20 * (0.64 - 0.5) / 0.25)
-    assert "b reached 0.640, where the interval of a's final accuracy begins, after 31.2 s" in found.speed
+    assert "b reached 0.640, the lower end of a's final accuracy, after 31.2 s" in found.speed
 
 
 def test_a_run_that_was_seldom_evaluated_has_no_speed(tmp_path: Path) -> None:
     seldom = curve(tmp_path / "seldom", 10.0, [0.25, 0.75])
     found = compare([curve(tmp_path / "often", 10.0, [0.25, 0.5, 0.75])], [seldom])
     assert found.speed_up is None
-    assert "seldom was evaluated too seldom (2 times): set evaluation.every" in found.speed
+    assert "seldom has too few evaluations (2): set evaluation.every" in found.speed
     assert first_reached(np.array([0.0, 1.0]), np.array([0.5, 0.9]), 0.4) == 0.0
 
 
@@ -206,7 +204,7 @@ def test_the_command_says_it_in_words_and_as_json(tmp_path: Path) -> None:
     assert shown.startswith(
         "better is better by 50.0 points (50.0 to 50.0).\nProbability that better is better: 99.9%."
     )
-    assert "Speed at equal accuracy cannot be told: plain was evaluated too seldom (2 times)" in shown
+    assert "Speed at equal accuracy is unknown: plain has too few evaluations (2)" in shown
     record = called_json("compare", "--a", a, "--b", b)
     assert record["words"] == "better is better by 50.0 points (50.0 to 50.0)"
     assert (record["probability_better"], record["task"], record["prompts"]) == (1.0, "arithmetic", 200)
@@ -217,7 +215,7 @@ def test_tasks_of_one_name_are_told_apart_by_their_prompts(tmp_path: Path) -> No
     a, b = (judged(tmp_path / name, np.array([1, 2, 3])) for name in "ab")
     shifted = by_prompt(np.array([1, 2, 3])) | {"prompt_ids": ["q2", "q3", "q4"]}
     add_evaluation(b, 8, 0.5, prompts=3, by_prompt=shifted)
-    assert "different tasks cannot be compared: of their held-out prompts 1 are in common" in refused("compare", a, b)
+    assert "different tasks cannot be compared: they have 1 held-out prompts in common" in refused("compare", a, b)
     other = write_run(tmp_path / "other", task={"name": "arithmetic", "options": {"difficulty": 3}})
     add_evaluation(other, 8, 0.5, prompts=3, by_prompt=by_prompt(np.array([1, 2, 3])))
     note = "the runs differ in task.options.difficulty: make sure that their task is the same"
@@ -232,7 +230,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     (unevaluated / "eval.jsonl").unlink()
     refusal = refused("compare", a, other)
     assert "runs of different tasks cannot be compared: a has arithmetic, other has gym" in refusal
-    assert "has no evaluation to compare: let it run on" in refused("compare", a, unevaluated)
+    assert "has no evaluation to compare: continue the run" in refused("compare", a, unevaluated)
     assert "name two run directories, A and B" in refused("compare", a)
     assert "name two run directories, A and B" in refused("compare", a, "--b", other)
     assert "is no run directory" in refused("compare", a, tmp_path)
@@ -249,3 +247,19 @@ def test_runs_that_are_not_finished_are_said(tmp_path: Path) -> None:
     assert "young has not been evaluated after learning: its accuracy is that of version 0" in found.notes
     add_evaluation(young, 4, 0.5)
     assert "young is not finished: its accuracy is that of version 4" in compare([a], [young]).notes
+
+
+def test_sides_are_named_after_what_their_labels_share() -> None:
+    assert side_names(["grpo0", "grpo1"], ["p3o"]) == ["grpo", "p3o"]
+    assert side_names(["x", "y"], ["z"]) == ["A", "z"]
+    assert side_names(["x"], ["x"]) == ["A", "B"]
+
+
+def test_the_score_of_a_prompt_is_its_mean() -> None:
+    assert prompt_scores({"by_prompt": {"prompt_ids": ["a", "b"], "score": [1, 0.5], "scored": [2, 0]}}) == {"a": 0.5}
+    assert prompt_scores({}) == {}
+
+
+def test_a_value_is_reached_between_evaluations() -> None:
+    seconds, accuracy = np.array([0.0, 10.0, 20.0]), np.array([0.25, 0.5, 0.75])
+    assert [first_reached(seconds, accuracy, target) for target in (0.625, 0.25, 0.8)] == [15.0, 0.0, None]

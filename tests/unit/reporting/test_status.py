@@ -18,7 +18,7 @@ import pytest
 
 from rundirs import add_batch, add_evaluation, add_journal, metrics, write_run
 from stalewise.config import RunConfig, make_config, write_resolved
-from stalewise.reporting.status import Phase, run_status
+from stalewise.reporting.status import RunPhase, run_status
 from stalewise.store.atomic import RunLock, append_line, write_json_atomic
 from tiny import call, called_json, refused
 
@@ -88,20 +88,20 @@ def test_phases_follow_from_what_is_on_disk(tmp_path: Path) -> None:
     record = {"schedule": {"updates": 8, "stages": 2}, "batch": {"prompts": 4, "group_size": 4}}
     evaluation = {"prompts": 16, "samples": 2, "every": 4}
     write_resolved(make_config({**record, "evaluation": evaluation}), run / "config.resolved.json")
-    assert run_status(run).phases == [Phase("evaluate", 0, 32)]
+    assert run_status(run).phases == [RunPhase("evaluate", 0, 32)]
     add_evaluation(run, 0, 0.4)
-    assert run_status(run).phases == [Phase("generate", 0, None)]
+    assert run_status(run).phases == [RunPhase("generate", 0, None)]
     (run / "rollouts" / "g000000-v000000").mkdir(parents=True)
-    assert run_status(run).phases == [Phase("generate", 0, 64)]  # 4 updates of 16 rollouts
+    assert run_status(run).phases == [RunPhase("generate", 0, 64)]  # 4 updates of 16 rollouts
     add_batch(run, 0, 0)
-    assert run_status(run).phases == [Phase("learn", 0, None)]
+    assert run_status(run).phases == [RunPhase("learn", 0, None)]
     learn(run, 0, 3)
-    assert run_status(run).phases == [Phase("learn", 3, 4)]
+    assert run_status(run).phases == [RunPhase("learn", 3, 4)]
     learn(run, 3, 4)
     add_journal(run, "learn", 100.0, 4.0, first=0, stop=4)
-    assert run_status(run).phases == [Phase("evaluate", 0, 32)]
+    assert run_status(run).phases == [RunPhase("evaluate", 0, 32)]
     add_evaluation(run, 4, 0.5)
-    assert (run_status(run).phases, run_status(run).stage) == ([Phase("generate", 0, None)], 0)
+    assert (run_status(run).phases, run_status(run).stage) == ([RunPhase("generate", 0, None)], 0)
     (run / "rollouts" / "g000001-v000004").mkdir(parents=True)
     assert run_status(run).stage == 1
 
@@ -152,7 +152,7 @@ def test_rollbacks_are_counted(tmp_path: Path) -> None:
     record = {"from_version": 6, "to_version": 4, "reason": "it fell", "time": 1.0}
     write_json_atomic(run / "rollbacks" / "r000" / "rollback.json", record)
     now = run_status(run)
-    assert now.rollbacks == 1 and "taken back from version 6 to 4: it fell" in now.warnings[0]
+    assert now.rollbacks == 1 and "rolled back from version 6 to 4: it fell" in now.warnings[0]
     assert "1 time" in call("watch", run).stdout
 
 

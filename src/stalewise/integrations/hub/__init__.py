@@ -1,4 +1,4 @@
-"""Policies and rollouts as a hub wants them: an ordinary directory with a card, here or uploaded. Imports no torch."""
+"""Exports policies and rollouts as directories with a card, and uploads them to a hub. Imports no torch."""
 
 from stalewise.integrations.hub.export import export_policy, export_rollouts
 from stalewise.integrations.hub.push import push

@@ -1,15 +1,16 @@
-"""A policy or the rollouts of a run as a directory for others: what a hub gets, with a card, without optimizer."""
+"""Writes a policy or the rollouts of a run as a directory with a card, without optimizer state."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from stalewise.config.run_directory import EXPORT_CONFIG, read_config
 from stalewise.errors import StoreError
 from stalewise.integrations.hub.card import dataset_card, model_card
-from stalewise.integrations.hub.provenance import Base, base_of, config_file, new_folder, place_file
+from stalewise.integrations.hub.provenance import BasePolicy, base_of, config_file, new_folder, place_file
 from stalewise.reporting.read import read_run
 from stalewise.store import batch_directories, is_committed, open_batch
 from stalewise.store.atomic import read_json
@@ -18,9 +19,8 @@ from stalewise.store.checkpoints import checkpoint_directory, read_state, versio
 CARD, CONFIG = "README.md", EXPORT_CONFIG
 ADAPTER, ADAPTER_CONFIG = "adapter", "adapter_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Of a checkpoint's small files, what is the learner's or the store's; all other weights are the learner's, too.
-NOT_THE_POLICY = frozenset({"state.json", "manifest.json"})
 SMALL_FILES = frozenset({".json", ".jinja", ".txt", ".model"})
+NOT_THE_POLICY = frozenset({"state.json", "manifest.json"})  # of the trainer and of the store
 NOT_THE_TOKENIZER = frozenset({"config.json", "generation_config.json", INDEX})
 
 
@@ -33,10 +33,10 @@ def export_policy(
     force: bool = False,
     link: bool = False,
 ) -> Path:
-    """Write a version of a run, the newest unless said, as an ordinary Hugging Face directory with a model card.
+    """Write a version of a run, by default the newest, as a Hugging Face directory with a model card.
 
-    Of a run that trained adapters this is the merged policy, or with `adapter` the adapter alone, in PEFT's layout.
-    With `link` its large files only point to the run's: for a directory that does not last.
+    A run that trained adapters gives the merged policy, or with `adapter` the adapter alone in PEFT's layout. With
+    `link` large files are links into the run directory.
     """
     run, directory = Path(run), Path(directory).expanduser()
     config = read_config(run)
@@ -45,35 +45,33 @@ def export_policy(
     if adapter and not config.model.trains_adapters:
         raise StoreError(f"{run} trained all weights and has no adapter: leave out --adapter")
     read_state(checkpoint)  # compares its files with their checksums
-    base = base_of(config)
-    kind = "adapter" if adapter else "policy"
-    record = {"kind": kind, "run": config.name, "version": version, "base": base.record()}
+    base = base_of(config.model.path, config.task.name)
+    record = {"kind": "adapter" if adapter else "policy", "run": config.name, "version": version, "base": asdict(base)}
     with new_folder(directory, record, force=force) as folder:
         if adapter:
             _place_adapter(checkpoint, folder, base, link=link)
         else:
             _place_policy(checkpoint, folder, link=link)
         (folder / CONFIG).write_text(config_file(config))
-        (folder / CARD).write_text(
-            model_card(read_run(run), config, version, base, adapter=adapter, config_name=CONFIG)
-        )
+        card = model_card(read_run(run), config, version, base, adapter=adapter, config_name=CONFIG)
+        (folder / CARD).write_text(card)
     return directory
 
 
 def export_rollouts(run: str | Path, directory: str | Path, *, force: bool = False, link: bool = False) -> Path:
-    """Write the committed rollouts of a run as a dataset: Parquet that `datasets.load_dataset` reads, with a card.
+    """Write the committed rollouts of a run as a dataset: Parquet for `datasets.load_dataset`, with a card.
 
-    The shards are copied as they are, with their manifests, which no longer say what machine made them:
-    `stalewise learn --rollouts` takes the directory, too.
+    Shards are copied unchanged, manifests without the names of workers. `stalewise learn --rollouts` reads the
+    directory, too.
     """
     run, directory = Path(run), Path(directory).expanduser()
     config = read_config(run)
     batches = [path for path in batch_directories(run / "rollouts") if is_committed(path)]
     if not batches:
-        others = " (it learned from those of others: name their runs)" if (run / "sources.json").is_file() else ""
+        others = " (it learned from those of other runs: name these)" if (run / "sources.json").is_file() else ""
         raise StoreError(f"{run} has no committed rollouts of its own{others}")
-    base = base_of(config)
-    record = {"kind": "rollouts", "run": config.name, "base": base.record()}
+    base = base_of(config.model.path, config.task.name)
+    record = {"kind": "rollouts", "run": config.name, "base": asdict(base)}
     with new_folder(directory, record, force=force) as folder:
         for path in batches:
             open_batch(path)  # compares its files with their checksums
@@ -90,7 +88,7 @@ def export_rollouts(run: str | Path, directory: str | Path, *, force: bool = Fal
 
 
 def _without_workers(value: Any) -> Any:
-    """A manifest without the names of workers, which are often those of machines."""
+    """A manifest without the names of workers, which often contain host names."""
     if isinstance(value, dict):
         return {key: _without_workers(item) for key, item in value.items() if key != "worker"}
     return [_without_workers(item) for item in value] if isinstance(value, list) else value
@@ -106,25 +104,24 @@ def _version(run: Path, version: int | None) -> int:
 
 
 def _place_policy(checkpoint: Path, folder: Path, *, link: bool) -> None:
-    """Config, weights and tokenizer: what transformers wrote."""
+    """Model config, weights and tokenizer."""
     weights = set(read_json(checkpoint / INDEX)["weight_map"].values())
     names = {file.name for file in _small_files(checkpoint)} - ({INDEX} if weights == {WEIGHTS} else set())
     for name in sorted(names | weights):
         place_file(checkpoint / name, folder / name, link=link)
 
 
-def _place_adapter(checkpoint: Path, folder: Path, base: Base, *, link: bool) -> None:
-    """The adapter, and the tokenizer beside it."""
+def _place_adapter(checkpoint: Path, folder: Path, base: BasePolicy, *, link: bool) -> None:
+    """The adapter and the tokenizer."""
     small = [file for file in _small_files(checkpoint) if file.name not in NOT_THE_TOKENIZER]
     for file in [*small, *sorted((checkpoint / ADAPTER).glob("*.safetensors"))]:
         place_file(file, folder / file.name, link=link)
     adapter: dict[str, Any] = read_json(checkpoint / ADAPTER / ADAPTER_CONFIG)
-    # A directory of this machine means nothing elsewhere.
-    directory = Path(str(adapter["base_model_name_or_path"])).name
+    directory = Path(str(adapter["base_model_name_or_path"])).name  # a path of this machine means nothing elsewhere
     adapter["base_model_name_or_path"] = base.name if base.name and base.is_itself else directory
     (folder / ADAPTER_CONFIG).write_text(json.dumps(adapter, indent=2, sort_keys=True))
 
 
 def _small_files(checkpoint: Path) -> list[Path]:
-    found = [path for path in sorted(checkpoint.iterdir()) if path.is_file() and path.suffix in SMALL_FILES]
-    return [path for path in found if path.name not in NOT_THE_POLICY]
+    files = [path for path in sorted(checkpoint.iterdir()) if path.is_file() and path.suffix in SMALL_FILES]
+    return [path for path in files if path.name not in NOT_THE_POLICY]

@@ -1,4 +1,4 @@
-"""A directory to be handed on: filled under a temporary name, with a record of its files, and renamed as a whole."""
+"""Export directories, written as a whole, and the base model and config they name, without paths of this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,16 @@ from stalewise.store.atomic import (
 )
 from stalewise.store.checkpoints import read_state
 
-FORMAT, RECORD = EXPORT_FORMAT, EXPORT_RECORD
+RECORD = EXPORT_RECORD
+SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+MOST_ANCESTORS = 16  # runs that were started from one another's checkpoints
 
 
 @contextlib.contextmanager
 def new_folder(directory: Path, record: Mapping[str, Any], *, force: bool) -> Iterator[Path]:
-    """A directory to fill; when the block ends well, it is at `directory` with `record` and its files' checksums in it.
+    """A temporary directory to fill; on success it becomes `directory`, with `record` and the checksums of its files.
 
-    What is there already stays, unless `force` says otherwise and it is an earlier export.
+    An existing directory is an error, unless `force` is given and it is an earlier export.
     """
     _check_free(directory, force)
     temporary = temporary_name(directory)
@@ -48,8 +50,9 @@ def new_folder(directory: Path, record: Mapping[str, Any], *, force: bool) -> It
             for path in sorted(temporary.rglob("*"))
             if path.is_file()
         }
-        whole = {"format": FORMAT, "stalewise": __version__, **record, "files": files}
-        write_json_atomic(temporary / RECORD, whole)
+        write_json_atomic(
+            temporary / RECORD, {"format": EXPORT_FORMAT, "stalewise": __version__, **record, "files": files}
+        )
         _put_in_place(temporary, directory, force)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -57,22 +60,22 @@ def new_folder(directory: Path, record: Mapping[str, Any], *, force: bool) -> It
 
 
 def place_file(source: Path, target: Path, *, link: bool) -> None:
-    """Copy one file, or point to it; the run may go on meanwhile and remove what is old."""
+    """Copy or link one file. The run may continue meanwhile and remove old checkpoints."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         target.symlink_to(source.resolve(strict=True)) if link else shutil.copyfile(source, target)
     except FileNotFoundError:
-        raise StoreError(f"{source} went away while it was copied: the run goes on; say a newer version") from None
+        raise StoreError(f"{source} was removed while it was copied: the run goes on; name a newer version") from None
 
 
 def _check_free(directory: Path, force: bool) -> None:
     if not os.path.lexists(directory) or (directory.is_dir() and not any(directory.iterdir())):
         return
     if not force:
-        raise StoreError(f"{directory} exists already and is not overwritten: name another directory, or say --force")
-    # Only what we made ourselves is ever removed.
-    if not (directory / RECORD).is_file() or read_json(directory / RECORD).get("format") != FORMAT:
-        raise StoreError(f"{directory} is no earlier export, so --force leaves it alone: name another directory")
+        raise StoreError(f"{directory} exists and is not overwritten: name another directory, or use --force")
+    # Only earlier exports are ever removed.
+    if not (directory / RECORD).is_file() or read_json(directory / RECORD).get("format") != EXPORT_FORMAT:
+        raise StoreError(f"{directory} is no earlier export, so --force does not replace it: name another directory")
 
 
 def _put_in_place(temporary: Path, directory: Path, force: bool) -> None:
@@ -80,87 +83,74 @@ def _put_in_place(temporary: Path, directory: Path, force: bool) -> None:
     if os.path.lexists(directory):
         _check_free(directory, force)
         before = temporary_name(directory)
-        directory.rename(before)  # and not removed first: whatever happens now, one of the two is whole
+        directory.rename(before)  # not removed first: at any moment one of the two is whole
     commit_directory(temporary, directory)
     if before is not None:
         shutil.rmtree(before)
 
 
-# Where a policy comes from, and what makes it again: base model, config, command. No path of this machine gets out.
-
-SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
-FARTHEST = 16  # runs that were started from one another's checkpoints
-
-
 @dataclass(frozen=True, slots=True)
-class Base:
+class BasePolicy:
     """The model that training started from."""
 
-    words: str  # for people
-    name: str = ""  # on a hub; empty where it has none
+    words: str  # a description
+    name: str = ""  # on a hub; empty if it is on none
     license: str = ""
-    is_itself: bool = True  # and not only the beginning of a line of models that ends in the one that was trained
-
-    def record(self) -> dict[str, Any]:
-        """What an export remembers of it."""
-        return asdict(self)
+    is_itself: bool = True  # False: `name` is an ancestor of the model that was trained
 
 
-def base_of(config: RunConfig, depth: int = 0) -> Base:
-    """The base of a config's policy. One that was trained by stalewise before is followed to where it began."""
+def base_of(model: str, task: str, depth: int = 0) -> BasePolicy:
+    """The base of `model.path` and `task.name`. A model trained by stalewise is followed to its own base."""
     from stalewise.models.loading import embedded_policies
 
-    path = config.task.name if config.model.path == "auto" else config.model.path
+    path = task if model == "auto" else model
     if path in embedded_policies():
-        return Base(f"the small policy `{path}` that comes with stalewise", license="apache-2.0")
+        return BasePolicy(f"the small policy `{path}` that comes with stalewise", license="apache-2.0")
     if path == SMOLLM2:
         words = f"[{SMOLLM2_ON_HUB}](https://huggingface.co/{SMOLLM2_ON_HUB}), dequantized from 4 bits (Q4_1)"
-        return Base(words, SMOLLM2_ON_HUB, "apache-2.0")
+        return BasePolicy(words, SMOLLM2_ON_HUB, "apache-2.0")
     directory = Path(path).expanduser()
     if not directory.is_dir():
-        return Base(f"[{path}](https://huggingface.co/{path})", path)
-    return _base_of_directory(directory, depth)
-
-
-def _base_of_directory(directory: Path, depth: int) -> Base:
-    if (directory / RECORD).is_file() and (record := read_json(directory / RECORD)).get("format") == FORMAT:
-        return _later(record["run"], record["version"], Base(**record["base"]))
+        return BasePolicy(f"[{path}](https://huggingface.co/{path})", path)
+    if (directory / RECORD).is_file() and (record := read_json(directory / RECORD)).get("format") == EXPORT_FORMAT:
+        return _descendant(record["run"], record["version"], BasePolicy(**record["base"]))
     run = directory.resolve().parent.parent
-    if depth < FARTHEST and (directory / "state.json").is_file() and (run / "config.resolved.json").is_file():
-        return _later(run.name, read_state(directory)["version"], base_of(read_config(run), depth + 1))
-    return Base(f"a model in a directory called `{directory.resolve().name}`")
+    if depth < MOST_ANCESTORS and (directory / "state.json").is_file() and (run / "config.resolved.json").is_file():
+        config = read_config(run)
+        base = base_of(config.model.path, config.task.name, depth + 1)
+        return _descendant(run.name, read_state(directory)["version"], base)
+    return BasePolicy(f"a model in a directory called `{directory.resolve().name}`")
 
 
-def _later(run: str, version: int, base: Base) -> Base:
-    words = f"version {version} of the run {run}, which began as {base.words}"
-    return Base(words, base.name, base.license, is_itself=False)
+def _descendant(run: str, version: int, base: BasePolicy) -> BasePolicy:
+    words = f"version {version} of the run {run}, which started from {base.words}"
+    return BasePolicy(words, base.name, base.license, is_itself=False)
 
 
 def shareable(config: RunConfig) -> dict[str, Any]:
-    """The config as nested tables that others can use: without nulls, and without the addresses of
-    servers and stores and the paths of this machine.
+    """The config as nested tables without nulls, addresses of servers and stores, and paths of this machine.
 
-    A learning rate that was planned is given: whoever repeats the run has no calibration.
+    A planned learning rate is written as given: a rerun elsewhere has no calibration.
     """
     record = config.model_dump(mode="json")
     record |= {"runs": "runs", "trackers": [], "storage": {}}
     record["plan"] |= {"learning_rate": "given", "calibration": ""}
     server = record["sampler"]["server"]
-    server |= {"urls": [f"http://localhost:{8000 + place}" for place in range(len(server["urls"]))], "paths": {}}
-    return _without_places(record)
+    server |= {"urls": [f"http://localhost:{8000 + i}" for i in range(len(server["urls"]))], "paths": {}}
+    return _without_paths(record)
 
 
-def _without_places(value: Any) -> Any:
+def _without_paths(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _without_places(item) for key, item in value.items() if item is not None}
+        return {key: _without_paths(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_without_places(item) for item in value]
-    is_place = isinstance(value, str) and value.startswith(("/", "~")) and not any(map(str.isspace, value))
-    return Path(value).name if is_place else value
+        return [_without_paths(item) for item in value]
+    is_path = isinstance(value, str) and value.startswith(("/", "~")) and not any(map(str.isspace, value))
+    return Path(value).name if is_path else value
 
 
 def config_file(config: RunConfig) -> str:
-    """All settings of a run as TOML, in tables."""
+    """All settings of a run as TOML."""
     record = shareable(config)
     plain = [f"{key} = {toml(value)}" for key, value in record.items() if not isinstance(value, dict)]
     tables = [
@@ -172,7 +162,7 @@ def config_file(config: RunConfig) -> str:
 
 
 def explicit_settings(config: RunConfig) -> dict[str, Any]:
-    """Settings that are not the defaults, with dotted keys."""
+    """Settings that differ from the defaults, with dotted keys."""
     defaults = flat(shareable(RunConfig()))
-    said = flat(shareable(config))
-    return {key: value for key, value in said.items() if key not in defaults or defaults[key] != value}
+    settings = flat(shareable(config))
+    return {key: value for key, value in settings.items() if key not in defaults or defaults[key] != value}

@@ -1,4 +1,4 @@
-"""To a hub, or to a directory that has what the hub would get."""
+"""Uploads an export to a hub, or writes the same folder to a directory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from stalewise.errors import ConfigError, HubError, StalewiseError
+from stalewise.errors import ConfigError, HubError
 from stalewise.integrations.hub.export import export_policy, export_rollouts
 
 
@@ -21,11 +21,10 @@ def push(
     to: str | Path | None = None,
     force: bool = False,
 ) -> str:
-    """Upload a policy of a run, or its rollouts, to a repository that is made if need be; its address comes back.
+    """Upload a policy of a run, or its rollouts, to a repository, which is created if needed. Returns its address.
 
-    With `to` nothing is uploaded: the very folder is written under that directory, at the place that it has on the hub,
-    `owner/name` for a policy and `datasets/owner/name` for rollouts. `force` replaces what is there: an earlier folder,
-    or, on the hub, also the files that the new folder does not have.
+    With `to` nothing is uploaded: the same folder is written under that directory, as `owner/name` for a policy and
+    `datasets/owner/name` for rollouts. `force` replaces an earlier folder, or removes other files on the hub.
     """
     check_name(repo_id)
     if rollouts and (adapter or version is not None):
@@ -38,20 +37,20 @@ def push(
 
     if to is not None:
         return str(write(Path(to).expanduser() / ("datasets" if rollouts else "") / repo_id, force=force))
-    with tempfile.TemporaryDirectory(prefix="stalewise-push-") as place:
-        folder = write(Path(place) / "folder", link=True)
+    with tempfile.TemporaryDirectory(prefix="stalewise-push-") as temporary:
+        folder = write(Path(temporary) / "folder", link=True)
         return _upload(folder, repo_id, rollouts=rollouts, private=private, force=force)
 
 
 def check_name(repo_id: str) -> None:
-    """Refuse what a hub would refuse as a name."""
+    """Raise a ConfigError for an invalid repository name."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
-        raise ConfigError(f"{repo_id!r} cannot be the name of a repository, as in owner/name: {error}") from None
+        raise ConfigError(f"{repo_id!r} is not a valid repository name, such as owner/name: {error}") from None
 
 
 def _upload(folder: Path, repo_id: str, *, rollouts: bool, private: bool, force: bool) -> str:
@@ -68,12 +67,10 @@ def _upload(folder: Path, repo_id: str, *, rollouts: bool, private: bool, force:
             commit_message="Upload by stalewise",
             delete_patterns="*" if force else None,
         )
-    except StalewiseError:
-        raise
-    except Exception as error:  # the library has dozens of ways to fail: network, tokens, rights, sizes
+    except Exception as error:  # the library raises many kinds: network, tokens, rights, sizes
         message = " ".join(str(error).split()).rstrip(".")
         raise HubError(
-            f"{api.endpoint} did not take {repo_id}: {type(error).__name__}: {message}; log in with `hf auth login` "
-            "where it asks who you are; without network, --to DIRECTORY writes the same folder for `hf upload` later"
+            f"{api.endpoint} did not accept {repo_id}: {type(error).__name__}: {message}; log in with `hf auth login` "
+            "if it asks for a login; without network, --to DIRECTORY writes the same folder for `hf upload` later"
         ) from error
     return str(made)

@@ -1,4 +1,4 @@
-"""The rollout browser and its local server: reads a run directory and nothing else. Imports no torch."""
+"""The rollout browser and its local server. Reads a run directory; imports no torch."""
 
 from stalewise.reporting.browser.http_server import RunServer, make_server
 

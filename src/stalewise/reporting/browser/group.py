@@ -1,4 +1,4 @@
-"""Token ids to texts, one by one, with the tokenizer that lies in the run's checkpoints."""
+"""A group for the browser: its prompt, and its responses token by token with what the trainer recorded of them."""
 
 from __future__ import annotations
 
@@ -11,191 +11,169 @@ from typing import Any
 import numpy as np
 
 from stalewise.errors import StalewiseError, StoreError
-from stalewise.reporting.browser.index import Column, Index
-from stalewise.reporting.browser.locations import Location, read_rows
-from stalewise.reporting.browser.query import log_ratio, number, rows_of_group
-from stalewise.reporting.inspection import visible
+from stalewise.reporting.browser.index import Column, RolloutIndex
+from stalewise.reporting.browser.locations import BatchLocation, read_rows
+from stalewise.reporting.browser.query import json_log_ratio, json_number, rows_of_group
+from stalewise.reporting.inspection import load_tokenizer, visible
 from stalewise.store import read_tokens, rollouts_from_table
-from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.types import Rollout, TokenFlag
-
-
-class TokenTexts:
-    """Decodes tokens of a run; ids as text where the run has no tokenizer."""
-
-    def __init__(self, run: Path) -> None:
-        paths = [checkpoint_directory(run, version) / "tokenizer.json" for version in reversed(versions(run))]
-        tokenizer = next((found for path in paths if (found := _load(path)) is not None), None)
-        self._decode = None if tokenizer is None else lru_cache(maxsize=None)(partial(_decode_one, tokenizer))
-
-    @property
-    def known(self) -> bool:
-        """Whether there is a tokenizer."""
-        return self._decode is not None
-
-    def of(self, ids: Sequence[int]) -> list[str]:
-        """The text of each token."""
-        return [f"⟨{token}⟩" for token in ids] if self._decode is None else [self._decode(token) for token in ids]
-
-
-def _load(path: Path) -> Any:
-    """The tokenizer in a file; None where there is none, or none that can be read."""
-    from tokenizers import Tokenizer  # the Rust library alone: transformers would take seconds to import
-
-    try:
-        return Tokenizer.from_file(str(path)) if path.is_file() else None
-    except Exception:  # what the library raises has no class of its own
-        return None
-
-
-def _decode_one(tokenizer: Any, token: int) -> str:
-    """The text of a token inside of a response: many decoders cut a space off what comes first."""
-    once, twice = (tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
-    return twice[len(once) :] if twice.startswith(once) and len(twice) > len(once) else once
-
-
-def shown(text: str) -> str:
-    r"""A token's text on a page: nothing in it can move the text around it, and line breaks are seen.
-
-    >>> shown("a\n\u202eb")
-    'a↵\n\\u202eb'
-    """
-    return "".join("↵\n" if character == "\n" else visible(character) for character in text)
-
-
-# A group as the browser shows it: its prompt, and its responses token by token with what the learner saw of them.
 
 WINDOW = 1000  # tokens of a response in one answer
 
 
-def describe_group(index: Index, batch: str, group: int, texts: TokenTexts) -> dict[str, Any]:
-    """The prompt of a group and all of its responses, each with its first tokens."""
-    place, rows = _find(index, batch, index.column("group") == group, f"group {group}")
+class TokenDecoder:
+    """Decodes single tokens of a run; to their ids if the run has no tokenizer."""
+
+    def __init__(self, run: Path) -> None:
+        tokenizer = load_tokenizer(run)
+        self._decode = None if tokenizer is None else lru_cache(maxsize=None)(partial(_decode_one, tokenizer))
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether the run has a tokenizer."""
+        return self._decode is not None
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token."""
+        return [f"⟨{token}⟩" for token in ids] if self._decode is None else [self._decode(token) for token in ids]
+
+
+def _decode_one(tokenizer: Any, token: int) -> str:
+    """The text of a token inside a response: many decoders strip a leading space from the first token."""
+    once, twice = (tokenizer.decode([token] * n, skip_special_tokens=False) for n in (1, 2))
+    return twice[len(once) :] if twice.startswith(once) and len(twice) > len(once) else once
+
+
+def printable(text: str) -> str:
+    """The text of a token for a page: unprintable characters as escapes, line breaks marked."""
+    return "".join("↵\n" if character == "\n" else visible(character) for character in text)
+
+
+def describe_group(index: RolloutIndex, batch: str, group: int, decoder: TokenDecoder) -> dict[str, Any]:
+    """The prompt of a group and all its responses, each with its first tokens."""
+    location, rows = _find(index, batch, index.column("group") == group, f"group {group}")
     rows = rows_of_group(index, int(index.column("group_number")[rows[0]]))
-    rollouts, seen, problems = _read(index, place, rows)
-    responses = [describe_response(index, int(row), rollouts, seen, texts) for row in rows]
+    rollouts, logged, problems = _read(index, location, rows)
     first = next(iter(rollouts.values()), None)
     prompt = [] if first is None else list(first.prompt_ids)
+    text = "".join(map(printable, decoder.texts(prompt))) if decoder.has_tokenizer else f"token ids {prompt}"
     return {
         "batch": batch,
-        "rollback": place.rollback,
-        "stands": place.stands,
-        "directory": place.directory.name,
+        "rollback": location.rollback,
+        "stands": location.is_kept,
+        "directory": location.directory.name,
         "group": group,
         "prompt_id": visible(index.table.column("prompt_id")[int(rows[0])].as_py()),
-        "prompt": "".join(shown(text) for text in texts.of(prompt)) if texts.known else f"token ids {prompt}",
+        "prompt": text,
         "degenerate": bool(index.column("degenerate")[int(rows[0])]),
-        "responses": responses,
+        "responses": [describe_response(index, int(row), rollouts, logged, decoder) for row in rows],
         "problems": problems,
     }
 
 
-def describe_tokens(index: Index, batch: str, rollout_id: int, start: int, texts: TokenTexts) -> dict[str, Any]:
+def describe_tokens(
+    index: RolloutIndex, batch: str, rollout_id: int, start: int, decoder: TokenDecoder
+) -> dict[str, Any]:
     """Another window of a response's tokens."""
-    place, rows = _find(index, batch, index.column("rollout_id") == rollout_id, f"rollout {rollout_id}")
-    rollouts, seen, problems = _read(index, place, rows[:1])
+    location, rows = _find(index, batch, index.column("rollout_id") == rollout_id, f"rollout {rollout_id}")
+    rollouts, logged, problems = _read(index, location, rows[:1])
     if rollout_id not in rollouts:
         raise StoreError("; ".join(problems) or f"rollout {rollout_id} cannot be read")
-    return _tokens(rollouts[rollout_id], seen.get(rollout_id), start, texts)
+    return _tokens(rollouts[rollout_id], logged.get(rollout_id), start, decoder)
 
 
 def describe_response(
-    index: Index, row: int, rollouts: Mapping[int, Rollout], seen: Mapping[int, dict[str, Any]], texts: TokenTexts
+    index: RolloutIndex,
+    row: int,
+    rollouts: Mapping[int, Rollout],
+    logged: Mapping[int, dict[str, Any]],
+    decoder: TokenDecoder,
 ) -> dict[str, Any]:
-    """One response; what the index knows of it even where its shard cannot be read."""
-    rollout_id = int(index.column("rollout_id")[row])
-    update, clipped = int(index.column("update")[row]), int(index.column("clipped")[row])
+    """One response; only what the index has of it if its shard cannot be read."""
+    value = {name: index.column(name)[row] for name in ("rollout_id", "update", "age", "clipped", "vetoed")}
+    is_consumed, is_logged = value["update"] >= 0, value["clipped"] >= 0
     known: dict[str, Any] = {
-        "rollout_id": rollout_id,
-        "reward": number(index.column("reward")[row]),
-        "advantage": number(index.column("advantage")[row]),
-        "update": None if update < 0 else update,
-        "age": None if update < 0 else int(index.column("age")[row]),
+        "rollout_id": int(value["rollout_id"]),
+        "reward": json_number(index.column("reward")[row]),
+        "advantage": json_number(index.column("advantage")[row]),
+        "update": int(value["update"]) if is_consumed else None,
+        "age": int(value["age"]) if is_consumed else None,
         "length": int(index.column("response_length")[row]),
-        "worst_log_ratio": log_ratio(index.column("worst_log_ratio")[row]) if clipped >= 0 else None,
-        "clipped": max(clipped, 0),
-        "vetoed": max(int(index.column("vetoed")[row]), 0),
+        "worst_log_ratio": json_log_ratio(index.column("worst_log_ratio")[row]) if is_logged else None,
+        "clipped": max(int(value["clipped"]), 0),
+        "vetoed": max(int(value["vetoed"]), 0),
     }
-    rollout = rollouts.get(rollout_id)
+    rollout, record = rollouts.get(known["rollout_id"]), logged.get(known["rollout_id"])
     if rollout is None:
         return known | {"missing": True}
-    record = seen.get(rollout_id)
+    log_ratio = _log_ratio(rollout, record)
+    triggers = np.flatnonzero(np.array(record["flags"] if record else [], dtype=np.uint8) & TokenFlag.TRIGGER)
     return known | {
-        "parts": {visible(name): number(value) for name, value in rollout.reward_parts.items()},
+        "parts": {visible(name): json_number(value) for name, value in rollout.reward_parts.items()},
         "error": visible(rollout.reward_error),
         "finish": str(rollout.finish_reason),
         "sampler": asdict(rollout.sampler) | {"seed": str(rollout.seed)},
         "version_first": rollout.version_first,
         "version_last": rollout.version_last,
-        "worst_place": _worst_place(rollout, record),
-        "trigger_place": _first_trigger(record),
-        "tokens": _tokens(rollout, record, 0, texts),
+        "worst_place": None if log_ratio is None or not len(log_ratio) else int(np.abs(log_ratio).argmax()),
+        "trigger_place": int(triggers[0]) if len(triggers) else None,
+        "tokens": _tokens(rollout, record, 0, decoder),
     }
 
 
-def _find(index: Index, batch: str, chosen: Column, what: str) -> tuple[Location, Column]:
-    keys = [place.key for place in index.places]
+def _find(index: RolloutIndex, batch: str, chosen: Column, what: str) -> tuple[BatchLocation, Column]:
+    keys = [location.key for location in index.batches]
     rows = np.flatnonzero(chosen & (index.column("place") == keys.index(batch))) if batch in keys else []
     if not len(rows):
         raise StoreError(f"there is no {what} in batch {visible(batch)}: choose one from the list")
-    return index.places[keys.index(batch)], np.asarray(rows)
+    return index.batches[keys.index(batch)], np.asarray(rows)
 
 
 def _read(
-    index: Index, place: Location, rows: Column
+    index: RolloutIndex, location: BatchLocation, rows: Column
 ) -> tuple[dict[int, Rollout], dict[int, dict[str, Any]], list[str]]:
-    """The rollouts of these rows and what their updates saw of them, by rollout id, and what could not be read."""
+    """The rollouts of these rows and their token logs, by rollout id, and what could not be read."""
     rollouts: dict[int, Rollout] = {}
-    seen: dict[int, dict[str, Any]] = {}
+    logged: dict[int, dict[str, Any]] = {}
     problems: list[str] = []
     rollout_id, update = index.column("rollout_id"), index.column("update")
-    for piece in index.pieces:
-        here = rows[(rows >= piece.rows.start) & (rows < piece.rows.stop)]
+    for shard in index.shards:
+        here = rows[(rows >= shard.rows.start) & (rows < shard.rows.stop)]
         if not len(here):
             continue
         try:
-            found = rollouts_from_table(read_rows(place, piece.shard, rollout_id[here]))
-            rollouts |= {rollout.rollout_id: rollout for rollout in found}
+            table = read_rows(location, shard.shard, rollout_id[here])
+            rollouts |= {rollout.rollout_id: rollout for rollout in rollouts_from_table(table)}
         except StalewiseError as error:
             problems.append(str(error))
-    for one in np.unique(update[rows]).tolist():
-        if one < 0:
-            continue
+    for one in np.unique(update[rows][update[rows] >= 0]).tolist():
         try:
-            table = read_tokens(place.tokens, one, rollout_id[rows[update[rows] == one]])
-            seen |= {record["rollout_id"]: record for record in table.to_pylist()}
+            table = read_tokens(location.tokens, one, rollout_id[rows[update[rows] == one]])
+            logged |= {record["rollout_id"]: record for record in table.to_pylist()}
         except StalewiseError as error:
             problems.append(str(error))
-    return rollouts, seen, problems
+    return rollouts, logged, problems
 
 
 def _log_ratio(rollout: Rollout, record: dict[str, Any] | None) -> Column | None:
-    """None where no update has seen the rollout, or what it saw is not of these tokens."""
+    """None if no update recorded the rollout, or its record has another length."""
     if record is None or len(record["logp"]) != len(rollout.behaviour_logp):
         return None
     return np.array(record["logp"], dtype=np.float32) - np.array(rollout.behaviour_logp, dtype=np.float32)
 
 
-def _worst_place(rollout: Rollout, record: dict[str, Any] | None) -> int | None:
-    found = _log_ratio(rollout, record)
-    return None if found is None or not len(found) else int(np.abs(found).argmax())
-
-
-def _first_trigger(record: dict[str, Any] | None) -> int | None:
-    places = np.flatnonzero(np.array(record["flags"] if record else [], dtype=np.uint8) & TokenFlag.TRIGGER)
-    return int(places[0]) if len(places) else None
-
-
-def _tokens(rollout: Rollout, record: dict[str, Any] | None, start: int, texts: TokenTexts) -> dict[str, Any]:
+def _tokens(rollout: Rollout, record: dict[str, Any] | None, start: int, decoder: TokenDecoder) -> dict[str, Any]:
     window = slice(max(start, 0), max(start, 0) + WINDOW)
-    found = _log_ratio(rollout, record)
+    log_ratio = _log_ratio(rollout, record)
     ids = list(rollout.response_ids[window])
+    logged: dict[str, Any] = {"logp": None, "log_ratio": None, "flags": None}
+    if record is not None and log_ratio is not None:
+        logged["logp"] = list(map(json_log_ratio, record["logp"][window]))
+        logged |= {"log_ratio": list(map(json_log_ratio, log_ratio[window])), "flags": record["flags"][window]}
     return {
         "start": window.start,
         "ids": ids,
-        "texts": [shown(text) for text in texts.of(ids)],
-        "behaviour_logp": [log_ratio(value) for value in rollout.behaviour_logp[window]],
-        "logp": None if found is None or record is None else [log_ratio(value) for value in record["logp"][window]],
-        "log_ratio": None if found is None else [log_ratio(value) for value in found[window]],
-        "flags": None if found is None or record is None else record["flags"][window],
+        "texts": list(map(printable, decoder.texts(ids))),
+        "behaviour_logp": list(map(json_log_ratio, rollout.behaviour_logp[window])),
+        **logged,
     }

@@ -1,7 +1,6 @@
-"""A small read-only server on this machine alone: the report of a run and the rollout browser.
+"""A read-only server for this machine only: the report of a run and the rollout browser.
 
-Whoever does not know the random word in the address gets nothing, and neither does a page elsewhere that has a name
-point at this machine: the Host header must name the machine itself.
+The address contains a random token, and the Host header has to name this machine, against DNS rebinding.
 """
 
 from __future__ import annotations
@@ -24,23 +23,23 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlsplit
 
-from stalewise.errors import ConfigError, StalewiseError, StoreError
-from stalewise.reporting.browser.group import TokenTexts, describe_group, describe_tokens
-from stalewise.reporting.browser.index import Index, IndexKeeper
-from stalewise.reporting.browser.query import Filters, Matches, parse
-from stalewise.reporting.read import read_runs
+from stalewise.errors import ConfigError, StalewiseError
+from stalewise.reporting.browser.group import TokenDecoder, describe_group, describe_tokens
+from stalewise.reporting.browser.index import IndexCache, RolloutIndex
+from stalewise.reporting.browser.query import QueryResult, RolloutFilters, parse_filters
+from stalewise.reporting.read import read_resolved, read_runs
 from stalewise.reporting.render import render
 from stalewise.reporting.status import StatusLine
 from stalewise.store import batch_directories
 
 HOST = "127.0.0.1"
 OWN_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
-# What the pages may do: read from this server, and nothing else.
+# Pages may read from this server only.
 STRICT = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; frame-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-# The report is one file with everything in it; it asks for nothing.
+# The report is one file and loads nothing.
 REPORT = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'self'"
@@ -52,7 +51,7 @@ KEPT_QUERIES = 16
 
 
 class RunServer(ThreadingHTTPServer):
-    """Serves one run directory. `url` is where; whoever has it may read the run."""
+    """Serves one run directory at `url`, which contains the secret token."""
 
     daemon_threads = True
     request_queue_size = 64  # a browser opens many connections at once
@@ -60,14 +59,14 @@ class RunServer(ThreadingHTTPServer):
     def __init__(self, run: Path, port: int) -> None:
         self.run = run
         self.token = secrets.token_urlsafe(24)
-        self.keeper = IndexKeeper(run)
-        self._texts = TokenTexts(run)
-        self.standing = StatusLine(run)
-        self._queries: OrderedDict[tuple[str, Filters], Future[Matches]] = OrderedDict()
+        self.indexes = IndexCache(run)
+        self._decoder = TokenDecoder(run)
+        self.status = StatusLine(run)
+        self._queries: OrderedDict[tuple[str, RolloutFilters], Future[QueryResult]] = OrderedDict()
         self._query_lock = threading.Lock()
         self._report_lock = threading.Lock()
         self._report: tuple[str, str] = ("", "")
-        super().__init__((HOST, port), Handler)
+        super().__init__((HOST, port), RequestHandler)
 
     @property
     def url(self) -> str:
@@ -75,14 +74,14 @@ class RunServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     @property
-    def texts(self) -> TokenTexts:
-        """The tokenizer of the run; asked for again as long as there is no checkpoint yet."""
-        if not self._texts.known:
-            self._texts = TokenTexts(self.run)
-        return self._texts
+    def decoder(self) -> TokenDecoder:
+        """The tokenizer of the run; looked for again until there is a checkpoint."""
+        if not self._decoder.has_tokenizer:
+            self._decoder = TokenDecoder(self.run)
+        return self._decoder
 
     def state(self) -> str:
-        """A word that changes when the records of the run do, and with every shard of rollouts."""
+        """A text that changes with the records of the run and with every shard of rollouts."""
         found: list[str] = []
         for path in [*(self.run / name for name in WATCHED), *batch_directories(self.run / "rollouts")]:
             with contextlib.suppress(OSError):
@@ -90,17 +89,17 @@ class RunServer(ThreadingHTTPServer):
         return "|".join(found)
 
     def report(self) -> str:
-        """The report page; it is made anew only where the run has changed."""
+        """The report page, rendered again when the run has changed."""
         with self._report_lock:
             state = self.state()
             if self._report[0] != state:
                 self._report = (state, render(read_runs([self.run])))
             return self._report[1]
 
-    def matches(self, index: Index, filters: Filters) -> Matches:
-        """The groups that pass; the last few answers are kept, since a list is read page by page.
+    def query(self, index: RolloutIndex, filters: RolloutFilters) -> QueryResult:
+        """The groups that pass. The last answers are kept, since a list is read page by page.
 
-        Whoever asks first looks; who asks the same waits for that answer, and nobody else does.
+        Equal queries wait for the first of them; other queries do not wait.
         """
         key = (index.fingerprint, filters)
         with self._query_lock:
@@ -111,7 +110,7 @@ class RunServer(ThreadingHTTPServer):
                 self._queries.popitem(last=False)
         if is_first:
             try:
-                answer.set_result(Matches(index, filters))
+                answer.set_result(QueryResult(index, filters))
             except BaseException as error:
                 answer.set_exception(error)
                 with self._query_lock:
@@ -120,33 +119,34 @@ class RunServer(ThreadingHTTPServer):
 
 
 def make_server(run: str | Path, port: int = 0) -> RunServer:
-    """A server for a run directory, bound and not yet serving; port 0 takes any that is free."""
+    """A server for a run directory, bound and not yet serving; port 0 takes any free port."""
     run = Path(run)
-    if not (run / "config.resolved.json").is_file():
-        raise StoreError(f"{run} is no run directory: it has no config.resolved.json")
+    read_resolved(run)  # refuses what is no run directory
     try:
         return RunServer(run, port)
     except OSError as error:
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise
-        why = "is in use" if error.errno == errno.EADDRINUSE else "needs more rights"
-        raise ConfigError(f"port {port} {why}: name another with --port, or --port 0 for any that is free") from None
+        why = "is in use" if error.errno == errno.EADDRINUSE else "needs more permissions"
+        raise ConfigError(f"port {port} {why}: name another with --port, or --port 0 for any free port") from None
     except OverflowError:
         raise ConfigError(f"port {port} does not exist: --port takes 0 to 65535") from None
 
 
-class Handler(BaseHTTPRequestHandler):
-    """Answers GET and HEAD."""
+class RequestHandler(BaseHTTPRequestHandler):
+    """Answers GET and HEAD requests."""
 
     server: RunServer  # pyright: ignore[reportIncompatibleVariableOverride]
     server_version, sys_version = "stalewise", ""
 
     def do_GET(self) -> None:
-        """Answer, or say in one line why not."""
+        """Check host and token, and answer."""
         address = urlsplit(self.path)
         given, slash, rest = address.path.removeprefix("/").partition("/")
         if _host_name(self.headers.get("Host", "")) not in OWN_NAMES:
-            self._send(HTTPStatus.FORBIDDEN, "text/plain", "this server answers to this machine's own name alone\n")
+            self._send(
+                HTTPStatus.FORBIDDEN, "text/plain", "this server answers only requests to 127.0.0.1 or localhost\n"
+            )
         elif not hmac.compare_digest(given.encode(errors="replace"), self.server.token.encode()):
             self._send(HTTPStatus.FORBIDDEN, "text/plain", "use the whole address that `stalewise serve` printed\n")
         elif not slash:
@@ -164,14 +164,14 @@ class Handler(BaseHTTPRequestHandler):
             elif path == "report":
                 self._send(HTTPStatus.OK, "text/html", self.server.report(), {"Content-Security-Policy": REPORT})
             elif (name := PAGES.get(path, path.removeprefix("static/"))) in STATIC:
-                self._send(HTTPStatus.OK, TYPES[Path(name).suffix], STATIC[name]())
+                self._send(HTTPStatus.OK, TYPES[Path(name).suffix], STATIC[name].read_text(encoding="utf-8"))
             else:
                 self._send(HTTPStatus.NOT_FOUND, "text/plain", "there is nothing here\n")
         except StalewiseError as error:
             status = HTTPStatus.BAD_REQUEST if isinstance(error, ConfigError) else HTTPStatus.UNPROCESSABLE_ENTITY
             self._send(status, "application/json", json.dumps({"error": " ".join(str(error).split())}))
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the reader has gone
+            pass  # the client has disconnected
         except Exception:
             traceback.print_exc(file=sys.stderr)
             self._send(HTTPStatus.INTERNAL_SERVER_ERROR, "application/json", '{"error": "see the server\'s terminal"}')
@@ -196,21 +196,21 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing is logged: the address holds the secret."""
+        """Log nothing: the address contains the token."""
 
 
 def _host_name(header: str) -> str | None:
-    with contextlib.suppress(ValueError):  # what is no address is nobody's name
+    with contextlib.suppress(ValueError):  # not an address
         return urlsplit(f"//{header}").hostname
     return None
 
 
 def _overview(server: RunServer, parameters: dict[str, str]) -> dict[str, Any]:
-    index = server.keeper.index()
+    index = server.indexes.index()
     update = index.column("update")
     batches = [
-        {"key": place.key, "rollback": place.rollback, "rollouts": int((index.column("place") == number).sum())}
-        for number, place in enumerate(index.places)
+        {"key": batch.key, "rollback": batch.rollback, "rollouts": int((index.column("place") == number).sum())}
+        for number, batch in enumerate(index.batches)
     ]
     return {
         "run": server.run.resolve().name,
@@ -221,17 +221,17 @@ def _overview(server: RunServer, parameters: dict[str, str]) -> dict[str, Any]:
         "batches": batches,
         "parts": index.parts,
         "problems": index.problems,
-        "making": index.making,
-        "has_tokenizer": server.texts.known,
+        "making": index.generating,
+        "has_tokenizer": server.decoder.has_tokenizer,
         "fingerprint": index.fingerprint,
     }
 
 
 def _groups(server: RunServer, parameters: dict[str, str]) -> dict[str, Any]:
-    offset, limit = (_whole(parameters, name, default) for name, default in (("offset", 0), ("limit", 100)))
-    filters = parse({key: value for key, value in parameters.items() if key not in ("offset", "limit")})
-    index = server.keeper.index()
-    found = server.matches(index, filters)
+    offset, limit = (_integer(parameters, name, default) for name, default in (("offset", 0), ("limit", 100)))
+    filters = parse_filters({key: value for key, value in parameters.items() if key not in ("offset", "limit")})
+    index = server.indexes.index()
+    found = server.query(index, filters)
     return {
         "groups": len(found.groups),
         "rollouts": found.rollouts,
@@ -243,28 +243,24 @@ def _groups(server: RunServer, parameters: dict[str, str]) -> dict[str, Any]:
 
 
 def _group(server: RunServer, parameters: dict[str, str]) -> dict[str, Any]:
-    group = _whole(parameters, "group")
-    return describe_group(server.keeper.index(), parameters.get("batch", ""), group, server.texts)
+    group = _integer(parameters, "group")
+    return describe_group(server.indexes.index(), parameters.get("batch", ""), group, server.decoder)
 
 
 def _tokens(server: RunServer, parameters: dict[str, str]) -> dict[str, Any]:
-    rollout, start = _whole(parameters, "rollout"), _whole(parameters, "start", 0)
-    return describe_tokens(server.keeper.index(), parameters.get("batch", ""), rollout, start, server.texts)
+    rollout, start = _integer(parameters, "rollout"), _integer(parameters, "start", 0)
+    return describe_tokens(server.indexes.index(), parameters.get("batch", ""), rollout, start, server.decoder)
 
 
-def _whole(parameters: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _integer(parameters: Mapping[str, str], name: str, default: int | None = None) -> int:
     text = parameters.get(name, "" if default is None else str(default))
     if not text.isascii() or not text.isdigit() or len(text) > 18:
-        raise ConfigError(f"{name} should be a whole number")
+        raise ConfigError(f"{name} must be a non-negative integer")
     return int(text)
 
 
-def _state(server: RunServer, parameters: dict[str, str]) -> dict[str, Any]:
-    return {"state": server.state(), "standing": server.standing.words()}
-
-
 ROUTES: dict[str, Callable[[RunServer, dict[str, str]], dict[str, Any]]] = {
-    "api/state": _state,
+    "api/state": lambda server, _: {"state": server.state(), "standing": server.status.text()},
     "api/overview": _overview,
     "api/groups": _groups,
     "api/group": _group,
@@ -272,14 +268,4 @@ ROUTES: dict[str, Callable[[RunServer, dict[str, str]], dict[str, Any]]] = {
 }
 
 
-def _static(name: str) -> Callable[[], str]:
-    return lambda: files("stalewise.reporting.browser").joinpath("static", name).read_text(encoding="utf-8")
-
-
-STATIC = {
-    name: _static(name)
-    for name in (
-        *("report.html", "rollouts.html", "style.css", "icon.svg", "theme.js"),
-        *("report.js", "rollouts.js", "list.js", "tokens.js", "live.js"),
-    )
-}
+STATIC = {path.name: path for path in files("stalewise.reporting.browser").joinpath("static").iterdir()}

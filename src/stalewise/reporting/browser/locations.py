@@ -1,7 +1,8 @@
-"""Where the rollouts of a run lie: its own batches, those it learned from, and those that were taken back."""
+"""Finds the rollouts of a run: its own batches, those it learned from, and those that were rolled back."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,98 +22,92 @@ from stalewise.store.manifest import BATCH_MANIFEST
 
 
 @dataclass(frozen=True, slots=True)
-class Location:
-    """A generation batch, and the records that say what became of its rollouts."""
+class BatchLocation:
+    """A generation batch, with the ledger and the token log of its updates."""
 
     key: str  # unique in the run
     directory: Path
-    generation_batch: int  # the number under which the ledger knows it
-    rollback: str  # the rollback that took it, or updates on it, back; empty where all stands
+    generation_batch: int  # its number in the ledger
+    rollback: str  # the rollback of the batch or of updates on it; empty if there is none
     ledger: Path
     tokens: Path
-    stands: bool = True  # False: the rollback took the batch itself back
+    is_kept: bool = True  # False: the batch itself was rolled back
 
     @property
     def is_committed(self) -> bool:
-        """Whether the batch has its manifest."""
+        """Whether the batch has its manifest; its shards may be damaged or missing."""
         return (self.directory / BATCH_MANIFEST).is_file()
 
 
-def find_places(run: Path) -> list[Location]:
-    """All generation batches of a run, those that were taken back last."""
-    standing = [
-        Location(path.name, path, number, "", ledger_path(run), tokens_of_run(run))
+def find_batches(run: Path) -> list[BatchLocation]:
+    """All generation batches of a run, those of rollbacks last."""
+    kept = [
+        BatchLocation(path.name, path, number, "", ledger_path(run), tokens_of_run(run))
         for number, path in numbered_batches(run)
     ]
-    if len({place.key for place in standing}) < len(standing):  # sources of several runs may have one name
-        standing = [replace(place, key=f"{place.generation_batch}:{place.key}") for place in standing]
-    return [*standing, *_taken_back(run, standing)]
+    if len({batch.key for batch in kept}) < len(kept):  # batches of several source runs may share a name
+        kept = [replace(batch, key=f"{batch.generation_batch}:{batch.key}") for batch in kept]
+    return [*kept, *_rolled_back(run, kept)]
 
 
-def _taken_back(run: Path, standing: list[Location]) -> Iterator[Location]:
-    """Batches that a rollback took back; where it took back updates alone, the standing batches of these."""
+def _rolled_back(run: Path, kept: list[BatchLocation]) -> Iterator[BatchLocation]:
+    """Batches that were rolled back; where only updates were, the kept batches of those updates."""
     for rollback in sorted((run / "rollbacks").glob("r[0-9]*")):
         ledger, tokens, name = rollback / "updates.jsonl", rollback / "tokens", rollback.name
-        gone = {parse_batch_name(path).generation_batch: path for path in batch_directories(rollback / "rollouts")}
-        for number, path in gone.items():
-            yield Location(f"{name}:{path.name}", path, number, name, ledger, tokens, stands=False)
-        updated = _batches_of(ledger, standing)
-        for place in standing:
-            if place.generation_batch in updated - gone.keys():
-                yield replace(place, key=f"{name}:{place.key}", rollback=name, ledger=ledger, tokens=tokens)
+        removed = {parse_batch_name(path).generation_batch: path for path in batch_directories(rollback / "rollouts")}
+        for number, path in removed.items():
+            yield BatchLocation(f"{name}:{path.name}", path, number, name, ledger, tokens, is_kept=False)
+        try:
+            updated = {entry.generation_batch for entry in read_ledger(ledger)}
+        except StalewiseError:  # it may be any; the index reports the damage
+            updated = {batch.generation_batch for batch in kept}
+        for batch in kept:
+            if batch.generation_batch in updated - removed.keys():
+                yield replace(batch, key=f"{name}:{batch.key}", rollback=name, ledger=ledger, tokens=tokens)
 
 
-def _batches_of(ledger: Path, standing: list[Location]) -> set[int]:
-    """The generation batches that a ledger names; any may be where it is damaged, and the index says that it is."""
+def check_shard(batch: BatchLocation, shard: ShardManifest) -> None:
+    """Raise a StoreError if a shard differs from its manifest. Each state of a file is hashed once."""
+    path = shard_path(batch.directory, shard.index)
     try:
-        return {entry.generation_batch for entry in read_ledger(ledger)}
-    except StalewiseError:
-        return {place.generation_batch for place in standing}
-
-
-def check_shard(place: Location, shard: ShardManifest) -> None:
-    """A StoreError where the file of a shard is not the one that its manifest is about; hashed once."""
-    path = shard_path(place.directory, shard.index)
-    try:
-        found = path.stat()
-        is_whole = found.st_size == shard.bytes and _sha256(path, found.st_size, found.st_mtime_ns) == shard.sha256
+        stat = path.stat()
+        is_whole = stat.st_size == shard.bytes and _sha256(path, stat.st_size, stat.st_mtime_ns) == shard.sha256
     except OSError as error:
         raise StoreError(f"{path} is damaged: {error}") from error
     if not is_whole:
-        raise StoreError(f"{path} is damaged: its content is not what its manifest says")
+        raise StoreError(f"{path} is damaged: its content differs from its manifest")
 
 
 @lru_cache(maxsize=65536)
 def _sha256(path: Path, size: int, mtime_ns: int) -> str:
-    """Size and time are there to hash a file again when it has changed."""
+    """Size and time are arguments so that a changed file is hashed again."""
     return sha256_file(path)
 
 
-def read_shard(place: Location, shard: ShardManifest, columns: list[str]) -> pa.Table:
-    """Some columns of a shard; one that is damaged is a StoreError that names it."""
-    path = shard_path(place.directory, shard.index)
+@contextlib.contextmanager
+def _open(batch: BatchLocation, shard: ShardManifest) -> Iterator[pq.ParquetFile]:
+    """The file of a shard; what goes wrong while reading it is a StoreError."""
+    path = shard_path(batch.directory, shard.index)
     try:
-        if path.stat().st_size != shard.bytes:
-            raise StoreError(f"{path} is damaged: it has {path.stat().st_size} bytes, its manifest says {shard.bytes}")
+        if (size := path.stat().st_size) != shard.bytes:
+            raise StoreError(f"{path} is damaged: it has {size} bytes, its manifest says {shard.bytes}")
         with pq.ParquetFile(path) as file:
-            return file.read(columns=columns, use_threads=False)
+            yield file
     except (pa.ArrowException, OSError, ValueError) as error:
         raise StoreError(f"{path} is damaged: {error}") from error
 
 
-def read_rows(place: Location, shard: ShardManifest, rollout_ids: npt.NDArray[np.int64]) -> pa.Table:
-    """Whole rows of some rollouts, of a shard that is whole; only row groups that can hold one of them are decoded."""
-    check_shard(place, shard)
-    path = shard_path(place.directory, shard.index)
-    try:
-        with pq.ParquetFile(path) as file:
-            groups = [g for g in range(file.num_row_groups) if _may_hold(file.metadata, g, rollout_ids)]
-            table = file.read_row_groups(groups, use_threads=False)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        raise StoreError(f"{path} is damaged: {error}") from error
+def read_shard(batch: BatchLocation, shard: ShardManifest, columns: list[str]) -> pa.Table:
+    """Some columns of a shard."""
+    with _open(batch, shard) as file:
+        return file.read(columns=columns, use_threads=False)
+
+
+def read_rows(batch: BatchLocation, shard: ShardManifest, rollout_ids: npt.NDArray[np.int64]) -> pa.Table:
+    """Whole rows of some rollouts. Checks the shard, and decodes only row groups that can hold one of them."""
+    check_shard(batch, shard)
+    with _open(batch, shard) as file:
+        ranges = [file.metadata.row_group(group).column(0).statistics for group in range(file.num_row_groups)]
+        may_hold = [((rollout_ids >= ids.min) & (rollout_ids <= ids.max)).any() for ids in ranges]
+        table = file.read_row_groups(np.flatnonzero(may_hold).tolist(), use_threads=False)
     return table.filter(pa.array(np.isin(table.column("rollout_id").to_numpy(), rollout_ids)))
-
-
-def _may_hold(footer: pq.FileMetaData, row_group: int, rollout_ids: npt.NDArray[np.int64]) -> bool:
-    statistics = footer.row_group(row_group).column(0).statistics
-    return bool(((rollout_ids >= statistics.min) & (rollout_ids <= statistics.max)).any())

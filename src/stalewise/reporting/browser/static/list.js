@@ -1,4 +1,4 @@
-// A list of any length of which only what is in view exists: pages are fetched when they come into view.
+// A virtual list: only the visible rows exist, and pages are fetched when they become visible.
 const PAGE = 100;
 
 export class VirtualList {

@@ -1,14 +1,14 @@
-// The report in its frame, loaded again when the run has changed; what was in view, open or in focus stays so.
+// The report in its frame, reloaded when the run has changed; scroll position, open details and focus are kept.
 import { live } from "./live.js";
 
-const AT_LEAST_MS = 10000; // between two drawings of the report
+const RELOAD_MS = 10000; // least time between two reloads
 const frame = document.getElementById("report");
 const news = document.getElementById("news");
 const follow = document.getElementById("follow");
 let shown = null, drawn = -Infinity;
 
-// A way to find an element again in a later page: by its id, or by its number among those of its kind.
-function way(element) {
+// How to find an element after a reload: by its id, or by its position among elements of its kind.
+function pathTo(element) {
   if (element.id) return `#${CSS.escape(element.id)}`;
   const name = element.localName;
   return { name, number: [...element.ownerDocument.querySelectorAll(name)].indexOf(element) };
@@ -20,13 +20,13 @@ function find(page, to) {
 
 function reload() {
   const { scrollX, scrollY, document: page } = frame.contentWindow;
-  const details = [...page.querySelectorAll("details")].map((one) => [way(one), one.open]);
-  const focus = page.hasFocus() && page.activeElement !== page.body ? way(page.activeElement) : null;
+  const details = [...page.querySelectorAll("details")].map((one) => [pathTo(one), one.open]);
+  const focus = page.hasFocus() && page.activeElement !== page.body ? pathTo(page.activeElement) : null;
   frame.addEventListener("load", () => {
     const fresh = frame.contentDocument;
     for (const [to, open] of details) { const one = find(fresh, to); if (one) one.open = open; }
     if (focus) find(fresh, focus)?.focus({ preventScroll: true });
-    // The charts take their room when they are drawn, a moment after the page is there.
+    // The charts get their height when they are drawn, shortly after the page has loaded.
     for (const wait of [0, 300, 1200]) setTimeout(() => frame.contentWindow.scrollTo(scrollX, scrollY), wait);
     news.textContent = `as of ${new Date().toLocaleTimeString()}`;
   }, { once: true });
@@ -36,13 +36,13 @@ function reload() {
 function changed(now) {
   shown ??= now;
   if (now === shown) return;
-  if (follow.checked && !document.hidden && performance.now() - drawn > AT_LEAST_MS) {
+  if (follow.checked && !document.hidden && performance.now() - drawn > RELOAD_MS) {
     shown = now;
     drawn = performance.now();
     reload();
   } else {
-    news.textContent = "the run has gone on";
+    news.textContent = "the run has continued";
   }
 }
 
-live(document.getElementById("standing"), changed, () => { news.textContent = "the server does not answer; this is what it said last"; });
+live(document.getElementById("standing"), changed, () => { news.textContent = "the server does not answer; this is its last status"; });

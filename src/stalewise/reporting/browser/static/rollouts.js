@@ -4,7 +4,7 @@ import { SHADES, TokenView, digits, element, ratio } from "./tokens.js";
 
 const by = (id) => document.getElementById(id);
 const form = by("filters");
-let asked = 0, shown = 0, fingerprint = null; // the last: of the state of the run that the list shows
+let asked = 0, shown = 0, fingerprint = null; // fingerprint: of the run as the list shows it
 
 async function ask(path, parameters = {}) {
   const answer = await fetch(`api/${path}?${new URLSearchParams(parameters)}`);
@@ -13,10 +13,10 @@ async function ask(path, parameters = {}) {
   return found;
 }
 
-function tell(problems) {
+function showProblems(problems) {
   const box = by("problems");
   box.hidden = problems.length === 0;
-  box.replaceChildren(...(problems.length ? [element("strong", {}, problems.length === 1 ? "One thing could not be read" : `${problems.length} things could not be read`), element("ul", {}, ...problems.map((text) => element("li", {}, text)))] : []));
+  box.replaceChildren(...(problems.length ? [element("strong", {}, problems.length === 1 ? "One problem while reading" : `${problems.length} problems while reading`), element("ul", {}, ...problems.map((text) => element("li", {}, text)))] : []));
 }
 
 function say(text) {
@@ -60,14 +60,14 @@ function countActive() {
 
 function drawRow(box, row) {
   const marks = [];
-  if (row.rollback) marks.push(`taken back (${row.rollback})`);
+  if (row.rollback) marks.push(`rolled back (${row.rollback})`);
   if (row.degenerate) marks.push("degenerate");
   if (row.vetoed) marks.push(`${row.vetoed} with veto`);
   if (row.truncated) marks.push(`${row.truncated} truncated`);
   if (row.errors) marks.push(`${row.errors} verifier ${row.errors === 1 ? "error" : "errors"}`);
   const worst = row.worst_log_ratio === null ? "" : ` · worst ratio ${ratio(row.worst_log_ratio, 2)}`;
   box.append(
-    element("div", { className: "title" }, element("b", {}, `group ${row.group}`), element("span", { className: "faint" }, row.update === null ? "not consumed" : `update ${row.update}`), element("span", { className: "end" }, `reward ${row.reward === null ? "unknown" : digits(row.reward, 3)}`)),
+    element("div", { className: "title" }, element("b", {}, `group ${row.group}`), element("span", { className: "faint" }, row.update === null ? "not used" : `update ${row.update}`), element("span", { className: "end" }, `reward ${row.reward === null ? "unknown" : digits(row.reward, 3)}`)),
     element("div", { className: "prompt" }, row.prompt),
     element("div", { className: "faint" }, `${row.matching === row.rollouts ? row.rollouts : `${row.matching} of ${row.rollouts}`}${worst}${marks.length ? ` · ${marks.join(" · ")}` : ""}`),
   );
@@ -78,32 +78,32 @@ const list = new VirtualList(by("list"), by("spacer"), 72,
   async (offset, limit) => {
     try {
       const found = await ask("groups", { ...query, offset, limit });
-      if (found.fingerprint !== fingerprint) offerAgain();
+      if (found.fingerprint !== fingerprint) offerRefresh();
       return found.rows;
-    } catch (error) { tell([error.message]); return null; }
+    } catch (error) { showProblems([error.message]); return null; }
   },
   drawRow, (row) => open(row.batch, row.group));
 
-function offerAgain() {
-  if (!by("again")) by("count").append(" · ", element("button", { id: "again", type: "button", onclick: again }, "the run has gone on: look again"));
+function offerRefresh() {
+  if (!by("again")) by("count").append(" · ", element("button", { id: "again", type: "button", onclick: refresh }, "the run has continued: refresh"));
 }
 
 async function search() {
   const mine = (asked += 1);
   query = filters();
   countActive();
-  by("count").textContent = "Looking…";
+  by("count").textContent = "Searching…";
   try {
     const found = await ask("groups", { ...query, offset: 0, limit: 100 });
     if (mine !== asked) return;
     fingerprint = found.fingerprint;
     list.reset(found.groups, found.rows);
     by("count").textContent = `${found.rollouts.toLocaleString("en")} rollouts in ${found.groups.toLocaleString("en")} groups`;
-    tell([...known.problems, ...found.problems]);
+    showProblems([...known.problems, ...found.problems]);
   } catch (error) {
     if (mine !== asked) return;
-    by("count").textContent = "nothing was looked for";
-    tell([error.message]);
+    by("count").textContent = "the search failed";
+    showProblems([error.message]);
   }
 }
 
@@ -113,8 +113,8 @@ function facts(response) {
   const sampler = response.sampler;
   const rows = [
     ["advantage", digits(response.advantage)],
-    ["update", response.update === null ? "not consumed yet" : `${response.update}, at age ${response.age}`],
-    ["finished", response.finish === "length" ? "truncated by the token limit" : `by itself (${response.finish})`],
+    ["update", response.update === null ? "not used yet" : `${response.update}, at age ${response.age}`],
+    ["finished", response.finish === "length" ? "truncated by the token limit" : `stopped (${response.finish})`],
     ["tokens", `${response.length}${response.clipped ? `, ${response.clipped} clipped` : ""}${response.vetoed ? `, ${response.vetoed} vetoed` : ""}`],
     ["version", response.version_first === response.version_last ? `${response.version_first}` : `${response.version_first} to ${response.version_last}`],
     ["sampler", `${sampler.name}, ${sampler.precision}, temperature ${sampler.temperature}${sampler.top_p < 1 ? `, top-p ${sampler.top_p}` : ""}${sampler.top_k ? `, top-k ${sampler.top_k}` : ""}, seed ${sampler.seed}`],
@@ -123,12 +123,12 @@ function facts(response) {
   return element("dl", {}, ...rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
 }
 
-function story(response) {
-  if (response.update === null) return "No update has consumed it yet, so there are no ratios.";
-  if (response.worst_log_ratio === null) return "Its update recorded no tokens of it, so there are no ratios.";
-  const said = [`Worst ratio ${ratio(response.worst_log_ratio)}, at token ${response.worst_place}.`];
-  if (response.trigger_place !== null) said.push(`The veto was triggered by token ${response.trigger_place}: the policy had all but given up this response there.`);
-  return said.join(" ");
+function describe(response) {
+  if (response.update === null) return "No update has used it yet, so there are no ratios.";
+  if (response.worst_log_ratio === null) return "Its update recorded none of its tokens, so there are no ratios.";
+  const sentences = [`Worst ratio ${ratio(response.worst_log_ratio)}, at token ${response.worst_place}.`];
+  if (response.trigger_place !== null) sentences.push(`The veto was triggered by token ${response.trigger_place}: there the policy had almost stopped producing this response.`);
+  return sentences.join(" ");
 }
 
 function card(response, place, batch, views) {
@@ -140,14 +140,14 @@ function card(response, place, batch, views) {
   view.show(response.tokens);
   const made = element("article", { className: "card", "aria-label": label }, head);
   if (response.error) made.append(element("p", { className: "bad" }, `The verifier failed: ${response.error}`));
-  made.append(element("p", { className: "story" }, story(response)), view.box);
+  made.append(element("p", { className: "story" }, describe(response)), view.box);
   const more = windows(response, batch, view);
   if (more) made.append(more);
-  made.append(element("details", { open: matchMedia("(min-width: 45rem)").matches }, element("summary", {}, "About it"), facts(response)));
+  made.append(element("details", { open: matchMedia("(min-width: 45rem)").matches }, element("summary", {}, "Details"), facts(response)));
   return made;
 }
 
-// Buttons to other windows of a response that is too long for one.
+// Buttons for the other parts of a long response.
 function windows(response, batch, view) {
   const size = response.tokens.ids.length;
   if (response.length <= size) return null;
@@ -176,8 +176,8 @@ async function open(batch, group) {
     const views = [];
     const rewards = found.responses.map((response) => response.reward).filter((reward) => reward !== null);
     const notes = [`${found.responses.length} responses`];
-    if (found.degenerate) notes.push(`degenerate: all rewards are ${digits(rewards[0])}, so it teaches nothing`);
-    if (found.rollback) notes.push(found.stands ? `as updates saw it that rollback ${found.rollback} took back; the batch itself stands` : `taken back by rollback ${found.rollback}: the run went on without it`);
+    if (found.degenerate) notes.push(`degenerate: all rewards are ${digits(rewards[0])}, so it gives no gradient`);
+    if (found.rollback) notes.push(found.stands ? `as seen by updates that rollback ${found.rollback} removed; the batch itself is kept` : `removed by rollback ${found.rollback}: the run continued without it`);
     content.replaceChildren(
       element("h2", {}, `Group ${found.group}`, element("span", { className: "faint" }, ` in ${found.directory}`)),
       element("p", { className: "faint" }, `${notes.join(" · ")} · prompt id ${found.prompt_id}`),
@@ -192,7 +192,7 @@ async function open(batch, group) {
   }
 }
 
-// ---------------------------------------------------------------- the beginning
+// ---------------------------------------------------------------- start
 
 function legend() {
   const swatch = (kind, text) => element("span", { className: "key" }, element("span", { className: `token ${kind}` }, text));
@@ -202,8 +202,8 @@ function legend() {
   scale.push(swatch("r0", "about 1"));
   for (let i = 1; i <= SHADES.length; i += 1) scale.push(swatch(`up${i}`, i === SHADES.length ? `×${names[i - 1]} or more` : `×${names[i - 1]}`));
   by("legend").append(
-    element("div", {}, element("b", {}, "Ratio"), " of the policy at the update to the policy that sampled, from ", ...scale),
-    element("div", {}, element("b", {}, "Marks"), " ", swatch("clipped r0", "clipped"), swatch("vetoed r0", "vetoed"), swatch("trigger first r0", "trigger of the veto"), swatch("trigger r0", "more tokens like it"), swatch("broken", "ratio not a number"), swatch("unseen", "no ratio yet")),
+    element("div", {}, element("b", {}, "Ratio"), " of the policy at the update to the policy that sampled: ", ...scale),
+    element("div", {}, element("b", {}, "Marks"), " ", swatch("clipped r0", "clipped"), swatch("vetoed r0", "vetoed"), swatch("trigger first r0", "trigger of the veto"), swatch("trigger r0", "later tokens that would trigger it"), swatch("broken", "ratio not a number"), swatch("unseen", "no ratio yet")),
   );
 }
 
@@ -217,26 +217,26 @@ function choices(select, options) {
 
 async function overview() {
   known = await ask("overview");
-  by("run").textContent = `${known.run}: ${known.rollouts.toLocaleString("en")} rollouts, ${known.consumed.toLocaleString("en")} consumed`;
-  choices(form.elements.batch, known.batches.map((batch) => [batch.key, `${batch.key}${batch.rollback ? " (taken back)" : ""}, ${batch.rollouts.toLocaleString("en")}`]));
+  by("run").textContent = `${known.run}: ${known.rollouts.toLocaleString("en")} rollouts, ${known.consumed.toLocaleString("en")} used`;
+  choices(form.elements.batch, known.batches.map((batch) => [batch.key, `${batch.key}${batch.rollback ? " (rolled back)" : ""}, ${batch.rollouts.toLocaleString("en")}`]));
   choices(form.elements.part, known.parts.map((part) => [part, part]));
   by("making").hidden = known.making.length === 0;
-  by("making").textContent = `Being generated, and shown when all of it is there: ${known.making.join(", ")}`;
+  by("making").textContent = `Being generated, listed when complete: ${known.making.join(", ")}`;
 }
 
-async function again() {
-  try { await overview(); } catch (error) { tell([error.message]); return; }
+async function refresh() {
+  try { await overview(); } catch (error) { showProblems([error.message]); return; }
   const top = by("list").scrollTop;
   await search();
   by("list").scrollTop = top;
 }
 
-async function begin() {
+async function start() {
   legend();
   try {
     await overview();
   } catch (error) {
-    tell([error.message]);
+    showProblems([error.message]);
     by("count").textContent = "";
     return;
   }
@@ -254,7 +254,7 @@ form.addEventListener("input", () => {
 form.addEventListener("reset", () => setTimeout(() => { remember(); search(); }));
 form.addEventListener("submit", (event) => event.preventDefault());
 let state = null;
-begin().then(() => live(by("standing"), (now) => {
-  if (state !== null && now !== state) offerAgain();
+start().then(() => live(by("standing"), (now) => {
+  if (state !== null && now !== state) offerRefresh();
   state = now;
 }));

@@ -1,6 +1,6 @@
-// A response token by token: shade by ratio, marks for what the objective did, words for whoever points or moves there.
+// A response token by token: shaded by ratio, marked by what the objective did, with a description of the token in focus.
 export const CLIPPED = 1, VETOED = 2, TRIGGER = 4;
-// Upper ends of the shades, as factors above 1; below 1 they are their inverses.
+// Upper ends of the shades as factors above 1; below 1 their inverses.
 export const SHADES = [1.05, 1.2, 2, 5, 100];
 
 export function element(name, properties = {}, ...children) {
@@ -31,25 +31,25 @@ export function digits(value, count = 4) {
   return text.replaceAll("-", "−");
 }
 
-// Numbers that JSON does not know arrive as words: NaN, Infinity, -Infinity.
+// Numbers that JSON lacks arrive as strings: NaN, Infinity, -Infinity.
 export function ratio(logRatio, count = 4) {
   return digits(Math.exp(Number(logRatio)), count);
 }
 
-export function words(tokens, i, trigger) {
-  const said = [`token ${tokens.start + i} “${tokens.texts[i].replaceAll("↵\n", "↵")}” (id ${tokens.ids[i]})`];
+export function describe(tokens, i, trigger) {
+  const parts = [`token ${tokens.start + i} “${tokens.texts[i].replaceAll("↵\n", "↵")}” (id ${tokens.ids[i]})`];
   const logRatio = tokens.log_ratio?.[i];
   if (logRatio === null || logRatio === undefined) {
-    said.push("no ratio: no update has recorded it");
+    parts.push("no ratio: no update has recorded it");
   } else {
-    said.push(`ratio ${ratio(logRatio)}`);
-    said.push(`log-probability ${digits(tokens.behaviour_logp[i])} when sampled, ${digits(tokens.logp[i])} at the update`);
+    parts.push(`ratio ${ratio(logRatio)}`);
+    parts.push(`log-probability ${digits(tokens.behaviour_logp[i])} when sampled, ${digits(tokens.logp[i])} at the update`);
   }
   const flags = tokens.flags?.[i] ?? 0;
-  if (flags & CLIPPED) said.push("clipped: its ratio was bounded");
-  if (flags & TRIGGER) said.push(tokens.start + i === trigger ? "trigger of the veto: the policy had all but given this token up" : "given up as well, after the trigger of the veto");
-  if (flags & VETOED) said.push("vetoed: its loss was set to 0");
-  return said.join(" · ");
+  if (flags & CLIPPED) parts.push("clipped: its ratio was bounded");
+  if (flags & TRIGGER) parts.push(tokens.start + i === trigger ? "trigger of the veto: the policy had almost stopped producing this token" : "would also have triggered the veto");
+  if (flags & VETOED) parts.push("vetoed: its loss was set to 0");
+  return parts.join(" · ");
 }
 
 function draw(box, tokens, name, trigger) {
@@ -67,10 +67,10 @@ function draw(box, tokens, name, trigger) {
   box.replaceChildren(...made);
 }
 
-// One response's tokens; `say` is told the words of a token, `beside` moves to a neighbour response.
+// The tokens of one response; `say` gets the description of a token, `beside` moves to a neighbouring response.
 export class TokenView {
   constructor(name, label, trigger, say, beside) {
-    this.trigger = trigger; // place of the token that vetoed, null where none did
+    this.trigger = trigger; // position of the token that triggered the veto, or null
     this.name = name;
     this.say = say;
     this.at = -1;
@@ -100,8 +100,8 @@ export class TokenView {
   point(target) {
     const i = this.indexOf(target);
     if (i < 0) return;
-    target.title = words(this.tokens, i, this.trigger);
-    this.say(words(this.tokens, i, this.trigger));
+    target.title = describe(this.tokens, i, this.trigger);
+    this.say(describe(this.tokens, i, this.trigger));
   }
 
   move(i) {
@@ -113,6 +113,6 @@ export class TokenView {
     children[i].setAttribute("aria-selected", "true");
     this.box.setAttribute("aria-activedescendant", children[i].id);
     children[i].scrollIntoView({ block: "nearest", inline: "nearest" });
-    this.say(words(this.tokens, i, this.trigger));
+    this.say(describe(this.tokens, i, this.trigger));
   }
 }
