@@ -28,10 +28,10 @@ from stalewise.orchestrator.setup import limits_of_run, write_first_checkpoint
 from stalewise.orchestrator.stages import begin_stage, first_schedule, forget_stages
 from stalewise.orchestrator.update_loop import UpdateLoop
 from stalewise.planning.memory import check_memory, pick_parallel
-from stalewise.rollout.factory import batch_plan, batch_problem, check_foreign_of, make_sampler
+from stalewise.rollout.factory import batch_plan, batch_problem, check_second_policy, make_sampler
 from stalewise.rollout.generate import generate_batch
 from stalewise.rollout.sampler import OffloadableSampler
-from stalewise.rollout.workers.coordinator import Coordinator, is_in_the_making
+from stalewise.rollout.workers.coordinator import Coordinator, is_being_written
 from stalewise.rollout.workers.rank_workers import coordinator_of
 from stalewise.staleness.collapse import Judgement, Trouble
 from stalewise.staleness.spent import StageSchedule
@@ -103,11 +103,11 @@ class Orchestrator:
             self.callback.log(warning)
 
     def _check_foreign(self, own: Path) -> None:
-        check_foreign_of(self.config, own, self.task)
+        check_second_policy(self.config.sampler.foreign, own, self.task)
 
     def claim(self) -> None:
         """Check that the directory belongs to this config, and write down whose it is."""
-        remove_temporaries(self.directory, spare=is_in_the_making)
+        remove_temporaries(self.directory, spare=is_being_written)
         check_identity(self.config)
         write_resolved(self.config, self.directory / "config.resolved.json")
         here = environment(device_name(self.config.model.device), torch.get_num_threads(), self.ranks.world)
@@ -207,7 +207,7 @@ class Orchestrator:
         self._begin("generate", plan.prompts * plan.group_size)
         with self.records.timed("generate", generation_batch=generation_batch, version=plan.version) as notes:
             checkpoint = checkpoint or self._checkpoint(plan.version)
-            share = self.coordinator.share(plan, checkpoint)
+            queue = self.coordinator.order_batch(plan, checkpoint)
             manifest = generate_batch(
                 plan,
                 checkpoint=checkpoint,
@@ -215,9 +215,9 @@ class Orchestrator:
                 task=self.task,
                 sampler=self.sampler,
                 on_shard=self.callback.advance,
-                shares=share,
+                source=queue,
             )
-            notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens, **self.coordinator.fulfilled(share)}
+            notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens, **self.coordinator.complete_batch(queue)}
         self._check_batch(open_batch(self.batch_directory(generation_batch), verify=False))
         return manifest
 

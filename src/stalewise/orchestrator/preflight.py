@@ -19,7 +19,7 @@ from stalewise.models.loading import encode_prompts, load_tokenizer, pick_device
 from stalewise.orchestrator.setup import check_objective
 from stalewise.planning.memory import GIB, ModelShape, estimate, free_bytes, ways_out
 from stalewise.reporting.trackers import check_installed
-from stalewise.rollout.factory import batch_plan, check_foreign_of, make_sampler
+from stalewise.rollout.factory import batch_plan, check_second_policy, make_sampler
 from stalewise.rollout.sampler import Request, Sampler
 from stalewise.store.checkpoints import versions
 from stalewise.tasks import Task, make_task
@@ -255,7 +255,7 @@ def _prompts(config: RunConfig, task: Task, sampler: Sampler) -> Check:
 
 def _foreign(config: RunConfig, task: Task) -> Check:
     foreign, group_size = config.sampler.foreign, config.batch.group_size
-    check_foreign_of(config, Path(resolve_model(config.model.path, config.task.name)), task)
+    check_second_policy(config.sampler.foreign, Path(resolve_model(config.model.path, config.task.name)), task)
     makes = f"makes {foreign.places(group_size)} of the {group_size} rollouts of a group"
     return Check("foreign policy", "ok", f"{foreign.path} has the same tokens and {makes}")
 

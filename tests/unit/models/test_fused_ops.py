@@ -349,7 +349,7 @@ def test_calls_that_the_kernel_is_not_made_for_go_to_the_plain_function() -> Non
     def fused(*args: Any) -> Any:
         return "fused"
 
-    rotate: Any = rotation._stand_in(plain, fused, torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu"))
+    rotate: Any = rotation._dispatch(plain, fused, torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device("cpu"))
     query, key, cos, sin = arguments = one_token(5, 4, 2, 8)
     tokens = random(5, 4, 3, 8)
     assert rotate(query, key, cos, sin) == "fused"

@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.cache_utils import DynamicLayer
 
+from policies import tokens_of
 from stalewise.errors import ModelError
 from stalewise.models.attention import slot_attention
 from stalewise.models.loading import EMBEDDED, encode_prompts, load_model, load_tokenizer, resolve_model
-from stalewise.rollout.engines.dynamic_decode import RoomyLayer
-from stalewise.rollout.engines.embedded import HFSampler, texts_of
+from stalewise.rollout.engines.dynamic_decode import PreallocatedLayer
+from stalewise.rollout.engines.embedded import HFSampler, decode_texts
 from stalewise.rollout.engines.slot_cache import RequestQueue, SlotCache
 from stalewise.rollout.engines.slot_decode import SlotDecoder, SlotStatus, slots_problem
 from stalewise.rollout.sampler import Request
@@ -111,7 +112,7 @@ def test_recorded_log_probabilities_are_those_of_a_plain_forward_pass(settings: 
         ids = torch.tensor([[*request.prompt_ids, *response.token_ids]])
         with torch.no_grad():
             logits = model(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1]
-        expected = sampling_logp(logits, settings).gather(1, torch.tensor(response.token_ids)[:, None])[:, 0]
+        expected = sampling_logp(logits, settings).gather(1, torch.tensor(response.token_ids).long()[:, None])[:, 0]
         assert torch.tensor(response.logp) == pytest.approx(expected, abs=1e-5)
 
 
@@ -120,7 +121,7 @@ def test_a_response_does_not_depend_on_what_else_is_in_the_batch() -> None:
     asked = requests(sampler, 24)
     together = sampler.sample(asked)
     alone = sampler.sample([asked[17]])[0]
-    assert alone.token_ids == together[17].token_ids
+    assert tokens_of([alone]) == tokens_of(together[17:18])
     assert alone.logp == pytest.approx(together[17].logp, abs=1e-5)
     assert sampler.sample(asked) == together  # the same batch again: to the bit
     assert [response.text for response in sampler.sample(asked[::-1])] == [r.text for r in reversed(together)]
@@ -280,8 +281,8 @@ def test_slots_that_are_refilled_say_what_the_growing_cache_says(
     slotted.on_tokens = counted.append
     expected, found = plain.sample(wanted), slotted.sample(wanted)
     assert slotted._decoder is not None and slotted._decoder.slots == 16
-    assert set(slotted._decoder.rows_of) > {16}  # fewer rows at the end
-    assert [response.token_ids for response in found] == [response.token_ids for response in expected]
+    assert set(slotted._decoder.graphs) > {16}  # fewer rows at the end
+    assert tokens_of(found) == tokens_of(expected)
     assert [response.finish_reason for response in found] == [response.finish_reason for response in expected]
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.logp == pytest.approx(theirs.logp, abs=2e-5)
@@ -303,14 +304,14 @@ def test_the_next_steps_are_under_way_while_the_host_looks(monkeypatch: pytest.M
         monkeypatch.setattr(owner, name, noted)
 
     note(SlotDecoder, "_run")
-    note(SlotDecoder, "_look")
-    note(SlotStatus, "arrive")
+    note(SlotDecoder, "_status")
+    note(SlotStatus, "wait")
     sampler = in_slots()
     seen.clear()
     sampler.sample(requests(sampler, 40))
     # What is waited for was enqueued before the steps that run meanwhile; only the last has none after it.
-    assert len(seen) > 30 and seen[-1] == "arrive"
-    assert seen[:-1] == ["_run", "_look", "arrive"] * (len(seen) // 3)
+    assert len(seen) > 30 and seen[-1] == "wait"
+    assert seen[:-1] == ["_run", "_status", "wait"] * (len(seen) // 3)
 
 
 def test_slots_that_all_end_at_once_are_filled_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +342,7 @@ def test_what_is_written_to_the_cache_lies_where_it_was_to_lie() -> None:
 def test_a_place_is_free_when_the_last_response_to_its_prompt_has_ended() -> None:
     prompts = [[1, 2, 3], [4, 5], [1, 2, 3], [6], [7, 8, 9]]
     waiting = RequestQueue([Request(prompt, seed) for seed, prompt in enumerate(prompts)])
-    waiting.resolve_learning_rate(3)
+    waiting.set_places(3)
     read, places = waiting.next_prompts(2)  # tokens: the first prompt has them, but for its last
     assert read == [(1, 2)] and len(set(places.tolist())) == 1
     read, more = waiting.next_prompts(100)
@@ -359,7 +360,7 @@ def test_a_place_is_free_when_the_last_response_to_its_prompt_has_ended() -> Non
 
 def test_a_prompt_that_is_longer_than_what_is_read_at_once_is_read_alone() -> None:
     waiting = RequestQueue([Request([1] * 50, 0), Request([2] * 5, 1)])
-    waiting.resolve_learning_rate(2)
+    waiting.set_places(2)
     assert [len(prompt) for prompt in waiting.next_prompts(10)[0]] == [49]
     assert [len(prompt) for prompt in waiting.next_prompts(10)[0]] == [4]
 
@@ -374,7 +375,7 @@ def test_slots_that_are_full_or_wait_leave_the_others_alone(share: float, monkey
     expected, found = plain.sample(wanted), slotted.sample(wanted)
     assert {FinishReason.STOP, FinishReason.LENGTH} == {response.finish_reason for response in expected}
     for ours, theirs in zip(found, expected, strict=True):
-        assert ours.token_ids == theirs.token_ids
+        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         assert ours.logp == pytest.approx(theirs.logp, abs=2e-5)
 
 
@@ -387,7 +388,7 @@ def test_slots_that_were_given_up_half_way_begin_anew() -> None:
     given_up: Any = decoder.decode(RequestQueue(wanted[::-1]))
     next(given_up)
     given_up.close()
-    assert sampler.sample(wanted[:30]) == expected[:30] and sampler._decoder is decoder
+    assert tokens_of(sampler.sample(wanted[:30])) == tokens_of(expected[:30]) and sampler._decoder is decoder
 
 
 def test_pools_that_take_turns_share_their_slots() -> None:
@@ -437,11 +438,11 @@ def test_responses_look_back_to_prompts_that_they_share(group_size: int, monkeyp
     wanted = [Request(request.prompt_ids, 7 * row) for row, request in enumerate(requests(plain, 40))]
     wanted = [Request(wanted[row // group_size].prompt_ids, request.seed) for row, request in enumerate(wanted)]
     found = slotted.sample(wanted)
-    assert [response.token_ids for response in found] == [response.token_ids for response in plain.sample(wanted)]
+    assert tokens_of(found) == tokens_of(plain.sample(wanted))
     assert slotted._decoder is not None
     assert slotted._decoder.places == {1: 16, 3: 16, 40: 1}[group_size]
     alone = [Request([3], 5)]  # nothing to read
-    assert slotted.sample(alone)[0].token_ids == plain.sample(alone)[0].token_ids
+    assert tokens_of(slotted.sample(alone)) == tokens_of(plain.sample(alone))
 
 
 def test_slots_are_cut_at_the_limit_and_made_anew_for_longer_prompts() -> None:
@@ -488,27 +489,27 @@ def test_texts_are_those_that_the_tokenizer_itself_gives(monkeypatch: pytest.Mon
     tokenizer = load_tokenizer(resolve_model("auto", "arithmetic"))
     ids = [[row % len(tokenizer), 1, 3 + row % 9, tokenizer.eos_token_id] for row in range(40)] + [[]]
     expected = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    assert texts_of(ids, tokenizer) == expected
+    assert decode_texts(ids, tokenizer) == expected
     monkeypatch.setattr(tokenizer, "clean_up_tokenization_spaces", True)  # which its library knows nothing of
     monkeypatch.setattr(tokenizer, "batch_decode", lambda ids, skip_special_tokens: ["cleaned up"] * len(ids))
-    assert texts_of(ids, tokenizer) == ["cleaned up"] * len(ids)
+    assert decode_texts(ids, tokenizer) == ["cleaned up"] * len(ids)
 
 
 def test_a_cache_with_room_holds_what_a_growing_one_holds_and_seldom_moves() -> None:
     torch.manual_seed(0)
-    roomy, plain = RoomyLayer(), DynamicLayer()
+    grown, plain = PreallocatedLayer(), DynamicLayer()
     moves, last = 0, 0
     for step in range(200):
         rows = 5 if step < 100 else 3
         key, value = torch.randn(rows, 2, 4 if step == 0 else 1, 8), torch.randn(rows, 2, 4 if step == 0 else 1, 6)
-        held = roomy.update(key, value)
+        held = grown.update(key, value)
         assert all(map(torch.equal, held, plain.update(key, value)))
         moves, last = moves + (held[0].data_ptr() != last), held[0].data_ptr()
         if step == 99:  # rows that have ended are dropped
-            for layer in (roomy, plain):
+            for layer in (grown, plain):
                 layer.batch_select_indices(torch.tensor([0, 2, 4]))
         if step == 150:  # and as many rows may be others
-            for layer in (roomy, plain):
+            for layer in (grown, plain):
                 layer.batch_select_indices(torch.tensor([2, 0, 0]))
-    assert roomy.get_seq_length() == plain.get_seq_length() == 203
+    assert grown.get_seq_length() == plain.get_seq_length() == 203
     assert moves <= 15

@@ -28,9 +28,9 @@ from stalewise.errors import ConfigError, ModelError, StoreError
 from stalewise.models.loading import load_model
 from stalewise.orchestrator.preflight import examine
 from stalewise.rollout.engines.embedded import HFSampler
-from stalewise.rollout.engines.quantize import RoundableWeights, linear_matrices, rounded
+from stalewise.rollout.engines.quantize import QuantizableWeights, fake_quantize, linear_matrices
 from stalewise.rollout.generate import BatchPlan, generate_batch
-from stalewise.rollout.mixed_policy import MixedPolicySampler, check_foreign
+from stalewise.rollout.mixed_policy import MixedPolicySampler, check_tokenizers
 from stalewise.rollout.sampler import Response
 from stalewise.store.atomic import read_jsonl
 from stalewise.tasks import make_task
@@ -62,20 +62,20 @@ def make(settings: SamplerSettings | None = None, *, slots: bool = False) -> HFS
 def test_weights_are_rounded_with_one_scale_for_each_output() -> None:
     # The largest weight of each row sets its scale to 1, to 2, and for the row of zeros to anything.
     int8 = torch.tensor([[127.0, 1.4, -0.6, -127.0], [254.0, 1.4, -0.6, 3.1], [0.0, 0.0, 0.0, 0.0]])
-    assert rounded(int8, "int8").tolist() == [[127, 1, -1, -127], [254, 2, 0, 4], [0, 0, 0, 0]]
+    assert fake_quantize(int8, "int8").tolist() == [[127, 1, -1, -127], [254, 2, 0, 4], [0, 0, 0, 0]]
     # e4m3 has 3 bits after the first: steps of 2 from 16 to 32, of 1/8 from 1 to 2; ties go to the even one.
     fp8 = torch.tensor([[448.0, 17.0, 19.0, 1.2], [-896.0, 34.0, 38.0, 2.4], [0.0, 0.0, 0.0, 0.0]])
     expected = [[448, 16, 20, 1.25], [-896, 32, 40, 2.5], [0, 0, 0, 0]]
-    assert rounded(fp8, "fp8").tolist() == expected
-    assert rounded(fp8.bfloat16(), "fp8").tolist() == expected
-    assert rounded(fp8.bfloat16(), "fp8").dtype is torch.bfloat16
+    assert fake_quantize(fp8, "fp8").tolist() == expected
+    assert fake_quantize(fp8.bfloat16(), "fp8").tolist() == expected
+    assert fake_quantize(fp8.bfloat16(), "fp8").dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("size", [1e-42, 1e-30, 1.0, 1e30])
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_weights_of_any_size_stay_near(kind: str, size: float) -> None:
     weight = size * torch.randn(64, 100, generator=torch.Generator().manual_seed(0))
-    error = (rounded(weight, kind) - weight).abs()
+    error = (fake_quantize(weight, kind) - weight).abs()
     largest = weight.abs().amax(dim=1, keepdim=True)
     # int8: half a step of 1/127. fp8: half a step of 1/8, relative, until it has no smaller numbers.
     bound = largest / 254 if kind == "int8" else torch.maximum(weight.abs() / 16, largest / 448 * 2**-10)
@@ -88,12 +88,12 @@ def test_only_the_matrices_of_linear_layers_are_rounded_and_in_place() -> None:
     model = load_model(str(POLICY), device=CPU)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    weights = RoundableWeights(model)
+    weights = QuantizableWeights(model)
     for kind in ("fp8", "int8", "int8", "exact", "fp8", "exact"):
         weights.use(kind)
         for name, parameter in model.named_parameters():
             is_rounded = kind != "exact" and "_proj." in name
-            assert torch.equal(parameter, rounded(before[name], kind) if is_rounded else before[name])
+            assert torch.equal(parameter, fake_quantize(before[name], kind) if is_rounded else before[name])
             assert torch.equal(parameter, before[name]) != is_rounded
         assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == addresses
     assert len(linear_matrices(model)) == 14 == sum("_proj." in name for name in before)
@@ -103,8 +103,8 @@ def test_layers_that_store_their_matrix_the_other_way_round_have_a_scale_for_eac
     model = GPT2LMHeadModel(GPT2Config(vocab_size=18, n_positions=32, n_embd=16, n_layer=1, n_head=2))
     weight = model.get_parameter("transformer.h.0.mlp.c_fc.weight")  # inputs × outputs
     before = weight.detach().clone()
-    RoundableWeights(model).use("int8")
-    assert torch.equal(weight, rounded(before.T, "int8").T)
+    QuantizableWeights(model).use("int8")
+    assert torch.equal(weight, fake_quantize(before.T, "int8").T)
     assert not torch.equal(weight, before)
 
 
@@ -112,9 +112,9 @@ def test_matrices_outside_of_linear_layers_are_refused_and_never_left_exact_in_s
     shape: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     experts: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
     model = MixtralForCausalLM(MixtralConfig(vocab_size=18, **shape, **experts))
-    weights = RoundableWeights(model)
+    weights = QuantizableWeights(model)
     weights.use("exact")
-    with pytest.raises(ModelError, match=r'Mixtral.*experts holds matrices .* say sampler\.weights = "exact"'):
+    with pytest.raises(ModelError, match=r'Mixtral.*experts holds matrices .* set sampler\.weights = "exact"'):
         weights.use("fp8")
 
 
@@ -143,7 +143,7 @@ def policy_of(checkpoint: Path, weights: str) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if weights != "exact" and "_proj." in name:
-                parameter.copy_(rounded(parameter, weights))
+                parameter.copy_(fake_quantize(parameter, weights))
     return model
 
 
@@ -318,7 +318,7 @@ def test_a_path_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"^sampler\.foreign\.path: .*nowhere is no directory; embedded policies: .*arithmetic"
     ):
-        check_foreign(str(tmp_path / "nowhere"), POLICY, [])
+        check_tokenizers(str(tmp_path / "nowhere"), POLICY, [])
 
 
 def test_a_foreign_policy_is_looked_at_before_anything_is_made(runs: Path, tmp_path: Path) -> None:

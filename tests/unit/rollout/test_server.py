@@ -19,12 +19,11 @@ from stalewise.config import make_config
 from stalewise.config.sections import ServerSection
 from stalewise.errors import ConfigError, EngineError, ModelError
 from stalewise.rollout.engines import http as endpoint
-from stalewise.rollout.engines.http import Endpoint, ServerSlow, ServerUnavailable, share_out
-from stalewise.rollout.engines.openai_client import path_on_server
-from stalewise.rollout.engines.server import AWAY_S, ServerSampler
-from stalewise.rollout.engines.weight_check import Memory, PolicyCheck, expected_numbers, probe_ids, problem_with
+from stalewise.rollout.engines.http import Endpoint, ServerSlow, ServerUnavailable, distribute
+from stalewise.rollout.engines.server import AWAY_S, ServerSampler, path_on_server
+from stalewise.rollout.engines.weight_check import AnswerHistory, PolicyCheck, expected_logps, mismatch, probe_ids
 from stalewise.rollout.factory import make_sampler
-from stalewise.rollout.policy_files import Answer, make_responses, read_policy_files
+from stalewise.rollout.policy_files import Answer, ExternalSampler, read_policy_files
 from stalewise.rollout.sampler import Request
 from stalewise.store import open_batch
 from stalewise.store.ledger import read_ledger
@@ -261,33 +260,33 @@ def test_half_precision_is_told_from_the_checkpoint_before(other: Path) -> None:
     assert len(ids) == 64
     assert not {0, 1} & set(ids)  # padding and end of sequence
     assert probe_ids(policy, 16) == ids[:15]
-    right, before = expected_numbers(moved, ids), expected_numbers(policy, ids)
+    right, before = expected_logps(moved, ids), expected_logps(policy, ids)
     noise = np.random.default_rng(0).normal(scale=0.01, size=right.shape)
     away = float(np.sqrt(np.mean((right - before) ** 2)))
     assert 0.02 < away < 0.4  # within the tolerance of bfloat16: distance alone would let the old policy pass
     others = {"v000000": before}
-    assert problem_with(right + noise, right, others, "bfloat16") == ""
-    assert "are those of v000000" in problem_with(before + noise, right, others, "bfloat16")
-    assert "off by" in problem_with(before, right, {}, "float32")
-    assert "off by inf" in problem_with(right * np.nan, right, {}, "bfloat16")
+    assert mismatch(right + noise, right, others, "bfloat16") == ""
+    assert "are those of v000000" in mismatch(before + noise, right, others, "bfloat16")
+    assert "off by" in mismatch(before, right, {}, "float32")
+    assert "off by inf" in mismatch(right * np.nan, right, {}, "bfloat16")
 
 
 def test_an_engine_that_gives_the_same_digits_for_another_checkpoint_did_not_load_it(other: Path) -> None:
     policy, after = read_policy_files(POLICY), read_policy_files(other)
-    check, memory = PolicyCheck("bfloat16"), Memory()
-    rounded = expected_numbers(policy, check.token_ids(policy)) + np.random.default_rng(0).normal(scale=0.1, size=64)
-    assert check.problem(policy, rounded, memory) == ""
+    check, history = PolicyCheck("bfloat16"), AnswerHistory()
+    rounded = expected_logps(policy, check.token_ids(policy)) + np.random.default_rng(0).normal(scale=0.1, size=64)
+    assert check.mismatch(policy, rounded, history) == ""
     # Rounding hides that these are not the numbers of the other checkpoint, but they are the same as before.
-    assert check.problem(after, rounded, Memory()) == ""
-    assert "v000004" not in check.problem(after, rounded, memory)
-    assert "are those of arithmetic, to the last digit" in check.problem(after, rounded, memory)
-    again = expected_numbers(after, check.token_ids(after)) + np.random.default_rng(1).normal(scale=0.1, size=64)
-    assert check.problem(after, again, memory) == ""
-    memory.repeat(after, again, "bfloat16")
-    assert not memory.changed(after, again + 1e-4)
-    assert memory.changed(after, again + 2e-3)
-    memory.repeat(after, again + 1e-3, "bfloat16")  # an engine that repeats itself less closely is given more room
-    assert not memory.changed(after, again + 2e-3)
+    assert check.mismatch(after, rounded, AnswerHistory()) == ""
+    assert "v000004" not in check.mismatch(after, rounded, history)
+    assert "are those of arithmetic, to the last digit" in check.mismatch(after, rounded, history)
+    again = expected_logps(after, check.token_ids(after)) + np.random.default_rng(1).normal(scale=0.1, size=64)
+    assert check.mismatch(after, again, history) == ""
+    history.repeat(after, again, "bfloat16")
+    assert not history.has_changed(after, again + 1e-4)
+    assert history.has_changed(after, again + 2e-3)
+    history.repeat(after, again + 1e-3, "bfloat16")  # an engine that repeats itself less closely is given more room
+    assert not history.has_changed(after, again + 2e-3)
 
 
 # ---------------------------------------------------------------- log-probabilities and tokens
@@ -339,14 +338,16 @@ def test_raw_log_probabilities_are_refused_where_they_are_wrong(name: str, value
         (Answer([5, 1], [-1.0, 0.5], "stop"), "0.5 as a log-probability"),
         (Answer([5, 1], [cast(Any, None), -1.0], "stop"), "None as a log-probability"),
         (Answer([5, 1], [-9999.0, -1.0], "stop"), "-9999.0 as a log-probability"),
-        (Answer([5, 6], [-1.0, -1.0], "abort"), "ended by 'abort'"),
+        (Answer([5, 6], [-1.0, -1.0], "abort"), "finish reason is 'abort'"),
         (Answer([5, 6], [-1.0, -1.0], "stop"), "its last token 6 is none of the end tokens"),
         (Answer([5], [-1.0], "length"), "cut after 1 tokens"),
     ],
 )
 def test_an_answer_that_is_not_whole_is_refused(answer: Answer, message: str) -> None:
+    sampler = ExternalSampler(SamplerSettings(), 2, lambda count: None)
+    sampler._policy = read_policy_files(POLICY)
     with pytest.raises(EngineError, match=f"somebody gave a response that cannot be used: .*{message}"):
-        make_responses([answer], read_policy_files(POLICY), max_new_tokens=2, who="somebody")
+        sampler.make_responses([answer], "an engine")
 
 
 def test_prompts_without_room_are_refused_before_anything_is_sent() -> None:
@@ -484,7 +485,7 @@ def test_a_server_that_stays_away_ends_the_call(other: Path) -> None:
     sampler.load(other)
     fake.stop()
     with pytest.raises(
-        EngineError, match=r"does not answer \(.*\), though it was waited for 0\.3 s: see to it and run the"
+        EngineError, match=r"does not answer \(.*\); it did not come back within 0\.3 s: check the server and run the"
     ):
         sampler.sample(requests(3))
 
@@ -581,7 +582,7 @@ def test_a_server_without_time_is_waited_for() -> None:
         fake.behaviour.fail = [503] * 999
         impatient = make(fake, retries=0, wait_s=0.2)
         impatient.load(POLICY)
-        with pytest.raises(EngineError, match=r"answers 503 \(scripted\), though it was waited for 0\.2 s"):
+        with pytest.raises(EngineError, match=r"answers 503 \(scripted\); it did not come back within 0\.2 s"):
             impatient.sample(requests(2))
 
 
@@ -590,7 +591,7 @@ def test_an_error_within_a_request_is_not_taken_for_the_end_of_them() -> None:
         return [1][number]
 
     with pytest.raises(IndexError):
-        share_out([0, 1], [ask], concurrency=1, on_answer=lambda answer: None, abort=lambda: None)
+        distribute([0, 1], [ask], concurrency=1, on_answer=lambda answer: None, abort=lambda: None)
 
 
 def test_an_address_where_nobody_is_is_left_out_and_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -611,7 +612,7 @@ def test_an_address_where_nobody_is_is_left_out_and_asked_again_later(monkeypatc
             now = time.monotonic()
             monkeypatch.setattr("stalewise.rollout.engines.server.time.monotonic", lambda: now + AWAY_S)
             assert sampler.sample(asked) == expected
-            assert said[1:] == [f"{away.url} is there again"] and len(came.bodies) >= 2
+            assert said[1:] == [f"{away.url} is available again"] and len(came.bodies) >= 2
         finally:
             came.stop()
     with pytest.raises(EngineError, match="start the server, or correct"):
@@ -624,7 +625,7 @@ def test_an_interrupt_reaches_the_one_who_waits() -> None:
 
     aborted: list[bool] = []
     with pytest.raises(KeyboardInterrupt):
-        share_out([2], [ask], concurrency=1, on_answer=print, abort=lambda: aborted.append(True))
+        distribute([2], [ask], concurrency=1, on_answer=print, abort=lambda: aborted.append(True))
     assert aborted == [True]
 
 

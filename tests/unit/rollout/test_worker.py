@@ -25,11 +25,11 @@ from stalewise.errors import StoreError
 from stalewise.rollout.factory import batch_plan, make_sampler
 from stalewise.rollout.generate import make_shards
 from stalewise.rollout.sampler import Request, Response
-from stalewise.rollout.workers.claims import SESSIONS, Claims, LivenessMonitor, Session
+from stalewise.rollout.workers.claims import SESSIONS, LivenessMonitor, ShardClaims, WorkerSession
 from stalewise.rollout.workers.coordinator import Coordinator
 from stalewise.rollout.workers.shard_queue import ShardQueue
-from stalewise.rollout.workers.sync import digest_of
-from stalewise.rollout.workers.work_order import WorkOrder, config_digest, open_orders, place
+from stalewise.rollout.workers.sync import policy_digest
+from stalewise.rollout.workers.work_order import WorkOrder, config_digest, open_orders, place_order
 from stalewise.rollout.workers.worker import work
 from stalewise.store import (
     AlreadyCommitted,
@@ -120,7 +120,7 @@ def test_a_learner_that_waits_learns_the_same_from_what_workers_made(tiny_run: R
         run(config)
         done = asked.result(60)
     assert (done.shards, done.rollouts, done.batches) == (4, 64, [BATCH, "g000001-v000002"])
-    assert digest_of(checkpoint_directory(config.directory, 4)) == digest_of(
+    assert policy_digest(checkpoint_directory(config.directory, 4)) == policy_digest(
         checkpoint_directory(tiny_run.directory, 4)
     )
     assert work(config.directory).shards == 0  # the run is complete: nothing to wait for
@@ -133,9 +133,9 @@ def test_a_learner_goes_on_at_once_with_what_its_killed_predecessor_had_claimed(
     config = make_config(tiny_record(runs, workers={"lost_after_s": 600.0}))
     order = ordered(config)
     object_store = DirectoryStore(config.directory)
-    predecessor = Session(object_store, "learner", role="journal", lost_after_s=600.0)
+    predecessor = WorkerSession(object_store, "learner", role="journal", lost_after_s=600.0)
     predecessor._tell()  # and then it is killed
-    claims = Claims(object_store, order.name, predecessor, LivenessMonitor(object_store, 600.0))
+    claims = ShardClaims(order.name, predecessor)
     assert claims.take([0, 1], 2) == [0, 1]
 
     def watch(*_: object) -> bool:
@@ -150,28 +150,28 @@ def test_a_learner_goes_on_at_once_with_what_its_killed_predecessor_had_claimed(
 
 
 @pytest.fixture
-def sessions(tmp_path: Path) -> Iterator[tuple[DirectoryStore, list[Session]]]:
+def sessions(tmp_path: Path) -> Iterator[tuple[DirectoryStore, list[WorkerSession]]]:
     object_store = DirectoryStore(tmp_path)
-    opened = [Session(object_store, name, lost_after_s=0.6).__enter__() for name in ("a", "b", "c")]
+    opened = [WorkerSession(object_store, name, lost_after_s=0.6).__enter__() for name in ("a", "b", "c")]
     yield object_store, opened
     for session in opened:
         session.__exit__()
 
 
-def freeze(session: Session) -> None:
+def freeze(session: WorkerSession) -> None:
     """As SIGSTOP or a long pause of a virtual machine does."""
     session._over.set()
     assert session._thread is not None
     session._thread.join()
 
 
-def test_of_all_that_reach_for_a_shard_one_gets_it(sessions: tuple[DirectoryStore, list[Session]]) -> None:
-    object_store, (a, b, c) = sessions
+def test_of_all_that_reach_for_a_shard_one_gets_it(sessions: tuple[DirectoryStore, list[WorkerSession]]) -> None:
+    _, (a, b, c) = sessions
     got: list[list[int]] = [[], [], []]
     gate = threading.Barrier(3)
 
-    def reach(place: int, session: Session) -> None:
-        claims = Claims(object_store, "order", session, LivenessMonitor(object_store, 60.0))
+    def reach(place: int, session: WorkerSession) -> None:
+        claims = ShardClaims("order", session)
         gate.wait()
         while taken := claims.take(range(30), 1):
             got[place] += taken
@@ -185,25 +185,25 @@ def test_of_all_that_reach_for_a_shard_one_gets_it(sessions: tuple[DirectoryStor
 
 
 def test_those_that_began_together_leave_each_other_a_part_however_large_their_appetite(
-    runs: Path, sessions: tuple[DirectoryStore, list[Session]]
+    runs: Path, sessions: tuple[DirectoryStore, list[WorkerSession]]
 ) -> None:
     config = make_config(tiny_record(runs))
     order = WorkOrder(batch_plan(config, config.schedule.schedule(), 0), "policy", config_digest(config))
     object_store, (a, b, c) = sessions
-    place(object_store, order)
+    place_order(object_store, order)
 
-    def taken(session: Session, among: int) -> list[int]:
-        lookout = LivenessMonitor(object_store, 60.0)
-        share = ShardQueue(order, runs, object_store, session, lookout, exchange=None, collects=False, among=among)
-        return share.take([0, 1, 2, 3, 4, 5, 6, 7], 1000)
+    def taken(session: WorkerSession, processes: int) -> list[int]:
+        queue = ShardQueue(order, runs, session, sync=None, collects=False)
+        queue.processes = processes
+        return queue.take([0, 1, 2, 3, 4, 5, 6, 7], 1000)
 
     assert [taken(a, 3), taken(b, 3), taken(c, 3)] == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
-def test_one_of_those_who_see_a_worker_lost_takes_over(sessions: tuple[DirectoryStore, list[Session]]) -> None:
-    object_store, (a, b, c) = sessions
-    assert Claims(object_store, "order", a, LivenessMonitor(object_store, 0.6)).take([0], 1) == [0]
-    seers = [Claims(object_store, "order", session, LivenessMonitor(object_store, 0.6)) for session in (b, c)]
+def test_one_of_those_who_see_a_worker_lost_takes_over(sessions: tuple[DirectoryStore, list[WorkerSession]]) -> None:
+    _, (a, b, c) = sessions
+    assert ShardClaims("order", a).take([0], 1) == [0]
+    seers = [ShardClaims("order", session) for session in (b, c)]
     until = time.monotonic() + 1.2
     while time.monotonic() < until:  # for as long as it lives, nobody
         assert [claims.take([0], 1) for claims in seers] == [[], []]
@@ -225,22 +225,22 @@ def test_a_process_of_this_machine_that_is_no_more_is_not_watched(
 ) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    object_store, session = DirectoryStore(tmp_path), Session(DirectoryStore(tmp_path), "a", lost_after_s=600.0)
+    object_store, session = DirectoryStore(tmp_path), WorkerSession(DirectoryStore(tmp_path), "a", lost_after_s=600.0)
     with monkeypatch.context() as patched:
         patched.setattr("os.getpid", lambda: ended.pid)
         if place is not None:
-            patched.setattr("stalewise.rollout.workers.claims._place", lambda: place)
-        session._tell()
+            patched.setattr("stalewise.rollout.workers.claims._machine", lambda: place)
+        session._write_heartbeat()
     assert LivenessMonitor(object_store, 600.0).is_lost(session.id) == lost
-    session._tell()  # of this process, which is there
+    session._write_heartbeat()  # of this process, which is there
     assert not LivenessMonitor(object_store, 600.0).is_lost(session.id)
 
 
-def test_a_worker_that_took_leave_is_not_waited_for(sessions: tuple[DirectoryStore, list[Session]]) -> None:
-    object_store, (a, b, _) = sessions
-    assert Claims(object_store, "order", a, LivenessMonitor(object_store, 600.0)).take([0], 1) == [0]
+def test_a_worker_that_took_leave_is_not_waited_for(sessions: tuple[DirectoryStore, list[WorkerSession]]) -> None:
+    _, (a, b, _) = sessions
+    assert ShardClaims("order", a).take([0], 1) == [0]
     a.__exit__()
-    claims = Claims(object_store, "order", b, LivenessMonitor(object_store, 600.0))
+    claims = ShardClaims("order", b)
     until = time.monotonic() + 10
     while not (taken := claims.take([0], 1)) and time.monotonic() < until:
         time.sleep(0.05)
@@ -248,7 +248,7 @@ def test_a_worker_that_took_leave_is_not_waited_for(sessions: tuple[DirectorySto
 
 
 def test_clocks_that_are_off_do_no_harm(
-    sessions: tuple[DirectoryStore, list[Session]], monkeypatch: pytest.MonkeyPatch
+    sessions: tuple[DirectoryStore, list[WorkerSession]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     object_store, (a, _, _) = sessions
     freeze(a)
@@ -256,16 +256,16 @@ def test_clocks_that_are_off_do_no_harm(
     now = [1000.0]
     monkeypatch.setattr("stalewise.rollout.workers.claims.time.monotonic", lambda: now[0])
     monkeypatch.setattr("stalewise.rollout.workers.claims.time.time", lambda: 4e9, raising=False)
-    lookout = LivenessMonitor(object_store, 30.0)
+    monitor = LivenessMonitor(object_store, 30.0)
     for content, modified in ((b"\xff no JSON", 0.0), (b"", 4e9), (b'{"beat": -1}', 1e8), (b'{"beat": 0}', 0.0)):
         path.write_bytes(content)  # whatever it says and however old it looks, it has changed
         os.utime(path, (modified, modified))
-        assert not lookout.is_lost(a.id)
+        assert not monitor.is_lost(a.id)
         now[0] += 29.0
         os.utime(path, (modified + 77.0, modified + 77.0))
-        assert not lookout.is_lost(a.id)
+        assert not monitor.is_lost(a.id)
     now[0] += 1.5  # nothing but 30 seconds of our own without a change
-    assert lookout.is_lost(a.id)
+    assert monitor.is_lost(a.id)
 
 
 class Halting:
@@ -288,17 +288,8 @@ def test_a_worker_that_was_only_slow_changes_nothing(runs: Path) -> None:
     order = ordered(config)
     object_store, directory = DirectoryStore(config.directory), config.directory / "rollouts" / BATCH
     said: list[str] = []
-    with Session(object_store, "slow", lost_after_s=0.6) as session:
-        share = ShardQueue(
-            order,
-            directory,
-            object_store,
-            session,
-            LivenessMonitor(object_store, 0.6),
-            exchange=None,
-            collects=True,
-            log=said.append,
-        )
+    with WorkerSession(object_store, "slow", lost_after_s=0.6) as session:
+        queue = ShardQueue(order, directory, session, sync=None, collects=True, log=said.append)
         sampler = Halting(make_sampler(config))
         task = make_task("arithmetic", seed=0)
         checkpoint = checkpoint_directory(config.directory, 0)
@@ -311,7 +302,7 @@ def test_a_worker_that_was_only_slow_changes_nothing(runs: Path) -> None:
                 "task": task,
                 "sampler": sampler,
                 "on_shard": lambda rollouts: None,
-                "shares": share,
+                "source": queue,
             },
         )
         thread.start()
@@ -323,8 +314,8 @@ def test_a_worker_that_was_only_slow_changes_nothing(runs: Path) -> None:
         sampler.go_on.set()
         thread.join(60)
         assert not thread.is_alive()
-    assert share.made_here == [] and share.too_late_here == [0]
-    assert said == [f"shard 0 of {BATCH} was made twice: somebody else committed it first, ours is dropped"]
+    assert queue.made_here == [] and queue.too_late_here == [0]
+    assert said == [f"shard 0 of {BATCH} was made twice: another process committed it first"]
     assert checksums(config.directory) == before
     assert len(open_batch(directory)) == 32  # checksums hold
 
@@ -402,23 +393,14 @@ def test_an_order_that_was_taken_back_leaves_nothing_behind(runs: Path) -> None:
     plan = batch_plan(config, config.schedule.schedule(), 0, attempt=1)
     again = WorkOrder(plan, first.policy, config_digest(config))
     object_store = DirectoryStore(config.directory)
-    place(object_store, first)
-    place(object_store, again)
+    place_order(object_store, first)
+    place_order(object_store, again)
     assert [order.name for order in open_orders(object_store)] == [again.name]
-    with Session(object_store, "learner", lost_after_s=60.0) as session:
+    with WorkerSession(object_store, "learner", lost_after_s=60.0) as session:
         said: list[str] = []
-        share = ShardQueue(
-            again,
-            directory,
-            object_store,
-            session,
-            LivenessMonitor(object_store, 60.0),
-            exchange=None,
-            collects=True,
-            log=said.append,
-        )
-        assert share.present() == set()  # what the first order asked for is not what this one asks for
-        assert "was made for an order that was taken back" in said[0] and committed_shards(directory) == []
+        queue = ShardQueue(again, directory, session, sync=None, collects=True, log=said.append)
+        assert queue.present() == set()  # what the first order asked for is not what this one asks for
+        assert "was made for a withdrawn order" in said[0] and committed_shards(directory) == []
 
 
 def test_an_order_whose_policy_is_gone_is_passed_over_once_it_was_taken_back(
@@ -428,7 +410,7 @@ def test_an_order_whose_policy_is_gone_is_passed_over_once_it_was_taken_back(
     order = ordered(config)
     shutil.rmtree(checkpoint_directory(config.directory, 0))
     seen = iter([[order], []])  # it was open when the worker looked
-    monkeypatch.setattr("stalewise.rollout.workers.worker.open_orders", lambda object_store: next(seen))
+    monkeypatch.setattr("stalewise.rollout.workers.work_order.open_orders", lambda object_store: next(seen))
     Coordinator(config, "journal", print).withdraw()
     assert work(config.directory, once=True).shards == 0
 

@@ -1,6 +1,7 @@
-"""Keys and values of slots and of prompts, in one block of memory for each layer.
+"""The cache of a slot decoder (one block of memory per layer for slots and prompts), and its queue of requests.
 
-Axes: T tokens that there is room for, R rows of a step or tokens of prompts, K key-value heads, D numbers per head.
+Axes: T tokens of the cache, R rows of a step or tokens of prompts, K key-value heads, D numbers per head, Q requests,
+P distinct prompts.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from stalewise.rollout.sampler import Request
 
 
 class SlotCache(Cache):
-    """Keys and values of all layers. Whoever calls the model says before where they are to be written."""
+    """Keys and values of all layers. The caller of the model sets `place_R` and `reads_prompts` first."""
 
     def __init__(self, tokens: int, example: list[tuple[Tensor, Tensor]]) -> None:
-        """`example` are keys and values of one token in each layer, [1, K, 1, D]."""
+        """`example` holds keys and values of one token in each layer, [1, K, 1, D]."""
         super().__init__(layer_class_to_replicate=object)  # pyright: ignore[reportArgumentType]
         self.keys = [key.new_zeros(tokens, key.shape[1], key.shape[3]) for key, _ in example]
         self.values = [value.new_zeros(tokens, value.shape[1], value.shape[3]) for _, value in example]
@@ -31,11 +32,11 @@ class SlotCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
+        """Memory of the cache."""
         return sum(x.nbytes for x in (*self.keys, *self.values))
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Write the new keys and values; what attention is to read: all of it, or of prompts they themselves."""
+        """Write the new keys and values; returns what attention reads: the whole cache, or a prompt's own tokens."""
         keys_TKD, values_TKD = self.keys[layer_idx], self.values[layer_idx]
         new = [x[0].transpose(0, 1) if self.reads_prompts else x[:, :, 0] for x in (key_states, value_states)]
         if keys_TKD.is_cuda and can_compile():
@@ -48,11 +49,11 @@ class SlotCache(Cache):
         return (key_states, value_states) if self.reads_prompts else (keys_TKD, values_TKD)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Not a property of all rows alike; positions are always given."""
+        """Rows differ in length; positions are always given."""
         return 0
 
 
-def one_token(model: Any) -> list[tuple[Tensor, Tensor]]:
+def one_token_states(model: Any) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of one token in each layer."""
     cache = DynamicCache(config=model.config)
     before = model.config._attn_implementation
@@ -64,14 +65,10 @@ def one_token(model: Any) -> list[tuple[Tensor, Tensor]]:
     return [(layer.keys, layer.values) for layer in layers]
 
 
-# Requests that wait for a slot, by prompt: what is read once lies in one place and serves all its responses.
-# Axes: Q requests, P distinct prompts.
-
-
 class RequestQueue:
-    """Requests that wait, those with one prompt together, and the places of the prompts that have been read.
+    """Requests waiting for a slot, grouped by prompt, and where the prompts lie in the cache.
 
-    A prompt is read but for its last token, which the first step of each response takes.
+    A prompt is prefilled but for its last token, which is the input of each response's first step.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
@@ -88,21 +85,21 @@ class RequestQueue:
         self.last_P = np.array([prompt[-1] for prompt in self.prompts])
         self.place_P = np.full(len(self.prompts), -1)
         self.open_P = np.array([len(members) for members in self.members])  # requests that have not ended
-        self.unread = 0  # the first prompt that has not been read
-        self.read: deque[int] = deque()  # requests whose prompts have been read
-        self.free: list[int] = []
+        self.unread = 0  # the first prompt that is not prefilled
+        self.read: deque[int] = deque()  # requests whose prompts are prefilled
+        self.free: list[int] = []  # places for prompts
 
     def __bool__(self) -> bool:
         return bool(self.read) or self.unread < len(self.prompts)
 
-    def resolve_learning_rate(self, places: int) -> None:
-        """There is room for so many prompts."""
+    def set_places(self, places: int) -> None:
+        """The number of prompts that the cache has room for."""
         self.free = list(range(places))
 
     def next_prompts(self, most_tokens: int) -> tuple[list[tuple[int, ...]], np.ndarray]:
-        """The next prompts without their last tokens, and where each is to lie; their requests are `read` from now on.
+        """The next prompts without their last tokens, and their places; their requests count as `read` from now on.
 
-        As many as there are places and `most_tokens` allow, and at least one where there is a place.
+        As many as free places and `most_tokens` allow, but at least one if a place is free.
         """
         first, tokens = self.unread, 0
         while self.unread < len(self.prompts) and self.free:
@@ -115,11 +112,11 @@ class RequestQueue:
         return [prompt[:-1] for prompt in self.prompts[first : self.unread]], self.place_P[first : self.unread]
 
     def take(self, most: int) -> np.ndarray:
-        """The next requests whose prompts have been read."""
+        """The next requests whose prompts are prefilled."""
         return np.array([self.read.popleft() for _ in range(min(most, len(self.read)))], dtype=np.int64)
 
     def end(self, requests: np.ndarray) -> None:
-        """These need their prompts no longer; what nobody needs makes way for the next."""
+        """These requests have ended; the places of prompts without open requests become free."""
         prompts, counts = np.unique(self.prompt_Q[requests], return_counts=True)
         self.open_P[prompts] -= counts
         self.free.extend(self.place_P[prompts[self.open_P[prompts] == 0]].tolist())
