@@ -27,7 +27,7 @@ def test_a_learner_goes_on_at_once_with_what_its_killed_predecessor_had_claimed(
     order = ordered(config)
     object_store = DirectoryStore(config.directory)
     predecessor = WorkerSession(object_store, "learner", role="journal", lost_after_s=600.0)
-    predecessor._tell()  # and then it is killed
+    predecessor._write_heartbeat()  # and then it is killed
     claims = ShardClaims(order.name, predecessor)
     assert claims.take([0, 1], 2) == [0, 1]
 

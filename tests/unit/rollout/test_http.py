@@ -25,7 +25,7 @@ def test_pauses_grow_and_heed_the_server(monkeypatch: pytest.MonkeyPatch) -> Non
     pauses: list[float] = []
     with serving(fail=[500, 503, 429], headers={"Retry-After": "0.07"}) as fake:
         client = Endpoint(fake.url, timeout_s=5, retries=3)
-        monkeypatch.setattr(client._broken_off, "wait", lambda pause: pauses.append(pause))
+        monkeypatch.setattr(client._aborted, "wait", lambda pause: pauses.append(pause))
         monkeypatch.setattr(endpoint, "FIRST_PAUSE_S", 0.05)
         body = {"prompt": [3], "max_tokens": 2, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": 0}
         client.post("/v1/completions", {**body, "stop_token_ids": [1], "logprobs": 1})

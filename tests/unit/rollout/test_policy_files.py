@@ -32,7 +32,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
         (Answer([5, 1], [-9999.0, -1.0], "stop"), "-9999.0 as a log-probability"),
         (Answer([5, 6], [-1.0, -1.0], "abort"), "finish reason is 'abort'"),
         (Answer([5, 6], [-1.0, -1.0], "stop"), "its last token 6 is none of the end tokens"),
-        (Answer([5], [-1.0], "length"), "cut after 1 tokens"),
+        (Answer([5], [-1.0], "length"), "cut after 1 of"),
     ],
 )
 def test_an_answer_that_is_not_whole_is_refused(answer: Answer, message: str) -> None:

@@ -112,7 +112,7 @@ def test_a_worker_with_another_policy_is_refused(runs: Path, tmp_path: Path) -> 
     manifest = checkpoint_directory(copy, 0) / "manifest.json"
     manifest.write_text(manifest.read_text() + "\n")
     message = refused("generate", copy, "--worker", "a", "--once")
-    assert f"v000000 is another policy than the one that {order.path} asks for" in message
+    assert f"v000000 is another policy than {order.path} asks for" in message
     shutil.rmtree(checkpoint_directory(copy, 0))
     assert "v000000 is missing, though" in refused("generate", copy, "--worker", "a", "--once")
     weights = checkpoint_directory(config.directory, 0) / "model.safetensors"
@@ -126,15 +126,15 @@ def test_a_worker_with_another_config_or_release_is_refused(runs: Path, tmp_path
     order = ordered(config)
     other = write_config(tmp_path / "other.toml", {**tiny_record(runs), "seed": 5})
     message = refused("generate", other, "--worker", "a", "--once")
-    assert "belongs to another config (seed was 0 and is 5): a worker makes rollouts of the run's own" in message
+    assert "belongs to another config (seed was 0 and is 5): a worker uses the run's own" in message
     words = ("--worker", "a", "--once", "--set", "sampler.temperature=0.5")
     assert "sampler.temperature was 1.0 and is 0.5" in refused("generate", config.directory, *words)
     placed = config.directory / order.path
     record = json.loads(placed.read_text())
     for change, message in (
-        ({"store": "stalewise.rollouts/9"}, "asks for stalewise.work/1 with stalewise.rollouts/9, this stale"),
-        ({"config": "0" * 64}, "is for another config than this worker has"),
-        ({"plan": {}}, "is no order: 'generation_batch'; remove it, the learner places it again"),
+        ({"store": "stalewise.rollouts/9"}, "asks for stalewise.work/1 with stalewise.rollouts/9; this rel"),
+        ({"config": "0" * 64}, "is for another config than this worker's"),
+        ({"plan": {}}, "is not a work order: 'generation_batch'; remove it, the trainer places it again"),
     ):
         placed.write_text(json.dumps({**record, **change}))
         assert message in refused("generate", config.directory, "--worker", "a", "--once")
