@@ -268,10 +268,7 @@ def sample_for_evaluation(
     rows_at_once: int,
     settings: SamplerSettings | None = None,
 ) -> tuple[list[Prompt], list[Response]]:
-    """`samples` responses to each prompt, prompt by prompt, for measuring accuracy; nothing is stored.
-
-    They come from the whole distribution at temperature 1 unless `settings` differ.
-    """
+    """`samples` responses to each prompt, prompt by prompt, by default at temperature 1; nothing is stored."""
     settings = settings or SamplerSettings()
     requests = [
         Request(ids, rollout_seed(seed, row * samples + place, purpose=1))

@@ -26,5 +26,5 @@ def test_the_engine_of_the_config_is_the_one_that_is_made(runs: Path) -> None:
     assert isinstance(sampler, ServerSampler)
     assert sampler._servers[0].endpoint.url == "http://localhost:1"
     assert (sampler.settings.name, sampler.settings.precision) == ("server", "bfloat16")
-    with pytest.raises(EngineError, match="vLLM is not installed here"):
+    with pytest.raises(EngineError, match="vLLM is not installed"):
         make_sampler(make_config(tiny_record(runs, sampler={"engine": "vllm"})))

@@ -1,7 +1,6 @@
 """Decoding with a growing cache: for CPUs, and for architectures whose cache is more than keys and values.
 
-Requests are padded on the left. Rows whose response has ended leave the batch, so that a few long responses do not
-carry the finished ones along. Axes: R rows, V vocabulary, N new tokens.
+Requests are padded on the left; rows that have ended leave the batch. Axes: R rows, V vocabulary, N new tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The embedded engine: transformers' forward pass with a key-value cache, decoded in large batches.
 
-On a GPU responses are decoded in slots (`slot_decode.py`), elsewhere with a growing cache (`dynamic_decode.py`). Each
-response has its own random numbers, so its tokens depend neither on the batch nor on the way of decoding.
+GPUs decode in slots (`slot_decode.py`), CPUs with a growing cache (`dynamic_decode.py`). Each response has its own
+random numbers, so its tokens depend neither on the batch nor on the way of decoding.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from stalewise.models.kernels import can_compile, get_ready
 from stalewise.models.loading import context_length, load_model, load_tokenizer, stop_token_ids
 from stalewise.rollout.engines.dynamic_decode import decode_dynamic
 from stalewise.rollout.engines.quantize import QuantizableWeights
-from stalewise.rollout.engines.slot_cache import RequestQueue
-from stalewise.rollout.engines.slot_decode import FinishedResponses, SlotDecoder, slots_problem
+from stalewise.rollout.engines.slot_decode import FinishedResponses, RequestQueue, SlotDecoder, slots_problem
 from stalewise.rollout.sampler import Request, Response, check_lengths
 from stalewise.types import FinishReason, SamplerSettings
 
@@ -58,18 +57,11 @@ class HFSampler:
         slots: bool | None = None,
         compiling_pays: Callable[[Any], bool] = lambda model: False,
     ) -> None:
-        """`on_tokens` gets the number of new tokens every few steps; `slots`: None decodes in slots on GPUs.
-
-        `compiling_pays` decides whether parts of a model on a GPU are compiled.
-        """
-        self.settings = settings
-        self.max_new_tokens = max_new_tokens
-        self.on_tokens = on_tokens
-        self._compiling_pays = compiling_pays
+        """`slots`: None decodes in slots on GPUs; `compiling_pays` decides whether a model on a GPU is compiled."""
+        self.settings, self.max_new_tokens, self.on_tokens = settings, max_new_tokens, on_tokens
         # A GPU is fastest with a large pool; on a CPU the batches must not depend on which shards were already there.
         self.preferred_batch_size = POOL if device.type == "cuda" else 1
-        self._device = device
-        self._dtype = dtype
+        self._device, self._dtype, self._compiling_pays = device, dtype, compiling_pays
         if device.type == "cuda":
             get_ready()
         self._model: Any = None

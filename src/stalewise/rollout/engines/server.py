@@ -1,9 +1,8 @@
 """The engine server: any OpenAI-compatible server that returns token ids and log-probabilities (vLLM, SGLang).
 
-A server is an independent program. It gets the checkpoint's weights before it samples, or the run stops. It is probed
-before and after every call, and its answers count only if it had the right weights both times. Servers that are
-unavailable are left out, with a message, and asked again later. If none is left, the sampler waits for them; a run that
-stops loses nothing that was committed.
+A server gets the checkpoint's weights before it samples. It is probed before and after every call, and its answers
+count only if it had the right weights both times. Unavailable servers are left out, with a message, and asked again
+later; if none is left, the sampler waits.
 """
 
 from __future__ import annotations
@@ -225,9 +224,8 @@ class OpenAIServer:
         )
 
     def check_distribution(self, policy: PolicyFiles, settings: SamplerSettings, token_ids: list[int]) -> None:
-        """Check that log-probabilities are of the distribution that these settings sample from.
-
-        For every policy, a temperature of 2 halves differences, and a single remaining token has probability 1.
+        """Check that log-probabilities are of the sampling distribution: for every policy, a temperature of 2 halves
+        differences, and a single remaining token has probability 1.
         """
         if settings in self.checked:
             return
@@ -272,7 +270,6 @@ class ServerSampler(ExternalSampler):
         on_tokens: Callable[[int], object] = lambda count: None,
         log: Callable[[str], object] = lambda text: None,
     ) -> None:
-        """`on_tokens` gets the number of tokens of every response; `log`, which servers are left out."""
         super().__init__(settings, max_new_tokens, on_tokens)
         # Several times what is under way: at the end of each call servers run partly empty.
         self.preferred_batch_size = 4 * options.concurrency * len(options.urls)
@@ -346,7 +343,7 @@ class ServerSampler(ExternalSampler):
         """Servers with this policy; ServerUnavailable if there are none. The others are asked again later."""
         now = time.monotonic()
         resting = [server for server in self._servers if server.away_until > now]
-        errors: list[ServerUnavailable] = []
+        errors: list[Exception] = []
         for asked in ([server for server in self._servers if server not in resting], resting):
             available = [server for server in asked if self._is_available(server, policy, settings, errors)]
             if available:
@@ -356,11 +353,7 @@ class ServerSampler(ExternalSampler):
         raise errors[0]
 
     def _is_available(
-        self,
-        server: OpenAIServer,
-        policy: PolicyFiles,
-        settings: SamplerSettings | None,
-        errors: list[ServerUnavailable],
+        self, server: OpenAIServer, policy: PolicyFiles, settings: SamplerSettings | None, errors: list[Exception]
     ) -> bool:
         try:
             if settings is None or not server.is_ready(policy, settings):

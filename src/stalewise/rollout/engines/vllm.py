@@ -119,11 +119,8 @@ class VllmSampler(ExternalSampler):
         options: VllmSection,
         on_tokens: Callable[[int], object] = lambda count: None,
     ) -> None:
-        """`on_tokens` gets the number of tokens that each replica sampled in one call."""
         if importlib.util.find_spec("vllm") is None:
-            raise EngineError(
-                "vLLM is not installed here: pip install 'stalewise[vllm]', or choose sampler.engine = hf"
-            )
+            raise EngineError("vLLM is not installed: pip install 'stalewise[vllm]', or choose sampler.engine = hf")
         super().__init__(settings, max_new_tokens, on_tokens, options.max_model_len)
         self.preferred_batch_size = REQUESTS_PER_REPLICA
         self._options = options
@@ -253,10 +250,7 @@ def device_groups(copies: int, tensor_parallel: int) -> list[list[str]]:
 
 
 def reloads_tied_layers() -> bool:
-    """Whether vLLM's reload_weights reaches an output layer that is tied to the embedding.
-
-    On a CPU, vLLM 0.32 computes with a packed copy of it, which keeps the old weights.
-    """
+    """Whether vLLM's reload_weights reaches a tied output layer: on a CPU, vLLM 0.32 keeps a packed copy of it."""
     return torch.cuda.is_available()
 
 

@@ -1,10 +1,8 @@
 """Checks that an engine samples from the checkpoint's policy, with a fixed sequence of tokens (the probe).
 
-An engine keeps its weights in another process, loads them with its own code, and may be restarted by others. Rollouts
-of other weights than their version says would silently spoil training. So the engine's log-probabilities of the probe
-are compared with those of the checkpoint, computed by transformers on the CPU once per checkpoint. They form one
-vector: the probe's tokens (which the engine computes without its prefix cache), then the most probable next token
-(computed with it).
+An engine loads weights with its own code and may be restarted by others; rollouts of wrong weights would silently
+spoil training. So its log-probabilities are compared with those of transformers on the CPU, as one vector: the probe's
+tokens (which the engine computes without its prefix cache), then the most probable next token (computed with it).
 """
 
 from __future__ import annotations
@@ -58,8 +56,7 @@ def distance(left: ProbeLogps, right: ProbeLogps) -> float:
 def mismatch(answered: ProbeLogps, expected: ProbeLogps, others: Mapping[str, ProbeLogps], precision: str) -> str:
     """Why these log-probabilities are not the expected policy's, or an empty string.
 
-    They are too far off, or much nearer to another policy: rounding errors do not point towards other weights, so this
-    tells policies apart even within the tolerance of half precision.
+    They are too far off, or much nearer to another policy, towards which rounding errors do not point.
     """
     off = distance(answered, expected)
     if off > TOLERANCE[precision]:
@@ -75,8 +72,7 @@ def mismatch(answered: ProbeLogps, expected: ProbeLogps, others: Mapping[str, Pr
 class AnswerHistory:
     """One engine's answers for the checkpoints that it was found to have, by their weights.
 
-    An engine repeats itself far more closely than two implementations agree, which tells versions of one run apart
-    within the tolerance of half precision.
+    An engine repeats itself more closely than two implementations agree, which tells versions of one run apart.
     """
 
     answered: dict[str, ProbeLogps] = field(default_factory=dict)

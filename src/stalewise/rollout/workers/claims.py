@@ -1,11 +1,9 @@
 """Which worker makes which shard. A claim is an object that only one worker can create; heartbeats keep it valid.
 
-Each worker rewrites one object, `work/sessions/<session>`, at regular intervals: its heartbeat. The claims of a shard
-are numbered: `work/claims/<order>/shard-00004-0` names the session that took it. If that session's heartbeat stops, one
-other worker can create `shard-00004-1`. Nothing is overwritten, and no clocks are compared: a worker checks whether the
-bytes of another's heartbeat changed while some seconds passed on its own monotonic clock.
-
-A worker that was only slow may find its shard taken. The first to commit a shard wins (`stalewise.store`).
+A worker rewrites its heartbeat, `work/sessions/<session>`, at regular intervals. `work/claims/<order>/shard-00004-0`
+names the session that took a shard; if its heartbeat stops, one other worker can create `shard-00004-1`. No clocks are
+compared: a worker watches for changed bytes by its own monotonic clock. The first to commit a shard wins, so a worker
+that was only slow does no harm.
 """
 
 from __future__ import annotations
@@ -39,8 +37,7 @@ _UNSAFE = re.compile(r"[^\w.\-]")
 class WorkerSession:
     """One working process and its heartbeat; `with WorkerSession(...) as session`.
 
-    A lock elsewhere ensures one process per `role`, so earlier sessions of the role have ended, and with them those of
-    `role.anything`, which it led.
+    A lock ensures one process per `role`: earlier sessions of the role, and of `role.anything`, have ended.
     """
 
     def __init__(self, object_store: ObjectStore, worker: str, *, lost_after_s: float, role: str = "") -> None:

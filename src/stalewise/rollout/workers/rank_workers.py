@@ -11,7 +11,6 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -103,9 +102,7 @@ class RolloutRank:
     def __enter__(self) -> RolloutRank:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self.sampler is not None:
             self.sampler.close()
         if self.task is not None:
