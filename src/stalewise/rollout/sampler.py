@@ -60,6 +60,7 @@ class Sampler(Protocol):
 
         The same requests give the same responses.
         """
+        ...
 
     def close(self) -> None:
         """Release processes, connections and device memory; `load` makes it ready again."""

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError
@@ -104,7 +103,7 @@ def _first_come(path: Path, data: memoryview, table: pa.Table) -> tuple[memoryvi
 
 def _asked(table: pa.Table) -> list[Any]:
     names = ("rollout_id", "prompt_ids", "version_first", "version_last")
-    return [pc.struct_field(table["sampler"], "seed"), *(table[name] for name in names)]
+    return [table["sampler"].combine_chunks().field("seed"), *(table[name] for name in names)]
 
 
 def next_shard(directory: str | Path) -> int:
@@ -173,22 +172,23 @@ def _describe(
 ) -> ShardManifest:
     rewards = table["reward"].drop_null().to_pylist()
     names = [field.name for field in fields(SamplerSettings)]
-    settings = zip(*(pc.struct_field(table["sampler"], name).to_pylist() for name in names), strict=True)
+    sampler = table["sampler"].combine_chunks()
+    settings = zip(*(sampler.field(name).to_pylist() for name in names), strict=True)
     return ShardManifest(
         index=index,
         file=file,
         bytes=data.nbytes,
         sha256=hashlib.sha256(data).hexdigest(),
         rows=table.num_rows,
-        tokens=pc.sum(table["response_length"]).as_py(),
-        prompt_tokens=pc.sum(table["prompt_length"]).as_py(),
+        tokens=int(table["response_length"].to_numpy().sum()),
+        prompt_tokens=int(table["prompt_length"].to_numpy().sum()),
         rollout_first=table["rollout_id"][0].as_py(),
         rollout_last=table["rollout_id"][-1].as_py(),
-        version_first=pc.min(table["version_first"]).as_py(),
-        version_last=pc.max(table["version_last"]).as_py(),
+        version_first=int(table["version_first"].to_numpy().min()),
+        version_last=int(table["version_last"].to_numpy().max()),
         reward_sum=math.fsum(rewards),
         reward_count=len(rewards),
-        truncated=pc.sum(pc.equal(table["finish_reason"], FinishReason.LENGTH.value)).as_py(),
+        truncated=table["finish_reason"].to_pylist().count(FinishReason.LENGTH.value),
         verifier_errors=table.num_rows - len(rewards),
         seconds=seconds,
         samplers=tuple(SamplerSettings(*values) for values in dict.fromkeys(settings)),

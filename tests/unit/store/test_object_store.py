@@ -223,7 +223,7 @@ def test_what_a_run_came_to_elsewhere_is_not_replaced(runs: Path, tmp_path: Path
     (config.directory / "rollbacks" / "r000" / "rollback.json").write_text("{}")
     Coordinator(config, "learner", print).publish()
     assert list(there.published()) == [2]
-    with pytest.raises(StoreError, match=r"holds the run of another config \(seed was 0 and is 5\): say another"):
+    with pytest.raises(StoreError, match=r"holds the run of another config \(seed was 0 and is 5\): choose another"):
         run(make_config({**tiny_record(runs, "other", storage=storage), "seed": 5}))
 
 
@@ -259,7 +259,7 @@ def test_a_checkpoint_that_is_not_what_it_should_be_is_not_used(runs: Path, endp
     policy = sync.fetch_policy(0, digest, tmp_path / "cache")
     assert (policy / "model.safetensors").exists()
     (folder,) = sync.published().values()
-    with pytest.raises(StoreError, match="another manifest than the order names: another policy lies there"):
+    with pytest.raises(StoreError, match="another manifest than the order names: another policy is there"):
         sync.fetch_policy(0, digest[:-1] + ("0" if digest[-1] != "0" else "1"), tmp_path / "other")
     with pytest.raises(StoreError, match=r"is no checkpoint: its manifest\.json is missing"):
         sync.fetch_policy(7, digest, tmp_path / "other")

@@ -176,7 +176,9 @@ class PolicySync:
             return record
         except (ValueError, KeyError, AssertionError):
             where = f"{self.object_store.where}/{name}"
-            raise StoreError(f"{where} is damaged or no manifest: remove it, and the shard is made again") from None
+            raise StoreError(
+                f"{where} is half written or no manifest: remove it, and the shard is made again"
+            ) from None
 
     def _download(self, name: str, path: Path, expected: Mapping[str, Any]) -> None:
         """Download a file and compare it with its manifest."""
@@ -199,7 +201,7 @@ def _checkpoint_files(content: bytes, where: str) -> dict[str, dict[str, Any]]:
             raise StoreError(f"{where} has format {record['format']}; this release reads {CHECKPOINT_FORMAT}")
         files = dict(record["files"])
     except (ValueError, KeyError, TypeError):
-        raise StoreError(f"{where} is damaged or no manifest: run the trainer again, it uploads it") from None
+        raise StoreError(f"{where} is half written or no manifest: run the trainer again, it uploads it") from None
     if bad := [name for name in files if name.startswith("/") or ".." in Path(name).parts]:
         raise StoreError(f"{where} names {bad[0]}, which is outside of the checkpoint: it is not from stalewise")
     return files
