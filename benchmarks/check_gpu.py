@@ -30,7 +30,7 @@ from stalewise.config import RunConfig, make_config
 from stalewise.models import transfer as host_copies
 from stalewise.models.loading import EMBEDDED
 from stalewise.rollout.engines.embedded import HFSampler
-from stalewise.rollout.engines.quantize import RoundableWeights
+from stalewise.rollout.engines.quantize import QuantizableWeights
 from stalewise.rollout.sampler import Request, Response
 from stalewise.store import RolloutColumns
 from stalewise.trainer.logprobs import PLAIN_KERNELS, kernels_for
@@ -258,7 +258,7 @@ def check_sampler(model: str, vocabulary: int, dtype: torch.dtype, compiled: boo
         ids = torch.tensor([[*request.prompt_ids, *response.token_ids]], device=CUDA)
         expected, other = (_plain_logp(x, ids, len(request.prompt_ids), False).cpu() for x in (exact, plain))
         others.append((expected - other).abs())
-    same = sum(a.token_ids == b.token_ids for a, b in zip(first, second, strict=True)) / len(first)
+    same = sum(np.array_equal(a.token_ids, b.token_ids) for a, b in zip(first, second, strict=True)) / len(first)
     mine = distances(exact, requests, first)
     return {
         "problem": sampler.slots_problem,
@@ -275,7 +275,7 @@ def check_rounding(model: str, vocabulary: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for kind in ("exact", "fp8", "int8", "exact"):
         reference = load(model, torch.float32)
-        RoundableWeights(reference).use(kind)
+        QuantizableWeights(reference).use(kind)
         responses = sampler.sample(requests, replace(sampler.settings, weights=kind))
         found[kind] = max(found.get(kind, 0.0), distances(reference, requests, responses).max().item())
     return found

@@ -52,6 +52,10 @@ def long_requests(count: int) -> list[Request]:
     return [Request([*begin, 3 + place % 10], 100 + place) for place in range(count)]
 
 
+def tokens_of(responses: Sequence[Response]) -> list[list[int]]:
+    return [response.token_ids.tolist() for response in responses]
+
+
 @torch.no_grad()
 def furthest(
     asked: Sequence[Request], responses: Sequence[Response], checkpoint: Path, settings: SamplerSettings
@@ -62,6 +66,6 @@ def furthest(
     for request, response in zip(asked, responses, strict=True):
         ids = torch.tensor([[*request.prompt_ids, *response.token_ids]])
         logits = model(input_ids=ids).logits[0, len(request.prompt_ids) - 1 : -1]
-        expected = sampling_logp(logits, settings).gather(1, torch.tensor(response.token_ids)[:, None])[:, 0]
+        expected = sampling_logp(logits, settings).gather(1, torch.tensor(response.token_ids).long()[:, None])[:, 0]
         worst = max(worst, float((expected - torch.tensor(response.logp)).abs().max()))
     return worst

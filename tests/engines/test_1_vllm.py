@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from policies import furthest, long_requests, requests
+from policies import furthest, long_requests, requests, tokens_of
 from stalewise.config.sections import VllmSection
 from stalewise.rollout.engines.vllm import VllmSampler
 from stalewise.rollout.sampler import Request
@@ -43,9 +43,9 @@ def test_the_same_seeds_give_the_same_responses(sampler: VllmSampler, untied: Pa
     responses = sampler.sample(asked)
     assert sampler.sample(asked) == responses
     turned = sampler.sample(asked[::-1])[::-1]
-    assert [response.token_ids for response in turned] == [response.token_ids for response in responses]
+    assert tokens_of(turned) == tokens_of(responses)
     others = sampler.sample([Request(request.prompt_ids, request.seed + 1000) for request in asked])
-    assert [response.token_ids for response in others] != [response.token_ids for response in responses]
+    assert tokens_of(others) != tokens_of(responses)
 
 
 def test_a_later_checkpoint_replaces_the_weights_in_place(
@@ -53,10 +53,10 @@ def test_a_later_checkpoint_replaces_the_weights_in_place(
 ) -> None:
     sampler.load(untied)
     asked = [*requests(16), *long_requests(16)]
-    process = sampler._copies[0].process.pid
+    process = sampler._replicas[0].process.pid
     assert furthest(asked, sampler.sample(asked), untied, PLAIN) < 1e-5
     sampler.load(untied_moved)
-    assert sampler._copies[0].process.pid == process
+    assert sampler._replicas[0].process.pid == process
     after = sampler.sample(asked)
     assert furthest(asked, after, untied_moved, PLAIN) < 1e-5
     assert furthest(asked, after, untied, PLAIN) > 0.01

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from servers import VllmServer
 
-from policies import furthest, long_requests, requests
+from policies import furthest, long_requests, requests, tokens_of
 from stalewise.config.sections import ServerSection
 from stalewise.errors import EngineError
 from stalewise.rollout.engines.server import ServerSampler
@@ -35,7 +35,7 @@ def test_log_probabilities_are_those_of_a_plain_forward_pass(
     print(f"server {settings}: {difference:.2g} over {sum(len(r.token_ids) for r in responses)} tokens")
     assert difference < 1e-5
     again = sampler.sample(asked)
-    assert [response.token_ids for response in again] == [response.token_ids for response in responses]
+    assert tokens_of(again) == tokens_of(responses)
 
 
 def test_a_later_checkpoint_replaces_the_weights(server: VllmServer, untied: Path, untied_moved: Path) -> None:

@@ -1,10 +1,9 @@
-"""Attention over packed segments and over slots of a cache, as two of transformers' attention implementations.
+"""Attention over packed segments and over cache slots, as two of transformers' attention implementations.
 
-Segments of tokens lie one after the other in a single row [1, T], without padding. A segment has its own queries and a
-list of keys that ends with its own tokens: a prompt sees itself, each of its responses sees the prompt (which is there
-once for all of them) and then itself. On a GPU in half precision this is torch's built-in variable-length attention.
-Elsewhere queries, keys and values (and nothing else of the model) are put into padded grids, and the output taken out:
-one grid, or where that would be large, one for segments of about the same lengths.
+Segments are packed without padding in a single row [1, T]. The keys of a segment end with its own tokens: a prompt
+attends to itself, each response to its prompt (packed once for all of them) and to itself. On a GPU in half precision
+this is torch's variable-length attention. Elsewhere only queries, keys and values are copied into padded grids: one
+grid, or several for segments of similar lengths if one would be large.
 
 Axes: T tokens of all segments, S segments (of a grid), W queries and L keys of the longest, M keys of all segments,
 H heads, K key-value heads, D numbers per head.
@@ -29,28 +28,28 @@ from stalewise.models.transfer import send
 
 PACKED = "stalewise_packed"
 SLOTS = "stalewise_slots"
-ONE_GRID = 1 << 20  # places (segments × queries × keys) of a grid for all segments, be they padding: two take longer
-# torch 2.11 takes fewer key-value heads than query heads as they are, later releases want to be told.
+ONE_GRID = 1 << 20  # up to this size (segments × queries × keys) one grid is faster than two
+# torch 2.11 accepts fewer key-value heads than query heads; later releases need a flag.
 GQA: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 class PackedArguments(TypedDict):
-    """What a model's forward takes beside the ids [1, T]; names without axes are those of transformers."""
+    """Arguments of a model's forward besides the ids [1, T]; names without axes are those of transformers."""
 
     position_ids: Tensor  # [1, T]
-    cu_seq_lens_q: Tensor  # [S + 1] int32, where the queries of each segment begin, and the end
+    cu_seq_lens_q: Tensor  # [S + 1] int32, start of each segment's queries, and the end
     cu_seq_lens_k: Tensor  # [S + 1] int32, the same for keys
     max_length_q: int
     max_length_k: int
     key_M: Tensor  # token of each key
-    copy_M: Tensor  # keys by token: which are copies of token 0, of token 1, …; empty with grids
-    copy_start: Tensor  # [T + 1] where the copies of each token begin, and the end; empty with grids
-    grids: tuple[Grid, ...]  # for where there is no variable-length attention; empty elsewhere
-    place_T: Tensor  # place of each token in the flattened grids of queries, one after the other; likewise
+    copy_M: Tensor  # keys sorted by token; empty with grids
+    copy_start: Tensor  # [T + 1] start of each token's copies in copy_M, and the end; empty with grids
+    grids: tuple[Grid, ...]  # empty with variable-length attention
+    place_T: Tensor  # place of each token in the flattened grids of queries; likewise
 
 
-# query_SW, the token of each query (any token of the segment where there is none), key_SL, and mask_SWL, which keys a
-# query sees (one that is not there sees some, so that nothing is NaN).
+# Tokens of the queries and of the keys (padding repeats a token), and which keys each query attends to (padding queries
+# attend to some, so that nothing is NaN).
 Grid = tuple[Tensor, Tensor, Tensor]
 GRID = ("query_SW", "key_SL", "mask_SWL")
 
@@ -58,14 +57,14 @@ GRID = ("query_SW", "key_SL", "mask_SWL")
 def packed_arguments(
     query_S: np.ndarray, key_S: np.ndarray, key_M: np.ndarray, device: torch.device, *, grids: bool
 ) -> PackedArguments:
-    """Arguments for segments with so many queries and keys; `key_M` says which tokens the keys are of."""
+    """Arguments for segments with these numbers of queries and keys; `key_M` holds the tokens of the keys."""
     arrays, longest = segment_arrays(query_S, key_S, key_M, grids=grids)
-    made: Any = {**with_grids(send(arrays, device)[1]), **longest}
-    return PackedArguments(**made)
+    arguments: Any = {**with_grids(send(arrays, device)[1]), **longest}
+    return PackedArguments(**arguments)
 
 
 def with_grids(there: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What `segment_arrays` gave, on its device: the arrays of each grid together."""
+    """The arrays of `segment_arrays`, on a device, with those of each grid as a tuple."""
     count = sum(name.endswith(GRID[0]) for name in there)
     grids = tuple(tuple(there[f"grid {number} {part}"] for part in GRID) for number in range(count))
     return {name: tensor for name, tensor in there.items() if not name.startswith("grid ")} | {"grids": grids}
@@ -74,7 +73,7 @@ def with_grids(there: Mapping[str, Tensor]) -> dict[str, Any]:
 def segment_arrays(
     query_S: np.ndarray, key_S: np.ndarray, key_M: np.ndarray, *, grids: bool
 ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """What `PackedArguments` holds, before it goes to a device: arrays, and lengths of the longest segments."""
+    """The content of `PackedArguments` on the host: arrays, and the lengths of the longest segments."""
     query_start, key_start = np.cumsum(query_S) - query_S, np.cumsum(key_S) - key_S
     segment_T = np.repeat(np.arange(len(query_S)), query_S)
     column_T = np.arange(len(segment_T)) - query_start[segment_T]
@@ -85,14 +84,14 @@ def segment_arrays(
         "cu_seq_lens_k": np.append(key_start, key_S.sum()).astype(np.int32),
         "key_M": key_M,
     }
-    # Rounded up, so that a compiled layer meets few different values.
+    # Rounded up, so that compiled layers see few different values.
     longest = {"max_length_q": 1 << (width - 1).bit_length(), "max_length_k": 1 << (depth - 1).bit_length()}
     if not grids:
         copy_M, copy_start = copies_of(key_M, len(segment_T))
         return arrays | {"copy_M": copy_M, "copy_start": copy_start, "place_T": np.zeros(0, dtype=np.int64)}, longest
     arrays |= {"copy_M": np.zeros(0, dtype=np.int64), "copy_start": np.zeros(0, dtype=np.int64)}
     first_place_S, places = np.zeros(len(query_S), dtype=np.int64), 0
-    for number, chosen in enumerate(_alike(query_S, key_S)):
+    for number, chosen in enumerate(_similar(query_S, key_S)):
         grid = _grid(query_S[chosen], key_S[chosen], query_start[chosen], key_start[chosen], key_M)
         arrays |= {f"grid {number} {part}": array for part, array in zip(GRID, grid, strict=True)}
         size, width = grid[0].shape
@@ -101,10 +100,10 @@ def segment_arrays(
     return arrays | {"place_T": first_place_S[segment_T] + column_T}, longest
 
 
-def _alike(query_S: np.ndarray, key_S: np.ndarray) -> list[np.ndarray]:
-    """Segments by grid: all in one, or where that is too large, those together whose lengths differ by less than half.
+def _similar(query_S: np.ndarray, key_S: np.ndarray) -> list[np.ndarray]:
+    """Segments of each grid: all, or if that is too large, those whose lengths round up to the same powers of two.
 
-    >>> [chosen.tolist() for chosen in _alike(np.array([3, 1000, 4]), np.array([5, 1000, 4000]))]
+    >>> [chosen.tolist() for chosen in _similar(np.array([3, 1000, 4]), np.array([5, 1000, 4000]))]
     [[0], [2], [1]]
     """
     if len(query_S) * int(query_S.max()) * int(key_S.max()) <= ONE_GRID:
@@ -117,9 +116,9 @@ def _alike(query_S: np.ndarray, key_S: np.ndarray) -> list[np.ndarray]:
 def _grid(
     query_S: np.ndarray, key_S: np.ndarray, query_start: np.ndarray, key_start: np.ndarray, key_M: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tokens of queries and of keys, and which of these those see."""
+    """Tokens of queries and keys, and the mask."""
     queries, keys = np.arange(max(1, query_S.max())), np.arange(max(1, key_S.max()))
-    # The last query of a segment sees its last key, the one before it all but that one, and so on.
+    # The last query of a segment attends up to its last key, the one before it to one key less, and so on.
     last_seen_SW = queries + (key_S - query_S)[:, None]
     return (
         query_start[:, None] + np.minimum(queries, query_S[:, None] - 1),
@@ -129,7 +128,7 @@ def _grid(
 
 
 def needs_grids(device: torch.device, precision: torch.dtype) -> bool:
-    """Whether attention goes through padded grids there."""
+    """Whether attention uses padded grids there."""
     return device.type != "cuda" or precision is torch.float32
 
 
@@ -158,7 +157,7 @@ def packed_attention(
     refuse_unknown(module, attention_mask, others)
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
     if query_THD.is_cuda and value_TKD.dtype is not torch.float32:
-        # Under autocast, values have the low precision while rotated queries and keys do not.
+        # Under autocast, values have low precision, but rotated queries and keys do not.
         low = value_TKD.dtype
         key_MKD, value_MKD = gather_keys(key_TKD.to(low), value_TKD, key_M, copy_M, copy_start)
         output: Any = varlen_attn(
@@ -191,7 +190,7 @@ def packed_attention(
 
 
 def _within(mask_SWL: Tensor, window: int) -> Tensor:
-    """Keys that are less than `window` places before the last one that a query sees."""
+    """Keys less than `window` places before the last one that a query attends to."""
     seen_SW1 = mask_SWL.sum(dim=2, keepdim=True)
     return torch.arange(mask_SWL.shape[2], device=mask_SWL.device) >= seen_SW1 - window
 
@@ -215,8 +214,8 @@ def slot_attention(
 ) -> tuple[Tensor, None]:
     """One new token of each row against the keys of its prompt and its own, [R, 1, H, D].
 
-    Row r sees `length_R[r]` keys, at most `room`: the first `prefix_R[r]` of them lie at token `prompt_R[r]` and after
-    it, where other rows may look, too, and the others at `own_R[r]` and after it.
+    Row r has `length_R[r]` keys, at most `room`: the first `prefix_R[r]` from token `prompt_R[r]` on, which rows may
+    share, the others from token `own_R[r]` on.
     """
     refuse_unknown(module, attention_mask, others)
     if query_RH1D.is_cuda and value_TKD.dtype is not torch.float32 and can_compile():
@@ -232,7 +231,7 @@ def slot_attention(
     seen_RL = number_RL < length_R.unsqueeze(1)
     prompt_R1, prefix_R1, own_R1 = (x.unsqueeze(1) for x in (prompt_R, prefix_R, own_R))
     place_RL = torch.where(number_RL < prefix_R1, prompt_R1 + number_RL, own_R1 + number_RL - prefix_R1)
-    # What is not seen is read all the same: the row's first key, so that no row's NaN becomes another's.
+    # Masked keys are read, too: as the row's first key, so that no row's NaN reaches another.
     place_RL = torch.where(seen_RL, place_RL, place_RL[:, :1])
     key_RKLD, value_RKLD = (x[place_RL].transpose(1, 2) for x in (key_TKD, value_TKD))
     if sliding_window is not None:
@@ -244,10 +243,10 @@ def slot_attention(
 
 
 def refuse_unknown(module: Any, attention_mask: Any, others: dict[str, Any]) -> None:
-    """An architecture that asks for more than plain attention (masks, chunks, soft caps, sinks) must not be packed."""
+    """Raise if an architecture needs more than plain attention: masks, chunks, soft caps, sinks."""
     asked = sorted(name for name in ("softcap", "s_aux", "position_bias") if others.get(name) is not None)
     asked += ["attention_mask"] if attention_mask is not None else []
-    # A mask of chunks would be made for attention that transformers knows, and is not made for this.
+    # transformers makes the mask of chunks only for attention that it knows.
     asked += ["attention_chunk_size"] if getattr(module.config, "attention_chunk_size", None) else []
     if asked:
         raise NotImplementedError(f"packed attention has no {', '.join(asked)}")
@@ -255,10 +254,7 @@ def refuse_unknown(module: Any, attention_mask: Any, others: dict[str, Any]) -> 
 
 @torch.no_grad()
 def packs(model: Any, precision: torch.dtype = torch.float32) -> bool:
-    """Whether a prompt and two responses in one row come out as they do alone.
-
-    Some architectures mix tokens in other ways, too, or ask for more than plain attention.
-    """
+    """Whether the model computes the same for packed segments as for separate rows, found by trying it."""
     grids = needs_grids(model.device, precision)
     with torch.autocast(model.device.type, dtype=precision, enabled=precision is not torch.float32):
         return _packs(model, grids, tolerance=1e-4 if precision is torch.float32 else 0.05)
@@ -277,14 +273,14 @@ def _packs(model: Any, grids: bool, tolerance: float) -> bool:
         keys = np.r_[0:5, 0:9, 0:5, 9:17]
         arguments = packed_arguments(np.array([5, 4, 8]), np.array([5, 9, 13]), keys, model.device, grids=grids)
         ids = torch.cat([prompt, *responses]).unsqueeze(0)
-        found = model(input_ids=ids, use_cache=False, **arguments).logits[0].float()
+        packed = model(input_ids=ids, use_cache=False, **arguments).logits[0].float()
     except torch.OutOfMemoryError:
         raise
     except (NotImplementedError, ValueError, TypeError, RuntimeError):
         return False
     finally:
         model.set_attn_implementation(before)
-    return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
+    return bool((packed - expected).abs().max() <= tolerance * expected.abs().max())
 
 
 AttentionInterface.register(PACKED, packed_attention)

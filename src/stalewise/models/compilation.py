@@ -1,4 +1,4 @@
-"""Compiling parts of a model, where that pays: a minute's work for a GPU that trains for many."""
+"""Compiles parts of a model where it pays: on GPUs that train for much longer than the minute of compiling."""
 
 from __future__ import annotations
 
@@ -16,30 +16,24 @@ from stalewise.models.kernels import can_compile
 
 Backend = Callable[[Any, Any], Any]
 
-# Below these a run is over before compiled layers have earned the time that compiling takes.
+# Smaller models and shorter runs do not earn back the time of compiling.
 WORTHWHILE_PARAMETERS = 50_000_000
 WORTHWHILE_UPDATES = 512
-# A learner holds so many bytes for each parameter before it learns: weights, gradients, moments, a copy, and weights
-# and gradients once more in bfloat16; of a frozen one, weights. Graphs keep activations, which want as much room.
+# Bytes that a trainer holds per parameter before it learns: weights, gradients, moments, a copy, and weights and
+# gradients in bfloat16; for a frozen one, weights. Graphs keep activations, which need about as much again.
 TRAINED_BYTES, FROZEN_BYTES = 24, 6
 
 
-def compiling_pays(config: RunConfig, model: Any) -> bool:
-    """Whether layers are compiled: what `learner.compile` says; `auto`: where run and model are large enough."""
-    chosen = config.learner.compile
-    return chosen in ("always", "layers") or (chosen == "auto" and _is_large(config, model))
+def compiling_pays(choice: str, updates: int, model: Any) -> bool:
+    """Whether layers are compiled: `choice` is `learner.compile`; `auto` compiles large models for long runs."""
+    is_large = model.device.type == "cuda" and _parameters(model) >= WORTHWHILE_PARAMETERS
+    pays = is_large and updates >= WORTHWHILE_UPDATES and can_compile()
+    return choice in ("always", "layers") or (choice == "auto" and pays)
 
 
-def recording_pays(config: RunConfig, model: Any) -> bool:
-    """Whether the learner's passes are recorded as CUDA graphs: likewise; `auto`: where there is room for them."""
-    chosen = config.learner.compile
-    return chosen in ("always", "graphs") or (chosen == "auto" and _has_room(model))
-
-
-def _is_large(config: RunConfig, model: Any) -> bool:
-    """Whether a model on a GPU and a run are so large that they gain what compiling takes."""
-    long = config.schedule.updates >= WORTHWHILE_UPDATES
-    return model.device.type == "cuda" and _parameters(model) >= WORTHWHILE_PARAMETERS and long and can_compile()
+def recording_pays(choice: str, model: Any) -> bool:
+    """Whether the trainer's passes are recorded as CUDA graphs; `auto` records if the GPU has the memory."""
+    return choice in ("always", "graphs") or (choice == "auto" and _has_room(model))
 
 
 def _has_room(model: Any) -> bool:
@@ -54,10 +48,25 @@ def _parameters(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def compile_layers(model: Any, keep_activations: float = 1.0, backend: str | Backend = "inductor") -> None:
-    """Compile each layer by itself: they are alike, so one compilation serves all. Names of weights do not change.
+def optimize_layers(model: Any, config: RunConfig, *, is_sharded: bool, log: Callable[[str], object]) -> bool:
+    """Compile the layers if that pays, else fuse their norms; returns whether they are compiled.
 
-    `keep_activations` is the share of what a layer would keep for its backward pass that it may keep.
+    Layers sharded over ranks stay as they are: the gain was never measured there.
+    """
+    compiled = not is_sharded and compiling_pays(config.learner.compile, config.schedule.updates, model)
+    if compiled:
+        compile_layers(model, config.learner.keep_activations)
+    elif config.learner.keep_activations < 1:
+        log("learner.keep_activations has no effect: it applies to compiled layers only")
+    if model.device.type == "cuda" and not (compiled or is_sharded):
+        fuse_norms(model)
+    return compiled
+
+
+def compile_layers(model: Any, keep_activations: float = 1.0, backend: str | Backend = "inductor") -> None:
+    """Compile each layer by itself: they are alike, so one compilation serves all. Weights keep their names.
+
+    `keep_activations` is the share of its activations that a layer may keep for the backward pass.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     chosen = lookup_backend(backend) if isinstance(backend, str) else backend
@@ -69,31 +78,12 @@ def compile_layers(model: Any, keep_activations: float = 1.0, backend: str | Bac
 
 
 def _compile_within(keep_activations: float, backend: Backend, graph: Any, inputs: Any) -> Any:
-    """The backend, with a bound on activations where forward and backward pass are told apart."""
     with functorch_config.patch(activation_memory_budget=keep_activations):
         return backend(graph, inputs)
 
 
 def compile_pieces(model: Any, backend: str = "inductor") -> None:
-    """Compile what lies around attention: decoding writes to a cache on the way, which a compiler cannot follow."""
+    """Compile what is around attention, for decoding: a compiler cannot follow the writes to the cache."""
     for module in model.modules():
         if type(module).__name__.endswith(("RMSNorm", "MLP")):
             module.compile(dynamic=True, backend=backend)
-
-
-# The layers of a model for the learner: compiled where that pays, else each norm made one operator.
-
-
-def optimize_layers(model: Any, config: RunConfig, *, is_sharded: bool, log: Callable[[str], object]) -> bool:
-    """Make the layers as fast as they can be for this run; whether they are compiled.
-
-    Those whose weights lie on several ranks are left as they are: what either gains there was never measured.
-    """
-    compiled = not is_sharded and compiling_pays(config, model)
-    if compiled:
-        compile_layers(model, config.learner.keep_activations)
-    elif config.learner.keep_activations < 1:
-        log("learner.keep_activations changes nothing here: it is for compiled layers")
-    if model.device.type == "cuda" and not (compiled or is_sharded):
-        fuse_norms(model)
-    return compiled

@@ -1,8 +1,7 @@
-"""Recording work of a GPU as a CUDA graph, while it goes on with what it has, and with what was kept for later left
-where it is.
+"""Records CUDA graphs without waiting for the GPU and without freeing cached memory.
 
-`torch.cuda.graph` waits for the GPU and gives all memory back first that is kept for the next time, the machine's
-page-locked memory as well. To ask for it again took longer than the recording itself.
+`torch.cuda.graph` first synchronises and frees all cached memory, also page-locked memory. Allocating it again took
+longer than the recording.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ import torch
 
 from stalewise.errors import ModelError
 
-SHORT_SHARE = 0.25  # of a GPU's memory: where less is free, a recording wants all that can be had
+SHORT_SHARE = 0.25  # of a GPU's memory: if less is free, cached memory is freed first
 
 
 @contextlib.contextmanager
 def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> Iterator[None]:
-    """What is launched within becomes the graph; nothing of it runs. `pool` is memory that graphs share."""
+    """Record what is launched within as the graph, without running it. Graphs may share the memory of a `pool`."""
     free, total = torch.cuda.mem_get_info()
-    # What lies about may be as much as the graph will want, and is not given up for it while it is recorded.
-    lies_about = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    if free < max(SHORT_SHARE * total, lies_about):
+    # Cached memory, which the graph might need as well, is not freed during a recording.
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    if free < max(SHORT_SHARE * total, cached):
         gc.collect()
-        torch.cuda.synchronize()  # with expandable segments, memory is gone as soon as the stream that had it is done
+        torch.cuda.synchronize()  # expandable segments are unmapped only when their stream is done
         torch.cuda.empty_cache()
     with torch.cuda.stream(stream), _no_collection():
-        # Other threads may ask the driver for what they like, such as those that watch over several devices.
+        # Other threads, such as those that watch several devices, may call the driver.
         graph.capture_begin(**({} if pool is None else {"pool": pool}), capture_error_mode="thread_local")
         try:
             yield
@@ -41,9 +40,7 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any 
 
 
 def _end_failed(graph: torch.cuda.CUDAGraph, error: BaseException) -> None:
-    """End a recording that failed. Where that fails, too, it says nothing of why, and torch's allocator goes on as if
-    recording: whoever would try again with less must not.
-    """
+    """End a failed recording. If that fails, too, torch's allocator stays in recording mode: a retry is impossible."""
     try:
         graph.capture_end()
     except RuntimeError:
@@ -56,7 +53,7 @@ def _end_failed(graph: torch.cuda.CUDAGraph, error: BaseException) -> None:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Python collects no garbage within: what is found there may belong to the driver, which is not to be called."""
+    """Disable garbage collection: collecting CUDA objects would call the driver."""
     collecting = gc.isenabled()
     gc.disable()
     try:

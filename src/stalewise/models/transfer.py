@@ -1,7 +1,8 @@
-"""Arrays on their way to a device, and back.
+"""Copies between host and device.
 
-A copy costs the host as much for ten numbers as for ten thousand, so they travel together: one pinned buffer, one copy,
-and a view of it for each array.
+Arrays for a GPU go together in one pinned buffer, since a copy of ten numbers costs the host as much as one of ten
+thousand. Tensors for a file come back in pieces through a little pinned memory, by several threads: the driver's own
+copy to ordinary memory uses one thread, which spends most of its time waiting for the system to map or lock the memory.
 """
 
 from __future__ import annotations
@@ -14,25 +15,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64  # bytes; kernels read several numbers at once where addresses allow it
-# While a CUDA graph is captured no other thread may ask the driver for anything.
-UNDISTURBED = threading.Lock()
+ALIGNMENT = 64  # bytes, so that kernels can use wide loads
+UNDISTURBED = threading.Lock()  # held while a CUDA graph is captured: no other thread may call the driver
+PIECE = 2**24  # bytes
+THREADS = 8
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A tensor with the numbers of `array`; the copy to a GPU is enqueued, not waited for."""
+    """Copy an array to a tensor, asynchronously on a GPU."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Its numbers on the host, apart from it; from a GPU they are on their way, and to be waited for."""
+    """Copy a tensor to the host, asynchronously from a GPU: the caller must wait for it."""
     here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return here.copy_(tensor, non_blocking=True)
 
 
 def send(arrays: Mapping[str, np.ndarray], device: torch.device) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same numbers on the device: a buffer of bytes, and for each array its view of it. Not waited for."""
+    """Copy arrays to the device asynchronously; returns a buffer of bytes, and a view of it for each array."""
     starts, end = dict[str, int](), 0
     for name, array in arrays.items():
         starts[name] = end
@@ -43,12 +45,12 @@ def send(arrays: Mapping[str, np.ndarray], device: torch.device) -> tuple[Tensor
         for name, array in arrays.items():
             whole[starts[name] : starts[name] + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         buffer = here.to(device, non_blocking=True)
-        del here, whole  # pinned memory is given back by a call to the driver, too
+        del here, whole  # freeing pinned memory calls the driver, too
     return buffer, {name: _view(buffer, starts[name], array) for name, array in arrays.items()}
 
 
 def in_buffer(tensor: Tensor, buffer: Tensor) -> Tensor:
-    """The view of another buffer that `tensor` is of its own."""
+    """The same view of another buffer."""
     start = tensor.storage_offset() * tensor.element_size()
     return buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
@@ -58,40 +60,28 @@ def _view(buffer: Tensor, start: int, array: np.ndarray) -> Tensor:
     return buffer[start : start + array.nbytes].view(dtype).view(array.shape)
 
 
-# Tensors on their way from a GPU to a file: in pieces through a little page-locked memory, by several threads.
-# The driver's own way to ordinary memory takes one thread, and most of its time is that of the system, which makes the
-# memory; so is most of what it takes to lock all of it.
-
-PIECE = 2**24  # bytes
-THREADS = 8
-
-
 def host_copies(*files: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The tensors of some files in the machine's memory, whole; what is there already is not copied.
-
-    A tensor that has two names is copied once, and has both again.
-    """
+    """The tensors of some files in host memory; those already there are not copied, shared ones are copied once."""
     there: dict[tuple[object, ...], Tensor] = {}
     here: dict[tuple[object, ...], Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
-        same = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-        if same not in here and tensor.is_cuda:
-            here[same], there[same] = torch.empty(tensor.shape, dtype=tensor.dtype), tensor.detach().contiguous()
-        elif same not in here:
-            here[same] = tensor.cpu()
-        return here[same]
+        key = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        if key not in here and tensor.is_cuda:
+            here[key], there[key] = torch.empty(tensor.shape, dtype=tensor.dtype), tensor.detach().contiguous()
+        elif key not in here:
+            here[key] = tensor.cpu()
+        return here[key]
 
     copies = [{name: copy(tensor) for name, tensor in file.items()} for file in files]
     for device in {tensor.device for tensor in there.values()}:
-        chosen = [same for same, tensor in there.items() if tensor.device == device]
-        fetch([(there[same], here[same]) for same in chosen], device)
+        fetch([(tensor, here[key]) for key, tensor in there.items() if tensor.device == device], device)
     return copies
 
 
 def fetch(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
-    """Copy the first of each two, which is on the device, to the second; both are contiguous."""
-    pieces = [piece for there, here in pairs for piece in _pieces(_bytes(there), _bytes(here))]
+    """Copy the first tensor of each pair, on the device, to the second, on the host; both are contiguous."""
+    pieces = [piece for pair in pairs for piece in zip(*(_bytes(tensor).split(PIECE) for tensor in pair), strict=True)]
     ready = torch.cuda.Event()
     with torch.cuda.device(device):
         ready.record()
@@ -99,18 +89,18 @@ def fetch(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
     def work(first: int) -> None:
         with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream()):
             stream.wait_event(ready)
-            locked = _locked_piece()
+            pinned = _pinned_piece()
             for there, here in pieces[first::THREADS]:
-                locked[: len(there)].copy_(there, non_blocking=True)
+                pinned[: len(there)].copy_(there, non_blocking=True)
                 stream.synchronize()
-                np.copyto(here.numpy(), locked[: len(there)].numpy())  # without Python's lock
+                np.copyto(here.numpy(), pinned[: len(there)].numpy())  # without Python's lock
 
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(work, range(min(THREADS, len(pieces)))))
 
 
-def _locked_piece() -> Tensor:
-    """An ordinary one, which is slower, where the system locks no more memory."""
+def _pinned_piece() -> Tensor:
+    """Pinned memory, or ordinary memory, which is slower, if the system pins no more."""
     try:
         return torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
     except RuntimeError:
@@ -119,7 +109,3 @@ def _locked_piece() -> Tensor:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def _pieces(there: Tensor, here: Tensor) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(there.split(PIECE), here.split(PIECE), strict=True)) if len(there) else []

@@ -28,10 +28,10 @@ from stalewise.orchestrator.setup import drift_limits, write_first_checkpoint
 from stalewise.orchestrator.stages import SPENT_ESS, begin_stage, forget_stages
 from stalewise.orchestrator.update_loop import UpdateLoop
 from stalewise.planning.memory import check_memory, pick_parallel
-from stalewise.rollout.factory import batch_plan, batch_problem, check_foreign_of, make_sampler
+from stalewise.rollout.factory import batch_plan, batch_problem, check_second_policy, make_sampler
 from stalewise.rollout.generate import generate_batch
 from stalewise.rollout.sampler import OffloadableSampler
-from stalewise.rollout.workers.coordinator import Coordinator, is_in_the_making
+from stalewise.rollout.workers.coordinator import Coordinator, is_being_written
 from stalewise.rollout.workers.rank_workers import coordinator_of
 from stalewise.staleness.collapse import Assessment, Degradation
 from stalewise.store import Batch, BatchManifest, batch_directory, is_committed, open_batch, rewards_of_updates
@@ -101,7 +101,7 @@ class Orchestrator:
             return
         policy = self.newest_policy()
         if self.source.is_own:
-            check_foreign_of(self.config, Path(policy), self.task)
+            check_second_policy(self.config.sampler.foreign, Path(policy), self.task)
         if warning := check_memory(self.config, policy, self.ranks.world, self.ranks.local_world):
             self.callback.log(warning)
 
@@ -121,7 +121,7 @@ class Orchestrator:
     def check_directory(self) -> None:
         """Check that the directory belongs to this config, and write the config and the environment into it."""
         self.source.check_directory(self.directory)
-        remove_temporaries(self.directory, spare=is_in_the_making)
+        remove_temporaries(self.directory, spare=is_being_written)
         check_identity(self.config)
         write_resolved(self.config, self.directory / "config.resolved.json")
         here = environment(device_name(self.config.model.device), torch.get_num_threads(), self.ranks.world)
@@ -243,7 +243,7 @@ class Orchestrator:
         self.begin_phase("generate", plan.prompts * plan.group_size)
         with self.run_log.timed("generate", generation_batch=generation_batch, version=plan.version) as notes:
             checkpoint = checkpoint or self._checkpoint(plan.version)
-            shards = self.coordinator.share(plan, checkpoint)
+            queue = self.coordinator.order_batch(plan, checkpoint)
             manifest = generate_batch(
                 plan,
                 checkpoint=checkpoint,
@@ -251,9 +251,9 @@ class Orchestrator:
                 task=self.task,
                 sampler=self.sampler,
                 on_shard=self.callback.advance,
-                shares=shards,
+                source=queue,
             )
-            notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens, **self.coordinator.fulfilled(shards)}
+            notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens, **self.coordinator.complete_batch(queue)}
         self._check_batch(open_batch(self.batch_directory(generation_batch), verify=False))
         return manifest
 

@@ -20,7 +20,7 @@ from stalewise.models.loading import encode_prompts, load_tokenizer, pick_device
 from stalewise.orchestrator.setup import check_objective
 from stalewise.planning.memory import GIB, ModelShape, estimate, free_bytes, ways_out
 from stalewise.reporting.trackers import check_installed
-from stalewise.rollout.factory import batch_plan, check_foreign_of, make_sampler
+from stalewise.rollout.factory import batch_plan, check_second_policy, make_sampler
 from stalewise.rollout.sampler import Request, Sampler
 from stalewise.store.checkpoints import versions
 from stalewise.tasks import Task, make_task
@@ -232,7 +232,7 @@ class _Preflight:
 
     def _foreign(self, task: Task) -> tuple[Status, str]:
         foreign, group_size = self.config.sampler.foreign, self.config.batch.group_size
-        check_foreign_of(self.config, Path(self.source), task)
+        check_second_policy(self.config.sampler.foreign, Path(self.source), task)
         makes = f"makes {foreign.places(group_size)} of the {group_size} rollouts of a group"
         return "ok", f"{foreign.path} has the same tokens and {makes}"
 

@@ -1,4 +1,4 @@
-"""From a config to what generation needs, and what to say of a batch that can teach nothing."""
+"""Makes samplers and batch plans from a config; checks whether a generation batch can be learned from."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from stalewise.config import RunConfig
+from stalewise.config.sections import ForeignSection
 from stalewise.models.compilation import compiling_pays
 from stalewise.models.loading import pick_device, pick_precision
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.generate import PROMPTS_TO_COMPARE, BatchPlan
-from stalewise.rollout.mixed_policy import MixedPolicySampler, check_foreign
+from stalewise.rollout.mixed_policy import MixedPolicySampler, check_tokenizers
 from stalewise.rollout.sampler import Sampler
 from stalewise.staleness.schedule import Schedule
 from stalewise.store import Batch
@@ -22,7 +23,7 @@ from stalewise.types import SamplerSettings
 
 
 def batch_plan(config: RunConfig, schedule: Schedule, generation_batch: int, attempt: int = 0) -> BatchPlan:
-    """Which rollouts a generation batch of this config holds; another `attempt` at it has other seeds."""
+    """The plan of a generation batch; each `attempt` has its own seeds."""
     prompts = schedule.prompts_of(generation_batch, config.batch.prompts)
     return BatchPlan(
         generation_batch=generation_batch,
@@ -43,47 +44,47 @@ def make_sampler(
     on_tokens: Callable[[int], object] = lambda count: None,
     log: Callable[[str], object] = lambda text: None,
 ) -> Sampler:
-    """The sampler of this config; `on_tokens` is told how many tokens were sampled, now and then."""
-    device = pick_device(config.model.device)
+    """The sampler of this config; it calls `on_tokens` with the number of new tokens as it samples."""
+    section, device = config.sampler, pick_device(config.model.device)
     precision = pick_precision(config.model.precision, device)
-    served = config.sampler.engine == "server"  # which computes in what it was started with
+    is_server = section.engine == "server"  # whose precision is fixed when it is started
     settings = SamplerSettings(
-        name=config.sampler.engine,
-        precision=config.sampler.server.precision if served else str(precision).removeprefix("torch."),
-        temperature=config.sampler.temperature,
-        top_p=config.sampler.top_p,
-        top_k=config.sampler.top_k,
-        weights=config.sampler.weights,
+        name=section.engine,
+        precision=section.server.precision if is_server else str(precision).removeprefix("torch."),
+        temperature=section.temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+        weights=section.weights,
     )
-    limit = config.sampler.max_new_tokens
-    if config.sampler.engine == "vllm":
+    limit = section.max_new_tokens
+    if section.engine == "vllm":
         from stalewise.rollout.engines.vllm import VllmSampler
 
-        return VllmSampler(settings, max_new_tokens=limit, options=config.sampler.vllm, on_tokens=on_tokens)
-    if served:
+        return VllmSampler(settings, max_new_tokens=limit, options=section.vllm, on_tokens=on_tokens)
+    if is_server:
         from stalewise.rollout.engines.server import ServerSampler
 
-        served_by = config.sampler.server
-        return ServerSampler(settings, max_new_tokens=limit, options=served_by, on_tokens=on_tokens, log=log)
+        return ServerSampler(settings, max_new_tokens=limit, options=section.server, on_tokens=on_tokens, log=log)
 
     def embedded() -> HFSampler:
+        compiles = partial(compiling_pays, config.learner.compile, config.schedule.updates)
         return HFSampler(
             settings,
             max_new_tokens=limit,
             device=device,
             dtype=precision,
             on_tokens=on_tokens,
-            compiling_pays=partial(compiling_pays, config),
+            compiling_pays=compiles,
         )
 
-    return MixedPolicySampler(embedded(), embedded()) if config.sampler.foreign.share else embedded()
+    return MixedPolicySampler(embedded(), embedded()) if section.foreign.share else embedded()
 
 
-def check_foreign_of(config: RunConfig, own: Path, task: Task) -> None:
-    """Refuse a foreign policy that does not fit the one at `own`, where the config has one; nothing is loaded."""
-    if config.sampler.foreign.share:
+def check_second_policy(section: ForeignSection, own: Path, task: Task) -> None:
+    """Refuse a second policy (`sampler.foreign`) whose tokens differ from those of the policy at `own`."""
+    if section.share:
         prompts = task.prompts(0, min(PROMPTS_TO_COMPARE, task.size or PROMPTS_TO_COMPARE))
-        check_foreign(config.sampler.foreign.path, own, prompts)
+        check_tokenizers(section.path, own, prompts)
 
 
 def batch_problem(batch: Batch) -> str:

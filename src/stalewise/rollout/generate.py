@@ -1,4 +1,8 @@
-"""Whose turn a shard of a generation batch is: everything is ours, unless others work at the same batch."""
+"""Generates one batch of rollouts shard by shard: sample, verify, write and commit.
+
+Several processes may work on one batch: a `ShardSource` decides which shards are whose, and all return when the batch
+is complete.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import pyarrow as pa
 
 from stalewise.models.loading import encode_prompts
-from stalewise.rollout.mixed_policy import check_foreign
+from stalewise.rollout.mixed_policy import check_tokenizers
 from stalewise.rollout.sampler import Request, Response, Sampler
 from stalewise.rollout.token_sampling import rollout_seed
 from stalewise.store import (
@@ -22,78 +28,49 @@ from stalewise.store import (
     committed_shards,
     is_committed,
     read_batch_manifest,
+    table_from_columns,
     write_shard,
 )
 from stalewise.tasks import ErrorCounts, Task, count_errors
-from stalewise.types import Prompt, Reward, Rollout, SamplerSettings
+from stalewise.types import Prompt, Reward, SamplerSettings
+
+PROMPTS_TO_COMPARE = 256  # that the tokenizers of two policies must encode alike
 
 
-class ShardSource(Protocol):
-    """What one process is told about the batch that it works at."""
+class ShardSource:
+    """Hands out the shards of a batch. This one serves a single process; `ShardQueue` serves one of several."""
 
-    provenance: Mapping[str, Any]  # what the manifests of its shards say about where they come from
-
-    def present(self) -> set[int]:
-        """Shards that are committed, by whomever."""
-        ...
-
-    def take(self, missing: list[int], most: int) -> list[int]:
-        """Shards of the missing ones that are this process's to make now; none where others have them."""
-        ...
-
-    def made(self, shard: int) -> None:
-        """This process has committed a shard."""
-        ...
-
-    def too_late(self, shard: int) -> None:
-        """This process has made a shard that somebody else committed first; it counts for nothing."""
-        ...
-
-    def wait(self) -> None:
-        """Nothing is to be had: wait a moment for the others."""
-        ...
-
-
-class Alone:
-    """The only process at a batch: it makes all that is missing, in order."""
-
-    provenance: Mapping[str, Any] = {}
+    provenance: Mapping[str, Any] = {}  # goes into the manifests of this process's shards
 
     def __init__(self, directory: Path) -> None:
         self._present = {shard.index for shard in committed_shards(directory)}
         self._taken: set[int] = set()
 
     def present(self) -> set[int]:
-        """Shards that were there, and those that were made since."""
+        """Shards that are committed, by any process."""
         return set(self._present)
 
     def take(self, missing: list[int], most: int) -> list[int]:
-        """The next ones."""
+        """Up to `most` of the missing shards for this process to make now; none if others have them."""
         taken = [shard for shard in missing if shard not in self._taken][:most]
         self._taken.update(taken)
         return taken
 
     def made(self, shard: int) -> None:
-        """Note it."""
+        """This process has committed a shard."""
         self._present.add(shard)
 
     def too_late(self, shard: int) -> None:
-        """Note it."""
+        """Another process committed a shard that this one has made, too."""
         self._present.add(shard)
 
     def wait(self) -> None:
-        """Wait for nobody: the thread that writes shards has been waited for."""
-
-
-# Filling the store: one generation batch, shard by shard, each sampled, verified and committed.
-# Many processes may fill one batch: whose turn a shard is, `Shares` says, and everybody returns when the batch is whole.
-
-PROMPTS_TO_COMPARE = 256  # that a foreign policy's tokenizer must read as the run's own does
+        """Wait a moment for other processes."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Which rollouts make one generation batch. Everything here is a function of the config, so it can be redone."""
+    """Which rollouts make up a generation batch; a function of the config, so it can be made again."""
 
     generation_batch: int
     version: int
@@ -102,12 +79,12 @@ class BatchPlan:
     group_size: int
     prompts_per_shard: int
     seed: int
-    foreign: str = ""  # a policy that is not the run's own
-    foreign_places: int = 0  # the last places of every group, which it samples
+    foreign: str = ""  # path of the second policy
+    foreign_places: int = 0  # rollouts at the end of every group that it samples
 
     @property
     def shards(self) -> int:
-        """Shards of the batch; the last may be smaller."""
+        """Number of shards; the last may be smaller."""
         return -(-self.prompts // self.prompts_per_shard)
 
     def prompt_range(self, shard: int) -> range:
@@ -116,7 +93,7 @@ class BatchPlan:
         return range(first, min(first + self.prompts_per_shard, self.first_prompt + self.prompts))
 
     def policy_of(self, rollout: int) -> str:
-        """Which policy samples a rollout, counted from the beginning of any group; empty: the run's own."""
+        """The policy that samples a rollout, counted from the start of any group; empty: the run's own."""
         return self.foreign if rollout % self.group_size >= self.group_size - self.foreign_places else ""
 
 
@@ -128,173 +105,157 @@ def generate_batch(
     task: Task,
     sampler: Sampler,
     on_shard: Callable[[int], object] = lambda rollouts: None,
-    shares: ShardSource | None = None,
+    source: ShardSource | None = None,
 ) -> BatchManifest:
-    """Make what is missing of a generation batch and commit it. What was committed before is not made again.
-
-    With `shares` others may make some of it, and this returns when all of it is there.
-    """
+    """Make the missing shards of a generation batch and commit it; returns when all shards are there."""
     directory = batch_directory(rollouts, version=plan.version, generation_batch=plan.generation_batch)
     if is_committed(directory):
         return read_batch_manifest(directory)
-    make_shards(
-        plan,
-        checkpoint=checkpoint,
-        directory=directory,
-        task=task,
-        sampler=sampler,
-        on_shard=on_shard,
-        shares=shares or Alone(directory),
-    )
-    return commit_made(plan, directory, task.name)
+    make_shards(plan, checkpoint, directory, task, sampler, source or ShardSource(directory), on_shard)
+    return commit_shards(plan, directory, task.name)
 
 
-def commit_made(plan: BatchPlan, directory: Path, task: str) -> BatchManifest:
-    """Commit a generation batch whose shards are all there, unless somebody did."""
+def commit_shards(plan: BatchPlan, directory: Path, task: str) -> BatchManifest:
+    """Commit a generation batch whose shards are all there, unless another process has."""
     counts = (ErrorCounts.of_record(shard.extra, shard.rows) for shard in committed_shards(directory))
     try:
         return commit_batch(directory, shards=plan.shards, task=task, extra=sum(counts, ErrorCounts()).record())
-    except AlreadyCommitted:  # by somebody else; or a damaged shard was made again, and came out the same
+    except AlreadyCommitted:  # by another process, or a damaged shard was made again
         return read_batch_manifest(directory)
 
 
 def make_shards(
     plan: BatchPlan,
-    *,
     checkpoint: Path,
     directory: Path,
     task: Task,
     sampler: Sampler,
+    source: ShardSource,
     on_shard: Callable[[int], object],
-    shares: ShardSource,
 ) -> None:
-    """Make the shards that fall to this process, and wait until the others are there."""
-    told: set[int] = set()  # shards that are there, as far as we know
+    """Make the shards that fall to this process, then wait for those of the others."""
+    present: set[int] = set()
     loaded = False
-    # One thread verifies and writes what was sampled last while the next is being sampled.
-    with ThreadPoolExecutor(max_workers=1) as worker:
-        waiting: Future[None] | None = None
+    # One thread verifies and writes the last shards while the next are sampled.
+    with ThreadPoolExecutor(max_workers=1) as writer:
+        writing: Future[None] | None = None
         while True:
-            for shard in shares.present() - told:
+            for shard in source.present() - present:
                 on_shard(len(plan.prompt_range(shard)) * plan.group_size)
-                told.add(shard)
-            missing = [shard for shard in range(plan.shards) if shard not in told]
-            preferred_batch_size = sampler.preferred_batch_size // (plan.prompts_per_shard * plan.group_size)
-            start, shards = time.perf_counter(), shares.take(missing, max(1, preferred_batch_size))
+                present.add(shard)
+            missing = [shard for shard in range(plan.shards) if shard not in present]
+            most = sampler.preferred_batch_size // (plan.prompts_per_shard * plan.group_size)
+            start, shards = time.perf_counter(), source.take(missing, max(1, most))
             if shards and not loaded:
                 _load(plan, checkpoint, task, sampler)
                 loaded = True
-            sampled = _sample(plan, shards, task, sampler) if shards else []
-            pending, waiting = waiting, None
+            asked = [_shard_requests(plan, shard, task, sampler) for shard in shards]
+            responses = _responses(plan, [request for one in asked for request in one.requests], sampler)
+            pending, writing = writing, None
             if pending is not None:
                 pending.result()
-            if sampled:
-                waiting = worker.submit(_finish, plan, directory, task, sampler.settings, sampled, start, shares)
+            if asked:
+                writing = writer.submit(
+                    _write_shards, plan, directory, task, sampler.settings, asked, responses, start, source
+                )
             elif not missing:
                 return
             elif pending is None:
-                shares.wait()
+                source.wait()
 
 
 def _load(plan: BatchPlan, checkpoint: Path, task: Task, sampler: Sampler) -> None:
     if plan.foreign_places:
-        check_foreign(plan.foreign, checkpoint, task.prompts(plan.first_prompt, min(plan.prompts, PROMPTS_TO_COMPARE)))
+        prompts = task.prompts(plan.first_prompt, min(plan.prompts, PROMPTS_TO_COMPARE))
+        check_tokenizers(plan.foreign, checkpoint, prompts)
     sampler.load(checkpoint)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sampled:
-    """One shard before its responses are verified; prompts are repeated, one for each response."""
+class _ShardRequests:
+    """What is asked for one shard; prompts are repeated, one for each request."""
 
     shard: int
     prompts: list[Prompt]
     requests: list[Request]
-    responses: list[Response]
 
 
-def _sample(plan: BatchPlan, shards: list[int], task: Task, sampler: Sampler) -> list[_Sampled]:
-    """Sample some shards together."""
-    planned: list[tuple[int, list[Prompt], list[Request]]] = []
-    for shard in shards:
-        indices = plan.prompt_range(shard)
-        prompts = task.prompts(indices.start, len(indices))
-        prompt_ids = encode_prompts(prompts, sampler.tokenizer)
-        requests = [
-            Request(ids, rollout_seed(plan.seed, index * plan.group_size + place))
-            for index, ids in zip(indices, prompt_ids, strict=True)
-            for place in range(plan.group_size)
-        ]
-        planned.append((shard, [prompt for prompt in prompts for _ in range(plan.group_size)], requests))
-    responses = _responses(plan, [request for _, _, requests in planned for request in requests], sampler)
-    return [
-        _Sampled(shard, prompts, requests, list(islice(responses, len(requests))))
-        for shard, prompts, requests in planned
+def _shard_requests(plan: BatchPlan, shard: int, task: Task, sampler: Sampler) -> _ShardRequests:
+    indices = plan.prompt_range(shard)
+    prompts = task.prompts(indices.start, len(indices))
+    requests = [
+        Request(ids, rollout_seed(plan.seed, index * plan.group_size + place))
+        for index, ids in zip(indices, encode_prompts(prompts, sampler.tokenizer), strict=True)
+        for place in range(plan.group_size)
     ]
+    return _ShardRequests(shard, [prompt for prompt in prompts for _ in range(plan.group_size)], requests)
 
 
 def _responses(plan: BatchPlan, requests: list[Request], sampler: Sampler) -> Iterator[Response]:
-    """Responses to the requests of whole groups, in their order; every policy samples its own."""
+    """Responses to the requests of whole groups, in order; each policy samples its own."""
     policies = [plan.policy_of(number) for number in range(len(requests))]
     sampled: dict[str, Iterator[Response]] = {}
     for policy in dict.fromkeys(policies):
-        its_own = [request for request, its in zip(requests, policies, strict=True) if its == policy]
-        sampled[policy] = iter(sampler.sample(its_own, replace(sampler.settings, policy=policy)))
+        its_requests = [request for request, its in zip(requests, policies, strict=True) if its == policy]
+        sampled[policy] = iter(sampler.sample(its_requests, replace(sampler.settings, policy=policy)))
     return (next(sampled[policy]) for policy in policies)
 
 
-def _finish(
+def _write_shards(
     plan: BatchPlan,
     directory: Path,
     task: Task,
     settings: SamplerSettings,
-    sampled: list[_Sampled],
+    asked: list[_ShardRequests],
+    responses: Iterator[Response],
     start: float,
-    shares: ShardSource,
+    source: ShardSource,
 ) -> None:
     """Verify and write shards; `start` is when their sampling began."""
-    for one in sampled:
-        texts = [response.text for response in one.responses]
+    for one in asked:
+        answered = list(islice(responses, len(one.requests)))
+        texts = [response.text for response in answered]
         rewards = task.verifier.score(one.prompts, texts)
-        first = plan.prompt_range(one.shard).start * plan.group_size
-        made = [
-            _rollout(first + i, plan, settings, one.prompts[i], one.requests[i], one.responses[i], rewards[i])
-            for i in range(len(one.requests))
-        ]
-        extra = {**shares.provenance, **count_errors(rewards, one.prompts, texts).record()}
-        seconds = (time.perf_counter() - start) / len(sampled)
+        table = _table(plan, settings, one, answered, rewards)
+        extra = {**source.provenance, **count_errors(rewards, one.prompts, texts).record()}
+        seconds = (time.perf_counter() - start) / len(asked)
         try:
-            write_shard(directory, one.shard, made, seconds=seconds, extra=extra)
-        except AlreadyCommitted:  # by someone who thought that we were lost
-            shares.too_late(one.shard)
+            write_shard(directory, one.shard, table, seconds=seconds, extra=extra)
+        except AlreadyCommitted:  # by a process that considered this one lost
+            source.too_late(one.shard)
         else:
-            shares.made(one.shard)
+            source.made(one.shard)
 
 
-def _rollout(
-    rollout_id: int,
+def _table(
     plan: BatchPlan,
     settings: SamplerSettings,
-    prompt: Prompt,
-    request: Request,
-    response: Response,
-    reward: Reward,
-) -> Rollout:
-    return Rollout(
-        rollout_id=rollout_id,
-        prompt_id=prompt.prompt_id,
-        group=rollout_id // plan.group_size,
-        prompt_ids=tuple(request.prompt_ids),
-        response_ids=response.token_ids,
-        behaviour_logp=response.logp,
-        reward=reward.value,
-        reward_parts=reward.parts,
-        reward_error=reward.error,
-        finish_reason=response.finish_reason,
-        version_first=plan.version,
-        version_last=plan.version,
-        sampler=replace(settings, policy=plan.policy_of(rollout_id)),
-        seed=request.seed,
-        text=response.text,
+    asked: _ShardRequests,
+    responses: Sequence[Response],
+    rewards: Sequence[Reward],
+) -> pa.Table:
+    """The rollouts of one shard as the table that is written."""
+    first, rows = plan.prompt_range(asked.shard).start * plan.group_size, len(responses)
+    rollout_ids = range(first, first + rows)
+    settings_of = {policy: replace(settings, policy=policy) for policy in ("", plan.foreign)}
+    return table_from_columns(
+        {
+            "rollout_id": rollout_ids,
+            "prompt_id": [prompt.prompt_id for prompt in asked.prompts],
+            "group": [rollout_id // plan.group_size for rollout_id in rollout_ids],
+            "prompt_ids": [request.prompt_ids for request in asked.requests],
+            "response_ids": [response.token_ids for response in responses],
+            "behaviour_logp": [response.logp for response in responses],
+            "reward": [reward.value for reward in rewards],
+            "reward_parts": [reward.parts for reward in rewards],
+            "reward_error": [reward.error for reward in rewards],
+            "finish_reason": [response.finish_reason for response in responses],
+            "version_first": [plan.version] * rows,
+            "version_last": [plan.version] * rows,
+            "sampler": [settings_of[plan.policy_of(rollout_id)] for rollout_id in rollout_ids],
+            "seed": [request.seed for request in asked.requests],
+            "text": [response.text for response in responses],
+        }
     )
 
 
@@ -307,15 +268,11 @@ def sample_for_evaluation(
     rows_at_once: int,
     settings: SamplerSettings | None = None,
 ) -> tuple[list[Prompt], list[Response]]:
-    """`samples` responses to each prompt, prompt by prompt, for whoever measures accuracy; nothing is stored.
-
-    They come from the whole distribution at temperature 1 unless `settings` say otherwise.
-    """
+    """`samples` responses to each prompt, prompt by prompt, by default at temperature 1; nothing is stored."""
     settings = settings or SamplerSettings()
-    prompt_ids = encode_prompts(list(prompts), sampler.tokenizer)
     requests = [
         Request(ids, rollout_seed(seed, row * samples + place, purpose=1))
-        for row, ids in enumerate(prompt_ids)
+        for row, ids in enumerate(encode_prompts(list(prompts), sampler.tokenizer))
         for place in range(samples)
     ]
     responses: list[Response] = []

@@ -1,7 +1,7 @@
-"""Rollouts of another policy: an engine for two policies, and what they must have in common.
+"""Rollouts of a second policy (`sampler.foreign`): a sampler for two policies, and the check that their tokens agree.
 
-A token has to be the same token for both, since the learner asks its own policy how probable the other one's tokens
-are. And a response has to end alike, or the learner would be taught an end that it has not.
+The trainer computes the probability of the second policy's tokens under its own policy, so both must have the same
+tokens and end responses alike.
 """
 
 from __future__ import annotations
@@ -19,19 +19,16 @@ from stalewise.types import Prompt, SamplerSettings
 
 
 class MixedPolicySampler:
-    """Samples from the run's own policy, or from another one where the settings name it.
+    """Samples from the run's own policy, or from a fixed second one if the settings name it.
 
-    The other one never changes. It is loaded when it is asked for, and let go of while the learner works.
+    The second policy is loaded at first use and unloaded while the trainer works.
     """
 
-    def __init__(self, own: HFSampler, foreign: HFSampler) -> None:
-        self.settings, self.max_new_tokens, self.preferred_batch_size = (
-            own.settings,
-            own.max_new_tokens,
-            own.preferred_batch_size,
-        )
-        self._own, self._foreign = own, foreign
-        self._loaded = ""  # the other policy that is in memory
+    def __init__(self, own: HFSampler, second: HFSampler) -> None:
+        self.settings, self.max_new_tokens = own.settings, own.max_new_tokens
+        self.preferred_batch_size = own.preferred_batch_size
+        self._own, self._second = own, second
+        self._loaded = ""  # path of the second policy in memory
 
     @property
     def tokenizer(self) -> Any:
@@ -39,7 +36,7 @@ class MixedPolicySampler:
         return self._own.tokenizer
 
     def load(self, checkpoint: Path) -> None:
-        """The run's own policy is this checkpoint from now on."""
+        """Load the run's own policy."""
         self._own.load(checkpoint)
 
     def check_lengths(self, prompt_ids: Sequence[Sequence[int]]) -> None:
@@ -47,50 +44,47 @@ class MixedPolicySampler:
         self._own.check_lengths(prompt_ids)
 
     def sample(self, requests: Sequence[Request], settings: SamplerSettings | None = None) -> list[Response]:
-        """Responses in the order of the requests, all of the policy that the settings name."""
+        """Responses in the order of the requests, all from the policy that the settings name."""
         settings = settings or self.settings
-        engine = self._foreign if settings.policy else self._own
+        engine = self._second if settings.policy else self._own
         if settings.policy and settings.policy != self._loaded:
-            self._foreign.load(Path(resolve_model(settings.policy)))
+            self._second.load(Path(resolve_model(settings.policy)))
             self._loaded = settings.policy
         engine.max_new_tokens = self.max_new_tokens
         return engine.sample(requests, settings)
 
     def sleep(self) -> None:
-        """Give memory to the learner: all of the other policy's, and what the run's own can spare."""
+        """Release memory for the trainer: unload the second policy, let the first one sleep."""
         self._own.sleep()
-        self._foreign.close()
+        self._second.close()
         self._loaded = ""
 
     def close(self) -> None:
-        """Let go of both."""
+        """Unload both."""
         self.sleep()
         self._own.close()
 
 
-def check_foreign(path: str, own: Path, prompts: Sequence[Prompt]) -> None:
-    """Refuse a policy at `path` whose tokens are not those of the policy at `own`; only small files are read."""
+def check_tokenizers(path: str, own: Path, prompts: Sequence[Prompt]) -> None:
+    """Refuse a policy at `path` whose tokens differ from those of the policy at `own`; no weights are read."""
     try:
         theirs = read_policy_files(Path(resolve_model(path)))
     except ModelError as error:
         raise ModelError(f"sampler.foreign.path: {error}") from error
     ours = read_policy_files(own)
-    if problem := _difference(theirs, ours) or _other_prompt(theirs, ours, prompts):
+    if problem := _vocabulary_difference(theirs, ours) or _prompt_difference(theirs, ours, prompts):
         raise ModelError(
-            f"sampler.foreign.path is {path}, {problem}: the learner could not tell how probable its tokens are under "
-            "its own policy; choose a policy with the same tokenizer"
+            f"sampler.foreign.path is {path}, {problem}: the probability of its tokens under the run's policy would be "
+            "undefined; choose a policy with the same tokenizer"
         )
 
 
-def _difference(theirs: PolicyFiles, ours: PolicyFiles) -> str:
-    """What is another in the vocabularies, or an empty string."""
+def _vocabulary_difference(theirs: PolicyFiles, ours: PolicyFiles) -> str:
     their_tokens, our_tokens = theirs.tokenizer.get_vocab(), ours.tokenizer.get_vocab()
     if their_tokens != our_tokens:
         token = min(key for key, _ in their_tokens.items() ^ our_tokens.items())
-        ids = (their_tokens.get(token, "no token"), our_tokens.get(token, "no token"))
-        return (
-            f"which has another vocabulary than the policy of the run ({token!r} is {ids[0]} there and {ids[1]} here)"
-        )
+        there, here = their_tokens.get(token, "no token"), our_tokens.get(token, "no token")
+        return f"which has another vocabulary than the policy of the run ({token!r} is {there} there and {here} here)"
     special = [sorted(policy.tokenizer.all_special_ids) for policy in (theirs, ours)]
     if special[0] != special[1]:
         return f"whose special tokens are {special[0]} and those of the policy of the run {special[1]}"
@@ -101,8 +95,7 @@ def _difference(theirs: PolicyFiles, ours: PolicyFiles) -> str:
     return ""
 
 
-def _other_prompt(theirs: PolicyFiles, ours: PolicyFiles, prompts: Sequence[Prompt]) -> str:
-    """Which prompt the tokenizers read differently, or an empty string."""
+def _prompt_difference(theirs: PolicyFiles, ours: PolicyFiles, prompts: Sequence[Prompt]) -> str:
     encoded = [encode_prompts(list(prompts), policy.tokenizer) for policy in (theirs, ours)]
     for prompt, their_ids, our_ids in zip(prompts, *encoded, strict=True):
         if their_ids != our_ids:

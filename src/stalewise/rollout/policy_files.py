@@ -1,23 +1,22 @@
-"""What an engine outside of this process needs of a checkpoint here: tokenizer, end tokens, lengths; and its answers
-turned into responses, after a look at whether they are whole.
-"""
+"""The base of engines in other processes: what they need of a checkpoint, and checks of their answers."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import AutoConfig, GenerationConfig
 
-from stalewise.errors import EngineError, ModelError
+from stalewise.errors import EngineError
 from stalewise.models.loading import context_length, load_tokenizer, loading_error, stop_token_ids
-from stalewise.rollout.sampler import Response
-from stalewise.types import FinishReason
+from stalewise.rollout.sampler import Response, check_lengths
+from stalewise.types import FinishReason, SamplerSettings
 
-# A log-probability may come out above 0 by rounding; above this it is no log-probability.
+# A log-probability may exceed 0 by rounding, but by no more than this.
 ROUNDING = 1e-3
 # What servers write for minus infinity, which JSON does not have.
 MINUS_INFINITY = -9999.0
@@ -25,27 +24,45 @@ MINUS_INFINITY = -9999.0
 
 @dataclass(frozen=True, slots=True)
 class PolicyFiles:
-    """All of a checkpoint but its weights."""
+    """A checkpoint without its weights."""
 
     checkpoint: Path
     tokenizer: Any
     stop_ids: tuple[int, ...]
     context: int | None
-    vocabulary: int  # width of the model's logits
+    vocabulary: int  # width of the logits
     tied: bool  # the output layer is the embedding
-    architecture: str  # equal for checkpoints whose weights can take each other's place
-    weights: str  # another for other weights, as far as sizes and times of files tell
+    architecture: str  # equal for checkpoints with interchangeable weights
+    weights: str  # identifies the weights by sizes and times of their files
 
 
-class HasPolicy:
-    """An engine outside of this process, as far as it has a policy: its `load` sets `_policy`."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An engine's answer to one request, before it is checked."""
 
-    _policy: PolicyFiles | None = None
+    token_ids: Sequence[int]
+    logp: Sequence[float]
+    finish_reason: str
+
+
+class ExternalSampler:
+    """Base of the engines in other processes; their `load` sets `_policy`."""
+
+    def __init__(
+        self,
+        settings: SamplerSettings,
+        max_new_tokens: int,
+        on_tokens: Callable[[int], object],
+        max_length: int | None = None,
+    ) -> None:
+        self.settings, self.max_new_tokens, self.on_tokens = settings, max_new_tokens, on_tokens
+        self._max_length = max_length  # the engine's context, if it is limited
+        self._policy: PolicyFiles | None = None
 
     @property
     def policy(self) -> PolicyFiles:
         """Files of the loaded policy."""
-        assert self._policy is not None, "load comes first"
+        assert self._policy is not None, "call load first"
         return self._policy
 
     @property
@@ -53,18 +70,30 @@ class HasPolicy:
         """Tokenizer of the loaded policy."""
         return self.policy.tokenizer
 
+    def check_lengths(self, prompt_ids: Sequence[Sequence[int]]) -> None:
+        """Refuse prompts that leave no room for a response."""
+        limits = [limit for limit in (self.policy.context, self._max_length) if limit is not None]
+        check_lengths(prompt_ids, limit=min(limits, default=None), max_new_tokens=self.max_new_tokens)
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What an engine gave for one request."""
-
-    token_ids: Sequence[int]
-    logp: Sequence[float]
-    finish_reason: str
+    def make_responses(self, answers: Sequence[Answer], engine: str) -> list[Response]:
+        """Check answers and decode their texts; an unusable one is an EngineError that names the engine."""
+        for answer in answers:
+            if problem := _problem(answer, self.policy, self.max_new_tokens):
+                raise EngineError(f"{engine} gave a response that cannot be used: {problem}")
+        texts = self.tokenizer.batch_decode([list(answer.token_ids) for answer in answers], skip_special_tokens=True)
+        return [
+            Response(
+                token_ids=np.array(answer.token_ids, dtype=np.int32),
+                logp=np.array(answer.logp, dtype=np.float32),
+                text=text,
+                finish_reason=FinishReason(answer.finish_reason),
+            )
+            for answer, text in zip(answers, texts, strict=True)
+        ]
 
 
 def read_policy_files(checkpoint: Path) -> PolicyFiles:
-    """Everything about a policy that can be known without its weights."""
+    """Read everything but the weights."""
     name = str(checkpoint)
     try:
         config = AutoConfig.from_pretrained(name)
@@ -90,35 +119,8 @@ def read_policy_files(checkpoint: Path) -> PolicyFiles:
 def _weights_key(checkpoint: Path) -> str:
     files = sorted(checkpoint.glob("*.safetensors")) if checkpoint.is_dir() else []
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    # Absolute, and not resolved: a link that is turned to another checkpoint has other times.
+    # Absolute but not resolved: a link that is redirected to another checkpoint has other times.
     return hashlib.sha256(repr((str(checkpoint.absolute()), stats)).encode()).hexdigest()
-
-
-def check_lengths(prompt_ids: Sequence[Sequence[int]], *, limit: int | None, max_new_tokens: int) -> None:
-    """Refuse prompts that leave no room for a response."""
-    longest = max(map(len, prompt_ids))
-    if limit is not None and longest + max_new_tokens > limit:
-        raise ModelError(
-            f"the longest prompt has {longest} tokens; with sampler.max_new_tokens = {max_new_tokens} that is over the "
-            f"context of {limit}: shorten prompts, lower max_new_tokens, or raise sampler.vllm.max_model_len"
-        )
-
-
-def make_responses(answers: Sequence[Answer], policy: PolicyFiles, *, max_new_tokens: int, who: str) -> list[Response]:
-    """Responses with their texts; an answer that cannot be learned from is an EngineError that names `who` gave it."""
-    for answer in answers:
-        if problem := _problem(answer, policy, max_new_tokens):
-            raise EngineError(f"{who} gave a response that cannot be used: {problem}")
-    texts = policy.tokenizer.batch_decode([list(answer.token_ids) for answer in answers], skip_special_tokens=True)
-    return [
-        Response(
-            token_ids=tuple(answer.token_ids),
-            logp=tuple(answer.logp),
-            text=text,
-            finish_reason=FinishReason(answer.finish_reason),
-        )
-        for answer, text in zip(answers, texts, strict=True)
-    ]
 
 
 def _problem(answer: Answer, policy: PolicyFiles, max_new_tokens: int) -> str:
@@ -131,12 +133,10 @@ def _problem(answer: Answer, policy: PolicyFiles, max_new_tokens: int) -> str:
     if wrong:
         return f"{wrong[0]} as a log-probability"
     if answer.finish_reason not in ("stop", "length"):
-        return f"it ended by {answer.finish_reason!r}, where stop or length is expected"
+        return f"its finish reason is {answer.finish_reason!r}, where stop or length is expected"
     # Without its end token the response would teach nothing about when to end.
     if answer.finish_reason == "stop" and ids[-1] not in policy.stop_ids:
         return f"it ended by stop, but its last token {ids[-1]} is none of the end tokens {list(policy.stop_ids)}"
     if answer.finish_reason == "length" and len(ids) < max_new_tokens:
-        return (
-            f"it was cut after {len(ids)} tokens, before sampler.max_new_tokens = {max_new_tokens}: the context is over"
-        )
+        return f"it was cut after {len(ids)} of sampler.max_new_tokens = {max_new_tokens} tokens: the context is full"
     return ""

@@ -1,12 +1,16 @@
-"""What every engine does: take a checkpoint, continue prompts, say how probable each token was."""
+"""The interface of every engine: take a checkpoint, continue prompts, return the log-probability of each token."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
+
+from stalewise.errors import ModelError
 from stalewise.types import FinishReason, SamplerSettings
 
 
@@ -18,52 +22,63 @@ class Request:
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Response:
-    """One sampled response; an end-of-sequence token, where there is one, is its last."""
+    """One sampled response; its end-of-sequence token, if any, is the last one."""
 
-    token_ids: tuple[int, ...]
-    logp: tuple[float, ...]
+    token_ids: npt.NDArray[np.int32]
+    logp: npt.NDArray[np.float32]
     text: str
     finish_reason: FinishReason
+
+    def __eq__(self, other: object) -> bool:
+        names = [field.name for field in fields(self)]
+        return isinstance(other, Response) and all(
+            np.array_equal(getattr(self, name), getattr(other, name)) for name in names
+        )
 
 
 class Sampler(Protocol):
     """An engine that samples from one policy at a time."""
 
-    settings: SamplerSettings  # what training rollouts are sampled with
+    settings: SamplerSettings  # for training rollouts
     max_new_tokens: int
-    preferred_batch_size: int  # requests that it likes to get at once: shards are sampled together up to this many
+    preferred_batch_size: int  # shards are sampled together up to this many requests
 
     @property
     def tokenizer(self) -> Any:
         """Tokenizer of the loaded policy."""
-        ...
 
     def load(self, checkpoint: Path) -> None:
         """Sample from this checkpoint from now on."""
-        ...
 
     def check_lengths(self, prompt_ids: Sequence[Sequence[int]]) -> None:
         """Refuse prompts that leave no room for a response."""
-        ...
 
     def sample(self, requests: Sequence[Request], settings: SamplerSettings | None = None) -> list[Response]:
-        """Responses in the order of the requests; the same requests give the same responses.
+        """Responses in the order of the requests, sampled with `settings` or with the sampler's own.
 
-        Evaluation gives its own `settings`; the sampler's are used where none are given.
+        The same requests give the same responses.
         """
         ...
 
     def close(self) -> None:
-        """Let go of processes, connections and device memory; `load` makes it ready again."""
-        ...
+        """Release processes, connections and device memory; `load` makes it ready again."""
+
+
+def check_lengths(prompt_ids: Sequence[Sequence[int]], *, limit: int | None, max_new_tokens: int) -> None:
+    """Refuse prompts that leave no room for a response within `limit` tokens."""
+    longest = max(map(len, prompt_ids))
+    if limit is not None and longest + max_new_tokens > limit:
+        raise ModelError(
+            f"the longest prompt has {longest} tokens; with sampler.max_new_tokens = {max_new_tokens} that is over the "
+            f"model's context of {limit}: shorten prompts or lower max_new_tokens (or raise sampler.vllm.max_model_len)"
+        )
 
 
 @runtime_checkable
 class OffloadableSampler(Protocol):
-    """An engine that holds much device memory and can lend it to the learner."""
+    """An engine that can release its device memory while the trainer works."""
 
     def sleep(self) -> None:
-        """Give the memory back until the next `load`."""
-        ...
+        """Release the memory until the next `load`."""

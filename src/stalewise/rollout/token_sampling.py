@@ -1,8 +1,8 @@
-"""Drawing tokens, with the log-probability of exactly the distribution they were drawn from.
+"""Draws tokens, with the log-probability of the distribution they were drawn from.
 
-Convention: logits are divided by the temperature, then cut to the `top_k` most probable tokens, then to the smallest
-set with probability `top_p`, then renormalised; `behaviour_logp` is under that final distribution. Axes: R rows, V
-tokens of the vocabulary.
+Logits are divided by the temperature, cut to the `top_k` most probable tokens, then to the smallest set with
+probability `top_p`, then renormalised; `behaviour_logp` is under that final distribution. Axes: R rows, V tokens of the
+vocabulary.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from stalewise.statistics import uniform
 from stalewise.types import SamplerSettings
 
-# Tokens whose probabilities are added up first: a draw then reads sums of blocks, and of the vocabulary one block.
+# Probabilities are summed in blocks of this many tokens: a draw reads the sums, and then one block.
 BLOCK = 128
 
 
@@ -31,22 +31,22 @@ def tempered(logits_RV: Tensor, settings: SamplerSettings) -> Tensor:
     if settings.top_p < 1.0:
         sorted_logits, order = logits_RV.float().sort(dim=1, descending=True)
         before = sorted_logits.softmax(dim=1).cumsum(dim=1) - sorted_logits.softmax(dim=1)
-        # A token stays if the ones before it do not reach top_p yet: the set is never empty.
+        # A token stays if those before it do not reach top_p: the set is never empty.
         cut = torch.zeros_like(before, dtype=torch.bool).scatter(1, order, before >= settings.top_p)
         logits_RV = logits_RV.masked_fill(cut, -torch.inf)
     return logits_RV
 
 
 def sampling_logp(logits_RV: Tensor, settings: SamplerSettings) -> Tensor:
-    """Log-probabilities of the distribution that is sampled from, [R, V]; −inf on tokens that were cut away."""
+    """Log-probabilities of the sampling distribution, [R, V]; −inf on tokens that were cut away."""
     return tempered(logits_RV, settings).log_softmax(dim=1, dtype=torch.float32)
 
 
 def draw(logits_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Token of each row by inversion, and its log-probability: the first token whose cumulative probability exceeds
-    the row's uniform number.
+    """Token of each row by inversion (the first whose cumulative probability exceeds the row's uniform number), and its
+    log-probability.
 
-    One number per row and token keeps a rollout's draws its own, whatever else is in the batch. Axes: K blocks of the
+    With one number per row and token, a rollout's draws do not depend on the rest of the batch. Axes: K blocks of the
     vocabulary, J tokens of one block.
     """
     vocabulary = logits_RV.shape[1]
@@ -58,17 +58,17 @@ def draw(logits_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
     block_R1, rest_R1 = _invert(probability_RKJ.sum(dim=2).double(), uniform_R.double().unsqueeze(1))
     chosen_RJ = probability_RKJ.gather(1, block_R1.unsqueeze(2).expand(-1, 1, block)).squeeze(1).double()
     place_R1, _ = _invert(chosen_RJ, rest_R1)
-    # Logits that are not finite lead anywhere; the log-probability of what is drawn then says so.
+    # Logits that are not finite may lead outside; the log-probability is then NaN.
     token_R1 = (block_R1 * block + place_R1).clamp(max=vocabulary - 1)
     return token_R1.squeeze(1), probability_RV.gather(1, token_R1).log().squeeze(1)
 
 
 def _invert(mass_RK: Tensor, uniform_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """First place whose cumulative mass exceeds the uniform share of the total, and what is left of the number there,
-    as a share of that place's mass.
+    """First place whose cumulative mass exceeds the uniform share of the total, and the remainder as a share of that
+    place's mass.
     """
     cumulative_RK = mass_RK.cumsum(dim=1)
-    # Below the total in any case, so that rounding never leads to a place that has no mass.
+    # Always below the total, so that rounding never leads to a place without mass.
     target_R1 = uniform_R1.clamp(max=1 - 2**-52) * cumulative_RK[:, -1:]
     place_R1 = torch.searchsorted(cumulative_RK, target_R1, right=True).clamp(max=mass_RK.shape[1] - 1)
     mass_R1 = mass_RK.gather(1, place_R1)
@@ -82,7 +82,7 @@ def uniforms(seeds: list[int], count: int) -> npt.NDArray[np.float64]:
 
 
 def device_uniforms(seed_R: Tensor, position_R: Tensor) -> Tensor:
-    """The same numbers, computed where the seeds are: SplitMix64 in 64-bit integers that wrap around."""
+    """The same numbers, computed on the device: SplitMix64 in 64-bit integers that wrap around."""
     z_R = seed_R + (position_R + 1) * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z_R = (z_R ^ _shifted(z_R, shift)) * _signed(factor)
@@ -94,11 +94,11 @@ def _signed(value: int) -> int:
 
 
 def _shifted(value_R: Tensor, bits: int) -> Tensor:
-    """Shift to the right with zeros coming in, whatever the sign."""
+    """Logical shift to the right."""
     return (value_R >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def rollout_seed(run_seed: int, rollout_id: int, purpose: int = 0) -> int:
-    """Seed of one rollout, 63 bits, another for each run seed, rollout and purpose (0 training, 1 evaluation)."""
+    """63-bit seed of one rollout, distinct for each run seed, rollout and purpose (0 training, 1 evaluation)."""
     digest = hashlib.blake2b(f"{run_seed}/{purpose}/{rollout_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

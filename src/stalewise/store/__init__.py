@@ -25,7 +25,7 @@ from stalewise.store.manifest import (
     shard_path,
 )
 from stalewise.store.reader import Batch, open_batch, verify_shard
-from stalewise.store.schema import FORMAT, SCHEMA, rollouts_from_table, table_from_rollouts
+from stalewise.store.schema import FORMAT, SCHEMA, rollouts_from_table, table_from_columns, table_from_rollouts
 from stalewise.store.select import deal, mean_reward, rewards_of_updates, rollouts_of_updates
 from stalewise.store.token_log import TokenLog, TokenRecord, read_tokens, token_files, token_log_directory
 from stalewise.store.writer import AlreadyCommitted, commit_batch, next_shard, write_shard
@@ -65,6 +65,7 @@ __all__ = [
     "rollouts_from_table",
     "rollouts_of_updates",
     "shard_path",
+    "table_from_columns",
     "table_from_rollouts",
     "to_ranges",
     "token_files",

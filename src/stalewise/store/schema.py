@@ -7,7 +7,8 @@ on the way out unless somebody asks for `Rollout` records.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import chain
 from typing import Any
 
@@ -68,37 +69,38 @@ LIGHT_COLUMNS = tuple(name for name in SCHEMA.names if name not in HEAVY_COLUMNS
 
 
 def table_from_rollouts(rollouts: Sequence[Rollout]) -> pa.Table:
-    """Make an Arrow table of the store's schema; a rollout that learning could not use is a StoreError.
+    """Make an Arrow table of the store's schema from `Rollout` records, with the checks of `table_from_columns`."""
+    return table_from_columns({f.name: [getattr(r, f.name) for r in rollouts] for f in fields(Rollout)})
 
-    Behaviour log-probabilities are stored as float32. Lone surrogates, which UTF-8 cannot hold, become U+FFFD in `text`
-    and `reward_error` (the exact response is in `response_ids`); in a `prompt_id`, which has to stay itself, they are
-    refused.
+
+def table_from_columns(columns: Mapping[str, Sequence[Any]]) -> pa.Table:
+    """Make an Arrow table from columns named after the fields of `Rollout`; unusable values are a StoreError.
+
+    Token columns hold one sequence per row; int32 and float32 arrays are not converted. Behaviour log-probabilities are
+    stored as float32. Lone surrogates, which UTF-8 cannot hold, become U+FFFD in `text` and `reward_error` (the exact
+    response is in `response_ids`); in a `prompt_id`, which must not change, they are refused.
     """
-    _check(rollouts)
-    prompt_ids = _lists("prompt_ids", [r.prompt_ids for r in rollouts], np.int32)
-    response_ids = _lists("response_ids", [r.response_ids for r in rollouts], np.int32)
-    behaviour_logp = _lists("behaviour_logp", [r.behaviour_logp for r in rollouts], np.float32)
-    _check_finite(rollouts, behaviour_logp)
-    rewards = [None if math.isnan(r.reward) else r.reward for r in rollouts]
-    columns: dict[str, pa.Array] = {
-        "rollout_id": _plain("rollout_id", (r.rollout_id for r in rollouts)),
-        "prompt_id": _plain("prompt_id", (r.prompt_id for r in rollouts)),
-        "group": _plain("group", (r.group for r in rollouts)),
-        "prompt_ids": prompt_ids,
-        "response_ids": response_ids,
+    _check(columns)
+    prompt_ids, response_ids = columns["prompt_ids"], columns["response_ids"]
+    behaviour_logp = _lists("behaviour_logp", columns["behaviour_logp"], np.float32)
+    _check_finite(columns["rollout_id"], behaviour_logp)
+    parts = ([{"name": k, "value": v} for k, v in row.items()] for row in columns["reward_parts"])
+    arrays: dict[str, pa.Array] = {
+        "prompt_ids": _lists("prompt_ids", prompt_ids, np.int32),
+        "response_ids": _lists("response_ids", response_ids, np.int32),
         "behaviour_logp": behaviour_logp,
-        "prompt_length": _plain("prompt_length", (len(r.prompt_ids) for r in rollouts)),
-        "response_length": _plain("response_length", (len(r.response_ids) for r in rollouts)),
-        "reward": _plain("reward", rewards),
-        "reward_parts": _reward_parts(rollouts),
-        "reward_error": _plain("reward_error", (_storable(r.reward_error) for r in rollouts)),
-        "finish_reason": _plain("finish_reason", (str(r.finish_reason) for r in rollouts)),
-        "version_first": _plain("version_first", (r.version_first for r in rollouts)),
-        "version_last": _plain("version_last", (r.version_last for r in rollouts)),
-        "sampler": _samplers(rollouts),
-        "text": _plain("text", (_storable(r.text) for r in rollouts)),
+        "prompt_length": _plain("prompt_length", map(len, prompt_ids)),
+        "response_length": _plain("response_length", map(len, response_ids)),
+        "reward": _plain("reward", (None if math.isnan(value) else value for value in columns["reward"])),
+        "reward_parts": _plain("reward_parts", parts),
+        "reward_error": _plain("reward_error", map(_storable, columns["reward_error"])),
+        "finish_reason": _plain("finish_reason", map(str, columns["finish_reason"])),
+        "sampler": _samplers(columns["sampler"], columns["seed"]),
+        "text": _plain("text", map(_storable, columns["text"])),
     }
-    return pa.Table.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+    for name in ("rollout_id", "prompt_id", "group", "version_first", "version_last"):
+        arrays[name] = _plain(name, columns[name])
+    return pa.Table.from_arrays([arrays[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
 def rollouts_from_table(table: pa.Table) -> Iterator[Rollout]:
@@ -120,27 +122,28 @@ def rollouts_from_table(table: pa.Table) -> Iterator[Rollout]:
         yield Rollout(**row, sampler=samplers[key], seed=seed)
 
 
-def _check(rollouts: Sequence[Rollout]) -> None:
+def _check(columns: Mapping[str, Sequence[Any]]) -> None:
     previous = None
-    for rollout in rollouts:
-        name = f"rollout {rollout.rollout_id}"
-        if len(rollout.behaviour_logp) != len(rollout.response_ids):
-            tokens, values = len(rollout.response_ids), len(rollout.behaviour_logp)
+    names = ("rollout_id", "response_ids", "behaviour_logp", "reward")
+    for rollout_id, response_ids, logp, reward in zip(*(columns[name] for name in names), strict=True):
+        name = f"rollout {rollout_id}"
+        if len(logp) != len(response_ids):
+            tokens, values = len(response_ids), len(logp)
             raise StoreError(f"{name} has {tokens} response tokens but {values} behaviour log-probabilities")
-        if math.isinf(rollout.reward):
-            raise StoreError(f"{name} has reward {rollout.reward}: give a finite number, or NaN and a reward_error")
-        if previous is not None and rollout.rollout_id <= previous:
+        if math.isinf(reward):
+            raise StoreError(f"{name} has reward {reward}: give a finite number, or NaN and a reward_error")
+        if previous is not None and rollout_id <= previous:
             raise StoreError(f"{name} comes after rollout {previous}: rollout ids must rise within a shard")
-        previous = rollout.rollout_id
+        previous = rollout_id
 
 
-def _check_finite(rollouts: Sequence[Rollout], behaviour_logp: pa.ListArray) -> None:
+def _check_finite(rollout_ids: Sequence[int], behaviour_logp: pa.ListArray) -> None:
     finite = np.isfinite(behaviour_logp.values.to_numpy())
     if not finite.all():
         token = int(np.argmin(finite))
         row = int(np.searchsorted(behaviour_logp.offsets.to_numpy(), token, side="right")) - 1
         place = token - int(behaviour_logp.offsets[row].as_py())
-        name = f"rollout {rollouts[row].rollout_id}"
+        name = f"rollout {rollout_ids[row]}"
         raise StoreError(f"{name}: the behaviour log-probability of response token {place} is not finite")
 
 
@@ -160,27 +163,23 @@ def _lists(name: str, lists: Sequence[Sequence[Any]], dtype: type) -> pa.ListArr
     np.cumsum(np.fromiter(map(len, lists), dtype=np.int64, count=len(lists)), out=offsets[1:])
     if offsets[-1] >= 2**31:
         raise StoreError(f"column {name} would hold {offsets[-1]:,} tokens in one shard: use smaller shards")
-    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused as that
-        flat = _convert(name, lambda: np.fromiter(chain.from_iterable(lists), dtype=dtype, count=int(offsets[-1])))
+    if lists and all(isinstance(values, np.ndarray) and values.dtype == dtype for values in lists):
+        flat = np.concatenate(lists)
+    else:
+        with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused as that
+            flat = _convert(name, lambda: np.fromiter(chain.from_iterable(lists), dtype=dtype, count=int(offsets[-1])))
     values = pa.array(flat)
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), values, type=SCHEMA.field(name).type)
 
 
-def _reward_parts(rollouts: Sequence[Rollout]) -> pa.Array:
-    parts = [[{"name": k, "value": v} for k, v in r.reward_parts.items()] for r in rollouts]
-    return _plain("reward_parts", parts)
-
-
-def _samplers(rollouts: Sequence[Rollout]) -> pa.StructArray:
-    fields = list(SAMPLER)
-    values = [
-        [r.seed for r in rollouts] if f.name == "seed" else [getattr(r.sampler, f.name) for r in rollouts]
-        for f in fields
-    ]
+def _samplers(settings: Sequence[SamplerSettings], seeds: Sequence[int]) -> pa.StructArray:
+    sampler_fields = list(SAMPLER)
+    values = [seeds if f.name == "seed" else [getattr(one, f.name) for one in settings] for f in sampler_fields]
     arrays = [
-        _convert(f"sampler.{f.name}", lambda v=v, f=f: pa.array(v, f.type)) for v, f in zip(values, fields, strict=True)
+        _convert(f"sampler.{f.name}", lambda v=v, f=f: pa.array(v, f.type))
+        for v, f in zip(values, sampler_fields, strict=True)
     ]
-    return pa.StructArray.from_arrays(arrays, fields=fields)
+    return pa.StructArray.from_arrays(arrays, fields=sampler_fields)
 
 
 def _storable(text: str) -> str:

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ from stalewise.store.manifest import (
     shard_manifest_path,
     shard_path,
 )
-from stalewise.store.schema import rollouts_from_table, table_from_rollouts
-from stalewise.types import Rollout
+from stalewise.store.schema import SCHEMA, table_from_rollouts
+from stalewise.types import FinishReason, Rollout, SamplerSettings
 
 # The unit of reading. Small enough that an optimizer batch drawn from everywhere does not decode much for nothing,
 # large enough that compression and the footer are worth it.
@@ -47,27 +48,29 @@ class AlreadyCommitted(StoreError):
 def write_shard(
     directory: str | Path,
     index: int,
-    rollouts: Sequence[Rollout],
+    rollouts: Sequence[Rollout] | pa.Table,
     *,
     seconds: float = 0.0,
     extra: Mapping[str, Any] | None = None,
 ) -> ShardManifest:
-    """Write and commit shard `index`; rollout ids must rise. `seconds` is the time it took to generate it.
+    """Write and commit shard `index` from records, or from a table of the store's schema; rollout ids must rise.
 
-    Once this returns, the shard survives a crash; if it does not return, the shard does not exist.
+    `seconds` is the time it took to generate it. Once this returns, the shard survives a crash; if it does not return,
+    the shard does not exist.
     """
     path, manifest_path = shard_path(directory, index), shard_manifest_path(directory, index)
-    if not rollouts:
+    if len(rollouts) == 0:
         raise StoreError(f"{path} would have no rollouts: a shard holds at least one")
     was_described = manifest_path.exists()  # asked before the file, which always comes first
     if was_described and path.exists():
         raise _committed(path)
     if was_described:  # its shard was moved away: it must not vouch for the new one for an instant
         manifest_path.unlink(missing_ok=True)
-    data = _parquet(table_from_rollouts(rollouts))
+    table = rollouts if isinstance(rollouts, pa.Table) else table_from_rollouts(rollouts)
+    data = _parquet(table)
     if not create_atomic(path, data):
-        data, rollouts = _first_come(path, data, rollouts)
-    manifest = _describe(index, path.name, data, rollouts, seconds, extra or {})
+        data, table = _first_come(path, data, table)
+    manifest = _describe(index, path.name, data, table, seconds, extra or {})
     if not create_atomic(manifest_path, json.dumps(manifest_record(manifest), indent=2) + "\n"):
         raise _committed(path)
     return manifest
@@ -79,7 +82,7 @@ def _committed(path: Path) -> AlreadyCommitted:
     )
 
 
-def _first_come(path: Path, data: memoryview, rollouts: Sequence[Rollout]) -> tuple[memoryview, Sequence[Rollout]]:
+def _first_come(path: Path, data: memoryview, table: pa.Table) -> tuple[memoryview, pa.Table]:
     """What a shard without a manifest holds, where somebody made the same rollouts first; else it is replaced by ours.
 
     Whoever put it there may be about to commit it, or be no more. Files under their final names are whole, so either
@@ -87,19 +90,20 @@ def _first_come(path: Path, data: memoryview, rollouts: Sequence[Rollout]) -> tu
     """
     found = memoryview(path.read_bytes())
     if found == data:
-        return data, rollouts
+        return data, table
     try:
-        theirs = list(rollouts_from_table(pq.read_table(pa.BufferReader(found))))
+        theirs = pq.read_table(pa.BufferReader(found))
+        if theirs.schema.equals(SCHEMA) and _asked(theirs) == _asked(table):
+            return found, theirs
     except (pa.ArrowException, OSError, ValueError, KeyError):
-        theirs = []
-    if _asked(theirs) == _asked(rollouts):
-        return found, theirs
+        pass
     write_atomic(path, data)
-    return data, rollouts
+    return data, table
 
 
-def _asked(rollouts: Sequence[Rollout]) -> list[tuple[object, ...]]:
-    return [(one.rollout_id, one.prompt_ids, one.seed, one.version_first, one.version_last) for one in rollouts]
+def _asked(table: pa.Table) -> list[Any]:
+    names = ("rollout_id", "prompt_ids", "version_first", "version_last")
+    return [table["sampler"].combine_chunks().field("seed"), *(table[name] for name in names)]
 
 
 def next_shard(directory: str | Path) -> int:
@@ -164,26 +168,29 @@ def _parquet(table: pa.Table) -> memoryview:
 
 
 def _describe(
-    index: int, file: str, data: memoryview, rollouts: Sequence[Rollout], seconds: float, extra: Mapping[str, Any]
+    index: int, file: str, data: memoryview, table: pa.Table, seconds: float, extra: Mapping[str, Any]
 ) -> ShardManifest:
-    rewards = [rollout.reward for rollout in rollouts if not math.isnan(rollout.reward)]
+    rewards = table["reward"].drop_null().to_pylist()
+    names = [field.name for field in fields(SamplerSettings)]
+    sampler = table["sampler"].combine_chunks()
+    settings = zip(*(sampler.field(name).to_pylist() for name in names), strict=True)
     return ShardManifest(
         index=index,
         file=file,
         bytes=data.nbytes,
         sha256=hashlib.sha256(data).hexdigest(),
-        rows=len(rollouts),
-        tokens=sum(len(rollout.response_ids) for rollout in rollouts),
-        prompt_tokens=sum(len(rollout.prompt_ids) for rollout in rollouts),
-        rollout_first=rollouts[0].rollout_id,
-        rollout_last=rollouts[-1].rollout_id,
-        version_first=min(rollout.version_first for rollout in rollouts),
-        version_last=max(rollout.version_last for rollout in rollouts),
+        rows=table.num_rows,
+        tokens=int(table["response_length"].to_numpy().sum()),
+        prompt_tokens=int(table["prompt_length"].to_numpy().sum()),
+        rollout_first=table["rollout_id"][0].as_py(),
+        rollout_last=table["rollout_id"][-1].as_py(),
+        version_first=int(table["version_first"].to_numpy().min()),
+        version_last=int(table["version_last"].to_numpy().max()),
         reward_sum=math.fsum(rewards),
         reward_count=len(rewards),
-        truncated=sum(rollout.truncated for rollout in rollouts),
-        verifier_errors=len(rollouts) - len(rewards),
+        truncated=table["finish_reason"].to_pylist().count(FinishReason.LENGTH.value),
+        verifier_errors=table.num_rows - len(rewards),
         seconds=seconds,
-        samplers=tuple(dict.fromkeys(rollout.sampler for rollout in rollouts)),
+        samplers=tuple(SamplerSettings(*values) for values in dict.fromkeys(settings)),
         extra=extra,
     )

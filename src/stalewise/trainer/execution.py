@@ -66,7 +66,7 @@ class Execution:
         """Recomputed activations and float32 attention cannot be captured; flat gradients need one dtype."""
         fits = self.precision is not torch.float32 and len({weight.dtype for weight in self.parallel.trained}) == 1
         fits = fits and not (self.parallel.is_sharded or self.config.learner.gradient_checkpointing)
-        return self.device.type == "cuda" and fits and recording_pays(self.config, self.model)
+        return self.device.type == "cuda" and fits and recording_pays(self.config.learner.compile, self.model)
 
     def layout(self, token_budget: int, pad_id: int) -> Layout:
         """How micro-batches are arranged for this model and device."""

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stalewise.config import make_config
 from stalewise.models.compilation import compile_layers, compiling_pays, recording_pays
 from stalewise.models.loading import load_model, resolve_model
 
@@ -67,5 +66,4 @@ def test_what_is_compiled_and_what_is_recorded(
     model = SimpleNamespace(device=torch.device(device), parameters=lambda: iter(weights))
     monkeypatch.setattr("stalewise.models.compilation.can_compile", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
-    config = make_config({"learner": {"compile": chosen}, "schedule": {"updates": updates, "stages": 1}})
-    assert (compiling_pays(config, model), recording_pays(config, model)) == (compiled, recorded)
+    assert (compiling_pays(chosen, updates, model), recording_pays(chosen, model)) == (compiled, recorded)

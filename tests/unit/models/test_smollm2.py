@@ -164,7 +164,7 @@ def test_the_file_is_found_in_the_package_without_importing_it(weights: Path, mo
     monkeypatch.setattr(smollm2, "distribution", installed)
     assert smollm2.find_weights() == weights
     weights.unlink()  # the package's record names it, but it is gone
-    with pytest.raises(ModelError, match="needs the file inside of the package"):
+    with pytest.raises(ModelError, match="needs a file from the package"):
         smollm2.find_weights()
 
 

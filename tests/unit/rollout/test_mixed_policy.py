@@ -1,8 +1,7 @@
 """Rollouts that are off-policy for other reasons than age: temperature, rounded weights, another policy.
 
 Whatever the reason, the stored log-probability is of the distribution that the token was drawn from, and the learner
-needs no word about it.
-"""
+needs no word about it."""
 
 from __future__ import annotations
 
@@ -10,14 +9,12 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 import stalewise
 from policies import POLICY, moved, requests
@@ -28,9 +25,8 @@ from stalewise.errors import ConfigError, ModelError, StoreError
 from stalewise.models.loading import load_model
 from stalewise.orchestrator.preflight import examine
 from stalewise.rollout.engines.embedded import HFSampler
-from stalewise.rollout.engines.quantize import RoundableWeights, linear_matrices, rounded
 from stalewise.rollout.generate import BatchPlan, generate_batch
-from stalewise.rollout.mixed_policy import MixedPolicySampler, check_foreign
+from stalewise.rollout.mixed_policy import MixedPolicySampler, check_tokenizers
 from stalewise.rollout.sampler import Response
 from stalewise.store.atomic import read_jsonl
 from stalewise.tasks import make_task
@@ -40,6 +36,8 @@ from stalewise.types import Rollout, SamplerSettings
 from tiny import call, tiny_record
 
 CPU = torch.device("cpu")
+
+
 CUT = SamplerSettings(temperature=0.7, top_k=6, top_p=0.9)
 
 
@@ -54,137 +52,6 @@ def make(settings: SamplerSettings | None = None, *, slots: bool = False) -> HFS
     sampler.load(POLICY)
     assert bool(sampler.slots_problem) != slots
     return sampler
-
-
-# ---------------------------------------------------------------- rounding
-
-
-def test_weights_are_rounded_with_one_scale_for_each_output() -> None:
-    # The largest weight of each row sets its scale to 1, to 2, and for the row of zeros to anything.
-    int8 = torch.tensor([[127.0, 1.4, -0.6, -127.0], [254.0, 1.4, -0.6, 3.1], [0.0, 0.0, 0.0, 0.0]])
-    assert rounded(int8, "int8").tolist() == [[127, 1, -1, -127], [254, 2, 0, 4], [0, 0, 0, 0]]
-    # e4m3 has 3 bits after the first: steps of 2 from 16 to 32, of 1/8 from 1 to 2; ties go to the even one.
-    fp8 = torch.tensor([[448.0, 17.0, 19.0, 1.2], [-896.0, 34.0, 38.0, 2.4], [0.0, 0.0, 0.0, 0.0]])
-    expected = [[448, 16, 20, 1.25], [-896, 32, 40, 2.5], [0, 0, 0, 0]]
-    assert rounded(fp8, "fp8").tolist() == expected
-    assert rounded(fp8.bfloat16(), "fp8").tolist() == expected
-    assert rounded(fp8.bfloat16(), "fp8").dtype is torch.bfloat16
-
-
-@pytest.mark.parametrize("size", [1e-42, 1e-30, 1.0, 1e30])
-@pytest.mark.parametrize("kind", ["fp8", "int8"])
-def test_weights_of_any_size_stay_near(kind: str, size: float) -> None:
-    weight = size * torch.randn(64, 100, generator=torch.Generator().manual_seed(0))
-    error = (rounded(weight, kind) - weight).abs()
-    largest = weight.abs().amax(dim=1, keepdim=True)
-    # int8: half a step of 1/127. fp8: half a step of 1/8, relative, until it has no smaller numbers.
-    bound = largest / 254 if kind == "int8" else torch.maximum(weight.abs() / 16, largest / 448 * 2**-10)
-    assert (error <= 1.001 * bound + 1e-38 * (size < 1e-38)).all()
-    if size > 1e-38:
-        assert 0.001 < (error / largest).max() < 0.04
-
-
-def test_only_the_matrices_of_linear_layers_are_rounded_and_in_place() -> None:
-    model = load_model(str(POLICY), device=CPU)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
-    weights = RoundableWeights(model)
-    for kind in ("fp8", "int8", "int8", "exact", "fp8", "exact"):
-        weights.use(kind)
-        for name, parameter in model.named_parameters():
-            is_rounded = kind != "exact" and "_proj." in name
-            assert torch.equal(parameter, rounded(before[name], kind) if is_rounded else before[name])
-            assert torch.equal(parameter, before[name]) != is_rounded
-        assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == addresses
-    assert len(linear_matrices(model)) == 14 == sum("_proj." in name for name in before)
-
-
-def test_layers_that_store_their_matrix_the_other_way_round_have_a_scale_for_each_output_too() -> None:
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=18, n_positions=32, n_embd=16, n_layer=1, n_head=2))
-    weight = model.get_parameter("transformer.h.0.mlp.c_fc.weight")  # inputs × outputs
-    before = weight.detach().clone()
-    RoundableWeights(model).use("int8")
-    assert torch.equal(weight, rounded(before.T, "int8").T)
-    assert not torch.equal(weight, before)
-
-
-def test_matrices_outside_of_linear_layers_are_refused_and_never_left_exact_in_silence() -> None:
-    shape: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    experts: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
-    model = MixtralForCausalLM(MixtralConfig(vocab_size=18, **shape, **experts))
-    weights = RoundableWeights(model)
-    weights.use("exact")
-    with pytest.raises(ModelError, match=r'Mixtral.*experts holds matrices .* say sampler\.weights = "exact"'):
-        weights.use("fp8")
-
-
-# ---------------------------------------------------------------- the distribution that tokens are drawn from
-
-
-def by_hand(logits: np.ndarray, settings: SamplerSettings) -> np.ndarray:
-    """Log-probabilities after temperature, top_k and top_p, one token after the other; −inf on those cut away."""
-    probability = np.exp(logits.astype(np.float64) / settings.temperature)
-    order = np.argsort(-probability)
-    kept = order[: settings.top_k or None]
-    total, so_far, chosen = probability[kept].sum(), 0.0, []
-    for token in kept:
-        if so_far >= settings.top_p * total:
-            break
-        chosen.append(token)
-        so_far += probability[token]
-    result = np.full(len(logits), -math.inf)
-    result[chosen] = np.log(probability[chosen] / so_far)
-    return result
-
-
-def policy_of(checkpoint: Path, weights: str) -> Any:
-    """A model whose linear layers were rounded by name, without the sampler's code for that."""
-    model = load_model(str(checkpoint), device=CPU)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if weights != "exact" and "_proj." in name:
-                parameter.copy_(rounded(parameter, weights))
-    return model
-
-
-@torch.no_grad()
-def check_logp(model: Any, prompt_ids: Any, response_ids: Any, logp: Any, settings: SamplerSettings) -> None:
-    ids = torch.tensor([[*prompt_ids, *response_ids]])
-    logits = model(input_ids=ids).logits[0, len(prompt_ids) - 1 : -1].numpy()
-    expected = [by_hand(row, settings)[token] for row, token in zip(logits, response_ids, strict=True)]
-    assert np.array(logp) == pytest.approx(expected, abs=1e-4)
-
-
-@pytest.mark.parametrize("slots", [False, True])
-@pytest.mark.parametrize("weights", ["exact", "fp8", "int8"])
-@pytest.mark.parametrize("settings", [SamplerSettings(), SamplerSettings(temperature=1.4), CUT])
-def test_log_probabilities_are_of_the_rounded_policy_at_that_temperature_and_truncation(
-    settings: SamplerSettings, weights: str, slots: bool
-) -> None:
-    settings = replace(settings, weights=weights)
-    asked, model = requests(24), policy_of(POLICY, weights)
-    for request, response in zip(asked, make(settings, slots=slots).sample(asked), strict=True):
-        check_logp(model, request.prompt_ids, response.token_ids, response.logp, settings)
-
-
-@pytest.mark.parametrize("slots", [False, True])
-def test_each_call_has_the_weights_that_its_settings_name(slots: bool, other: Path) -> None:
-    asked, sampler = requests(24), make(replace(CUT, weights="fp8"), slots=slots)
-    first = sampler.sample(asked)
-    decoder = sampler._decoder
-    exact = sampler.sample(asked, CUT)  # as an evaluation does
-    assert sampler._decoder is decoder  # the slots, and on a GPU the graphs, are those of before
-    assert exact == make(CUT, slots=slots).sample(asked)
-    assert sampler.sample(asked) == first != exact
-    assert sampler.sample(asked, replace(CUT, weights="int8")) not in (first, exact)
-    sampler.load(other)  # while rounded weights are in use
-    fresh = make(CUT, slots=slots)
-    fresh.load(other)
-    assert sampler.sample(asked, CUT) == fresh.sample(asked)
-    assert sampler.sample(asked) == fresh.sample(asked, replace(CUT, weights="fp8")) != first
-
-
-# ---------------------------------------------------------------- another policy
 
 
 def plan(foreign: Path | None, places: int = 2, **changes: Any) -> BatchPlan:
@@ -204,63 +71,6 @@ def generated(rollouts: Path, batch: BatchPlan, settings: SamplerSettings = CUT)
         sampler.close()
         task.verifier.close()
     return list(store.open_batch(rollouts / "g000000-v000000").iter_rollouts())
-
-
-@pytest.mark.parametrize("weights", ["exact", "int8"])
-def test_the_last_places_of_every_group_are_of_the_other_policy(tmp_path: Path, other: Path, weights: str) -> None:
-    settings = replace(CUT, weights=weights)
-    made = generated(tmp_path / "both", plan(other), settings)
-    assert [rollout.sampler.policy for rollout in made] == ["", "", str(other), str(other)] * 8
-    assert {replace(rollout.sampler, policy="") for rollout in made} == {settings}
-    assert {rollout.version_first for rollout in made} == {0}
-    own, foreign = policy_of(POLICY, weights), policy_of(other, weights)
-    for rollout in made:
-        model = foreign if rollout.sampler.policy else own
-        check_logp(model, rollout.prompt_ids, rollout.response_ids, rollout.behaviour_logp, settings)
-    # With or without another policy, the run's own says the same.
-    alone = generated(tmp_path / "alone", plan(None), settings)
-    same = [mixed.response_ids == pure.response_ids for mixed, pure in zip(made, alone, strict=True)]
-    assert all(same[place] for place in range(32) if place % 4 < 2) and not all(same)
-    manifest = store.read_batch_manifest(tmp_path / "both" / "g000000-v000000")
-    assert manifest.samplers == (settings, replace(settings, policy=str(other)))
-
-
-def test_a_shard_that_is_made_again_comes_out_the_same(tmp_path: Path, other: Path) -> None:
-    before = generated(tmp_path, plan(other))
-    shard = tmp_path / "g000000-v000000" / "shard-00001.parquet"
-    content = shard.read_bytes()
-    shard.unlink()
-    assert generated(tmp_path, plan(other)) == before
-    assert shard.read_bytes() == content
-
-
-def test_the_other_policy_makes_way_for_the_learner_and_comes_back(other: Path) -> None:
-    own, foreign = make(), HFSampler(SamplerSettings(), max_new_tokens=8, device=CPU, dtype=torch.float32)
-    sampler, asked = MixedPolicySampler(own, foreign), requests(8)
-    settings = SamplerSettings(policy=str(other))
-
-    def said() -> list[list[Response]]:
-        return [sampler.sample(asked), sampler.sample(asked, settings)]
-
-    assert foreign._model is None  # nothing is loaded that nobody asks for
-    first = said()
-    assert first[0] != first[1]
-    sampler.sleep()
-    assert foreign._model is None and own._model is not None
-    assert said() == first
-    sampler.max_new_tokens = 1
-    assert {len(response.token_ids) for responses in said() for response in responses} == {1}
-
-
-def test_how_many_places_a_share_comes_to() -> None:
-    def places(share: float, group_size: int) -> int:
-        section = {"foreign": {"path": "arithmetic-steps", "share": share}}
-        return make_config({"sampler": section}).sampler.foreign.places(group_size)
-
-    assert [places(0.5, size) for size in (2, 4, 8)] == [1, 2, 4]
-    assert [places(0.01, size) for size in (2, 8)] == [1, 1]
-    assert [places(0.99, size) for size in (2, 8)] == [1, 7]
-    assert make_config({}).sampler.foreign.places(8) == 0
 
 
 def change(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
@@ -301,6 +111,55 @@ OTHER_TOKENS: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
 ]
 
 
+def trained(runs: Path, **sampler: Any) -> tuple[Path, list[dict[str, Any]]]:
+    config = make_config(tiny_record(runs, sampler=sampler))
+    stalewise.run(config)
+    return config.directory, read_jsonl(config.directory / "metrics.jsonl")
+
+
+def mismatch(metrics: list[dict[str, Any]]) -> float:
+    """Of the first update, whose rollouts are of the policy that learns."""
+    assert metrics[0]["age_max"] == 0
+    return metrics[0]["mismatch_mean"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose rollouts are of exactly the policy that learns."""
+    directory, metrics = trained(tmp_path_factory.mktemp("exact"))
+    assert 0 <= mismatch(metrics) < 1e-5
+    return directory
+
+
+def test_the_other_policy_makes_way_for_the_learner_and_comes_back(other: Path) -> None:
+    own, foreign = make(), HFSampler(SamplerSettings(), max_new_tokens=8, device=CPU, dtype=torch.float32)
+    sampler, asked = MixedPolicySampler(own, foreign), requests(8)
+    settings = SamplerSettings(policy=str(other))
+
+    def said() -> list[list[Response]]:
+        return [sampler.sample(asked), sampler.sample(asked, settings)]
+
+    assert foreign._model is None  # nothing is loaded that nobody asks for
+    first = said()
+    assert first[0] != first[1]
+    sampler.sleep()
+    assert foreign._model is None and own._model is not None
+    assert said() == first
+    sampler.max_new_tokens = 1
+    assert {len(response.token_ids) for responses in said() for response in responses} == {1}
+
+
+def test_how_many_places_a_share_comes_to() -> None:
+    def places(share: float, group_size: int) -> int:
+        section = {"foreign": {"path": "arithmetic-steps", "share": share}}
+        return make_config({"sampler": section}).sampler.foreign.places(group_size)
+
+    assert [places(0.5, size) for size in (2, 4, 8)] == [1, 2, 4]
+    assert [places(0.01, size) for size in (2, 8)] == [1, 1]
+    assert [places(0.99, size) for size in (2, 8)] == [1, 7]
+    assert make_config({}).sampler.foreign.places(8) == 0
+
+
 @pytest.mark.parametrize(("file", "edit", "message"), OTHER_TOKENS, ids=[message for _, _, message in OTHER_TOKENS])
 def test_a_policy_with_other_tokens_is_refused_before_anything_is_generated(
     tmp_path: Path, file: str, edit: Callable[[dict[str, Any]], object], message: str
@@ -318,7 +177,7 @@ def test_a_path_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"^sampler\.foreign\.path: .*nowhere is no directory; embedded policies: .*arithmetic"
     ):
-        check_foreign(str(tmp_path / "nowhere"), POLICY, [])
+        check_tokenizers(str(tmp_path / "nowhere"), POLICY, [])
 
 
 def test_a_foreign_policy_is_looked_at_before_anything_is_made(runs: Path, tmp_path: Path) -> None:
@@ -360,9 +219,6 @@ def test_what_rollouts_are_sampled_from_is_part_of_a_runs_identity() -> None:
     assert make_config({"sampler": {"foreign": {"path": "a", "share": 0.5}}}).identity() != plain
 
 
-# ---------------------------------------------------------------- learning from it
-
-
 @torch.no_grad()
 @pytest.mark.parametrize(
     "settings",
@@ -389,26 +245,6 @@ def test_the_importance_ratio_of_the_learner_is_1_on_average(tmp_path: Path, set
     assert abs(sum(surplus) / tokens) < 4 * error
     # The other way round it has not, by far: this would see log-probabilities of another distribution.
     assert sum(inverse) / tokens > 8 * error > 0
-
-
-def trained(runs: Path, **sampler: Any) -> tuple[Path, list[dict[str, Any]]]:
-    config = make_config(tiny_record(runs, sampler=sampler))
-    stalewise.run(config)
-    return config.directory, read_jsonl(config.directory / "metrics.jsonl")
-
-
-def mismatch(metrics: list[dict[str, Any]]) -> float:
-    """Of the first update, whose rollouts are of the policy that learns."""
-    assert metrics[0]["age_max"] == 0
-    return metrics[0]["mismatch_mean"]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose rollouts are of exactly the policy that learns."""
-    directory, metrics = trained(tmp_path_factory.mktemp("exact"))
-    assert 0 <= mismatch(metrics) < 1e-5
-    return directory
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_responses_have_the_log_probabilities_of_what_was_sampled(make: Make, tm
         "enforce_eager": True,
     }
     with pytest.raises(
-        ModelError, match=r"95 tokens; with sampler\.max_new_tokens = 6 that is over the context of 100"
+        ModelError, match=r"95 tokens; with sampler\.max_new_tokens = 6 that is over the model's context of 100"
     ):
         sampler.sample([Request([3] * 95, 0)])
 
@@ -141,7 +141,7 @@ def test_where_a_reload_does_not_work_the_engine_is_started_anew(
     first, second = notes(tmp_path, "start")
     assert first["model"] == str(POLICY)
     assert second["model"] == str(other)
-    assert list(tmp_path.glob("stalewise-vllm-*.log")) == [sampler._copies[0].log]  # a reload that failed leaves none
+    assert list(tmp_path.glob("stalewise-vllm-*.log")) == [sampler._replicas[0].log]  # a reload that failed leaves none
     assert first["pid"] != second["pid"]
     assert not psutil.pid_exists(first["pid"])
 
@@ -153,7 +153,9 @@ def test_copies_share_the_requests(make: Make, tmp_path: Path) -> None:
     alone, both = make(), make(copies=2)
     alone.load(POLICY)
     expected = alone.sample(asked)
-    assert any(one.token_ids != two.token_ids for one, two in zip(expected[::2], expected[1::2], strict=True))
+    assert any(
+        one.token_ids.tolist() != two.token_ids.tolist() for one, two in zip(expected[::2], expected[1::2], strict=True)
+    )
     (tmp_path / "notes.jsonl").unlink()
     both.load(POLICY)
     assert both.sample(asked) == expected
@@ -210,9 +212,9 @@ def test_each_process_sees_the_gpus_of_its_copy(make: Make, tmp_path: Path, monk
 
 def test_more_copies_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    with pytest.raises(ConfigError, match="wants 2 copies on 2 GPUs each, and there are 3"):
+    with pytest.raises(ConfigError, match="needs 2 copies on 2 GPUs each, and there are 3"):
         device_groups(2, 2)
-    with pytest.raises(ConfigError, match="wants 1 copies on 4 GPUs each, and there are 3"):
+    with pytest.raises(ConfigError, match="needs 1 copies on 4 GPUs each, and there are 3"):
         device_groups(0, 4)
 
 

@@ -2,62 +2,42 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from stalewise.api import generate, run
 from stalewise.config import RunConfig, make_config
-from stalewise.errors import StoreError
-from stalewise.rollout.factory import batch_plan, make_sampler
-from stalewise.rollout.generate import make_shards
-from stalewise.rollout.sampler import Request, Response
-from stalewise.rollout.workers.claims import SESSIONS, Claims, LivenessMonitor, Session
+from stalewise.rollout.workers.claims import SESSIONS
 from stalewise.rollout.workers.coordinator import Coordinator
-from stalewise.rollout.workers.shard_queue import ShardQueue
-from stalewise.rollout.workers.sync import digest_of
-from stalewise.rollout.workers.work_order import WorkOrder, config_digest, open_orders, place
+from stalewise.rollout.workers.sync import policy_digest
 from stalewise.rollout.workers.worker import work
 from stalewise.store import (
-    AlreadyCommitted,
-    ShardManifest,
     committed_shards,
     is_committed,
-    open_batch,
     read_batch_manifest,
-    shard_path,
-    write_shard,
 )
-from stalewise.store.atomic import create_atomic, temporary_name
 from stalewise.store.checkpoints import checkpoint_directory
-from stalewise.store.object_store import DirectoryStore
-from stalewise.tasks import make_task
-from stalewise.types import SamplerSettings
 from tiny import call, refused, tiny_record, write_config
 from working import judged, ordered
 
 SOURCE = str(Path(__file__).parents[3] / "src")
+
+
 BATCH = "g000000-v000000"
 
 
 def checksums(run: Path, batch: str = BATCH) -> list[str]:
     return [shard.sha256 for shard in read_batch_manifest(run / "rollouts" / batch).shards]
-
-
-# ---------------------------------------------------------------- independent processes
 
 
 def start(run: Path, name: str, **environment: str) -> subprocess.Popen[str]:
@@ -109,9 +89,6 @@ def test_processes_share_a_batch_and_take_over_from_one_that_was_killed(
     assert checksums(config.directory) == checksums(alone.directory) == [shard.sha256 for shard in made.shards]
 
 
-# ---------------------------------------------------------------- a learner and its workers, in one process
-
-
 def test_a_learner_that_waits_learns_the_same_from_what_workers_made(tiny_run: RunConfig, runs: Path) -> None:
     config = make_config(tiny_record(runs, checkpoints={"keep": 8}, workers={"learner": "waits", "lost_after_s": 5.0}))
     # One thread alone: transformers does not load two models at a time. Many workers are processes, as above.
@@ -120,216 +97,11 @@ def test_a_learner_that_waits_learns_the_same_from_what_workers_made(tiny_run: R
         run(config)
         done = asked.result(60)
     assert (done.shards, done.rollouts, done.batches) == (4, 64, [BATCH, "g000001-v000002"])
-    assert digest_of(checkpoint_directory(config.directory, 4)) == digest_of(
+    assert policy_digest(checkpoint_directory(config.directory, 4)) == policy_digest(
         checkpoint_directory(tiny_run.directory, 4)
     )
     assert work(config.directory).shards == 0  # the run is complete: nothing to wait for
     assert list((config.directory / "work" / "sessions").iterdir()) == []
-
-
-def test_a_learner_goes_on_at_once_with_what_its_killed_predecessor_had_claimed(
-    runs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = make_config(tiny_record(runs, workers={"lost_after_s": 600.0}))
-    order = ordered(config)
-    object_store = DirectoryStore(config.directory)
-    predecessor = Session(object_store, "learner", role="journal", lost_after_s=600.0)
-    predecessor._tell()  # and then it is killed
-    claims = Claims(object_store, order.name, predecessor, LivenessMonitor(object_store, 600.0))
-    assert claims.take([0, 1], 2) == [0, 1]
-
-    def watch(*_: object) -> bool:
-        raise AssertionError("nobody needs to be watched: the lock says that it is gone")
-
-    monkeypatch.setattr(LivenessMonitor, "is_lost", watch)
-    (made,) = generate(config)
-    assert made.rows == 32 and [shard.extra["worker"] for shard in made.shards] != ["learner"] * 2
-
-
-# ---------------------------------------------------------------- claims
-
-
-@pytest.fixture
-def sessions(tmp_path: Path) -> Iterator[tuple[DirectoryStore, list[Session]]]:
-    object_store = DirectoryStore(tmp_path)
-    opened = [Session(object_store, name, lost_after_s=0.6).__enter__() for name in ("a", "b", "c")]
-    yield object_store, opened
-    for session in opened:
-        session.__exit__()
-
-
-def freeze(session: Session) -> None:
-    """As SIGSTOP or a long pause of a virtual machine does."""
-    session._over.set()
-    assert session._thread is not None
-    session._thread.join()
-
-
-def test_of_all_that_reach_for_a_shard_one_gets_it(sessions: tuple[DirectoryStore, list[Session]]) -> None:
-    object_store, (a, b, c) = sessions
-    got: list[list[int]] = [[], [], []]
-    gate = threading.Barrier(3)
-
-    def reach(place: int, session: Session) -> None:
-        claims = Claims(object_store, "order", session, LivenessMonitor(object_store, 60.0))
-        gate.wait()
-        while taken := claims.take(range(30), 1):
-            got[place] += taken
-
-    threads = [threading.Thread(target=reach, args=pair) for pair in enumerate((a, b, c))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(got[0] + got[1] + got[2]) == list(range(30))
-
-
-def test_those_that_began_together_leave_each_other_a_part_however_large_their_appetite(
-    runs: Path, sessions: tuple[DirectoryStore, list[Session]]
-) -> None:
-    config = make_config(tiny_record(runs))
-    order = WorkOrder(batch_plan(config, config.schedule.schedule(), 0), "policy", config_digest(config))
-    object_store, (a, b, c) = sessions
-    place(object_store, order)
-
-    def taken(session: Session, among: int) -> list[int]:
-        lookout = LivenessMonitor(object_store, 60.0)
-        share = ShardQueue(order, runs, object_store, session, lookout, exchange=None, collects=False, among=among)
-        return share.take([0, 1, 2, 3, 4, 5, 6, 7], 1000)
-
-    assert [taken(a, 3), taken(b, 3), taken(c, 3)] == [[0, 1, 2], [3, 4, 5], [6, 7]]
-
-
-def test_one_of_those_who_see_a_worker_lost_takes_over(sessions: tuple[DirectoryStore, list[Session]]) -> None:
-    object_store, (a, b, c) = sessions
-    assert Claims(object_store, "order", a, LivenessMonitor(object_store, 0.6)).take([0], 1) == [0]
-    seers = [Claims(object_store, "order", session, LivenessMonitor(object_store, 0.6)) for session in (b, c)]
-    until = time.monotonic() + 1.2
-    while time.monotonic() < until:  # for as long as it lives, nobody
-        assert [claims.take([0], 1) for claims in seers] == [[], []]
-        time.sleep(0.05)
-    freeze(a)
-    taken: list[int] = []
-    until = time.monotonic() + 10
-    while not taken and time.monotonic() < until:
-        for claims in seers:
-            taken += claims.take([0], 1)
-        time.sleep(0.05)
-    assert taken == [0]
-    assert [claims.taken_over for claims in seers].count(1) == 1
-
-
-@pytest.mark.parametrize(("place", "lost"), [(None, True), ("another machine", False)])
-def test_a_process_of_this_machine_that_is_no_more_is_not_watched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str | None, lost: bool
-) -> None:
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    object_store, session = DirectoryStore(tmp_path), Session(DirectoryStore(tmp_path), "a", lost_after_s=600.0)
-    with monkeypatch.context() as patched:
-        patched.setattr("os.getpid", lambda: ended.pid)
-        if place is not None:
-            patched.setattr("stalewise.rollout.workers.claims._place", lambda: place)
-        session._tell()
-    assert LivenessMonitor(object_store, 600.0).is_lost(session.id) == lost
-    session._tell()  # of this process, which is there
-    assert not LivenessMonitor(object_store, 600.0).is_lost(session.id)
-
-
-def test_a_worker_that_took_leave_is_not_waited_for(sessions: tuple[DirectoryStore, list[Session]]) -> None:
-    object_store, (a, b, _) = sessions
-    assert Claims(object_store, "order", a, LivenessMonitor(object_store, 600.0)).take([0], 1) == [0]
-    a.__exit__()
-    claims = Claims(object_store, "order", b, LivenessMonitor(object_store, 600.0))
-    until = time.monotonic() + 10
-    while not (taken := claims.take([0], 1)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert taken == [0]
-
-
-def test_clocks_that_are_off_do_no_harm(
-    sessions: tuple[DirectoryStore, list[Session]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    object_store, (a, _, _) = sessions
-    freeze(a)
-    path = object_store.root / SESSIONS / a.id
-    now = [1000.0]
-    monkeypatch.setattr("stalewise.rollout.workers.claims.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("stalewise.rollout.workers.claims.time.time", lambda: 4e9, raising=False)
-    lookout = LivenessMonitor(object_store, 30.0)
-    for content, modified in ((b"\xff no JSON", 0.0), (b"", 4e9), (b'{"beat": -1}', 1e8), (b'{"beat": 0}', 0.0)):
-        path.write_bytes(content)  # whatever it says and however old it looks, it has changed
-        os.utime(path, (modified, modified))
-        assert not lookout.is_lost(a.id)
-        now[0] += 29.0
-        os.utime(path, (modified + 77.0, modified + 77.0))
-        assert not lookout.is_lost(a.id)
-    now[0] += 1.5  # nothing but 30 seconds of our own without a change
-    assert lookout.is_lost(a.id)
-
-
-class Halting:
-    """A sampler that waits in the middle of its work until it is told to go on."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner, self.began, self.go_on = inner, threading.Event(), threading.Event()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
-
-    def sample(self, requests: Sequence[Request], settings: SamplerSettings | None = None) -> list[Response]:
-        self.began.set()
-        assert self.go_on.wait(60)
-        return self.inner.sample(requests, settings)
-
-
-def test_a_worker_that_was_only_slow_changes_nothing(runs: Path) -> None:
-    config = make_config(tiny_record(runs, workers={"lost_after_s": 0.6}))
-    order = ordered(config)
-    object_store, directory = DirectoryStore(config.directory), config.directory / "rollouts" / BATCH
-    said: list[str] = []
-    with Session(object_store, "slow", lost_after_s=0.6) as session:
-        share = ShardQueue(
-            order,
-            directory,
-            object_store,
-            session,
-            LivenessMonitor(object_store, 0.6),
-            exchange=None,
-            collects=True,
-            log=said.append,
-        )
-        sampler = Halting(make_sampler(config))
-        task = make_task("arithmetic", seed=0)
-        checkpoint = checkpoint_directory(config.directory, 0)
-        thread = threading.Thread(
-            target=make_shards,
-            args=(order.plan,),
-            kwargs={
-                "checkpoint": checkpoint,
-                "directory": directory,
-                "task": task,
-                "sampler": sampler,
-                "on_shard": lambda rollouts: None,
-                "shares": share,
-            },
-        )
-        thread.start()
-        assert sampler.began.wait(60)
-        freeze(session)
-        done = work(config.directory, worker="quick", once=True)
-        assert (done.shards, done.taken_over, done.too_late) == (2, 1, 0)
-        before = checksums(config.directory)
-        sampler.go_on.set()
-        thread.join(60)
-        assert not thread.is_alive()
-    assert share.made_here == [] and share.too_late_here == [0]
-    assert said == [f"shard 0 of {BATCH} was made twice: somebody else committed it first, ours is dropped"]
-    assert checksums(config.directory) == before
-    assert len(open_batch(directory)) == 32  # checksums hold
-
-
-# ---------------------------------------------------------------- who must not take part
 
 
 def test_a_worker_with_another_policy_is_refused(runs: Path, tmp_path: Path) -> None:
@@ -340,7 +112,7 @@ def test_a_worker_with_another_policy_is_refused(runs: Path, tmp_path: Path) -> 
     manifest = checkpoint_directory(copy, 0) / "manifest.json"
     manifest.write_text(manifest.read_text() + "\n")
     message = refused("generate", copy, "--worker", "a", "--once")
-    assert f"v000000 is another policy than the one that {order.path} asks for" in message
+    assert f"v000000 is another policy than {order.path} asks for" in message
     shutil.rmtree(checkpoint_directory(copy, 0))
     assert "v000000 is missing, though" in refused("generate", copy, "--worker", "a", "--once")
     weights = checkpoint_directory(config.directory, 0) / "model.safetensors"
@@ -354,15 +126,15 @@ def test_a_worker_with_another_config_or_release_is_refused(runs: Path, tmp_path
     order = ordered(config)
     other = write_config(tmp_path / "other.toml", {**tiny_record(runs), "seed": 5})
     message = refused("generate", other, "--worker", "a", "--once")
-    assert "belongs to another config (seed was 0 and is 5): a worker makes rollouts of the run's own" in message
+    assert "belongs to another config (seed was 0 and is 5): a worker uses the run's own" in message
     words = ("--worker", "a", "--once", "--set", "sampler.temperature=0.5")
     assert "sampler.temperature was 1.0 and is 0.5" in refused("generate", config.directory, *words)
     placed = config.directory / order.path
     record = json.loads(placed.read_text())
     for change, message in (
-        ({"store": "stalewise.rollouts/9"}, "asks for stalewise.work/1 with stalewise.rollouts/9, this stale"),
-        ({"config": "0" * 64}, "is for another config than this worker has"),
-        ({"plan": {}}, "is no order: 'generation_batch'; remove it, the learner places it again"),
+        ({"store": "stalewise.rollouts/9"}, "asks for stalewise.work/1 with stalewise.rollouts/9; this rel"),
+        ({"config": "0" * 64}, "is for another config than this worker's"),
+        ({"plan": {}}, "is not a work order: 'generation_batch'; remove it, the trainer places it again"),
     ):
         placed.write_text(json.dumps({**record, **change}))
         assert message in refused("generate", config.directory, "--worker", "a", "--once")
@@ -389,38 +161,6 @@ def test_a_worker_takes_the_rate_that_the_learner_settled_on(runs: Path, tmp_pat
     assert work(write_config(tmp_path / "planned.toml", planned), worker="a", once=True).shards == 2
 
 
-# ---------------------------------------------------------------- orders, temporaries, first come
-
-
-def test_an_order_that_was_taken_back_leaves_nothing_behind(runs: Path) -> None:
-    config = make_config(tiny_record(runs))
-    first = ordered(config)
-    assert work(config.directory, worker="a", once=True).shards == 2
-    directory = config.directory / "rollouts" / BATCH
-    (directory / "manifest.json").unlink()
-    shard_path(directory, 1).unlink()
-    plan = batch_plan(config, config.schedule.schedule(), 0, attempt=1)
-    again = WorkOrder(plan, first.policy, config_digest(config))
-    object_store = DirectoryStore(config.directory)
-    place(object_store, first)
-    place(object_store, again)
-    assert [order.name for order in open_orders(object_store)] == [again.name]
-    with Session(object_store, "learner", lost_after_s=60.0) as session:
-        said: list[str] = []
-        share = ShardQueue(
-            again,
-            directory,
-            object_store,
-            session,
-            LivenessMonitor(object_store, 60.0),
-            exchange=None,
-            collects=True,
-            log=said.append,
-        )
-        assert share.present() == set()  # what the first order asked for is not what this one asks for
-        assert "was made for an order that was taken back" in said[0] and committed_shards(directory) == []
-
-
 def test_an_order_whose_policy_is_gone_is_passed_over_once_it_was_taken_back(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -428,101 +168,9 @@ def test_an_order_whose_policy_is_gone_is_passed_over_once_it_was_taken_back(
     order = ordered(config)
     shutil.rmtree(checkpoint_directory(config.directory, 0))
     seen = iter([[order], []])  # it was open when the worker looked
-    monkeypatch.setattr("stalewise.rollout.workers.worker.open_orders", lambda object_store: next(seen))
+    monkeypatch.setattr("stalewise.rollout.workers.work_order.open_orders", lambda object_store: next(seen))
     Coordinator(config, "journal", print).withdraw()
     assert work(config.directory, once=True).shards == 0
-
-
-def test_a_learner_that_starts_leaves_alone_what_a_worker_is_writing(runs: Path) -> None:
-    config = make_config(tiny_record(runs))
-    ordered(config)
-    directory = config.directory / "rollouts" / BATCH
-    directory.mkdir(parents=True)
-    writing, left = temporary_name(shard_path(directory, 7)), temporary_name(config.directory / "x.json")
-    writing.write_text("half")
-    left.write_text("half")
-    ordered(config)
-    assert writing.exists() and not left.exists()
-    generate(config)
-    assert not writing.exists()  # whoever wrote it was killed: the batch is complete without it
-
-
-def test_a_shard_that_somebody_put_there_first_is_described_and_not_replaced(tmp_path: Path) -> None:
-    from test_store import make_rollouts
-
-    directory = tmp_path / BATCH
-    asked = make_rollouts(0, 8)
-    theirs = [type(one)(**{**_fields(one), "reward": 0.25}) for one in asked]  # as another machine rounds it
-    write_shard(directory, 0, theirs)
-    (directory / "shard-00000.json").unlink()  # killed between the file and its manifest
-    before = shard_path(directory, 0).read_bytes()
-    manifest = write_shard(directory, 0, asked)
-    assert shard_path(directory, 0).read_bytes() == before
-    assert manifest.reward_sum == 2.0 and committed_shards(directory) == [manifest]
-    (directory / "shard-00000.json").unlink()
-    assert write_shard(directory, 0, make_rollouts(8, 8)).rollout_first == 8  # something else: it is replaced
-    (directory / "shard-00000.json").unlink()
-    shard_path(directory, 0).write_bytes(b"half")
-    assert write_shard(directory, 0, asked).rows == 8
-
-
-def _fields(one: Any) -> dict[str, Any]:
-    return {name: getattr(one, name) for name in one.__dataclass_fields__}
-
-
-def test_a_shard_that_is_committed_while_we_look_stays_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from test_store import make_rollouts
-
-    directory, exists = tmp_path / BATCH, Path.exists
-    committed: list[ShardManifest] = []
-
-    def commit_after_the_first_look(path: Path) -> bool:
-        found = exists(path)
-        if not committed:
-            monkeypatch.setattr(Path, "exists", exists)
-            committed.append(write_shard(directory, 0, make_rollouts(0, 8), extra={"worker": "first"}))
-        return found
-
-    monkeypatch.setattr(Path, "exists", commit_after_the_first_look)
-    with pytest.raises(AlreadyCommitted):
-        write_shard(directory, 0, make_rollouts(0, 8), extra={"worker": "second"})
-    assert committed_shards(directory) == committed
-
-
-def test_a_folder_that_others_clean_up_meanwhile_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    object_store = DirectoryStore(tmp_path)
-    link, gone = os.link, []
-
-    def clean_up_first(*names: Any) -> None:
-        if not gone:
-            gone.append(names)
-            object_store.remove("work/claims/order")
-        link(*names)
-
-    monkeypatch.setattr(os, "link", clean_up_first)
-    assert object_store.create("work/claims/order/shard-00000-0", b"a") and gone
-    assert object_store.names("work/claims/order") == ["shard-00000-0"]
-    monkeypatch.setattr(Path, "is_dir", lambda path: False)  # it was made a moment after somebody looked
-    object_store.remove("work/claims/order")
-    assert object_store.names("work/claims") == []
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_first_come_first_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
-    def none(*_: object) -> None:
-        raise OSError(errno.EPERM, "no hard links here")
-
-    if not links:
-        monkeypatch.setattr(os, "link", none)
-    assert create_atomic(tmp_path / "new" / "x", b"first")
-    assert not create_atomic(tmp_path / "new" / "x", b"second")
-    assert (tmp_path / "new" / "x").read_bytes() == b"first"
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["x"]
-    (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match="cannot write"):
-        create_atomic(tmp_path / "file" / "x", b"")
 
 
 @pytest.mark.parametrize("script", sorted((Path(__file__).parents[3] / "examples" / "slurm").glob("*.sbatch")), ids=str)

@@ -18,7 +18,7 @@ from stalewise.api import generate, run
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ConfigError, StoreError
 from stalewise.rollout.workers.coordinator import Coordinator
-from stalewise.rollout.workers.sync import PolicySync, digest_of
+from stalewise.rollout.workers.sync import PolicySync, policy_digest
 from stalewise.rollout.workers.worker import work
 from stalewise.store import committed_shards, is_committed, read_ledger
 from stalewise.store.checkpoints import checkpoint_directory, versions
@@ -164,7 +164,7 @@ def test_a_learner_and_a_worker_with_nothing_in_common_but_a_bucket(
     assert worker.returncode == 0, error
     (done,) = json.loads(out)
     assert (done["worker"], done["shards"], done["rollouts"], done["too_late"]) == ("far away", 4, 64, 0)
-    assert digest_of(checkpoint_directory(config.directory, 4)) == digest_of(
+    assert policy_digest(checkpoint_directory(config.directory, 4)) == policy_digest(
         checkpoint_directory(tiny_run.directory, 4)
     )
     object_store = depot_of(config)
@@ -202,7 +202,7 @@ def test_a_run_goes_on_on_another_machine(tiny_run: RunConfig, runs: Path, endpo
     shutil.rmtree(runs)  # all that is left is in the bucket
     result = run(config)
     assert len(result.evaluations) == 2
-    assert digest_of(checkpoint_directory(config.directory, 4)) == digest_of(
+    assert policy_digest(checkpoint_directory(config.directory, 4)) == policy_digest(
         checkpoint_directory(tiny_run.directory, 4)
     )
     updates = [entry.update for entry in read_ledger(config.directory / "ledger" / "updates.jsonl")]
@@ -223,7 +223,7 @@ def test_what_a_run_came_to_elsewhere_is_not_replaced(runs: Path, tmp_path: Path
     (config.directory / "rollbacks" / "r000" / "rollback.json").write_text("{}")
     Coordinator(config, "learner", print).publish()
     assert list(there.published()) == [2]
-    with pytest.raises(StoreError, match=r"holds the run of another config \(seed was 0 and is 5\): say another"):
+    with pytest.raises(StoreError, match=r"holds the run of another config \(seed was 0 and is 5\): choose another"):
         run(make_config({**tiny_record(runs, "other", storage=storage), "seed": 5}))
 
 
@@ -254,21 +254,21 @@ def test_half_written_objects_are_passed_over_or_named(runs: Path, endpoint: str
 def test_a_checkpoint_that_is_not_what_it_should_be_is_not_used(runs: Path, endpoint: str, tmp_path: Path) -> None:
     config = stored(runs, endpoint)
     generate(config)
-    object_store, digest = depot_of(config), digest_of(checkpoint_directory(config.directory, 0))
-    exchange = PolicySync(object_store)
-    policy = exchange.fetch_policy(0, digest, tmp_path / "cache")
+    object_store, digest = depot_of(config), policy_digest(checkpoint_directory(config.directory, 0))
+    sync = PolicySync(object_store)
+    policy = sync.fetch_policy(0, digest, tmp_path / "cache")
     assert (policy / "model.safetensors").exists()
-    (folder,) = exchange.published().values()
-    with pytest.raises(StoreError, match="another manifest than the order names: another policy lies there"):
-        exchange.fetch_policy(0, digest[:-1] + ("0" if digest[-1] != "0" else "1"), tmp_path / "other")
+    (folder,) = sync.published().values()
+    with pytest.raises(StoreError, match="another manifest than the order names: another policy is there"):
+        sync.fetch_policy(0, digest[:-1] + ("0" if digest[-1] != "0" else "1"), tmp_path / "other")
     with pytest.raises(StoreError, match=r"is no checkpoint: its manifest\.json is missing"):
-        exchange.fetch_policy(7, digest, tmp_path / "other")
+        sync.fetch_policy(7, digest, tmp_path / "other")
     object_store.write(f"{folder}/model.safetensors", b"half")
     with pytest.raises(StoreError, match=r"model\.safetensors is half written or damaged: 4 bytes"):
-        exchange.fetch_policy(0, digest, tmp_path / "other")
+        sync.fetch_policy(0, digest, tmp_path / "other")
     object_store.write(f"{folder}/manifest.json", b'{"format": "stale')
     with pytest.raises(StoreError, match="half written or no manifest"):
-        exchange.fetch_checkpoint(folder, tmp_path / "whole")
+        sync.fetch_checkpoint(folder, tmp_path / "whole")
     assert not (tmp_path / "whole").exists() and list((tmp_path / "other" / "checkpoints").iterdir()) == []
 
 
@@ -280,10 +280,10 @@ def test_a_worker_fetches_nothing_that_only_a_learner_needs(tiny_run: RunConfig,
     record["files"]["proximal.safetensors"] = record["files"]["optimizer_exp_avg.safetensors"]  # as of a two-anchor run
     shutil.copy(checkpoint / "optimizer_exp_avg.safetensors", checkpoint / "proximal.safetensors")
     (checkpoint / "manifest.json").write_text(json.dumps(record))
-    exchange = PolicySync(open_object_store(f"memory://{tmp_path.name}"))
-    exchange.publish_checkpoints(learned)
-    policy = exchange.fetch_policy(version, digest_of(checkpoint), tmp_path / "cache")
-    exchange.fetch_checkpoint(exchange.published()[version], tmp_path / "whole")
+    sync = PolicySync(open_object_store(f"memory://{tmp_path.name}"))
+    sync.publish_checkpoints(learned)
+    policy = sync.fetch_policy(version, policy_digest(checkpoint), tmp_path / "cache")
+    sync.fetch_checkpoint(sync.published()[version], tmp_path / "whole")
     left_out = {path.name for path in (tmp_path / "whole").iterdir()} - {path.name for path in policy.iterdir()}
     moments = {"optimizer_exp_avg.safetensors", "optimizer_exp_avg_sq.safetensors"}
     assert left_out == {"proximal.safetensors", *moments}
@@ -299,13 +299,13 @@ def test_a_worker_that_is_given_the_learners_directory_finds_the_bucket(runs: Pa
 def test_of_two_who_made_a_shard_the_first_in_the_bucket_counts(runs: Path, endpoint: str) -> None:
     config = stored(runs, endpoint)
     (made,) = generate(config)
-    directory, exchange = config.directory / "rollouts" / BATCH, PolicySync(depot_of(config))
+    directory, sync = config.directory / "rollouts" / BATCH, PolicySync(depot_of(config))
     before = depot_of(config).read(f"rollouts/{BATCH}/shard-00000.json")
-    assert exchange.publish_shard(directory, 0)  # the same bytes
+    assert sync.publish_shard(directory, 0)  # the same bytes
     (directory / "shard-00000.parquet").write_bytes(b"as another machine rounds it")
     manifest = json.loads((directory / "shard-00000.json").read_text())
     (directory / "shard-00000.json").write_text(json.dumps({**manifest, "sha256": "f" * 64}))
-    assert not exchange.publish_shard(directory, 0)
+    assert not sync.publish_shard(directory, 0)
     assert depot_of(config).read(f"rollouts/{BATCH}/shard-00000.json") == before
     assert not any("f" * 12 in name for name in depot_of(config).names(f"rollouts/{BATCH}"))
     assert len(committed_shards(directory)) == made.rows // 16

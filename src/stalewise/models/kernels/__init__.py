@@ -1,4 +1,4 @@
-"""What runs on the device beside torch's own operators. Modules that import Triton are imported where it is."""
+"""GPU kernels. Modules that import Triton are imported only where it is installed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.utils._triton import has_triton
 
 @cache
 def can_compile() -> bool:
-    """Whether kernels can be made here: Triton, which comes with torch for GPUs, also wants a C compiler."""
+    """Whether kernels can be compiled: needs Triton, which comes with torch for GPUs, and a C compiler."""
     return has_triton() and any(map(shutil.which, ("cc", "gcc", "clang")))
 
 
 def get_ready() -> threading.Thread:
-    """Have Triton do in a thread what it does before its first kernel: checksums over all of its own files."""
+    """Let Triton checksum its own files in a thread, which it does before its first kernel."""
     thread = threading.Thread(target=_read_triton, daemon=True)
     thread.start()
     return thread
@@ -26,7 +26,7 @@ def get_ready() -> threading.Thread:
 def _read_triton() -> None:
     if not can_compile():
         return
-    with contextlib.suppress(ImportError):  # where it lies is not promised, and nothing depends on it
+    with contextlib.suppress(ImportError):  # its place may change; nothing depends on it
         from triton.runtime.cache import triton_key  # pyright: ignore[reportMissingImports]
 
         triton_key()

@@ -1,8 +1,7 @@
 """Attention of one new token per row against a cache, as a Triton kernel.
 
-Attention kernels made for many queries at once spend most of a decoding step on queries that are not there. Here a
-program takes the few that share one key-value head and walks over the keys that exist: those of a prompt, which lie in
-one place for all its responses, and then the row's own.
+A program takes the few queries that share a key-value head, and loops over the keys that exist: those of the prompt,
+which responses share, then the row's own. Kernels for many queries would waste most of a decoding step on padding.
 Axes: R rows, H heads, T tokens of the cache, K key-value heads, D numbers per head.
 """
 
@@ -13,10 +12,10 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-# Keys at a time, warps, and stages of loads. Where a row has few keys, many small programs hide each other's waiting.
+# Keys at a time, warps, and stages of loads. With few keys per row, many small programs hide each other's latency.
 SHORT, LONG = (16, 1, 3), (64, 4, 3)
-SHORT_ROOM, LONG_WIDTH = 256, 128  # heads that are wider leave no room for more keys
-FEWEST_QUERIES = 16  # the matrix units take no fewer
+SHORT_ROOM, LONG_WIDTH = 256, 128  # wider heads leave no room for more keys
+FEWEST_QUERIES = 16  # the minimum of the matrix units
 
 
 def decode_attention(
@@ -32,14 +31,14 @@ def decode_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Row r attends to `length_R[r]` keys, at most `room`, to the last `window` of them; [R, H, D].
+    """Row r attends to the last `window` of `length_R[r]` keys, at most `room`; [R, H, D].
 
-    The first `prefix_R[r]` lie at token `prompt_R[r]` and after it, the others at `own_R[r]` and after it.
+    The first `prefix_R[r]` are from token `prompt_R[r]` on, the others from `own_R[r]` on.
     """
     rows, heads, width = query_RHD.shape
     kv_heads = key_TKD.shape[1]
     if value_TKD.shape != key_TKD.shape:
-        raise NotImplementedError("decode attention wants keys and values of one shape")
+        raise NotImplementedError("decode attention needs keys and values of one shape")
     keys, warps, stages = LONG if room > SHORT_ROOM and width <= LONG_WIDTH else SHORT
     output_RHD = torch.empty_like(query_RHD, memory_format=torch.contiguous_format)
     _decode[(rows, kv_heads)](  # pyright: ignore[reportIndexIssue]

@@ -1,9 +1,8 @@
-"""Keys and values once for every segment that sees them, with a gradient of their own.
+"""Gathers keys and values for every segment that attends to them, with its own gradient.
 
-A prompt's keys are read by all of its responses, so its gradient is a sum over them. Adding one after the other into
-half precision (what `index_select` does on its way back) loses digits, in an order that changes from run to run; here
-every token adds up its copies in float32, in their order. Axes: T tokens, M keys of all segments, K key-value heads,
-D numbers per head.
+All responses read their prompt's keys, so the gradient is a sum over copies. The backward pass of `index_select` adds
+them in half precision and in an order that changes from run to run; here copies are summed in float32, in order.
+Axes: T tokens, M keys of all segments, K key-value heads, D numbers per head.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from stalewise.models.kernels import can_compile
 
 
 def copies_of(key_M: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which keys are copies of each token, [M], and where those of each token begin, and the end, [T + 1].
+    """Keys sorted by token, [M], and the start of each token's keys, and the end, [T + 1].
 
     >>> [x.tolist() for x in copies_of(np.array([0, 1, 0, 1, 2]), 3)]
     [[0, 2, 1, 3, 4], [0, 2, 4, 5]]
@@ -30,10 +29,10 @@ def copies_of(key_M: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
 def gather_keys(
     key_TKD: Tensor, value_TKD: Tensor, key_M: Tensor, copy_M: Tensor, copy_start: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of the tokens `key_M`, each [M, K, D]; the rest says which copies a token has."""
+    """Keys and values of the tokens `key_M`, each [M, K, D]; `copy_M` and `copy_start` come from `copies_of`."""
     if torch.compiler.is_compiling():
         return _gather_keys(key_TKD, value_TKD, key_M, copy_M, copy_start)
-    # For Python the way through a registered operator is longer, and it goes there once a layer.
+    # A registered operator is slower to call, and there is one call per layer.
     return _Gather.apply(key_TKD, value_TKD, key_M, copy_M, copy_start)  # pyright: ignore[reportReturnType]
 
 
@@ -42,7 +41,7 @@ def sum_copies(
 ) -> tuple[Tensor, Tensor]:
     """The sum over each token's copies, for keys and for values, each [T, K, D]."""
     grads = key_grad_MKD.contiguous(), value_grad_MKD.contiguous()
-    # Keys and values of one model nearly always have one shape, and the kernel takes them together.
+    # The kernel takes keys and values together, which nearly always have one shape.
     if key_grad_MKD.is_cuda and can_compile() and key_grad_MKD.shape == value_grad_MKD.shape:
         from stalewise.models.kernels.segment_sum import sum_on_device  # Triton comes with torch for GPUs alone
 
@@ -66,7 +65,7 @@ class _Gather(torch.autograd.Function):
         return (*sum_copies(*grads, *ctx.saved_tensors), None, None, None)
 
 
-# ---------------------------------------------------------------- the same for a compiler, which looks into neither
+# The same as registered operators, which a compiler does not trace into.
 
 
 @torch.library.custom_op("stalewise::gather_keys", mutates_args=())

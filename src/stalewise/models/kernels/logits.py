@@ -1,6 +1,6 @@
-"""What is read from logits, and their gradient, each in one pass as Triton kernels. Axes: C rows, V vocabulary.
+"""Statistics of logits and their gradient as Triton kernels of one pass each; in torch, each takes a dozen passes.
 
-Written out in torch, each is a dozen passes over the largest tensor of an update.
+Axes: C rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ BLOCK = 4096  # tokens of the vocabulary at a time
 
 
 def statistics_on_device(logits_CV: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log of the normaliser, log-probability of the target and entropy, each [C] in float32."""
+    """Log-normaliser, log-probability of the target and entropy, each [C] in float32."""
     rows, vocabulary = logits_CV.shape
     lse_C, logp_C, entropy_C = (torch.empty(rows, dtype=torch.float32, device=logits_CV.device) for _ in range(3))
     if rows:
@@ -25,7 +25,7 @@ def statistics_on_device(logits_CV: Tensor, target_C: Tensor) -> tuple[Tensor, T
 
 
 def gradient_on_device(logits_CV: Tensor, lse_C: Tensor, target_C: Tensor, gradient_C: Tensor) -> Tensor:
-    """Gradient of the logits, in their place: (1 at the target − softmax) · gradient of the log-probability."""
+    """Gradient of the logits, in place: (1 at the target − softmax) · gradient of the log-probability."""
     rows, vocabulary = logits_CV.shape
     logits_CV = logits_CV.contiguous()
     if rows:
@@ -39,14 +39,14 @@ def gradient_on_device(logits_CV: Tensor, lse_C: Tensor, target_C: Tensor, gradi
 def _statistics(logits, target, lse, logp, entropy, VOCABULARY: tl.constexpr, SIZE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, SIZE)
-    highest = -3.0e38  # so far; finite, since what a model rules out is −inf
+    highest = -3.0e38  # so far; finite, since excluded tokens are −inf
     total = 0.0  # Σ exp(x − highest)
     moment = 0.0  # Σ (x − highest) · exp(x − highest)
     for start in range(0, VOCABULARY, SIZE):
         is_there = start + place < VOCABULARY
         x = tl.load(logits + row * VOCABULARY + start + place, mask=is_there, other=float("-inf")).to(tl.float32)
         higher = tl.maximum(highest, tl.max(x, axis=0))
-        # What was added up so far, as seen from there.
+        # Rescale the sums so far.
         shift = highest - higher
         moment = (moment + shift * total) * tl.exp(shift)
         total *= tl.exp(shift)

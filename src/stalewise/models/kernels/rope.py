@@ -1,9 +1,8 @@
-"""Rotation of the queries and keys of one new token a row, and writing keys and values to a cache, as Triton kernels.
+"""Rotates queries and keys of one new token per row, and writes keys and values to a cache, as Triton kernels.
 
-Both only move numbers, so what they take is what their bytes take, as long as loads are wide and there is one launch
-for both tensors. A program works on one of the two, on a number of heads of consecutive rows, so that neither the
-number of heads nor that of key-value heads has to be a power of two. Axes: R rows, H heads, K key-value heads,
-D numbers per head, T tokens of a cache.
+Both are limited by memory bandwidth if loads are wide and one launch covers both tensors. A program works on some heads
+of consecutive rows of one tensor, so numbers of heads need not be powers of two. Axes: R rows, H heads, K key-value
+heads, D numbers per head, T tokens of a cache.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-# Numbers that a program loads of each tensor at once: with 128 threads, one or two loads of 16 bytes in each.
+# Numbers that a program loads from each tensor at once: with 128 threads, one or two loads of 16 bytes each.
 ROTATED_AT_ONCE = 1024
 WRITTEN_AT_ONCE = 2048
 
 
 def rotate_on_device(query_RH1D: Tensor, key_RK1D: Tensor, cos_R1D: Tensor, sin_R1D: Tensor) -> tuple[Tensor, Tensor]:
-    """Both rotated by halves, as most of transformers' models do; computed in float32 and rounded once."""
+    """Rotate both by halves, as most of transformers' models do; computed in float32 and rounded once."""
     (rows, heads, _, width), kv_heads = query_RH1D.shape, key_RK1D.shape[1]
     if width % 2:
-        raise ValueError(f"rotation wants an even number of numbers per head, not {width}")
+        raise ValueError(f"rotation needs an even number of numbers per head, not {width}")
     query_RH1D, key_RK1D = _with_whole_heads(query_RH1D), _with_whole_heads(key_RK1D)
     new_query, new_key = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query_RH1D, key_RK1D))
     block = triton.next_power_of_2(width // 2)
@@ -51,12 +50,12 @@ def rotate_on_device(query_RH1D: Tensor, key_RK1D: Tensor, cos_R1D: Tensor, sin_
 
 
 def write_on_device(key_TKD: Tensor, value_TKD: Tensor, place_R: Tensor, key_RKD: Tensor, value_RKD: Tensor) -> None:
-    """Row r becomes token `place_R[r]` of the caches; no two rows have one place, and that it is there is not checked.
+    """Write row r to token `place_R[r]` of the caches; places are distinct, and not checked.
 
-    Keys and values may differ in their heads and widths.
+    Keys and values may differ in heads and widths.
     """
     if not (key_TKD.is_contiguous() and value_TKD.is_contiguous()):
-        raise ValueError("a cache that is written to has to be contiguous")
+        raise ValueError("the cache must be contiguous")
     rows, kv_heads, width = key_RKD.shape
     value_heads, value_width = value_RKD.shape[1:]
     key_RKD, value_RKD = _with_whole_heads(key_RKD), _with_whole_heads(value_RKD)
@@ -85,11 +84,11 @@ def write_on_device(key_TKD: Tensor, value_TKD: Tensor, place_R: Tensor, key_RKD
 
 
 def _with_whole_heads(x: Tensor) -> Tensor:
-    """Rows and heads may lie anywhere; a head's numbers follow one another."""
+    """Make the numbers of each head contiguous; rows and heads may have any stride."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-# For another number of rows the same code will do.
+# The code does not depend on the number of rows.
 @triton.jit(do_not_specialize=["rows"])
 def _rotate(
     query,
@@ -133,11 +132,11 @@ def _turn(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # What is numbered by `unit` are the heads of all rows, one row after another.
+    # Units are the heads of all rows, row by row.
     row, head = (unit // HEADS).to(tl.int64), (unit % HEADS).to(tl.int64)
     number = tl.arange(0, BLOCK)[None, :]
     is_there = (unit < rows * HEADS)[:, None] & (number < HALF)
-    # Heads of one row that are next to one another load the same angles, which then come from the nearest cache.
+    # Neighbouring heads of a row load the same angles, from the nearest cache.
     angle = row[:, None] * (2 * HALF) + number
     here = (row * row_stride + head * head_stride)[:, None] + number
     there = unit.to(tl.int64)[:, None] * (2 * HALF) + number
@@ -202,5 +201,5 @@ def _put(
     is_row = unit < rows * HEADS
     is_there = is_row[:, None] & (number < WIDTH)
     x = tl.load(source + (row * row_stride + head * head_stride)[:, None] + number, mask=is_there)
-    token = tl.load(place + row, mask=is_row).to(tl.int64)  # a cache can have more numbers than 32 bits can count
+    token = tl.load(place + row, mask=is_row).to(tl.int64)  # a cache may have more than 2³² numbers
     tl.store(target + ((token * HEADS + head) * WIDTH)[:, None] + number, x, mask=is_there)

@@ -1,7 +1,7 @@
-"""Drawing a token of each row, with its log-probability, as one Triton kernel. Axes: R rows, V vocabulary.
+"""Draws a token of each row, with its log-probability, as one Triton kernel. Axes: R rows, V vocabulary.
 
-Written out in torch, a draw writes the probabilities of the whole vocabulary and reads them again, a few times over.
-Here a row of logits is read once, and of it again only the chunk, and of the chunk the block, that the token lies in.
+In torch, a draw writes and reads the probabilities of the whole vocabulary several times. Here each row of logits is
+read once, and then only the chunk and the block that hold the token.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 CHUNK = 4096  # tokens of the vocabulary at a time
-BLOCK = 64  # tokens of a chunk whose probabilities are added up before one of them is looked for
+BLOCK = 64  # tokens of a chunk whose probabilities are summed before one of them is chosen
 
 
 def draw_on_device(logits_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Token of each row by inversion, [R] in int64, and its log-probability, [R] in float32: `sampling.draw`.
+    """Token of each row by inversion, [R] in int64, and its log-probability, [R] in float32, as `token_sampling.draw`.
 
-    Rows that are not finite, or in which every token is cut away, give some token and NaN.
+    Rows that are not finite, or without any token left, give some token and NaN.
     """
     rows, vocabulary = logits_RV.shape
     token_R = torch.empty(rows, dtype=torch.int64, device=logits_RV.device)
@@ -54,18 +54,18 @@ def _draw(
     logits += row * VOCABULARY
     index, place = tl.arange(0, CHUNKS), tl.arange(0, SIZE)
     highest_of = tl.full([CHUNKS], float("-inf"), tl.float32)
-    mass_of = tl.zeros([CHUNKS], tl.float32)  # Σ exp(x − the chunk's own maximum), so that no chunk waits for another
+    mass_of = tl.zeros([CHUNKS], tl.float32)  # Σ exp(x − the chunk's own maximum): chunks are independent
     for start in range(0, VOCABULARY, SIZE):
         x = tl.load(logits + start + place, mask=start + place < VOCABULARY, other=float("-inf")).to(tl.float32)
         highest = tl.max(x, axis=0)
-        # What is not finite becomes NaN here, also where the maximum passes over it.
+        # Non-finite logits give NaN here, even if the maximum ignores them.
         mass = tl.sum(tl.exp(x - _origin(highest)), axis=0)
         highest_of = tl.where(index * SIZE == start, highest, highest_of)
         mass_of = tl.where(index * SIZE == start, mass, mass_of)
     largest = _origin(tl.max(highest_of, axis=0))
     scaled_of = mass_of.to(tl.float64) * tl.exp(highest_of - largest).to(tl.float64)
     chunk, share = _invert(scaled_of, tl.load(uniform + row), CHUNKS)
-    # Seen from its own maximum: a chunk far below the largest has the mass that led here.
+    # Relative to the chunk's own maximum: its mass must not underflow.
     origin = _origin(tl.sum(tl.where(index == chunk, highest_of, 0.0), axis=0))
 
     column = tl.arange(0, WIDTH)
@@ -84,18 +84,17 @@ def _draw(
 
 @triton.jit
 def _origin(highest):
-    """What exponents are counted from: the maximum, or 0 where there is none, since −inf − −inf is no number."""
+    """The offset of exponents: the maximum, or 0 if there is none, since −inf − −inf is NaN."""
     return tl.where(highest > float("-inf"), highest, 0.0)
 
 
 @triton.jit
 def _invert(mass, share, PLACES: tl.constexpr):
-    """First place whose cumulative mass exceeds that share of the total, and what is left of the share there.
+    """First place whose cumulative mass exceeds that share of the total, and the remainder of the share there.
 
-    Only a place that has mass is given, however the sums are rounded: a scan in parallel may round them so that they
-    fall from one place to the next. The last such place stands in where rounding leaves none above the target, and the
-    first of all where none has mass, or NaN: what is drawn is a token of the vocabulary in any case. For the same
-    reason what is left may be a little below 0 or above 1.
+    A parallel scan may round so that sums fall from one place to the next. So only places with mass are chosen: the
+    last of them if rounding leaves none above the target, the first place of all if none has mass or one is NaN. The
+    remainder may be slightly below 0 or above 1.
     """
     place = tl.arange(0, PLACES)
     target = share * tl.sum(mass, axis=0)

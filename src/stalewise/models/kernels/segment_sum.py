@@ -1,4 +1,4 @@
-"""Adding up the copies of each token as a Triton kernel: one program for each token."""
+"""Sums the copies of each token as a Triton kernel, with one program per token."""
 
 from __future__ import annotations
 

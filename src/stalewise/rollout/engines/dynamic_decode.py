@@ -1,7 +1,6 @@
-"""Decoding with a cache that grows: for CPUs, and for architectures whose cache is more than keys and values.
+"""Decoding with a growing cache: for CPUs, and for architectures whose cache is more than keys and values.
 
-Requests are padded on the left; a row leaves the batch when its response ends, so the last long responses do not drag
-the finished ones along. Axes: R rows, V vocabulary, N new tokens.
+Requests are padded on the left; rows that have ended leave the batch. Axes: R rows, V vocabulary, N new tokens.
 """
 
 from __future__ import annotations
@@ -19,45 +18,44 @@ from stalewise.rollout.sampler import Request
 from stalewise.rollout.token_sampling import draw, tempered, uniforms
 from stalewise.types import SamplerSettings
 
-# Rows that have ended are dropped once they are this share of the batch: dropping copies the cache.
-DROP_SHARE = 0.25
-ROOM_RATIO = 1.5  # of what is needed, where the room of a cache has become too small
+DROP_SHARE = 0.25  # of the batch that must have ended before rows are dropped, which copies the cache
+GROWTH = 1.5  # of the length needed, when the memory of a cache is too small
 
 
-class RoomyLayer(DynamicLayer):
-    """Keys and values of a layer in memory with room for more: a step writes one token, and copies none but seldom."""
+class PreallocatedLayer(DynamicLayer):
+    """Keys and values of a layer in memory with room to grow: most steps write one token and copy nothing."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rooms: tuple[Tensor | None, Tensor | None] = (None, None)
+        self.buffers: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """What attention is to read, after the new tokens are written."""
+        """Append the new tokens; all keys and values so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
-        key_room, self.keys = _append(self.rooms[0], self.keys, key_states)
-        value_room, self.values = _append(self.rooms[1], self.values, value_states)
-        self.rooms = key_room, value_room
+        key_buffer, self.keys = _append(self.buffers[0], self.keys, key_states)
+        value_buffer, self.values = _append(self.buffers[1], self.values, value_states)
+        self.buffers = key_buffer, value_buffer
         return self.keys, self.values
 
 
-def _append(room: Tensor | None, held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-    """`held` [R, K, L, D] with `new` after it: in its room, or in a larger one where that is too small or another's."""
+def _append(buffer: Tensor | None, held: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """`held` [R, K, L, D] followed by `new`: in the buffer, or in a larger one if `held` is elsewhere or too long."""
     before = held.shape[-2] if held.numel() else 0
     length = before + new.shape[-2]
-    # Rows that have ended are taken out by copying the others, which are then elsewhere.
-    lies_there = room is not None and held.data_ptr() == room.data_ptr() and len(held) == len(room)
-    if room is None or not lies_there or length > room.shape[-2]:
-        room = new.new_empty(*new.shape[:-2], int(ROOM_RATIO * length) + 1, new.shape[-1])
+    # Dropping rows copies the others out of the buffer.
+    is_in_buffer = buffer is not None and held.data_ptr() == buffer.data_ptr() and len(held) == len(buffer)
+    if buffer is None or not is_in_buffer or length > buffer.shape[-2]:
+        buffer = new.new_empty(*new.shape[:-2], int(GROWTH * length) + 1, new.shape[-1])
         if before:
-            room[..., :before, :] = held
-    room[..., before:length, :] = new
-    return room, room[..., :length, :]
+            buffer[..., :before, :] = held
+    buffer[..., before:length, :] = new
+    return buffer, buffer[..., :length, :]
 
 
 @torch.inference_mode()
-def decode_growing(
+def decode_dynamic(
     model: Any,
     requests: Sequence[Request],
     settings: SamplerSettings,
@@ -67,7 +65,7 @@ def decode_growing(
     pad_id: int,
     on_tokens: Callable[[int], object],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Token ids and log-probabilities [R, N] and lengths [R] of all responses, in the order of `requests`."""
+    """Token ids (int32) and log-probabilities [R, N] and lengths [R] of all responses, in the order of `requests`."""
     rows, device = len(requests), model.device
     uniform_RN = torch.from_numpy(uniforms([request.seed for request in requests], new_tokens)).to(device)
     ids_RN = torch.zeros(rows, new_tokens, dtype=torch.long, device=device)
@@ -95,7 +93,7 @@ def decode_growing(
         positions = positions[:, -1:] + 1
         if step + 1 < new_tokens:
             logits_RV = _forward(model, token_R.unsqueeze(1), cache, attention, positions)
-    return ids_RN.cpu().numpy(), logp_RN.cpu().numpy(), length_R.cpu().numpy()
+    return ids_RN.cpu().numpy().astype(np.int32), logp_RN.cpu().numpy(), length_R.cpu().numpy()
 
 
 def _forward(model: Any, input_ids: Tensor, cache: DynamicCache, attention: Tensor, positions: Tensor) -> Tensor:
@@ -112,12 +110,12 @@ def _forward(model: Any, input_ids: Tensor, cache: DynamicCache, attention: Tens
 
 
 def _prefill(model: Any, requests: Sequence[Request], pad_id: int) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
-    """Logits, cache, attention mask and positions after the prompts. Each distinct prompt is read only once."""
-    places: dict[tuple[int, ...], int] = {}
-    distinct_R = [places.setdefault(tuple(request.prompt_ids), len(places)) for request in requests]
-    input_ids, attention = _padded(list(places), pad_id, model.device)
+    """Logits, cache, attention mask and positions after the prompts. Each distinct prompt is computed once."""
+    index_of: dict[tuple[int, ...], int] = {}
+    distinct_R = [index_of.setdefault(tuple(request.prompt_ids), len(index_of)) for request in requests]
+    input_ids, attention = _padded(list(index_of), pad_id, model.device)
     cache = DynamicCache(config=model.config)
-    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     positions = (attention.cumsum(dim=1) - 1).clamp(min=0)
     logits = _forward(model, input_ids, cache, attention, positions)
     spread = torch.tensor(distinct_R, device=model.device)

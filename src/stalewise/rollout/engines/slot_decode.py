@@ -1,18 +1,18 @@
-"""Decoding in slots: a fixed number of responses at once, and a new request in each slot as soon as one has ended.
+"""Continuous batching: a fixed number of slots, each refilled with a new request when its response has ended.
 
-Keys and values lie in one block of memory, with room for the longest response in every slot and beside them places for
-prompts, so that a decoding step is always the same work on the same addresses: on a GPU it is captured once and
-replayed without Python. A step takes the last token of each row, samples the next one and writes it down, all on the
-device; the host looks only now and then which responses have ended, and while it does the next steps run. Each distinct
-prompt is read once, into a place where all its responses look back to it.
+Keys and values are in one block of memory, with room for the longest response in every slot and separate places for
+prompts. A decoding step is thus the same work on the same addresses, and on a GPU it is captured once as a CUDA graph.
+A step samples the next token of each row on the device. The host checks every few steps which responses have ended,
+while the next steps run. Each distinct prompt is prefilled once and shared by its responses.
 
-Axes: S slots, R rows of a step (all slots, or fewer at the end when few responses are left), P prompts, M tokens of
-prompts, V vocabulary, N new tokens.
+Axes: S slots, R rows of a step (all slots, or fewer when few responses are left), Q requests, P distinct prompts,
+M tokens of prompts, V vocabulary, N new tokens, T tokens of the cache, K key-value heads, D numbers per head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,27 +20,131 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import Cache, DynamicCache
 
 from stalewise.models.attention import PACKED, SLOTS, needs_grids, packed_arguments
 from stalewise.models.graph_capture import recording
+from stalewise.models.kernels import can_compile
 from stalewise.models.transfer import send, to_device, to_host
-from stalewise.rollout.engines.slot_cache import RequestQueue, SlotCache, one_token
 from stalewise.rollout.sampler import Request
 from stalewise.rollout.token_sampling import device_uniforms, draw, tempered
 from stalewise.types import SamplerSettings
 
-STEPS_BETWEEN_LOOKS = 2
-REFILL_SHARE = 0.03125  # of the slots; filling a few at a time costs as much as filling many
+STEPS_PER_CHECK = 2
+REFILL_SHARE = 0.03125  # of the slots; filling a few costs as much as filling many
 PREFILL_TOKENS = 65_536
 FEWEST_ROWS = 64
 MOST_SLOTS = 8192
-MEMORY_SHARE = 0.5  # of the free memory of a GPU may be taken by slots
-LOGITS_BYTES = 12  # of each row and token of the vocabulary while it is sampled from
+MEMORY_SHARE = 0.5  # of a GPU's free memory that slots may take
+LOGITS_BYTES = 12  # per row and token of the vocabulary during sampling
+
+
+class SlotCache(Cache):
+    """Keys and values of all layers. The caller of the model sets `place_R` and `reads_prompts` first."""
+
+    def __init__(self, tokens: int, example: list[tuple[Tensor, Tensor]]) -> None:
+        """`example` holds keys and values of one token in each layer, [1, K, 1, D]."""
+        super().__init__(layer_class_to_replicate=object)  # pyright: ignore[reportArgumentType]
+        self.keys = [key.new_zeros(tokens, key.shape[1], key.shape[3]) for key, _ in example]
+        self.values = [value.new_zeros(tokens, value.shape[1], value.shape[3]) for _, value in example]
+        self.place_R = torch.empty(0, dtype=torch.long)  # where the next tokens are written
+        self.reads_prompts = False
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the cache."""
+        return sum(x.nbytes for x in (*self.keys, *self.values))
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Write the new keys and values; returns what attention reads: the whole cache, or a prompt's own tokens."""
+        keys_TKD, values_TKD = self.keys[layer_idx], self.values[layer_idx]
+        new = [x[0].transpose(0, 1) if self.reads_prompts else x[:, :, 0] for x in (key_states, value_states)]
+        if keys_TKD.is_cuda and can_compile():
+            from stalewise.models.kernels.rope import write_on_device  # Triton comes with torch for GPUs alone
+
+            write_on_device(keys_TKD, values_TKD, self.place_R, *new)
+        else:
+            for stored_TKD, new_RKD in zip((keys_TKD, values_TKD), new, strict=True):
+                stored_TKD.index_copy_(0, self.place_R, new_RKD)
+        return (key_states, value_states) if self.reads_prompts else (keys_TKD, values_TKD)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Rows differ in length; positions are always given."""
+        return 0
+
+
+def one_token_states(model: Any) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of one token in each layer."""
+    cache = DynamicCache(config=model.config)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    with torch.inference_mode():
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+    model.set_attn_implementation(before)
+    layers: list[Any] = cache.layers
+    return [(layer.keys, layer.values) for layer in layers]
+
+
+class RequestQueue:
+    """Requests waiting for a slot, grouped by prompt, and where the prompts lie in the cache.
+
+    A prompt is prefilled but for its last token, which is the input of each response's first step.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        by_prompt: dict[tuple[int, ...], list[int]] = {}
+        for index, request in enumerate(requests):
+            by_prompt.setdefault(tuple(request.prompt_ids), []).append(index)
+        self.prompts = list(by_prompt)
+        self.members = list(by_prompt.values())
+        self.seed_Q = np.array([request.seed for request in requests], dtype=np.int64)
+        self.prompt_Q = np.empty(len(requests), dtype=np.int64)
+        for prompt, members in enumerate(self.members):
+            self.prompt_Q[members] = prompt
+        self.prefix_P = np.array([len(prompt) - 1 for prompt in self.prompts])
+        self.last_P = np.array([prompt[-1] for prompt in self.prompts])
+        self.place_P = np.full(len(self.prompts), -1)
+        self.open_P = np.array([len(members) for members in self.members])  # requests that have not ended
+        self.unread = 0  # the first prompt that is not prefilled
+        self.read: deque[int] = deque()  # requests whose prompts are prefilled
+        self.free: list[int] = []  # places for prompts
+
+    def __bool__(self) -> bool:
+        return bool(self.read) or self.unread < len(self.prompts)
+
+    def set_places(self, places: int) -> None:
+        """The number of prompts that the cache has room for."""
+        self.free = list(range(places))
+
+    def next_prompts(self, most_tokens: int) -> tuple[list[tuple[int, ...]], np.ndarray]:
+        """The next prompts without their last tokens, and their places; their requests count as `read` from now on.
+
+        As many as free places and `most_tokens` allow, but at least one if a place is free.
+        """
+        first, tokens = self.unread, 0
+        while self.unread < len(self.prompts) and self.free:
+            tokens += int(self.prefix_P[self.unread])
+            if tokens > most_tokens and self.unread > first:
+                break
+            self.place_P[self.unread] = self.free.pop()
+            self.read.extend(self.members[self.unread])
+            self.unread += 1
+        return [prompt[:-1] for prompt in self.prompts[first : self.unread]], self.place_P[first : self.unread]
+
+    def take(self, most: int) -> np.ndarray:
+        """The next requests whose prompts are prefilled."""
+        return np.array([self.read.popleft() for _ in range(min(most, len(self.read)))], dtype=np.int64)
+
+    def end(self, requests: np.ndarray) -> None:
+        """These requests have ended; the places of prompts without open requests become free."""
+        prompts, counts = np.unique(self.prompt_Q[requests], return_counts=True)
+        self.open_P[prompts] -= counts
+        self.free.extend(self.place_P[prompts[self.open_P[prompts] == 0]].tolist())
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedResponses:
-    """Responses that have ended: which requests, their tokens and log-probabilities [·, N] and lengths."""
+    """Responses that have ended: their requests, tokens and log-probabilities [·, N], and lengths."""
 
     requests: np.ndarray
     ids: np.ndarray
@@ -50,26 +154,26 @@ class FinishedResponses:
 
 @dataclass(slots=True)
 class SlotStatus:
-    """What the host is told of the slots after some steps. On a GPU it is on its way while the next ones run."""
+    """State of the slots after some steps; on a GPU it is copied to the host while the next steps run."""
 
     alive_S: Tensor
     count_S: Tensor
-    filled_S: np.ndarray  # slots that were filled afterwards, of which it does not tell
-    ended: FinishedResponses | None = None  # that travel with it
-    under_way: torch.cuda.Event | None = None
+    filled_S: np.ndarray  # slots that were refilled since
+    ended: FinishedResponses | None = None  # copied along with it
+    copied: torch.cuda.Event | None = None
 
-    def arrive(self) -> tuple[np.ndarray, np.ndarray]:
-        """Which slots are alive, and how many tokens each has; now `ended` is whole, too."""
-        if self.under_way is not None:
-            self.under_way.synchronize()
+    def wait(self) -> tuple[np.ndarray, np.ndarray]:
+        """Wait for the copies; which slots are alive, and how many tokens each has."""
+        if self.copied is not None:
+            self.copied.synchronize()
         if self.ended is not None:
-            # Copied out of pinned memory: who reads it is another thread, which must leave the device alone.
+            # Out of pinned memory: another thread reads it, which must not touch the device.
             self.ended = replace(self.ended, ids=self.ended.ids.copy(), logp=self.ended.logp.copy())
         return self.alive_S.numpy(), self.count_S.numpy()
 
 
 class SlotDecoder:
-    """Slots with a fixed room, for one model whose weights may change in place."""
+    """Decodes in slots of a fixed size, for one model whose weights may change in place."""
 
     def __init__(
         self,
@@ -84,20 +188,19 @@ class SlotDecoder:
         draw: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = draw,
         while_capturing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Room for this many `requests`, or as many as the device has memory for, and `prompts` of some tokens.
+        """Room for `requests` slots, or as many as fit the device's memory, and for `prompts` of `prompt_room` tokens.
 
-        `while_capturing` is what steps are captured in.
+        Steps are captured within the context `while_capturing`.
         """
         self.draw, self.while_capturing = draw, while_capturing
         self.model, self.device, self.settings, self.stop_ids = model, model.device, settings, stop_ids
         self.prompt_room, self.new_tokens = prompt_room, new_tokens
-        example = one_token(model)
+        example = one_token_states(model)
         token_bytes = sum(x.nbytes for pair in example for x in pair)
         places = _power_of_two(prompts)
         self.most_slots = most_slots(model, token_bytes, new_tokens, places, prompt_room)
         self.slots = slots = max(FEWEST_ROWS, min(_power_of_two(requests), self.most_slots))
-        # Responses in so many slots have no more prompts than that: where a slot is free, so is a place, or requests
-        # wait whose prompts have been read.
+        # No more prompts than slots are in use at once: with a free slot there is a free place or a prefilled request.
         self.places = min(places, slots)
         self.cache = SlotCache(slots * new_tokens + self.places * prompt_room, example)
         model.set_attn_implementation(SLOTS)
@@ -106,19 +209,20 @@ class SlotDecoder:
             return torch.zeros(*shape, dtype=dtype, device=self.device)
 
         self.token_S, self.count_S, self.seed_S = (zeros(slots) for _ in range(3))
-        self.prompt_S, self.prefix_S = zeros(slots), zeros(slots)  # where the prompt begins, and its length there
+        self.prompt_S, self.prefix_S = (
+            zeros(slots),
+            zeros(slots),
+        )  # where the prompt begins in the cache, and its length
         self.alive_S = zeros(slots, dtype=torch.bool)
         self.ids_SN, self.logp_SN = zeros(slots, new_tokens, dtype=torch.int32), zeros(slots, new_tokens).float()
-        self.stream: torch.cuda.Stream | None = None  # that steps are captured on
-        self.rows_of: dict[int, tuple[Tensor, Any]] = {}  # by number of rows: the slots it works on, its graph
-
-    # ------------------------------------------------------------ one step
+        self.stream: torch.cuda.Stream | None = None  # for capturing
+        self.graphs: dict[int, tuple[Tensor, Any]] = {}  # by number of rows: the slots of a step, and its graph
 
     def _step(self, slot_R: Tensor) -> None:
         """Sample the next token of each row."""
         alive_R, count_R, prefix_R = self.alive_S[slot_R], self.count_S[slot_R], self.prefix_S[slot_R]
         position_R, own_R = prefix_R + count_R, slot_R * self.new_tokens
-        # A slot that is full to the last place must not be written beyond it while it waits.
+        # A full slot must not be written beyond its end while it waits.
         self.cache.place_R, self.cache.reads_prompts = own_R + count_R.clamp(max=self.new_tokens - 1), False
         output = self.model(
             input_ids=self.token_S[slot_R].unsqueeze(1),
@@ -128,12 +232,12 @@ class SlotDecoder:
             prompt_R=self.prompt_S[slot_R],
             prefix_R=prefix_R,
             own_R=own_R,
-            length_R=torch.where(alive_R, position_R + 1, 1),  # who has ended need not look back
+            length_R=torch.where(alive_R, position_R + 1, 1),  # rows that have ended attend to one key
             room=self.prompt_room + self.new_tokens,
         )
         logits_RV = tempered(output.logits[:, -1], self.settings)
         token_R, logp_R = self.draw(logits_RV, device_uniforms(self.seed_S[slot_R], count_R))
-        # A row that has ended does its work again and again, and keeps what it has.
+        # A row that has ended computes on, and keeps its tokens.
         place_R = (count_R - (~alive_R).long()).clamp(min=0)
         self.ids_SN[slot_R, place_R] = torch.where(alive_R, token_R.int(), self.ids_SN[slot_R, place_R])
         self.logp_SN[slot_R, place_R] = torch.where(alive_R, logp_R, self.logp_SN[slot_R, place_R])
@@ -143,12 +247,12 @@ class SlotDecoder:
         self.alive_S[slot_R] = alive_R & going_on_R
 
     def _run(self, rows: int, slots: np.ndarray, steps: int) -> None:
-        """Let these slots take some steps."""
-        if rows not in self.rows_of:
+        """Run some steps on these slots."""
+        if rows not in self.graphs:
             slot_R = to_device(slots, self.device).clone()
             with self.while_capturing():
-                self.rows_of[rows] = slot_R, self._capture(slot_R)
-        slot_R, graph = self.rows_of[rows]
+                self.graphs[rows] = slot_R, self._capture(slot_R)
+        slot_R, graph = self.graphs[rows]
         slot_R.copy_(to_device(slots, self.device))
         for _ in range(steps):
             if graph is None:
@@ -157,14 +261,12 @@ class SlotDecoder:
                 graph.replay()
 
     def _capture(self, slot_R: Tensor) -> Any:
-        """The step as a CUDA graph, None where there is no GPU. Its trial runs leave everything as it was, but for
-        the place that each row writes to in its next step.
-        """
+        """The step as a CUDA graph; None without a GPU. Trial runs change nothing but what the next step overwrites."""
         if self.device.type != "cuda":
             return None
         state = [x.clone() for x in self._state()]
         self.alive_S.zero_()
-        # Always the same one: a library's workspace stays with its stream.
+        # Always the same stream: libraries keep a workspace for each.
         self.stream = self.stream or torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -172,7 +274,7 @@ class SlotDecoder:
                 self._step(slot_R)
         torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        pool = next((g.pool() for _, g in self.rows_of.values()), None)
+        pool = next((g.pool() for _, g in self.graphs.values()), None)
         with recording(graph, self.stream, pool):
             self._step(slot_R)
         for x, before in zip(self._state(), state, strict=True):
@@ -182,25 +284,23 @@ class SlotDecoder:
     def _state(self) -> tuple[Tensor, ...]:
         return self.token_S, self.count_S, self.alive_S
 
-    # ------------------------------------------------------------ all requests
-
     @torch.inference_mode()
     def decode(
         self, queue: RequestQueue, on_tokens: Callable[[int], object] = lambda count: None
     ) -> Iterator[FinishedResponses]:
-        """All responses, in the order in which they end. The host sees the slots as they were one look before."""
-        self.alive_S.zero_()  # those of a decoding that was given up would go on for nothing
+        """All responses, in the order in which they end. The host sees the slots as they were one check before."""
+        self.alive_S.zero_()  # left over if an earlier decoding was abandoned
         request_S = np.full(self.slots, -1)  # −1: the slot is empty
-        queue.resolve_learning_rate(self.places)
+        queue.set_places(self.places)
         nothing_S = np.zeros(self.slots, dtype=bool)
         last = SlotStatus(torch.from_numpy(nothing_S), torch.from_numpy(nothing_S), nothing_S)
         last.filled_S = self._fill(queue, np.arange(self.slots), request_S)
-        living_S = last.filled_S  # or not yet known to have ended
+        living_S = last.filled_S  # as far as the host knows
         counted, finished = 0, 0
         while living_S.any():
-            self._run(*self._rows_for(living_S, whole=bool(queue)), STEPS_BETWEEN_LOOKS)
-            look = self._look()
-            alive_S, count_S = last.arrive()
+            self._run(*self._rows_for(living_S, whole=bool(queue)), STEPS_PER_CHECK)
+            status = self._status()
+            alive_S, count_S = last.wait()
             if last.ended is not None:
                 yield last.ended
             known_S = (request_S >= 0) & ~last.filled_S
@@ -210,47 +310,46 @@ class SlotDecoder:
             on_tokens(now - counted)
             counted = now
             if len(ended) and (len(ended) >= REFILL_SHARE * self.slots or not living_S.any()):
-                look.ended = self._harvest(ended, request_S[ended], count_S[ended])
+                status.ended = self._collect(ended, request_S[ended], count_S[ended])
                 finished += int(count_S[ended].sum())
                 queue.end(request_S[ended])
                 request_S[ended] = -1
             empty = np.flatnonzero(request_S < 0)
             if queue and len(empty) >= REFILL_SHARE * self.slots:
-                look.filled_S = self._fill(queue, empty, request_S)
-                living_S = living_S | look.filled_S
+                status.filled_S = self._fill(queue, empty, request_S)
+                living_S = living_S | status.filled_S
             if self.device.type == "cuda":
-                look.under_way = torch.cuda.Event()
-                look.under_way.record()
-            last = look
-        last.arrive()
+                status.copied = torch.cuda.Event()
+                status.copied.record()
+            last = status
+        last.wait()
         if last.ended is not None:
             yield last.ended
 
-    def _look(self) -> SlotStatus:
+    def _status(self) -> SlotStatus:
         return SlotStatus(to_host(self.alive_S), to_host(self.count_S), filled_S=np.zeros(self.slots, dtype=bool))
 
     def _rows_for(self, living_S: np.ndarray, *, whole: bool) -> tuple[int, np.ndarray]:
-        """How many rows a step has, and which slots they are: all, or where none waits and few live, fewer.
+        """Number of rows of a step, and their slots: all, or fewer if no request waits and few are alive.
 
-        By fours: rows that have ended cost little, and a step for another number of rows has to be captured.
+        By factors of 4: rows that have ended cost little, and each number of rows is captured once.
         """
         rows, alive = self.slots, int(living_S.sum())
         while not whole and rows // 4 >= max(alive, FEWEST_ROWS):
             rows //= 4
         if rows == self.slots:
             return rows, np.arange(self.slots)
-        # The living first, others to fill the rows.
         return rows, np.concatenate([np.flatnonzero(living_S), np.flatnonzero(~living_S)])[:rows]
 
-    def _harvest(self, ended: np.ndarray, requests: np.ndarray, lengths: np.ndarray) -> FinishedResponses:
-        """What is in slots that have ended; on a GPU it is on its way."""
+    def _collect(self, ended: np.ndarray, requests: np.ndarray, lengths: np.ndarray) -> FinishedResponses:
+        """Start copying the responses of slots that have ended to the host."""
         index, longest = to_device(ended, self.device), int(lengths.max())
         ids, logp = (to_host(x[index, :longest]).numpy() for x in (self.ids_SN, self.logp_SN))
         return FinishedResponses(requests, ids, logp, lengths)
 
     def _fill(self, queue: RequestQueue, empty: np.ndarray, request_S: np.ndarray) -> np.ndarray:
-        """Put the next requests into empty slots; which were filled."""
-        while len(queue.read) < len(empty) and queue.free and self._read_prompts(queue):
+        """Put the next requests into empty slots; returns which were filled."""
+        while len(queue.read) < len(empty) and queue.free and self._prefill(queue):
             pass
         taken = queue.take(len(empty))
         slots, prompt = empty[: len(taken)], queue.prompt_Q[taken]
@@ -273,15 +372,15 @@ class SlotDecoder:
         return filled_S
 
     def _prompt_start(self, place: np.ndarray) -> np.ndarray:
-        """Where in the cache these places of prompts begin: after all slots."""
+        """Where these places for prompts begin in the cache: after all slots."""
         return self.slots * self.new_tokens + place * self.prompt_room
 
-    def _read_prompts(self, queue: RequestQueue) -> bool:
-        """Write keys and values of the next prompts to their places; False: there are none."""
+    def _prefill(self, queue: RequestQueue) -> bool:
+        """Write keys and values of the next prompts to their places; False if there are none."""
         prompts, places = queue.next_prompts(PREFILL_TOKENS)
         length_P = np.array([len(prompt) for prompt in prompts])
         if not length_P.any():
-            return bool(prompts)  # of one token each, which the first step takes
+            return bool(prompts)  # of one token each, the input of the first step
         start_P = np.cumsum(length_P) - length_P
         place_M = np.arange(length_P.sum()) + np.repeat(self._prompt_start(places) - start_P, length_P)
         self.cache.place_R, self.cache.reads_prompts = to_device(place_M, self.device), True
@@ -302,7 +401,7 @@ class SlotDecoder:
 
 
 def _power_of_two(least: int) -> int:
-    """The least power of two that is no less.
+    """The least power of two that is at least `least`.
 
     >>> [_power_of_two(count) for count in (0, 1, 3, 4, 5)]
     [1, 1, 4, 4, 8]
@@ -311,7 +410,7 @@ def _power_of_two(least: int) -> int:
 
 
 def most_slots(model: Any, token_bytes: int, new_tokens: int, places: int, prompt_room: int) -> int:
-    """The largest power of two for which the device has memory, with as many `places` of prompts or one for each."""
+    """The largest power of two that fits the device's memory, with `places` for prompts (at most one per slot)."""
     slots = MOST_SLOTS
     if model.device.type == "cuda":
         slot_bytes = new_tokens * token_bytes + model.get_output_embeddings().weight.shape[0] * LOGITS_BYTES
@@ -321,22 +420,22 @@ def most_slots(model: Any, token_bytes: int, new_tokens: int, places: int, promp
     return slots
 
 
-def slots_problem(model: Any, **ways: Any) -> str:
-    """Why decoding in slots, in these ways, would not give what a plain forward pass does; empty where it does.
+def slots_problem(model: Any, **kernels: Any) -> str:
+    """Why decoding in slots would not reproduce a plain forward pass, or an empty string; found by trying it.
 
-    Some caches are more than keys and values, and some attention is more than plain.
+    Some caches are more than keys and values, and some architectures have special attention.
     """
     prompt = [3, 1, 2, 4, 2]
     before = model.config._attn_implementation
     try:
         settings, nothing = SamplerSettings(), torch.empty(0, dtype=torch.long, device=model.device)
         decoder = SlotDecoder(
-            model, requests=1, prompts=1, prompt_room=5, new_tokens=3, settings=settings, stop_ids=nothing, **ways
+            model, requests=1, prompts=1, prompt_room=5, new_tokens=3, settings=settings, stop_ids=nothing, **kernels
         )
         (ended,) = decoder.decode(RequestQueue([Request(prompt, seed=1)]))
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # of an architecture, or of a kernel that cannot be made for it
+    except Exception as error:  # of an architecture, or of a kernel that does not compile for it
         return f"{type(error).__name__}: {error}"
     finally:
         model.set_attn_implementation(before)

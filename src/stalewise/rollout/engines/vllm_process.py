@@ -1,9 +1,9 @@
-"""The other side of the engine vllm: one copy of the policy in a process of its own, told what to do through a pipe.
+"""One vLLM replica in its own process, controlled through a pipe.
 
     python -m stalewise.rollout.engines.vllm_process DESCRIPTOR
 
-A process of its own sees its own GPUs, keeps vLLM's settings and signal handlers away from the learner, and leaves no
-memory behind when it ends. It ends with its parent, however that ends.
+The process sees its own GPUs, keeps vLLM's settings and signal handlers away from the trainer, and frees all memory
+when it ends. It ends with its parent, even if that is killed.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from typing import Any
 from stalewise.types import SamplerSettings
 
 PARENT_POLL_S = 1.0
-# One sampled response: token ids, log-probabilities, and why it ended.
-Sampled = tuple[list[int], list[float], str]
+Sampled = tuple[list[int], list[float], str]  # token ids, log-probabilities and finish reason of one response
 
 
-class Worker:
-    """vLLM's offline engine. Methods are called by name, with what the pipe brings."""
+class VllmEngine:
+    """vLLM's offline engine. The pipe calls its methods by name."""
 
     def __init__(self) -> None:
         self.vllm: Any = importlib.import_module("vllm")
@@ -34,29 +33,28 @@ class Worker:
         self.asleep = False
 
     def start(self, model: str, arguments: Mapping[str, Any], sleeps: bool) -> None:
-        """Load a policy for the first time."""
+        """Load the first policy."""
         platform = importlib.import_module("vllm.platforms").current_platform
-        self.sleeps = sleeps and platform.is_cuda_alike()  # elsewhere there is no such mode
+        self.sleeps = sleeps and platform.is_cuda_alike()  # others have no sleep mode
         self.llm = self.vllm.LLM(
             model=model,
-            # The log-probabilities are to be of the distribution that is sampled from.
-            logprobs_mode="processed_logprobs",
-            generation_config="vllm",  # no sampling settings that the model brings along
+            logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
+            generation_config="vllm",  # not the model's own sampling settings
             enable_sleep_mode=self.sleeps,
             **{"enable_prefix_caching": True, "disable_log_stats": True, **arguments},
         )
 
     def reload(self, model: str) -> None:
-        """Other weights of the same architecture, in place."""
+        """Replace the weights in place by others of the same architecture."""
         self.wake()
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": model})
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache")
 
     def sleep(self) -> None:
-        """Give GPU memory back; weights wait in the memory of the machine."""
+        """Free GPU memory; the weights move to host memory."""
         if self.sleeps and not self.asleep:
-            # Level 2 would drop the weights, and reload_weights does not restore all of every architecture after it.
+            # Level 2 drops the weights, and reload_weights does not restore all of them in every architecture.
             self.llm.sleep(level=1)
             self.asleep = True
 
@@ -91,18 +89,18 @@ class Worker:
         outputs = self.llm.generate(_token_prompts(prompts), parameters, use_tqdm=False)
         return [_sampled(output.outputs[0]) for output in outputs]
 
-    def numbers(self, token_ids: list[int]) -> list[float]:
+    def probe_logps(self, token_ids: list[int]) -> list[float]:
         """Log-probabilities of the probe's tokens, and of the most probable token after them."""
-        # Two requests: vLLM does not read its prefix cache where log-probabilities of the prompt are asked for.
+        # Two requests: vLLM does not use its prefix cache if log-probabilities of the prompt are requested.
         scored, continued = self.llm.generate(
             _token_prompts([token_ids, token_ids]),
-            [self._greedy(prompt_logprobs=0), self._greedy(logprobs=1)],
+            [self._one_token(prompt_logprobs=0), self._one_token(logprobs=1)],
             use_tqdm=False,
         )
         own = [place[token].logprob for token, place in zip(token_ids[1:], scored.prompt_logprobs[1:], strict=True)]
         return [*own, max(entry.logprob for entry in continued.outputs[0].logprobs[0].values())]
 
-    def _greedy(self, **extra: Any) -> Any:
+    def _one_token(self, **extra: Any) -> Any:
         return self.vllm.SamplingParams(temperature=1.0, seed=0, max_tokens=1, detokenize=False, **extra)
 
 
@@ -126,25 +124,24 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def serve(pipe: Connection, make_worker: Callable[[], Any]) -> None:
-    """Do what the pipe says until it closes: (method, arguments) in; ("ok", result) or ("error", words) out."""
-    worker: Any = None
+def serve(pipe: Connection, make_engine: Callable[[], Any]) -> None:
+    """Execute calls from the pipe until it closes: (method, arguments) in; ("ok", result) or ("error", text) out."""
+    engine: Any = None
     while True:
         try:
             method, arguments = pipe.recv()
         except EOFError:
             return
         try:
-            worker = worker or make_worker()
-            pipe.send(("ok", getattr(worker, method)(*arguments)))
-        except Exception as error:  # whatever vLLM raises, the other side says it in one message
+            engine = engine or make_engine()
+            pipe.send(("ok", getattr(engine, method)(*arguments)))
+        except Exception as error:  # anything that vLLM raises; the other side reports it
             first = next(iter(str(error).strip().splitlines()), "")
             pipe.send(("error", f"{type(error).__name__}: {first}"))
 
 
 if __name__ == "__main__":
     _end_with_parent()
-    serve(Connection(int(sys.argv[1])), Worker)
-    # Without a farewell: threads of vLLM may keep an orderly exit waiting.
+    serve(Connection(int(sys.argv[1])), VllmEngine)
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(0)  # threads of vLLM could delay an orderly exit

@@ -1,1 +1,1 @@
-"""Many processes at one generation batch: orders, claims, signs of life; and the worker that lives by them."""
+"""Several processes generate one batch: work orders, shard claims, heartbeats, and the worker process."""

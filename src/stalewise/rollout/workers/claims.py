@@ -1,12 +1,9 @@
-"""Who makes which shard. A claim is an object that exactly one worker could create; a sign of life keeps it valid.
+"""Which worker makes which shard. A claim is an object that only one worker can create; heartbeats keep it valid.
 
-Each worker keeps one object, `work/sessions/<session>`, that it writes anew ever so often. A shard's claims are
-numbered: `work/claims/<order>/shard-00004-0` names the session that took it, and where that has shown no sign of life
-for long enough, one other worker, and only one, can create `shard-00004-1`. Nothing is ever overwritten or compared
-with a clock: a worker that watches another one asks only whether that object's bytes changed while so many seconds
-passed on its own monotonic clock. So clocks that are off, or go back, do no harm.
-
-A worker that was only slow finds its shard taken. Whoever commits first wins (`stalewise.store`), and that is all.
+A worker rewrites its heartbeat, `work/sessions/<session>`, at regular intervals. `work/claims/<order>/shard-00004-0`
+names the session that took a shard; if its heartbeat stops, one other worker can create `shard-00004-1`. No clocks are
+compared: a worker watches for changed bytes by its own monotonic clock. The first to commit a shard wins, so a worker
+that was only slow does no harm.
 """
 
 from __future__ import annotations
@@ -31,34 +28,34 @@ from stalewise.store.object_store import ObjectStore
 log = logging.getLogger(__name__)
 
 SESSIONS = "work/sessions"
-LEAVE_S = 1.0
-BEATS = 6  # signs of life in the time after which a worker counts as lost
+REMOVED_S = 1.0  # how long a heartbeat must be missing: a network file system may show files late
+BEATS = 6  # heartbeats in the time after which a worker counts as lost
 _CLAIM = re.compile(r"shard-(\d{5,})-(\d+)")
 _UNSAFE = re.compile(r"[^\w.\-]")
 
 
-class Session:
-    """One process at work, and its sign of life; `with Session(...) as session`.
+class WorkerSession:
+    """One working process and its heartbeat; `with WorkerSession(...) as session`.
 
-    Of a `role` there is one at a time, which a lock sees to: another session of the same role has ended, killed or not.
-    So have those of `role.anything` that were there before: whoever had the role led them.
+    A lock ensures one process per `role`: earlier sessions of the role, and of `role.anything`, have ended.
     """
 
     def __init__(self, object_store: ObjectStore, worker: str, *, lost_after_s: float, role: str = "") -> None:
-        self.worker, self.role = worker, role
+        self.object_store, self.worker, self.role = object_store, worker, role
+        self.monitor = LivenessMonitor(object_store, lost_after_s)
         self._kind = _UNSAFE.sub("_", f"role.{role}" if role else f"worker.{worker}")
         self.id = f"{self._kind}-{secrets.token_hex(6)}"
-        self._depot, self._pause = object_store, lost_after_s / BEATS
+        self._interval_s = lost_after_s / BEATS
         self._beat = 0
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> Session:
-        for name in self._depot.names(SESSIONS):
+    def __enter__(self) -> WorkerSession:
+        for name in self.object_store.names(SESSIONS):
             if self.succeeds(name) or (self.role and name.startswith(f"{self._kind}.")):
-                self._depot.remove(f"{SESSIONS}/{name}")
-        self._tell()
-        self._thread = threading.Thread(target=self._live, daemon=True)
+                self.object_store.remove(f"{SESSIONS}/{name}")
+        self._write_heartbeat()
+        self._thread = threading.Thread(target=self._beat_until_over, daemon=True)
         self._thread.start()
         return self
 
@@ -66,50 +63,49 @@ class Session:
         self._over.set()
         if self._thread is not None:
             self._thread.join()
-        with contextlib.suppress(StoreError):  # it counts as lost soon enough
-            self._depot.remove(f"{SESSIONS}/{self.id}")
+        with contextlib.suppress(StoreError):  # without a heartbeat it soon counts as lost
+            self.object_store.remove(f"{SESSIONS}/{self.id}")
 
     def succeeds(self, session: str) -> bool:
-        """Whether a session has ended because this one has its role now."""
+        """Whether that session has ended because this one has its role now."""
         return bool(self.role) and session != self.id and session.rpartition("-")[0] == self._kind
 
-    def _live(self) -> None:
-        while not self._over.wait(self._pause):
+    def _beat_until_over(self) -> None:
+        while not self._over.wait(self._interval_s):
             try:
-                self._tell()
-            except StoreError as error:  # a network that is away for a moment; if for longer, others take over
-                log.warning("no sign of life could be given: %s", error)
+                self._write_heartbeat()
+            except StoreError as error:  # if the network stays away for longer, other workers take over
+                log.warning("cannot write the heartbeat: %s", error)
 
-    def _tell(self) -> None:
+    def _write_heartbeat(self) -> None:
         self._beat += 1
-        said = {"worker": self.worker, "place": _place(), "pid": os.getpid(), "beat": self._beat}
-        self._depot.write(f"{SESSIONS}/{self.id}", json.dumps(said).encode())
+        record = {"worker": self.worker, "place": _machine(), "pid": os.getpid(), "beat": self._beat}
+        self.object_store.write(f"{SESSIONS}/{self.id}", json.dumps(record).encode())
 
 
 class LivenessMonitor:
-    """Watches the signs of life of other sessions by its own clock."""
+    """Watches the heartbeats of other sessions by its own clock."""
 
     def __init__(self, object_store: ObjectStore, lost_after_s: float) -> None:
-        self._depot, self._lost_after_s = object_store, lost_after_s
+        self._object_store, self._lost_after_s = object_store, lost_after_s
         self._seen: dict[str, tuple[bytes | None, float]] = {}
 
     def is_lost(self, session: str) -> bool:
-        """Whether a session has ended, or has not changed its sign of life for too long while we were looking."""
-        said, now = self._depot.read(f"{SESSIONS}/{session}"), time.monotonic()
-        if said is not None and _has_ended_here(said):
+        """Whether a session has ended, or its heartbeat has not changed for too long since we first looked."""
+        heartbeat, now = self._object_store.read(f"{SESSIONS}/{session}"), time.monotonic()
+        if heartbeat is not None and _has_ended_here(heartbeat):
             return True
         before = self._seen.get(session)
-        if before is None or before[0] != said:
-            self._seen[session] = (said, now)
+        if before is None or before[0] != heartbeat:
+            self._seen[session] = (heartbeat, now)
             return False
-        # One that took leave removed it; a moment's patience, since a network file system may show things late.
-        patience = self._lost_after_s if said is not None else min(self._lost_after_s, LEAVE_S)
-        return now - before[1] >= patience
+        limit_s = self._lost_after_s if heartbeat is not None else min(self._lost_after_s, REMOVED_S)
+        return now - before[1] >= limit_s
 
 
 @cache
-def _place() -> str:
-    """The machine since it was started, and its view of processes; empty where that cannot be known."""
+def _machine() -> str:
+    """This machine since its last boot, and its process namespace; empty if unknown."""
     try:
         started = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{socket.gethostname()} {started} {os.readlink('/proc/self/ns/pid')}"
@@ -117,36 +113,33 @@ def _place() -> str:
         return ""
 
 
-def _has_ended_here(said: bytes) -> bool:
-    """Whether a sign of life is that of a process of this very machine which is no more: no need to watch it."""
-    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-        record = json.loads(said)
-        if _place() and record["place"] == _place():
+def _has_ended_here(heartbeat: bytes) -> bool:
+    """Whether a heartbeat is that of a process of this machine that no longer exists: no need to wait."""
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, OSError):  # OSError: another user's
+        record = json.loads(heartbeat)
+        if _machine() and record["place"] == _machine():
             try:
                 os.kill(record["pid"], 0)
             except ProcessLookupError:
                 return True
-            except OSError:  # another user's
-                pass
     return False
 
 
-class Claims:
-    """The claims of one order, for one session."""
+class ShardClaims:
+    """The claims of one session on the shards of one order."""
 
-    def __init__(self, object_store: ObjectStore, order: str, session: Session, lookout: LivenessMonitor) -> None:
-        self._depot, self._folder = object_store, f"{CLAIMS}/{order}"
-        self._session, self._lookout = session, lookout
+    def __init__(self, order: str, session: WorkerSession) -> None:
+        self._object_store, self._folder = session.object_store, f"{CLAIMS}/{order}"
+        self._session = session
         self._holders: dict[str, str] = {}  # a claim never changes
         self._mine: set[int] = set()
         self.taken_over = 0
 
     def take(self, shards: Sequence[int], most: int) -> list[int]:
-        """Claim some of these shards: those that nobody has, then those of workers that were lost."""
+        """Claim up to `most` of these shards: unclaimed ones first, then those of lost workers."""
         latest = self._latest()
-        open_to_all = [shard for shard in shards if shard not in latest]
         taken: list[int] = []
-        for shard in [*open_to_all, *(shard for shard in shards if shard in latest)]:
+        for shard in sorted(shards, key=lambda shard: shard in latest):
             if len(taken) == most:
                 break
             if shard not in self._mine and self._take(shard, latest.get(shard)):
@@ -158,24 +151,24 @@ class Claims:
         if number is not None:
             holder = self._holder(f"shard-{shard:05d}-{number}")
             ended = holder == self._session.id or self._session.succeeds(holder)
-            if not ended and not self._lookout.is_lost(holder):
+            if not ended and not self._session.monitor.is_lost(holder):
                 return False
         name = f"shard-{shard:05d}-{0 if number is None else number + 1}"
-        if not self._depot.create(f"{self._folder}/{name}", self._session.id.encode()):
+        if not self._object_store.create(f"{self._folder}/{name}", self._session.id.encode()):
             return False
         self.taken_over += number is not None
         return True
 
     def _latest(self) -> dict[int, int]:
-        """Of each shard that was ever claimed, the number of the latest claim."""
-        found: dict[int, int] = {}
-        for match in map(_CLAIM.fullmatch, self._depot.names(self._folder)):
-            if match:
-                found[int(match[1])] = max(int(match[2]), found.get(int(match[1]), 0))
-        return found
+        """The number of the latest claim on each shard."""
+        claims = (match for match in map(_CLAIM.fullmatch, self._object_store.names(self._folder)) if match)
+        latest: dict[int, int] = {}
+        for match in claims:
+            latest[int(match[1])] = max(int(match[2]), latest.get(int(match[1]), 0))
+        return latest
 
     def _holder(self, name: str) -> str:
         if name not in self._holders:
-            content = self._depot.read(f"{self._folder}/{name}")
+            content = self._object_store.read(f"{self._folder}/{name}")
             self._holders[name] = "" if content is None else content.decode(errors="replace")
         return self._holders[name]

@@ -1,8 +1,7 @@
-"""A generation batch made by all ranks of one launch: the first one orders it, and each takes its share.
+"""A generation batch made by all ranks of one launch: the first rank orders it, and each makes part of it.
 
-They meet where workers meet, so whoever else wants to may work at the batch, too. While they generate all of them
-listen: the first rank for what the others report, those for its word that it is over. One that is gone, or cannot go
-on, is noticed by the rest within a few tokens.
+The ranks claim shards as workers do, so other workers may join. While they generate, the first rank listens for the
+reports of the others, and they listen for its stop message: a rank that is lost is noticed within a few tokens.
 """
 
 from __future__ import annotations
@@ -12,30 +11,29 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from stalewise.config import RunConfig, make_config
+from stalewise.config import make_config
 from stalewise.distributed import Message, Ranks, noticing
 from stalewise.errors import RankError, StalewiseError, StoppedByFirst
 from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.generate import BatchPlan
 from stalewise.rollout.sampler import OffloadableSampler, Sampler
-from stalewise.rollout.workers.claims import Session
+from stalewise.rollout.workers.claims import WorkerSession
 from stalewise.rollout.workers.coordinator import Coordinator
 from stalewise.rollout.workers.shard_queue import POLL_S, ShardQueue
 from stalewise.rollout.workers.work_order import WorkOrder, config_digest
-from stalewise.rollout.workers.worker import RankFolder, Worker
+from stalewise.rollout.workers.worker import RolloutWorker, RunLocation
 from stalewise.tasks import Task, make_task
 from stalewise.types import NullCallback
 
-ENGINE = "hf"  # the others are on many devices by themselves
+ENGINE = "hf"  # the others use several devices by themselves
 
 
 def coordinator_of(coordinator: Coordinator, ranks: Ranks) -> Coordinator:
-    """The meeting that has all ranks generate, where there are several and each can have a sampler of its own."""
+    """A coordinator for all ranks, if there are several and each can have its own sampler."""
     config = coordinator.config
     if not ranks.others or config.sampler.engine != ENGINE or config.workers.learner != "shares":
         return coordinator
@@ -43,29 +41,29 @@ def coordinator_of(coordinator: Coordinator, ranks: Ranks) -> Coordinator:
 
 
 class RankCoordinator(Coordinator):
-    """The first rank's side: whoever asks it for a share has the others take theirs."""
+    """The first rank's side: an ordered batch is made by all ranks."""
 
     def __init__(self, coordinator: Coordinator, ranks: Ranks) -> None:
         super().__init__(coordinator.config, coordinator.role, coordinator.log)
         self.ranks = ranks
         self.made: dict[int, int] = {}  # shards of the present batch, by rank that has reported
-        self._has_said = False
+        self._has_warned = False
 
-    def share(self, plan: BatchPlan, checkpoint: Path) -> ShardQueue:
+    def order_batch(self, plan: BatchPlan, checkpoint: Path) -> ShardQueue:
         """Order a generation batch of all ranks."""
-        share = super().share(plan, checkpoint)
-        share.among, share.check = self.ranks.world, self.check
-        share.present()  # removes what was made for another order, before others count on it
-        self._say_shards(plan)
+        queue = super().order_batch(plan, checkpoint)
+        queue.processes, queue.check = self.ranks.world, self.check
+        queue.present()  # removes shards of another order before the other ranks see them
+        self._warn_of_few_shards(plan)
         config = self.config.model_dump(mode="json")
-        self.ranks.tell_all("generate", config=config, role=self.role, plan=asdict(plan), policy=share.order.policy)
+        self.ranks.tell_all("generate", config=config, role=self.role, plan=asdict(plan), policy=queue.order.policy)
         self.made = {}
         for rank in self.ranks.others:
             self.ranks.listen(rank)
-        return share
+        return queue
 
     def check(self) -> None:
-        """Take reports; raise where a rank is gone or cannot go on."""
+        """Read reports; raise if a rank is lost or has failed."""
         for rank in self.ranks.others:
             if self.ranks.has_heard(rank):
                 with noticing(self.ranks):
@@ -74,29 +72,27 @@ class RankCoordinator(Coordinator):
                     raise RankError(f"rank {rank} cannot generate: {report.record['error']}")
                 self.made[rank] = report.record["shards"]
 
-    def fulfilled(self, share: ShardQueue) -> dict[str, Any]:
+    def complete_batch(self, queue: ShardQueue) -> dict[str, Any]:
         """Also wait until all ranks have reported: one that begins late must still find the order."""
         while len(self.made) < len(self.ranks.others):
             self.check()
             time.sleep(POLL_S)
-        return super().fulfilled(share) | {
-            "shards": [len(share.made_here), *(self.made[rank] for rank in self.ranks.others)]
-        }
+        shards = [len(queue.made_here), *(self.made[rank] for rank in self.ranks.others)]
+        return super().complete_batch(queue) | {"shards": shards}
 
-    def _say_shards(self, plan: BatchPlan) -> None:
-        """Say it once where a generation batch has fewer shards than there are ranks."""
-        if plan.shards >= self.ranks.world or self._has_said:
+    def _warn_of_few_shards(self, plan: BatchPlan) -> None:
+        if plan.shards >= self.ranks.world or self._has_warned:
             return
-        self._has_said = True
+        self._has_warned = True
         fitting = max(plan.prompts // self.ranks.world, 1) * plan.group_size
         self.log(
             f"only {plan.shards} of {self.ranks.world} ranks generate, since the batch has no more shards: start a run "
-            f"with sampler.rollouts_per_shard = {fitting} or less to have more of them"
+            f"with sampler.rollouts_per_shard = {fitting} or less to use more ranks"
         )
 
 
 class RolloutRank:
-    """The side of a rank that is led; `with Hand(ranks) as hand`. Its task and its sampler are made once."""
+    """A rank other than the first; `with RolloutRank(ranks) as rank`. Its task and sampler are made once."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -106,55 +102,50 @@ class RolloutRank:
     def __enter__(self) -> RolloutRank:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self.sampler is not None:
             self.sampler.close()
         if self.task is not None:
             self.task.verifier.close()
 
     def generate(self, message: Message) -> None:
-        """Take a share of a generation batch, stay until the batch is whole, and report; the first rank says errors."""
+        """Make shards of a generation batch until it is complete, and report; the first rank raises our errors."""
         self.ranks.listen()
         try:
             shards = self._make(message)
         except RankError:
             raise
         except Exception as error:
-            ours = not isinstance(error, StalewiseError)
-            self.ranks.tell(0, "failed", {"error": f"{type(error).__name__}: {error}" if ours else str(error)})
-            if ours:
-                raise  # where it happened can only be seen here; all end by it
+            unexpected = not isinstance(error, StalewiseError)
+            text = f"{type(error).__name__}: {error}" if unexpected else str(error)
+            self.ranks.tell(0, "failed", {"error": text})
+            if unexpected:
+                raise  # only this rank has the traceback
         else:
             self.ranks.tell(0, "generated", {"shards": shards})
 
     def _make(self, message: Message) -> int:
         record = message.record
         config = make_config(record["config"], source="the first rank's config")
-        task, sampler = self._tools(config)
-        place = RankFolder.of_run(config)
-        name, role = f"rank {self.ranks.rank} on {socket.gethostname()}", f"{record['role']}.rank-{self.ranks.rank}"
-        with (
-            tempfile.TemporaryDirectory(prefix="stalewise-rank-") as scratch,
-            Session(place.object_store, name, role=role, lost_after_s=config.workers.lost_after_s) as session,
-        ):
-            among, check = self.ranks.world, self.check
-            worker = Worker(place, session, task, sampler, Path(scratch), NullCallback(), among=among, check=check)
-            worker.fulfil(WorkOrder(BatchPlan(**record["plan"]), record["policy"], config_digest(config)))
-        if isinstance(sampler, OffloadableSampler):
-            sampler.sleep()  # what comes next is learning
-        return worker.done.shards
-
-    def _tools(self, config: RunConfig) -> tuple[Task, Sampler]:
         if config.model.threads:
             torch.set_num_threads(config.model.threads)
         self.task = self.task or make_task(config.task.name, seed=config.seed, **config.task.options)
         self.sampler = self.sampler or make_sampler(config, on_tokens=lambda count: self.check())
-        return self.task, self.sampler
+        location = RunLocation.of_config(config)
+        name, role = f"rank {self.ranks.rank} on {socket.gethostname()}", f"{record['role']}.rank-{self.ranks.rank}"
+        with (
+            tempfile.TemporaryDirectory(prefix="stalewise-rank-") as scratch,
+            WorkerSession(location.object_store, name, role=role, lost_after_s=config.workers.lost_after_s) as session,
+        ):
+            tools = session, self.task, self.sampler, Path(scratch), NullCallback()
+            worker = RolloutWorker(location, *tools, processes=self.ranks.world, check=self.check)
+            worker.make(WorkOrder(BatchPlan(**record["plan"]), record["policy"], config_digest(config)))
+        if isinstance(self.sampler, OffloadableSampler):
+            self.sampler.sleep()  # training comes next
+        return worker.done.shards
 
     def check(self) -> None:
-        """Raise where the first rank is gone, or has ended the run: it says nothing else before all have reported."""
+        """Raise if the first rank is lost or has ended the run: before all have reported it sends nothing else."""
         if self.ranks.has_heard():
             with noticing(self.ranks):
                 raise StoppedByFirst(self.ranks.hear().record["exit_code"])

@@ -1,6 +1,6 @@
-"""Workers on a Ray cluster: Ray finds the machines, starts one worker on each, and starts those again that are lost.
+"""Workers on a Ray cluster: Ray finds the machines, starts one worker on each, and restarts lost ones.
 
-Nothing goes through Ray but the words of the command: the workers meet in the run directory or in the depot, as all do.
+Only the arguments of the command go through Ray: the workers share the run directory or the object store, as always.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from stalewise.errors import EngineError, StalewiseError
 from stalewise.rollout.workers.worker import WorkDone, work
 from stalewise.types import NullCallback, ProgressCallback
 
-RESTARTS = 16  # of one worker; what it had claimed is taken over meanwhile
+RESTARTS = 16  # of one worker; meanwhile others take over its claims
 
 
 def work_on_ray(
@@ -25,9 +25,9 @@ def work_on_ray(
     gpus: float | None = None,
     callback: ProgressCallback | None = None,
 ) -> list[WorkDone]:
-    """Start workers, and wait until all have ended; each has `gpus` GPUs, one where the cluster has any.
+    """Start workers and wait for all to end; each has `gpus` GPUs (by default one if the cluster has any).
 
-    A cluster that is running is found by `RAY_ADDRESS`; without one, Ray starts on this machine, for the time being.
+    `RAY_ADDRESS` names a running cluster; without it, Ray is started on this machine.
     """
     callback = callback or NullCallback()
     try:
@@ -39,34 +39,31 @@ def work_on_ray(
         ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
         per_worker = gpus if gpus is not None else float(ray.cluster_resources().get("GPU", 0) >= 1)
-        # Ray's own retries: the actor is started again on any machine, and its one task with it.
+        # Ray's own retries: the actor is restarted on any machine, and its one task with it.
         actor = ray.remote(max_restarts=RESTARTS, max_task_retries=RESTARTS, num_cpus=1, num_gpus=per_worker)(_Actor)
         actors = [actor.remote() for _ in range(workers)]
         callback.log(f"{workers} workers on Ray for {source}")
-        asked = [one.work.remote(source, f"ray-{i}", dict(overrides or {}), once) for i, one in enumerate(actors)]
-        return [_told(answer) for answer in ray.get(asked)]
+        futures = [one.work.remote(source, f"ray-{i}", dict(overrides or {}), once) for i, one in enumerate(actors)]
+        results = ray.get(futures)
     except ray.exceptions.RayError as error:
         raise EngineError(
             f"Ray lost a worker more than {RESTARTS} times, or cannot start one: {' '.join(str(error).split())[:300]}; "
-            "what is committed stays: run the same command again"
+            "committed shards are kept: run the same command again"
         ) from error
     finally:
         if started:
             ray.shutdown()
+    if errors := [result for result in results if isinstance(result, str)]:
+        raise EngineError(f"a worker on Ray ended: {errors[0]}")
+    return results
 
 
 class _Actor:
     """One worker in a process of Ray's."""
 
     def work(self, source: str, worker: str, overrides: Mapping[str, Any], once: bool) -> WorkDone | str:
-        """Work; what is the input's fault comes back as words, since trying again would not help."""
+        """Work; an error in the input is returned as text, since a retry would not help."""
         try:
             return work(source, worker=worker, overrides=overrides, once=once)
         except StalewiseError as error:
             return str(error)
-
-
-def _told(answer: WorkDone | str) -> WorkDone:
-    if isinstance(answer, str):
-        raise EngineError(f"a worker on Ray ended: {answer}")
-    return answer

@@ -1,8 +1,8 @@
-"""Between a run directory here and its copy in a depot: checkpoints, rollouts, records. The manifest comes last.
+"""Copies checkpoints and rollouts between a run directory and an object store; the manifest comes last.
 
-Names in the depot are those of the run directory, but for two: a checkpoint's folder and a shard's file carry the
-beginning of a SHA-256 (`checkpoints/v000064-1f0c…/`, `shard-00004-9ab2….parquet`). So nothing that somebody may be
-reading is ever written over, and of two workers that made one shard the first manifest decides whose it is.
+Names there are those of the run directory, except that a checkpoint's folder and a shard's file carry the beginning of
+a SHA-256 (`checkpoints/v000064-1f0c…/`, `shard-00004-9ab2….parquet`). Thus nothing that may be being read is
+overwritten, and if two workers make one shard, the first manifest decides.
 """
 
 from __future__ import annotations
@@ -30,32 +30,31 @@ from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.store.manifest import BATCH_MANIFEST, read_shard_manifest, shard_manifest_path
 from stalewise.store.object_store import ObjectStore
 
-DIGITS = 12  # of a SHA-256 in a name; the whole of it is in the manifest
+DIGITS = 12  # of a SHA-256 in a name; the manifest has all of them
 _SHARD = re.compile(r"shard-(\d{5,})\.json")
-_LEARNERS = re.compile(r"(optimizer\w*|proximal)\.safetensors")  # of a checkpoint; whoever samples needs none of it
+_CHECKPOINT = re.compile(r"v(\d{6,})-[0-9a-f]+")
+_TRAINER_FILES = re.compile(r"(optimizer\w*|proximal)\.safetensors")  # of a checkpoint; samplers do not need them
 
 
-def digest_of(checkpoint: Path) -> str:
-    """What names a policy: the SHA-256 of its manifest, which has those of all its files."""
+def policy_digest(checkpoint: Path) -> str:
+    """Identifies a policy: the SHA-256 of its manifest, which has those of all its files."""
     return sha256_file(checkpoint / "manifest.json")
 
 
-def folder_of(version: int, digest: str) -> str:
-    """Where a policy lies in a depot."""
+def policy_folder(version: int, digest: str) -> str:
+    """Where a policy is in the object store."""
     return f"checkpoints/v{version:06d}-{digest[:DIGITS]}"
 
 
 class PolicySync:
-    """One run in a depot."""
+    """One run in an object store."""
 
     def __init__(self, object_store: ObjectStore) -> None:
         self.object_store = object_store
 
-    # ------------------------------------------------------------ checkpoints
-
     def publish_checkpoints(self, run: Path) -> None:
-        """Put those that are here and not there; remove those that are gone here."""
-        here = {folder_of(v, digest_of(checkpoint_directory(run, v))): v for v in versions(run)}
+        """Upload new checkpoints; remove those that are gone here."""
+        here = {policy_folder(v, policy_digest(checkpoint_directory(run, v))): v for v in versions(run)}
         for folder, version in here.items():
             if self.object_store.read(f"{folder}/manifest.json") is None:
                 directory = checkpoint_directory(run, version)
@@ -68,35 +67,31 @@ class PolicySync:
                 self.object_store.remove(f"checkpoints/{name}")
 
     def published(self) -> dict[int, str]:
-        """Versions that are whole there, and the folder of each."""
-        found: dict[int, str] = {}
-        for name in self.object_store.names("checkpoints"):
-            if (match := re.fullmatch(r"v(\d{6,})-[0-9a-f]+", name)) and self.object_store.read(
-                f"checkpoints/{name}/manifest.json"
-            ):
-                found[int(match[1])] = f"checkpoints/{name}"
-        return found
+        """Folders of the complete checkpoints there, by version."""
+        matches = (match for match in map(_CHECKPOINT.fullmatch, self.object_store.names("checkpoints")) if match)
+        complete = (match for match in matches if self.object_store.read(f"checkpoints/{match[0]}/manifest.json"))
+        return {int(match[1]): f"checkpoints/{match[0]}" for match in complete}
 
     def fetch_policy(self, version: int, digest: str, cache: Path) -> Path:
-        """A checkpoint without the learner's state, as a directory here; the one that was fetched before."""
-        folder = folder_of(version, digest)
+        """Download a checkpoint without the trainer's state, unless the cache has it."""
+        folder = policy_folder(version, digest)
         final = cache / folder
         if not final.is_dir():
-            self._fetch(folder, final, digest, wanted=lambda name: not _LEARNERS.fullmatch(name))
+            self._fetch(folder, final, digest, wanted=lambda name: not _TRAINER_FILES.fullmatch(name))
         return final
 
     def fetch_checkpoint(self, folder: str, final: Path) -> None:
-        """A whole checkpoint into a run directory."""
+        """Download a whole checkpoint."""
         self._fetch(folder, final, None, wanted=lambda name: True)
 
     def _fetch(self, folder: str, final: Path, digest: str | None, wanted: Callable[[str], bool]) -> None:
         content = self.object_store.read(f"{folder}/manifest.json")
         where = f"{self.object_store.where}/{folder}"
         if content is None:
-            raise StoreError(f"{where} is no checkpoint: its manifest.json is missing; is the learner of this run on?")
+            raise StoreError(f"{where} is no checkpoint: its manifest.json is missing; is the run's trainer running?")
         if digest is not None and hashlib.sha256(content).hexdigest() != digest:
-            raise StoreError(f"{where} has another manifest than the order names: another policy lies there")
-        files = _files(content, f"{where}/manifest.json")
+            raise StoreError(f"{where} has another manifest than the order names: another policy is there")
+        files = _checkpoint_files(content, f"{where}/manifest.json")
         temporary = temporary_name(final)
         make_directory(temporary)
         try:
@@ -105,19 +100,17 @@ class PolicySync:
                     (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                     self._download(f"{folder}/{name}", temporary / name, expected)
             (temporary / "manifest.json").write_bytes(content)
-            if not final.exists():  # another worker that shares this cache may have been quicker
+            if not final.exists():  # another worker with the same cache may have been faster
                 commit_directory(temporary, final)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-
-    # ------------------------------------------------------------ rollouts
 
     def shards(self, batch: str) -> set[int]:
         """Shards of a generation batch that are committed there."""
         return {int(match[1]) for match in map(_SHARD.fullmatch, self.object_store.names(f"rollouts/{batch}")) if match}
 
     def publish_shard(self, directory: Path, index: int) -> bool:
-        """Put a committed shard there; False where somebody else's is there, which stays."""
+        """Upload a committed shard; False if another one is there, which stays."""
         manifest = read_json(shard_manifest_path(directory, index))
         folder, name = f"rollouts/{directory.name}", _remote_name(index, manifest["sha256"])
         self.object_store.upload(shard_path(directory, index), f"{folder}/{name}")
@@ -130,12 +123,12 @@ class PolicySync:
         return False
 
     def fetch_shard(self, directory: Path, index: int) -> None:
-        """Get a shard that is committed there, compare every byte with its manifest, and commit it here."""
+        """Download a committed shard, compare every byte with its manifest, and commit it here."""
         manifest = self._manifest(directory.name, index)
         path, manifest_path = shard_path(directory, index), shard_manifest_path(directory, index)
         temporary = temporary_name(path)
         make_directory(directory)
-        manifest_path.unlink(missing_ok=True)  # what it described is not here
+        manifest_path.unlink(missing_ok=True)  # its shard is not here
         try:
             self._download(f"rollouts/{directory.name}/{manifest['file']}", temporary, manifest)
             path.unlink(missing_ok=True)
@@ -146,16 +139,16 @@ class PolicySync:
         read_shard_manifest(directory, index)  # refuses another format
 
     def drop_misfits(self, batch: str, fits: Callable[[Mapping[str, Any]], bool]) -> list[int]:
-        """Remove shards there that were made for an order which was taken back; say which."""
-        gone = [index for index in self.shards(batch) if not fits(self._manifest(batch, index).get("extra", {}))]
-        if gone:
+        """Remove shards there that were made for a withdrawn order; returns their indices."""
+        dropped = [index for index in self.shards(batch) if not fits(self._manifest(batch, index).get("extra", {}))]
+        if dropped:
             self.object_store.remove(f"rollouts/{batch}/{BATCH_MANIFEST}")
-        for index in gone:
+        for index in dropped:
             self.object_store.remove(f"rollouts/{batch}/shard-{index:05d}.json")
-        return gone
+        return dropped
 
     def publish_batch(self, directory: Path) -> None:
-        """Commit a generation batch there: all of its shards, then its manifest; what no manifest names is removed."""
+        """Commit a generation batch there: shards, then the manifest; files that no manifest names are removed."""
         folder, there = f"rollouts/{directory.name}", self.shards(directory.name)
         for shard in committed_shards(directory):
             if shard.index not in there:
@@ -170,7 +163,7 @@ class PolicySync:
                 self.object_store.remove(f"{folder}/{name}")
 
     def is_published(self, directory: Path) -> bool:
-        """Whether the generation batch that is committed here is committed there, too."""
+        """Whether a generation batch that is committed here is committed there, too."""
         if self.object_store.read(f"rollouts/{directory.name}/{BATCH_MANIFEST}") is None:
             return False
         return self.shards(directory.name) == {shard.index for shard in read_batch_manifest(directory).shards}
@@ -182,17 +175,18 @@ class PolicySync:
             assert isinstance(record, dict) and isinstance(record["file"], str) and "/" not in record["file"]
             return record
         except (ValueError, KeyError, AssertionError):
+            where = f"{self.object_store.where}/{name}"
             raise StoreError(
-                f"{self.object_store.where}/{name} is half written or no manifest: remove it, and the shard is made again"
+                f"{where} is half written or no manifest: remove it, and the shard is made again"
             ) from None
 
     def _download(self, name: str, path: Path, expected: Mapping[str, Any]) -> None:
-        """Believe nothing that is not as its manifest says."""
+        """Download a file and compare it with its manifest."""
         self.object_store.download(name, path)
         if path.stat().st_size != expected["bytes"] or sha256_file(path) != expected["sha256"]:
             raise StoreError(
-                f"{self.object_store.where}/{name} is half written or damaged: {path.stat().st_size} bytes that are not the "
-                f"{expected['bytes']} of its manifest; remove it and its manifest, and run the same command again"
+                f"{self.object_store.where}/{name} is half written or damaged: {path.stat().st_size} bytes that are "
+                f"not the {expected['bytes']} of its manifest; remove both, and run the same command again"
             )
 
 
@@ -200,14 +194,14 @@ def _remote_name(index: int, sha256: str) -> str:
     return f"shard-{index:05d}-{sha256[:DIGITS]}.parquet"
 
 
-def _files(content: bytes, where: str) -> dict[str, dict[str, Any]]:
+def _checkpoint_files(content: bytes, where: str) -> dict[str, dict[str, Any]]:
     try:
         record = json.loads(content)
         if record["format"] != CHECKPOINT_FORMAT:
             raise StoreError(f"{where} has format {record['format']}; this release reads {CHECKPOINT_FORMAT}")
         files = dict(record["files"])
     except (ValueError, KeyError, TypeError):
-        raise StoreError(f"{where} is half written or no manifest: run the learner again, it puts it there") from None
+        raise StoreError(f"{where} is half written or no manifest: run the trainer again, it uploads it") from None
     if bad := [name for name in files if name.startswith("/") or ".." in Path(name).parts]:
-        raise StoreError(f"{where} names {bad[0]}, which lies outside of the checkpoint: it is not one of ours")
+        raise StoreError(f"{where} names {bad[0]}, which is outside of the checkpoint: it is not from stalewise")
     return files
