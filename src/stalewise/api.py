@@ -84,9 +84,9 @@ def generate(
             if checkpoint is not None:
                 orchestrator.claim()
                 wanted = _batches_of_checkpoint(orchestrator, Path(checkpoint))
-                check_sampling_memory(config, str(checkpoint))
+                check_sampling_memory(config.model, config.sampler.engine, str(checkpoint))
                 return [orchestrator.generate(g, Path(checkpoint)) for g in wanted]
-            check_sampling_memory(config, orchestrator.newest_policy())
+            check_sampling_memory(config.model, config.sampler.engine, orchestrator.newest_policy())
             orchestrator.prepare()
             newest = versions(config.directory)[-1]
             if batch is None:
@@ -186,7 +186,7 @@ def evaluate(
         chosen = make_evaluation_file(str(file), **{**_form_of(own), **(options or {})})
     else:
         chosen = make_task(config.task.name, seed=config.seed, **config.task.options)
-    check_sampling_memory(config, str(policy.checkpoint))
+    check_sampling_memory(config.model, config.sampler.engine, str(policy.checkpoint))
     sampler = make_sampler(config)
     try:
         # A task keeps its own prompts apart; those that came before it in the policy's line may know them.
