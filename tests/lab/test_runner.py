@@ -26,11 +26,13 @@ from experiments.lab.pages import import_results
 from experiments.lab.results import LARGEST_BYTES, read_results, text_of
 from experiments.lab.runner import ordered_jobs, record_machine
 
-from stalewise.config import RunConfig
+from stalewise.api import run
+from stalewise.config import make_config
 from stalewise.errors import ConfigError
 from stalewise.store import batch_directories, open_batch
 from stalewise.store.checkpoints import checkpoint_directory
 from stalewise.trainer.trainer import Trainer
+from tiny import tiny_record
 
 BASES = """
 [tiny.task]
@@ -327,10 +329,12 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- measuring
 
 
-def test_the_gradient_is_that_of_an_update_and_changes_nothing(tiny_run: RunConfig) -> None:
-    rows = open_batch(batch_directories(tiny_run.directory / "rollouts")[0])
+def test_the_gradient_is_that_of_an_update_and_changes_nothing(tmp_path: Path) -> None:
+    config = make_config(tiny_record(tmp_path, checkpoints={"keep": 8}))
+    run(config)
+    rows = open_batch(batch_directories(config.directory / "rollouts")[0])
     chosen = rows.take(np.sort(rows.column("rollout_id")))
-    trainer = Trainer(tiny_run, checkpoint_directory(tiny_run.directory, 0))
+    trainer = Trainer(config, checkpoint_directory(config.directory, 0))
     weights = [parameter.detach().clone() for parameter in trainer.names]
     gradient = trainer.gradient(chosen)
     assert all(torch.equal(a, b) for a, b in zip(weights, trainer.names, strict=True))

@@ -62,7 +62,7 @@ class Bars(_ConsoleCallback):
         if self._progress is None:
             return
         (task,) = self._progress.tasks
-        fields = {"note": escape(note)} if note else {}
+        fields: dict[str, Any] = {"note": escape(note)} if note else {}
         self._progress.update(task.id, advance=amount, **fields)
         if task.finished:
             self.close()

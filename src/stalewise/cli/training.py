@@ -185,6 +185,7 @@ def inspect(
     from stalewise.cli import tables
     from stalewise.reporting.inspection import inspect_group, inspect_rollout, inspect_run
 
+    record: Any
     print_record: Callable[[Any], None]
     if rollout is not None:
         record, print_record = inspect_rollout(run, rollout), tables.print_rollout

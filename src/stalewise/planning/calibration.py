@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,14 +159,7 @@ class SweepRun:
     @property
     def observation(self) -> Observation:
         """What the law is fitted to."""
-        return Observation(
-            self.staleness,
-            self.learning_rate,
-            self.updates,
-            self.collapsed_at,
-            self.update_norm_per_lr,
-            self.resolution,
-        )
+        return Observation(**{one.name: getattr(self, one.name) for one in fields(Observation)})
 
 
 @dataclass(frozen=True, slots=True)

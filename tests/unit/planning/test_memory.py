@@ -144,7 +144,7 @@ def test_activations_are_what_autograd_keeps(precision: str) -> None:
 
 
 def test_what_a_config_does_not_say_is_unknown(tmp_path: Path) -> None:
-    assert model_shape(str(tmp_path), config()) is None
+    assert model_shape(str(tmp_path), config().model) is None
     assert check_memory(config(), str(tmp_path)) == ""
     (tmp_path / "config.json").write_text('{"model_type": "no such thing"}')
     assert estimate(config(), str(tmp_path)) is None

@@ -50,7 +50,7 @@ def test_a_probe_measures_a_real_run(tmp_path: Path, runs: Path) -> None:
     planned = call("plan", file, "--set", "schedule.updates=8", "--set", "schedule.stages=2")
     assert planned.exit_code == 3
     assert "time: about" in planned.stdout
-    assert "no safe learning rate is known: the calibration has a probe alone; `stalewise sweep" in planned.stderr
+    assert "no safe learning rate is known: there is a probe, but no sweep; run `stalewise sweep" in planned.stderr
 
 
 def test_a_probe_that_is_too_short_is_refused(tmp_path: Path, runs: Path) -> None:

@@ -21,7 +21,8 @@ BISECTIONS = 80
 RENEWAL_POINTS = 512
 
 
-Positive, NotNegative = Annotated[float, Field(gt=0)], Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 CHECKED = ConfigDict(extra="forbid", allow_inf_nan=False)  # of a table of the cluster file
 
