@@ -1,5 +1,5 @@
-"""The claims of the papers as experiments: definitions, runs, kept results, verdicts, figures and pages.
+"""The papers' claims as experiments: definitions, runs, kept results, verdicts, figures and pages.
 
-Definitions are files under `experiments/`; see docs/experiments.md. What makes runs imports neither typer, rich nor
-plotly, so that it works on a machine that has little more than torch.
+`python -m experiments.lab` runs them; docs/experiments.md explains the definitions under `experiments/`. Imports
+none of typer, rich and plotly, so that it works on a machine with little more than torch.
 """

@@ -1,6 +1,6 @@
-"""`python -m experiments.lab`: makes the runs of experiments where little more than torch is installed.
+"""Run the experiments that test the papers' claims, judge them by their rules, and write their pages.
 
-Figures and pages are rendered elsewhere, from the results: `stalewise reproduce all --render-only --from DIR`.
+Needs only what training needs (torch, transformers, numpy, pyarrow, pydantic, safetensors, scipy).
 """
 
 from __future__ import annotations
@@ -8,44 +8,131 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
-from experiments.lab.definition import SETTINGS, load_experiments
-from experiments.lab.reproducing import default_experiments, reproduce
+from experiments.lab.definition import SETTINGS, Experiment, load_experiments
+from experiments.lab.pages import describe_runs, found, import_results, render, results_table, write_files
+from experiments.lab.results import read_results, results_name
+from experiments.lab.runner import LabResult, default_experiments, run_experiments
+from experiments.lab.verdicts import rules
 
-from stalewise.errors import StalewiseError
+from stalewise.errors import ConfigError, StalewiseError
 
 
-def main() -> None:
-    """Parse, run, print one JSON object."""
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m experiments.lab", description=__doc__)
-    parser.add_argument("names", nargs="+", help="experiments, or all")
-    parser.add_argument("--setting", choices=SETTINGS, default="lab")
-    parser.add_argument("--seeds", type=int, help="fewer seeds than the experiments ask for")
-    parser.add_argument("--workers", type=int, help="jobs side by side")
-    parser.add_argument("--deadline-s", type=float, help="start no job after so many seconds")
-    parser.add_argument("--out", type=Path, default=Path("runs/reproduce"))
-    parser.add_argument("--experiments", type=Path, default=default_experiments())
-    parser.add_argument("--keep-runs", action="store_true", help="keep weights and rollouts, too")
-    arguments = parser.parse_args()
+    option = parser.add_argument
+    option("names", nargs="*", metavar="NAME", help="experiments, or all; without a name: list them")
+    option("--setting", choices=SETTINGS, default="lab", help="lab (embedded policies) or real (a language model)")
+    option("--seeds", type=positive_integer, help="run fewer seeds than the experiment asks for")
+    option("--workers", type=positive_integer, help="number of jobs at a time")
+    option("--out", type=Path, default=Path("runs/reproduce"), help="directory for runs and results")
+    option("--deadline-s", type=float, help="start no job after this many seconds")
+    option("--render-only", action="store_true", help="run nothing; render from kept results")
+    option("--no-render", action="store_true", help="write results to --out only; leave experiments/ and docs/ alone")
+    option("--from", dest="source", type=Path, help="with --render-only: first import results from this directory")
+    option("--replace", action="store_true", help="let results of fewer jobs replace the kept ones")
+    option("--keep-runs", action="store_true", help="keep the weights and rollouts of every run")
+    option("--experiments", type=Path, help="directory of the experiments' definitions")
+    option("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_args(words)
+    if arguments.source is not None and not arguments.render_only:
+        raise ConfigError("--from needs --render-only: it imports results made elsewhere")
+    if arguments.render_only and arguments.no_render:
+        raise ConfigError("--render-only and --no-render exclude each other: give one of them")
+    return arguments
+
+
+def positive_integer(text: str) -> int:
+    """Type of an argument; argparse names it in its message."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status."""
     try:
-        names = [] if arguments.names == ["all"] else arguments.names
-        found = reproduce(
-            load_experiments(arguments.experiments, names),
+        return _main(parse(words))
+    except StalewiseError as error:
+        _log(f"error: {' '.join(str(error).split())}")
+        return error.exit_code
+
+
+def _main(arguments: argparse.Namespace) -> int:
+    root, source = arguments.experiments or default_experiments(), arguments.source
+    chosen = load_experiments(root, [] if arguments.names in ([], ["all"]) else arguments.names)
+    result: LabResult | None = None
+    if arguments.names and not arguments.render_only:
+        result = run_experiments(
+            chosen,
             arguments.setting,
             out=arguments.out,
             seeds=arguments.seeds,
             workers=arguments.workers,
             deadline_s=arguments.deadline_s,
             keep_runs=arguments.keep_runs,
-            log=lambda text: print(text, file=sys.stderr, flush=True),
+            log=_log,
         )
-    except StalewiseError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    print(json.dumps({**asdict(found), "results": [str(path) for path in found.results]}))
+        source = arguments.out
+    if arguments.names and not arguments.no_render:
+        render_pages(root, source, replace=arguments.replace)
+    if arguments.names and source is not None:
+        _log_unkept_results(chosen, source)
+    _print(chosen, result, arguments.json)
+    return 1 if result is not None and result.failed else 0
+
+
+def _log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def render_pages(root: Path, source: Path | None, *, replace: bool) -> None:
+    """Import results from `source`, then write the pages of all experiments and the table of all."""
+    experiments = load_experiments(root)
+    for refusal in import_results(experiments, source, replace=replace) if source is not None else ():
+        _log(refusal)
+    files = render(experiments)
+    if (root.parent / "docs").is_dir():
+        files[root.parent / "docs" / "results.md"] = results_table(experiments)
+    write_files(files)
+
+
+def _log_unkept_results(experiments: Sequence[Experiment], source: Path) -> None:
+    """Log the verdicts of results in `source` that are not the kept ones."""
+    for experiment in experiments:
+        for setting in experiment.settings:
+            own, kept = (path / results_name(setting) for path in (source / experiment.name, experiment.directory))
+            if own.is_file() and not (kept.is_file() and own.read_bytes() == kept.read_bytes()):
+                results = read_results(own)
+                finding = rules()[experiment.table.verdict](results)
+                _log(f"{own}: {finding.verdict} ({finding.ours}); {describe_runs(results)}")
+
+
+def _print(experiments: Sequence[Experiment], result: LabResult | None, as_json: bool) -> None:
+    verdicts = {
+        experiment.name: {
+            setting: {"verdict": finding.verdict, "ours": finding.ours}
+            for setting, (_, finding) in found(experiment).items()
+        }
+        for experiment in experiments
+    }
+    record: dict[str, Any] = {} if result is None else asdict(result) | {"results": list(map(str, result.results))}
+    if as_json:
+        print(json.dumps({**record, "experiments": verdicts}))
+        return
+    for experiment in experiments:
+        print(f"{experiment.table.number}. {experiment.name}: {experiment.table.claim}")
+        for setting in experiment.settings:
+            one = verdicts[experiment.name].get(setting, {"verdict": "not run yet", "ours": ""})
+            print(f"   {setting}: {one['verdict']}" + (f" ({one['ours']})" if one["ours"] else ""))
+    for name, reason in record.get("failed", {}).items():
+        _log(f"failed: {name}: {reason}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

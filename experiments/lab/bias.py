@@ -1,20 +1,19 @@
-"""How far the gradient on stale rollouts is from the one on fresh rollouts, at the same parameters.
+"""Distance between the gradient on stale rollouts and the one on fresh rollouts, at the same parameters.
 
-A policy learns from rollouts of version 0 until it is S updates old. There two gradients are taken through the
-learner, without a step: on rollouts of version 0, and on rollouts that this very policy makes of the same prompts.
-Both are estimates from a sample, so their plain distance would be mostly noise. Each is therefore taken on two halves
-of the prompts, and products are of different halves: (s₁ − f₁)·(s₂ − f₂) has the expectation ‖E s − E f‖².
+A policy learns from rollouts of version 0 until it is S updates old. There the trainer computes two gradients without a
+step: on rollouts of version 0, and on fresh rollouts of the same prompts. Both are sample estimates, so their plain
+distance would be mostly noise. Each is therefore computed on two halves of the prompts, and products use different
+halves: (s₁ − f₁)·(s₂ − f₂) has the expectation ‖E s − E f‖².
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from experiments.lab.thin import rounded
+from experiments.lab.downsample import rounded
 from torch import Tensor
 
 from stalewise.api import run
@@ -32,11 +31,11 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
     "µ-GRPO": {"name": "mu_grpo", "params": {}},
     "P3O": {"name": "p3o", "params": {}},
 }
-FRESH_SEED = 1 << 40  # other than that of any run, so that no rollout is sampled twice
+FRESH_SEED = 1 << 40  # unlike the seed of any run, so that no rollout is sampled twice
 
 
 def measure_bias(config: RunConfig, *, ages: Sequence[int], prompts: int) -> dict[str, Any]:
-    """Train on one stage of version 0 with a checkpoint at each age, and measure there."""
+    """Train on one stage of version 0 with a checkpoint at each age, and measure at each."""
     record = config.model_dump(mode="json")
     record["checkpoints"] = {"every": math.gcd(*ages), "keep": len(range(0, max(ages) + 1, math.gcd(*ages))) + 1}
     config = make_config(record, source="bias")
@@ -54,7 +53,7 @@ def measure_bias(config: RunConfig, *, ages: Sequence[int], prompts: int) -> dic
 
 
 def distance(stale: tuple[Tensor, Tensor], fresh: tuple[Tensor, Tensor]) -> dict[str, float | None]:
-    """Bias relative to the fresh gradient, their cosine, and the ratio of their norms, from two halves of each."""
+    """Bias relative to the fresh gradient, cosine, and ratio of norms, from two halves of each gradient."""
     (s1, s2), (f1, f2) = ([half.double() for half in halves] for halves in (stale, fresh))
     norm_s, norm_f = float(s1 @ s2), float(f1 @ f2)
     across = float(s1 @ f2 + s2 @ f1) / 2
@@ -69,8 +68,8 @@ def distance(stale: tuple[Tensor, Tensor], fresh: tuple[Tensor, Tensor]) -> dict
 
 
 def _rollouts(config: RunConfig, version: int, prompts: int) -> Batch:
-    """Rollouts of a version to prompts that its training did not use; what is there is not made again."""
-    place = config.directory / "bias"
+    """Rollouts of a version on prompts its training did not use; existing ones are reused."""
+    directory = config.directory / "bias"
     plan = BatchPlan(
         generation_batch=version,
         version=version,
@@ -83,15 +82,15 @@ def _rollouts(config: RunConfig, version: int, prompts: int) -> Batch:
     task, sampler = make_task(config.task.name, seed=config.seed, **config.task.options), make_sampler(config)
     try:
         checkpoint = checkpoint_directory(config.directory, version)
-        generate_batch(plan, checkpoint=checkpoint, rollouts=place, task=task, sampler=sampler)
+        generate_batch(plan, checkpoint=checkpoint, rollouts=directory, task=task, sampler=sampler)
     finally:
         sampler.close()
         task.verifier.close()
-    return open_batch(batch_directory(Path(place), version=version, generation_batch=version))
+    return open_batch(batch_directory(directory, version=version, generation_batch=version))
 
 
 def _halves(config: RunConfig, age: int, batch: Batch, objective: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The gradient of an objective at the policy of this age, on the groups of either half."""
+    """Gradients of an objective at the policy of this age, one for each half of the groups."""
     record = {**config.model_dump(mode="json"), "objective": {**objective}}
     trainer = Trainer(make_config(record, source="bias"), checkpoint_directory(config.directory, age))
     group, rollout_id = batch.column("group"), batch.column("rollout_id")

@@ -1,6 +1,6 @@
-"""What an experiment is: a claim, the arms that test it in each setting, and the jobs that these come to.
+"""Experiment definitions: a claim, the arms that test it in each setting, and the jobs of these arms.
 
-Read from `experiments/NAME/experiment.toml`; tables that several experiments share are in `experiments/bases.toml`.
+Read from `experiments/NAME/experiment.toml`; `experiments/bases.toml` holds tables that experiments share.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from stalewise.errors import ConfigError, nearest
 
 SETTINGS = ("lab", "real")
 FILE, BASES = "experiment.toml", "bases.toml"
-FIRST_SEED = 1  # 0 was for finding out where to look, so it may not judge
-WARM = "warm:"  # model.path of a policy that a warm start makes, as in warm:chains
+FIRST_SEED = 1  # seed 0 was used to choose settings, so it is in no result
+WARM = "warm:"  # prefix of model.path for a policy made by a warm start, as in warm:chains
 
 Kind = Literal["train", "learn", "evaluate", "bias", "warm"]
 
 
 class Source(Section):
-    """Where a claim stands."""
+    """Where the claim was published."""
 
     paper: str = Field(description="Whose claim it is.")
     place: str = Field(description="Figure, table or section.")
@@ -37,17 +37,17 @@ class Source(Section):
 
 
 class ArmTable(Section):
-    """One arm, or as many as the values of its axes combine to."""
+    """One arm, or one per combination of its axes' values."""
 
-    name: str = Field(description="What figures call it; {axis} stands for the value of an axis.")
+    name: str = Field(description="Name in figures; {axis} is replaced by the axis' value.")
     kind: Literal["train", "learn", "evaluate", "bias"] = Field(default="train", description="What its jobs do.")
-    of: str = Field(default="", description="For learn and evaluate: the arm whose rollouts or final policy is taken.")
-    seeds: int | None = Field(default=None, ge=1, description="Seeds of this arm, where it has its own number.")
-    late: bool = Field(default=False, description="Its jobs come after those of other arms of the same seed.")
+    of: str = Field(default="", description="For learn and evaluate: the arm whose rollouts or policy is used.")
+    seeds: int | None = Field(default=None, ge=1, description="Number of seeds, if not that of the setting.")
+    late: bool = Field(default=False, description="Run its jobs after other arms of the same seed.")
     axes: dict[str, dict[str, dict[str, Any]]] = Field(
-        default_factory=dict, description="Axis → value → settings; arms are all combinations."
+        default_factory=dict, description="Axis → value → settings; one arm per combination."
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="Of the job, where it is no training.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of a job that is not a training run.")
     set: dict[str, Any] = Field(default_factory=dict, description="Settings of the run.")
 
     @model_validator(mode="after")
@@ -61,14 +61,14 @@ class SettingTable(Section):
     """How the claim is tested in one setting."""
 
     base: str = Field(description="Table of experiments/bases.toml that every run starts from.")
-    seeds: int = Field(ge=1, description="How many seeds every arm has: 1, 2, …")
-    task: str = Field(default="", description="What is learned, in words.")
-    set: dict[str, Any] = Field(default_factory=dict, description="Settings of every run, over the base.")
+    seeds: int = Field(ge=1, description="Number of seeds of every arm, from seed 1.")
+    task: str = Field(default="", description="Description of the task.")
+    set: dict[str, Any] = Field(default_factory=dict, description="Settings of every run; override the base.")
     arms: list[ArmTable] = Field(min_length=1)
 
 
 class ExperimentTable(Section):
-    """The file."""
+    """Content of experiment.toml."""
 
     number: int = Field(ge=1)
     title: str
@@ -76,15 +76,15 @@ class ExperimentTable(Section):
     sources: list[Source] = Field(min_length=1)
     verdict: str = Field(description="Function of `experiments.lab.verdicts`; its docstring is the rule.")
     metrics: list[str] = Field(default_factory=list, description="Metrics whose curves are kept.")
-    words: str = Field(default="", description="What a reader should know besides.")
-    reading: str = Field(default="", description="What we make of the results, written after them.")
+    words: str = Field(default="", description="Further notes for the reader.")
+    reading: str = Field(default="", description="Interpretation, written after the results.")
     lab: SettingTable | None = None
     real: SettingTable | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One arm of an experiment: a name, where it stands on each axis, and what it does."""
+    """One arm of an experiment: its name, axis values and settings."""
 
     name: str
     kind: Kind
@@ -98,22 +98,22 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One piece of work with a result of its own. Equal jobs of different experiments have the same key."""
+    """One unit of work with a result. Equal jobs of different experiments have the same key."""
 
     key: str
     kind: Kind
-    config: dict[str, Any]  # of the run, without name and place
-    needs: tuple[str, ...] = ()  # keys of jobs that must be done before
+    config: dict[str, Any]  # of the run, without name and directory
+    needs: tuple[str, ...] = ()  # keys of jobs that must be done first
     options: dict[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """What a worker is told."""
+        """The job as sent to a worker."""
         return {"key": self.key, "kind": self.kind, "config": self.config, "needs": self.needs, "options": self.options}
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """An experiment as its file defines it."""
+    """An experiment as defined by its file."""
 
     name: str
     directory: Path
@@ -122,18 +122,18 @@ class Experiment:
 
     @property
     def settings(self) -> list[str]:
-        """The settings that it has, lab first."""
+        """Names of its settings, lab first."""
         return [name for name in SETTINGS if getattr(self.table, name) is not None]
 
     def setting(self, name: str) -> SettingTable:
-        """One of them; a ConfigError where it has no such."""
+        """One setting; a ConfigError if it is not defined."""
         found = getattr(self.table, name)
         if found is None:
             raise ConfigError(f"experiment {self.name} has no setting {name}; it has {', '.join(self.settings)}")
         return found
 
     def arms(self, setting: str) -> list[Arm]:
-        """All arms in the order of the file."""
+        """All arms in file order."""
         table = self.setting(setting)
         base = merged(self._base(table.base), table.set)
         return [arm for rows in table.arms for arm in _expand(rows, base, table.seeds)]
@@ -144,7 +144,7 @@ class Experiment:
         return self.bases[name]
 
     def jobs(self, setting: str, seeds: int | None = None) -> Iterator[tuple[Arm, int, list[Job]]]:
-        """For each arm and seed its job, with those that it needs before it."""
+        """For each arm and seed its job, preceded by the jobs it needs."""
         arms = {arm.name: arm for arm in self.arms(setting)}
         if len(arms) < len(self.arms(setting)):
             raise ConfigError(f"{self.directory / FILE}: two arms of the setting {setting} have the same name")
@@ -166,7 +166,7 @@ class Experiment:
 
 
 def warm_job(name: str, bases: Mapping[str, Any]) -> Job:
-    """The supervised warm start of that name, as `bases.toml` defines it."""
+    """The supervised warm start of this name in `bases.toml`."""
     warm = bases.get("warm", {})
     if name not in warm:
         raise ConfigError(f"model.path {WARM}{name}: no such warm start in {BASES}; {nearest(name, warm)}")
@@ -174,12 +174,12 @@ def warm_job(name: str, bases: Mapping[str, Any]) -> Job:
 
 
 def checked(record: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """A run's settings with defaults filled in, without what does not belong to its identity."""
+    """A run's settings with defaults, restricted to those that identify it."""
     return make_config(record, source=source).identity() | {"learner": dict(record.get("learner", {}))}
 
 
 def run_config(job_config: Mapping[str, Any], *, name: str, runs: Path, model: str | None = None) -> RunConfig:
-    """The config of a job's run, at its place; `model` is where its warm start lies."""
+    """Config of a job's run; `model` is the path of its warm start."""
     record = {**job_config, "name": name, "runs": str(runs)}
     if model is not None:
         record["model"] = {**record["model"], "path": model}
@@ -187,12 +187,12 @@ def run_config(job_config: Mapping[str, Any], *, name: str, runs: Path, model: s
 
 
 def digest(content: Mapping[str, Any]) -> str:
-    """A short name for some content, the same on every machine."""
+    """A short hash of some content, the same on every machine."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested tables, the second over the first; a table `{}` in the second clears nothing.
+    """Merge nested tables; values of the second win. An empty table in the second clears nothing.
 
     >>> merged({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}, "b": 4})
     {'a': {'x': 1, 'y': 3}, 'b': 4}
@@ -220,7 +220,7 @@ def _filled(template: str, place: Mapping[str, str]) -> str:
 
 
 def load_experiment(directory: Path) -> Experiment:
-    """Read one experiment; everything wrong with its file is one ConfigError."""
+    """Read one experiment; any problem with its file is a ConfigError."""
     path = directory / FILE
     bases = directory.parent / BASES
     try:
@@ -232,10 +232,10 @@ def load_experiment(directory: Path) -> Experiment:
 
 
 def load_experiments(root: Path, names: Sequence[str] = ()) -> list[Experiment]:
-    """All experiments under a directory, or those named, by number."""
+    """Experiments under a directory, all or by name, ordered by number."""
     found = {path.parent.name: path.parent for path in sorted(root.glob(f"*/{FILE}"))}
     if not found:
-        raise ConfigError(f"{root} holds no experiment: run from a checkout of stalewise, or say --experiments DIR")
+        raise ConfigError(f"{root} holds no experiment: run from a checkout of stalewise, or pass --experiments DIR")
     for name in names:
         if name not in found:
             raise ConfigError(f"there is no experiment {name}; {nearest(name, found)}")

@@ -1,4 +1,4 @@
-"""Figures as SVG, from numbers alone: panels of curves or points, and rows of means with intervals."""
+"""SVG figures: panels of curves or points, and rows of means with intervals."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ WIDTH, PANEL_HEIGHT, ROW_HEIGHT = 960, 260, 22
 LEFT, RIGHT, TOP, BOTTOM = 56, 16, 34, 44  # margins of a panel
 LEGEND_ROW = 20
 
-Point = tuple[float, float, float, float]  # x, y, low, high; low = high = y where there is no interval
+Point = tuple[float, float, float, float]  # x, y, low, high; low = high = y without an interval
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """One curve, or one kind of points."""
+    """One curve or set of points."""
 
     name: str
     points: Sequence[Point]
@@ -28,7 +28,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Curves or points in one pair of axes."""
+    """Series on one pair of axes."""
 
     title: str
     series: Sequence[Series]
@@ -41,7 +41,7 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A mean with its interval, beside its name; `colour` groups rows."""
+    """A labelled mean with its interval; `colour` groups rows."""
 
     name: str
     value: float
@@ -53,7 +53,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Means under each other."""
+    """A block of rows."""
 
     title: str
     rows: Sequence[Row]
@@ -77,7 +77,7 @@ class _Sheet:
 
 
 def draw_panels(title: str, panels: Sequence[Panel], columns: int = 2) -> str:
-    """Panels side by side with one legend below; the same name has the same colour everywhere."""
+    """Panels side by side above one legend; a name has the same colour in all panels."""
     names = list(dict.fromkeys(series.name for panel in panels for series in panel.series if series.name))
     given = {series.name: series.colour for panel in panels for series in panel.series if series.colour}
     colours = {name: given.get(name) or COLOURS[place % len(COLOURS)] for place, name in enumerate(names)}
@@ -98,7 +98,7 @@ def draw_panels(title: str, panels: Sequence[Panel], columns: int = 2) -> str:
 
 
 def draw_rows(title: str, blocks: Sequence[Rows]) -> str:
-    """Blocks of means under each other, on one scale each."""
+    """Blocks of rows under each other, each with its own scale."""
     height = 30.0
     sheet = _Sheet()
     longest = max((len(row.name) for block in blocks for row in block.rows), default=0)

@@ -1,4 +1,4 @@
-"""Which figures an experiment has, from its kept results: SVG text by the end of a file name."""
+"""Figures of each experiment from its kept results: SVG text by file name suffix."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from itertools import product
 
 import numpy as np
-from experiments.lab.compared import tuned
+from experiments.lab.comparisons import tuned
 from experiments.lab.draw import COLOURS, Panel, Point, Row, Rows, Series, draw_panels, draw_rows
 from experiments.lab.law import Observed, bias_points, describe_fit, largest_stable, observations
 from experiments.lab.results import ArmResult, Measure, Results, final
@@ -29,7 +29,7 @@ def _rows(title: str, arms: Sequence[ArmResult], label: Callable[[ArmResult], st
 
 
 def clipping_dilemma(results: Results) -> Figures:
-    """Accuracy and clipped tokens of both clips, at every µ and η."""
+    """Accuracy and clipped tokens of both clips at every µ and η."""
     panels: list[Panel] = []
     for rate in results.values("rate"):
         arms = results.where(rate=rate)
@@ -76,7 +76,7 @@ def _axis(axis: str) -> Callable[[ArmResult], str]:
 
 
 def accuracy_at_speed(results: Results) -> Figures:
-    """Accuracy against seconds, each method at its best η; and every arm's final accuracy."""
+    """Accuracy against seconds with each method at its best η, and the final accuracy of every arm."""
     trained = [arm for arm in results.arms if arm.kind == "train" and "method" in arm.axes]
     hard = [arm for arm in results.arms if "hard" in arm.axes]
     chosen: list[ArmResult] = []
@@ -131,7 +131,7 @@ def two_anchors(results: Results) -> Figures:
 
 
 def the_law(results: Results) -> Figures:
-    """Who survived by S and η with the fitted constraints; and the bias of the gradient against S·η."""
+    """Survival by S and η with the fitted constraints, and the bias of the gradient against S·η."""
     found = observations(results)
     fitted, _ = describe_fit(found)
     panels: list[Panel] = []
@@ -204,7 +204,7 @@ def _point(x: float, y: float) -> Point:
 
 
 def _side_by_side(points: Sequence[tuple[float, float]]) -> list[Point]:
-    """Seeds beside each other, or one would hide the other."""
+    """Shift equal points so that seeds do not hide each other."""
     seen: dict[tuple[float, float], int] = {}
     placed: list[Point] = []
     for x, y in points:
@@ -231,7 +231,7 @@ def pass_at_k(results: Results) -> Figures:
 
 
 def ours(results: Results) -> Figures:
-    """Accuracy by seconds at every η; and what one stored stage teaches."""
+    """Accuracy by seconds at every η, and final accuracies after one stored stage."""
     panels = [
         Panel(
             f"η {rate}",
@@ -249,6 +249,6 @@ def ours(results: Results) -> Figures:
 
 
 def figures() -> dict[str, Callable[[Results], Figures]]:
-    """What is drawn, by the name of the rule."""
+    """Figure functions by the name of the rule."""
     listed = (clipping_dilemma, where_the_harm_is, accuracy_at_speed, no_knob, mismatch, two_anchors, the_law)
     return {made.__name__: made for made in (*listed, pass_at_k, ours)}

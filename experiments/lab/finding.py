@@ -1,7 +1,7 @@
-"""What a verdict is, and when a difference counts.
+"""Verdicts, and when a difference counts.
 
-Beyond doubt means: the 95% interval over seeds (Student's t, paired by seed) lies on one side. Of one seed there is no
-interval; then a difference counts if it is more than 0.05, and the page says that it rests on one seed.
+"Beyond doubt" means that the 95% interval over seeds (Student's t, paired by seed) lies on one side. A single seed has
+no interval: a difference then counts if it exceeds 0.05, and the page says that it rests on one seed.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from experiments.lab.results import Mean
 
 SHOWN, NOT_SHOWN, OPPOSITE, UNKNOWN = "shown", "not shown", "opposite", "cannot say"
-RULE_IN_WORDS = (
+COLLAPSE_RULE = (
     "the mean of two evaluations of held-out accuracy falls below half of its best and does not come back within "
     "three, or the run ends below it, or an update is not finite"
 )
-ONE_SEED = 0.05  # that a difference must exceed where one seed is all there is
-EQUAL = 0.02  # accuracies that differ by less count as equal
+ONE_SEED = 0.05  # threshold for a difference with one seed only
+EQUAL = 0.02  # accuracies closer than this count as equal
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A verdict, our number beside the source's, and what else there is to say."""
+    """A verdict, our number, and further lines for the page."""
 
     verdict: str
     ours: str
@@ -29,7 +29,7 @@ class Finding:
 
 
 def missing(what: str) -> Finding:
-    """Nothing can be said yet."""
+    """A finding for results that lack `what`."""
     return Finding(UNKNOWN, f"missing: {what}")
 
 
@@ -44,7 +44,7 @@ def below(mean: Mean, bound: float = 0.0) -> bool:
 
 
 def judged(shown: bool, opposite: bool) -> str:
-    """The word for it."""
+    """The verdict as text."""
     return SHOWN if shown else OPPOSITE if opposite else NOT_SHOWN
 
 

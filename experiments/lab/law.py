@@ -1,4 +1,4 @@
-"""The law on the runs of its experiment: the fit, what one half of the grid says of the other, the measured bias."""
+"""The staleness law on its experiment: the fit, predictions across halves of the grid, and the measured bias."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from itertools import permutations
 
 import numpy as np
 from experiments.lab.finding import UNKNOWN, Finding, below, judged
-from experiments.lab.keep import RULE
 from experiments.lab.results import Mean, Results, mean_of, student
+from experiments.lab.run_summary import RULE
 
 from stalewise.errors import CalibrationError
 from stalewise.planning.grid import resolution_of
 from stalewise.staleness.law import Fit, Law, Observation, fit, log_likelihood
 from stalewise.staleness.plan import largest_learning_rate
 
-BIAS_OF = "relaxed clip"  # the objective whose bias is judged: every ratio counts as it is
-CLEAR = 1.2  # size of a cosine, which halves of a batch estimate, beyond which it and the norms are noise
-NOISE = 0.1  # relative bias that one seed can tell from none
-RISK = 0.05  # of a plan, as in a config that does not say another
+BIAS_OF = "relaxed clip"  # objective whose bias is judged: it clips no ratio
+CLEAR = 1.2  # cosines estimated from halves beyond this size are noise, and so are their norms
+NOISE = 0.1  # relative bias that one seed can detect
+RISK = 0.05  # of a plan; the default of a config
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """One run of the grid, with the column and row that it stands in."""
+    """One run of the grid with its column and row."""
 
     run: Observation
     cell: tuple[int, int]
@@ -34,16 +34,16 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """How well constants of one half of the grid foretell collapse in the other."""
+    """How well constants fitted on one half of the grid predict collapse in the other."""
 
     runs: int
-    right: int  # outcomes to which the law gave more than one half
+    right: int  # outcomes given a probability above one half
     per_run: float  # log-likelihood of the outcomes
-    base_rate: float  # the same of a coin with the first half's share of collapses
+    base_rate: float  # the same for a coin with the first half's share of collapses
 
 
 def observations(results: Results) -> list[Observed]:
-    """Runs of the grid; one that never moved says nothing."""
+    """Runs of the grid, without those that never moved."""
     stale, rates = (sorted(set(results.values(axis)), key=float) for axis in ("S", "rate"))
     found: list[Observed] = []
     for arm in results.arms:
@@ -61,13 +61,13 @@ def observations(results: Results) -> list[Observed]:
 
 
 def halves(found: Sequence[Observed]) -> tuple[list[Observation], list[Observation]]:
-    """The grid as a chessboard: each half has every S and every η."""
+    """Split the grid like a chessboard: each half has every S and every η."""
     white = [one.run for one in found if sum(one.cell) % 2 == 0]
     return white, [one.run for one in found if sum(one.cell) % 2 == 1]
 
 
 def predict(known: Sequence[Observation], unknown: Sequence[Observation]) -> Prediction:
-    """Fit on the first, foretell the second."""
+    """Fit on `known`, predict `unknown`."""
     fitted = fit(known, resamples=0)
     batch, critical = (r.value if r.known else math.inf for r in (fitted.batch_radius, fitted.critical_radius))
     law = Law(batch, critical, fitted.scatter)
@@ -87,7 +87,7 @@ def predict(known: Sequence[Observation], unknown: Sequence[Observation]) -> Pre
 
 
 def largest_stable(found: Sequence[Observed]) -> dict[tuple[int, int], float]:
-    """By T and S the largest η up to which more than half of the runs survived at every η."""
+    """By (T, S): the largest η such that at it and every smaller η more than half of the runs survived."""
     groups: dict[tuple[int, int], dict[float, list[bool]]] = {}
     for one in found:
         by_rate = groups.setdefault((one.run.updates, one.run.staleness), {})
@@ -104,7 +104,7 @@ def largest_stable(found: Sequence[Observed]) -> dict[tuple[int, int], float]:
 
 
 def bias_cells(results: Results, objective: str, key: str = "bias") -> dict[float, dict[int, float]]:
-    """By S·η, and by seed, a measure of the gradient there; of the bias its square, which noise can make negative."""
+    """A gradient measure by S·η and seed; for the bias its signed square, which noise can make negative."""
     cells: dict[float, dict[int, float]] = {}
     for arm in results.arms:
         for seed, run in arm.runs.items() if arm.kind == "bias" else ():
@@ -117,7 +117,7 @@ def bias_cells(results: Results, objective: str, key: str = "bias") -> dict[floa
 
 
 def bias_points(results: Results, objective: str = BIAS_OF, key: str = "bias") -> list[tuple[float, float]]:
-    """S·η and the mean over seeds there; of the bias those alone that stand out from the noise."""
+    """(S·η, mean over seeds); for the bias only points that stand out from the noise."""
     cells = bias_cells(results, objective, key)
     if key != "bias":
         return [(x, float(np.mean(list(values.values())))) for x, values in sorted(cells.items())]
@@ -125,7 +125,7 @@ def bias_points(results: Results, objective: str = BIAS_OF, key: str = "bias") -
 
 
 def _resolved(cells: Sequence[tuple[float, Sequence[float]]]) -> list[tuple[float, float]]:
-    """Roots of the mean squares that are above two standard errors, or of one seed above 0.1 squared."""
+    """Roots of mean squares above two standard errors, or above 0.1² for one seed."""
     found: list[tuple[float, float]] = []
     for x, squares in cells:
         mean = float(np.mean(squares))
@@ -143,10 +143,10 @@ def _power(points: Sequence[tuple[float, float]]) -> float | None:
 
 
 def bias_slope(results: Results) -> Mean:
-    """The power with which the bias grows in S·η: 1 by the law. Its interval is a jackknife over seeds (Student's t).
+    """Exponent of the bias in S·η, which is 1 by the law, with a jackknife interval over seeds (Student's t).
 
-    The places are those that stand out from the noise with all seeds: to choose them anew without each seed would make
-    the power depend on which are chosen more than on what is measured there.
+    Points are selected once with all seeds. Selecting them again without each seed would make the exponent depend
+    more on the selection than on the measurements.
     """
     points, cells = bias_points(results), bias_cells(results, BIAS_OF)
     whole = _power(points)
@@ -167,7 +167,7 @@ def bias_slope(results: Results) -> Mean:
 
 
 def describe_fit(found: Sequence[Observed]) -> tuple[Fit | None, str]:
-    """The constants with their intervals, in words."""
+    """The fit, and its constants with intervals as text."""
     try:
         fitted = fit([one.run for one in found], resamples=100)
     except CalibrationError as error:
@@ -176,7 +176,7 @@ def describe_fit(found: Sequence[Observed]) -> tuple[Fit | None, str]:
 
 
 def the_law(results: Results) -> Finding:
-    """Shown where constants that are fitted on one half of the grid (its white fields) foretell who collapses in the
+    """Shown where constants that are fitted on one half of the grid (its white fields) predict who collapses in the
     other half better than a coin with the first half's share of collapses (log-likelihood per run), in both
     directions; and, where the bias was measured, it grows in S·η with a power whose interval holds 1 or that is from
     0.5 to 1.5. Opposite where the coin is better in both directions, or the bias does not grow (power below 0.25,
@@ -196,7 +196,7 @@ def the_law(results: Results) -> Finding:
     runs, right = sum(one.runs for one in both), sum(one.right for one in both)
     lines = [words]
     lines += [
-        f"Fitted on one half, {one.right} of {one.runs} outcomes of the other foretold; log-likelihood per run "
+        f"Fitted on one half, {one.right} of {one.runs} outcomes of the other predicted; log-likelihood per run "
         f"{one.per_run:.3f}, of the coin {one.base_rate:.3f}."
         for one in both
     ]
@@ -209,7 +209,7 @@ def the_law(results: Results) -> Finding:
     lines += _allowed(fitted, found)
     power = f"{slope}" if slope.seeds else "not measured"
     lines.append(f"Power with which the bias of the gradient grows in S·η ({BIAS_OF}): {power}.")
-    ours = f"{right} of {runs} collapses and survivals foretold"
+    ours = f"{right} of {runs} collapses and survivals predicted"
     ours += f"; bias ∝ (S·η)^b, b = {slope}" if slope.seeds else ""
     if fitted is not None and fitted.critical_radius.known:
         radius = fitted.critical_radius
@@ -219,7 +219,7 @@ def the_law(results: Results) -> Finding:
 
 
 def _by_horizon(runs: Sequence[Observation]) -> list[str]:
-    """The same constant from runs of each length alone, and whether one length foretells the other. Beside the rule."""
+    """The constants from runs of each length, and predictions across lengths. Not part of the rule."""
     horizons = sorted({run.updates for run in runs})
     alone = {T: [run for run in runs if run.updates == T] for T in horizons}
     lines: list[str] = []
@@ -230,14 +230,14 @@ def _by_horizon(runs: Sequence[Observation]) -> list[str]:
         with contextlib.suppress(CalibrationError, ValueError):
             one = predict(alone[known], alone[unknown])
             lines.append(
-                f"Fitted on T={known}, {one.right} of {one.runs} outcomes of T={unknown} foretold; log-likelihood per "
+                f"Fitted on T={known}, {one.right} of {one.runs} outcomes of T={unknown} predicted; log-likelihood per "
                 f"run {one.per_run:.3f}, of the coin {one.base_rate:.3f}."
             )
     return lines
 
 
 def _allowed(fitted: Fit | None, found: Sequence[Observed]) -> list[str]:
-    """What a plan would make of these constants for the longest runs, at each S."""
+    """The learning rates a plan allows for the longest runs at each S."""
     if fitted is None:
         return []
     norm = float(np.median([one.run.update_norm_per_lr for one in found]))
@@ -254,7 +254,7 @@ def _allowed(fitted: Fit | None, found: Sequence[Observed]) -> list[str]:
 
 
 def _products(found: Sequence[Observed]) -> list[str]:
-    """M_collapse·S·η and t·η of the runs that collapsed, by S."""
+    """t·η at collapse by S."""
     by_lag: dict[int, list[float]] = {}
     for one in found:
         if one.run.collapsed_at is not None:

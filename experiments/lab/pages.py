@@ -1,4 +1,4 @@
-"""Pages from kept results: one for each experiment with its figures, and the table of all in docs/results.md."""
+"""Renders kept results: a page with figures for each experiment, and the table of all in docs/results.md."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from experiments.lab.definition import Experiment
 from experiments.lab.figures import figures
-from experiments.lab.finding import RULE_IN_WORDS, UNKNOWN, Finding
+from experiments.lab.finding import COLLAPSE_RULE, UNKNOWN, Finding
 from experiments.lab.results import (
     ArmResult,
     Results,
@@ -29,14 +29,15 @@ from stalewise.errors import ConfigError, nearest
 from stalewise.store.atomic import write_atomic
 
 PAGE = "README.md"
-SETTING_WORDS = {"lab": "Laboratory", "real": "Real model"}
+COMMAND = "python -m experiments.lab"
+SETTING_TITLES = {"lab": "Laboratory", "real": "Real model"}
 
 
 def found(experiment: Experiment) -> dict[str, tuple[Results, Finding]]:
-    """Results and verdict of each setting that has been run."""
+    """Results and verdict of each setting that has results."""
     if experiment.table.verdict not in rules():
         hint = nearest(experiment.table.verdict, rules())
-        raise ConfigError(f"experiment {experiment.name}: there is no verdict {experiment.table.verdict}; {hint}")
+        raise ConfigError(f"experiment {experiment.name}: unknown verdict {experiment.table.verdict}; {hint}")
     made: dict[str, tuple[Results, Finding]] = {}
     for setting in experiment.settings:
         path = experiment.directory / results_name(setting)
@@ -47,28 +48,31 @@ def found(experiment: Experiment) -> dict[str, tuple[Results, Finding]]:
 
 @cache
 def _judged(path: Path, changed: int, verdict: str) -> tuple[Results, Finding]:
-    """Judged once for each state of the file: a fit of the law takes seconds."""
+    """Cached by modification time: fitting the law takes seconds."""
     results = read_results(path)
     return results, rules()[verdict](results)
 
 
-def take_results(experiments: Sequence[Experiment], source: Path, *, replace: bool = False) -> list[str]:
-    """Copy results that were made elsewhere to the experiments they belong to; a sentence for each that is not taken.
+def import_results(experiments: Sequence[Experiment], source: Path, *, replace: bool = False) -> list[str]:
+    """Copy results made elsewhere to their experiments; returns a sentence for each that is refused.
 
-    Those of fewer jobs than are kept already are not, unless `replace` says so: a trial must not undo a night's work.
+    Results of fewer jobs than the kept ones are refused unless `replace` is set, so that a trial does not overwrite a
+    full run.
     """
     refused: list[str] = []
     for experiment in experiments:
         for setting in experiment.settings:
-            path, kept = (place / results_name(setting) for place in (source / experiment.name, experiment.directory))
+            path, kept = (
+                directory / results_name(setting) for directory in (source / experiment.name, experiment.directory)
+            )
             if not path.is_file() or path.parent.resolve() == experiment.directory.resolve():
                 continue
-            done = read_results(path).done  # of this format, or nothing is taken
+            done = read_results(path).done  # raises if the format differs
             before = read_results(kept).done if kept.is_file() else 0
             if done < before and not replace:
                 refused.append(
-                    f"{kept} keeps its {before} jobs: {path} has {done}; --replace takes those instead, and the page "
-                    "then says so"
+                    f"{kept} is kept: it has {before} jobs, {path} only {done}; --replace overwrites it, and the page "
+                    "then shows the smaller number"
                 )
             else:
                 shutil.copyfile(path, kept)
@@ -76,7 +80,7 @@ def take_results(experiments: Sequence[Experiment], source: Path, *, replace: bo
 
 
 def render(experiments: Sequence[Experiment]) -> dict[Path, str]:
-    """Every file that follows from the kept results, with its content."""
+    """Content of every file rendered from the kept results."""
     files: dict[Path, str] = {}
     for experiment in experiments:
         made = found(experiment)
@@ -92,7 +96,7 @@ def render(experiments: Sequence[Experiment]) -> dict[Path, str]:
 
 
 def write_files(files: Mapping[Path, str]) -> None:
-    """Write what has changed."""
+    """Write the files whose content changed."""
     for path, text in files.items():
         if not path.is_file() or path.read_text() != text:
             write_atomic(path, text)
@@ -101,7 +105,7 @@ def write_files(files: Mapping[Path, str]) -> None:
 def page(
     experiment: Experiment, made: Mapping[str, tuple[Results, Finding]], drawn: Mapping[str, Sequence[str]]
 ) -> str:
-    """The page of an experiment: the rule stands before the figures."""
+    """The page of an experiment. The rule comes before the figures."""
     table = experiment.table
     rule = " ".join((inspect.getdoc(rules()[table.verdict]) or "").split())
     sources = [f"- {source.paper}, {source.place}: {source.says}." for source in table.sources]
@@ -115,19 +119,19 @@ def page(
         *sources,
         "",
         f"**Rule, stated before these runs.** {rule} Beyond doubt means that the 95% interval over seeds lies on one "
-        "side; of one seed there is none, and then a difference of more than 0.05 counts.",
+        "side. A single seed has no interval: then a difference of more than 0.05 counts.",
         "",
-        "Where to look (η, µ, the length of runs) was found on exploratory laboratory runs with seed 0, which is in no "
-        "result here: seeds begin at 1.",
+        "Exploratory laboratory runs with seed 0 chose the settings (η, µ, the length of runs). Seed 0 is in no "
+        "result: seeds start at 1.",
         "",
-        f"A run has collapsed where {RULE_IN_WORDS}.",
+        f"A run has collapsed if {COLLAPSE_RULE}.",
         "",
     ]
     if table.words:
         lines += [table.words, ""]
     for setting in experiment.settings:
-        lines += [f"## {SETTING_WORDS[setting]}", "", f"{experiment.setting(setting).task}.", ""]
-        lines += ["```sh", f"stalewise reproduce {experiment.name} --setting {setting}", "```", ""]
+        lines += [f"## {SETTING_TITLES[setting]}", "", f"{experiment.setting(setting).task}.", ""]
+        lines += ["```sh", f"{COMMAND} {experiment.name} --setting {setting}", "```", ""]
         if setting not in made:
             lines += ["Not run yet.", ""]
             continue
@@ -136,17 +140,17 @@ def page(
         lines += [f"- {line}" for line in finding.lines]
         lines += [""] if finding.lines else []
         for name in drawn.get(setting, ()):
-            lines += [f"![{table.title}, {SETTING_WORDS[setting].lower()}]({name})", ""]
+            lines += [f"![{table.title}, {SETTING_TITLES[setting].lower()}]({name})", ""]
         lines += [*arm_table(results.arms), ""]
         lines += [f"- Failed: {name}: {reason}" for name, reason in results.record["failed"].items()]
         lines += [""] if results.record["failed"] else []
     if table.reading:
-        lines += ["## Reading, written after the results", "", table.reading, ""]
+        lines += ["## Interpretation, written after the results", "", table.reading, ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def describe_runs(results: Results) -> str:
-    """What was run, on what, for how long."""
+    """Number of jobs, hardware and time, as text."""
     record = results.record
     devices = {run.get("environment", {}).get("device") for arm in results.arms for run in arm.runs.values()}
     device = " and ".join(sorted(name for name in devices if name)) or "cpu"
@@ -155,17 +159,17 @@ def describe_runs(results: Results) -> str:
     many = f"{seeds[0]} to {seeds[-1]} seeds" if len(seeds) > 1 else f"{seeds[0]} seed{'s' if seeds[0] > 1 else ''}"
     machines = " and ".join(f"{one['cores']} cores ({one['workers']} at a time)" for one in record["machine"])
     return (
-        f"{record['done']} of {record['planned']} jobs done, {many} an arm; {device}, {machines}, "
+        f"{record['done']} of {record['planned']} jobs done, {many} per arm; {device}, {machines}, "
         f"{spent:,.0f} s of jobs in all."
     )
 
 
 def arm_table(arms: Sequence[ArmResult]) -> list[str]:
-    """Every arm that is a run."""
+    """Table of all arms that are runs."""
     rows = [arm for arm in arms if arm.kind in ("train", "learn")]
     if not rows:
         return []
-    head = "| arm | seeds | final accuracy [95%] | best on the way | collapsed | generations | seconds |"
+    head = "| arm | seeds | final accuracy [95%] | best during the run | collapsed | generations | seconds |"
     lines = [head, "|---|---|---|---|---|---|---|"]
     for arm in rows:
         lost, of = arm.count(collapsed)
@@ -177,17 +181,16 @@ def arm_table(arms: Sequence[ArmResult]) -> list[str]:
 
 
 def results_table(experiments: Sequence[Experiment]) -> str:
-    """docs/results.md: the table of all."""
+    """docs/results.md: the table of all experiments."""
     lines = [
         "# Results: the claims, reproduced small",
         "",
         "Each claim is tested in the laboratory (embedded policies, CPU) and on a real model (SmolLM2-135M-Instruct, "
-        "GPU), by a rule that was stated before these runs (where an estimate was changed afterwards, its page says "
-        "so); where to look was found with seed 0, which is in none of them. Sizes are some thousand times smaller "
-        "than the papers': what is shown here is that an effect is there or not, not how large it is elsewhere. What "
-        "is not shown, or is the "
-        "other way round, stands beside what is. [How to run them](experiments.md). This page is written by "
-        "`stalewise reproduce all --render-only`.",
+        "GPU). The rule of each verdict was stated before these runs; where an estimate was changed afterwards, the "
+        "page says so. Settings were chosen with seed 0, which is in no result. The runs are some thousand times "
+        "smaller than the papers': a verdict says whether an effect is there, not how large it is elsewhere. Claims "
+        "that are not shown, or whose opposite is shown, are listed like all others. [How to run them](experiments.md)."
+        f" `{COMMAND} all --render-only` writes this page.",
         "",
         "| | claim | source | ours, 95% interval over seeds | verdict | command | hardware, time |",
         "|---|---|---|---|---|---|---|",
@@ -202,7 +205,7 @@ def results_table(experiments: Sequence[Experiment]) -> str:
                 if place == 0
                 else [""] * 3
             )
-            command = f"`stalewise reproduce {experiment.name} --setting {setting}`"
+            command = f"`{COMMAND} {experiment.name} --setting {setting}`"
             if setting in made:
                 results, finding = made[setting]
                 cells = [f"{setting}: {finding.ours}", f"**{finding.verdict}**", command, hardware(results)]
@@ -211,13 +214,13 @@ def results_table(experiments: Sequence[Experiment]) -> str:
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in [*about, *cells]) + " |")
     outside = [line for experiment in experiments for line in outside_checks(experiment)]
     if outside:
-        lines += ["", "The outside check, whatever it says (one seed, 95% interval over questions):", ""]
+        lines += ["", "The outside check (one seed, 95% interval over questions):", ""]
         lines += [f"- {line}" for line in outside]
     return "\n".join(lines) + "\n"
 
 
 def outside_checks(experiment: Experiment) -> list[str]:
-    """Accuracy on questions that have nothing to do with what was trained on."""
+    """Accuracy on questions unrelated to the training task."""
     made = found(experiment)
     return [
         f"{arm.name}: {run['accuracy']['value']:.1%} [{run['accuracy']['low']:.1%}, {run['accuracy']['high']:.1%}] of "
@@ -230,7 +233,7 @@ def outside_checks(experiment: Experiment) -> list[str]:
 
 
 def hardware(results: Results) -> str:
-    """Device, seeds and seconds, briefly."""
+    """Device, seeds and seconds, as short text."""
     runs: list[Mapping[str, Any]] = [run for arm in results.arms for run in arm.runs.values()]
     device = next((name for run in runs if (name := run.get("environment", {}).get("device"))), "cpu")
     spent = sum(run.get("wall_seconds", 0.0) for run in runs)

@@ -1,4 +1,4 @@
-"""The kept results of an experiment in one setting: one JSON file, small enough for the repository."""
+"""Kept results of an experiment in one setting: one JSON file, small enough for the repository."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from experiments.lab.crew import failed_path, kept_path
 from experiments.lab.definition import Experiment
-from experiments.lab.thin import POINTS, thin_record
+from experiments.lab.downsample import POINTS, downsample_record
+from experiments.lab.job_pool import failed_path, kept_path
 
 from stalewise.errors import StoreError
 from stalewise.store.atomic import read_json, write_atomic
@@ -23,12 +23,12 @@ CONFIDENCE = 0.95
 
 
 def results_name(setting: str) -> str:
-    """The file of a setting, in the directory of its experiment."""
+    """File name of a setting's results."""
     return f"results-{setting}.json"
 
 
 def collect(experiment: Experiment, setting: str, out: Path, machine: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What is done of an experiment, in as many points per curve as the file may have."""
+    """Results of the finished jobs, with as many points per curve as the size limit allows."""
     arms: dict[str, dict[str, Any]] = {}
     problems: dict[str, str] = {}
     planned = 0
@@ -45,7 +45,7 @@ def collect(experiment: Experiment, setting: str, out: Path, machine: Sequence[M
         "format": FORMAT,
         "experiment": experiment.name,
         "setting": setting,
-        "machine": [dict(sitting) for sitting in machine],
+        "machine": [dict(one) for one in machine],
         "planned": planned,
         "done": done,
         "failed": problems,
@@ -53,7 +53,7 @@ def collect(experiment: Experiment, setting: str, out: Path, machine: Sequence[M
     points, metrics = POINTS, experiment.table.metrics
     while True:
         thin = [
-            {**entry, "seeds": {seed: thin_record(one, metrics, points) for seed, one in entry["seeds"].items()}}
+            {**entry, "seeds": {seed: downsample_record(one, metrics, points) for seed, one in entry["seeds"].items()}}
             for entry in arms.values()
         ]
         record = {**head, "arms": thin}
@@ -63,7 +63,7 @@ def collect(experiment: Experiment, setting: str, out: Path, machine: Sequence[M
 
 
 def text_of(record: Mapping[str, Any]) -> str:
-    """The file: one line for each seed of an arm, so that changes can be read."""
+    """File content, with one line per seed of an arm so that diffs are readable."""
     head = {key: value for key, value in record.items() if key != "arms"}
     lines = [json.dumps(head, ensure_ascii=False)[:-1] + ', "arms": [']
     for place, arm in enumerate(record["arms"]):
@@ -75,13 +75,13 @@ def text_of(record: Mapping[str, Any]) -> str:
 
 
 def write_results(record: Mapping[str, Any], path: Path) -> None:
-    """Put the results at a path, whole or not at all."""
+    """Write the results atomically."""
     write_atomic(path, text_of(record))
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean over seeds with its 95% interval (Student's t); no interval where there is one seed."""
+    """Mean over seeds with its 95% interval (Student's t); NaN interval for one seed."""
 
     value: float
     low: float
@@ -97,7 +97,7 @@ class Mean:
 
 
 def mean_of(values: Iterable[float | None]) -> Mean:
-    """Mean and interval of the values that are known.
+    """Mean and interval of the finite values.
 
     >>> str(mean_of([0.5, 0.7, 0.9]))
     '0.700 [0.203, 1.197]'
@@ -113,7 +113,7 @@ def mean_of(values: Iterable[float | None]) -> Mean:
 
 
 def student(freedom: int) -> float:
-    """How many standard errors wide each half of the interval is."""
+    """Half-width of the interval in standard errors."""
     from scipy.stats import t
 
     return float(t.ppf((1 + CONFIDENCE) / 2, freedom))
@@ -123,34 +123,34 @@ Measure = Callable[[Mapping[str, Any]], float | None]
 
 
 def final(run: Mapping[str, Any]) -> float | None:
-    """Held-out accuracy of the last policy that was evaluated."""
+    """Held-out accuracy of the last evaluated policy."""
     accuracy = run.get("evaluations", {}).get("accuracy", [])
     return accuracy[-1] if accuracy else None
 
 
 def best(run: Mapping[str, Any]) -> float | None:
-    """The best held-out accuracy on the way."""
+    """Best held-out accuracy during the run."""
     return max(run.get("evaluations", {}).get("accuracy", []), default=None)
 
 
 def collapsed(run: Mapping[str, Any]) -> float:
-    """1 where the run collapsed."""
+    """1 if the run collapsed, else 0."""
     return float(run.get("collapsed_at") is not None)
 
 
 def seconds(run: Mapping[str, Any]) -> float | None:
-    """Seconds of training, without evaluating."""
+    """Seconds of training without evaluation."""
     return run.get("training_seconds")
 
 
 def not_learning(run: Mapping[str, Any]) -> float | None:
-    """Share of the training time in which the learner does not learn: it generates, switches or waits."""
+    """Share of the training time spent generating, switching or waiting."""
     total = run.get("training_seconds")
     return 1 - run["seconds"]["learn"] / total if total else None
 
 
 def switches(run: Mapping[str, Any]) -> float | None:
-    """Generations that the run began, each a switch to generating and one back."""
+    """Number of generations, each a switch to generating and back."""
     return run.get("generations")
 
 
@@ -164,20 +164,20 @@ class ArmResult:
     runs: dict[int, dict[str, Any]]
 
     def mean(self, measure: Measure) -> Mean:
-        """A measure over the seeds."""
+        """Mean of a measure over the seeds."""
         return mean_of(measure(run) for run in self.runs.values())
 
     def count(self, measure: Measure) -> tuple[int, int]:
-        """In how many seeds it is 1, and of how many."""
+        """Number of seeds where the measure is 1, and number of seeds."""
         return sum(measure(run) == 1 for run in self.runs.values()), len(self.runs)
 
     def curve(self, key: str = "accuracy", x: str = "version") -> list[tuple[float, float, float, float]]:
-        """x, mean, least and largest over seeds: of accuracy by version or seconds, or of a metric by update."""
+        """(x, mean, min, max) over seeds: accuracy by version or seconds, or a metric by update."""
         return curve_of(list(self.runs.values()), key, x)
 
 
 def curve_of(runs: Sequence[Mapping[str, Any]], key: str, x: str) -> list[tuple[float, float, float, float]]:
-    """Points at which every run has a value; those of runs that ended early end the curve."""
+    """Points where every run has a value; the shortest run ends the curve."""
     pairs: list[tuple[Sequence[float], Sequence[float | None]]] = []
     for run in runs:
         if key == "accuracy":
@@ -203,12 +203,12 @@ class Results:
 
     @property
     def done(self) -> int:
-        """Jobs that have a result."""
+        """Number of jobs with a result."""
         return int(self.record["done"])
 
     @property
     def arms(self) -> list[ArmResult]:
-        """Arms that have at least one run."""
+        """Arms with at least one run."""
         return [
             ArmResult(arm["name"], arm["kind"], arm["axes"], {int(seed): run for seed, run in arm["seeds"].items()})
             for arm in self.record["arms"]
@@ -216,32 +216,34 @@ class Results:
         ]
 
     def arm(self, name: str) -> ArmResult | None:
-        """The arm of this name, where it has runs."""
+        """The arm of this name, or None if it has no runs."""
         return next((arm for arm in self.arms if arm.name == name), None)
 
     def where(self, **axes: str) -> list[ArmResult]:
-        """Arms at these places on the axes."""
+        """Arms with these axis values."""
         return [arm for arm in self.arms if all(arm.axes.get(axis) == value for axis, value in axes.items())]
 
     def values(self, axis: str) -> list[str]:
-        """Values of an axis, in the order of the arms."""
+        """Values of an axis in the order of the arms."""
         return list(dict.fromkeys(arm.axes[axis] for arm in self.arms if axis in arm.axes))
 
     @property
     def fewest_seeds(self) -> int:
-        """Seeds of the arm that has the fewest, of those that have any."""
+        """Smallest number of seeds of any arm."""
         return min((len(arm.runs) for arm in self.arms), default=0)
 
 
 def difference(a: ArmResult, b: ArmResult, measure: Measure = final) -> Mean:
-    """b less a, seed by seed."""
+    """b − a, paired by seed."""
     pairs = [(measure(a.runs[seed]), measure(b.runs[seed])) for seed in a.runs if seed in b.runs]
     return mean_of(second - first for first, second in pairs if first is not None and second is not None)
 
 
 def read_results(path: Path) -> Results:
-    """Read what is kept; a StoreError where it is of another format."""
+    """Read a results file; a StoreError if its format is not supported."""
     record = read_json(path)
     if record.get("format") != FORMAT:
-        raise StoreError(f"{path} has format {record.get('format')}; this release reads {FORMAT}: make it again")
+        raise StoreError(
+            f"{path} has format {record.get('format')}; this release reads {FORMAT}: run the experiment again"
+        )
     return Results(record)

@@ -1,4 +1,4 @@
-"""The rule of each experiment, stated before its runs: from results to a verdict. A docstring is the rule in words."""
+"""The rule of each experiment, stated before its runs. The docstring of a function is printed on the page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from experiments.lab.compared import (
+from experiments.lab.comparisons import (
     collapsed_of,
     largest_value,
     less,
@@ -86,7 +86,7 @@ def where_the_harm_is(results: Results) -> Finding:
 
 
 def _region(results: Results) -> dict[str, float]:
-    """How far the scopes that should hold are above the two that should not, by place."""
+    """Mean of post, suffix and sequence minus the mean of none and trigger, by µ and η."""
     found: dict[str, float] = {}
     apart = {"region": "yes"} if results.where(region="yes") else {}  # else a run would count in both of its arms
     for mu, rate in product(results.values("mu"), results.values("rate")):
@@ -194,7 +194,7 @@ def mismatch(results: Results) -> Finding:
 
 
 def _loss_gap(grpo: ArmResult, p3o: ArmResult, grpo_plain: ArmResult, p3o_plain: ArmResult) -> Mean:
-    """P3O's loss less GRPO's, seed by seed."""
+    """P3O's loss minus GRPO's, paired by seed."""
     values: list[float | None] = []
     for seed in set(grpo.runs) & set(p3o.runs) & set(grpo_plain.runs) & set(p3o_plain.runs):
         theirs = less(final(grpo_plain.runs[seed]), final(grpo.runs[seed]))
@@ -273,7 +273,7 @@ def ours(results: Results) -> Finding:
         return missing("auto and a single method")
     gap, other, told = _at_clock(automatic, single, min(arm.mean(seconds).value for arm in arms))
     lines = [told]
-    # A ruined run may end early, and would set the clock for all.
+    # A collapsed run may end early and would set the time for all.
     whole = [arm.mean(seconds).value for arm in arms if not arm.count(collapsed)[0]]
     if whole:
         lines.append("Beside the rule, by the shortest time of an arm that never collapsed: ")
@@ -297,7 +297,7 @@ def ours(results: Results) -> Finding:
 
 
 def _less_each(results: Results, automatic: Sequence[ArmResult]) -> list[str]:
-    """`auto` less each method that was run at the same learning rates: at each of them, and over all."""
+    """`auto` minus each method run at the same learning rates: at each rate, and averaged."""
     own = {arm.axes["rate"]: arm for arm in automatic}
     lines: list[str] = []
     for method in results.values("method"):
@@ -310,7 +310,7 @@ def _less_each(results: Results, automatic: Sequence[ArmResult]) -> list[str]:
 
 
 def _at_clock(automatic: Sequence[ArmResult], single: Sequence[ArmResult], clock: float) -> tuple[Mean, str, str]:
-    """`auto` less the best single method at a time, the name of that method, and both in words."""
+    """`auto` minus the best single method at a time, the name of that method, and both as text."""
 
     def there(run: Mapping[str, Any]) -> float | None:
         known = [
@@ -328,6 +328,6 @@ def _at_clock(automatic: Sequence[ArmResult], single: Sequence[ArmResult], clock
 
 
 def rules() -> dict[str, Callable[[Results], Finding]]:
-    """Every rule by its name in a definition."""
+    """Rules by the name used in definitions."""
     listed = (clipping_dilemma, where_the_harm_is, accuracy_at_speed, no_knob, mismatch, two_anchors, the_law)
     return {rule.__name__: rule for rule in (*listed, pass_at_k, ours)}

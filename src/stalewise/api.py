@@ -99,9 +99,9 @@ def generate(
             if checkpoint is not None:
                 orchestrator.check_directory()
                 batches = _batches_of_checkpoint(orchestrator, Path(checkpoint))
-                check_sampling_memory(config, str(checkpoint))
+                check_sampling_memory(config.model, config.sampler.engine, str(checkpoint))
                 return [orchestrator.generate(g, Path(checkpoint)) for g in batches]
-            check_sampling_memory(config, orchestrator.newest_policy())
+            check_sampling_memory(config.model, config.sampler.engine, orchestrator.newest_policy())
             orchestrator.prepare()
             newest = versions(config.directory)[-1]
             missing = orchestrator.missing_batch(newest) if newest < orchestrator.schedule.updates else None
@@ -197,7 +197,7 @@ def evaluate(
         chosen = make_evaluation_file(str(file), **{**_form_of(own), **(options or {})})
     else:
         chosen = make_task(config.task.name, seed=config.seed, **config.task.options)
-    check_sampling_memory(config, str(policy.checkpoint))
+    check_sampling_memory(config.model, config.sampler.engine, str(policy.checkpoint))
     sampler = make_sampler(config)
     try:
         # A task holds its own prompts out, but earlier runs from which the policy comes may have seen them.

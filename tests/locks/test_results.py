@@ -8,23 +8,23 @@ import pytest
 from experiments.lab.definition import Experiment, load_experiments
 from experiments.lab.figures import figures
 from experiments.lab.pages import render, results_table
-from experiments.lab.reproducing import ordered_jobs
 from experiments.lab.results import LARGEST_BYTES
+from experiments.lab.runner import ordered_jobs
 from experiments.lab.verdicts import rules
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = load_experiments(ROOT / "experiments")
-AGAIN = "stalewise reproduce all --render-only"
+RENDER = "python -m experiments.lab all --render-only"
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: experiment.name)
 def test_pages_and_figures_are_those_of_the_results(experiment: Experiment) -> None:
     stale = [path.name for path, text in render([experiment]).items() if not path.is_file() or path.read_text() != text]
-    assert stale == [], AGAIN
+    assert stale == [], RENDER
 
 
 def test_the_table_is_that_of_the_results() -> None:
-    assert (ROOT / "docs" / "results.md").read_text() == results_table(EXPERIMENTS), AGAIN
+    assert (ROOT / "docs" / "results.md").read_text() == results_table(EXPERIMENTS), RENDER
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: experiment.name)

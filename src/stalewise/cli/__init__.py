@@ -1,4 +1,4 @@
-"""The command line: parse, call, print. Data goes to stdout, everything else to stderr."""
+"""The command line. Data goes to stdout, everything else to stderr."""
 
 from stalewise.cli import planning as planning  # each module registers its commands with the app
 from stalewise.cli import reporting as reporting

@@ -1,6 +1,6 @@
-"""The command line: parse, call, print. Data goes to stdout, everything else to stderr.
+"""The typer app, its error handling, and options that commands share.
 
-Nothing heavy is imported before a command needs it, so `stalewise --help` is quick.
+Commands import what they need when they run, so that `stalewise --help` is quick.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -17,44 +17,46 @@ from typer.core import TyperGroup
 from stalewise import __version__
 from stalewise.errors import StalewiseError, StoppedByFirst
 
-INTERRUPTED = 130  # what a shell reports for a process that Ctrl-C ended
-CAN_GO_ON = ("demo", "train", "generate", "learn", "probe", "sweep", "reproduce")
+if TYPE_CHECKING:
+    from stalewise.config import RunConfig
+
+INTERRUPTED = 130  # exit status of a process ended by Ctrl-C
+RESUMABLE = ("demo", "train", "generate", "learn", "probe", "sweep")
 OUT_OF_MEMORY = (
-    "the device ran out of memory; what was committed is kept: lower learner.tokens_per_micro_batch or "
-    "sampler.rollouts_per_shard, choose a smaller model, or end what else is on the device"
+    "the device ran out of memory; committed work is kept: lower learner.tokens_per_micro_batch or "
+    "sampler.rollouts_per_shard, choose a smaller model, or stop other processes on the device"
 )
 
 
 class Group(TyperGroup):
-    """Prints errors that are the input's fault as one line; others are ours and keep their traceback."""
+    """Prints a StalewiseError as one line; other exceptions are bugs and keep their traceback."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Keep the words of the command, to be able to repeat them."""
-        ctx.meta["stalewise.words"] = list(args)
+        """Keep the arguments, to print the command after Ctrl-C."""
+        ctx.meta["stalewise.arguments"] = list(args)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Call the command."""
+        """Run the command."""
         try:
             return super().invoke(ctx)
-        except StoppedByFirst as error:  # which has said why
+        except StoppedByFirst as error:  # the first rank has printed the reason
             raise typer.Exit(error.exit_code) from error
         except StalewiseError as error:
             typer.echo(f"error: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(error.exit_code) from error
         except RuntimeError as error:
-            if type(error).__name__ != "OutOfMemoryError":  # torch's, which is not imported for this
+            if type(error).__name__ != "OutOfMemoryError":  # torch's; importing torch for this would be slow
                 raise
             typer.echo(f"error: {OUT_OF_MEMORY} ({str(error).partition('. ')[0]})", err=True)
             raise typer.Exit(StalewiseError.exit_code) from error
         except KeyboardInterrupt:
-            words = ctx.meta["stalewise.words"]
-            typer.echo("interrupted", err=True, nl=False)
-            if words and words[0] in CAN_GO_ON:
-                again = shlex.join(["stalewise", *words])
-                typer.echo(": what was committed is kept; run the same command again to go on:", err=True)
-                typer.echo(f"  {again}", err=True, nl=False)
-            typer.echo("", err=True)
+            arguments = ctx.meta["stalewise.arguments"]
+            if arguments and arguments[0] in RESUMABLE:
+                command = shlex.join(["stalewise", *arguments])
+                typer.echo(f"interrupted: committed work is kept; the same command resumes:\n  {command}", err=True)
+            else:
+                typer.echo("interrupted", err=True)
             raise typer.Exit(INTERRUPTED) from None
 
 
@@ -71,18 +73,28 @@ app = typer.Typer(
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file; `stalewise init` writes one.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting, as in optimizer.learning_rate=1e-5."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in optimizer.learning_rate=1e-5."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object for a script.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+RunDirectory = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
 
 
-def read_config_file(path: Path, settings: Sequence[str] | None) -> Any:
-    from stalewise.config import load_config, parse_override
+def overrides(settings: Sequence[str] | None) -> dict[str, Any]:
+    """The values of `--set KEY=VALUE` by key."""
+    from stalewise.config import parse_override
 
-    return load_config(path, dict(parse_override(text) for text in settings or ()))
+    return dict(parse_override(text) for text in settings or ())
+
+
+def read_config_file(path: Path, settings: Sequence[str] | None) -> RunConfig:
+    """Read a config with the values of `--set`."""
+    from stalewise.config import load_config
+
+    return load_config(path, overrides(settings))
 
 
 def print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Print one line of JSON."""
     typer.echo(json.dumps(record))
 
 

@@ -1,38 +1,35 @@
-"""The verbs of calibration: probe, sweep and plan."""
+"""Commands that calibrate and plan: probe, sweep and plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 
-from stalewise.cli.app import AsJson, ConfigFile, Settings, app, print_json, read_config_file
+from stalewise.cli.app import AsJson, ConfigFile, Settings, app, overrides, print_json, read_config_file
 from stalewise.errors import CalibrationError, ConfigError
 
 Number = TypeVar("Number", int, float)
-OptionalConfigFile = Annotated[
-    Path | None, typer.Argument(metavar="CONFIG", help="TOML file; `stalewise init` writes one.")
-]
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], Number]) -> list[Number]:
     try:
         return [kind(word) for word in text.split(",") if word.strip()]
     except ValueError:
-        raise ConfigError(f"{option} {text}: expected numbers with commas between them, as in 4,16,64") from None
+        raise ConfigError(f"{option} {text}: expected numbers separated by commas, as in 4,16,64") from None
 
 
 @app.command()
 def probe(
     config: ConfigFile,
-    updates: Annotated[int, typer.Option(help="Updates of the probing run.")] = 32,
+    updates: Annotated[int, typer.Option(help="Updates of the probe.")] = 32,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure in a short run how far updates move, what rewards are like, and what everything costs."""
+    """Measure update norms, rewards, speed, memory and disk use in a short run."""
     checked = read_config_file(config, settings)
     from stalewise.api import run
     from stalewise.cli.progress import watching
@@ -40,12 +37,11 @@ def probe(
     from stalewise.planning.probe import probe
 
     with watching() as callback:
-        found = probe(checked, train=run, updates=updates, callback=callback)
+        result = probe(checked, train=run, updates=updates, callback=callback)
     if as_json:
-        places = {"directory": str(found.directory), "calibration": str(found.path)}
-        print_json({**asdict(found.probe), **places})
+        print_json({**asdict(result.probe), "directory": str(result.directory), "calibration": str(result.path)})
     else:
-        print_probe(found)
+        print_probe(result)
 
 
 @app.command()
@@ -53,14 +49,14 @@ def sweep(
     config: ConfigFile,
     staleness: Annotated[str, typer.Option(help="Largest ages of a rollout to try, in updates, as in 4,16,64.")],
     lr: Annotated[str, typer.Option(help="Learning rates to try, as in 1e-4,3e-4,1e-3.")],
-    updates: Annotated[int | None, typer.Option(min=2, help="Updates of each run; the config's unless said.")] = None,
-    seeds: Annotated[str, typer.Option(help="Seeds, each for a run of its own at every point.")] = "0",
-    jobs: Annotated[int | None, typer.Option(min=1, help="Runs side by side; as many as the cores hold.")] = None,
-    evaluations: Annotated[int, typer.Option(min=4, help="Evaluations along each run, to see it collapse.")] = 32,
+    updates: Annotated[int | None, typer.Option(min=2, help="Updates of each run; default: the config's.")] = None,
+    seeds: Annotated[str, typer.Option(help="Seeds; one run per seed at every point.")] = "0",
+    jobs: Annotated[int | None, typer.Option(min=1, help="Parallel runs; default: as many as cores allow.")] = None,
+    evaluations: Annotated[int, typer.Option(min=4, help="Evaluations during each run, to detect collapse.")] = 32,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find out at which staleness and learning rate runs collapse, and fit the law to it."""
+    """Find the staleness and learning rates at which runs collapse, and fit the law."""
     checked = read_config_file(config, settings)
     stalenesses = _numbers("--staleness", staleness, int)
     learning_rates = _numbers("--lr", lr, float)
@@ -71,7 +67,7 @@ def sweep(
     from stalewise.planning.sweep import sweep
 
     with watching() as callback:
-        found = sweep(
+        result = sweep(
             checked,
             stalenesses=stalenesses,
             learning_rates=learning_rates,
@@ -82,56 +78,55 @@ def sweep(
             callback=callback,
         )
     if as_json:
-        places = {"map": str(found.map), "calibration": str(found.path)}
-        print_json({**asdict(found.sweep), "failed": found.failed, **places})
+        paths = {"map": str(result.map), "calibration": str(result.path)}
+        print_json({**asdict(result.sweep), "failed": result.failed, **paths})
     else:
-        print_sweep(found)
+        print_sweep(result)
 
 
 @app.command()
 def plan(
-    config: OptionalConfigFile = None,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="CONFIG", help="TOML file; `stalewise init` writes one.")
+    ] = None,
     cluster: Annotated[
         Path | None, typer.Option(help="TOML file with the rates of a cluster: compare schedules on it instead.")
     ] = None,
-    simulate: Annotated[
-        bool, typer.Option("--simulate", help="With --cluster: also run each schedule through, request by request.")
-    ] = False,
+    simulate: Annotated[bool, typer.Option("--simulate", help="With --cluster: also simulate each schedule.")] = False,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say which learning rate is safe, what the run costs, and how often to generate. Exit code 3 if nobody knows."""
-    if (config is None) == (cluster is None):
-        raise ConfigError("plan takes a config, or --cluster with a file of rates: give one of them")
-    if cluster is not None:
+    """Print the safe learning rate of a config, its costs, and how often to generate. Exit status 3 if unknown."""
+    if config is None and cluster is not None:
         _plan_cluster(cluster, settings, simulate, as_json)
         return
+    if config is None or cluster is not None:
+        raise ConfigError("plan takes a config, or --cluster with a file of rates: give one of them")
     if simulate:
-        raise ConfigError("--simulate goes with --cluster: a config is planned from its calibration")
-    assert config is not None
+        raise ConfigError("--simulate needs --cluster: a config is planned from its calibration")
     checked = read_config_file(config, settings)
     from stalewise.cli.tables import print_plan
-    from stalewise.planning.planner import plan_config, require_calibration
+    from stalewise.models.loading import resolve_model
+    from stalewise.planning.memory import estimate
+    from stalewise.planning.planner import make_planner
 
-    calibration = require_calibration(checked)
-    found = plan_config(checked, calibration)
+    planner = make_planner(checked)
+    result = planner.plan()
     if as_json:
-        record: dict[str, Any] = asdict(found)
-        record["is_safe"] = found.is_safe
-        record["seconds"] = found.cost.seconds if found.cost is not None else None
-        record["disk_bytes"] = found.cost.disk_bytes if found.cost is not None else None
-        print_json(record)
+        cost = result.cost
+        totals = {"seconds": cost and cost.seconds, "disk_bytes": cost and cost.disk_bytes}
+        print_json({**asdict(result), "is_safe": result.is_safe, **totals})
     else:
-        print_plan(checked, found, calibration)
-    if found.problem:
-        raise CalibrationError(found.problem)
+        memory = estimate(checked, resolve_model(checked.model.path, checked.task.name))
+        probe = planner.calibration.probe
+        print_plan(result, str(memory or ""), probe.peak_memory_bytes if probe is not None else None)
+    if result.problem:
+        raise CalibrationError(result.problem)
 
 
 def _plan_cluster(path: Path, settings: list[str] | None, simulated: bool, as_json: bool) -> None:
     from stalewise.cli.tables import print_cluster_plan
-    from stalewise.config import parse_override
     from stalewise.planning.cluster.cluster_plan import load_cluster, plan_cluster
 
-    rates = load_cluster(path, dict(parse_override(text) for text in settings or ()))
-    found = plan_cluster(rates, simulated=simulated)
-    print_json(found.record()) if as_json else print_cluster_plan(found)
+    result = plan_cluster(load_cluster(path, overrides(settings)), simulated=simulated)
+    print_json(result.record()) if as_json else print_cluster_plan(result)

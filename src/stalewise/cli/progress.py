@@ -1,4 +1,4 @@
-"""What a person sees of a run: bars with rate and time left on a terminal, one line per phase elsewhere. On stderr."""
+"""Progress of a run on stderr: bars with rate and time left on a terminal, one line per phase elsewhere."""
 
 from __future__ import annotations
 
@@ -19,22 +19,28 @@ UNITS = {"generate": "rollouts", "wait": "rollouts", "learn": "updates", "evalua
 
 
 class RateColumn(ProgressColumn):
-    """How many per second."""
+    """Items per second."""
 
     def render(self, task: Task) -> Text:
-        """Show the rate of the last half minute, or that of the whole once it is done."""
+        """The rate of the last half minute; of the whole phase once it is done."""
         rate = task.finished_speed or task.speed
-        if rate is None and task.completed and task.elapsed:  # one step only, as where all rollouts fit one shard
+        if rate is None and task.completed and task.elapsed:  # a single step, as with one shard
             rate = task.completed / task.elapsed
         return Text("" if rate is None else f"{rate:,.1f}/s", style="progress.data.speed")
 
 
-class Bars:
-    """A bar per phase; the finished ones stay above it."""
-
+class _ConsoleCallback(NullCallback):
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._progress: Progress | None = None
+
+    def log(self, message: str) -> None:
+        self._console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+
+class Bars(_ConsoleCallback):
+    """A bar per phase; finished bars stay above it."""
+
+    _progress: Progress | None = None
 
     def begin(self, what: str, total: int) -> None:
         """Start a bar."""
@@ -52,61 +58,44 @@ class Bars:
         self._progress.start()
 
     def advance(self, amount: int, note: str = "") -> None:
-        """Move the bar, and leave it where it is once all is done."""
+        """Move the bar, and stop it at the end."""
         if self._progress is None:
             return
         (task,) = self._progress.tasks
-        told: dict[str, Any] = {"note": escape(note)} if note else {}
-        self._progress.update(task.id, advance=amount, **told)
+        fields: dict[str, Any] = {"note": escape(note)} if note else {}
+        self._progress.update(task.id, advance=amount, **fields)
         if task.finished:
             self.close()
 
-    def metrics(self, update: int, record: dict[str, Any]) -> None:
-        """Do nothing: the note of `advance` shows the ones that matter."""
-
-    def log(self, message: str) -> None:
-        """Print a line above the bar."""
-        self._console.print(message, markup=False, highlight=False, soft_wrap=True)
-
     def close(self) -> None:
-        """Draw the bar for the last time, and leave the terminal as it should be."""
+        """Stop the bar and restore the terminal."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
 
 
-class Lines:
-    """One plain line when a phase is done: for log files and pipes."""
+class Lines(_ConsoleCallback):
+    """One plain line per finished phase, for log files and pipes."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._what = ""
-        self._total = self._done = 0
-        self._note = ""
-        self._start = 0.0
+    _what = _note = ""
+    _total = _done = 0
+    _start = 0.0
 
     def begin(self, what: str, total: int) -> None:
-        """Note when the phase began."""
+        """Start a phase."""
         self.close()
         self._what, self._total, self._done, self._note = what, total, 0, ""
         self._start = time.perf_counter()
 
     def advance(self, amount: int, note: str = "") -> None:
-        """Count, and print the line once all is done."""
+        """Count, and print the line at the end."""
         self._done += amount
         self._note = note or self._note
         if self._what and self._done >= self._total:
             self.close()
 
-    def metrics(self, update: int, record: dict[str, Any]) -> None:
-        """Do nothing."""
-
-    def log(self, message: str) -> None:
-        """Print it."""
-        self._console.print(message, markup=False, highlight=False, soft_wrap=True)
-
     def close(self) -> None:
-        """Print the line of a phase that ended before its time."""
+        """Print the line of an unfinished phase."""
         if self._what:
             seconds = time.perf_counter() - self._start
             rate = self._done / seconds if seconds else 0.0
@@ -116,50 +105,47 @@ class Lines:
 
 
 class Several:
-    """Tells every watcher."""
+    """Forwards everything to several callbacks."""
 
-    def __init__(self, watchers: Sequence[ProgressCallback]) -> None:
-        self.watchers = watchers
+    def __init__(self, callbacks: Sequence[ProgressCallback]) -> None:
+        self.callbacks = callbacks
 
     def begin(self, what: str, total: int) -> None:
-        """Tell all of them."""
-        for callback in self.watchers:
+        """Forward to all."""
+        for callback in self.callbacks:
             callback.begin(what, total)
 
     def advance(self, amount: int, note: str = "") -> None:
-        """Tell all of them."""
-        for callback in self.watchers:
+        """Forward to all."""
+        for callback in self.callbacks:
             callback.advance(amount, note)
 
     def metrics(self, update: int, record: dict[str, Any]) -> None:
-        """Tell all of them."""
-        for callback in self.watchers:
+        """Forward to all."""
+        for callback in self.callbacks:
             callback.metrics(update, record)
 
     def log(self, message: str) -> None:
-        """Tell all of them."""
-        for callback in self.watchers:
+        """Forward to all."""
+        for callback in self.callbacks:
             callback.log(message)
 
 
 @contextlib.contextmanager
 def watching(config: RunConfig | None = None, *, is_first: bool = True) -> Iterator[ProgressCallback]:
-    """Progress on stderr, and the trackers of the config, for as long as the block lasts.
-
-    Of several processes at one run only the first is worth watching.
-    """
+    """Shows progress on stderr and feeds the config's trackers inside the block; on the first rank only."""
     if not is_first:
         yield NullCallback()
         return
     console = Console(stderr=True)
-    shown = Bars(console) if console.is_terminal else Lines(console)
+    progress = Bars(console) if console.is_terminal else Lines(console)
     with contextlib.ExitStack() as stack:
-        watchers: list[ProgressCallback] = [shown]
+        callbacks: list[ProgressCallback] = [progress]
         if config is not None and config.trackers:
-            from stalewise.reporting.trackers import Trackers  # imported here: accelerate brings torch along
+            from stalewise.reporting.trackers import Trackers  # here, since accelerate imports torch
 
             trackers = Trackers(config)
             stack.callback(trackers.close)
-            watchers.append(trackers)
-        stack.callback(shown.close)
-        yield Several(watchers)
+            callbacks.append(trackers)
+        stack.callback(progress.close)
+        yield Several(callbacks)

@@ -1,9 +1,12 @@
-"""The verbs that look at runs: report, watch and compare. They read run directories and need no torch."""
+"""Commands that read runs, without torch (report, watch, compare, serve) or pass them on (export, push)."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -12,16 +15,21 @@ from typing import Annotated, Any
 
 import typer
 
-from stalewise.cli.app import AsJson, app, print_json
+from stalewise.cli.app import AsJson, RunDirectory, app, print_json
 from stalewise.errors import ConfigError, StoreError
+
+Version = Annotated[int | None, typer.Option(min=0, help="Version of the policy; default: the newest.")]
+Adapter = Annotated[bool, typer.Option("--adapter", help="The LoRA adapter alone instead of the merged policy.")]
+Rollouts = Annotated[bool, typer.Option("--rollouts", help="The rollouts as a dataset instead of a policy.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an earlier export.")]
 
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories, to be compared where there are several.")],
+    runs: Annotated[list[Path], typer.Argument(help="Run directories; several are compared.")],
     output: Annotated[Path | None, typer.Option(help="File to write.")] = None,
 ) -> None:
-    """Write an HTML report of one run or of several."""
+    """Write an HTML report of one or several runs."""
     for directory in runs:  # before the slow import
         _check_run(directory)
     from stalewise.reporting import write_report
@@ -31,44 +39,41 @@ def report(
 
 @app.command()
 def watch(
-    run: Annotated[Path, typer.Argument(help="Run directory.")],
-    once: Annotated[bool, typer.Option("--once", help="Show it once and leave.")] = False,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
+    run: RunDirectory,
+    once: Annotated[bool, typer.Option("--once", help="Show the status once and exit.")] = False,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between refreshes.")] = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """Show how a run stands, again and again until it is finished; Ctrl-C leaves, and the run goes on."""
+    """Show the status of a run until it is finished. Ctrl-C stops watching; the run continues."""
     _check_run(run)
-    from stalewise.cli.tables import console, view
+    from stalewise.cli.tables import status_view, stdout_console
     from stalewise.reporting.status import run_status
 
     if as_json:
         print_json(_without_nan(asdict(run_status(run))))
         return
-    screen = console()
+    console = stdout_console()
     now = run_status(run)
-    if once or not screen.is_terminal:
-        screen.print(view(now))
+    if once or not console.is_terminal:
+        console.print(status_view(now))
         return
     from rich.live import Live
 
-    try:
-        with Live(view(now), console=screen, auto_refresh=False) as live:
-            while now.state != "finished":
-                time.sleep(every)
-                now = run_status(run)
-                live.update(view(now), refresh=True)
-    except KeyboardInterrupt:
-        return
+    with contextlib.suppress(KeyboardInterrupt), Live(status_view(now), console=console, auto_refresh=False) as live:
+        while now.state != "finished":
+            time.sleep(every)
+            now = run_status(run)
+            live.update(status_view(now), refresh=True)
 
 
 @app.command()
 def compare(
     runs: Annotated[list[Path] | None, typer.Argument(help="Two run directories: A, then B.")] = None,
-    a: Annotated[list[Path] | None, typer.Option("--a", help="A run of side A; again for each of its seeds.")] = None,
-    b: Annotated[list[Path] | None, typer.Option("--b", help="A run of side B; again for each of its seeds.")] = None,
+    a: Annotated[list[Path] | None, typer.Option("--a", help="A run of side A; repeat for each seed.")] = None,
+    b: Annotated[list[Path] | None, typer.Option("--b", help="A run of side B; repeat for each seed.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say which of two is better on held-out prompts, how sure that is, and what each costs."""
+    """Compare two runs on held-out prompts: which is better, how certain that is, and the cost of each."""
     sides = _sides(runs or [], a or [], b or [])
     for directory in [*sides[0], *sides[1]]:
         _check_run(directory)
@@ -83,65 +88,22 @@ def compare(
     print_comparison(result)
 
 
-def _sides(runs: Sequence[Path], a: Sequence[Path], b: Sequence[Path]) -> tuple[Sequence[Path], Sequence[Path]]:
-    if len(runs) == 2 and not a and not b:
-        return runs[:1], runs[1:]
-    if not runs and a and b:
-        return a, b
-    raise ConfigError(
-        "name two run directories, A and B; or, with several seeds of each, say --a RUN --a RUN --b RUN --b RUN"
-    )
-
-
-def _check_run(directory: Path) -> None:
-    try:
-        is_run = (directory / "config.resolved.json").is_file()
-    except OSError as error:
-        raise StoreError(f"cannot read {directory}: {error.strerror}; ask its owner for leave to read it") from error
-    if not is_run:
-        raise StoreError(f"{directory} is no run directory: it has no config.resolved.json")
-
-
-def _without_nan(value: Any) -> Any:
-    """What JSON knows: a number that is none becomes null."""
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-# The verb `serve`: look at a run in a browser while it goes on.
-
-
 @app.command()
 def serve(
-    run: Annotated[Path, typer.Argument(help="Run directory.")],
-    port: Annotated[int, typer.Option(help="Port on this machine; 0: any that is free.")] = 8080,
+    run: RunDirectory,
+    port: Annotated[int, typer.Option(help="Port on this machine; 0: any free port.")] = 8080,
     open_page: Annotated[bool, typer.Option("--open", help="Open the page in the default browser.")] = False,
 ) -> None:
-    """Show a run in a browser: its report, which follows the run, and its rollouts token by token. Ctrl-C ends it."""
+    """Show a run in a browser: its live report, and its rollouts token by token. Ctrl-C stops the server."""
     from stalewise.reporting.browser import make_server
 
     with make_server(run, port) as server:
         typer.echo(server.url)
-        typer.echo(
-            "on this machine alone, for whoever has this address; rollouts are behind its link; Ctrl-C ends it",
-            err=True,
-        )
+        typer.echo("reachable from this machine only, with this address; Ctrl-C stops the server", err=True)
         if open_page:
             typer.launch(server.url)
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
-
-
-# The verbs that hand a run on: export to a directory, push to a hub.
-
-RunDirectory = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
-Version = Annotated[int | None, typer.Option(min=0, help="Version of the policy; the newest unless said.")]
-Adapter = Annotated[bool, typer.Option("--adapter", help="The LoRA adapter alone, and not the merged policy.")]
-Rollouts = Annotated[bool, typer.Option("--rollouts", help="The rollouts as a dataset, and not a policy.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace what is there, where it is an earlier export.")]
 
 
 @app.command()
@@ -156,7 +118,7 @@ def export(
 ) -> None:
     """Write a policy as a Hugging Face directory with a model card, or the rollouts as a dataset."""
     if rollouts and (adapter or version is not None):
-        raise ConfigError("rollouts are exported all together: leave out --version and --adapter")
+        raise ConfigError("--rollouts exports the rollouts of all versions: omit --version and --adapter")
     from stalewise.integrations.hub import export_policy, export_rollouts
     from stalewise.integrations.hub.provenance import RECORD
     from stalewise.store.atomic import read_json
@@ -177,7 +139,7 @@ def push(
     rollouts: Rollouts = False,
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     to: Annotated[
-        Path | None, typer.Option(help="Upload nothing: write what would be, at REPO_ID under this directory.")
+        Path | None, typer.Option(help="Upload nothing: write the files to REPO_ID under this directory.")
     ] = None,
     force: Force = False,
     as_json: AsJson = False,
@@ -187,3 +149,46 @@ def push(
 
     done = push(run, repo_id, version=version, adapter=adapter, rollouts=rollouts, private=private, to=to, force=force)
     print_json({"place": done, "uploaded": to is None}) if as_json else typer.echo(done)
+
+
+@app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def reproduce(context: typer.Context) -> None:
+    """Run `python -m experiments.lab`, where this command has moved."""
+    typer.echo(
+        "warning: `stalewise reproduce` is now `python -m experiments.lab`; this alias will be removed", err=True
+    )
+    roots = (Path.cwd(), Path(__file__).parents[3])
+    root = next((path for path in roots if (path / "experiments/lab/__main__.py").is_file()), None)
+    if root is None:
+        raise ConfigError(
+            "the lab is part of the repository, not of the package: clone it and run `python -m experiments.lab` there"
+        )
+    search_path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "experiments.lab", *context.args]
+    raise typer.Exit(subprocess.run(command, env={**os.environ, "PYTHONPATH": search_path}, check=False).returncode)
+
+
+def _sides(runs: Sequence[Path], a: Sequence[Path], b: Sequence[Path]) -> tuple[Sequence[Path], Sequence[Path]]:
+    if len(runs) == 2 and not a and not b:
+        return runs[:1], runs[1:]
+    if not runs and a and b:
+        return a, b
+    raise ConfigError("name two run directories, A and B; or, with several seeds, use --a RUN --a RUN --b RUN --b RUN")
+
+
+def _check_run(directory: Path) -> None:
+    try:
+        is_run = (directory / "config.resolved.json").is_file()
+    except OSError as error:
+        raise StoreError(f"cannot read {directory}: {error.strerror}; ask its owner for permission") from error
+    if not is_run:
+        raise StoreError(f"{directory} is not a run directory: it has no config.resolved.json")
+
+
+def _without_nan(value: Any) -> Any:
+    """Replace numbers that are not finite by None, since JSON has only null."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,1 +1,1 @@
-"""Calibration: what a short probe costs and a sweep of runs survives, kept in a file, and the plans made from it."""
+"""Planning before a run: calibration by probe and sweep, safe learning rates, costs and memory; clusters."""

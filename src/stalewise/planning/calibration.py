@@ -1,25 +1,26 @@
-"""What a calibration belongs to: change any of it, and its radii mean nothing."""
+"""The calibration file: results of a probe and a sweep, and the settings that they are valid for."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from stalewise.config import RunConfig
+from stalewise.config.run import ModelSection
 from stalewise.config.run_directory import flat
 from stalewise.errors import CalibrationError
-from stalewise.planning.costs import Probe
 from stalewise.staleness.law import Fit, Observation
 from stalewise.store.atomic import read_json, write_json_atomic
 
+FORMAT = "stalewise.calibration/1"
 SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "weights", "foreign")
-PIECES = 16  # of each weights file that the fingerprint reads; a trained model differs in all of them
+PIECES = 16  # of each weights file that the fingerprint reads; training changes all of them
 PIECE_BYTES = 1 << 16
 
 
@@ -30,7 +31,7 @@ class CalibrationIdentity:
     settings: Mapping[str, Any]
 
     def differences(self, other: CalibrationIdentity) -> list[str]:
-        """Say what differs, each with both values: this one's, then the other's.
+        """Settings that differ, each with this value and the other's.
 
         >>> mine = CalibrationIdentity({"batch.prompts": 32, "batch.group_size": 8})
         >>> mine.differences(CalibrationIdentity({"batch.prompts": 64, "batch.group_size": 8}))
@@ -44,29 +45,21 @@ class CalibrationIdentity:
         ]
 
     @property
-    def digest(self) -> str:
-        """Eight hexadecimal digits that name it."""
-        return hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:8]
-
-    @property
-    def slug(self) -> str:
-        """The start of a file name, for people."""
-        words = [str(self.settings[key]) for key in ("model.path", "task.name", "objective.name")]
-        text = "-".join(dict.fromkeys(words))
-        return "".join(character if character.isalnum() or character in "-_" else "_" for character in text)
-
-    def __str__(self) -> str:
-        names = ("model.path", "task.name", "objective.name", "batch.prompts", "batch.group_size")
-        return ", ".join(f"{name} {self.settings.get(name)}" for name in names)
+    def file_name(self) -> str:
+        """Model, task and objective, and eight hexadecimal digits of the hash of all settings."""
+        names = dict.fromkeys(str(self.settings[key]) for key in ("model.path", "task.name", "objective.name"))
+        slug = "".join(one if one.isalnum() or one in "-_" else "_" for one in "-".join(names))
+        digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:8]
+        return f"{slug}-{digest}.json"
 
 
 def identity_of_config(config: RunConfig) -> CalibrationIdentity:
-    """The identity of what a config trains. Reads the model's files, or asks the hub which revision it has."""
+    """The identity of what a config trains. Reads the model's files, or asks the hub for its revision."""
     from stalewise.models.loading import resolve_model
 
     record = config.model_dump(mode="json")
     source = resolve_model(config.model.path, config.task.name)
-    # Where a directory lies does not matter: its files tell what it is.
+    # A directory is identified by its files, wherever it is.
     name = Path(source).name if Path(source).is_dir() else source
     model = {"path": name, "fingerprint": fingerprint(source), "precision": config.model.precision}
     if config.model.adapter:
@@ -83,7 +76,7 @@ def identity_of_config(config: RunConfig) -> CalibrationIdentity:
 
 
 def fingerprint(source: str) -> str:
-    """Tell a model from another one of the same name: by its files, or by its revision on a hub."""
+    """Distinguishes models of the same name: by their files, or by their revision on a hub."""
     if Path(source).is_dir():
         return fingerprint_of_files(Path(source))
     from transformers import AutoConfig
@@ -97,26 +90,55 @@ def fingerprint(source: str) -> str:
 
 
 def fingerprint_of_files(directory: Path) -> str:
-    """SHA-256 of the config and of the names, sizes and evenly spread pieces of the weights: quick for any size."""
-    found = hashlib.sha256()
+    """SHA-256 of configs and of names, sizes and evenly spread pieces of the weights: fast for any size."""
+    digest = hashlib.sha256()
     for path in sorted([*directory.glob("*config.json"), *directory.glob("*.safetensors")]):
         size = path.stat().st_size
-        found.update(f"{path.name} {size}\n".encode())
+        digest.update(f"{path.name} {size}\n".encode())
         with open(path, "rb") as file:
             for piece in range(PIECES):
                 file.seek(max(0, size - PIECE_BYTES) * piece // (PIECES - 1))
-                found.update(file.read(PIECE_BYTES))
-    return found.hexdigest()[:16]
+                digest.update(file.read(PIECE_BYTES))
+    return digest.hexdigest()[:16]
 
 
-# The calibration file: what a probe and a sweep found, and what they found it for.
+@dataclass(frozen=True, slots=True)
+class UpdateNormPhase:
+    """Mean and standard deviation of G = ‖Δθ‖/η over consecutive updates, counted from 1."""
 
-FORMAT = "stalewise.calibration/1"
+    first: int
+    last: int
+    mean: float
+    spread: float
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Measurements of a short run. NaN or None if there was nothing to measure."""
+
+    updates: int
+    phases: list[UpdateNormPhase]
+    reward_mean: float
+    reward_variance_within: float  # mean over groups of the variance within a group
+    reward_variance_between: float  # variance of the groups' means
+    teaching_share: float  # groups whose rewards differ
+    tokens_per_second: float  # of generation
+    generation_sizes: tuple[int, int]  # rollouts of the smallest and the largest generation batch that was timed
+    seconds_per_generation: float  # fixed cost of a generation: mostly loading the policy
+    seconds_per_rollout: float
+    seconds_per_update: float
+    tokens_per_update: float
+    seconds_per_switch: float  # from generating to learning and back: trainer and checkpoint
+    seconds_to_start: float
+    seconds_per_evaluated_response: float
+    peak_memory_bytes: int | None
+    bytes_per_rollout: float
+    bytes_per_checkpoint: int
 
 
 @dataclass(frozen=True, slots=True)
 class SweepRun:
-    """One run of a sweep and what became of it. `update_norm_per_lr`: drift until then per update and unit of η."""
+    """One run of a sweep and its outcome. `update_norm_per_lr` is drift per update and unit of η until the collapse."""
 
     staleness: int
     learning_rate: float
@@ -127,29 +149,22 @@ class SweepRun:
     best_accuracy: float
     last_accuracy: float
     directory: str
-    resolution: int = 1  # updates before the collapse at which it was last seen alive
+    resolution: int = 1  # updates between the last evaluation before the collapse and the collapse
 
     @property
     def key(self) -> tuple[int, float, int, int]:
-        """What tells it from the other runs of a sweep."""
+        """Identifies the run within a sweep."""
         return self.staleness, self.learning_rate, self.updates, self.seed
 
     @property
     def observation(self) -> Observation:
         """What the law is fitted to."""
-        return Observation(
-            self.staleness,
-            self.learning_rate,
-            self.updates,
-            self.collapsed_at,
-            self.update_norm_per_lr,
-            self.resolution,
-        )
+        return Observation(**{one.name: getattr(self, one.name) for one in fields(Observation)})
 
 
 @dataclass(frozen=True, slots=True)
 class CollapseRule:
-    """How a collapse is found in the held-out accuracy: numbers of evaluations, as `CollapseDetector` takes them."""
+    """How a collapse is detected in held-out accuracy, in numbers of evaluations; see `CollapseDetector`."""
 
     evaluations: int = 32
     smoothing: int = 2
@@ -160,7 +175,7 @@ class CollapseRule:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What a sweep found. `fit` is None where its runs were too few, `update_norm_per_lr` is the G of a stable run."""
+    """Result of a sweep. `fit` is None if there were too few runs; `update_norm_per_lr` is the G of a stable run."""
 
     rule: CollapseRule
     runs: list[SweepRun]
@@ -170,47 +185,42 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True)
-class CalibrationKey:
-    """What something was measured on."""
+class MeasuredOn:
+    """What a probe or a sweep ran on."""
 
     device: str
     engine: str
-    threads: int  # as far as a CPU is concerned
+    threads: int  # matters on a CPU only
 
     def __str__(self) -> str:
-        on = f"{self.device} with {self.threads} threads" if self.device == "cpu" else self.device
-        return f"{on} and the engine {self.engine}"
+        device = f"{self.device} with {self.threads} threads" if self.device == "cpu" else self.device
+        return f"{device} and the engine {self.engine}"
 
-    def is_as_fast_as(self, other: CalibrationKey) -> bool:
-        """Whether times that were measured on one hold on the other, as far as names tell."""
+    def is_as_fast_as(self, other: MeasuredOn) -> bool:
+        """Whether times measured on one hold on the other, judging by names."""
         same = (self.device, self.engine) == (other.device, other.engine)
         return same and (self.device != "cpu" or self.threads == other.threads)
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A calibration: of the probe and the sweep either may be missing."""
+    """Content of a calibration file. The probe or the sweep may be missing."""
 
     identity: CalibrationIdentity
     environment: dict[str, Any]
     probe: Probe | None = None
     sweep: Sweep | None = None
     format: str = FORMAT
-    places: dict[str, CalibrationKey] = field(default_factory=dict)  # of the probe and of the sweep, by these names
+    places: dict[str, MeasuredOn] = field(default_factory=dict)  # by "probe" and "sweep"
 
 
-def calibration_directory(config: RunConfig) -> Path:
-    """Where calibrations lie."""
-    return Path(config.runs) / "calibrations"
-
-
-def calibration_path(config: RunConfig, identity: CalibrationIdentity) -> Path:
-    """The file of this identity among the calibrations of a config."""
-    return calibration_directory(config) / f"{identity.slug}-{identity.digest}.json"
+def calibration_path(runs: str, identity: CalibrationIdentity) -> Path:
+    """File of a calibration below the directory of runs."""
+    return Path(runs) / "calibrations" / identity.file_name
 
 
 def read_calibration(path: str | Path) -> Calibration:
-    """Read a calibration file; one that is missing, corrupt or of another format is a CalibrationError."""
+    """Read a calibration file; a missing or corrupt file, or another format, is a CalibrationError."""
     if not Path(path).is_file():
         raise CalibrationError(f"the calibration file {path} does not exist: `stalewise sweep` makes one")
     record = read_json(path)
@@ -220,46 +230,51 @@ def read_calibration(path: str | Path) -> Calibration:
         return TypeAdapter(Calibration).validate_python(record)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise CalibrationError(f"{path} is corrupt: {place}: {first['msg']}; delete it and calibrate again") from None
+        key = ".".join(map(str, first["loc"]))
+        raise CalibrationError(f"{path} is corrupt: {key}: {first['msg']}; delete it and calibrate again") from None
+
+
+def earlier_calibration(runs: str, identity: CalibrationIdentity) -> Calibration | None:
+    """The calibration of this identity below the directory of runs, if there is one."""
+    path = calibration_path(runs, identity)
+    return read_calibration(path) if path.is_file() else None
 
 
 def save_calibration(config: RunConfig, environment: dict[str, Any], **parts: Probe | Sweep) -> Path:
-    """Put a probe or a sweep into the file of this config's identity; the other part stays."""
+    """Write a probe or a sweep to the file of this config's identity; the other part stays."""
     identity = identity_of_config(config)
-    path = calibration_path(config, identity)
-    before = read_calibration(path) if path.is_file() else Calibration(identity, environment)
-    here = CalibrationKey(environment["device"], config.sampler.engine, environment["threads"])
+    before = earlier_calibration(config.runs, identity) or Calibration(identity, environment)
+    here = MeasuredOn(environment["device"], config.sampler.engine, environment["threads"])
     places = {**before.places, **dict.fromkeys(parts, here)}
+    path = calibration_path(config.runs, identity)
     write_json_atomic(path, asdict(replace(before, environment=environment, places=places, **parts)))
     return path
 
 
-def place_of(config: RunConfig) -> CalibrationKey:
-    """What this config runs on, here and now."""
+def measured_here(model: ModelSection, engine: str) -> MeasuredOn:
+    """What these settings run on, on this machine."""
     import torch
 
     from stalewise.models.loading import device_name
 
-    device = device_name(config.model.device)
-    return CalibrationKey(device, config.sampler.engine, config.model.threads or torch.get_num_threads())
+    return MeasuredOn(device_name(model.device), engine, model.threads or torch.get_num_threads())
 
 
 def find_calibration(config: RunConfig) -> Calibration | None:
-    """The calibration of a config: the file that it names, else the one in `calibrations` of the same identity.
+    """The calibration of a config: the file it names, or the one below `runs` with the same identity.
 
-    A named file of another model, task, optimizer, batch, objective or sampler is a CalibrationError that says which.
+    A named file with another identity is a CalibrationError that lists the differences.
     """
-    if not config.plan.calibration and not any(calibration_directory(config).glob("*.json")):
-        return None  # without a look at the model, which may be large, far away or gone
+    named = config.plan.calibration
+    if not named and not any((Path(config.runs) / "calibrations").glob("*.json")):
+        return None  # before the model is read, which may be large, remote or gone
     identity = identity_of_config(config)
-    if config.plan.calibration:
-        named = read_calibration(Path(config.plan.calibration).expanduser())
-        if differences := identity.differences(named.identity):
-            raise CalibrationError(
-                f"plan.calibration {config.plan.calibration} is for something else ({'; '.join(differences[:4])}): "
-                "name the one that fits, or none"
-            )
-        return named
-    path = calibration_path(config, identity)
-    return read_calibration(path) if path.is_file() else None
+    if not named:
+        return earlier_calibration(config.runs, identity)
+    calibration = read_calibration(Path(named).expanduser())
+    if differences := identity.differences(calibration.identity):
+        raise CalibrationError(
+            f"plan.calibration {named} is for other settings ({'; '.join(differences[:4])}): name a calibration of "
+            "these settings, or none"
+        )
+    return calibration

@@ -1,4 +1,4 @@
-"""The grid of a sweep: run directories that differ in staleness, learning rate and seed, and what became of each."""
+"""The grid of a sweep: runs that differ in staleness, learning rate and seed, and the outcome of each."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from stalewise.planning.calibration import CollapseRule, SweepRun
 from stalewise.staleness.collapse import CollapseDetector
 from stalewise.store.atomic import read_jsonl, write_atomic
 
-OUTCOME = "outcome.json"  # in the directory of a run that ended before its time
-GUARD = "stop"  # a run ends once its guard is sure of a collapse; "off": every run goes on to its end
+OUTCOME = "outcome.json"  # in the directory of a run that stopped early
+GUARD = "stop"  # a run stops when its guard is certain of a collapse; "off" runs it to the end
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One run of the grid: its config, and where that is written for the process that trains it."""
+@dataclass(frozen=True, slots=True, eq=False)  # compared and hashed by identity
+class GridCell:
+    """One run of the grid."""
 
     config: RunConfig
     staleness: int
@@ -36,13 +36,13 @@ class Cell:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all its updates were made and the last policy was evaluated."""
+        """Whether all updates are done and the last policy is evaluated."""
         evaluated = {record["version"] for record in read_jsonl(self.directory / "eval.jsonl")}
         return self.config.schedule.updates in evaluated
 
     @property
     def updates_done(self) -> int:
-        """Updates on record."""
+        """Updates in the metrics file."""
         path = self.directory / "metrics.jsonl"
         return path.read_bytes().count(b"\n") if path.is_file() else 0
 
@@ -54,7 +54,7 @@ class Cell:
 
 
 def _toml_lines(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Every setting on a line of its own, with a dotted key; TOML has no null, so unset ones are left out."""
+    """One line per setting with a dotted key. TOML has no null, so unset settings are omitted."""
     for key, value in record.items():
         name = prefix + json.dumps(key, ensure_ascii=False)
         if isinstance(value, dict):
@@ -63,13 +63,13 @@ def _toml_lines(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{name} = {toml(value)}\n"
 
 
-def sweep_directory(config: RunConfig) -> Path:
-    """Where the runs of a config's sweep lie."""
-    return Path(config.runs) / f"{config.name}-sweep"
+def sweep_directory(runs: str, name: str) -> Path:
+    """Directory of the sweep of the config of this name."""
+    return Path(runs) / f"{name}-sweep"
 
 
 def rate_name(learning_rate: float) -> str:
-    """A learning rate with all its digits and no more.
+    """A learning rate with all its digits.
 
     >>> rate_name(0.0003), rate_name(1e-5), rate_name(0.00125)
     ('3e-4', '1e-5', '1.25e-3')
@@ -88,8 +88,8 @@ def make_grid(
     seeds: Sequence[int],
     updates: int,
     rule: CollapseRule,
-) -> list[Cell]:
-    """All combinations, in order of learning rate, so that the first runs tell soonest where the border is."""
+) -> list[GridCell]:
+    """All combinations in order of learning rate, so that the first runs show early where collapse begins."""
     for staleness in stalenesses:
         if not 1 <= staleness <= updates:
             longer = "; --updates makes runs longer" if staleness > updates else ""
@@ -98,51 +98,44 @@ def make_grid(
             )
     for learning_rate in learning_rates:
         if not 0 < learning_rate < math.inf:
-            raise ConfigError(f"--lr {learning_rate:g}: a learning rate is above 0")
+            raise ConfigError(f"--lr {learning_rate:g}: expected a learning rate above 0")
     if not (stalenesses and learning_rates and seeds):
         raise ConfigError("--staleness, --lr and --seeds each need at least one value")
     lags = sorted({min(staleness, updates - 1) for staleness in stalenesses})
     if lags[0] < 1:
-        raise ConfigError(f"--updates {updates}: a run needs at least 2 for a rollout to get stale")
-    combinations = product(sorted(set(learning_rates)), lags, sorted(set(seeds)))
-    threads = config.model.threads or 1
-    return [
-        Cell(_cell_config(config, staleness, rate, seed, updates, rule, threads), staleness)
-        for rate, staleness, seed in combinations
-    ]
-
-
-def _cell_config(
-    config: RunConfig, staleness: int, rate: float, seed: int, updates: int, rule: CollapseRule, threads: int
-) -> RunConfig:
+        raise ConfigError(f"--updates {updates}: expected at least 2, so that a rollout can get stale")
     record = config.model_dump(mode="json")
-    schedule = {"kind": "synchronous", "updates": updates, "updates_per_generation": staleness + 1}
     every = max(1, updates // rule.evaluations)
-    # As many evaluations as the rule wants to see, so that a run which is stopped has shown them.
+    # A window of as many evaluations as the rule needs, so that a stopped run has shown them.
     guard = {"action": GUARD, "fraction": rule.fraction, "window": every * (rule.smoothing + rule.window)}
-    changes = {
-        "name": f"S{staleness:04d}-lr{rate_name(rate)}-seed{seed}",
-        "runs": str(sweep_directory(config)),
-        "seed": seed,
+    common = {
+        "runs": str(sweep_directory(config.runs, config.name)),
         "trackers": [],
-        "storage": {},  # the run's own, which these must not replace
+        "storage": {},  # the run's own, which these runs must not overwrite
         "workers": {},
-        "schedule": schedule,
-        "optimizer": {**record["optimizer"], "learning_rate": rate},
-        "model": {**record["model"], "threads": threads},
+        "model": {**record["model"], "threads": config.model.threads or 1},
         "evaluation": {**record["evaluation"], "every": every},
         "guard": guard,
         "plan": {},
         "recipe": "none",
     }
-    return make_config({**record, **changes}, source="a config of the sweep")
+    cells: list[GridCell] = []
+    for rate, staleness, seed in product(sorted(set(learning_rates)), lags, sorted(set(seeds))):
+        changes = {
+            "name": f"S{staleness:04d}-lr{rate_name(rate)}-seed{seed}",
+            "seed": seed,
+            "schedule": {"kind": "synchronous", "updates": updates, "updates_per_generation": staleness + 1},
+            "optimizer": {**record["optimizer"], "learning_rate": rate},
+        }
+        cells.append(GridCell(make_config({**record, **common, **changes}, source="a config of the sweep"), staleness))
+    return cells
 
 
 def find_collapse_of_run(evaluations: Sequence[Mapping[str, Any]], rule: CollapseRule) -> int | None:
-    """The version at which held-out accuracy fell below the line for good, or None.
+    """The version at which held-out accuracy fell below the threshold for good, or None.
 
-    Unlike a run that goes on, one that ends below the line has collapsed, however short a time it has been there: the
-    policy that it hands over is worth less than half of its best.
+    A finished run that ends below the threshold has collapsed, however recently it fell: its final policy has less than
+    that fraction of its best accuracy.
     """
     accuracy = {record["version"]: record["accuracy"]["value"] for record in evaluations}
     detector = CollapseDetector(smoothing=rule.smoothing, window=rule.window, fraction=rule.fraction, floor=rule.floor)
@@ -153,9 +146,9 @@ def find_collapse_of_run(evaluations: Sequence[Mapping[str, Any]], rule: Collaps
 
 
 def resolution_of(versions: Sequence[int], collapsed_at: int | None, rule: CollapseRule) -> int:
-    """How many updates before a collapse the run was last seen alive: it is seen in a mean of several evaluations.
+    """Updates between the last evaluation before a collapse and the collapse, which shows in a mean of evaluations.
 
-    1 where it was not found by evaluations.
+    1 if evaluations did not find the collapse.
 
     >>> resolution_of([0, 16, 32, 48], 48, CollapseRule(smoothing=2)), resolution_of([0, 16], 7, CollapseRule())
     (32, 1)
@@ -166,8 +159,8 @@ def resolution_of(versions: Sequence[int], collapsed_at: int | None, rule: Colla
     return max(collapsed_at - seen[max(seen.index(collapsed_at) - rule.smoothing, 0)], 1)
 
 
-def outcome(cell: Cell, rule: CollapseRule) -> SweepRun:
-    """What became of a run that has ended: at its end, or before it because an update was not finite (`OUTCOME`)."""
+def outcome(cell: GridCell, rule: CollapseRule) -> SweepRun:
+    """Outcome of a run that finished, or stopped early (`OUTCOME`) because of a collapse or a non-finite update."""
     evaluations = read_jsonl(cell.directory / "eval.jsonl")
     metrics = read_jsonl(cell.directory / "metrics.jsonl")
     updates, rate = cell.config.schedule.updates, cell.config.optimizer.learning_rate
@@ -177,7 +170,7 @@ def outcome(cell: Cell, rule: CollapseRule) -> SweepRun:
     moved = [record for record in metrics if "drift" in record and record["update"] < (collapsed_at or updates)]
     norm = moved[-1]["drift"] / (rate * (moved[-1]["update"] + 1)) if moved else math.nan
     if norm == 0.0:
-        raise CalibrationError(f"{cell.directory} never moved: none of its groups has rewards that differ")
+        raise CalibrationError(f"{cell.directory} never moved: no group has rewards that differ")
     accuracy = [record["accuracy"]["value"] for record in evaluations]
     return SweepRun(
         staleness=cell.staleness,
@@ -194,7 +187,7 @@ def outcome(cell: Cell, rule: CollapseRule) -> SweepRun:
 
 
 def describe_run(run: SweepRun) -> str:
-    """One line on what became of a run."""
-    what = "survived" if run.collapsed_at is None else f"collapsed at update {run.collapsed_at} of {run.updates}"
+    """One line on the outcome of a run."""
+    fate = "survived" if run.collapsed_at is None else f"collapsed at update {run.collapsed_at} of {run.updates}"
     accuracy = f"accuracy {run.last_accuracy:.3f}, at best {run.best_accuracy:.3f}"
-    return f"S {run.staleness}, η {rate_name(run.learning_rate)}, seed {run.seed}: {what}; {accuracy}"
+    return f"S {run.staleness}, η {rate_name(run.learning_rate)}, seed {run.seed}: {fate}; {accuracy}"

@@ -1,22 +1,11 @@
-"""How much memory a run needs on its device, from the model's config alone: said before anything is loaded.
+"""Estimates the memory a run needs on its device from the model's config, before anything is loaded.
 
-The formula, in bytes; docs/models.md explains it. P parameters, T of them trained (with LoRA: the adapters'), w bytes
-per weight (4, with `bfloat16-only` 2; adapters always 4), s bytes per number of the sampler:
-
-    certain    P·w weights + T·w gradients + 2T·w moments + T·w copy for the norm of the update
-               + T·w where the objective has a proximal policy + P·s the sampler's weights
-    learning   tokens · layers · (h·H + f·F + k·K) activations, of one layer with gradient checkpointing
-               + 2P bfloat16 copies of the weights under autocast, 2T for their gradients where CUDA graphs are recorded
-               + the logits of one chunk
-    sampling   rows · tokens · layers · 2K·s keys and values
-
-with H the hidden width, F the inner width of the feed-forward layers and K the width of the keys. Learning and sampling
-take turns, so the larger counts. What h, f and k are was measured (`ACTIVATIONS`).
+docs/models.md has the formula. Learning and sampling take turns, so the larger of the two counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -27,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from stalewise.config import LoraSection, RunConfig
+from stalewise.config.run import LearnerSection, ModelSection
 from stalewise.errors import ModelError
 from stalewise.models.loading import pick_device, pick_precision, pick_weights_dtype
 from stalewise.objectives import get_objective
@@ -37,15 +27,14 @@ GIB = 2**30
 # Bytes that autograd keeps per token and layer, as multiples of H, F and K: counted with saved-tensor hooks on Llama
 # layers of five shapes, exact to 1% (Qwen 3 keeps a fifth more, GPT-2 less), by (autocast, bytes per weight).
 ACTIVATIONS = {(False, 4): (36, 16, 8), (True, 4): (32, 8, 4), (True, 2): (22, 8, 4)}
-# The embedded engine takes as many rows at a time as fit on a GPU, and no fewer than these.
-FEWEST_ROWS_ON_GPU = 64
-COMFORTABLE = 0.8  # share of a device's memory that a policy on every rank may need
-UNKNOWN_PROMPT = 128  # tokens of a prompt, where nobody has looked yet
+FEWEST_ROWS_ON_GPU = 64  # the embedded engine decodes at least these at a time, and more if they fit
+COMFORTABLE = 0.8  # share of a device's memory up to which ranks replicate the policy
+UNKNOWN_PROMPT = 128  # tokens of a prompt, if not measured
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What the estimate needs to know of a model."""
+    """Sizes of a model that determine its memory."""
 
     parameters: int
     trained: int
@@ -57,8 +46,8 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
-    """Bytes by what they are for."""
+class MemoryEstimate:
+    """Bytes by purpose."""
 
     shape: ModelShape
     certain: Mapping[str, int]
@@ -67,12 +56,12 @@ class Estimate:
 
     @property
     def least(self) -> int:
-        """What the run cannot do without, whatever its batches look like."""
+        """Bytes needed whatever the batches look like."""
         return sum(self.certain.values())
 
     @property
     def total(self) -> int:
-        """What it may need at most."""
+        """Bytes needed at most."""
         return self.least + max(sum(self.learning.values()), sum(self.sampling.values()))
 
     @property
@@ -90,28 +79,28 @@ class Estimate:
         )
 
 
-def model_shape(source: str, config: RunConfig) -> ModelShape | None:
-    """The shape of the model that `source` names, from its config; None where that does not say it."""
+def model_shape(source: str, model: ModelSection) -> ModelShape | None:
+    """The shape of the model at `source`, from its config; None if the config does not determine it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         described: Any = AutoConfig.from_pretrained(source)
         with torch.device("meta"):  # layers without data
-            model: Any = AutoModelForCausalLM.from_config(described)
-        return _shape(model, described.get_text_config(), config)
+            layers: Any = AutoModelForCausalLM.from_config(described)
+        return _shape(layers, described.get_text_config(), model)
     except ModelError:
         raise
-    except Exception:  # code of its own, layers that differ, a damaged file: where it matters, loading will say so
+    except Exception:  # custom code, unusual layers, a damaged file: loading reports it if it matters
         return None
 
 
-def _shape(model: Any, text: Any, config: RunConfig) -> ModelShape:
+def _shape(layers: Any, text: Any, model: ModelSection) -> ModelShape:
     heads = int(getattr(text, "num_attention_heads", 1))
     width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parameters = sum(parameter.numel() for parameter in layers.parameters())
     return ModelShape(
         parameters=parameters,
-        trained=_adapter_parameters(model, config) if config.model.trains_adapters else parameters,
+        trained=_adapter_parameters(layers, model) if model.trains_adapters else parameters,
         layers=int(text.num_hidden_layers),
         hidden=int(text.hidden_size),
         inner=int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size),
@@ -120,35 +109,33 @@ def _shape(model: Any, text: Any, config: RunConfig) -> ModelShape:
     )
 
 
-def _adapter_parameters(model: Any, config: RunConfig) -> int:
-    if config.model.adapter:
-        path = Path(config.model.adapter).expanduser() / "adapter_model.safetensors"
+def _adapter_parameters(layers: Any, model: ModelSection) -> int:
+    if model.adapter:
+        path = Path(model.adapter).expanduser() / "adapter_model.safetensors"
         try:
             with safe_open(path, framework="pt") as file:
                 return sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
         except (OSError, SafetensorError):
-            return 0  # loading it will say so
-    layers = target_layers(model, config.model.lora.targets).values()
-    return sum(config.model.lora.rank * sum(layer.weight.shape) for layer in layers)
+            return 0  # loading reports it
+    targets = target_layers(layers, model.lora.targets).values()
+    return sum(model.lora.rank * sum(layer.weight.shape) for layer in targets)
 
 
 def estimate(
     config: RunConfig, source: str, *, longest_prompt: int = UNKNOWN_PROMPT, shards: int = 1
-) -> Estimate | None:
-    """What a run of this config with the model at `source` needs on its device; None where its config does not say.
+) -> MemoryEstimate | None:
+    """Memory of a run with the model at `source`; None if the model's config does not determine its shape.
 
-    With `shards`, each of so many devices holds a part of the learner's weights and of what belongs to them.
+    With `shards`, that many devices each hold a part of the trainer's weights, gradients and moments.
     """
-    shape = model_shape(source, config)
+    shape = model_shape(source, config.model)
     if shape is None:
         return None
     device = pick_device(config.model.device)
     precision = pick_precision(config.model.precision, device)
     weight = pick_weights_dtype(config.model.precision).itemsize
-    adapters = config.model.trains_adapters
-    trained = shape.trained * (4 if adapters else weight)
-    embedded = config.sampler.engine == "hf"  # others have processes, or machines, of their own
-    trained //= shards
+    adapters, embedded = config.model.trains_adapters, config.sampler.engine == "hf"  # others have their own processes
+    trained = shape.trained * (4 if adapters else weight) // shards
     certain = {
         "weights": shape.parameters * weight // shards + (trained if adapters else 0),
         "gradients": trained,
@@ -160,31 +147,31 @@ def estimate(
     autocast = precision is torch.bfloat16
     rows = min(config.sampler.rollouts_per_shard, FEWEST_ROWS_ON_GPU if device.type == "cuda" else 2**31)
     length = longest_prompt + config.sampler.max_new_tokens
+    rollouts = config.batch.prompts * config.batch.group_size
     cache = rows * length * shape.layers * 2 * shape.keys * precision.itemsize
-    return Estimate(
+    return MemoryEstimate(
         shape=shape,
         certain=certain,
-        learning=_learning(config, shape, device, autocast, weight, length),
+        learning=_learning(config.learner, rollouts * length, shape, device, autocast, weight),
         sampling={"keys and values": cache if embedded else 0},
     )
 
 
 def _learning(
-    config: RunConfig, shape: ModelShape, device: torch.device, autocast: bool, weight: int, length: int
+    learner: LearnerSection, most_tokens: int, shape: ModelShape, device: torch.device, autocast: bool, weight: int
 ) -> dict[str, int]:
-    tokens = min(config.learner.tokens_per_micro_batch, config.batch.prompts * config.batch.group_size * length)
+    tokens = min(learner.tokens_per_micro_batch, most_tokens)
     of_hidden, of_inner, of_keys = ACTIVATIONS[autocast, weight]
     layer = tokens * (of_hidden * shape.hidden + of_inner * shape.inner + of_keys * shape.keys)
     kept = shape.layers * layer
-    if config.learner.gradient_checkpointing:
+    if learner.gradient_checkpointing:
         kept = shape.layers * tokens * shape.hidden * weight + layer
     chunk = min(tokens * shape.vocabulary, CHUNK_ELEMENTS.get(device.type, 1 << 24))
-    # In the precision of the product, where their gradient will be; or as float32, with their surprise, that with the
-    # other sign, and its exponential.
+    # Fused kernels hold logits in the precision of the product; plain ones hold four float32 copies besides.
     product = 2 if autocast else 4
     logits = chunk * ((2 if autocast else 0) + 4 * 4 if kernels_for(device) is PLAIN_KERNELS else product)
     rounds = autocast and weight == 4
-    records = device.type == "cuda" and config.learner.compile not in ("never", "layers")
+    records = device.type == "cuda" and learner.compile not in ("never", "layers")
     return {
         f"activations of {tokens} tokens": kept,
         "bfloat16 copies of the weights": 2 * shape.parameters if rounds else 0,
@@ -194,16 +181,18 @@ def _learning(
 
 
 def free_bytes(device: torch.device) -> int:
-    """What is free there now."""
+    """Free memory of a device, or of the machine for a CPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
-def ways_out(config: RunConfig, source: str, needed: Estimate, free: int) -> str:
-    """What would make the run fit, where it is not done yet; only what does by the same estimate."""
+def ways_out(config: RunConfig, source: str, needed: MemoryEstimate, free: int) -> str:
+    """Advice on how to make the run fit, checked against the same estimate."""
     smaller = "choose a smaller model or a larger device"
     if needed.least > free:
-        if way := _way_with_adapters(config, source, free):
-            return f"{smaller}, or {way}"
+        for change, model in _smaller_settings(config.model):
+            changed = estimate(config.model_copy(update={"model": model}), source)
+            if changed is not None and changed.least <= free:
+                return f"{smaller}, or {change}"
         return smaller if config.model.trains_adapters else f"{smaller}: adapters alone would not fit either"
     if needed.sampling_is_larger:
         return f"if it runs out, lower sampler.rollouts_per_shard, or {smaller}"
@@ -211,25 +200,21 @@ def ways_out(config: RunConfig, source: str, needed: Estimate, free: int) -> str
     return f"if it runs out, {save}lower learner.tokens_per_micro_batch, or {smaller}"
 
 
-def _way_with_adapters(config: RunConfig, source: str, free: int) -> str:
-    """How training nothing but adapters would fit, or an empty string."""
+def _smaller_settings(model: ModelSection) -> Iterator[tuple[str, ModelSection]]:
+    """Settings that train adapters alone, or store their base in fewer bytes, each with its description."""
     adapters, lower = "train adapters alone: model.lora.rank = 16", 'model.precision = "bfloat16-only"'
-    rank: dict[str, Any] = {"lora": LoraSection(rank=16)}
-    ways = {adapters: rank, f"{adapters} with {lower}": {**rank, "precision": "bfloat16-only"}}
-    if config.model.trains_adapters:
-        ways = {f"set {lower}": {"precision": "bfloat16-only"}}  # which costs weights that nobody trains nothing
-    for way, changes in ways.items():
-        settings = config.model.model_copy(update=changes)
-        changed = estimate(config.model_copy(update={"model": settings}), source)
-        if changed is not None and changed.least <= free:
-            return way
-    return ""
+    if model.trains_adapters:  # the base is not trained and loses nothing
+        yield f"set {lower}", model.model_copy(update={"precision": "bfloat16-only"})
+        return
+    rank = LoraSection(rank=16)
+    yield adapters, model.model_copy(update={"lora": rank})
+    yield f"{adapters} with {lower}", model.model_copy(update={"lora": rank, "precision": "bfloat16-only"})
 
 
 def pick_parallel(config: RunConfig, source: str, world: int, local_world: int) -> str:
-    """How the policy lies on the ranks; `auto`: replicated where that fits comfortably, by what the device has in all.
+    """How ranks hold the policy: alone, replicated or sharded. `auto` replicates it if that fits comfortably.
 
-    What is free at the moment decides nothing: a run that goes on would otherwise be taken apart in another way.
+    Depends on the device's total memory, not on what is free now, so that a resumed run is split in the same way.
     """
     if world == 1:
         return "alone"
@@ -238,14 +223,14 @@ def pick_parallel(config: RunConfig, source: str, world: int, local_world: int) 
     device = pick_device(config.model.device)
     needed = None if config.model.trains_adapters else estimate(config, source)
     if device.type == "cuda":
-        room = torch.cuda.get_device_properties(device).total_memory
+        memory = torch.cuda.get_device_properties(device).total_memory
     else:
-        room = psutil.virtual_memory().total // local_world
-    return "replicated" if needed is None or needed.total <= COMFORTABLE * room else "sharded"
+        memory = psutil.virtual_memory().total // local_world
+    return "replicated" if needed is None or needed.total <= COMFORTABLE * memory else "sharded"
 
 
 def check_memory(config: RunConfig, source: str, world: int = 1, local_world: int = 1) -> str:
-    """Refuse a model that is too large for its device, before it is loaded; a word of warning where it may be."""
+    """Refuse a model that is too large for its device before it is loaded; returns a warning if it may be."""
     device = pick_device(config.model.device)
     shards = world if pick_parallel(config, source, world, local_world) == "sharded" else 1
     needed, free = estimate(config, source, shards=shards), free_bytes(device)
@@ -258,13 +243,13 @@ def check_memory(config: RunConfig, source: str, world: int = 1, local_world: in
     return f"memory may run out: {figures}"
 
 
-def check_sampling_memory(config: RunConfig, source: str) -> None:
+def check_sampling_memory(model: ModelSection, engine: str, source: str) -> None:
     """Refuse to sample from a model whose weights alone are too large for the device, before they are loaded."""
-    shape = model_shape(source, config) if config.sampler.engine == "hf" else None
+    shape = model_shape(source, model) if engine == "hf" else None
     if shape is None:
         return
-    device = pick_device(config.model.device)
-    weights, free = shape.parameters * pick_precision(config.model.precision, device).itemsize, free_bytes(device)
+    device = pick_device(model.device)
+    weights, free = shape.parameters * pick_precision(model.precision, device).itemsize, free_bytes(device)
     if weights > free:
         raise ModelError(
             f"{source} is too large: its weights take {weights / GIB:.2f} GiB on {device}, where {free / GIB:.2f} are "

@@ -1,7 +1,6 @@
-"""A short real run that measures what a run of this config moves, costs and gets.
+"""A short real run that measures update norms, rewards and costs of a config.
 
-Everything is read from the run directory afterwards: its journal, metrics and manifests. Only the peak of memory is the
-process's own.
+Everything but peak memory is read from the run directory afterwards: journal, metrics and manifests.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import resource
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,25 @@ import numpy as np
 from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import RunResult
 from stalewise.errors import CalibrationError, ConfigError
-from stalewise.planning.calibration import calibration_path, identity_of_config, read_calibration, save_calibration
-from stalewise.planning.costs import Phase, Probe
+from stalewise.planning.calibration import (
+    Probe,
+    UpdateNormPhase,
+    earlier_calibration,
+    identity_of_config,
+    save_calibration,
+)
 from stalewise.store import batch_directories, open_batch, read_batch_manifest
 from stalewise.store.atomic import read_json, read_jsonl
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.types import NullCallback, ProgressCallback
 
-LEAST_UPDATES = 8  # below it there are no two sizes of generation batches after the first, which warms up
+LEAST_UPDATES = 8  # fewer give no two sizes of generation batches after the first, which warms up
 PHASE_ENDS = (2, 8, 32, 128, 512, 2048, 8192)
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
-    """A probe, where it is written down, and the run that it was."""
+class ProbeResult:
+    """A probe, its calibration file and its run directory."""
 
     probe: Probe
     path: Path
@@ -44,21 +49,25 @@ def probe(
     train: Callable[[RunConfig, ProgressCallback], RunResult],
     updates: int = 32,
     callback: ProgressCallback | None = None,
-) -> Probed:
-    """Make or finish the probing run of a config with `train`, measure it, and write it into the calibration."""
+) -> ProbeResult:
+    """Run or resume the probe of a config with `train`, measure it, and write it to the calibration."""
     probing = probe_config(config, updates)
     was_complete = versions(probing.directory)[-1:] == [updates]
     train(probing, callback or NullCallback())
-    peak = _earlier_peak(config) if was_complete else _peak_memory(config)
-    measured = measure(probing, peak)
+    if was_complete:
+        before = earlier_calibration(config.runs, identity_of_config(config))
+        peak = before.probe.peak_memory_bytes if before is not None and before.probe is not None else None
+    else:
+        peak = _peak_memory(config.model.device)
+    measured = measure(probing.directory, peak)
     environment = read_json(probing.directory / "environment.json")
-    return Probed(measured, save_calibration(config, environment, probe=measured), probing.directory)
+    return ProbeResult(measured, save_calibration(config, environment, probe=measured), probing.directory)
 
 
 def probe_config(config: RunConfig, updates: int) -> RunConfig:
-    """The same model, task, optimizer and batch for a few updates, with generation batches of two sizes."""
+    """The same model, task, optimizer and batch with few updates and generation batches of two sizes."""
     if updates < LEAST_UPDATES:
-        raise ConfigError(f"--updates is {updates}; a probe needs at least {LEAST_UPDATES}")
+        raise ConfigError(f"--updates {updates}: a probe needs at least {LEAST_UPDATES}")
     record = config.model_dump(mode="json")
     schedule = {"kind": "synchronous", "updates": updates, "updates_per_generation": uneven_stage(updates)}
     plain = {"trackers": [], "recipe": "none", "guard": {}, "plan": {}, "storage": {}, "workers": {}}
@@ -67,32 +76,30 @@ def probe_config(config: RunConfig, updates: int) -> RunConfig:
 
 
 def uneven_stage(updates: int) -> int:
-    """µ with four or more generation batches (three, where that cannot be), the last of them as small as can be.
+    """µ with at least four generation batches (three if impossible), the last of them as small as possible.
 
     >>> uneven_stage(32), uneven_stage(12), uneven_stage(8)  # 10 10 10 2, 5 5 2, 3 3 2
     (10, 5, 3)
     """
-    for fewest in (4, 3):
-        found = [size for size in range(2, updates) if updates % size and -(-updates // size) >= fewest]
-        if found:
-            return max(found, key=lambda size: size - updates % size)
-    raise AssertionError(f"no µ for {updates} updates")
+    sizes = [size for size in range(2, updates) if updates % size and -(-updates // size) >= 3]
+    four = [size for size in sizes if -(-updates // size) >= 4]
+    return max(four or sizes, key=lambda size: size - updates % size)
 
 
-def measure(config: RunConfig, peak_memory_bytes: int | None = None) -> Probe:
-    """Read a finished run: what its updates moved, what its rewards were like, what everything cost."""
-    directory = config.directory
+def measure(directory: Path, peak_memory_bytes: int | None = None) -> Probe:
+    """Measure a finished run from its directory."""
     metrics = [record for record in read_jsonl(directory / "metrics.jsonl") if record["taken"]]
     if not metrics:
-        raise CalibrationError(f"{directory} took no update: none of its groups has rewards that differ")
+        raise CalibrationError(f"{directory} took no update: no group has rewards that differ")
     journal = read_jsonl(directory / "journal.jsonl")
     evaluation = read_jsonl(directory / "eval.jsonl")[-1]
     manifests = [read_batch_manifest(batch) for batch in batch_directories(directory / "rollouts")]
-    newest = checkpoint_directory(directory, versions(directory)[-1])
+    updates = versions(directory)[-1]
+    newest = checkpoint_directory(directory, updates)
     rollouts = sum(manifest.rows for manifest in manifests)
-    warm = metrics[2:] or metrics  # the first updates pay for what is made once
+    warm = metrics[2:] or metrics  # the first updates include one-time costs
     return Probe(
-        updates=config.schedule.updates,
+        updates=updates,
         phases=phases(metrics),
         **rewards(directory),
         **generation_costs(journal, {manifest.generation_batch: manifest.seconds for manifest in manifests}),
@@ -106,21 +113,18 @@ def measure(config: RunConfig, peak_memory_bytes: int | None = None) -> Probe:
     )
 
 
-def phases(metrics: Sequence[dict[str, Any]]) -> list[Phase]:
-    """G_upd in windows that grow fourfold: Adam's first steps are its longest."""
-    found: list[Phase] = []
-    first = 1
-    for last in PHASE_ENDS:
-        inside = [record for record in metrics if first <= record["update"] + 1 <= last]
-        if inside:
+def phases(metrics: Sequence[dict[str, Any]]) -> list[UpdateNormPhase]:
+    """G in windows that grow fourfold, since Adam's first steps are its longest."""
+    found: list[UpdateNormPhase] = []
+    for before, last in pairwise((0, *PHASE_ENDS)):
+        if inside := [record for record in metrics if before <= record["update"] < last]:
             norms = np.array([record["update_norm_per_lr"] for record in inside])
-            found.append(Phase(first, inside[-1]["update"] + 1, float(norms.mean()), float(norms.std())))
-        first = last + 1
+            found.append(UpdateNormPhase(before + 1, inside[-1]["update"] + 1, float(norms.mean()), float(norms.std())))
     return found
 
 
 def rewards(directory: Path) -> dict[str, Any]:
-    """Mean reward, its variance inside groups and between them, and the share of groups that teach."""
+    """Mean reward, its variance within and between groups, and the share of groups whose rewards differ."""
     means, variances = [], []
     for path in batch_directories(directory / "rollouts"):
         batch = open_batch(path, verify=False)
@@ -141,25 +145,26 @@ def rewards(directory: Path) -> dict[str, Any]:
 
 
 def generation_costs(journal: Sequence[dict[str, Any]], least: dict[int, float]) -> dict[str, Any]:
-    """A line through seconds against rollouts, over all generations but the first, which pays for what is made once.
+    """Fit a line through seconds against rollouts over all generations but the first, which has one-time costs.
 
-    `least` is what the shards of each took: a record of clearly less is of a sitting that made the rest of a batch.
+    `least` is the time the shards of each batch took. A record with clearly less time comes from a process that only
+    finished an interrupted batch, and is ignored.
     """
-    events = [record for record in journal if record["event"] == "generate"]
+    events = [record for record in journal if record["event"] == "generate" and record["generation_batch"] > 0]
     whole = {
         record["generation_batch"]: record
         for record in events
-        if record["seconds"] >= 0.9 * least[record["generation_batch"]] and record["generation_batch"] > 0
+        if record["seconds"] >= 0.9 * least[record["generation_batch"]]
     }
     if not whole:
-        raise CalibrationError("no generation of the probe was timed as a whole: delete its directory and probe again")
+        raise CalibrationError("no generation of the probe ran uninterrupted: delete its directory and probe again")
     rows, seconds, tokens = (
         np.array([float(record[key]) for record in whole.values()]) for key in ("rollouts", "seconds", "tokens")
     )
     slope, fixed = seconds.sum() / rows.sum(), 0.0
     if len(set(rows)) > 1:
         line = np.polyfit(rows, seconds, 1)
-        if line.min() > 0:  # else the fixed cost is lost in the noise
+        if line.min() > 0:  # otherwise noise hides the fixed cost
             slope, fixed = line
     return {
         "tokens_per_second": float(tokens.sum() / seconds.sum()),
@@ -170,7 +175,7 @@ def generation_costs(journal: Sequence[dict[str, Any]], least: dict[int, float])
 
 
 def switching_costs(journal: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What one switch costs, and what starting costs: the first checkpoint and the first learner."""
+    """Cost of one switch, and of the start: the first checkpoint and the first trainer."""
     seconds: dict[str, list[float]] = {"first checkpoint": [], "learner": [], "checkpoint": []}
     for record in journal:
         if record["event"] == "switch" and record.get("reason") in seconds:
@@ -187,19 +192,13 @@ def _mean(values: Any) -> float:
     return float(np.mean(list(values)))
 
 
-def _peak_memory(config: RunConfig) -> int:
+def _peak_memory(device_name: str) -> int:
     import torch
 
     from stalewise.models.loading import pick_device
 
-    device = pick_device(config.model.device)
+    device = pick_device(device_name)
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
-
-
-def _earlier_peak(config: RunConfig) -> int | None:
-    path = calibration_path(config, identity_of_config(config))
-    before = read_calibration(path).probe if path.is_file() else None
-    return before.peak_memory_bytes if before is not None else None

@@ -1,4 +1,4 @@
-"""The map of a sweep: learning rate against staleness, with what survived, what collapsed, and both constraints."""
+"""The map of a sweep: learning rate against staleness, with runs that survived or collapsed and both constraints."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from stalewise.store.atomic import write_atomic
 
 STABLE, COLLAPSED = "#2e9e6b", "#d1495b"
 BATCH, HORIZON = "#3b82d6", "#e07b1f"
-BEYOND = 1.5  # the map goes on by this factor on either side of what was tried
+BEYOND = 1.5  # the map extends by this factor beyond what was tried
 
 
 def write_map(sweep: Sweep, path: Path) -> Path:
-    """Write the map as one HTML file that opens from disk."""
+    """Write the map as one self-contained HTML file."""
     write_atomic(path, draw_map(sweep).to_html(include_plotlyjs=True, div_id="map"))
     return path
 
 
 def draw_map(sweep: Sweep) -> go.Figure:
-    """Points for runs, a line with its interval for each constraint that the fit knows or bounds."""
+    """Points for runs, and a line with its interval for each constraint that the fit knows or bounds."""
     updates = max(run.updates for run in sweep.runs)
     axis = {"type": "log", "exponentformat": "power", "dtick": 1, "ticks": "outside", "linewidth": 1}
     figure = go.Figure(
@@ -46,17 +46,14 @@ def draw_map(sweep: Sweep) -> go.Figure:
         _add_line(figure, "R_batch / (S·G)", sweep.fit.batch_radius, staleness, staleness * norm, BATCH)
         whole = np.full(2, updates * norm)
         _add_line(figure, f"R_crit / (T·G), T = {updates}", sweep.fit.critical_radius, staleness, whole, HORIZON)
-    for name, colour, symbol, collapsed in (
-        ("survived", STABLE, "circle", False),
-        ("collapsed", COLLAPSED, "x", True),
-    ):
-        runs = [run for run in sweep.runs if (run.collapsed_at is not None) == collapsed]
+    for name, colour, symbol in (("survived", STABLE, "circle"), ("collapsed", COLLAPSED, "x")):
+        runs = [run for run in sweep.runs if (run.collapsed_at is not None) == (name == "collapsed")]
         figure.add_trace(_points(runs, name, colour, symbol))
     return figure
 
 
 def _points(runs: list[SweepRun], name: str, colour: str, symbol: str) -> go.Scatter:
-    # Seeds lie side by side, or one would hide the other.
+    # Shift seeds so that they do not hide each other.
     return go.Scatter(
         x=[run.staleness * 1.03**run.seed for run in runs],
         y=[run.learning_rate for run in runs],
@@ -69,27 +66,17 @@ def _points(runs: list[SweepRun], name: str, colour: str, symbol: str) -> go.Sca
 
 
 def _add_line(figure: go.Figure, name: str, radius: Estimate, x: Any, drift_per_rate: Any, colour: str) -> None:
-    """Draw η = R / (drift per unit of η), between the ends of the radius' interval; only the ends where it is open."""
+    """Draw η = R / (drift per unit of η) within the radius' interval; only the known ends if it is open."""
     low, high = (end if 0.0 < end < math.inf else None for end in (radius.low, radius.high))
     if low is not None and high is not None:
-        outline = np.concatenate([low / drift_per_rate, (high / drift_per_rate)[::-1]])
-        figure.add_trace(
-            go.Scatter(
-                x=np.concatenate([x, x[::-1]]),
-                y=outline,
-                fill="toself",
-                fillcolor=colour,
-                opacity=0.2,
-                mode="lines",
-                line={"width": 0},
-                hoverinfo="skip",
-                showlegend=False,
-            )
-        )
-    shown = [(radius.value, "solid", name)] if radius.known else []
-    if not radius.known:
-        shown += [(low, "dot", f"{name}: at least")] if low is not None else []
-        shown += [(high, "dot", f"{name}: at most")] if high is not None else []
-    for value, dash, label in shown:
-        line = {"color": colour, "dash": dash, "width": 2}
-        figure.add_trace(go.Scatter(x=x, y=value / drift_per_rate, mode="lines", name=label, line=line))
+        outline = {
+            "x": np.concatenate([x, x[::-1]]),
+            "y": np.concatenate([low / drift_per_rate, (high / drift_per_rate)[::-1]]),
+        }
+        style = {"fill": "toself", "fillcolor": colour, "opacity": 0.2, "mode": "lines", "line": {"width": 0}}
+        figure.add_trace(go.Scatter(outline | style, hoverinfo="skip", showlegend=False))
+    ends = ((low, "dot", f"{name}: at least"), (high, "dot", f"{name}: at most"))
+    for value, dash, label in ((radius.value, "solid", name),) if radius.known else ends:
+        if value is not None:
+            line = {"color": colour, "dash": dash, "width": 2}
+            figure.add_trace(go.Scatter(x=x, y=value / drift_per_rate, mode="lines", name=label, line=line))

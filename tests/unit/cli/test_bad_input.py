@@ -374,14 +374,14 @@ def test_a_second_process_is_told_who_has_the_run(tmp_path: Path) -> None:
 INTERRUPTED = """
 import os, signal
 from stalewise.cli import main
-from stalewise.trainer.trainer import Learner
+from stalewise.trainer.trainer import Trainer
 
 def enqueue(self, rows, *more):
     if self.version == 5:
         os.kill(os.getpid(), signal.SIGINT)
     return whole_enqueue(self, rows, *more)
 
-whole_enqueue, Learner.enqueue = Learner.enqueue, enqueue
+whole_enqueue, Trainer.enqueue = Trainer.enqueue, enqueue
 main()
 """
 
@@ -398,7 +398,7 @@ def test_ctrl_c_in_the_middle_and_on_again(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (130, ""), done.stderr
     *_, said, again = done.stderr.splitlines()
-    assert said == "interrupted: what was committed is kept; run the same command again to go on:"
+    assert said == "interrupted: committed work is kept; the same command resumes:"
     assert again == f"  stalewise train {config}"
     directory = tmp_path / "runs" / "tiny"
     assert [record["update"] for record in read_jsonl(directory / "metrics.jsonl")] == [0, 1, 2, 3, 4]
@@ -417,7 +417,5 @@ def test_memory_that_ends_where_nobody_can_help_is_one_message(tmp_path: Path, m
 
     monkeypatch.setattr("stalewise.rollout.engines.embedded.load_model", load)
     message = refused("train", config_file(tmp_path))
-    assert message.startswith(
-        "the device ran out of memory; what was committed is kept: lower learner.tokens_per_micro_"
-    )
+    assert message.startswith("the device ran out of memory; committed work is kept: lower learner.tokens_per_micro_")
     assert message.endswith("(CUDA out of memory)")

@@ -29,13 +29,13 @@ def config(**sections: Any) -> RunConfig:
 
 @pytest.fixture
 def shape(monkeypatch: pytest.MonkeyPatch) -> ModelShape:
-    monkeypatch.setattr("stalewise.planning.memory.model_shape", lambda source, config: SHAPE)
+    monkeypatch.setattr("stalewise.planning.memory.model_shape", lambda source, model: SHAPE)
     return SHAPE
 
 
 def test_the_shape_is_that_of_the_model() -> None:
     model = load_model(POLICY, device=CPU)
-    shape = model_shape(POLICY, config())
+    shape = model_shape(POLICY, config().model)
     assert shape is not None
     assert shape.parameters == shape.trained == sum(parameter.numel() for parameter in model.parameters())
     described = model.config
@@ -53,9 +53,9 @@ def test_adapters_are_counted_as_they_will_be(tmp_path: Path) -> None:
     from stalewise.trainer.lora import save_first
 
     settings = config(model={"lora": {"rank": 3, "targets": ["q_proj", "down_proj"]}})
-    shape = model_shape(POLICY, settings)
+    shape = model_shape(POLICY, settings.model)
     save_first(settings.model, settings.seed, load_model(POLICY, device=CPU), POLICY, tmp_path / "first")
-    again = model_shape(POLICY, config(model={"adapter": str(tmp_path / "first" / "adapter")}))
+    again = model_shape(POLICY, config(model={"adapter": str(tmp_path / "first" / "adapter")}).model)
     assert shape is not None
     # Each layer: q_proj is H × H, down_proj H × F; an adapter has rank × (rows + columns) numbers.
     assert shape.trained == 3 * shape.layers * (2 * shape.hidden + shape.hidden + shape.inner)
@@ -108,7 +108,7 @@ def test_precision_adapters_and_objectives_change_the_parts(shape: ModelShape, m
     server = {"engine": "server", "server": {"urls": ["http://localhost:1"]}}
     assert parts(sampler=server)[5] == 0
     adapted = ModelShape(10**6, 1000, layers=3, hidden=100, inner=300, keys=50, vocabulary=1000)
-    monkeypatch.setattr("stalewise.planning.memory.model_shape", lambda source, config: adapted)
+    monkeypatch.setattr("stalewise.planning.memory.model_shape", lambda source, model: adapted)
     # Adapters are float32 beside weights in bfloat16.
     lora = parts(model={"precision": "bfloat16-only", "lora": {"rank": 1}})
     assert lora[:6] == [2e6 + 4e3, 4e3, 8e3, 4e3, 0, 2e6]
@@ -144,7 +144,7 @@ def test_activations_are_what_autograd_keeps(precision: str) -> None:
 
 
 def test_what_a_config_does_not_say_is_unknown(tmp_path: Path) -> None:
-    assert model_shape(str(tmp_path), config()) is None
+    assert model_shape(str(tmp_path), config().model) is None
     assert check_memory(config(), str(tmp_path)) == ""
     (tmp_path / "config.json").write_text('{"model_type": "no such thing"}')
     assert estimate(config(), str(tmp_path)) is None
@@ -168,8 +168,8 @@ def test_a_model_that_is_too_large_is_refused_before_it_is_loaded(
     shutil.copytree(EMBEDDED / "arithmetic", policy)
     (policy / "model.safetensors").unlink()  # loading it would say so
     path = write_config(tmp_path / "a.toml", tiny_record(tmp_path, model={"path": str(policy)}))
-    for place in ("doctor", "memory"):  # doctor, where it is imported here, must not find the other one for good
-        monkeypatch.setattr(f"stalewise.{place}.free_bytes", lambda device: 10**6)
+    for module in ("orchestrator.preflight", "planning.memory"):
+        monkeypatch.setattr(f"stalewise.{module}.free_bytes", lambda device: 10**6)
     message = refused("train", path)
     assert message.startswith(f"{policy} is too large: 0.4 M parameters: at least 0.01 GiB and up to ")
     assert "(weights 0.00, gradients 0.00, moments 0.00" in message

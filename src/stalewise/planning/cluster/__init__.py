@@ -1,1 +1,1 @@
-"""Planning for clusters: hardware, makespan, simulation."""
+"""Compares schedules on a cluster described by measured rates: formulas, checked by a simulation."""

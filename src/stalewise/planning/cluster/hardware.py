@@ -1,53 +1,42 @@
-"""What a cluster is, in measured rates: enough to say how long a schedule takes on it.
-
-docs/cluster.md says what each number is and where it comes from. `makespan` has the formulas.
-"""
+"""A cluster described by measured rates (docs/cluster.md explains them), and arrangements of schedules on it."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass as plain_dataclass
+from dataclasses import field
+from typing import Literal, Self
 
-from stalewise.planning.cluster.lengths import Lengths
-from stalewise.staleness.law import require_count, require_positive
+from pydantic import model_validator
+from pydantic.dataclasses import dataclass
+
+from stalewise.planning.cluster.lengths import CHECKED, Count, NotNegative, Positive, ResponseLengths
 from stalewise.staleness.schedule import Schedule, pipelined, staged, synchronous
 
 HOUR, DAY = 3600.0, 86400.0
-FORBID: dict[str, Any] = {"extra": "forbid"}  # an unknown key of the TOML file is an error
 
 
-def _require_not_negative(**values: float) -> None:
-    for name, value in values.items():
-        if not 0.0 <= value < math.inf:
-            raise ValueError(f"{name} must be 0 or more and finite, got {value}")
+@dataclass(frozen=True, slots=True, config=CHECKED)
+class GenerationRates:
+    """Generation on one device: tokens per second with all slots taken and, if measured, with one."""
 
+    tokens_per_second: Positive
+    slots: Count
+    tokens_per_second_alone: float | None = None  # None: the rate does not depend on the requests in flight
+    seconds_per_batch: NotNegative = 0.0
 
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """One device that generates: tokens per second with all slots taken and, if that was measured, with one."""
-
-    tokens_per_second: float
-    slots: int
-    tokens_per_second_alone: float | None = None  # None: the rate does not depend on how many are in flight
-    seconds_per_batch: float = 0.0
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
-
-    def __post_init__(self) -> None:
-        require_positive("tokens_per_second", self.tokens_per_second)
-        require_count("slots", self.slots)
-        _require_not_negative(seconds_per_batch=self.seconds_per_batch)
-        alone = self.tokens_per_second_alone
-        if alone is not None and not self.tokens_per_second / self.slots <= alone <= self.tokens_per_second:
+    @model_validator(mode="after")
+    def _check_rates(self) -> Self:
+        least, most = self.tokens_per_second / self.slots, self.tokens_per_second
+        if self.tokens_per_second_alone is not None and not least <= self.tokens_per_second_alone <= most:
             raise ValueError(
-                f"tokens_per_second_alone is {alone}; expected {self.tokens_per_second / self.slots:g}, the share of "
-                f"one of {self.slots} requests, to {self.tokens_per_second:g}, the rate of all of them"
+                f"tokens_per_second_alone is {self.tokens_per_second_alone}; expected {least:g}, the share of one of "
+                f"{self.slots} requests, to {most:g}, the rate of all of them"
             )
+        return self
 
     @property
     def seconds_per_token(self) -> float:
-        """Slope b: seconds that each request in flight adds to a step, in which each gets one token."""
+        """Slope b: seconds that each request in flight adds to a step. Each gets one token per step."""
         if self.tokens_per_second_alone is None or self.slots == 1:
             return 1.0 / self.tokens_per_second
         full = self.slots / self.tokens_per_second
@@ -55,134 +44,99 @@ class Generation:
 
     @property
     def seconds_per_step(self) -> float:
-        """Fixed part a of a step: what it takes however few requests are in flight (reading the weights, mostly)."""
+        """Fixed part a of a step: mostly reading the weights."""
         return self.slots / self.tokens_per_second - self.slots * self.seconds_per_token
 
 
-@dataclass(frozen=True, slots=True)
-class Learning:
-    """One device that learns, and what an update consumes; rates grow with the number of devices."""
+@dataclass(frozen=True, slots=True, config=CHECKED)
+class LearningRates:
+    """Learning on one device, and the rollouts of an update. Rates grow with the number of devices."""
 
-    tokens_per_second: float
-    rollouts_per_update: int
-    seconds_per_update: float = 0.0
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
-
-    def __post_init__(self) -> None:
-        require_positive("tokens_per_second", self.tokens_per_second)
-        require_count("rollouts_per_update", self.rollouts_per_update)
-        _require_not_negative(seconds_per_update=self.seconds_per_update)
+    tokens_per_second: Positive
+    rollouts_per_update: Count
+    seconds_per_update: NotNegative = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Plans:
-    """Updates of the run, and the schedules to compare: µ of the synchronous, number of stages, µ and lag beside."""
+@dataclass(frozen=True, slots=True, config=CHECKED)
+class ScheduleSettings:
+    """Updates of the run, and the schedules to compare: synchronous (µ), staged (stages) and pipelined (µ and lag)."""
 
-    updates: int
-    updates_per_generation: int = 4
-    stages: int = 4
-    pipelined_updates_per_generation: int = 4
-    lag: int = 1
+    updates: Count
+    updates_per_generation: Count = 4
+    stages: Count = 4
+    pipelined_updates_per_generation: Count = 4
+    lag: Count = 1
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
-
-    def __post_init__(self) -> None:
-        for name in ("updates", "updates_per_generation", "stages", "pipelined_updates_per_generation", "lag"):
-            require_count(name, getattr(self, name))
-        staged(self.updates, self.stages)
+    @model_validator(mode="after")
+    def _check_stages(self) -> Self:
+        staged(self.updates, self.stages)  # raises if there are more stages than updates
+        return self
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """What moves: weights to the engines, rollouts to the learner and to disk; and how long an engine takes to wake."""
+@dataclass(frozen=True, slots=True, config=CHECKED)
+class TransferRates:
+    """Sizes of weights and rollouts, bandwidths, and the time an engine takes to wake."""
 
-    weights_bytes: float
-    network_bytes_per_second: float  # of one device, each of which receives the weights
-    disk_bytes_per_second: float
-    bytes_per_rollout: float
-    wake_up_seconds: float = 0.0
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
-
-    def __post_init__(self) -> None:
-        require_positive("network_bytes_per_second", self.network_bytes_per_second)
-        require_positive("disk_bytes_per_second", self.disk_bytes_per_second)
-        _require_not_negative(
-            weights_bytes=self.weights_bytes,
-            bytes_per_rollout=self.bytes_per_rollout,
-            wake_up_seconds=self.wake_up_seconds,
-        )
+    weights_bytes: NotNegative
+    network_bytes_per_second: Positive  # of each device; each receives the weights
+    disk_bytes_per_second: Positive
+    bytes_per_rollout: NotNegative
+    wake_up_seconds: NotNegative = 0.0
 
     @property
     def switch_seconds(self) -> float:
-        """Once per generation batch: the policy goes to the engines, and these get ready."""
+        """Time per generation batch to send the policy to the engines and wake them."""
         return self.weights_bytes / self.network_bytes_per_second + self.wake_up_seconds
 
     @property
     def seconds_per_rollout(self) -> float:
-        """Moving and storing one rollout: generation is not faster than this, however many devices it has."""
+        """Time to move and store one rollout: a limit for generation on any number of devices."""
         return self.bytes_per_rollout / min(self.disk_bytes_per_second, self.network_bytes_per_second)
 
 
-@dataclass(frozen=True, slots=True)
-class Failures:
-    """How often devices fail, how long it takes until the run goes on, and how far back the last checkpoint lies."""
+@dataclass(frozen=True, slots=True, config=CHECKED)
+class FailureRates:
+    """Failures of devices, the time to recover, and checkpoints."""
 
-    per_device_hour: float = 0.0
-    recovery_seconds: float = 0.0
-    checkpoint_bytes: float = 0.0
-    checkpoint_every: int = 64  # updates
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
-
-    def __post_init__(self) -> None:
-        _require_not_negative(
-            per_device_hour=self.per_device_hour,
-            recovery_seconds=self.recovery_seconds,
-            checkpoint_bytes=self.checkpoint_bytes,
-        )
-        require_count("checkpoint_every", self.checkpoint_every)
+    per_device_hour: NotNegative = 0.0
+    recovery_seconds: NotNegative = 0.0
+    checkpoint_bytes: NotNegative = 0.0
+    checkpoint_every: Count = 64  # updates
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=CHECKED)
 class Cluster:
-    """Devices that can all do everything, their rates, and the run that is planned."""
+    """Identical devices, their rates, and the run to plan."""
 
-    devices: int
-    generation: Generation
-    lengths: Lengths
-    learning: Learning
-    schedule: Plans
-    transfer: Transfer
-    failures: Failures = field(default_factory=Failures)
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = FORBID
-
-    def __post_init__(self) -> None:
-        require_count("devices", self.devices)
+    devices: Count
+    generation: GenerationRates
+    lengths: ResponseLengths
+    learning: LearningRates
+    schedule: ScheduleSettings
+    transfer: TransferRates
+    failures: FailureRates = field(default_factory=FailureRates)
 
     @property
     def tokens_per_update(self) -> float:
-        """Prompt and response tokens that an update reads."""
+        """Prompt and response tokens of an update."""
         return self.learning.rollouts_per_update * (self.lengths.mean + self.lengths.prompt)
 
     @property
     def checkpoint_seconds(self) -> float:
-        """Writing one checkpoint."""
+        """Time to write one checkpoint."""
         return self.failures.checkpoint_bytes / self.transfer.disk_bytes_per_second
 
 
 Way = Literal["in turns", "beside", "streamed"]
 
 
-@dataclass(frozen=True, slots=True)
+@plain_dataclass(frozen=True, slots=True)
 class Arrangement:
-    """A schedule, and which devices do what.
+    """A schedule, and the devices of each side.
 
-    `in turns`: all devices generate, then all learn. `beside`: they are split; the learner takes whole generation
-    batches, made `lag` ahead. `streamed`: they are split; the learner takes rollouts of the current generation batch as
-    soon as there are enough for an update.
+    `in turns`: all devices generate, then all learn. `beside`: devices are split; the trainer takes whole generation
+    batches, made `lag` ahead. `streamed`: devices are split; the trainer takes rollouts of the current generation batch
+    as soon as there are enough for an update.
     """
 
     name: str
@@ -193,7 +147,7 @@ class Arrangement:
 
 
 def in_turns(cluster: Cluster) -> list[Arrangement]:
-    """The synchronous and the staged schedule, both with all devices for both sides."""
+    """The synchronous and the staged schedule, with all devices for both sides."""
     plans = cluster.schedule
     schedules = {
         "synchronous": synchronous(plans.updates, min(plans.updates, plans.updates_per_generation)),
@@ -203,7 +157,7 @@ def in_turns(cluster: Cluster) -> list[Arrangement]:
 
 
 def split(cluster: Cluster, generating: int) -> list[Arrangement]:
-    """The schedules that generate beside learning, with so many devices for generation and the others for learning."""
+    """The schedules that generate beside learning, with `generating` devices for that and the rest for learning."""
     plans = cluster.schedule
     beside = pipelined(plans.updates, min(plans.updates, plans.pipelined_updates_per_generation), plans.lag)
     rest = cluster.devices - generating

@@ -1,7 +1,7 @@
-"""How long a schedule takes on a cluster: formulas. `calibration.simulation` checks them request by request.
+"""Formulas for the time of a schedule on a cluster. `simulation` checks them request by request.
 
 A device with n requests in flight makes a step of a + b·n seconds, in which each gets one token. A generation batch
-then takes a·(steps) + b·(tokens of a device): the first part is the straggler's, the second is work.
+then takes a·(steps) + b·(tokens of a device): waiting for the longest response, and work.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from stalewise.staleness.likelihood import Array
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a schedule comes to. Idle is the share of the time in which a side does not work."""
+class ScheduleOutcome:
+    """Times and traffic of a schedule. Idle is the share of time in which a side does not work."""
 
     name: str
     updates_per_generation: int
@@ -39,14 +39,16 @@ class Outcome:
     disk_bytes_per_day: float
 
 
-def outcome(cluster: Cluster, arrangement: Arrangement, seconds: float, generate: float, learn: float) -> Outcome:
-    """Put together what a schedule comes to, from its length and from how long each side worked."""
+def outcome(
+    cluster: Cluster, arrangement: Arrangement, seconds: float, generate: float, learn: float
+) -> ScheduleOutcome:
+    """Outcome of a schedule from its total time and the working time of each side."""
     schedule, transfer = arrangement.schedule, cluster.transfer
     batches = schedule.generation_batches
     rollouts = schedule.updates * cluster.learning.rollouts_per_update * transfer.bytes_per_rollout
     weights = batches * transfer.weights_bytes * arrangement.generating
     checkpoints = schedule.updates // cluster.failures.checkpoint_every * cluster.failures.checkpoint_bytes
-    return Outcome(
+    return ScheduleOutcome(
         name=arrangement.name,
         updates_per_generation=schedule.updates_per_generation,
         worst_age=schedule.worst_age,
@@ -66,9 +68,9 @@ def outcome(cluster: Cluster, arrangement: Arrangement, seconds: float, generate
 
 
 def generation_seconds(cluster: Cluster, devices: int, requests: int) -> float:
-    """One generation batch without failures, or what disk and network bear.
+    """Time of one generation batch without failures, limited by disk and network.
 
-    It ends with the device that has the longest response, or with the one that got most tokens.
+    It ends with the device that has the longest response, or with the one that got the most tokens.
     """
     lengths, generation = cluster.lengths, cluster.generation
     fixed, slope = generation.seconds_per_step, generation.seconds_per_token
@@ -81,15 +83,15 @@ def generation_seconds(cluster: Cluster, devices: int, requests: int) -> float:
 
 
 def _largest_of_normals(count: int) -> float:
-    """Expected largest of so many standard normal values, after Blom."""
+    """Expected largest of `count` standard normal values, after Blom."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 def _steps(cluster: Cluster, devices: int, requests: int) -> float:
     """Steps until the last response ends.
 
-    If all requests find a slot, that is the longest of them. Otherwise the slots stay full until no more wait; then
-    what is left of the longest in flight runs on.
+    If all requests find a slot, that is the longest of them. Otherwise the slots stay full until none wait, and then
+    the longest residual in flight remains.
     """
     lengths, slots = cluster.lengths, devices * cluster.generation.slots
     if requests <= slots:
@@ -99,16 +101,16 @@ def _steps(cluster: Cluster, devices: int, requests: int) -> float:
 
 
 def update_seconds(cluster: Cluster, devices: int) -> float:
-    """One update without failures, with its share of the checkpoints."""
+    """Time of one update without failures, with its share of the checkpoints."""
     learning = cluster.learning
     work = cluster.tokens_per_update / (learning.tokens_per_second * devices)
     return work + learning.seconds_per_update + cluster.checkpoint_seconds / cluster.failures.checkpoint_every
 
 
 def with_failures(cluster: Cluster, devices: int, seconds: float, lost: float) -> float:
-    """Work of so many seconds, where each failure costs `lost` seconds of it and the time to recover.
+    """Time of `seconds` of work if each failure costs `lost` seconds of it and the time to recover.
 
-    Work that is done again can fail again: W = seconds/(1 − Λ·lost), and W·(1 + Λ·recovery) with the standstills.
+    Repeated work can fail again: W = seconds/(1 − Λ·lost), and W·(1 + Λ·recovery) with recovery.
     """
     rate = cluster.failures.per_device_hour * devices / HOUR
     if rate * lost >= 1.0:
@@ -119,8 +121,8 @@ def with_failures(cluster: Cluster, devices: int, seconds: float, lost: float) -
     return seconds / (1.0 - rate * lost) * (1.0 + rate * cluster.failures.recovery_seconds)
 
 
-def predict(cluster: Cluster, arrangement: Arrangement) -> Outcome:
-    """What a schedule comes to by formula."""
+def predict(cluster: Cluster, arrangement: Arrangement) -> ScheduleOutcome:
+    """Outcome of a schedule by formula."""
     schedule = arrangement.schedule
     switch = cluster.transfer.switch_seconds
     sizes = [len(schedule.updates_of(0)), len(schedule.updates_of(schedule.generation_batches - 1))]
@@ -145,7 +147,7 @@ def _generate(cluster: Cluster, arrangement: Arrangement, updates: int) -> float
     seconds = generation_seconds(cluster, devices, requests)
     full = requests > devices * cluster.generation.slots
     in_flight = cluster.lengths.mean_residual() * cluster.generation.slots / cluster.generation.tokens_per_second
-    # One device's requests in flight begin again: others take its share where more wait; if none do, all wait for it.
+    # One device's requests in flight restart: others share the work if more wait; otherwise all wait for it.
     return with_failures(cluster, devices, seconds, in_flight / devices if full else seconds / 2.0)
 
 
@@ -156,17 +158,17 @@ def _learn(cluster: Cluster, arrangement: Arrangement, updates: int) -> float:
 
 
 def _streamed(cluster: Cluster, arrangement: Arrangement, updates: int, generate: float, learn: float) -> float:
-    """A stage in which the learner follows the generator: the update that waits most, and all that follow it.
+    """Time of a stage in which the trainer follows the generator: the longest wait of an update, and all work after it.
 
-    If all requests find a slot at once, responses end in the order of their lengths, and the last updates have the
-    long ones. Otherwise they end at an even rate, and the wait is for the first update's or for the last one's, which
-    has the responses that were in flight to the end: long ones.
+    If all requests find a slot at once, responses end in order of length, and the last updates get the long ones.
+    Otherwise they end at an even rate, and the trainer waits for the first update's rollouts or for the last one's,
+    which were in flight to the end and are long.
     """
     lengths, generation = cluster.lengths, cluster.generation
     rollouts, devices = cluster.learning.rollouts_per_update, arrangement.generating
     in_flight = min(updates * rollouts, devices * generation.slots)
     refilled = updates * rollouts > in_flight
-    grid, survival = lengths.grid(), lengths.survival()
+    grid, survival = lengths.grid, lengths.survival
     alive = np.ones_like(survival) if refilled else survival
     per_step = generation.seconds_per_step + generation.seconds_per_token * alive * in_flight / devices
     clock = generation.seconds_per_batch + cumulative(per_step) * grid[1]
@@ -175,9 +177,7 @@ def _streamed(cluster: Cluster, arrangement: Arrangement, updates: int, generate
         in_flight_mean = min(float(lengths.most), 2.0 * lengths.mean_residual())
         last = (in_flight_mean + lengths.prompt) / (lengths.mean + lengths.prompt)
         return max(generate + last * learn / updates, first + learn)
-    shorter = (
-        np.arange(updates, dtype=np.float64) / updates
-    )  # share of the responses that end before those of each update
+    shorter = np.arange(updates, dtype=np.float64) / updates  # share of responses that end before those of an update
     length = _interpolate(shorter, 1.0 - survival, grid)
     ready = np.append(_interpolate(length[1:], grid, clock), generate)
     beyond = lengths.mean - _interpolate(length, grid, cumulative(survival) * grid[1])  # E[max(0, L − length)]
@@ -190,6 +190,6 @@ def _interpolate(at: Array, x: Array, y: Array) -> Array:
 
 
 def best_splits(cluster: Cluster) -> list[Arrangement]:
-    """Each schedule that generates beside learning, with the split of devices that ends first; none on one device."""
+    """Each schedule that generates beside learning, with its fastest split of devices; none on one device."""
     splits = [split(cluster, generating) for generating in range(1, cluster.devices)]
     return [min(ways, key=lambda one: predict(cluster, one).seconds) for ways in zip(*splits, strict=True)]

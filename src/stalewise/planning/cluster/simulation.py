@@ -1,8 +1,8 @@
-"""A run on a cluster, simulated request by request: what the formulas of `staleness.makespan` are checked against.
+"""Simulates a run on a cluster request by request, to check the formulas of `makespan`.
 
-Responses have lengths of their own, devices have slots, and steps take longer the more requests are in flight. Failures
-come at random while a side works: the requests in flight on the device begin again, or the learner goes back to its
-last checkpoint. A side that has failed stands still until it has recovered. All that is random comes from one seed.
+Each response has a random length, devices have slots, and steps take longer the more requests are in flight. Failures
+come at random while a side works: the device's requests in flight restart, or the trainer returns to its last
+checkpoint. A failed side stops until it has recovered. One seed determines everything.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from stalewise.planning.cluster.hardware import HOUR, Arrangement, Cluster
-from stalewise.planning.cluster.makespan import Outcome, outcome
+from stalewise.planning.cluster.makespan import ScheduleOutcome, outcome
 
 
 class _Device:
-    """Requests in flight on one device. They advance together, so `steps` counts the tokens that each has got."""
+    """Requests in flight on one device. They advance together: each gets one token per step."""
 
     def __init__(self, fixed: float, slope: float) -> None:
         self.fixed, self.slope = fixed, slope
         self.now = self.steps = 0.0
-        self.in_flight: list[tuple[float, float]] = []  # (steps at its end, length)
+        self.in_flight: list[tuple[float, float]] = []  # (step of its end, length)
 
     def advance(self, now: float) -> None:
         if self.in_flight:
@@ -35,11 +35,11 @@ class _Device:
         heapq.heappush(self.in_flight, (self.steps + length, length))
 
     def finish(self) -> float:
-        """End the shortest request in flight; `next_end` must be now."""
+        """Finish the request that ends next; `next_end` must be now."""
         self.steps, length = heapq.heappop(self.in_flight)
         return length
 
-    def begin_again(self) -> None:
+    def restart(self) -> None:
         self.in_flight = sorted((self.steps + length, length) for _, length in self.in_flight)
 
     def next_end(self) -> float:
@@ -50,74 +50,74 @@ class _Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """One generation batch: lengths in the order in which they ended, and when that was, from its start on."""
+class SimulatedBatch:
+    """One generation batch: lengths in order of their end, and seconds from its start to each end."""
 
     lengths: list[float]
     ended: list[float]
     seconds: float
 
 
-def generate_batch(cluster: Cluster, devices: int, requests: int, random: np.random.Generator) -> Batch:
-    """Generate one batch: a free slot takes the next request, whichever device it is on."""
+def generate_batch(cluster: Cluster, devices: int, requests: int, random: np.random.Generator) -> SimulatedBatch:
+    """Generate one batch: a free slot on any device takes the next request."""
     generation, failures = cluster.generation, cluster.failures
-    crowd = [_Device(generation.seconds_per_step, generation.seconds_per_token) for _ in range(devices)]
+    workers = [_Device(generation.seconds_per_step, generation.seconds_per_token) for _ in range(devices)]
     waiting: list[float] = cluster.lengths.draw(requests, random).tolist()
-    for place in range(min(requests, devices * generation.slots)):
-        crowd[place % devices].take(waiting.pop())
-    events = [(device.next_end(), number) for number, device in enumerate(crowd)]
+    for index in range(min(requests, devices * generation.slots)):
+        workers[index % devices].take(waiting.pop())
+    events = [(device.next_end(), number) for number, device in enumerate(workers)]
     heapq.heapify(events)
-    breaks = _breaks(failures.per_device_hour * devices / HOUR, random)
-    next_break, standstill = next(breaks), generation.seconds_per_batch
+    failure_times = _failure_times(failures.per_device_hour * devices / HOUR, random)
+    next_failure, downtime = next(failure_times), generation.seconds_per_batch
     lengths: list[float] = []
     ended: list[float] = []
     while len(ended) < requests:
         now, number = events[0]
-        if next_break < now:
-            broken = int(random.integers(devices))
-            crowd[broken].advance(next_break)
-            crowd[broken].begin_again()
-            standstill += failures.recovery_seconds
-            next_break += next(breaks)
-            events = [(device.next_end(), number) for number, device in enumerate(crowd)]
+        if next_failure < now:
+            failed = int(random.integers(devices))
+            workers[failed].advance(next_failure)
+            workers[failed].restart()
+            downtime += failures.recovery_seconds
+            next_failure += next(failure_times)
+            events = [(device.next_end(), number) for number, device in enumerate(workers)]
             heapq.heapify(events)
             continue
-        device = crowd[number]
+        device = workers[number]
         device.now = now
         lengths.append(device.finish())
-        ended.append(now + standstill)
+        ended.append(now + downtime)
         if waiting:
             device.take(waiting.pop())
         heapq.heapreplace(events, (device.next_end(), number))
-    return Batch(lengths, ended, max(ended[-1], requests * cluster.transfer.seconds_per_rollout))
+    return SimulatedBatch(lengths, ended, max(ended[-1], requests * cluster.transfer.seconds_per_rollout))
 
 
-def _breaks(rate: float, random: np.random.Generator) -> Iterator[float]:
+def _failure_times(rate: float, random: np.random.Generator) -> Iterator[float]:
     while True:
         yield float(random.exponential(1.0 / rate)) if rate else math.inf
 
 
 @dataclass(slots=True)
-class _Learner:
-    """Makes updates one after the other; remembers what it has worked since its last checkpoint."""
+class _SimulatedTrainer:
+    """Takes updates one after the other; counts the work since its last checkpoint."""
 
     cluster: Cluster
     devices: int
     random: np.random.Generator
     now: float = 0.0
-    worked: float = 0.0  # with what was done again, and with standstills
+    worked: float = 0.0  # with what was done again, and with downtimes
     since_checkpoint: float = 0.0
     updates: int = 0
-    next_break: float = field(init=False)
+    next_failure: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.next_break = self._draw()
+        self.next_failure = self._draw()
 
     def _draw(self) -> float:
-        return next(_breaks(self.cluster.failures.per_device_hour * self.devices / HOUR, self.random))
+        return next(_failure_times(self.cluster.failures.per_device_hour * self.devices / HOUR, self.random))
 
     def update(self, ready: float, tokens: float) -> None:
-        """One update, as soon as its rollouts are there."""
+        """One update, as soon as its rollouts are ready."""
         learning, failures = self.cluster.learning, self.cluster.failures
         work = own = tokens / (learning.tokens_per_second * self.devices) + learning.seconds_per_update
         self.updates += 1
@@ -125,38 +125,38 @@ class _Learner:
         if is_checkpoint:
             work = own = own + self.cluster.checkpoint_seconds
         taken = 0.0
-        while self.next_break < work:
-            taken += self.next_break + failures.recovery_seconds
-            work, self.next_break = self.since_checkpoint + own, self._draw()
-        self.next_break -= work
+        while self.next_failure < work:
+            taken += self.next_failure + failures.recovery_seconds
+            work, self.next_failure = self.since_checkpoint + own, self._draw()
+        self.next_failure -= work
         self.worked += taken + work
         self.now = max(self.now, ready) + taken + work
         self.since_checkpoint = 0.0 if is_checkpoint else self.since_checkpoint + own
 
 
-def simulate(cluster: Cluster, arrangement: Arrangement, seed: int = 0) -> Outcome:
-    """Run a whole schedule through, batch by batch."""
+def simulate(cluster: Cluster, arrangement: Arrangement, seed: int = 0) -> ScheduleOutcome:
+    """Simulate a whole schedule, batch by batch."""
     random = np.random.default_rng(seed)
-    learner = _Learner(cluster, arrangement.learning, random)
+    trainer = _SimulatedTrainer(cluster, arrangement.learning, random)
     schedule, rollouts = arrangement.schedule, cluster.learning.rollouts_per_update
-    learned = [0.0]  # when the version after so many generation batches was there
+    learned = [0.0]  # time of the version after each number of generation batches
     generator_free = generated = 0.0
     for number in range(schedule.generation_batches):
         updates = len(schedule.updates_of(number))
-        version_there = learned[max(0, number - schedule.lag)]
-        start = max(generator_free, version_there) + cluster.transfer.switch_seconds
+        version_ready = learned[max(0, number - schedule.lag)]
+        start = max(generator_free, version_ready) + cluster.transfer.switch_seconds
         batch = generate_batch(cluster, arrangement.generating, updates * rollouts, random)
         generator_free = start + batch.seconds
         generated += batch.seconds
         for tokens, ended in _parts(cluster, batch, rollouts):
             ready = start + ended if arrangement.way == "streamed" else generator_free
-            learner.update(ready, tokens)
-        learned.append(learner.now)
-    return outcome(cluster, arrangement, learner.now, generated, learner.worked)
+            trainer.update(ready, tokens)
+        learned.append(trainer.now)
+    return outcome(cluster, arrangement, trainer.now, generated, trainer.worked)
 
 
-def _parts(cluster: Cluster, batch: Batch, rollouts: int) -> Sequence[tuple[float, float]]:
-    """For each update, its tokens, and when its last rollout ended."""
+def _parts(cluster: Cluster, batch: SimulatedBatch, rollouts: int) -> Sequence[tuple[float, float]]:
+    """For each update, its tokens and the end of its last rollout."""
     prompts = rollouts * cluster.lengths.prompt
     starts = range(0, len(batch.ended), rollouts)
     return [(sum(batch.lengths[at : at + rollouts]) + prompts, batch.ended[at + rollouts - 1]) for at in starts]

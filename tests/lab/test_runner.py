@@ -1,7 +1,9 @@
-"""Experiments: from definitions to jobs, through the real command, to kept results; nothing here is simulated."""
+"""The lab: from definitions to jobs, through the real command, to kept results. Nothing is simulated."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
@@ -15,20 +17,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from experiments.lab.__main__ import main
 from experiments.lab.bias import distance
-from experiments.lab.crew import Crew, kept_path, warm_path
 from experiments.lab.definition import Job, load_experiments
-from experiments.lab.pages import take_results
-from experiments.lab.reproducing import note_machine, ordered_jobs
+from experiments.lab.downsample import downsampled
+from experiments.lab.job_pool import JobPool, kept_path, warm_path
+from experiments.lab.pages import import_results
 from experiments.lab.results import LARGEST_BYTES, read_results, text_of
-from experiments.lab.thin import thinned
+from experiments.lab.runner import ordered_jobs, record_machine
 
-from stalewise.config import RunConfig
+from stalewise.api import run
+from stalewise.config import make_config
 from stalewise.errors import ConfigError
 from stalewise.store import batch_directories, open_batch
 from stalewise.store.checkpoints import checkpoint_directory
 from stalewise.trainer.trainer import Trainer
-from tiny import call, called_json, refused
+from tiny import tiny_record
 
 BASES = """
 [tiny.task]
@@ -109,8 +113,25 @@ def define(root: Path, lab: str = LAB, head: str = HEAD, name: str = "tiny") -> 
     return root / "experiments"
 
 
+def lab(*words: object) -> tuple[int, str, str]:
+    """`python -m experiments.lab …` in this process: exit status, stdout, stderr."""
+    stdout, stderr = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        try:
+            status = main(list(map(str, words)))
+        except SystemExit as error:  # argparse
+            status = int(str(error.code))
+    return status, stdout.getvalue(), stderr.getvalue()
+
+
+def refused(*words: object) -> str:
+    status, stdout, stderr = lab(*words)
+    assert (status, stdout) == (2, "")
+    return stderr
+
+
 def start(root: Path) -> subprocess.Popen[bytes]:
-    words = [sys.executable, "-m", "experiments.lab", "tiny", "--workers", "1", "--out", "out"]
+    words = [sys.executable, "-m", "experiments.lab", "tiny", "--workers", "1", "--out", "out", "--no-render", "--json"]
     return subprocess.Popen(words, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
@@ -173,21 +194,21 @@ def test_weights_and_rollouts_go_when_nobody_needs_them(reproduced: tuple[Path, 
 def test_the_command_renders_and_does_nothing_again(reproduced: tuple[Path, dict[str, Any], set[str]]) -> None:
     root, _, _ = reproduced
     experiments = root / "experiments"
-    answer = called_json(
-        *("reproduce", "all", "--render-only", "--from", root / "out", "--experiments", experiments, "--json")
-    )
-    assert answer["experiments"]["tiny"]["lab"]["verdict"] in ("shown", "not shown", "opposite")
+    words = ("all", "--render-only", "--from", root / "out", "--experiments", experiments, "--json")
+    status, stdout, _ = lab(*words)
+    answer = json.loads(stdout)
+    assert status == 0 and answer["experiments"]["tiny"]["lab"]["verdict"] in ("shown", "not shown", "opposite")
     page = (experiments / "tiny" / "README.md").read_text()
     assert "Rule, stated before these runs" in page and "broken, seed 1" in page and "(lab.svg)" in page
     assert (experiments / "tiny" / "lab.svg").read_text().startswith("<svg")
-    assert "stalewise reproduce tiny" in (root / "docs" / "results.md").read_text()
+    assert "python -m experiments.lab tiny" in (root / "docs" / "results.md").read_text()
 
 
 def test_jobs_that_failed_are_seen_in_the_exit_status(reproduced: tuple[Path, dict[str, Any], set[str]]) -> None:
     root, _, _ = reproduced
-    words = ["reproduce", "tiny", "--workers", "1", "--out", root / "out", "--experiments", root / "experiments"]
-    again = call(*words)
-    assert again.exit_code == 1 and "failed: " in again.stderr
+    words = ("tiny", "--workers", "1", "--out", root / "out", "--experiments", root / "experiments")
+    status, _, stderr = lab(*words)
+    assert status == 1 and "failed: " in stderr
 
 
 def test_a_result_stays_until_the_run_that_others_need_again_is_made(
@@ -200,13 +221,13 @@ def test_a_result_stays_until_the_run_that_others_need_again_is_made(
     chain = [job for job in jobs if job.key in (*stage.needs, stage.key)]
     shutil.copytree(root / "out" / "kept", tmp_path / "kept")
     kept_path(tmp_path, stage.key).unlink()
-    assert Crew(chain, tmp_path, workers=1, deadline_s=-1).run() == {}
+    assert JobPool(chain, tmp_path, workers=1, deadline_s=-1).run() == {}
     assert kept_path(tmp_path, stage.needs[-1]).is_file()
     assert not kept_path(tmp_path, stage.key).is_file()
-    # A sitting that is killed in the middle of it leaves half a run, which must not pass for one.
+    # A process killed in the middle of it leaves half a run, which must not count as complete.
     (tmp_path / "runs" / stage.needs[-1] / "checkpoints").mkdir(parents=True)
-    assert set(Crew(chain, tmp_path, workers=1).waiting) == {stage.needs[-1], stage.key}
-    assert Crew(chain, tmp_path, workers=2).run() == {}
+    assert set(JobPool(chain, tmp_path, workers=1).waiting) == {stage.needs[-1], stage.key}
+    assert JobPool(chain, tmp_path, workers=2).run() == {}
     assert kept_path(tmp_path, stage.key).is_file()
 
 
@@ -222,15 +243,15 @@ def test_results_of_fewer_jobs_do_not_take_the_place_of_kept_ones(
     trial = text_of({**record, "done": record["done"] - 1})
     (tmp_path / "trial" / "tiny" / "results-lab.json").write_text(trial)
     experiments = load_experiments(tmp_path / "experiments")
-    (sentence,) = take_results(experiments, tmp_path / "trial")
-    assert f"keeps its {record['done']} jobs" in sentence and "--replace" in sentence
+    (sentence,) = import_results(experiments, tmp_path / "trial")
+    assert f"it has {record['done']} jobs" in sentence and "--replace" in sentence
     assert kept.read_text() == before
-    words = ["reproduce", "tiny", "--render-only", "--from", str(tmp_path / "trial")]
-    shown = call(*words, "--experiments", tmp_path / "experiments")
-    assert f"{tmp_path / 'trial' / 'tiny' / 'results-lab.json'}: " in shown.stderr  # what the trial itself says
-    assert f"{record['done'] - 1} of {record['planned']} jobs done" in shown.stderr and kept.read_text() == before
-    assert take_results(experiments, tmp_path / "trial", replace=True) == [] and kept.read_text() == trial
-    assert take_results(experiments, root / "out") == []  # as many, or more
+    words = ("tiny", "--render-only", "--from", tmp_path / "trial", "--experiments", tmp_path / "experiments")
+    stderr = lab(*words)[2]
+    assert f"{tmp_path / 'trial' / 'tiny' / 'results-lab.json'}: " in stderr  # the verdict of the trial itself
+    assert f"{record['done'] - 1} of {record['planned']} jobs done" in stderr and kept.read_text() == before
+    assert import_results(experiments, tmp_path / "trial", replace=True) == [] and kept.read_text() == trial
+    assert import_results(experiments, root / "out") == []  # as many, or more
     assert read_results(kept).done == record["done"]
 
 
@@ -239,17 +260,17 @@ def test_a_warm_start_whose_policy_is_gone_is_made_again(tmp_path: Path) -> None
     run = Job("second", "train", {"model": {"path": "warm:sums"}}, needs=("first",))
     kept_path(tmp_path, "first").parent.mkdir()
     kept_path(tmp_path, "first").write_text("{}")
-    assert Crew([warm, run], tmp_path, workers=1).waiting == ["first", "second"]
+    assert JobPool([warm, run], tmp_path, workers=1).waiting == ["first", "second"]
     shutil.rmtree(tmp_path / "again")
     warm_path(tmp_path, "first").mkdir(parents=True)
-    assert Crew([warm, run], tmp_path, workers=1).waiting == ["second"]
+    assert JobPool([warm, run], tmp_path, workers=1).waiting == ["second"]
 
 
-def test_machines_of_all_sittings_are_written_down(tmp_path: Path) -> None:
+def test_machines_of_all_processes_are_recorded(tmp_path: Path) -> None:
     for workers, seconds in ((4, 1.5), (2, 1.0), (4, 2.0)):
-        sittings = note_machine(tmp_path, "lab", workers, seconds)
+        machines = record_machine(tmp_path, "lab", workers, seconds)
     cores = os.cpu_count()
-    assert sittings == [
+    assert machines == [
         {"cores": cores, "workers": 4, "seconds": 3.5},
         {"cores": cores, "workers": 2, "seconds": 1.0},
     ]
@@ -257,8 +278,8 @@ def test_machines_of_all_sittings_are_written_down(tmp_path: Path) -> None:
 
 def test_makers_of_runs_import_neither_typer_nor_plotly() -> None:
     code = (
-        "import sys, experiments.lab.perform, experiments.lab.__main__; "
-        "print([name for name in ('typer', 'plotly') if name in sys.modules])"
+        "import sys, experiments.lab.run_job, experiments.lab.__main__; "
+        "print([name for name in ('typer', 'plotly', 'rich') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
     assert done.stdout.strip() == "[]"
@@ -299,19 +320,21 @@ def test_a_wrong_definition_is_refused(tmp_path: Path, lab: str, part: str) -> N
 
 def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     root = define(tmp_path)
-    assert "no experiment tinny; did you mean tiny?" in refused("reproduce", "tinny", "--experiments", root)
-    assert "expected lab or real" in refused("reproduce", "tiny", "--setting", "x", "--experiments", root)
-    assert "has no setting real" in refused("reproduce", "tiny", "--setting", "real", "--experiments", root)
-    assert "holds no experiment" in refused("reproduce", "all", "--experiments", tmp_path / "nowhere")
+    assert "no experiment tinny; did you mean tiny?" in refused("tinny", "--experiments", root)
+    assert "invalid choice: 'x' (choose from" in refused("tiny", "--setting", "x", "--experiments", root)
+    assert "has no setting real" in refused("tiny", "--setting", "real", "--experiments", root)
+    assert "holds no experiment" in refused("all", "--experiments", tmp_path / "nowhere")
 
 
 # ---------------------------------------------------------------- measuring
 
 
-def test_the_gradient_is_that_of_an_update_and_changes_nothing(tiny_run: RunConfig) -> None:
-    rows = open_batch(batch_directories(tiny_run.directory / "rollouts")[0])
+def test_the_gradient_is_that_of_an_update_and_changes_nothing(tmp_path: Path) -> None:
+    config = make_config(tiny_record(tmp_path, checkpoints={"keep": 8}))
+    run(config)
+    rows = open_batch(batch_directories(config.directory / "rollouts")[0])
     chosen = rows.take(np.sort(rows.column("rollout_id")))
-    trainer = Trainer(tiny_run, checkpoint_directory(tiny_run.directory, 0))
+    trainer = Trainer(config, checkpoint_directory(config.directory, 0))
     weights = [parameter.detach().clone() for parameter in trainer.names]
     gradient = trainer.gradient(chosen)
     assert all(torch.equal(a, b) for a, b in zip(weights, trainer.names, strict=True))
@@ -329,7 +352,7 @@ def test_bias_is_measured_across_halves() -> None:
 
 
 def test_curves_are_thinned_to_means() -> None:
-    assert thinned(range(8), [float(i) for i in range(8)], 4) == [[0.5, 2.5, 4.5, 6.5], [0.5, 2.5, 4.5, 6.5]]
+    assert downsampled(range(8), [float(i) for i in range(8)], 4) == [[0.5, 2.5, 4.5, 6.5], [0.5, 2.5, 4.5, 6.5]]
 
 
 def test_kept_files_can_be_read_line_by_line(reproduced: tuple[Path, dict[str, Any], set[str]]) -> None:

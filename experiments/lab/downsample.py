@@ -1,4 +1,4 @@
-"""Curves with fewer points and numbers with fewer digits. Imports numpy alone."""
+"""Curves with fewer points and numbers with fewer digits. Imports numpy only."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 POINTS = 64  # of a curve, at most
 
 
-def thinned(x: Sequence[float] | Any, y: Sequence[float] | Any, points: int) -> list[list[float | None]]:
-    """Means over equally many neighbours, those that are not finite left out; None where all of them are.
+def downsampled(x: Sequence[float] | Any, y: Sequence[float] | Any, points: int) -> list[list[float | None]]:
+    """Means over equally many neighbours, ignoring non-finite values; None where all are non-finite.
 
-    >>> thinned([0, 1, 2, 3], [1.0, 3.0, float("nan"), 5.0], 2)
+    >>> downsampled([0, 1, 2, 3], [1.0, 3.0, float("nan"), 5.0], 2)
     [[0.5, 2.5], [2.0, 5.0]]
     """
     x, y = np.asarray(x, np.float64), np.asarray([math.nan if v is None else v for v in y], np.float64)
@@ -26,7 +26,7 @@ def thinned(x: Sequence[float] | Any, y: Sequence[float] | Any, points: int) -> 
 
 
 def rounded(value: float) -> float | None:
-    """A number with four digits that count, which is more than any figure shows.
+    """Round to four significant digits, more than any figure shows.
 
     >>> rounded(0.123456), rounded(float("nan"))
     (0.1235, None)
@@ -34,8 +34,8 @@ def rounded(value: float) -> float | None:
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
-def thin_record(record: Mapping[str, Any], metrics: Sequence[str], points: int) -> dict[str, Any]:
-    """A kept record with the curves of these metrics alone, at so many points."""
+def downsample_record(record: Mapping[str, Any], metrics: Sequence[str], points: int) -> dict[str, Any]:
+    """A run record with the curves of these metrics only, at most `points` points each."""
     found = record.get("series", {})
-    curves = {key: thinned(found[key][0], found[key][1], points) for key in metrics if key in found}
+    curves = {key: downsampled(found[key][0], found[key][1], points) for key in metrics if key in found}
     return {**record, "series": curves}

@@ -1,4 +1,4 @@
-"""Running experiments: the jobs of all of them in order of importance, and their results in one file each."""
+"""Runs the jobs of experiments in order of importance, and writes one results file per experiment."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.lab.crew import Crew, kept_path
-from experiments.lab.definition import Experiment, Job
+from experiments.lab.definition import FILE, Experiment, Job
+from experiments.lab.job_pool import JobPool, kept_path
 from experiments.lab.results import collect, results_name, write_results
 
 from stalewise.store.atomic import read_json, write_json_atomic
 
 
 @dataclass(frozen=True, slots=True)
-class Reproduced:
-    """What became of the jobs of some experiments in one setting."""
+class LabResult:
+    """Outcome of the jobs of some experiments in one setting."""
 
     setting: str
     jobs: int
@@ -29,13 +29,13 @@ class Reproduced:
 
 
 def default_experiments() -> Path:
-    """Where the experiments are: in the working directory, or in the checkout that this package is of."""
+    """`experiments/` of the working directory where it holds definitions, otherwise that of this checkout."""
     here = Path("experiments")
-    return here if here.is_dir() else Path(__file__).parents[3] / "experiments"
+    return here if any(here.glob(f"*/{FILE}")) else Path(__file__).parents[1]
 
 
 def ordered_jobs(experiments: Sequence[Experiment], setting: str, seeds: int | None = None) -> list[Job]:
-    """Every job once: the first seed of all arms, then the second; what is marked late comes last within its seed."""
+    """Every job once, ordered by seed; within a seed, arms marked `late` come last."""
     found: list[tuple[tuple[int, bool, int], list[Job]]] = []
     for experiment in experiments:
         if setting in experiment.settings:
@@ -46,12 +46,12 @@ def ordered_jobs(experiments: Sequence[Experiment], setting: str, seeds: int | N
 
 
 def default_workers(setting: str) -> int:
-    """A process for each core in the lab; one with a real model, unless said."""
+    """One process per core in the lab setting; one with a real model."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores if setting == "lab" else 1
 
 
-def reproduce(
+def run_experiments(
     experiments: Sequence[Experiment],
     setting: str,
     *,
@@ -61,28 +61,30 @@ def reproduce(
     deadline_s: float | None = None,
     keep_runs: bool = False,
     log: Callable[[str], object] = lambda text: None,
-) -> Reproduced:
-    """Do what is not done yet, and write the results of each experiment under `out`."""
+) -> LabResult:
+    """Run the jobs that have no result yet, and write the results of each experiment under `out`."""
     start = time.perf_counter()
     jobs = ordered_jobs(experiments, setting, seeds)
     if not jobs:
-        experiments[0].setting(setting)  # says which settings there are
+        experiments[0].setting(setting)  # raises, naming the settings there are
     workers = workers or default_workers(setting)
     out.mkdir(parents=True, exist_ok=True)
-    crew = Crew(jobs, out, workers=workers, deadline_s=deadline_s, keep_runs=keep_runs, log=log)
-    log(f"{setting}: {len(jobs)} jobs, {crew.total} to do, {workers} at a time")
+    pool = JobPool(jobs, out, workers=workers, deadline_s=deadline_s, keep_runs=keep_runs, log=log)
+    log(f"{setting}: {len(jobs)} jobs, {pool.total} to do, {workers} at a time")
     try:
-        failed = crew.run()
+        failed = pool.run()
     finally:
         seconds = time.perf_counter() - start
-        machine = note_machine(out, setting, workers, seconds)
-        results = write_all(experiments, setting, out, machine)
+        machine = record_machine(out, setting, workers, seconds)
+        results = write_experiment_results(experiments, setting, out, machine)
     done = sum(kept_path(out, job.key).is_file() for job in jobs)
-    return Reproduced(setting, len(jobs), done, failed, seconds, results)
+    return LabResult(setting, len(jobs), done, failed, seconds, results)
 
 
-def write_all(experiments: Sequence[Experiment], setting: str, out: Path, machine: list[dict[str, Any]]) -> list[Path]:
-    """Results of all experiments that have any in this setting."""
+def write_experiment_results(
+    experiments: Sequence[Experiment], setting: str, out: Path, machine: list[dict[str, Any]]
+) -> list[Path]:
+    """Write the results of every experiment that has any in this setting."""
     written: list[Path] = []
     for experiment in experiments:
         if setting in experiment.settings:
@@ -94,15 +96,15 @@ def write_all(experiments: Sequence[Experiment], setting: str, out: Path, machin
     return written
 
 
-def note_machine(out: Path, setting: str, workers: int, seconds: float) -> list[dict[str, Any]]:
-    """What the jobs were done on: cores, jobs at a time and seconds, over all sittings."""
+def record_machine(out: Path, setting: str, workers: int, seconds: float) -> list[dict[str, Any]]:
+    """Add this process to the record of machines: cores, jobs at a time, and seconds summed over equal machines."""
     path = out / f"machine-{setting}.json"
-    sittings: list[dict[str, Any]] = read_json(path).get("sittings", []) if path.is_file() else []
+    machines: list[dict[str, Any]] = read_json(path).get("sittings", []) if path.is_file() else []
     here = {"cores": os.cpu_count(), "workers": workers}
-    alike = next((one for one in sittings if here.items() <= one.items()), None)
-    if alike is None:
-        sittings.append(here | {"seconds": round(seconds, 1)})
+    same = next((one for one in machines if here.items() <= one.items()), None)
+    if same is None:
+        machines.append(here | {"seconds": round(seconds, 1)})
     else:
-        alike["seconds"] = round(alike["seconds"] + seconds, 1)
-    write_json_atomic(path, {"sittings": sittings})
-    return sittings
+        same["seconds"] = round(same["seconds"] + seconds, 1)
+    write_json_atomic(path, {"sittings": machines})
+    return machines

@@ -1,4 +1,4 @@
-"""What is kept of a run: some hundred numbers that figures and verdicts need, from its directory."""
+"""Summarizes a run directory: the few hundred numbers that figures and verdicts need."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from experiments.lab.thin import POINTS, rounded, thinned
+from experiments.lab.downsample import POINTS, downsampled, rounded
 
 from stalewise.planning.calibration import CollapseRule
 from stalewise.planning.grid import find_collapse_of_run
 from stalewise.reporting.read import Run, read_run
 from stalewise.reporting.timeline import ACTIVITIES
 
-METRICS = (  # curves that any experiment may ask for
+METRICS = (  # curves an experiment may ask for
     *("reward", "ess", "clip_fraction", "veto_fraction", "ratio_mean_negative", "ratio_max_negative", "entropy"),
     *("log_ratio_mean_abs", "response_length", "age_mean", "mismatch_mean"),
 )
-RULE = CollapseRule(smoothing=2, window=3)  # `RULE_IN_WORDS` says the same
+RULE = CollapseRule(smoothing=2, window=3)  # described by `COLLAPSE_RULE`
 
 
-def keep_run(directory: Path, ended: str = "") -> dict[str, Any]:
-    """The numbers of a run; `ended` says why it ended before its time, where it did."""
+def summarize_run(directory: Path, ended: str = "") -> dict[str, Any]:
+    """Numbers of a run. `ended` is the reason where it stopped early."""
     run = read_run(directory)
     evaluations = run.evaluations
     collapsed_at = find_collapse_of_run(evaluations, RULE)
@@ -50,7 +50,7 @@ def keep_run(directory: Path, ended: str = "") -> dict[str, Any]:
 
 
 def _norm_per_rate(run: Run, collapsed_at: int | None) -> float | None:
-    """G: drift until the collapse, or until the end, per update and unit of learning rate."""
+    """G: drift until the collapse or the end, per update and unit of learning rate."""
     updates, drift = run.column("update"), run.column("drift")
     known = np.flatnonzero(np.isfinite(drift) & (updates < (collapsed_at or math.inf))) if len(drift) else []
     if not len(known):
@@ -60,6 +60,6 @@ def _norm_per_rate(run: Run, collapsed_at: int | None) -> float | None:
 
 
 def series(run: Run, key: str) -> list[list[float | None]]:
-    """A metric by update, averaged over neighbours until few points are left."""
+    """A metric by update, averaged over neighbours down to `POINTS` points."""
     x, y = run.column("update"), run.column(key)
-    return thinned(x, y, POINTS)
+    return downsampled(x, y, POINTS)

@@ -1,4 +1,4 @@
-"""Doing one job: a run, learning from stored rollouts, an evaluation, a measurement, or a warm start."""
+"""Runs one job: training, learning from stored rollouts, an evaluation, a bias measurement, or a warm start."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from experiments.lab.bias import measure_bias
-from experiments.lab.crew import kept_path, warm_path
 from experiments.lab.definition import WARM, run_config
-from experiments.lab.keep import keep_run
-from experiments.lab.warm import warm_start
+from experiments.lab.job_pool import kept_path, warm_path
+from experiments.lab.run_summary import summarize_run
+from experiments.lab.warm_start import warm_start
 
 from stalewise.api import learn, run
 from stalewise.config import RunConfig
@@ -34,23 +34,23 @@ from stalewise.trainer.trainer import NonFiniteUpdate
 from stalewise.types import SamplerSettings
 
 
-def perform(job: Mapping[str, Any], out: Path) -> dict[str, Any]:
-    """Do a job and write its result. A run that ends because an update is not finite has a result, too."""
+def run_job(job: Mapping[str, Any], out: Path) -> dict[str, Any]:
+    """Run a job and write its result. A run that stops at a non-finite update has a result too."""
     start = time.perf_counter()
     try:
-        found = _DO[job["kind"]](job, out)
+        record = _KINDS[job["kind"]](job, out)
     finally:
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-    result = {"kind": job["kind"], **found, "wall_seconds": round(time.perf_counter() - start, 2)}
+    result = {"kind": job["kind"], **record, "wall_seconds": round(time.perf_counter() - start, 2)}
     write_json_atomic(kept_path(out, job["key"]), result)
     return result
 
 
 def _config(job: Mapping[str, Any], out: Path) -> RunConfig:
     path = job["config"]["model"]["path"]
-    # By its key: a definition that has changed must not find the policy of the one before.
+    # By key, so that a changed definition does not find the policy of the old one.
     model = str(warm_path(out, job["needs"][0])) if path.startswith(WARM) else None
     return run_config(job["config"], name=job["key"], runs=out / "runs", model=model)
 
@@ -60,26 +60,26 @@ def _train(job: Mapping[str, Any], out: Path) -> dict[str, Any]:
     try:
         run(config)
     except NonFiniteUpdate as error:
-        return keep_run(config.directory, ended=str(error))
-    return keep_run(config.directory)
+        return summarize_run(config.directory, ended=str(error))
+    return summarize_run(config.directory)
 
 
 def _learn(job: Mapping[str, Any], out: Path) -> dict[str, Any]:
-    """Learn from the first generation batches of another run, from where that run began."""
+    """Learn from the first generation batches of another run, starting from its initial policy."""
     config = _config(job, out)
     batches = batch_directories(out / "runs" / job["needs"][-1] / "rollouts")[: job["options"].get("batches", 1)]
     try:
         learn(config, batches)
     except NonFiniteUpdate as error:
-        return keep_run(config.directory, ended=str(error))
-    return keep_run(config.directory)
+        return summarize_run(config.directory, ended=str(error))
+    return summarize_run(config.directory)
 
 
 def _evaluate(job: Mapping[str, Any], out: Path) -> dict[str, Any]:
-    """pass@k of the first or the last policy of a run, on its own task or on a file that a variable names."""
+    """pass@k of the first or last policy of a run, on its task or on a file named by an environment variable."""
     options, config = dict(job["options"]), _config(job, out)
     directory = out / "runs" / job["needs"][-1]
-    if options.pop("policy", "last") == "first":  # its checkpoint is pruned, but it is the model itself
+    if options.pop("policy", "last") == "first":  # its checkpoint may be pruned, but it is the model itself
         version, checkpoint = 0, Path(resolve_model(config.model.path, config.task.name))
     else:
         version = versions(directory)[-1]
@@ -108,7 +108,7 @@ def _outside_check(
 ) -> dict[str, Any]:
     """Accuracy of greedy answers to the first questions of a file."""
     if not os.environ.get(variable):
-        raise ConfigError(f"{variable} is not set: it names the JSONL file to evaluate on; see docs/experiments.md")
+        raise ConfigError(f"{variable} is not set: set it to the JSONL file to evaluate on; see docs/experiments.md")
     system = "Reason step by step, and write the answer as the last number."
     task = make_evaluation_file(os.environ[variable], chat=True, system=system, verifier="number")
     sampler = make_sampler(config)
@@ -140,4 +140,4 @@ def _warm(job: Mapping[str, Any], out: Path) -> dict[str, Any]:
     return warm_start(warm_path(out, job["key"]), **options)
 
 
-_DO = {"train": _train, "learn": _learn, "evaluate": _evaluate, "bias": _bias, "warm": _warm}
+_KINDS = {"train": _train, "learn": _learn, "evaluate": _evaluate, "bias": _bias, "warm": _warm}

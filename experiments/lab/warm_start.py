@@ -1,7 +1,7 @@
-"""A warm start: a short supervised training on worked-out sums, until sampled accuracy is where learning can begin.
+"""Warm start: short supervised training on worked-out sums, for a task the model cannot do at all.
 
-For a task that the model cannot do at all there is nothing to reinforce. Solutions are generated, only training prompts
-are used, and the training stops at a target accuracy, so that much is left to learn.
+Solutions are generated, only training prompts are used, and training stops at a target accuracy, so that much is left
+for reinforcement learning.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from stalewise.models.loading import encode_prompts, load_model, load_tokenizer,
 from stalewise.store.atomic import commit_directory, make_directory, temporary_name
 from stalewise.tasks import make_task
 
-IGNORED = -100  # label of tokens without a loss
+IGNORED = -100  # label of tokens excluded from the loss
 OPERATION = re.compile(r"(\d+)\+(\d+)")
 
 
 def worked_out(problem: str) -> str:
-    """A sum by tens and ones, as a model of this size can learn it.
+    """A sum worked out by tens and ones, easy enough for a small model.
 
     >>> worked_out("What is 37+48?")
     '30 + 40 = 70, 7 + 8 = 15, 70 + 15 = 85'
     """
     found = OPERATION.search(problem)
     if found is None:
-        raise TaskError(f"{problem!r} is no sum of two numbers: warm starts are for those alone")
+        raise TaskError(f"{problem!r} is not a sum of two numbers: warm starts support only those")
     left, right = int(found[1]), int(found[2])
     tens, ones = left // 10 * 10 + right // 10 * 10, left % 10 + right % 10
     steps = f"{left // 10 * 10} + {right // 10 * 10} = {tens}, {left % 10} + {right % 10} = {ones}"
@@ -51,9 +51,9 @@ def warm_start(
     checked: int = 128,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Train until the sampled accuracy on `checked` training prompts is at the target, at most so many steps.
+    """Train until sampled accuracy on `checked` training prompts reaches the target, for at most `steps` steps.
 
-    Accuracy may rise from nothing to most of it within `check_every` steps, so it ends at the target or above it.
+    Accuracy can rise quickly within `check_every` steps, so it may end well above the target.
     """
     start = time.perf_counter()
     torch.manual_seed(seed)
@@ -88,7 +88,7 @@ def warm_start(
 
 
 def _examples(tokenizer: Any, task: Any, first: int, count: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Prompts with their worked-out answers, padded on the right; only answers have labels."""
+    """Prompts with worked-out answers, padded on the right; only answers have labels."""
     prompts = task.prompts(first, count)
     rows: list[tuple[list[int], list[int]]] = []
     for prompt, prompt_ids in zip(prompts, encode_prompts(prompts, tokenizer), strict=True):
@@ -106,7 +106,7 @@ def _examples(tokenizer: Any, task: Any, first: int, count: int, device: torch.d
 
 @torch.no_grad()
 def _sampled_accuracy(policy: Any, tokenizer: Any, task: Any, count: int, device: torch.device) -> float:
-    """Share of right answers, one sampled for each of some training prompts."""
+    """Share of right answers, one sample per training prompt."""
     policy.eval()
     prompts = task.prompts(0, count)
     prompt_ids = encode_prompts(prompts, tokenizer)

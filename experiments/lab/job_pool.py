@@ -1,4 +1,4 @@
-"""Many jobs in a few processes: in order, each after what it needs, those that are done already left out."""
+"""Runs jobs in a few worker processes: in order, each after the jobs it needs, skipping those with a result."""
 
 from __future__ import annotations
 
@@ -16,38 +16,39 @@ from experiments.lab.definition import Job
 
 from stalewise.store.atomic import write_json_atomic
 
-HEAVY = ("checkpoints", "rollouts", "ledger", "bias")  # of a run directory: what nobody needs once its numbers are kept
+CHECKOUT = Path(__file__).parents[2]
+HEAVY = ("checkpoints", "rollouts", "ledger", "bias")  # parts of a run directory to delete once its numbers are kept
 
 
 def kept_path(out: Path, key: str) -> Path:
-    """Where the result of a job lies; it is there once the job is done."""
+    """Result of a job; the file exists once the job is done."""
     return out / "kept" / f"{key}.json"
 
 
 def failed_path(out: Path, key: str) -> Path:
-    """Where it says why a job failed; what is tried again and done has a result, which counts."""
+    """Why a job failed. A result from a later attempt takes precedence."""
     return out / "failed" / f"{key}.json"
 
 
 def again_path(out: Path, key: str) -> Path:
-    """Where it says that a job is to be done once more, though it has a result."""
+    """Marks a job that must run again although it has a result."""
     return out / "again" / key
 
 
 def warm_path(out: Path, key: str) -> Path:
-    """Where the policy lies that a warm start made."""
+    """Policy made by a warm start."""
     return out / "warm" / key
 
 
-def left_behind(out: Path, job: Job) -> Path | None:
-    """What a job leaves for others beside its result, where it does."""
+def output_for_others(out: Path, job: Job) -> Path | None:
+    """Directory that dependent jobs read beside the result; None where there is none."""
     if job.kind == "warm":
         return warm_path(out, job.key)
     return out / "runs" / job.key / "checkpoints" if job.kind in ("train", "learn") else None
 
 
-class Crew:
-    """Does jobs side by side. What fails is written down and does not stop the others."""
+class JobPool:
+    """Runs jobs in parallel. A failure is recorded and does not stop the others."""
 
     def __init__(
         self,
@@ -71,23 +72,23 @@ class Crew:
         self.processes: set[subprocess.Popen[str]] = set()
 
     def _needed_again(self) -> set[str]:
-        """What is done but whose rollouts and policies are gone, where a job that is not done needs those.
+        """Done jobs whose rollouts or policies were deleted but are needed by a job that is not done.
 
-        What is kept of such a run stays until it is made anew: there may be no time for that. A mark says that it is
-        being made, so that half a run is not taken for one.
+        The old result stays until the run is repeated, since the deadline may come first. A mark on disk prevents a
+        half-finished repeat from counting as a complete run.
         """
         pending = {key for key in self.jobs if not kept_path(self.out, key).is_file()}
         for key in pending:
             for need in self.jobs[key].needs:
-                left = left_behind(self.out, self.jobs[need])
-                if left is not None and need not in pending and not left.is_dir():
+                output = output_for_others(self.out, self.jobs[need])
+                if output is not None and need not in pending and not output.is_dir():
                     shutil.rmtree(self.out / "runs" / need, ignore_errors=True)
                     again_path(self.out, need).parent.mkdir(parents=True, exist_ok=True)
                     again_path(self.out, need).touch()
         return {key for key in self.jobs if again_path(self.out, key).is_file()}
 
     def run(self) -> dict[str, str]:
-        """Do what can be done until the deadline; the reasons of jobs that failed, by key."""
+        """Run jobs until the deadline; returns the reasons of failed jobs by key."""
         threads = [
             threading.Thread(target=self._work, args=(number,)) for number in range(min(self.workers, self.total))
         ]
@@ -103,13 +104,13 @@ class Crew:
                 for process in self.processes:
                     process.kill()
             raise
-        self._strip(self.jobs)  # what a sitting that was killed has left
+        self._strip(self.jobs)  # also what a killed process left
         for key, problem in self.failed.items():
             write_json_atomic(failed_path(self.out, key), {"problem": problem})
         return self.failed
 
     def _next(self) -> Job | None:
-        """The first job whose needs are met; None where there is nothing left to start."""
+        """The first job whose dependencies are done; None if nothing is left to start."""
         with self.lock:
             while True:
                 if not self.waiting or (self.until is not None and time.monotonic() > self.until):
@@ -118,7 +119,7 @@ class Crew:
                     job = self.jobs[key]
                     if broken := next((need for need in job.needs if need in self.failed), None):
                         self.waiting.remove(key)
-                        self.failed[key] = f"it needs {broken}, which failed: {self.failed[broken]}"
+                        self.failed[key] = f"needs {broken}, which failed: {self.failed[broken]}"
                     elif not any(need in self.waiting or need in self.running for need in job.needs):
                         self.waiting.remove(key)
                         self.running.add(key)
@@ -153,23 +154,25 @@ class Crew:
     def _start(self, number: int) -> subprocess.Popen[str]:
         log = self.out / "logs" / f"worker-{number}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        words = [sys.executable, "-m", "experiments.lab.worker", str(self.out)]
+        command = [sys.executable, "-m", "experiments.lab.worker", str(self.out)]
         environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
+        # Workers import this checkout whatever the working directory is.
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))
         with log.open("ab") as file:
             process = subprocess.Popen(
-                words,
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
                 text=True,
                 env=environment,
-                start_new_session=True,  # Ctrl-C is for this process, which ends the others
+                start_new_session=True,  # Ctrl-C reaches this process only, which ends the workers
             )
         self.processes.add(process)
         return process
 
     def _ask(self, process: subprocess.Popen[str], job: Job) -> str:
-        """Have a job done; why it failed, or nothing."""
+        """Send a job to a worker; returns why it failed, or an empty string."""
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(json.dumps(job.record()) + "\n")
@@ -179,7 +182,7 @@ class Crew:
             answer = ""
         if not answer:
             process.wait()
-            return f"its process ended with status {process.returncode}: {self.out / 'logs'} says more"
+            return f"its process exited with status {process.returncode}: see {self.out / 'logs'}"
         return json.loads(answer)["problem"]
 
     def _end(self, process: subprocess.Popen[str]) -> None:
@@ -194,7 +197,7 @@ class Crew:
         self.processes.discard(process)
 
     def _strip(self, keys: Iterable[str]) -> None:
-        """Weights and rollouts go as soon as no job needs them: a grid would fill a disk. What failed can go on."""
+        """Delete weights and rollouts that no job needs any more (a grid would fill a disk). Failed runs can resume."""
         if self.keep_runs:
             return
         unfinished = {*self.waiting, *self.running}

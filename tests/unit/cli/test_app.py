@@ -1,0 +1,100 @@
+"""The app: help, versions, errors and interrupts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stalewise.store.writer
+from stalewise.cli.app import app, overrides
+from stalewise.config import RunConfig
+from stalewise.store.checkpoints import versions
+from tiny import call, tiny_record, write_config
+
+COMMANDS = [
+    "demo",
+    "init",
+    "train",
+    "generate",
+    "learn",
+    "eval",
+    "inspect",
+    "report",
+    "watch",
+    "serve",
+    "compare",
+    "export",
+    "push",
+    "probe",
+    "sweep",
+    "plan",
+    "doctor",
+]
+
+
+def test_help_is_quick_and_brings_no_torch_along() -> None:
+    code = "import sys, stalewise.cli; print(*{'torch', 'transformers', 'pyarrow', 'pydantic'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
+    result = call("--help")
+    assert all(command in result.stdout for command in COMMANDS) and "reproduce" not in result.stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str) -> None:
+    result = call(command, "--help")
+    assert result.exit_code == 0
+    assert f"stalewise {command}" in result.stdout
+    assert "--json" in result.stdout or command in ("init", "report", "serve")
+
+
+def test_version_and_unknown_commands() -> None:
+    assert call("--version").stdout == f"stalewise {stalewise.__version__}\n"
+    unknown = call("trian", "x.toml")
+    assert unknown.exit_code == 2
+    assert (unknown.stdout, "train" in unknown.stderr) == ("", True)
+
+
+@pytest.mark.parametrize("command", ["train", "inspect"])
+def test_ctrl_c_says_how_to_go_on_where_one_can(
+    command: str, tiny_run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    config = write_config(tmp_path / "a b.toml", tiny_record(tmp_path))
+    monkeypatch.setattr("stalewise.rollout.generate.write_shard", interrupt)
+    monkeypatch.setattr("stalewise.reporting.inspection.inspect_run", interrupt)
+    target = config if command == "train" else tiny_run.directory
+    result = call(command, target)
+    assert (result.exit_code, result.stdout) == (130, "")
+    if command == "train":
+        *_, said, again = result.stderr.splitlines()
+        assert said == "interrupted: committed work is kept; the same command resumes:"
+        assert again == f"  stalewise train '{config}'"
+        assert versions(tmp_path / "tiny") == [0]
+    else:
+        assert result.stderr == "interrupted\n"
+
+
+def test_other_exceptions_keep_their_traceback(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr("stalewise.reporting.inspection.inspect_run", fail)
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        call("inspect", tiny_run.directory)
+
+
+def test_the_list_of_commands_is_complete() -> None:
+    names = [command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands]
+    assert sorted(names) == sorted([*COMMANDS, "reproduce"])
+
+
+def test_settings_are_toml_or_bare_words() -> None:
+    assert overrides(["a.b=1e-5", "c=word", "d=[1, 2]"]) == {"a.b": 1e-5, "c": "word", "d": [1, 2]}
+    assert overrides(None) == {}

@@ -1,0 +1,44 @@
+"""Commands that read runs, and the alias of the lab."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stalewise.cli import reporting
+from tiny import call, refused
+
+
+def test_json_has_null_for_numbers_that_are_not_finite() -> None:
+    record = {"a": math.nan, "b": [1.5, math.inf], "c": {"d": (0.5,)}}
+    assert reporting._without_nan(record) == {"a": None, "b": [1.5, None], "c": {"d": [0.5]}}  # pyright: ignore[reportPrivateUsage]
+
+
+def test_the_sides_of_a_comparison(tmp_path: Path) -> None:
+    assert "is not a run directory" in refused("compare", tmp_path, tmp_path)
+    assert "name two run directories" in refused("compare", tmp_path)
+    assert "name two run directories" in refused("compare", "--a", tmp_path)
+
+
+def test_reproduce_runs_the_lab_of_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[Any] = []
+
+    def run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        ran.append((command[1:], options["env"]["PYTHONPATH"].split(":")[0]))
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr(reporting.subprocess, "run", run)
+    result = call("reproduce", "no-knob", "--setting", "real", "--render-only")
+    assert result.exit_code == 3 and "is now `python -m experiments.lab`" in result.stderr
+    root = str(Path(__file__).parents[3])
+    assert ran == [(["-m", "experiments.lab", "no-knob", "--setting", "real", "--render-only"], root)]
+
+
+def test_reproduce_needs_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reporting, "__file__", str(tmp_path / "site-packages/stalewise/cli/reporting.py"))
+    assert "part of the repository, not of the package" in refused("reproduce", "all")
