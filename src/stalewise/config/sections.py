@@ -51,7 +51,7 @@ class ModelSection(Section):
     path: str = Field(default="auto", description="Directory, hub name, smollm2 or embedded policy; auto: the task's.")
     adapter: str = Field(default="", description="Directory of a PEFT adapter of that model to continue training from.")
     precision: Literal["auto", "float32", "bfloat16", "bfloat16-only"] = Field(
-        default="auto", description="Of forward and backward passes; bfloat16-only: of weights, too; auto: by the device."
+        default="auto", description="Of forward and backward passes; bfloat16-only: of weights, too; auto: by device."
     )
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
     threads: int = Field(default=0, ge=0, description="CPU threads; 0: torch decides. Equal bits need equal threads.")

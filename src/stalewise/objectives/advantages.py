@@ -90,8 +90,7 @@ def group_advantages(
 
 def _numbered(group: Tensor) -> Tensor:
     """The same groups numbered 0, 1, 2 … without gaps."""
-    return torch.unique(group, return_inverse=True)[1]  # pyright: ignore[reportUnknownMemberType,
-    reportUnknownVariableType]
+    return torch.unique(group, return_inverse=True)[1]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def _group_spread(reward_N: Tensor, group_N: Tensor, groups: int) -> Tensor:
