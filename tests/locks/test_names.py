@@ -105,7 +105,7 @@ def untested_modules(source: Path, unit: Path) -> list[str]:
         test = unit / ("" if len(parts) == 1 else parts[0]) / f"test_{parts[-1]}.py"
         module = ".".join(("stalewise", *parts))
         package, _, name = module.rpartition(".")
-        imports = rf"\b{re.escape(module)}\b|from {re.escape(package)} import [^\n]*\b{name}\b"
+        imports = rf"\b{re.escape(module)}\b|from {re.escape(package)} import (?:\([^)]*|[^\n]*)\b{name}\b"
         if not test.is_file() or not re.search(imports, test.read_text()):
             missing.append(f"{module}: {test.relative_to(unit.parent)}")
     return missing

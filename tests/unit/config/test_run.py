@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stalewise.config import load_config, make_config, parse_override, write_resolved
+from stalewise.config.run import load_config, make_config, parse_override, write_resolved
 from stalewise.errors import ConfigError
 from stalewise.tasks import TASKS
 

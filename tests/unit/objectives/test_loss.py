@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,7 +17,12 @@ from stalewise.objectives.tokens import make_tokens
 def test_a_denominator_divides_the_sum() -> None:
     r = torch.tensor([[1.0, 2.0, 0.5]])
     logp = torch.tensor([[-0.5, -1.0, -2.0]])
-    batch = {"logp": logp, "behaviour_logp": logp - r.log(), "advantage": torch.tensor([1.0]), "mask": torch.ones(1, 3)}
+    batch: dict[str, Any] = {
+        "logp": logp,
+        "behaviour_logp": logp - r.log(),
+        "advantage": torch.tensor([1.0]),
+        "mask": torch.ones(1, 3),
+    }
     # −(1 + min(2, 1.2) + 0.5) = −2.7
     assert evaluate("grpo", **batch).loss.item() == pytest.approx(-0.9)
     assert evaluate("grpo", **batch, denominator=10).loss.item() == pytest.approx(-0.27)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from stalewise import store
 from stalewise.errors import StoreError
+from stalewise.store import schema
 from stalewise.types import FinishReason, Rollout, SamplerSettings
 from stored_rollouts import make_rollouts, same
 
@@ -61,10 +62,10 @@ def rollout_lists(draw: st.DrawFn) -> list[Rollout]:
 @given(rollout_lists())
 def test_rollouts_survive_arrow_and_parquet(rollouts: list[Rollout]) -> None:
     sink = pa.BufferOutputStream()
-    pq.write_table(store.table_from_rollouts(rollouts), sink, row_group_size=2)
+    pq.write_table(schema.table_from_rollouts(rollouts), sink, row_group_size=2)
     table = pq.read_table(pa.BufferReader(sink.getvalue()))
-    assert table.schema.equals(store.SCHEMA, check_metadata=True)
-    back = list(store.rollouts_from_table(table))
+    assert table.schema.equals(schema.SCHEMA, check_metadata=True)
+    back = list(schema.rollouts_from_table(table))
     for rollout, read in zip(rollouts, back, strict=True):
         if not any("\ud800" <= c <= "\udfff" for c in rollout.text):
             assert same(rollout, read)
@@ -77,10 +78,10 @@ def test_surrogates_become_replacement_characters_except_in_identities() -> None
     one = make_rollouts(0, 1)[0]
     for text, stored in [("a\ud800b", "a\ufffdb"), ("\ud83d\ude00", "😀"), ("\udc00", "\ufffd")]:
         changed = dataclasses.replace(one, text=text, reward_error=text)
-        (read,) = store.rollouts_from_table(store.table_from_rollouts([changed]))
+        (read,) = schema.rollouts_from_table(schema.table_from_rollouts([changed]))
         assert (read.text, read.reward_error) == (stored, stored)
     with pytest.raises(StoreError, match="column prompt_id"):
-        store.table_from_rollouts([dataclasses.replace(one, prompt_id="\ud800")])
+        schema.table_from_rollouts([dataclasses.replace(one, prompt_id="\ud800")])
 
 
 @pytest.mark.parametrize(

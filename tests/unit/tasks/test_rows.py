@@ -1,6 +1,7 @@
 """Tasks made of rows: held-out rows, templates, and rows that are left out."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -54,7 +55,11 @@ def test_excluded_ids_and_repeated_rows(sums: Path) -> None:
 def test_a_form_needs_its_problem_and_a_chat_for_its_system_text() -> None:
     assert PromptForm(template="Q: {problem} {x}").apply("{y}") == "Q: {y} {x}"
     assert PromptForm(chat=True, system="s").metadata == {"format": "chat", "system": "s"}
-    for options, message in (({"template": "no"}, "must contain"), ({"system": "s"}, "needs chat=true")):
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"template": "no"}, "must contain"),
+        ({"system": "s"}, "needs chat=true"),
+    ]
+    for options, message in cases:
         with pytest.raises(TaskError, match=message):
             PromptForm(**options)
 
