@@ -41,37 +41,20 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path("src/stalewise")  # in the snapshot, which is the working directory
 
-# Fast files first: most mutants die in the first one.
-ALL_OBJECTIVES = (
-    "unit/test_objectives.py",
-    "unit/test_batch_statistics.py",
-    "unit/test_tokens.py",
-    "unit/test_registry.py",
-    "unit/test_diagnostics.py",
-    "unit/test_objectives_oracle.py",
-    "equivalence/test_splits.py",
-    "properties/test_objective_properties.py",
+# Tests of a file besides its own `tests/unit/<room>/test_<file>.py`, which comes first: most mutants die there.
+OBJECTIVES = (
+    *("surrogates", "batch_statistics", "tokens", "registry", "diagnostics", "loss", "reduce", "oracle", "advantages"),
+    *("../../equivalence/test_splits.py", "../../properties/test_objective_properties.py"),
 )
-TESTS = {
-    "objectives/advantages.py": ("unit/test_advantages.py",),
-    "objectives/batch_statistics.py": ("unit/test_batch_statistics.py", "unit/test_step_control.py", *ALL_OBJECTIVES),
-    "objectives/evaluation.py": ALL_OBJECTIVES,
-    "objectives/reduce.py": ALL_OBJECTIVES,
-    "objectives/registry.py": ("unit/test_registry.py", *ALL_OBJECTIVES),
-    "objectives/surrogates.py": ALL_OBJECTIVES,
-    "objectives/tokens.py": ("unit/test_tokens.py", "unit/test_advantages.py", *ALL_OBJECTIVES),
-    "diagnostics.py": ("unit/test_diagnostics.py", *ALL_OBJECTIVES),
-    "staleness/collapse.py": ("unit/test_collapse.py",),
-    "staleness/law.py": ("unit/test_law.py", "unit/test_plan.py"),
-    "staleness/likelihood.py": ("unit/test_law.py", "unit/test_plan.py"),
-    "staleness/plan.py": ("unit/test_plan.py",),
-    "staleness/schedule.py": ("unit/test_schedule.py",),
-    "staleness/step_control.py": ("unit/test_step_control.py",),
+FURTHER = {
+    "staleness/law.py": ("plan",),
+    "staleness/likelihood.py": ("law", "plan"),
+    "staleness/spent.py": ("schedule", "collapse"),
 }
 LEFT_OUT = (
     "tests/equivalence/test_splits.py::test_two_ranks_give_the_gradient_of_one",  # spawns processes
-    "tests/unit/test_law.py::test_the_interval_covers_the_truth_as_often_as_it_says",  # minutes; marked slow
-    "tests/unit/test_plan.py::test_the_planned_rate_is_safe_on_simulated_runs",
+    "tests/unit/staleness/test_law.py::test_the_interval_covers_the_truth_as_often_as_it_says",  # minutes; marked slow
+    "tests/unit/staleness/test_plan.py::test_the_planned_rate_is_safe_on_simulated_runs",
 )
 EXAMPLES = 10
 
@@ -325,9 +308,18 @@ class Operators(ast.NodeVisitor):
 
 
 def sources() -> Iterator[str]:
-    for path in sorted([*PACKAGE.glob("objectives/*.py"), *PACKAGE.glob("staleness/*.py"), PACKAGE / "diagnostics.py"]):
+    for path in sorted([*PACKAGE.glob("objectives/*.py"), *PACKAGE.glob("staleness/*.py")]):
         if path.name != "__init__.py":  # docstrings, imports and `__all__` only
             yield path.relative_to(PACKAGE).as_posix()
+
+
+def tests_of(file: str) -> list[str]:
+    """Test files of a source file, its own first."""
+    room, _, name = file.removesuffix(".py").partition("/")
+    further = OBJECTIVES if room == "objectives" else FURTHER.get(file, ())
+    names = [one if one.endswith(".py") else f"test_{one}.py" for one in (name, *further)]
+    paths = [os.path.normpath(f"tests/unit/{room}/{one}") for one in names]
+    return [path for path in dict.fromkeys(paths) if Path(path).exists()]
 
 
 def mutants_of(file: str) -> list[Mutant]:
@@ -418,13 +410,14 @@ def run_tests(file: str, source: bytes, report: Path) -> int:
     except BaseException as error:
         report.write_text(f"import: {type(error).__name__}")
         return 1
-    tests = [f"tests/{name}" for name in dict.fromkeys(TESTS[file])]
-    # The fixtures of conftest.py are those of whole runs: the tests of the pure rooms need none, nor their imports.
+    # The fixtures of conftest.py are those of whole runs: the tests of the pure rooms need none.
     options = ["-x", "-q", "--tb=no", "--noconftest", "-p", "no:cacheprovider", "-p", "no:xdist"]
     # hypothesis is imported before pytest could rewrite its assertions; warnings are errors here.
     options.append("-Wignore::pytest.PytestAssertRewriteWarning")
     deselected = [f"--deselect={name}" for name in LEFT_OUT]
-    return int(pytest.main([*options, *deselected, f"src/stalewise/{file}", *tests], plugins=[FirstFailure(report)]))
+    return int(
+        pytest.main([*options, *deselected, f"src/stalewise/{file}", *tests_of(file)], plugins=[FirstFailure(report)])
+    )
 
 
 @dataclass(slots=True)

@@ -36,27 +36,18 @@ __all__ = [
     "run",
 ]
 
-_WHERE = {
-    "RunConfig": "config",
-    "RunResult": "config.run_directory",
-    "evaluate": "api",
-    "generate": "api",
-    "learn": "api",
-    "load_config": "config",
-    "make_config": "config",
-    "report": "reporting:write_report",
-    "run": "api",
-}
+_MODULES: dict[str, str] = dict.fromkeys(("evaluate", "generate", "learn", "run"), "api")
+_MODULES |= dict.fromkeys(("RunConfig", "load_config", "make_config"), "config")
+_MODULES |= {"RunResult": "config.run_directory", "report": "reporting"}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _WHERE:
+    if name not in _MODULES:
         if old := sys.modules.get(f"{__name__}.{name}"):  # one of _MOVED
             return old
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, renamed = _WHERE[name].partition(":")
-    value = getattr(import_module(f"{__name__}.{module}"), renamed or name)
-    globals()[name] = value
+    module = import_module(f"{__name__}.{_MODULES[name]}")
+    value = globals()[name] = getattr(module, "write_report" if name == "report" else name)
     return value
 
 

@@ -1,4 +1,10 @@
-"""What torchrun and `accelerate launch` say of this process in its environment. Imports nothing heavy."""
+"""The ranks of one launch: what the launcher's environment says, messages between ranks, and sums merged over them.
+
+The first rank leads: it runs the orchestrator as a single process would and sends orders; the others wait for them. So
+one process decides and one process writes files. Messages use their own process group without a timeout, since the
+first rank may evaluate for hours between two orders. A process that ends closes its connections, so a waiting rank
+notices at once; a busy one can let a thread wait. Imports torch only when it is used.
+"""
 
 from __future__ import annotations
 
@@ -13,80 +19,71 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import reduce
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from safetensors.numpy import load, save
-from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from stalewise.errors import ConfigError, RankError, StalewiseError
-from stalewise.objectives.batch_statistics import Mergeable
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from stalewise.objectives.batch_statistics import Mergeable
+
+MergeableT = TypeVar("MergeableT", bound="Mergeable")
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+HEADER = "message"  # name of the array that holds a message's JSON
+PATIENCE = timedelta(days=365)
+STOP_LIMIT_S = 5.0  # to tell the other ranks to stop; a rank that is stuck elsewhere notices later
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """This process's place among those that were launched together."""
+    """This process among those that were launched together."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
-    local_world: int = 1  # of them on this machine
+    local_world: int = 1  # ranks on this machine
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that speaks, and writes files."""
+        """Whether this process prints and writes files."""
         return self.rank == 0
 
 
 def launched() -> Launch:
-    """Alone, unless the environment says that there are several."""
-    said = {name: os.environ.get(name) for name in VARIABLES}
+    """The ranks that torchrun or `accelerate launch` set in the environment; without them, a single process."""
+    given = {name: os.environ.get(name) for name in VARIABLES}
     try:
-        if int(said["WORLD_SIZE"] or 1) == 1:
+        if int(given["WORLD_SIZE"] or 1) == 1:
             return Launch()
-        missing = [name for name in VARIABLES if said[name] is None and not name.startswith("LOCAL")]
+        missing = [name for name in VARIABLES if given[name] is None and not name.startswith("LOCAL")]
         if missing:
             raise ConfigError(
-                f"WORLD_SIZE is {said['WORLD_SIZE']} but {missing[0]} is not set: start several processes with "
+                f"WORLD_SIZE is {given['WORLD_SIZE']} but {missing[0]} is not set: start several processes with "
                 "torchrun or `accelerate launch`, or unset WORLD_SIZE"
             )
-        rank, world = int(said["RANK"] or 0), int(said["WORLD_SIZE"] or 1)
-        return Launch(rank, world, int(said["LOCAL_RANK"] or rank), int(said["LOCAL_WORLD_SIZE"] or world))
+        rank, world = int(given["RANK"] or 0), int(given["WORLD_SIZE"] or 1)
+        return Launch(rank, world, int(given["LOCAL_RANK"] or rank), int(given["LOCAL_WORLD_SIZE"] or world))
     except ValueError as error:
         if isinstance(error, ConfigError):
             raise
-        numbers = ", ".join(f"{name}={value}" for name, value in said.items() if value is not None)
+        numbers = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
         raise ConfigError(f"the environment names no ranks ({numbers}): unset these, or start with torchrun") from None
 
 
 def environment_of_a_child() -> dict[str, str]:
-    """The environment for a process that this one starts, which is no rank."""
+    """The environment for a child process that is not a rank."""
     return {name: value for name, value in os.environ.items() if name not in VARIABLES}
-
-
-# The processes of one launch, and merging sums over them. The pure rooms know no collectives: this is where they meet.
-# The first rank leads: it conducts the run as it would alone, and tells the others what to do. Those wait for its orders.
-# So a decision is taken in one place, and a file is written by one process. Orders, and what comes with them, travel from
-# process to process over a group of their own, which has all the time in the world: between two orders the first rank may
-# evaluate for hours. A process that ends closes its connections, and whoever waits for it notices at once; whoever has
-# something else to do meanwhile can have a thread listen.
-
-MergeableT = TypeVar("MergeableT", bound=Mergeable)
-
-HEADER = "message"  # the array that holds what is said in words
-PATIENCE = timedelta(days=365)
-LAST_WORDS_S = 5.0  # to tell the others that it is over; who is stuck elsewhere notices anyway
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What one rank says to another: a word, what JSON can say, and arrays."""
+    """A message between ranks: its kind, JSON values, and arrays."""
 
     what: str
     record: Mapping[str, Any]
@@ -94,69 +91,74 @@ class Message:
 
 
 class Ranks:
-    """The processes that were launched together, as one of them sees it; one process is a case of it."""
+    """The processes of this launch, as one of them sees them; there may be only one."""
 
     def __init__(self, launch: Launch, control: Any = None) -> None:
         self.rank, self.world, self.local_world = launch.rank, launch.world, launch.local_world
-        self.control = control  # the group that messages travel over
-        self.is_whole = True  # no, once another has been found to be gone
+        self.control = control  # the process group of messages
+        self.is_whole = True  # False once another rank is found to be gone
         self._listening: dict[int, Future[Message]] = {}
-        self._farewells: list[threading.Thread] = []
+        self._stopping: list[threading.Thread] = []
 
     @property
     def is_first(self) -> bool:
-        """Whether this one leads."""
+        """Whether this is the leading rank."""
         return self.rank == 0
 
     @property
     def others(self) -> range:
-        """The ranks that are led."""
+        """All ranks except the first."""
         return range(1, self.world)
 
     def tell(
         self, rank: int, what: str, record: Mapping[str, Any] | None = None, arrays: Mapping[str, Any] | None = None
     ) -> None:
-        """Say something to one rank; returns when it has been heard."""
-        for tensor in _letter(what, record, arrays):
+        """Send a message to one rank; returns when it was received."""
+        import torch.distributed as dist
+
+        for tensor in _encode(what, record, arrays):
             dist.send(tensor, dst=rank, group=self.control)
 
     def tell_all(self, what: str, **record: Any) -> None:
-        """Say the same to all that are led."""
+        """Send the same message to all other ranks."""
         for rank in self.others:
             self.tell(rank, what, record)
 
     def hear(self, rank: int = 0) -> Message:
-        """Wait for what a rank says to this one; that it is over is answered."""
+        """Wait for the next message of a rank; answers `stop` with `bye`."""
         listening = self._listening.pop(rank, None)
         message = self._receive(rank) if listening is None else listening.result()
         if message.what == "stop":
-            with contextlib.suppress(RuntimeError):  # the first one has not waited
+            with contextlib.suppress(RuntimeError):  # the first rank did not wait
                 self.tell(0, "bye")
         return message
 
     def listen(self, rank: int = 0) -> None:
-        """Have a thread wait for what a rank says next, so that this one can work meanwhile; `hear` gives it."""
-        heard = self._listening[rank] = Future[Message]()
+        """Let a thread wait for the next message of a rank; `hear` returns it."""
+        received = self._listening[rank] = Future[Message]()
 
         def receive() -> None:
             try:
-                heard.set_result(self._receive(rank))
+                received.set_result(self._receive(rank))
             except BaseException as error:  # `hear` raises it
-                heard.set_exception(error)
+                received.set_exception(error)
 
         threading.Thread(target=receive, daemon=True).start()
 
     def has_heard(self, rank: int = 0) -> bool:
-        """Whether, after `listen`, something was said, or the other one is gone: `hear` then takes no time."""
+        """Whether, after `listen`, a message arrived or the rank is gone: `hear` then returns at once."""
         return rank in self._listening and self._listening[rank].done()
 
     def stop_listening(self) -> bool:
-        """Before this process ends: give threads that listen the time to hear that all end; whether they have."""
-        if any(thread.is_alive() for thread in self._farewells):
+        """Give listening threads time to receive the end of the run before this process ends; whether they did."""
+        if any(thread.is_alive() for thread in self._stopping):
             return False  # they have had their time
-        return not wait(self._listening.values(), timeout=LAST_WORDS_S).not_done
+        return not wait(self._listening.values(), timeout=STOP_LIMIT_S).not_done
 
     def _receive(self, rank: int) -> Message:
+        import torch
+        import torch.distributed as dist
+
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, src=rank, group=self.control)
         body = torch.empty(int(size), dtype=torch.uint8)
@@ -166,24 +168,19 @@ class Ranks:
         return Message(header["what"], header["record"], arrays)
 
     def dismiss(self, **record: Any) -> None:
-        """Tell all that are led that it is over, as far as they can hear it, and wait until they have.
-
-        Side by side: who waits for something else must not keep the word from the others, and will notice.
-        """
-        until = time.monotonic() + LAST_WORDS_S
-        self._farewells = [
-            threading.Thread(target=self._see_off, args=(rank, record), daemon=True) for rank in self.others
-        ]
-        for thread in self._farewells:
+        """Send `stop` to all other ranks, in parallel, and wait for their answers for at most 5 s."""
+        until = time.monotonic() + STOP_LIMIT_S
+        self._stopping = [threading.Thread(target=self._stop, args=(rank, record), daemon=True) for rank in self.others]
+        for thread in self._stopping:
             thread.start()
-        for thread in self._farewells:
+        for thread in self._stopping:
             thread.join(max(until - time.monotonic(), 0.01))
 
-    def _see_off(self, rank: int, record: Mapping[str, Any]) -> None:
-        """Leaving before a rank has read that it is over might take the word back."""
-        with contextlib.suppress(RuntimeError):  # it is gone
+    def _stop(self, rank: int, record: Mapping[str, Any]) -> None:
+        """Wait for the answer, too: a process that ends before its message was read may take it back."""
+        with contextlib.suppress(RuntimeError):  # the rank is gone
             self.tell(rank, "stop", record)
-            while self.hear(rank).what != "bye":  # a report that crossed our word
+            while self.hear(rank).what != "bye":  # a report that was sent before
                 pass
 
 
@@ -192,7 +189,10 @@ _joined: list[Ranks] = []
 
 
 def join(device: torch.device) -> Ranks:
-    """Meet the other processes of this launch. Asked again, the same ones."""
+    """Connect to the other ranks of this launch. Later calls return the same object."""
+    import torch
+    import torch.distributed as dist
+
     if _joined:
         return _joined[0]
     launch = launched()
@@ -206,44 +206,51 @@ def join(device: torch.device) -> Ranks:
         torch.cuda.set_device(launch.local_rank)
         backend = "cpu:gloo,cuda:nccl"
     if not dist.is_initialized():
-        _meet(launch, backend)
-        atexit.register(_leave)
+        _connect(launch, backend)
+        atexit.register(_disconnect)
     _joined.append(Ranks(launch, dist.new_group(backend="gloo", timeout=PATIENCE)))
     return _joined[0]
 
 
-def _meet(launch: Launch, backend: str) -> None:
-    """Find the others by the address that all were given."""
+def _connect(launch: Launch, backend: str) -> None:
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
     try:
         store, _, _ = next(rendezvous("env://", launch.rank, launch.world))
         if launch.local_world == launch.world:
-            # torchrun keeps its store over a restart, with the addresses of those who are no more. On several machines
-            # each counts restarts for itself, so the number is no name that all would find each other by.
+            # torchrun keeps its store over a restart, with the addresses of ended processes. On several machines each
+            # counts its own restarts, so the count is no common prefix.
             store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world)
     except (RuntimeError, ValueError) as error:
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RankError(
             f"rank {launch.rank} of {launch.world} did not find the others at {where}: {' '.join(str(error).split())}; "
-            "see that all were started, and that they can reach each other"
+            "check that all were started and can reach each other"
         ) from error
 
 
-def _leave() -> None:
-    heard = all(ranks.stop_listening() for ranks in _joined)  # one that wakes up later would abort the interpreter
-    if heard and all(ranks.is_whole for ranks in _joined):  # else it might wait for one that is gone
+def _disconnect() -> None:
+    import torch.distributed as dist
+
+    ended = all(ranks.stop_listening() for ranks in _joined)  # a thread that wakes up later would abort the interpreter
+    if ended and all(ranks.is_whole for ranks in _joined):  # else it might wait for a rank that is gone
         dist.destroy_process_group()
 
 
 @contextlib.contextmanager
 def noticing(ranks: Ranks) -> Iterator[None]:
-    """Turn what a collective raises when another process is gone into a RankError."""
+    """Turn the error of a collective whose other process is gone into a RankError."""
     try:
         yield
     except StalewiseError:
         raise
     except RuntimeError as error:
-        of_a_collective = isinstance(error, dist.DistError) or any(name in str(error) for name in ("gloo", "NCCL"))
+        from torch.distributed import DistError
+
+        of_a_collective = isinstance(error, DistError) or any(name in str(error) for name in ("gloo", "NCCL"))
         if ranks.world == 1 or not of_a_collective:
             raise
         ranks.is_whole = False
@@ -253,16 +260,20 @@ def noticing(ranks: Ranks) -> Iterator[None]:
         ) from error
 
 
-def _letter(what: str, record: Mapping[str, Any] | None, arrays: Mapping[str, Any] | None) -> tuple[Tensor, Tensor]:
-    """How long it is, and a safetensors file: nothing that comes over the wire is ever executed."""
+def _encode(what: str, record: Mapping[str, Any] | None, arrays: Mapping[str, Any] | None) -> tuple[Tensor, Tensor]:
+    """The length and the bytes of a safetensors file: no received data is ever executed."""
+    import torch
+
     header = json.dumps({"what": what, "record": record or {}}).encode()
-    whole = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
-    body = save({**whole, HEADER: np.frombuffer(header, dtype=np.uint8)})
+    contiguous = {name: np.ascontiguousarray(array) for name, array in (arrays or {}).items()}
+    body = save({**contiguous, HEADER: np.frombuffer(header, dtype=np.uint8)})
     return torch.tensor([len(body)]), torch.frombuffer(bytearray(body), dtype=torch.uint8)
 
 
 def merge_over_ranks(sums: MergeableT) -> MergeableT:
-    """The sums of all ranks together, the same on each; `sums` itself where there is one process."""
+    """The merged sums of all ranks, the same on each; `sums` itself in a single process."""
+    import torch.distributed as dist
+
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return sums
     parts = [type(sums).unpack(packed) for packed in _gather(sums.pack())]
@@ -270,12 +281,14 @@ def merge_over_ranks(sums: MergeableT) -> MergeableT:
 
 
 def _gather(mine: Tensor) -> list[Tensor]:
-    """The flat tensors of all ranks, which may differ in length, in the order of ranks."""
+    """The flat tensors of all ranks, in the order of ranks; their lengths may differ."""
+    import torch
+    import torch.distributed as dist
+
     length = torch.tensor([len(mine)], device=mine.device)
     lengths = [torch.zeros_like(length) for _ in range(dist.get_world_size())]
     dist.all_gather(lengths, length)
-    longest = max(int(n) for n in lengths)
-    padded = mine.new_zeros(longest)
+    padded = mine.new_zeros(max(int(n) for n in lengths))
     padded[: len(mine)] = mine
     gathered = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(gathered, padded)

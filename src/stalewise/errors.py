@@ -1,4 +1,4 @@
-"""Errors a user can meet. Each is also the standard class it refines, so `except ValueError` keeps working.
+"""Errors for users. Each is also the standard class it refines, so `except ValueError` works.
 
 A message says what is wrong, where, and what to do. The command line prints it as one line and exits with `exit_code`.
 """
@@ -10,13 +10,13 @@ from collections.abc import Iterable
 
 
 class StalewiseError(Exception):
-    """Anything that is the input's fault and not ours."""
+    """An error caused by the input or the environment, not by a bug."""
 
     exit_code = 2
 
 
 class ConfigError(StalewiseError, ValueError):
-    """A setting that is unknown, of the wrong type, or that contradicts another one."""
+    """A setting that is unknown, of the wrong type, or contradicts another one."""
 
 
 class TaskError(StalewiseError, ValueError):
@@ -28,31 +28,31 @@ class ModelError(StalewiseError, ValueError):
 
 
 class StoreError(StalewiseError, RuntimeError):
-    """Rollouts, checkpoints or a run directory that are corrupt, half written, busy or of another format."""
+    """Rollouts, checkpoints or a run directory that are corrupt, incomplete, in use or of another format."""
 
 
 class EngineError(StalewiseError, RuntimeError):
-    """An engine that is not there, does not answer, lacks what learning needs, or has other weights than it should."""
+    """An engine that is missing, does not answer, lacks a required feature, or has the wrong weights."""
 
 
 class HubError(StalewiseError, RuntimeError):
-    """A hub that cannot be reached, does not know who asks, or refuses what it is given."""
+    """A hub that cannot be reached, or refuses the login or the upload."""
 
 
 class CalibrationError(StalewiseError, LookupError):
-    """The law is asked about a model, or about a place in the (S, T) plane, for which it was never fitted."""
+    """A model, or a point in the (S, T) plane, for which the law was never fitted."""
 
     exit_code = 3
 
 
 class RankError(StalewiseError, RuntimeError):
-    """Ranks of one launch that see different files, or one that is no more."""
+    """Ranks that see different files, or a rank that ended."""
 
     exit_code = 5
 
 
 class StoppedByFirst(RankError):
-    """The first rank has ended the run and said why: no other need say anything."""
+    """The first rank has ended the run and printed why; the other ranks print nothing."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__("the first rank has ended the run")
@@ -60,7 +60,7 @@ class StoppedByFirst(RankError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Say which known name was probably meant.
+    """A hint at the known name that was probably meant.
 
     >>> nearest("grpoo", ["grpo", "dapo"])
     'did you mean grpo?'

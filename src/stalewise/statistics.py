@@ -1,4 +1,4 @@
-"""Means with intervals, from resampled prompts and from runs. Pure numpy: what only reads results needs no torch.
+"""Means with intervals, from resampled prompts and from runs; and random numbers by position. Imports no torch.
 
 Axes: N resamples, R runs, P prompts, S sides of a comparison.
 """
@@ -15,7 +15,7 @@ import numpy.typing as npt
 CONFIDENCE = 0.95
 RESAMPLES = 2000
 COMPARED_RESAMPLES = 10_000
-AT_ONCE = 500  # of these; bounds the memory that many prompts take
+AT_ONCE = 500  # resamples at a time, to bound memory
 TAILS = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
 
 
@@ -29,22 +29,21 @@ class Interval:
 
 
 def random_generator(seed: int) -> np.random.Generator:
-    """The generator that resampling uses: the same data give the same interval on every machine."""
+    """The generator of resampling: the same data give the same interval on every machine."""
     return np.random.Generator(np.random.Philox(key=seed))
 
 
 def bootstrap(value_P: npt.NDArray[np.float64], *, seed: int = 0) -> Interval:
     """Mean over prompts with a percentile interval from resampled prompts.
 
-    Where all values are 0, every resample is 0, too, and knows of no other prompt. There the interval is the exact one
-    of a binomial share, from 0 to 1 − 0.025^(1/P), which holds for a mean of scores between 0 and 1; where all are 1,
-    it is mirrored.
+    If all values are 0, every resample is 0, too. Then the interval is the exact binomial one, from 0 to 1 −
+    0.025^(1/P), which is valid for a mean of scores between 0 and 1; if all are 1, it is mirrored.
 
     >>> none, all_right = bootstrap(np.zeros(30)), bootstrap(np.ones(30))
     >>> [round(end, 3) for end in (none.low, none.high, all_right.low, all_right.high)]
     [0.0, 0.116, 0.884, 1.0]
     """
-    rarest = TAILS[0] ** (1 / len(value_P))  # share of zeros (or ones) that gives nothing else in 2.5% of all draws
+    rarest = TAILS[0] ** (1 / len(value_P))  # a fraction of zeros (or ones) of which 2.5% of all draws are pure
     if (value_P == 0).all():
         return Interval(0.0, 0.0, 1 - rarest)
     if (value_P == 1).all():
@@ -54,28 +53,28 @@ def bootstrap(value_P: npt.NDArray[np.float64], *, seed: int = 0) -> Interval:
 
 
 def percentile_interval(value: float, resampled: npt.NDArray[np.float64]) -> Interval:
-    """A value with the middle 95% of what it came to in resamples."""
+    """A value with the middle 95% of its resamples."""
     low, high = np.quantile(resampled, TAILS)
     return Interval(value, float(low), float(high))
 
 
 def resample_prompts(scores: Sequence[npt.NDArray[np.float64]]) -> list[npt.NDArray[np.float64]]:
-    """Means of several lists of scores, one per prompt, over prompts that are drawn with replacement for all alike."""
+    """Means of several lists of scores, one per prompt, over the same prompts drawn with replacement."""
     generator = random_generator(0)
     score_PS = np.stack(list(scores), axis=1)
     prompts = len(score_PS)
-    found: list[npt.NDArray[np.float64]] = []
+    means: list[npt.NDArray[np.float64]] = []
     for _ in range(COMPARED_RESAMPLES // AT_ONCE):
         weight_NP = generator.multinomial(prompts, np.full(prompts, 1 / prompts), size=AT_ONCE) / prompts
-        found.append(weight_NP @ score_PS)
-    return list(np.concatenate(found).T)
+        means.append(weight_NP @ score_PS)
+    return list(np.concatenate(means).T)
 
 
 def error_of_runs(value_R: npt.NDArray[np.float64], *, seed: int) -> npt.NDArray[np.float64]:
-    """How far the mean over runs may be off: Student's t with R − 1 degrees of freedom; nothing is known from one run.
+    """Samples of the error of the mean over runs: Student's t with R − 1 degrees of freedom; zeros for a single run.
 
-    A bootstrap would draw among two or three values and never go beyond them: its 95% interval of three runs reaches
-    from the least to the largest and holds the truth in three cases of four.
+    A bootstrap would be too narrow: its 95% interval of three runs reaches from the least to the largest value and
+    holds the truth in three cases of four.
     """
     runs = len(value_R)
     if runs == 1:
@@ -84,27 +83,25 @@ def error_of_runs(value_R: npt.NDArray[np.float64], *, seed: int) -> npt.NDArray
     return spread * random_generator(seed).standard_t(runs - 1, size=COMPARED_RESAMPLES)
 
 
-# SplitMix64: random numbers as a function of a seed and a position, the same on every machine and numpy version.
-
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
 def splitmix64(seed: npt.NDArray[np.uint64], position: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Output number `position` of the generator seeded with `seed`; the arguments broadcast. Steele et al. 2014.
 
-    For one seed no two positions collide: the function is a bijection of the 64-bit numbers.
+    For one seed the function is a bijection of the 64-bit numbers, so no two positions collide.
 
     >>> splitmix64(np.array([1234567], np.uint64), np.arange(2, dtype=np.uint64)).tolist()
     [6457827717110365317, 3203168211198807973]
     """
-    z = seed + (position + np.uint64(1)) * _GAMMA  # wraps around, as it should
+    z = seed + (position + np.uint64(1)) * _GAMMA  # wraps around, as intended
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return z ^ (z >> np.uint64(31))
 
 
 def uniform(seed: npt.NDArray[np.uint64], position: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Uniform numbers in [0, 1), from the upper 53 bits."""
+    """Uniform numbers in [0, 1), from the upper 53 bits; the same on every machine and numpy version."""
     return (splitmix64(seed, position) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

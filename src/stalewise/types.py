@@ -1,4 +1,4 @@
-"""The records that pass between rooms. Frozen, plain Python, no torch: any room may import them."""
+"""Records and protocols that several rooms share. Frozen, plain Python, no torch."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any, Protocol
 class FinishReason(StrEnum):
     """Why a response ended."""
 
-    STOP = "stop"  # the policy said so: an end-of-sequence token or a stop string
+    STOP = "stop"  # the policy ended it: an end-of-sequence token or a stop string
     LENGTH = "length"  # the token limit cut it: the response is truncated
 
 
 class TokenFlag(IntFlag):
-    """What an objective did to a response token; the words are those of docs/notation.md."""
+    """What an objective did to a response token; the terms are those of docs/notation.md."""
 
     CLIPPED = 1
     VETOED = 2
-    TRIGGER = 4  # its ratio is so small that the veto looked at it; the first one in a response is what vetoes
+    TRIGGER = 4  # its ratio is below the veto's threshold; the first one in a response triggers the veto
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One question of a task.
 
-    `prompt_id` names the question for ever (it keys evaluation, ledgers and overlaps with training data); `text` is
+    `prompt_id` identifies the question permanently (in evaluations, ledgers and overlaps with training data); `text` is
     what the tokenizer gets; `answer` is what the verifier compares with.
     """
 
@@ -39,9 +39,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """What a verifier said of one response.
+    """A verifier's score of one response.
 
-    `error` is empty where the verifier worked. Where it raised, hung or returned no finite number, `error` says so and
+    `error` is empty if the verifier worked. If it raised, hung or returned no finite number, `error` says so and
     `value` is NaN: such a rollout is counted and left out of training, never scored 0.
     """
 
@@ -52,7 +52,7 @@ class Reward:
 
 @dataclass(frozen=True, slots=True)
 class SamplerSettings:
-    """How the behaviour policy sampled, as far as its log-probabilities depend on it."""
+    """The sampling settings that behaviour log-probabilities depend on."""
 
     name: str = "hf"
     precision: str = "float32"
@@ -60,25 +60,25 @@ class SamplerSettings:
     top_p: float = 1.0
     top_k: int = 0  # 0: no limit
     weights: str = "exact"  # or what the matrices of the linear layers were rounded to: fp8, int8
-    policy: str = ""  # which other policy sampled; empty: the run's own, of the rollout's version
+    policy: str = ""  # the other policy that sampled; empty: the run's own, of the rollout's version
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One response with everything that learning from it later needs.
+    """One response with everything that training on it needs.
 
     `behaviour_logp[i]` is the log-probability of `response_ids[i]` under the distribution it was drawn from, with the
     sampler's precision, temperature and truncation. `version_first` and `version_last` are the policy versions (numbers
-    of optimizer updates) that made the first and the last token; the age is never stored, it is computed at use.
+    of optimizer updates) that made the first and the last token; the age is computed at use, never stored.
     """
 
-    rollout_id: int  # position in the run: index of the prompt in the task's order × group size + place in the group
+    rollout_id: int  # index of the prompt in the task's order × group size + index in the group
     prompt_id: str
-    group: int  # rollouts with the same group answer the same prompt and share a baseline
+    group: int  # rollouts of a group answer the same prompt and share a baseline
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     behaviour_logp: tuple[float, ...]
-    reward: float  # NaN where the verifier failed
+    reward: float  # NaN if the verifier failed
     reward_parts: Mapping[str, float]
     reward_error: str
     finish_reason: FinishReason
@@ -94,40 +94,21 @@ class Rollout:
         return self.finish_reason is FinishReason.LENGTH
 
 
-# Whoever wants to see a run go on. Imports nothing heavy: the command line, trackers and tests implement it.
-
-
 class ProgressCallback(Protocol):
-    """Whoever wants to see a run go on: a progress bar, a tracker, a test."""
+    """Receives the progress of a run: a progress bar, a tracker, a test."""
 
     def begin(self, what: str, total: int) -> None:
-        """`what` (generate, learn, evaluate) starts, with this many rollouts or updates to come."""
-        ...
+        """`what` (generate, learn, evaluate) starts, with `total` rollouts or updates."""
 
     def advance(self, amount: int, note: str = "") -> None:
-        """So many more of them are done."""
-        ...
+        """`amount` more of them are done."""
 
     def metrics(self, update: int, record: dict[str, Any]) -> None:
         """An update was taken."""
-        ...
 
     def log(self, message: str) -> None:
-        """Something a person should read."""
-        ...
+        """A message for the user."""
 
 
-class NullCallback:
-    """A watcher that does not look."""
-
-    def begin(self, what: str, total: int) -> None:
-        """Do nothing."""
-
-    def advance(self, amount: int, note: str = "") -> None:
-        """Do nothing."""
-
-    def metrics(self, update: int, record: dict[str, Any]) -> None:
-        """Do nothing."""
-
-    def log(self, message: str) -> None:
-        """Do nothing."""
+class NullCallback(ProgressCallback):
+    """Ignores all progress."""

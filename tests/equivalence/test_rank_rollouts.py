@@ -62,7 +62,7 @@ def manifests(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (run / BATCH).glob("shard-*.json")}
 
 
-@pytest.mark.parametrize(("victim", "depot"), [(0, ""), (1, ""), (1, "file://{}/depot")])
+@pytest.mark.parametrize(("victim", "object_store"), [(0, ""), (1, ""), (1, "file://{}/depot")])
 def test_two_ranks_make_the_batch_of_one_though_one_of_them_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, object_store: str
 ) -> None:

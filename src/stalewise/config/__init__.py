@@ -1,12 +1,8 @@
-"""What a run is: one pydantic model, read from TOML; an unknown key is an error."""
+"""The config of a run: one pydantic model, read from TOML; an unknown key is an error."""
 
 from stalewise.config.run import (
     FORMAT,
-    LoraSection,
-    OptimizerSection,
     RunConfig,
-    TaskSection,
-    identity_of,
     is_section,
     load_config,
     make_config,
@@ -16,6 +12,7 @@ from stalewise.config.run import (
     write_resolved,
 )
 from stalewise.config.schedule_sections import ScheduleSection
+from stalewise.config.sections import LoraSection, OptimizerSection, TaskSection
 
 __all__ = [
     "FORMAT",
@@ -24,7 +21,6 @@ __all__ = [
     "RunConfig",
     "ScheduleSection",
     "TaskSection",
-    "identity_of",
     "is_section",
     "load_config",
     "make_config",

@@ -1,4 +1,4 @@
-"""What lies in a run directory besides rollouts and checkpoints: who it belongs to, and what came of it."""
+"""Run directories: their config, whether they match another config, and the result of a finished run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from stalewise import __version__
-from stalewise.config import FORMAT, RunConfig, identity_of, make_config
+from stalewise.config.run import FORMAT, RunConfig, identity_of, make_config
 from stalewise.errors import StoreError
 from stalewise.store.atomic import read_json, read_jsonl
 
-# Of a directory that `stalewise export` makes of a run: what says which it is, and the run's settings.
+# Files of a directory that `stalewise export` makes: the record that identifies it, and the run's settings.
 EXPORT_FORMAT = "stalewise.export/1"
 EXPORT_RECORD = "stalewise.json"
 EXPORT_CONFIG = "training_config.toml"
@@ -22,12 +22,12 @@ EXPORT_CONFIG = "training_config.toml"
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a finished run came to."""
+    """The result of a finished run."""
 
     directory: Path
     updates: int
     evaluations: list[dict[str, Any]]  # records of eval.jsonl, oldest first
-    seconds: dict[str, float]  # generate, learn, switch, evaluate: over all sittings
+    seconds: dict[str, float]  # generate, learn, switch, evaluate: summed over all resumes
 
     @property
     def accuracy(self) -> float:
@@ -36,17 +36,16 @@ class RunResult:
 
 
 def read_result(directory: Path, updates: int) -> RunResult:
-    """Sum up a run directory."""
+    """Read the result of a finished run from its directory."""
     seconds: dict[str, float] = {"generate": 0.0, "learn": 0.0, "switch": 0.0, "evaluate": 0.0}
     for record in read_jsonl(directory / "journal.jsonl"):
-        if record["event"] == "ranks":  # who learns, which takes no time
-            continue
-        seconds[record["event"]] = seconds.get(record["event"], 0.0) + record["seconds"]
+        if record["event"] != "ranks":  # a record of the world size, without a duration
+            seconds[record["event"]] = seconds.get(record["event"], 0.0) + record["seconds"]
     return RunResult(directory, updates, read_jsonl(directory / "eval.jsonl"), seconds)
 
 
 def read_config(directory: str | Path) -> RunConfig:
-    """The config that a run directory was made by."""
+    """The config of a run directory."""
     path = Path(directory) / "config.resolved.json"
     if not path.is_file():
         raise StoreError(f"{directory} is no run directory: it has no config.resolved.json")
@@ -57,33 +56,32 @@ def read_config(directory: str | Path) -> RunConfig:
 
 
 def is_started(directory: Path) -> bool:
-    """Whether a run directory holds a checkpoint or a generation batch, whole or in the making."""
-    places = [directory / "checkpoints", directory / "rollouts"]
-    return any(not entry.name.startswith(".") for place in places if place.is_dir() for entry in place.iterdir())
+    """Whether a run directory holds a checkpoint or a generation batch, complete or not."""
+    parents = [directory / "checkpoints", directory / "rollouts"]
+    return any(not entry.name.startswith(".") for parent in parents if parent.is_dir() for entry in parent.iterdir())
 
 
 def check_identity(config: RunConfig) -> None:
-    """Refuse a run directory that was made by another config or another version of the format."""
+    """Refuse a run directory that was made with another config or another format."""
     path = config.directory / "config.resolved.json"
     if not path.exists():
         return
-    found = read_json(path)
-    if found.get("format") != FORMAT:
-        raise StoreError(f"{path} has format {found.get('format')}; this release reads {FORMAT}: choose another name")
+    recorded = read_json(path)
+    if (written := recorded.get("format")) != FORMAT:
+        raise StoreError(f"{path} has format {written}; this release reads {FORMAT}: choose another name")
     if not is_started(config.directory):
-        return  # a start that failed, on a wrong model for example, does not bind what comes after it
-    if differences := identity_differences(config, found):
+        return  # after a failed start, e.g. with a wrong model path, the config may still change
+    if differences := identity_differences(config, recorded):
         raise StoreError(
             f"{config.directory} belongs to another config ({'; '.join(differences[:3])}): choose another name, "
             "or delete the directory to start anew"
         )
 
 
-def identity_differences(config: RunConfig, found: dict[str, Any], but: Container[str] = ()) -> list[str]:
-    """In what a config differs from the resolved one of a run, `but` for these settings."""
-    # A setting that is newer than the run had its default.
-    old, new = flat(RunConfig().identity()) | flat(identity_of(found)), flat(config.identity())
-    # Of both: an option that was taken out of the config is a difference, too.
+def identity_differences(config: RunConfig, recorded: dict[str, Any], but: Container[str] = ()) -> list[str]:
+    """How a config differs from the resolved one of a run, except in the settings `but`."""
+    # A setting that is newer than the run had its default; an option that was removed is a difference, too.
+    old, new = flat(RunConfig().identity()) | flat(identity_of(recorded)), flat(config.identity())
     return [
         f"{key} was {old.get(key)!r} and is {new.get(key)!r}"
         for key in {**new, **old}
@@ -93,19 +91,18 @@ def identity_differences(config: RunConfig, found: dict[str, Any], but: Containe
 
 def flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested tables as one, with dotted keys."""
-    found: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for key, value in record.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return found
+        merged |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return merged
 
 
 def environment(device: str, threads: int, world_size: int) -> dict[str, Any]:
     """What the numbers of a run may depend on besides its config."""
-    packages = ("torch", "transformers", "numpy", "pyarrow")
     return {
         "stalewise": __version__,
         "python": platform.python_version(),
-        **{package: version(package) for package in packages},
+        **{package: version(package) for package in ("torch", "transformers", "numpy", "pyarrow")},
         "platform": platform.platform(),
         "machine": platform.machine(),
         "device": device,

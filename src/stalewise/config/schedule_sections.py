@@ -1,4 +1,4 @@
-"""The tables of the config that control staleness: when rollouts are made, what a run may spend, what undoes it."""
+"""The tables of a config that control staleness: schedule, collapse guard, plan; and the recipes that fill them in."""
 
 from __future__ import annotations
 
@@ -12,34 +12,24 @@ from stalewise.staleness.schedule import Schedule, pipelined, staged, synchronou
 
 
 class ScheduleSection(Section):
-    """When rollouts are made."""
+    """When rollouts are generated."""
 
     kind: Literal["staged", "synchronous", "pipelined"] = Field(
-        default="staged",
-        description="A few large stages; a fresh batch every few updates; or generation ahead of learning.",
+        default="staged", description="A few large stages; a fresh batch every few updates; or generation ahead."
     )
     updates: int = Field(default=128, ge=1, description="Optimizer updates of the whole run.")
-    stages: int | None = Field(default=None, ge=1, description="Stages of a staged run; 4 unless said.")
+    stages: int | None = Field(default=None, ge=1, description="Stages of a staged run; default: 4.")
     updates_per_generation: int | None = Field(
-        default=None,
-        ge=1,
-        description="Updates on one generation batch (µ) of a synchronous or pipelined run; 4 unless said.",
+        default=None, ge=1, description="Updates per generation batch (µ), synchronous or pipelined; default: 4."
     )
-    lag: int | None = Field(
-        default=None, ge=1, le=8, description="Generation batches that a pipelined run is behind; 1 unless said."
-    )
-    generator_device: str | None = Field(
-        default=None, description="Device that a pipelined run generates on, as in cuda:1; model.device unless said."
-    )
+    lag: int | None = Field(default=None, ge=1, le=8, description="Generation batches that training lags; default: 1.")
+    generator_device: str | None = Field(default=None, description="Of a pipelined run; default: model.device.")
     end: Literal["count", "spent"] = Field(
         default="count",
-        description="When a stage ends: after its updates, or when what is left of its rollouts is worth too little.",
+        description="A stage ends after its updates (count), or when its rollouts are too stale (spent).",
     )
     spent_ess: float | None = Field(
-        default=None,
-        gt=0,
-        lt=1,
-        description="For end = spent: rollouts are worth too little below this effective sample size; 0.9 unless said.",
+        default=None, gt=0, lt=1, description="For end = spent: the effective sample size that ends it; default: 0.9."
     )
 
     @model_validator(mode="after")
@@ -53,7 +43,7 @@ class ScheduleSection(Section):
             if name not in allowed and getattr(self, name) is not None:
                 raise ValueError(f"{name} has no meaning in a {self.kind} schedule: remove it or change kind")
         if self.end == "spent" and (self.kind != "staged" or self.stages is not None):
-            raise ValueError('end = "spent" finds the stages of a staged run itself: remove stages, say kind = staged')
+            raise ValueError('end = "spent" determines the stages of a staged run: remove stages, set kind = "staged"')
         if self.end == "count" and self.spent_ess is not None:
             raise ValueError('spent_ess has no meaning without end = "spent": remove it')
         batches = -(-self.updates // (self.updates_per_generation or 4))
@@ -67,7 +57,7 @@ class ScheduleSection(Section):
         return self
 
     def schedule(self) -> Schedule:
-        """The pure schedule that these settings mean, as far as it is known before the run."""
+        """The schedule of these settings, as far as it is known before the run."""
         if self.kind == "staged":
             return staged(self.updates, self.stages if self.stages is not None else min(4, self.updates))
         per_generation = self.updates_per_generation or 4
@@ -77,41 +67,31 @@ class ScheduleSection(Section):
 
 
 class GuardSection(Section):
-    """What is done when a run collapses: docs/control.md says how that is found."""
+    """What happens when a run collapses; docs/control.md explains the detection."""
 
     action: Literal["off", "stop", "halve", "fresh", "both"] = Field(
         default="off",
-        description="Nothing; stop the run; or go back to the last good checkpoint and on from there with half the "
-        "learning rate, with fresh rollouts, or with both.",
+        description="Nothing; stop; or roll back to the last good checkpoint and halve the rate, refresh, or both.",
     )
-    rollbacks: int = Field(default=4, ge=1, description="Times that a run may be taken back.")
+    rollbacks: int = Field(default=4, ge=1, description="Maximum number of rollbacks of a run.")
     fraction: float = Field(
-        default=0.9,
-        gt=0,
-        lt=1,
-        description="A policy is bad whose reward or accuracy is below this fraction of the best so far, beyond doubt.",
+        default=0.9, gt=0, lt=1, description="Bad: reward or accuracy significantly below this fraction of the best."
     )
-    window: int = Field(default=8, ge=1, description="Updates that must rest on bad policies, one after the other.")
+    window: int = Field(default=8, ge=1, description="Consecutive updates on bad policies that count as a collapse.")
 
 
 class PlanSection(Section):
-    """What is known of how much staleness a run bears."""
+    """How a calibration limits the learning rate."""
 
-    calibration: str = Field(
-        default="", description="Calibration file; empty: the one that fits, of those in `calibrations` under `runs`."
-    )
+    calibration: str = Field(default="", description="File; empty: the matching one in `calibrations` under `runs`.")
     learning_rate: Literal["given", "planned", "planned-if-calibrated"] = Field(
-        default="given",
-        description="optimizer.learning_rate as it stands; or the largest that is safe by the calibration, always or "
-        "where there is one.",
+        default="given", description="optimizer.learning_rate as given, or the largest that the calibration calls safe."
     )
-    risk: float = Field(
-        default=0.05, gt=0, le=0.5, description="Probability with which a planned run may break each constraint."
-    )
-    strict: bool = Field(default=False, description="Refuse to train where the plan says that it is not safe.")
+    risk: float = Field(default=0.05, gt=0, le=0.5, description="Largest probability of breaking each constraint.")
+    strict: bool = Field(default=False, description="Refuse to train if the plan is not safe.")
 
 
-# What docs/control.md recommends, for every setting that a config does not say itself.
+# What docs/control.md recommends, for every setting that a config does not set itself.
 RECIPES: dict[str, dict[str, dict[str, Any]]] = {
     "none": {},
     "auto": {
@@ -124,19 +104,17 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def with_recipe(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables of a config with the settings of its recipe filled in.
+    """The tables of a config with the settings of its recipe filled in; a schedule with stages of its own is kept.
 
     >>> with_recipe({"recipe": "auto", "guard": {"action": "halve"}})["guard"]
     {'action': 'halve'}
     """
     filled = dict(record)
     for table, settings in RECIPES.get(str(record.get("recipe", "none")), {}).items():
-        said = filled.get(table, {})
-        if isinstance(said, Mapping) and not (table == "schedule" and _has_stages(said)):
-            filled[table] = {**settings, **said}
+        given = filled.get(table, {})
+        if not isinstance(given, Mapping):
+            continue
+        has_stages = given.get("kind", "staged") != "staged" or given.get("stages") is not None
+        if not (table == "schedule" and has_stages):
+            filled[table] = {**settings, **given}
     return filled
-
-
-def _has_stages(schedule: Mapping[str, Any]) -> bool:
-    """Whether a config says itself when rollouts are made."""
-    return schedule.get("kind", "staged") != "staged" or schedule.get("stages") is not None

@@ -1,4 +1,4 @@
-"""What a table of the config is, and the tables of sampling: one for every engine, and one for each engine's own."""
+"""The tables of a config, except those that control staleness. `stalewise init` writes the fields' descriptions."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 Url = Annotated[str, StringConstraints(pattern=r"^https?://[^/\s]+(/\S*)?$")]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
-# vLLM raises a lower temperature to this one without a word in its answer; ours must be the one that is recorded.
+# vLLM silently raises a lower temperature to this one; the recorded temperature must be the real one.
 LEAST_VLLM_TEMPERATURE = 0.01
 # Arguments of `vllm.LLM` that follow from other settings, or that the log-probabilities depend on.
 SET_BY_US = frozenset(
@@ -17,6 +18,8 @@ SET_BY_US = frozenset(
         *("gpu_memory_utilization", "max_model_len", "tensor_parallel_size", "data_parallel_size"),
     }
 )
+# Parts of the names of client arguments that hold secrets, which a run directory must not keep.
+_SECRETS = ("secret", "password", "token", "key", "credential", "connection_string")
 
 
 class Section(BaseModel):
@@ -25,22 +28,75 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class LoraSection(Section):
+    """Low-rank adapters, trained instead of all weights; docs/models.md."""
+
+    rank: int = Field(default=0, ge=0, description="Rank of the adapters; 0: no adapters, all weights are trained.")
+    alpha: float = Field(default=32.0, gt=0, description="The adapter's product is scaled by alpha / rank.")
+    targets: list[str] = Field(
+        default_factory=list,
+        description="Last names of the linear layers to adapt, e.g. q_proj; empty: all but the output layer.",
+    )
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> Self:
+        if self.rank == 0 and (self.targets or self.alpha != type(self).model_fields["alpha"].default):
+            raise ValueError("alpha and targets have no meaning without a rank: set rank above 0 or remove them")
+        return self
+
+
+class ModelSection(Section):
+    """The policy to train."""
+
+    path: str = Field(default="auto", description="Directory, hub name, smollm2 or embedded policy; auto: the task's.")
+    adapter: str = Field(default="", description="Directory of a PEFT adapter of that model to continue training from.")
+    precision: Literal["auto", "float32", "bfloat16", "bfloat16-only"] = Field(
+        default="auto", description="Of forward and backward passes; bfloat16-only: of weights, too; auto: by device."
+    )
+    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
+    threads: int = Field(default=0, ge=0, description="CPU threads; 0: torch decides. Equal bits need equal threads.")
+    lora: LoraSection = Field(default_factory=LoraSection)
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> Self:
+        if self.adapter and self.lora.rank:
+            raise ValueError("adapter brings its own rank, alpha and targets: remove the table lora")
+        return self
+
+    @property
+    def trains_adapters(self) -> bool:
+        """Whether adapters are trained instead of all weights."""
+        return bool(self.lora.rank or self.adapter)
+
+
+class TaskSection(Section):
+    """The task to train on."""
+
+    name: str = Field(default="arithmetic", description="arithmetic[-steps|-chat], jsonl, hf or gym; docs/tasks.md.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of the task; docs/tasks.md lists them.")
+
+
+class BatchSection(Section):
+    """How many rollouts one update learns from."""
+
+    prompts: int = Field(default=32, ge=1, description="Prompts per update.")
+    group_size: int = Field(default=8, ge=2, description="Rollouts per prompt.")
+
+
 class VllmSection(Section):
-    """The engine vllm: vLLM in processes of its own on this machine."""
+    """The engine vllm: vLLM in its own processes on this machine."""
 
     gpu_memory_utilization: float = Field(
-        default=0.5, gt=0, le=1, description="Share of each GPU's memory that vLLM takes; the learner needs the rest."
+        default=0.5, gt=0, le=1, description="Fraction of each GPU's memory for vLLM; the trainer needs the rest."
     )
     max_model_len: int | None = Field(
-        default=None, ge=2, description="Longest prompt and response together; the model's context unless said."
+        default=None, ge=2, description="Maximum tokens of prompt plus response; default: the model's context length."
     )
-    tensor_parallel: int = Field(default=1, ge=1, description="GPUs that one copy of the policy is spread over.")
-    copies: int = Field(
-        default=0, ge=0, description="Copies of the policy that share the requests; 0: as many as the GPUs hold."
-    )
+    tensor_parallel: int = Field(default=1, ge=1, description="GPUs per copy of the policy.")
+    copies: int = Field(default=0, ge=0, description="Copies of the policy; 0: as many as fit on the GPUs.")
     while_learning: Literal["sleep", "close", "stay"] = Field(
         default="sleep",
-        description="Its GPU memory while the learner works: sleep gives it back, close ends vLLM, stay keeps it.",
+        description="While the trainer works: sleep frees GPU memory, close ends vLLM, stay keeps both.",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Further arguments of vllm.LLM.")
 
@@ -55,63 +111,54 @@ class ServerSection(Section):
     """The engine server: OpenAI-compatible servers that return token ids and log-probabilities."""
 
     urls: list[Url] = Field(
-        default_factory=list, description="Where the servers are, as in http://localhost:8000; requests are shared out."
+        default_factory=list, description="Server URLs, e.g. http://localhost:8000; requests are spread over them."
     )
-    model: str = Field(default="", description="The model's name there; empty: the only one that the server has.")
+    model: str = Field(default="", description="Name of the model on the servers; empty: the only one they serve.")
     precision: Literal["float32", "bfloat16", "float16"] = Field(
-        default="bfloat16", description="What the servers compute in: how closely they must agree with a checkpoint."
+        default="bfloat16", description="The servers' precision: how closely they must agree with a checkpoint."
     )
     reload: Literal["vllm", "sglang", "command", "none"] = Field(
         default="vllm",
-        description="How new weights get there: by vLLM's or SGLang's own request, by a command, or by someone else.",
+        description="How servers get new weights: vLLM's or SGLang's API, a command, or not by stalewise.",
     )
     command: list[str] = Field(
-        default_factory=list,
-        description="For reload = command: program and arguments; {checkpoint} and {url} are filled in.",
+        default_factory=list, description="For reload = command: program and arguments, with {checkpoint} and {url}."
     )
     paths: dict[str, str] = Field(
-        default_factory=dict,
-        description="Beginnings of paths here and what they are on the servers, where checkpoints lie elsewhere there.",
+        default_factory=dict, description="Local path prefixes and the server paths where the same checkpoints are."
     )
-    concurrency: int = Field(default=64, ge=1, description="Requests that each server has at a time, at most.")
-    timeout_s: float = Field(default=600.0, gt=0, description="Seconds that one request may take.")
-    retries: int = Field(default=4, ge=0, description="Times that a failed request is tried again, ever more slowly.")
-    wait_s: float = Field(
-        default=300.0, ge=0, description="Seconds to wait for a server that was there and went away in the middle."
-    )
-    api_key_env: str = Field(default="", description="Environment variable that holds the key, where servers want one.")
+    concurrency: int = Field(default=64, ge=1, description="Maximum concurrent requests per server.")
+    timeout_s: float = Field(default=600.0, gt=0, description="Time limit of one request in seconds.")
+    retries: int = Field(default=4, ge=0, description="Retries of a failed request, with growing delays.")
+    wait_s: float = Field(default=300.0, ge=0, description="Seconds to wait for a server that went away during a run.")
+    api_key_env: str = Field(default="", description="Environment variable with the API key, if the servers need one.")
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
         if (self.reload == "command") != bool(self.command):
-            raise ValueError('command and reload = "command" go together: say both or neither')
+            raise ValueError('command and reload = "command" go together: set both or neither')
         if self.reload == "none" and self.precision != "float32":
-            # Rounding hides which version of a run it is; only an engine's own answers before and after a reload tell.
-            raise ValueError('reload = "none" needs servers in float32: say how else new weights get there')
+            # Rounding hides which checkpoint is served; only an engine's own answers before and after a reload tell.
+            raise ValueError('reload = "none" needs servers in float32: choose another reload')
         if len(set(self.urls)) < len(self.urls):
             raise ValueError("urls names a server twice: raise concurrency instead")
         return self
 
 
 class ForeignSection(Section):
-    """Another policy that makes a share of the rollouts; docs/engines.md."""
+    """A second policy that samples a fraction of the rollouts; docs/engines.md."""
 
-    path: str = Field(
-        default="",
-        description="Hugging Face directory, hub name, smollm2, or embedded policy of the same tokenizer; empty: none.",
-    )
-    share: float = Field(
-        default=0.0, ge=0, lt=1, description="Share of every group that it samples: at least one rollout, never all."
-    )
+    path: str = Field(default="", description="Model with the same tokenizer, as in model.path; empty: none.")
+    share: float = Field(default=0.0, ge=0, lt=1, description="Fraction of each group; at least one, never all.")
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
         if bool(self.path) != bool(self.share):
-            raise ValueError("path and a share above 0 go together: say both or neither")
+            raise ValueError("path and a share above 0 go together: set both or neither")
         return self
 
     def places(self, group_size: int) -> int:
-        """How many rollouts of a group it makes.
+        """How many rollouts of a group it samples.
 
         >>> [ForeignSection(path="other", share=share).places(8) for share in (0.01, 0.5, 0.99)]
         [1, 4, 7]
@@ -122,22 +169,17 @@ class ForeignSection(Section):
 class SamplerSection(Section):
     """How rollouts are sampled."""
 
-    engine: Literal["hf", "vllm", "server"] = Field(
-        default="hf", description="What samples: transformers in this process, vLLM, or a server; docs/engines.md."
-    )
-    temperature: float = Field(default=1.0, gt=0, description="Temperature of sampling; the learner's policy has 1.")
+    engine: Literal["hf", "vllm", "server"] = Field(default="hf", description="hf: in this process; docs/engines.md.")
+    temperature: float = Field(default=1.0, gt=0, description="Sampling temperature; the trainer's policy has 1.")
     top_p: float = Field(
-        default=1.0, gt=0, le=1, description="Sample from the smallest set of tokens with this probability."
+        default=1.0, gt=0, le=1, description="Nucleus sampling: keep tokens of this total probability."
     )
     top_k: int = Field(default=0, ge=0, description="Sample from this many most probable tokens; 0: from all.")
     weights: Literal["exact", "fp8", "int8"] = Field(
-        default="exact",
-        description="Rollouts are sampled from these weights; fp8 and int8 round the matrices of the linear layers.",
+        default="exact", description="Weights to sample with; fp8 and int8 round the matrices of the linear layers."
     )
-    max_new_tokens: int = Field(default=64, ge=1, description="A response is cut (truncated) at this many tokens.")
-    rollouts_per_shard: int = Field(
-        default=2048, ge=1, description="Rollouts that are decoded together and committed at once."
-    )
+    max_new_tokens: int = Field(default=64, ge=1, description="Responses are truncated at this many tokens.")
+    rollouts_per_shard: int = Field(default=2048, ge=1, description="Rollouts decoded together and committed at once.")
     foreign: ForeignSection = Field(default_factory=ForeignSection)
     vllm: VllmSection = Field(default_factory=VllmSection)
     server: ServerSection = Field(default_factory=ServerSection)
@@ -149,52 +191,109 @@ class SamplerSection(Section):
         if self.engine != "hf" and self.temperature < LEAST_VLLM_TEMPERATURE:
             raise ValueError(f"vLLM samples at no temperature below {LEAST_VLLM_TEMPERATURE}: raise it, or engine = hf")
         if self.engine != "hf" and self.weights != "exact":
-            raise ValueError(
-                f'weights = "{self.weights}" needs engine = "hf": {self.engine} has the weights it is given'
-            )
+            raise ValueError(f'weights = "{self.weights}" needs engine = "hf": {self.engine} loads its own weights')
         if self.engine != "hf" and self.foreign.share:
             raise ValueError(f'foreign needs engine = "hf": {self.engine} has one policy at a time')
         return self
 
 
+class ObjectiveSection(Section):
+    """The loss that an update minimises."""
+
+    name: str = Field(default="mu_grpo", description="A name from docs/objectives.md.")
+    params: dict[str, Any] = Field(default_factory=dict, description="Parameters of the objective; others: defaults.")
+    advantage: Literal["auto", "group", "mean", "leave_one_out"] = Field(
+        default="auto", description="Baseline and scale of advantages; auto: as the objective prescribes."
+    )
+    truncated: Literal["keep", "zero", "mask"] = Field(
+        default="keep", description="Truncated responses: train as usual, set advantage to 0, or leave out of the loss."
+    )
+    proximal_every: int = Field(
+        default=8, ge=1, description="Updates between snapshots of the proximal policy, for objectives that have one."
+    )
+
+
+class OptimizerSection(Section):
+    """The optimizer, AdamW."""
+
+    learning_rate: float = Field(default=1e-4, gt=0, description="Peak learning rate.")
+    schedule: Literal["constant", "cosine", "linear"] = Field(default="constant", description="Decay after warm-up.")
+    warmup_updates: int = Field(default=0, ge=0, description="Updates of linear warm-up.")
+    betas: tuple[BelowOne, BelowOne] = Field(default=(0.9, 0.999), description="AdamW's betas.", strict=False)
+    epsilon: float = Field(default=1e-8, gt=0, description="AdamW's ε.")
+    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay.")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients with a larger norm are scaled down to it.")
+    step_control: Literal["none", "vcpo"] = Field(
+        default="none", description="vcpo: scale each step by the square root of its sequences' effective sample size."
+    )
+
+
+class LearnerSection(Section):
+    """How the trainer uses the machine."""
+
+    tokens_per_micro_batch: int = Field(default=16384, ge=1, description="Tokens per forward and backward pass.")
+    gradient_checkpointing: bool = Field(default=False, description="Recompute activations instead of keeping them.")
+    compile: Literal["auto", "always", "layers", "graphs", "never"] = Field(
+        default="auto",
+        description="On a GPU, compile layers and record passes as CUDA graphs; layers, graphs: only one of the two; "
+        "auto: whichever pays off in a run of this length.",
+    )
+    keep_activations: float = Field(
+        default=1.0, ge=0, le=1, description="Fraction of activations that compiled layers may keep; less saves memory."
+    )
+    parallel: Literal["auto", "replicated", "sharded"] = Field(
+        default="auto",
+        description="Each rank holds all weights (replicated) or a part (sharded); auto: by device memory.",
+    )
+    record_tokens: bool = Field(
+        default=True, description="Record each token's log-probability at its update; the browser shows the ratios."
+    )
+
+
+class CheckpointSection(Section):
+    """Which checkpoints are kept."""
+
+    every: int = Field(default=32, ge=1, description="Updates between checkpoints; every stage also ends with one.")
+    keep: int = Field(default=2, ge=1, description="Newest checkpoints to keep; the final one is always kept.")
+
+
+class EvaluationSection(Section):
+    """How held-out accuracy is measured."""
+
+    every: int = Field(default=0, ge=0, description="Updates between evaluations; 0: only at the start and the end.")
+    prompts: int = Field(default=128, ge=1, description="Held-out prompts.")
+    samples: int = Field(default=4, ge=1, description="Sampled responses per prompt, at temperature 1.")
+
+
 class WorkersSection(Section):
-    """Generation by many processes or machines; docs/workers.md."""
+    """Generation by several processes or machines; docs/workers.md."""
 
     learner: Literal["shares", "waits"] = Field(
-        default="shares",
-        description="What `train` does while a batch is made: its share of it, or nothing but wait for the workers.",
+        default="shares", description="While workers generate, `train` generates too (shares) or only waits for them."
     )
     lost_after_s: float = Field(
-        default=60.0,
-        ge=0.5,
-        description="Seconds without a sign of life after which a worker's shards are made by another one.",
+        default=60.0, ge=0.5, description="Seconds without a heartbeat until a worker's shards go to another worker."
     )
-
-
-# Words in the names of a client's arguments that hold secrets, which a run directory must not keep.
-_SECRETS = ("secret", "password", "token", "key", "credential", "connection_string")
 
 
 class StorageSection(Section):
-    """Where rollouts and checkpoints also go, for machines that share no file system; docs/workers.md."""
+    """Remote storage of rollouts and checkpoints, for machines without a shared file system; docs/workers.md."""
 
-    url: str = Field(
-        default="", description="Any URL that fsspec knows, as in s3://bucket/run; empty: the run directory is all."
-    )
+    url: str = Field(default="", description="Any URL that fsspec opens, e.g. s3://bucket/run; empty: none.")
     options: dict[str, Any] = Field(
         default_factory=dict,
-        description='Arguments of fsspec\'s client, as in { endpoint_url = "http://localhost:9000" }; no secrets.',
+        description='Arguments of the client, e.g. { endpoint_url = "http://localhost:9000" }; no secrets.',
     )
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> Self:
         if self.url and "://" not in self.url:
-            raise ValueError(f"url is {self.url!r}, no URL: say file:///absolute/path for a directory")
+            raise ValueError(f"url is {self.url!r}, no URL: write file:///absolute/path for a directory")
         if self.options and not self.url:
-            raise ValueError("options have no meaning without a url: remove them or say it")
-        if named := [name for name in self.options if any(word in name.lower() for word in _SECRETS)]:
+            raise ValueError("options have no meaning without a url: set url or remove them")
+        if named := [name for name in self.options if any(part in name.lower() for part in _SECRETS)]:
             raise ValueError(
-                f"options.{named[0]} would be written down in the run directory: give secrets by the environment, as "
-                "in AWS_ACCESS_KEY_ID, or by the client's own files"
+                f"options.{named[0]} would be written to the run directory: pass secrets in the environment, "
+                "e.g. AWS_ACCESS_KEY_ID, or in the client's own files"
             )
         return self

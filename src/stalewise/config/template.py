@@ -1,11 +1,10 @@
-"""The commented config that `stalewise init` writes, made from the settings' own descriptions: it cannot drift."""
+"""The commented config that `stalewise init` writes, generated from the descriptions of the settings."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import textwrap
-from importlib import import_module
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -16,6 +15,7 @@ from stalewise.config import RunConfig, is_section
 from stalewise.config.schedule_sections import RECIPES
 from stalewise.errors import TaskError, nearest
 from stalewise.tasks import TASKS
+from stalewise.tasks.base import load
 
 _LANGUAGE_MODEL: dict[str, Any] = {
     "model.path": "Qwen/Qwen2.5-0.5B-Instruct",
@@ -26,7 +26,7 @@ _LANGUAGE_MODEL: dict[str, Any] = {
 }
 RECIPE = "auto"  # what docs/control.md recommends
 OF_RECIPE = {f"{table}.{key}": value for table, settings in RECIPES[RECIPE].items() for key, value in settings.items()}
-# What differs from the defaults where a task is for another kind of model than the embedded policies.
+# Settings of a task's template that differ from the defaults.
 SUGGESTIONS: dict[str, dict[str, Any]] = {
     "arithmetic": {"sampler.max_new_tokens": 8, "optimizer.learning_rate": 3e-4},
     "arithmetic-steps": {"optimizer.learning_rate": 3e-4},
@@ -48,29 +48,25 @@ SUGGESTIONS: dict[str, dict[str, Any]] = {
 
 
 def config_template(task: str = "arithmetic", name: str = "run") -> str:
-    """A TOML file with every setting, its default and what it means."""
+    """A TOML file with every setting, its default and its meaning."""
     if task not in TASKS:
         raise TaskError(f"unknown task {task!r}; {nearest(task, TASKS)}")
     suggested = {"name": name, "recipe": RECIPE, "task.name": task, **SUGGESTIONS.get(task, {})}
     lines = [f"# {RunConfig.__doc__}", "# Delete what you do not change: these are the defaults, unless noted.", ""]
-    sections: list[str] = []
-    for key, field in RunConfig.model_fields.items():
-        if is_section(field):
-            sections += _section(key, field.annotation, suggested)  # pyright: ignore[reportArgumentType]
-        else:
-            lines += _setting("", key, field, suggested)
-    return "\n".join([*lines, *sections]) + "\n"
+    return "\n".join([*lines, *_settings("", RunConfig, suggested)]) + "\n"
 
 
-def _section(name: str, model: type[BaseModel], suggested: dict[str, Any]) -> list[str]:
-    lines = ["", f"[{name}]  # {model.__doc__}"]
-    tables: list[str] = []  # after the plain settings: TOML has no way back from a table within
+def _settings(prefix: str, model: type[BaseModel], suggested: dict[str, Any]) -> list[str]:
+    """The lines of a table; nested tables come after plain settings, since TOML cannot return from them."""
+    lines: list[str] = []
+    tables: list[str] = []
     for key, field in model.model_fields.items():
         if is_section(field):
-            tables += _section(f"{name}.{key}", field.annotation, suggested)  # pyright: ignore[reportArgumentType]
+            section: Any = field.annotation
+            tables += ["", f"[{prefix}{key}]  # {section.__doc__}", *_settings(f"{prefix}{key}.", section, suggested)]
         else:
-            lines += _setting(f"{name}.", key, field, suggested)
-    return [*lines, *(_task_options(suggested["task.name"]) if name == "task" else []), *tables]
+            lines += _setting(prefix, key, field, suggested)
+    return [*lines, *(_task_options(suggested["task.name"]) if prefix == "task." else []), *tables]
 
 
 def _setting(prefix: str, key: str, field: FieldInfo, suggested: dict[str, Any]) -> list[str]:
@@ -81,23 +77,22 @@ def _setting(prefix: str, key: str, field: FieldInfo, suggested: dict[str, Any])
     meaning = f"# {field.description}" + (f" One of: {', '.join(choices)}." if choices else "")
     if value is None:  # TOML has no null
         return [meaning, f"# {key} ="]
-    if prefix + key in OF_RECIPE:  # said here, it would stand against the recipe
+    if prefix + key in OF_RECIPE:  # uncommented it would override the recipe
         return [meaning, f"# {key} = {toml(OF_RECIPE[prefix + key])}  # by the recipe; without: {toml(default)}"]
     noted = "" if value == default else f"  # default: {toml(default)}"
     return [meaning, f"{key} = {toml(value)}{noted}"]
 
 
 def _task_options(task: str) -> list[str]:
-    """Name the options that this task takes, with their defaults."""
-    module, _, function = TASKS[task].partition(":")
-    parameters = inspect.signature(getattr(import_module(module), function)).parameters
+    """A comment with the task's options and their defaults."""
+    parameters = inspect.signature(load(TASKS[task])).parameters
     known = [
         parameter.name if parameter.default in (parameter.empty, None) else f"{parameter.name} = {parameter.default!r}"
         for parameter in parameters.values()
         if parameter.name != "seed"
     ]
-    words = f"Options of {task}: {', '.join(known)}." if known else f"{task} has no options."
-    return [f"# {line}" for line in textwrap.wrap(words, width=110)]
+    text = f"Options of {task}: {', '.join(known)}." if known else f"{task} has no options."
+    return [f"# {line}" for line in textwrap.wrap(text, width=110)]
 
 
 def toml(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Objectives as pure functions: ratios, advantages, surrogates, reductions, and a registry by name."""
+"""Objectives as pure functions: ratios, advantages, surrogates, reductions, diagnostics, and a registry by name."""
 
 from stalewise.objectives.advantages import Advantages, group_advantages
 from stalewise.objectives.loss import ObjectiveResult, evaluate, micro_batch_loss, micro_batch_sums

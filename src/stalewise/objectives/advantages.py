@@ -1,4 +1,4 @@
-"""From rewards to advantages, group by group. Axes: N rollouts in any order, each with the number of its group."""
+"""Advantages from rewards, by group. Axes: N rollouts in any order, each with its group's number; P groups."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ STD_EPSILON = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """Advantages and what became of each rollout.
+    """Advantages of rollouts.
 
-    `degenerate_N` marks rollouts of groups without variance: their advantage is exactly 0, and whoever averages can
-    leave them out. `keep_N` is False where the tokens leave the loss mask (truncated ones under the rule `mask`).
+    `degenerate_N` marks rollouts of groups without variance, whose advantage is exactly 0. `keep_N` is False for
+    rollouts whose tokens leave the loss mask (truncated ones under the rule `mask`).
     """
 
     advantage_N: Tensor
@@ -42,10 +42,10 @@ def group_advantages(
     """Advantage of each rollout against its group.
 
     `group`: (R − mean) / (std + 1e-6) with the population std; `mean`: R − mean (Dr. GRPO); `leave_one_out`: R − mean
-    of the others (RLOO). A group whose rewards are all equal has advantage exactly 0, and so has a group of one.
+    of the others (RLOO). A group with equal rewards, or of one rollout, has advantage exactly 0.
 
-    Truncated responses keep their reward in the group's mean under every rule. `keep` treats them as any other, `zero`
-    sets their advantage to 0 (their tokens stay in the denominator), `mask` takes their tokens out of the loss.
+    Truncated responses count in the group's mean under every rule. `keep` trains on them as on others, `zero` sets
+    their advantage to 0 (their tokens stay in the denominator), `mask` removes their tokens from the loss.
 
     >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([0, 0, 0, 0])).advantage_N
     tensor([ 1.0000, -1.0000, -1.0000,  1.0000])
@@ -54,10 +54,10 @@ def group_advantages(
 
     Args:
         reward: [N] finite rewards.
-        group: [N] integers; equal numbers answer the same prompt.
-        kind: which baseline and scale.
-        truncated: [N] bool; needed for the rules `zero` and `mask`.
-        truncated_rule: what becomes of truncated responses.
+        group: [N] integers; rollouts with equal numbers answer the same prompt.
+        kind: baseline and scale.
+        truncated: [N] bool; required by the rules `zero` and `mask`.
+        truncated_rule: treatment of truncated responses.
     """
     _check(reward, group, kind, truncated, truncated_rule)
     reward_N = reward.to(torch.promote_types(reward.dtype, torch.float32))
@@ -68,7 +68,7 @@ def group_advantages(
     mean_P = reward_N.new_zeros(groups).index_add(0, group_N, reward_N) / size_P
     centred_N = reward_N - mean_P[group_N]
     spread_P = _group_spread(reward_N, group_N, groups)
-    # By the spread, not by the std: eight rewards of 0.1 have a rounded mean and would get a tiny, scaled-up advantage.
+    # By the spread, not the std: the mean of eight rewards of 0.1 is rounded, and gives a tiny, scaled-up advantage.
     degenerate_P = spread_P == 0
 
     if kind == "group":
@@ -90,7 +90,6 @@ def group_advantages(
 
 def _numbered(group: Tensor) -> Tensor:
     """The same groups numbered 0, 1, 2 … without gaps."""
-    # torch's stubs leave the type of `unique` open.
     return torch.unique(group, return_inverse=True)[1]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
@@ -105,12 +104,9 @@ def _group_spread(reward_N: Tensor, group_N: Tensor, groups: int) -> Tensor:
 def _check(
     reward: Tensor, group: Tensor, kind: AdvantageKind, truncated: Tensor | None, truncated_rule: TruncatedRule
 ) -> None:
-    for name, value, known in (
-        ("kind", kind, get_args(AdvantageKind)),
-        ("truncated_rule", truncated_rule, get_args(TruncatedRule)),
-    ):
-        if value not in known:
-            raise ValueError(f"{name} is {value!r}; expected one of {', '.join(known)}")
+    for name, value, kinds in (("kind", kind, AdvantageKind), ("truncated_rule", truncated_rule, TruncatedRule)):
+        if value not in get_args(kinds):
+            raise ValueError(f"{name} is {value!r}; expected one of {', '.join(get_args(kinds))}")
     if reward.ndim != 1 or len(reward) == 0:
         raise ValueError(f"reward has shape {list(reward.shape)}; expected [N], one per rollout, N at least 1")
     if group.shape != reward.shape:
@@ -119,16 +115,16 @@ def _check(
         raise ValueError(f"group has dtype {group.dtype}; expected integers")
     finite = torch.isfinite(reward)
     if not bool(finite.all()):
-        places = host_list((~finite).nonzero().flatten()[:5])
+        first = host_list((~finite).nonzero().flatten()[:5])
         raise ValueError(
-            f"reward has shape {list(reward.shape)} and {int((~finite).sum())} non-finite values, first at {places}; "
-            "expected rollouts whose verifier failed to be left out before"
+            f"reward has shape {list(reward.shape)} and {int((~finite).sum())} non-finite values, first at {first}; "
+            "leave out rollouts whose verifier failed"
         )
-    if truncated is None and truncated_rule != "keep":
-        raise ValueError(f"truncated is None; truncated_rule {truncated_rule!r} expects a bool tensor of shape [N]")
-    if truncated is not None and truncated.dtype is not torch.bool:
+    if truncated is None:
+        if truncated_rule != "keep":
+            raise ValueError(f"truncated is None; truncated_rule {truncated_rule!r} expects a bool tensor of shape [N]")
+        return
+    if truncated.dtype is not torch.bool:
         raise ValueError(f"truncated has dtype {truncated.dtype}; expected bool")
-    if truncated is not None and truncated.shape != reward.shape:
-        raise ValueError(
-            f"truncated has shape {list(truncated.shape)}; expected {list(reward.shape)}, the shape of reward"
-        )
+    if truncated.shape != reward.shape:
+        raise ValueError(f"truncated has shape {list(truncated.shape)}; expected {list(reward.shape)}, as reward")

@@ -1,8 +1,8 @@
-"""What depends on the whole optimizer batch: sums that merge exactly over micro-batches and ranks.
+"""Statistics of the whole optimizer batch, as sums that merge exactly over micro-batches and ranks.
 
-Phase one of an objective makes one of these from every micro-batch; they are merged (in any order, also over ranks:
-each packs into one flat float64 tensor); phase two reads the merged one as a constant. So the split of a batch never
-shows in its gradient.
+Phase one of an objective computes them on every micro-batch; they are merged in any order, also over ranks, as flat
+float64 tensors; phase two reads the merged statistics as constants. So the gradient does not depend on the split of a
+batch.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class Mergeable(Protocol):
 class WeightSums:
     """Σw, Σw² and n of importance weights, kept relative to the largest weight so that nothing overflows.
 
-    All fields are float64 scalars on the device: reading them costs no synchronisation.
+    All fields are float64 scalars on the device: computing them needs no synchronisation.
     """
 
-    log_scale: Tensor  # log of the largest weight; −inf where there is none
+    log_scale: Tensor  # log of the largest weight; −inf if there is none
     total: Tensor  # Σ w / scale
     total_squares: Tensor  # Σ (w / scale)²
     count: Tensor
-    nonfinite: Tensor  # weights that are not finite numbers; they are in no sum
+    nonfinite: Tensor  # number of non-finite weights; they are in no sum
 
     @classmethod
     def of(cls, log_weight: Tensor, where: Tensor) -> WeightSums:
-        """Sums of exp(log_weight) over the places where `where` is True."""
+        """Sums of exp(log_weight) where `where` is True."""
         log_weight = log_weight.detach()
         finite = torch.isfinite(log_weight)
         usable = where & finite
@@ -80,7 +80,7 @@ class WeightSums:
     def effective_sample_size(self) -> Tensor:
         """ESS = (Σw)² / (n Σw²), between 1/n and 1.
 
-        NaN where a weight was not finite or there was none: unknown is never 1.
+        NaN if a weight was not finite or there was none: unknown is never 1.
 
         >>> weights = WeightSums.of(torch.tensor([1.0, 2.0, 0.5]).log(), torch.tensor([True, True, True]))
         >>> round(weights.effective_sample_size().item(), 6)  # (3.5)² / (3 · 5.25) = 7/9
@@ -123,21 +123,21 @@ class AnchorSums:
 
 @dataclass(frozen=True, slots=True)
 class SecondMomentSums:
-    """Squared log-ratios v of harmful tokens, as far as M2PO's threshold depends on them.
+    """Squared log-ratios v of harmful tokens, for M2PO's threshold.
 
-    Tokens with v below the threshold are kept whatever the others are, so their sum, count and maximum say all; only
-    the values at or above it travel one by one.
+    Tokens with v below the threshold are always kept, so their sum, count and maximum suffice; only the values at or
+    above it are gathered one by one.
     """
 
     threshold: float
     small_total: Tensor
     small_count: Tensor
-    small_max: Tensor  # 0 where there is none
+    small_max: Tensor  # 0 if there is none
     large_N: Tensor  # float64, in no order
 
     @classmethod
     def of(cls, square: Tensor, harmful: Tensor, threshold: float) -> SecondMomentSums:
-        """Sums over the places where `harmful` is True. A NaN square counts as large: it must not pass unseen."""
+        """Sums where `harmful` is True. A NaN square counts as large, so that it is not missed."""
         square = square.detach()
         small = harmful & (square < threshold)
         small_square = torch.where(small, square, 0.0)
@@ -160,23 +160,23 @@ class SecondMomentSums:
         )
 
     def drop_from(self) -> Tensor:
-        """M2PO as in the paper: the v from which on harmful tokens are dropped, inf where none is.
+        """M2PO as in the paper: the v from which on harmful tokens are dropped, inf if none is.
 
-        Drops the largest v until the mean of the rest is at most the threshold. Equal values go together, so that the
-        order of the batch decides nothing.
+        Drops the largest v until the mean of the rest is at most the threshold. Equal values are dropped together, so
+        that the order of the batch does not matter.
         """
         large_N = self.large_N.sort().values
         kept_total_N = self.small_total + large_N.cumsum(0)
         kept_count_N = self.small_count + torch.arange(1, len(large_N) + 1, device=large_N.device)
-        # Ascending values above the threshold only raise the mean: the tokens that may stay are a prefix.
+        # Ascending values above the threshold only raise the mean: the kept tokens are a prefix.
         too_many_N = ~(kept_total_N <= self.threshold * kept_count_N)
         return torch.where(too_many_N, large_N, torch.inf).min() if len(large_N) else large_N.new_tensor(torch.inf)
 
     def clip_above(self) -> Tensor:
-        """M2PO as released: τ², the v above which harmful tokens are clipped, inf where none is.
+        """M2PO as released: τ², the v above which harmful tokens are clipped, inf if none is.
 
-        With v ascending, k is the first index with Σ_i min(v_i, v_k) ≥ n·threshold; τ² = v_{k−1}, or 0 where k = 0.
-        Such a v_k is never below the threshold, so k is sought among the large values alone.
+        With v ascending, k is the first index with Σ_i min(v_i, v_k) ≥ n·threshold; τ² = v_{k−1}, or 0 if k = 0. Such a
+        v_k is never below the threshold, so only the large values are searched.
         """
         large_N = self.large_N.sort().values
         count = self.small_count + len(large_N)
@@ -192,8 +192,7 @@ class SecondMomentSums:
     def pack(self) -> Tensor:
         """One flat float64 tensor, to be gathered over ranks."""
         threshold = self.small_total.new_tensor(self.threshold)
-        head = torch.stack([threshold, self.small_total, self.small_count, self.small_max])
-        return torch.cat([head, self.large_N])
+        return torch.cat([torch.stack([threshold, self.small_total, self.small_count, self.small_max]), self.large_N])
 
     @classmethod
     def unpack(cls, packed: Tensor) -> SecondMomentSums:
@@ -220,19 +219,15 @@ def anchor_weights(tokens: Tokens) -> AnchorSums:
 
 
 def harmful(tokens: Tokens) -> Tensor:
-    """Tokens that already went where their advantage pushes them: (A > 0, r > 1) or (A < 0, r < 1)."""
+    """Tokens whose ratio has already moved in the direction of their advantage: (A > 0, r > 1) or (A < 0, r < 1)."""
     return tokens.mask_BT & (tokens.advantage_BT * tokens.log_ratio_BT.detach() > 0)
 
 
-# A shorter step where the data is worth less: VCPO's control of the learning rate, usable with any objective.
-
-
 def vcpo_factor(sequence_weights: WeightSums) -> Tensor:
-    """Factor on one step's learning rate: min(1, ρ)^½ with ρ = (Σw)² / (B Σw²) of the sequence weights.
+    """VCPO's factor on one step's learning rate: min(1, ρ)^½ with ρ = (Σw)² / (B Σw²) of the sequence weights.
 
-    w = exp(Σ_t(ℓ − b)), not truncated, over the whole optimizer batch. Huang et al. 2026.
+    w = exp(Σ_t(ℓ − b)), not truncated, over the whole optimizer batch. Usable with any objective. Huang et al. 2026.
 
-    >>> import torch
     >>> weights = WeightSums.of(torch.tensor([1.0, 1.0, 1.0, 5.0]).log(), torch.ones(4, dtype=torch.bool))
     >>> round(vcpo_factor(weights).item(), 4)  # ρ = 64 / (4 · 28) = 0.5714
     0.7559

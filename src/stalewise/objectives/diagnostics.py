@@ -1,4 +1,4 @@
-"""What happened in an update, from sums that merge exactly over micro-batches and ranks (docs/metrics.md)."""
+"""Diagnostics of an update, from sums that merge exactly over micro-batches and ranks (docs/metrics.md)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from stalewise.objectives.batch_statistics import WeightSums, behaviour_weights, harmful, sequence_weights
 from stalewise.objectives.tokens import Tokens, host_list
 
-# A sum and the count it is divided by, under the name of the mean they make.
+# By the name of each mean: a sum and the count it is divided by.
 MEANS = {
     "ratio_mean_positive": ("ratio_positive", "tokens_positive"),
     "ratio_mean_negative": ("ratio_negative", "tokens_negative"),
@@ -32,10 +32,10 @@ MAXIMA = ("ratio_max_positive", "ratio_max_negative", "log_ratio_max_abs")
 
 @dataclass(frozen=True, slots=True)
 class TokenSums:
-    """All that the diagnostics of an update are made of: a float64 vector of what adds, one of what is maximal."""
+    """The sums and maxima that the diagnostics of an update are computed from, as float64 vectors."""
 
     sums: Tensor  # in the order of SUMS
-    maxima: Tensor  # in the order of MAXIMA; −inf where there was nothing
+    maxima: Tensor  # in the order of MAXIMA; −inf if there was nothing
     token_weights: WeightSums
     sequence_weights: WeightSums
 
@@ -61,9 +61,8 @@ class TokenSums:
         return cls(sums, maxima, WeightSums.unpack(token_weights), WeightSums.unpack(sequence_weights))
 
     def summary(self) -> dict[str, float]:
-        """The means, made at home. One read from the device; NaN where there is nothing to take a mean of."""
-        packed = self.pack().cpu()
-        on_host = TokenSums.unpack(packed)
+        """The diagnostics by name, with one read from the device; NaN for a mean of nothing."""
+        on_host = TokenSums.unpack(self.pack().cpu())
         sums = dict(zip(SUMS, host_list(on_host.sums), strict=True))
         maxima = dict(zip(MAXIMA, host_list(on_host.maxima), strict=True))
         means = {name: sums[a] / sums[b] if sums[b] else math.nan for name, (a, b) in MEANS.items()}
@@ -87,11 +86,11 @@ def token_sums(
 
     Both divergences are estimated with samples of the behaviour policy b, with r = policy / b:
     KL(b‖policy) = E_b[r − 1 − log r] and KL(policy‖b) = E_b[r log r − r + 1]; neither estimator is ever negative.
-    Entropy of the policy: the exact one where `entropy_BT` is given, else E_b[−r·ℓ], which is unbiased for it.
+    Entropy of the policy: exact if `entropy_BT` is given, else the unbiased estimate E_b[−r·ℓ].
     """
     log_ratio_BT = tokens.log_ratio_BT.detach()
     ratio_BT = log_ratio_BT.exp()
-    # An infinite ratio would make every mean infinite: such tokens are counted, named `nonfinite`, and in no other sum.
+    # An infinite ratio would make every mean infinite: such tokens are counted as `nonfinite` and are in no other sum.
     finite_BT = tokens.mask_BT & ratio_BT.isfinite() & log_ratio_BT.isfinite()
     log_ratio_BT = log_ratio_BT.where(finite_BT, 0.0)
     excess_BT = torch.expm1(log_ratio_BT)  # r − 1 without cancellation

@@ -1,4 +1,4 @@
-"""One objective on one batch: the public entry, and the piece of it that the learner calls per micro-batch."""
+"""Loss and diagnostics of an objective on a batch, and the functions that the trainer calls per micro-batch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The module, not its names: diagnostics reads the lower half of this package, and may be the first to be imported.
-from stalewise.objectives import diagnostics
 from stalewise.objectives.batch_statistics import Mergeable
+from stalewise.objectives.diagnostics import TokenSums, token_sums
 from stalewise.objectives.reduce import natural_denominator, reduced
 from stalewise.objectives.registry import Objective, Settings, get_objective
 from stalewise.objectives.surrogates import TokenLoss
@@ -20,7 +19,7 @@ from stalewise.objectives.tokens import Tokens, make_tokens
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveResult:
-    """`loss` is a scalar with a gradient through `logp`; `stats` are the diagnostics of docs/metrics.md by name."""
+    """`loss` is a scalar with a gradient through `logp`; `stats` are the diagnostics of docs/metrics.md."""
 
     loss: Tensor
     stats: Mapping[str, float]
@@ -42,15 +41,15 @@ def evaluate(
     Args:
         name: a key of `OBJECTIVES`.
         logp: [B, T] log-probabilities of the sampled tokens under the policy being trained.
-        behaviour_logp: [B, T] under the policy that sampled them, as it sampled them.
+        behaviour_logp: [B, T] under the policy that sampled them, at its sampling settings.
         advantage: [B].
         mask: [B, T], 1 on response tokens.
         proximal_logp: [B, T] under the proximal policy, for `decoupled_ppo` and `p3o_two_anchor`.
         params: parameters of the objective; docs/objectives.md lists them.
-        denominator: what the summed loss is divided by. None: the response tokens of this batch (gspo: its responses).
+        denominator: divisor of the summed loss; None: the response tokens of this batch (gspo: its responses).
 
     Raises:
-        ValueError: with the argument, its shape and what was expected.
+        ValueError: names the argument, its shape and what was expected.
 
     >>> r = torch.tensor([[1.0, 2.0, 0.5]])
     >>> logp = torch.tensor([[-0.5, -1.0, -2.0]])
@@ -74,19 +73,13 @@ def evaluate(
 
 
 def micro_batch_loss(
-    objective: Objective,
-    tokens: Tokens,
-    batch: Mergeable | None,
-    settings: Settings,
-    denominator: float | Tensor,
+    objective: Objective, tokens: Tokens, batch: Mergeable | None, settings: Settings, denominator: float | Tensor
 ) -> tuple[Tensor, TokenLoss]:
-    """This micro-batch's share of the loss, and what became of each token. Reads nothing back from the device."""
+    """The micro-batch's part of the loss, and the loss per token. Does not synchronise with the device."""
     token_loss = objective.second_pass(tokens, batch, settings)
     return reduced(token_loss.loss_BT, tokens, objective.reduction, denominator), token_loss
 
 
-def micro_batch_sums(tokens: Tokens, token_loss: TokenLoss, entropy_BT: Tensor | None = None) -> diagnostics.TokenSums:
-    """This micro-batch's sums for the diagnostics. Reads nothing back from the device."""
-    return diagnostics.token_sums(
-        tokens, clipped_BT=token_loss.clipped_BT, vetoed_BT=token_loss.vetoed_BT, entropy_BT=entropy_BT
-    )
+def micro_batch_sums(tokens: Tokens, token_loss: TokenLoss, entropy_BT: Tensor | None = None) -> TokenSums:
+    """The micro-batch's sums for the diagnostics. Does not synchronise with the device."""
+    return token_sums(tokens, clipped_BT=token_loss.clipped_BT, vetoed_BT=token_loss.vetoed_BT, entropy_BT=entropy_BT)

@@ -1,4 +1,4 @@
-"""From token losses to one number. Sums travel; the denominator is an argument, so that a split changes nothing."""
+"""Reduction of token losses to a scalar. The denominator is an argument, so that a split changes nothing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Reduction = Literal["token", "sequence"]
 def reduced(loss_BT: Tensor, tokens: Tokens, reduction: Reduction, denominator: float | Tensor) -> Tensor:
     """Σ over response tokens of weight · loss, divided by `denominator`.
 
-    The weight of a token is 1 (`token`), or 1 / length of its response (`sequence`: the sum of per-response means). A
-    token that an objective clipped or vetoed is in the denominator all the same.
+    The weight of a token is 1 (`token`), or 1 / length of its response (`sequence`: the sum of per-response means).
+    Clipped and vetoed tokens count in the denominator, too.
     """
     if reduction == "sequence":
         loss_BT = loss_BT / tokens.length_B.unsqueeze(1)
@@ -23,13 +23,11 @@ def reduced(loss_BT: Tensor, tokens: Tokens, reduction: Reduction, denominator: 
 
 
 def natural_denominator(tokens: Tokens, reduction: Reduction) -> Tensor:
-    """The number that makes `reduced` a mean over these tokens: response tokens, or responses that have tokens.
+    """The denominator that makes `reduced` a mean: response tokens, or responses that have tokens.
 
     With micro-batches or ranks, sum these over all of them first.
     """
-    if reduction == "sequence":
-        return tokens.mask_BT.any(dim=1).sum()
-    return tokens.mask_BT.sum()
+    return tokens.mask_BT.any(dim=1).sum() if reduction == "sequence" else tokens.mask_BT.sum()
 
 
 def constant_denominator(sequences: int, max_tokens: int) -> float:

@@ -1,4 +1,4 @@
-"""Objectives by name, with typed parameters: the table that the learner, the command line and the documents share."""
+"""The table of objectives by name, with typed parameters."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ from stalewise.objectives.reduce import Reduction
 from stalewise.objectives.surrogates import TokenLoss
 from stalewise.objectives.tokens import Tokens
 
-Settings = Mapping[str, Any]
-"""Every parameter of one objective, defaults filled in and types checked."""
+Settings = Mapping[str, Any]  # every parameter of one objective, with defaults filled in and types checked
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
     """One row of the table.
 
-    `measure` is phase one (None: the objective needs nothing of the whole batch); the fields below `reduction` say what
-    the method prescribes outside of its loss, for the learner to follow.
+    `measure` is phase one (None: the objective needs no statistics of the whole batch). The fields below `reduction`
+    are what the method prescribes outside of its loss; the trainer follows them.
     """
 
     name: str
     token_loss: Callable[..., TokenLoss]
     measure: Callable[[Tokens, Settings], Mergeable] | None = None
-    statistics: type[Mergeable] | None = None  # what `measure` returns, to unpack it after a gather over ranks
+    statistics: type[Mergeable] | None = None  # type of the result of `measure`, to unpack it after a gather
     needs_proximal: bool = False
     reduction: Reduction = "token"
     advantage: AdvantageKind = "group"
@@ -47,14 +46,14 @@ class Objective:
     constant_denominator: bool = False
 
     def parameters(self) -> dict[str, tuple[Any, Any]]:
-        """Type and default of each parameter, read off the function's signature."""
+        """Type and default of each parameter, from the function's signature."""
         hints = get_type_hints(self.token_loss)
         signature = inspect.signature(self.token_loss)
         keywords = [p for p in signature.parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
         return {p.name: (hints[p.name], p.default) for p in keywords}
 
     def settings(self, params: Mapping[str, Any] | None = None) -> Settings:
-        """Defaults overridden by `params`; an unknown name or a wrong type is a ValueError that says which."""
+        """Defaults overridden by `params`; an unknown name or a wrong type is a ValueError."""
         known = self.parameters()
         settings: dict[str, Any] = {name: default for name, (_, default) in known.items()}
         for name, value in (params or {}).items():
@@ -63,9 +62,8 @@ class Objective:
                 raise ValueError(f"objective {self.name} has no parameter {name!r}; {hint}")
             settings[name] = _checked(f"{self.name}.{name}", value, known[name][0])
         for name, value in settings.items():
-            within, expected = _RANGES.get(name, (_anything, ""))
-            if not within(value):
-                raise ValueError(f"{self.name}.{name} is {value}; expected {expected}")
+            if name in _RANGES and not _RANGES[name][0](value):
+                raise ValueError(f"{self.name}.{name} is {value}; expected {_RANGES[name][1]}")
         return settings
 
     def first_pass(self, tokens: Tokens, settings: Settings) -> Mergeable | None:
@@ -84,11 +82,7 @@ class Objective:
             raise ValueError(f"proximal_logp is None; objective {self.name} expects a tensor of shape {shape}")
 
 
-def _anything(value: Any) -> bool:
-    return True
-
-
-# What a parameter may be, by its name: it means the same in every objective that has it.
+# Ranges of parameters by name; a name means the same in every objective.
 _RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "clip_low": (lambda low: 0 <= low <= 1, "a bound on the ratio from 0 to 1"),
     "clip_high": (lambda high: high >= 1, "a bound on the ratio of at least 1"),
@@ -104,7 +98,7 @@ def _checked(where: str, value: Any, expected: Any) -> Any:
         if value not in choices:
             raise ValueError(f"{where} is {value!r}; {nearest(str(value), choices)} (one of {', '.join(choices)})")
         return value
-    # bool is an int in Python; a clip range of True is a slip, not a number.
+    # bool is an int in Python; a clip range of True is a mistake.
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{where} is {value!r}; expected a finite number")
     return float(value)
@@ -114,11 +108,7 @@ def _second_moments(tokens: Tokens, settings: Settings) -> SecondMomentSums:
     return SecondMomentSums.of(tokens.log_ratio_BT.square(), harmful(tokens), settings["threshold"])
 
 
-def _table(*rows: Objective) -> dict[str, Objective]:
-    return {row.name: row for row in rows}
-
-
-OBJECTIVES: Mapping[str, Objective] = _table(
+_ROWS = (
     Objective(name="grpo", token_loss=surrogates.grpo),
     Objective(name="dapo", token_loss=surrogates.dapo, drops_degenerate_groups=True),
     Objective(name="dr_grpo", token_loss=surrogates.dr_grpo, advantage="mean", constant_denominator=True),
@@ -143,10 +133,11 @@ OBJECTIVES: Mapping[str, Objective] = _table(
         needs_proximal=True,
     ),
 )
+OBJECTIVES: Mapping[str, Objective] = {row.name: row for row in _ROWS}
 
 
 def get_objective(name: str) -> Objective:
-    """The row of the table with this name; an unknown name is a ValueError that lists the near ones."""
+    """The objective with this name; an unknown name is a ValueError that lists similar ones."""
     if name not in OBJECTIVES:
         raise ValueError(f"no objective is called {name!r}; {nearest(name, OBJECTIVES)}")
     return OBJECTIVES[name]

@@ -1,10 +1,9 @@
-"""The objectives: one small pure function each, all in one template.
+"""The objectives, one pure function each.
 
     name(tokens, batch, *, parameters) -> TokenLoss
 
-`tokens` is a micro-batch [B, T]; `batch` is what phase one found out about the whole optimizer batch (None where the
-objective needs nothing of it), a constant; the result is an unreduced loss per token, with the tokens it clipped or
-vetoed.
+`tokens` is a micro-batch [B, T]; `batch` holds the statistics of the whole optimizer batch from phase one (None if the
+objective needs none), as constants; the result is an unreduced loss per token, with the tokens it clipped or vetoed.
 ℓ is `logp`, b `behaviour_logp`, p `proximal_logp`, r = exp(ℓ − b), A the advantage, sg stop-gradient.
 """
 
@@ -31,7 +30,7 @@ class TokenLoss:
     loss_BT: Tensor
     clipped_BT: Tensor
     vetoed_BT: Tensor
-    trigger_BT: Tensor | None = None  # tokens that trigger a veto, for objectives that have one
+    trigger_BT: Tensor | None = None  # tokens that trigger a veto, if the objective has one
 
 
 def grpo(tokens: Tokens, batch: None, *, clip_low: float = 0.8, clip_high: float = 1.2) -> TokenLoss:
@@ -85,7 +84,7 @@ def topr(tokens: Tokens, batch: None) -> TokenLoss:
 def m2po(
     tokens: Tokens, batch: SecondMomentSums, *, variant: M2POVariant = "paper", threshold: float = 0.04
 ) -> TokenLoss:
-    """−r·A, but where the mean v = (ℓ − b)² of harmful tokens exceeds the threshold, the largest are taken out.
+    """−r·A; if the mean of v = (ℓ − b)² over harmful tokens exceeds the threshold, the largest are taken out.
 
     Zheng et al. 2025. `paper` drops them (loss 0); `released` clips all tokens to [e^−τ, e^τ], as the authors' code.
     """
@@ -98,10 +97,10 @@ def m2po(
     else:
         clip_above = batch.clip_above()
         clipped_BT = harmful_BT & ~(square_BT <= clip_above)
-        # The token that set τ lies exactly on the kink of the clip: it gets the mean of the slopes on both sides, ½.
+        # The token that set τ is exactly on the kink of the clip: it gets the mean of the slopes on both sides, ½.
         kink_BT = harmful_BT & (square_BT == clip_above)
         log_ratio_BT = torch.where(kink_BT, (log_ratio_BT + log_ratio_BT.detach()) / 2, log_ratio_BT)
-        # Where nothing is clipped τ is inf and e^τ · 0 would be NaN; no token reads the bound then.
+        # If nothing is clipped τ is inf and e^τ · 0 would be NaN; no token reads the bound then.
         tau = torch.where(clip_above.isfinite(), clip_above.sqrt(), 0.0).to(square_BT.dtype)
         bound_BT = (tau * tokens.advantage_BT.sign()).exp()
     return _bounded(tokens, log_ratio_BT, clipped_BT, bound_BT)
@@ -118,9 +117,9 @@ def mu_grpo(
 ) -> TokenLoss:
     """Relaxed clip −min(r·A, clip(r, clip_low, clip_high)·A) with the negative-advantage veto.
 
-    In a response with A < 0 a trigger is a token with r < kappa: the policy has all but given up this prefix, and what
-    follows is off its support. `scope` says what loses its loss: the first trigger and all after it (`suffix`), only
-    what is after it (`post`), trigger tokens alone (`trigger`), or the whole response (`sequence`).
+    In a response with A < 0 a trigger is a token with r < kappa: the policy hardly ever samples this prefix any more,
+    and what follows is off its support. `scope` selects the tokens whose loss is dropped: the first trigger and all
+    after it (`suffix`), only those after it (`post`), triggers alone (`trigger`), or the whole response (`sequence`).
     """
     relaxed = _clipped(tokens, tokens.log_ratio_BT, clip_low, clip_high)
     trigger_BT = tokens.mask_BT & (tokens.advantage_BT < 0) & (tokens.log_ratio_BT < math.log(kappa))
@@ -164,7 +163,8 @@ def _clipped(tokens: Tokens, log_ratio_BT: Tensor, low: float, high: float) -> T
     log_low = math.log(low) if low > 0 else -math.inf
     too_high_BT = positive_BT & (log_ratio_BT > math.log(high))
     too_low_BT = negative_BT & (log_ratio_BT < log_low)
-    # Python numbers alone would make a float32 tensor, whatever the dtype of the batch; `new_tensor` waits for a GPU.
+    # Python numbers alone would make a float32 tensor for any dtype of the batch; `new_tensor` synchronises with the
+    # GPU.
     bound_BT = torch.where(positive_BT, log_ratio_BT.new_full((), high), low)
     return _bounded(tokens, log_ratio_BT, too_high_BT | too_low_BT, bound_BT)
 
@@ -180,7 +180,7 @@ def _bounded(tokens: Tokens, log_ratio_BT: Tensor, clipped_BT: Tensor, bound_BT:
 
 
 def _capped(log_weight_BT: Tensor, cap: float | Tensor) -> Tensor:
-    """sg(min(exp(log_weight), cap)), without overflow on the way."""
+    """sg(min(exp(log_weight), cap)), without overflow."""
     return log_weight_BT.detach().clamp(max=_log_cap(cap)).exp()
 
 
@@ -197,19 +197,18 @@ def _weighted(tokens: Tokens, log_weight_BT: Tensor, cap: float | Tensor) -> Tok
 
 
 def _k3(log_ratio_BT: Tensor) -> Tensor:
-    """exp(x) − x − 1, which is never negative; 0 at x = 0."""
+    """exp(x) − x − 1: never negative, 0 at x = 0."""
     return torch.expm1(log_ratio_BT) - log_ratio_BT
 
 
 def _vetoed(tokens: Tokens, trigger_BT: Tensor, scope: VetoScope) -> Tensor:
-    """Tokens that the negative-advantage veto takes out, bool [B, T]."""
+    """Tokens that the negative-advantage veto drops, bool [B, T]."""
     if scope == "trigger":
         return trigger_BT
     if scope == "sequence":
         return tokens.mask_BT & trigger_BT.any(dim=1, keepdim=True)
     triggers_so_far_BT = trigger_BT.cumsum(dim=1)
-    if scope == "post":
-        # Everything after the first trigger; later triggers are after it, too.
+    if scope == "post":  # everything after the first trigger, including later triggers
         triggers_so_far_BT = triggers_so_far_BT - trigger_BT.int()
     return tokens.mask_BT & (triggers_so_far_BT > 0)
 

@@ -1,4 +1,4 @@
-"""The tokens of one micro-batch, checked once, with their log-ratios. Axes: B sequences, T response tokens."""
+"""The tokens of one micro-batch, checked, with their log-ratios. Axes: B sequences, T response tokens."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What every objective reads. Build it with `make_tokens`; off the mask every tensor here is 0."""
+    """The input of every objective. Made by `make_tokens`; every tensor is 0 where the mask is False."""
 
     logp_BT: Tensor  # policy being trained; the only one that carries a gradient
-    behaviour_logp_BT: Tensor  # policy that sampled, as it sampled
+    behaviour_logp_BT: Tensor  # policy that sampled, at its sampling settings
     advantage_B: Tensor  # one per sequence, constant
     mask_BT: Tensor  # bool, True on response tokens
     log_ratio_BT: Tensor  # logp − behaviour_logp
-    proximal_logp_BT: Tensor | None = None  # snapshot at the last refresh, for decoupled objectives
+    proximal_logp_BT: Tensor | None = None  # of the last snapshot, for decoupled objectives
 
     @property
     def advantage_BT(self) -> Tensor:
@@ -27,7 +27,7 @@ class Tokens:
 
     @property
     def length_B(self) -> Tensor:
-        """Response tokens of each sequence, at least 1 so that an empty row divides to 0 and not to NaN."""
+        """Response tokens of each sequence, at least 1 so that an empty row gives 0 and not NaN."""
         return self.mask_BT.sum(dim=1).clamp(min=1)
 
     def sequence_log_ratio_B(self) -> Tensor:
@@ -44,10 +44,10 @@ def make_tokens(
     proximal_logp: Tensor | None = None,
     check_values: bool = True,
 ) -> Tokens:
-    """Check the inputs and mask them before any arithmetic, so that padding can hold anything, NaN and inf included.
+    """Check the inputs and mask them before any arithmetic, so that padding can hold anything, even NaN and inf.
 
-    Shapes, dtypes and devices are always checked. `check_values` also looks at the numbers, which waits for the device:
-    the learner turns it off and counts non-finite values with the diagnostics of the update instead.
+    Shapes, dtypes and devices are always checked. `check_values` also checks the numbers, which synchronises with the
+    device: the trainer turns it off and counts non-finite values in the diagnostics instead.
 
     Args:
         logp: [B, T] log-probabilities under the policy being trained.
@@ -55,10 +55,10 @@ def make_tokens(
         advantage: [B].
         mask: [B, T], 1 on response tokens and 0 elsewhere (bool or number).
         proximal_logp: [B, T] or None.
-        check_values: whether to look at the numbers, too.
+        check_values: whether to check the numbers, too.
 
     Raises:
-        ValueError: with the name of the argument, its shape and what was expected.
+        ValueError: names the argument, its shape and what was expected.
     """
     _check_shapes(logp, behaviour_logp, advantage, mask, proximal_logp)
     if check_values:
@@ -70,7 +70,7 @@ def make_tokens(
         _check_finite("advantage", advantage, mask_BT.any(dim=1))
         if proximal_logp is not None:
             _check_finite("proximal_logp", proximal_logp, mask_BT)
-    # Half precision carries log-probabilities to 3 digits: a ratio made of them would be noise.
+    # Half precision holds log-probabilities to 3 digits: a ratio of them would be noise.
     dtype = torch.promote_types(logp.dtype, torch.float32)
     logp_BT = _masked(logp, mask_BT, dtype)
     behaviour_logp_BT = _masked(behaviour_logp, mask_BT, dtype).detach()
@@ -128,8 +128,7 @@ def _check_mask(mask: Tensor) -> None:
 def _check_finite(name: str, value: Tensor, where: Tensor) -> None:
     bad = where & ~torch.isfinite(value)
     if bool(bad.any()):
-        places = host_list(bad.nonzero()[:5])
         raise ValueError(
             f"{name} has shape {list(value.shape)} and {int(bad.sum())} non-finite values on response tokens, "
-            f"first at {places}; expected finite numbers"
+            f"first at {host_list(bad.nonzero()[:5])}; expected finite numbers"
         )

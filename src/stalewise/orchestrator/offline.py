@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from stalewise import store
 from stalewise.config import RunConfig, ScheduleSection, make_config
-from stalewise.config.run import ModelSection
 from stalewise.config.run_directory import is_started, read_config
+from stalewise.config.sections import ModelSection
 from stalewise.errors import ConfigError, ModelError, StoreError
 from stalewise.models.loading import load_tokenizer, resolve_model, vocabulary_size
 from stalewise.orchestrator.rollout_source import RolloutSource

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stalewise.config import ScheduleSection
-from stalewise.config.run import ModelSection
+from stalewise.config.sections import ModelSection
 from stalewise.models.loading import resolve_model
 from stalewise.orchestrator.stages import read_schedule
 from stalewise.staleness.schedule import Schedule

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from stalewise.config import RunConfig, make_config
-from stalewise.config.run import ObjectiveSection
 from stalewise.config.run_directory import is_started, read_config
+from stalewise.config.sections import ObjectiveSection
 from stalewise.errors import CalibrationError, ConfigError
 from stalewise.models.loading import encode_prompts, load_model, load_tokenizer
 from stalewise.objectives import get_objective

@@ -1,4 +1,4 @@
-"""Rollouts on disk: Parquet shards, manifests written last, and the ledger of what was consumed. Imports no torch."""
+"""Rollouts on disk: Parquet shards, manifests written last, and the ledger of consumed rollouts. Imports no torch."""
 
 from stalewise.store.columns import RolloutColumns, concatenate
 from stalewise.store.ledger import (

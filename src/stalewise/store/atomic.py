@@ -1,9 +1,9 @@
-"""The commit protocol: what is on disk is either whole or not there.
+"""The commit protocol: a file on disk is either complete or absent.
 
 Every file is written under a temporary name in its own directory, flushed to the disk, and renamed; then the directory
-is flushed, so that the rename itself survives a power cut. A reader never sees half a file, and a crash at any point
-leaves the previous content. Line-by-line records (JSONL) are appended with one write each; there a crash can leave one
-torn last line, which readers drop and report.
+is flushed, so that the rename survives a power failure. A reader never sees half a file, and a crash at any point
+leaves the previous content. Records of JSONL files are appended with one write each; a crash can leave one torn last
+line, which readers drop and report.
 """
 
 from __future__ import annotations
@@ -30,39 +30,90 @@ from stalewise.errors import StoreError
 
 log = logging.getLogger(__name__)
 
-# EFBIG and EDQUOT are a full disk in other words: a file-size limit and a quota.
-_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+Content = bytes | bytearray | memoryview | str
+
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # no space, a quota, a file-size limit
+# Errors of file systems without hard links (some FUSE and FAT ones).
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _TEMPORARY = ".tmp-"
+TRIES = 100
 
 
-# ---------------------------------------------------------------- whole files
+# Whole files.
 
 
-def write_atomic(path: str | Path, content: bytes | bytearray | memoryview | str) -> None:
-    """Put `content` at `path` so that a crash leaves either what was there before or all of it. Makes directories."""
-    path = Path(path)
-    data = content.encode() if isinstance(content, str) else content
+def write_atomic(path: str | Path, content: Content, *, durable: bool = True) -> None:
+    """Write a file, and missing directories, so that a crash leaves either the old content or all of the new.
+
+    Without `durable` a power failure may undo it.
+    """
+    path, data = Path(path), content.encode() if isinstance(content, str) else content
+    with explain_write_errors(path, memoryview(data).nbytes):
+        make_directory(path.parent)
+        with _temporary_file(path, data, durable) as temporary:
+            os.replace(temporary, path)
+        if durable:
+            fsync_directory(path.parent)
+
+
+def create_atomic(path: str | Path, content: Content, *, durable: bool = True) -> bool:
+    """Write a file that does not exist yet; return False and change nothing if it does.
+
+    Of several processes exactly one gets True, and readers see all of the content or none: the file is a hard link to a
+    complete one, which is atomic on network file systems, too. Without `durable` a power failure may undo it. A file
+    system without hard links is checked before a rename, which two processes can do at the same instant.
+    """
+    path, data = Path(path), content.encode() if isinstance(content, str) else content
+    with explain_write_errors(path, memoryview(data).nbytes):
+        created = False
+        for attempt in range(TRIES):
+            try:
+                make_directory(path.parent)
+                with _temporary_file(path, data, durable) as temporary:
+                    created = _link(temporary, path)
+                break
+            except FileNotFoundError:  # another process cleaned up after a batch and removed our file or its directory
+                if attempt == TRIES - 1:
+                    raise
+        if created and durable:
+            fsync_directory(path.parent)
+        return created
+
+
+@contextlib.contextmanager
+def _temporary_file(path: Path, data: bytes | bytearray | memoryview, durable: bool) -> Iterator[Path]:
     temporary = temporary_name(path)
     try:
-        with explain_write_errors(path, memoryview(data).nbytes):
-            make_directory(path.parent)
-            with open(temporary, "xb") as file:
-                file.write(data)
-                file.flush()
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            if durable:
                 os.fsync(file.fileno())
-            os.replace(temporary, path)
-            fsync_directory(path.parent)
-    except BaseException:
-        with contextlib.suppress(OSError):  # it may never have been made; the first error is the one to tell
+        yield temporary
+    finally:
+        with contextlib.suppress(OSError):  # renamed, or never made
             temporary.unlink()
-        raise
+
+
+def _link(temporary: Path, path: Path) -> bool:
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if path.exists():
+            return False
+        os.replace(temporary, path)
+    return True
 
 
 def write_json_atomic(path: str | Path, record: Mapping[str, Any]) -> None:
-    """Write one JSON object, indented for people, by the commit protocol.
+    """Write one JSON object, indented for people.
 
-    NaN and infinities are written as Python, pandas and DuckDB read them (`NaN`, `Infinity`): turning them into null
-    would make "unknown" out of "diverged".
+    NaN and infinities are written as Python, pandas and DuckDB read them (`NaN`, `Infinity`): null would turn
+    "diverged" into "unknown".
     """
     write_atomic(path, json.dumps(record, indent=2, default=_plain) + "\n")
 
@@ -83,18 +134,18 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 
 def sha256_file(path: str | Path) -> str:
-    """Hexadecimal SHA-256 of a file, read in pieces."""
+    """Hexadecimal SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# ---------------------------------------------------------------- lines
+# JSONL files.
 
 
 def append_line(path: str | Path, record: Mapping[str, Any]) -> None:
-    """Append one record to a JSONL file: one write, then fsync. The newline is what commits it.
+    """Append one record to a JSONL file: one write, then fsync. The newline commits it.
 
-    A torn tail that an earlier crash left is cut off first, or it would turn into a corrupt line in the middle.
+    A torn tail from an earlier crash is cut off first, or it would become a corrupt line in the middle.
     """
     path = Path(path)
     line = (json.dumps(record, default=_plain) + "\n").encode()
@@ -106,7 +157,7 @@ def append_line(path: str | Path, record: Mapping[str, Any]) -> None:
             end = _end_of_last_line(descriptor)
             try:
                 rest = line
-                while rest:  # one write, unless the disk fills up within the line: then the second one says so
+                while rest:  # one write, unless the disk fills up within the line: then the second one raises
                     rest = rest[os.write(descriptor, rest) :]
                 os.fsync(descriptor)
             except OSError:
@@ -119,18 +170,18 @@ def append_line(path: str | Path, record: Mapping[str, Any]) -> None:
 
 
 def read_jsonl(path: str | Path, on_torn: Callable[[str], object] = log.warning) -> list[dict[str, Any]]:
-    """Read the records of a JSONL file; no file means no records.
+    """Read the records of a JSONL file; a missing file has none.
 
-    The last line may be torn by a crash in the middle of an append: it is left out and `on_torn` is told. A corrupt
-    line anywhere else is damage, and a StoreError that names the line.
+    A last line that a crash has torn is left out and reported to `on_torn`. A corrupt line elsewhere is a StoreError
+    that names the line.
     """
     return [record for _, record in _read_lines(Path(path), on_torn)[0]]
 
 
 def truncate_jsonl(path: str | Path, keep: Callable[[dict[str, Any]], bool]) -> int:
-    """Drop the records for which `keep` is false, and a torn tail, in one atomic rewrite; say how many were dropped.
+    """Drop the records for which `keep` is false, and a torn tail, in one atomic rewrite; return how many were dropped.
 
-    On resume this removes what was recorded after the last checkpoint and is going to happen again.
+    On resume this removes what was recorded after the last checkpoint and will be recorded again.
     """
     path = Path(path)
     lines, torn = _read_lines(path, log.info)
@@ -142,7 +193,7 @@ def truncate_jsonl(path: str | Path, keep: Callable[[dict[str, Any]], bool]) -> 
 
 def _read_lines(path: Path, on_torn: Callable[[str], object]) -> tuple[list[tuple[bytes, dict[str, Any]]], bool]:
     try:
-        *lines, tail = path.read_bytes().split(b"\n")  # not splitlines: that would cut at a stray \r as well
+        *lines, tail = path.read_bytes().split(b"\n")  # not splitlines: that would also cut at a stray \r
     except FileNotFoundError:
         return [], False
     except OSError as error:
@@ -152,7 +203,7 @@ def _read_lines(path: Path, on_torn: Callable[[str], object]) -> tuple[list[tupl
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            # Without its newline a line was not committed, even where the cut left valid JSON: `12` of `123`.
+            # A line without its newline was not committed, even if the cut left valid JSON: `12` of `123`.
             problem = "" if line.endswith(b"\n") and isinstance(record, dict) else "not a whole JSON object"
         except (ValueError, RecursionError) as error:
             record, problem = {}, str(error)
@@ -168,9 +219,8 @@ def _read_lines(path: Path, on_torn: Callable[[str], object]) -> tuple[list[tupl
 def _end_of_last_line(descriptor: int) -> int:
     """Cut a torn tail off an open file; return where the next line starts."""
     size = end = os.fstat(descriptor).st_size
-    block = 4096
     while end > 0:
-        start = max(0, end - block)
+        start = max(0, end - 4096)
         newline = os.pread(descriptor, end - start, start).rfind(b"\n")
         if newline >= 0:
             end = start + newline + 1
@@ -182,7 +232,7 @@ def _end_of_last_line(descriptor: int) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON writes for a numpy number or array, or a path."""
+    """The JSON form of a numpy number or array, or a path."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Path):
@@ -190,11 +240,11 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be written as JSON")
 
 
-# ---------------------------------------------------------------- directories
+# Directories.
 
 
 def make_directory(path: str | Path) -> None:
-    """`mkdir -p` whose new entries survive a power cut."""
+    """`mkdir -p` whose new entries survive a power failure."""
     path = Path(path)
     if path.is_dir():
         return
@@ -204,7 +254,7 @@ def make_directory(path: str | Path) -> None:
 
 
 def fsync_directory(path: str | Path) -> None:
-    """Flush a directory's entries (creations, renames) to the disk; a file's content likewise."""
+    """Flush a directory's entries (creations, renames) to the disk; also the content of a file."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -213,13 +263,13 @@ def fsync_directory(path: str | Path) -> None:
 
 
 def temporary_name(path: str | Path) -> Path:
-    """Name a not-yet-committed file or directory beside `path`; `remove_temporaries` knows such names."""
+    """A new name beside `path` for an uncommitted file or directory, which `remove_temporaries` recognises."""
     path = Path(path)
     return path.with_name(f".{path.name}{_TEMPORARY}{secrets.token_hex(6)}")
 
 
 def remove_temporaries(directory: str | Path, spare: Callable[[Path], bool] = lambda path: False) -> int:
-    """Delete what interrupted writers left under `directory`; say how many. `spare` knows what others still write."""
+    """Delete what interrupted writers left under `directory`, except what `spare` selects; return how many."""
     leftovers = [path for path in Path(directory).rglob(f".*{_TEMPORARY}*") if not spare(path)]
     for leftover in leftovers:
         if leftover.is_dir():
@@ -230,10 +280,9 @@ def remove_temporaries(directory: str | Path, spare: Callable[[Path], bool] = la
 
 
 def commit_directory(temporary: str | Path, final: str | Path) -> None:
-    """Flush every file under `temporary` and rename the whole directory to `final`, which must not exist yet.
+    """Flush every file under `temporary` and rename the directory to `final`, which must not exist yet.
 
-    Both have to lie in the same file system; `temporary_name(final)` makes a good name. Where the disk is full the
-    temporary directory is removed.
+    Both must be on the same file system, e.g. by `temporary_name(final)`. If the disk is full, `temporary` is removed.
     """
     temporary, final = Path(temporary), Path(final)
     if final.exists():
@@ -241,9 +290,8 @@ def commit_directory(temporary: str | Path, final: str | Path) -> None:
     size = sum(file.stat().st_size for file in temporary.rglob("*") if file.is_file())
     try:
         with explain_write_errors(final, size):
-            paths = [temporary, *temporary.rglob("*")]
-            with ThreadPoolExecutor() as threads:  # a disk takes several large files faster side by side
-                list(threads.map(fsync_directory, paths))
+            with ThreadPoolExecutor() as threads:  # a disk takes several large files faster in parallel
+                list(threads.map(fsync_directory, [temporary, *temporary.rglob("*")]))
             make_directory(final.parent)
             os.rename(temporary, final)
             fsync_directory(final.parent)
@@ -265,7 +313,7 @@ def explain_write_errors(path: str | Path, size: int) -> Iterator[None]:
         raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-# ---------------------------------------------------------------- one process at a time
+# One process at a time.
 
 _held_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
 
@@ -273,8 +321,8 @@ _held_locks: weakref.WeakSet[RunLock] = weakref.WeakSet()
 class RunLock:
     """Exclusive use of a run directory: `with RunLock(directory): ...`.
 
-    The kernel holds the lock (flock) and drops it when the process ends, however it ends; the file `run.lock` only says
-    who has it. Nothing is ever stale, so there is no option to break a lock.
+    The kernel holds the lock (flock) and drops it when the process ends; the file `run.lock` only names the holder. A
+    lock is never stale, so there is no option to break one.
     """
 
     FILE = "run.lock"
@@ -285,7 +333,7 @@ class RunLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Take the lock, or raise a StoreError that names the process which has it."""
+        """Take the lock, or raise a StoreError that names the process which holds it."""
         if self._descriptor is not None:
             raise StoreError(f"{self.directory} is locked already by this very RunLock")
         with explain_write_errors(self.path, 4096):
@@ -309,7 +357,7 @@ class RunLock:
         _held_locks.add(self)
 
     def release(self) -> None:
-        """Give the lock back; the file stays, since deleting it would let two processes lock two files."""
+        """Release the lock; the file stays, since deleting it would let two processes lock two files."""
         if self._descriptor is not None:
             os.ftruncate(self._descriptor, 0)
             self._forget()
@@ -320,15 +368,14 @@ class RunLock:
             self._descriptor = None
 
     def _busy_message(self, descriptor: int) -> str:
-        for _ in range(20):  # its holder writes who it is a moment after it got the lock
+        holder = "another process"
+        for _ in range(20):  # the holder writes its name a moment after it got the lock
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                holder = json.loads(os.pread(descriptor, 4096, 0))
-                who = f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+                record = json.loads(os.pread(descriptor, 4096, 0))
+                holder = f"process {record['pid']} on {record['host']} since {record['since']}"
                 break
             time.sleep(0.02)
-        else:
-            who = "another process"
-        return f"{self.directory} is in use by {who}: wait until it ends or stop it, then run the same command again"
+        return f"{self.directory} is in use by {holder}: wait until it ends or stop it, then run the same command again"
 
     def __enter__(self) -> RunLock:
         self.acquire()
@@ -338,70 +385,10 @@ class RunLock:
         self.release()
 
 
-def _leave_locks_to_the_parent() -> None:
-    # A forked worker inherits the descriptor, and with it the lock: it would outlive a parent that was killed.
+def _drop_inherited_locks() -> None:
+    # A forked worker inherits the descriptor, and with it the lock: it would outlive a killed parent.
     for lock in list(_held_locks):
         lock._forget()
 
 
-os.register_at_fork(after_in_child=_leave_locks_to_the_parent)
-
-
-# First come, first served between processes and machines: a file that is put where none is, or not at all.
-
-# File systems without hard links (some FUSE and FAT ones) say it in one of these ways.
-_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
-TRIES = 100
-
-
-def create_atomic(path: str | Path, content: bytes | memoryview | str, *, durable: bool = True) -> bool:
-    """Put `content` at `path` where nothing is there yet; False, and nothing is changed, where something is.
-
-    Of several processes exactly one gets True, and readers see the whole content or none: a hard link to a file that is
-    complete, which is atomic on network file systems, too. Without `durable` a power cut may undo it. A file system
-    without hard links is asked first and renamed upon, which two processes can do in the same instant.
-    """
-    path = Path(path)
-    data = content.encode() if isinstance(content, str) else content
-    with explain_write_errors(path, memoryview(data).nbytes):
-        done = _try_again(path, data, durable)
-        if done and durable:
-            fsync_directory(path.parent)
-        return done
-
-
-def _try_again(path: Path, data: bytes | memoryview, durable: bool) -> bool:
-    """Try until nobody removes the temporary file or its folder meanwhile: others clean up when a batch is done."""
-    for _ in range(TRIES - 1):
-        with contextlib.suppress(FileNotFoundError):
-            make_directory(path.parent)
-            return _try(path, data, durable)
-    return _try(path, data, durable)
-
-
-def _try(path: Path, data: bytes | memoryview, durable: bool) -> bool:
-    temporary = temporary_name(path)
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        return _link(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-
-
-def _link(temporary: Path, path: Path) -> bool:
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        if path.exists():
-            return False
-        os.replace(temporary, path)
-    return True
+os.register_at_fork(after_in_child=_drop_inherited_locks)

@@ -1,7 +1,7 @@
-"""Versioned policies: each an ordinary Hugging Face directory with the learner's state beside it, manifest last.
+"""Checkpoints: Hugging Face directories with the trainer's state beside the policy, manifest last.
 
 `checkpoints/v000064/` holds the policy after 64 updates. It is written under a temporary name and renamed as a whole,
-so it is either there with everything or not there.
+so it is either complete or absent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NAME = re.compile(r"v(\d{6,})")
 
 
 def checkpoint_directory(run: str | Path, version: int) -> Path:
-    """Where the policy of a version lives.
+    """The directory of a version's checkpoint.
 
     >>> checkpoint_directory("runs/a", 64).as_posix()
     'runs/a/checkpoints/v000064'
@@ -60,7 +60,7 @@ def write_checkpoint(
 ) -> Path:
     """Let `save` fill a directory, add `state` and the manifest, and commit it.
 
-    `notes` take what was written and how long writing, checksums (with flushing to the disk) and the commit took.
+    `notes` receives the bytes written and the seconds of writing, of checksums with flushing, and of the commit.
     """
     final = checkpoint_directory(run, version)
     temporary = temporary_name(final)
@@ -86,39 +86,32 @@ def write_checkpoint(
         raise
     if notes is not None:
         notes["bytes"] = sum(file["bytes"] for file in files.values())
-        notes |= dict(zip(("writing_s", "checksums_s", "committing_s"), map(_span, pairwise(marks)), strict=True))
+        for name, (start, end) in zip(("writing_s", "checksums_s", "committing_s"), pairwise(marks), strict=True):
+            notes[name] = round(end - start, 3)
     return final
 
 
-def _span(marks: tuple[float, float]) -> float:
-    return round(marks[1] - marks[0], 3)
-
-
 def _digests(paths: list[Path], *, flushing: bool = False) -> list[str]:
-    """SHA-256 of each file, side by side; empty for one that is not there.
-
-    `flushing` brings them to the disk meanwhile: that takes as long, and the commit then has nothing left to wait for.
-    """
+    """SHA-256 of each file, in parallel; empty for a missing one. `flushing` writes them to the disk meanwhile."""
     with ThreadPoolExecutor() as threads:
         flushed = [threads.submit(fsync_directory, path) for path in paths] if flushing else []
         digests = list(threads.map(lambda path: sha256_file(path) if path.is_file() else "", paths))
-        for each in flushed:
-            each.result()
+        for future in flushed:
+            future.result()
     return digests
 
 
 def _write_index(directory: Path) -> None:
-    """Say which file holds the policy: vLLM and others would take the learner's *.safetensors for its weights, too."""
+    """Name the file that holds the policy: vLLM and others would also load the trainer's *.safetensors as weights."""
     weights, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if weights.is_file() and not index.exists():
         with safe_open(weights, framework="numpy") as file:
-            names = sorted(file.keys())
-        places = dict.fromkeys(names, weights.name)
-        write_json_atomic(index, {"metadata": {"total_size": weights.stat().st_size}, "weight_map": places})
+            weight_map = dict.fromkeys(sorted(file.keys()), weights.name)
+        write_json_atomic(index, {"metadata": {"total_size": weights.stat().st_size}, "weight_map": weight_map})
 
 
 def read_state(directory: str | Path) -> dict[str, Any]:
-    """The learner's numbers of a committed checkpoint, after its files were checked against the manifest."""
+    """The trainer's state in a committed checkpoint, after its files were checked against the manifest."""
     directory = Path(directory)
     manifest = read_json(directory / "manifest.json")
     if manifest.get("format") != FORMAT:
@@ -128,13 +121,13 @@ def read_state(directory: str | Path) -> dict[str, Any]:
         if digest != expected["sha256"]:
             raise StoreError(
                 f"{path} is damaged or missing; move {directory} away and run the same command again: "
-                "it goes on from the checkpoint before"
+                "it resumes from the checkpoint before"
             )
     return read_json(directory / "state.json")
 
 
 def prune(run: str | Path, *, keep: int, needed: Iterable[int] = ()) -> list[int]:
-    """Remove all but the `keep` newest checkpoints and the `needed` ones; say which went."""
+    """Remove all but the `keep` newest checkpoints and the `needed` ones; return the removed versions."""
     kept = {*versions(run)[-keep:], *needed}
     gone = [version for version in versions(run) if version not in kept]
     _remove(run, gone)
@@ -142,14 +135,14 @@ def prune(run: str | Path, *, keep: int, needed: Iterable[int] = ()) -> list[int
 
 
 def remove_after(run: str | Path, version: int) -> None:
-    """Remove the checkpoints of later versions, the latest first: what is left is always a run that could go on."""
-    _remove(run, [found for found in reversed(versions(run)) if found > version])
+    """Remove the checkpoints of later versions, the latest first: the rest can be resumed at any moment."""
+    _remove(run, [later for later in reversed(versions(run)) if later > version])
 
 
 def _remove(run: str | Path, gone: Iterable[int]) -> None:
     for version in gone:
         directory = checkpoint_directory(run, version)
-        # Renamed first: a crash within the removal must not leave half a checkpoint under its name.
+        # Renamed first: a crash during the removal must not leave half a checkpoint under its name.
         doomed = temporary_name(directory)
         directory.rename(doomed)
         shutil.rmtree(doomed)

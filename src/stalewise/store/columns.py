@@ -1,4 +1,4 @@
-"""Rollouts by column, for the learner: flat token arrays with offsets, no Python object per token."""
+"""Rollouts by column, for the trainer: flat token arrays with offsets, no Python object per token."""
 
 from __future__ import annotations
 
@@ -9,33 +9,27 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from stalewise.types import FinishReason
 
-# What `Rows` is made from; nothing else has to be decoded.
-ROW_COLUMNS = (
-    "rollout_id",
-    "group",
-    "prompt_ids",
-    "response_ids",
-    "behaviour_logp",
-    "reward",
-    "finish_reason",
-    "version_first",
-    "version_last",
-)
+NUMBERS = {"rollout_id": np.int64, "group": np.int64, "reward": np.float64}
+NUMBERS |= {"version_first": np.int32, "version_last": np.int32}
+TOKENS = {"prompt_ids": np.int32, "response_ids": np.int32, "behaviour_logp": np.float32}
+ROW_COLUMNS = (*NUMBERS, *TOKENS, "finish_reason")  # the columns of a shard that `RolloutColumns` needs
+ROW_GROUP_ROWS = 256  # the unit of reading: small enough for scattered reads, large enough for compression
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutColumns:
     """R rollouts. Row i has the prompt `prompt_ids[prompt_offsets[i] : prompt_offsets[i + 1]]`, and so on.
 
-    All arrays are owned and writable, so `torch.from_numpy` takes them as they are.
+    All arrays are owned and writable, so `torch.from_numpy` takes them without a copy.
     """
 
     rollout_id: npt.NDArray[np.int64]  # [R]
     group: npt.NDArray[np.int64]  # [R]
-    reward: npt.NDArray[np.float64]  # [R], NaN where the verifier failed
+    reward: npt.NDArray[np.float64]  # [R], NaN if the verifier failed
     truncated: npt.NDArray[np.bool_]  # [R]
     version_first: npt.NDArray[np.int32]  # [R]
     version_last: npt.NDArray[np.int32]  # [R]
@@ -71,48 +65,34 @@ class RolloutColumns:
         return self.behaviour_logp[self.response_offsets[row] : self.response_offsets[row + 1]]
 
     def take(self, rows: npt.ArrayLike) -> RolloutColumns:
-        """Return the given rows (positions, not rollout ids) in the given order."""
+        """The given rows (positions, not rollout ids) in the given order."""
         positions = np.asarray(rows, dtype=np.int64)
-        prompt_places, prompt_offsets = _places(self.prompt_offsets, positions)
-        response_places, response_offsets = _places(self.response_offsets, positions)
+        prompt, prompt_offsets = _gather(self.prompt_offsets, positions)
+        response, response_offsets = _gather(self.response_offsets, positions)
         return RolloutColumns(
-            rollout_id=self.rollout_id[positions],
-            group=self.group[positions],
-            reward=self.reward[positions],
-            truncated=self.truncated[positions],
-            version_first=self.version_first[positions],
-            version_last=self.version_last[positions],
-            prompt_ids=self.prompt_ids[prompt_places],
+            **{name: getattr(self, name)[positions] for name in (*NUMBERS, "truncated")},
+            prompt_ids=self.prompt_ids[prompt],
             prompt_offsets=prompt_offsets,
-            response_ids=self.response_ids[response_places],
-            behaviour_logp=self.behaviour_logp[response_places],
+            response_ids=self.response_ids[response],
+            behaviour_logp=self.behaviour_logp[response],
             response_offsets=response_offsets,
         )
 
 
 def rows_from_table(table: pa.Table) -> RolloutColumns:
-    """Make `Rows` of a table that has at least ROW_COLUMNS."""
-    prompt_ids, prompt_offsets = _flat(table.column("prompt_ids"), np.int32)
-    response_ids, response_offsets = _flat(table.column("response_ids"), np.int32)
-    behaviour_logp, _ = _flat(table.column("behaviour_logp"), np.float32)
-    finish_reason = table.column("finish_reason").to_numpy()
+    """The rollouts of a table that has at least ROW_COLUMNS."""
+    tokens = {name: _flat(table.column(name), dtype) for name, dtype in TOKENS.items()}
     return RolloutColumns(
-        rollout_id=numbers(table.column("rollout_id"), np.int64),
-        group=numbers(table.column("group"), np.int64),
-        reward=numbers(table.column("reward"), np.float64),
-        truncated=np.asarray(finish_reason == FinishReason.LENGTH.value, dtype=np.bool_),
-        version_first=numbers(table.column("version_first"), np.int32),
-        version_last=numbers(table.column("version_last"), np.int32),
-        prompt_ids=prompt_ids,
-        prompt_offsets=prompt_offsets,
-        response_ids=response_ids,
-        behaviour_logp=behaviour_logp,
-        response_offsets=response_offsets,
+        **{name: numbers(table.column(name), dtype) for name, dtype in NUMBERS.items()},
+        **{name: values for name, (values, _) in tokens.items()},
+        truncated=np.asarray(table.column("finish_reason").to_numpy() == FinishReason.LENGTH.value, dtype=np.bool_),
+        prompt_offsets=tokens["prompt_ids"][1],
+        response_offsets=tokens["response_ids"][1],
     )
 
 
 def concatenate(parts: Sequence[RolloutColumns]) -> RolloutColumns:
-    """Put the rows of several `Rows` one after the other. There must be at least one."""
+    """The rows of several parts, of which there must be at least one."""
     columns: dict[str, Any] = {}
     for name in (field.name for field in fields(RolloutColumns)):
         arrays = [getattr(part, name) for part in parts]
@@ -129,20 +109,24 @@ def numbers(column: pa.ChunkedArray, dtype: type) -> npt.NDArray[Any]:
     return np.array(column.to_numpy(), dtype=dtype)
 
 
+def column_range(footer: pq.FileMetaData, row_group: int, column: int) -> tuple[int, int]:
+    """Smallest and largest value of a column in a row group, from the footer."""
+    statistics = footer.row_group(row_group).column(column).statistics
+    return statistics.min, statistics.max
+
+
 def _flat(column: pa.ChunkedArray, dtype: type) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
     values, lengths = [np.empty(0, dtype)], [np.empty(0, np.int64)]
     for chunk in column.chunks:
         values.append(chunk.flatten().to_numpy())
         lengths.append(np.diff(chunk.offsets.to_numpy()).astype(np.int64))
-    offsets = np.zeros(len(column) + 1, dtype=np.int64)
-    np.cumsum(np.concatenate(lengths), out=offsets[1:])
-    return np.concatenate(values), offsets
+    return np.concatenate(values), np.cumsum(np.concatenate([[0], *lengths]), dtype=np.int64)
 
 
-def _places(
+def _gather(
     offsets: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Where the tokens of `rows` lie in the flat array, and the offsets they get once they are gathered."""
+    """Indices of the tokens of `rows` in the flat array, and the offsets of the gathered tokens."""
     lengths = offsets[rows + 1] - offsets[rows]
     gathered = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum(lengths, out=gathered[1:])

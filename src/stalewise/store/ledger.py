@@ -1,7 +1,7 @@
-"""The ledger: which rollouts each optimizer update consumed, and how old they were then.
+"""The ledger: which rollouts each optimizer update consumed, and their age at that update.
 
-One JSON line per update, appended and flushed before the update's checkpoint can exist. The age is never stored with a
-rollout; this is the only place where it is written down, as a fact about an update.
+One JSON line per update, appended and flushed before the update's checkpoint can exist. Ages are recorded only here,
+never with the rollouts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Ranges = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """What one update consumed. `update` counts from 0; `extra` holds numbers worth keeping (ESS, tokens, …)."""
+    """The rollouts of one update. `update` counts from 0; `extra` holds further numbers (ESS, tokens, …)."""
 
     update: int
     generation_batch: int
@@ -33,39 +33,30 @@ class LedgerEntry:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
+FIELDS = ("update", "generation_batch", "version", "age", "rollout_ids")
+
+
 def ledger_path(run_directory: str | Path) -> Path:
-    """Where a run keeps its ledger."""
+    """The path of a run's ledger."""
     return Path(run_directory) / "ledger" / "updates.jsonl"
 
 
 def append_entry(path: str | Path, entry: LedgerEntry) -> None:
     """Add one update to the ledger; it survives a crash once this returns."""
-    record = {
-        "update": entry.update,
-        "generation_batch": entry.generation_batch,
-        "version": entry.version,
-        "age": entry.age,
-        "rollout_ids": entry.rollout_ids,
-    }
-    clash = record.keys() & entry.extra.keys()
-    if clash:
+    record = {name: getattr(entry, name) for name in FIELDS}
+    if clash := record.keys() & entry.extra.keys():
         raise StoreError(f"ledger entry of update {entry.update}: extra may not hold {', '.join(sorted(clash))}")
     append_line(path, {**record, **entry.extra})
 
 
 def read_ledger(path: str | Path) -> list[LedgerEntry]:
-    """Read all entries; updates must rise. No file means that nothing was consumed."""
+    """Read all entries; updates must increase. Without a file there are none."""
     entries: list[LedgerEntry] = []
     for number, record in enumerate(read_jsonl(path), start=1):
         try:
-            entry = LedgerEntry(
-                update=record.pop("update"),
-                generation_batch=record.pop("generation_batch"),
-                version=record.pop("version"),
-                age=record.pop("age"),
-                rollout_ids=tuple((first, last) for first, last in record.pop("rollout_ids")),
-                extra=record,
-            )
+            known = {name: record.pop(name) for name in FIELDS}
+            known["rollout_ids"] = tuple((first, last) for first, last in known["rollout_ids"])
+            entry = LedgerEntry(**known, extra=record)
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"{path}, line {number} is not a ledger entry: {error!r}") from error
         if entries and entry.update <= entries[-1].update:
@@ -78,13 +69,13 @@ def read_ledger(path: str | Path) -> list[LedgerEntry]:
 
 
 def truncate_ledger(path: str | Path, before: int) -> int:
-    """On resume from the checkpoint of version `before`: drop the updates >= `before`, which will happen again."""
+    """Drop the updates from `before` on, which a run resumed from that version takes again; return how many."""
     return truncate_jsonl(path, lambda record: record["update"] < before)
 
 
 def consumed(entries: Iterable[LedgerEntry], generation_batch: int | None = None) -> Ranges:
-    """All rollout ids consumed so far, or those of one generation batch, each once however often it was used."""
-    chosen = [e for e in entries if generation_batch is None or e.generation_batch == generation_batch]
+    """The rollout ids consumed so far, of one generation batch or of all, each once."""
+    chosen = [entry for entry in entries if generation_batch in (None, entry.generation_batch)]
     merged: list[tuple[int, int]] = []
     for first, last in sorted(interval for entry in chosen for interval in entry.rollout_ids):
         if merged and first <= merged[-1][1] + 1:
@@ -95,7 +86,7 @@ def consumed(entries: Iterable[LedgerEntry], generation_batch: int | None = None
 
 
 def to_ranges(rollout_ids: npt.ArrayLike) -> Ranges:
-    """Write a set of ids as intervals.
+    """A set of ids as intervals.
 
     >>> to_ranges([7, 4, 5, 6, 12])
     ((4, 7), (12, 12))
@@ -109,7 +100,7 @@ def to_ranges(rollout_ids: npt.ArrayLike) -> Ranges:
 
 
 def from_ranges(ranges: Iterable[tuple[int, int]]) -> npt.NDArray[np.int64]:
-    """The ids of intervals, one after the other.
+    """The ids of intervals.
 
     >>> from_ranges([(4, 7), (12, 12)]).tolist()
     [4, 5, 6, 7, 12]

@@ -1,7 +1,4 @@
-"""Manifests: the small JSON files that say a shard or a generation batch exists.
-
-What has no manifest does not exist.
-"""
+"""Manifests: small JSON files that commit a shard or a generation batch. Without its manifest it does not exist."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ _SHARD_MANIFEST_NAME = re.compile(r"shard-(\d{5,})\.json")
 
 
 class BatchName(NamedTuple):
-    """Which generation batch of the run a directory holds, and the policy version that made it."""
+    """Number of a generation batch and the policy version that generated it."""
 
     generation_batch: int
     version: int
@@ -30,7 +27,7 @@ class BatchName(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardManifest:
-    """What is known of a shard without opening it. Sums, not means: shards are added up."""
+    """Summary of a shard. Sums, not means: a batch adds up its shards."""
 
     index: int
     file: str
@@ -55,7 +52,7 @@ class ShardManifest:
 
 @dataclass(frozen=True, slots=True)
 class BatchManifest:
-    """What is known of a generation batch without opening its shards."""
+    """Summary of a generation batch."""
 
     generation_batch: int
     version: int  # the policy version the batch was generated with
@@ -74,10 +71,9 @@ class BatchManifest:
 
 
 def batch_directory(root: str | Path, *, version: int, generation_batch: int) -> Path:
-    """Where a generation batch lives under `root`, the `rollouts` directory of a run.
+    """The directory of a generation batch under `root`, the `rollouts` directory of a run.
 
-    The batch number comes first and makes the name unique and sortable: a pipelined schedule may generate more than one
-    batch from the same version.
+    The batch number comes first, since a pipelined schedule may generate several batches from one version.
 
     >>> batch_directory("rollouts", version=64, generation_batch=3).as_posix()
     'rollouts/g000003-v000064'
@@ -94,7 +90,7 @@ def parse_batch_name(directory: str | Path) -> BatchName:
 
 
 def batch_directories(root: str | Path) -> list[Path]:
-    """Directories of generation batches under `root`, committed or not, in order of generation."""
+    """Directories of generation batches under `root`, committed or not, by batch number."""
     root = Path(root)
     entries = root.iterdir() if root.is_dir() else ()
     return sorted((e for e in entries if e.is_dir() and _BATCH_NAME.fullmatch(e.name)), key=parse_batch_name)
@@ -111,9 +107,9 @@ def shard_manifest_path(directory: str | Path, index: int) -> Path:
 
 
 def committed_shards(directory: str | Path) -> list[ShardManifest]:
-    """Manifests of the committed shards, by index. A shard is committed when both its file and its manifest are there.
+    """Manifests of the committed shards, by index. A shard is committed if both its file and its manifest exist.
 
-    So a damaged shard that was moved away is simply missing, and the same command generates it again.
+    So a damaged shard that was moved away is missing, and the same command generates it again.
     """
     directory = Path(directory)
     names = (entry.name for entry in directory.iterdir()) if directory.is_dir() else ()
@@ -128,7 +124,7 @@ def read_shard_manifest(directory: str | Path, index: int) -> ShardManifest:
 
 
 def read_batch_manifest(directory: str | Path) -> BatchManifest:
-    """Read the manifest of a generation batch; where there is none, the batch does not exist (yet)."""
+    """Read the manifest of a generation batch; a batch without one is not committed, and a StoreError."""
     path = Path(directory) / BATCH_MANIFEST
     if not path.exists():
         raise StoreError(
@@ -140,10 +136,9 @@ def read_batch_manifest(directory: str | Path) -> BatchManifest:
 
 
 def is_committed(directory: str | Path) -> bool:
-    """Whether a generation batch is complete: its manifest is there and so is every shard it lists.
+    """Whether a generation batch has its manifest and exactly the shards it lists.
 
-    False again where a shard was moved away, or was generated anew and came out different: then the batch has to be
-    committed anew.
+    A shard that was moved away, or regenerated differently, makes it False: the batch must be committed again.
     """
     if not (Path(directory) / BATCH_MANIFEST).exists():
         return False
@@ -152,16 +147,14 @@ def is_committed(directory: str | Path) -> bool:
 
 
 def manifest_record(manifest: ShardManifest | BatchManifest) -> dict[str, Any]:
-    """What is written as JSON."""
+    """The JSON form of a manifest."""
     return asdict(manifest)
 
 
 def check_format(found: object, path: str | Path) -> None:
-    """Refuse another format than ours, naming both."""
+    """Refuse another format than FORMAT."""
     if found != FORMAT:
-        raise StoreError(
-            f"{path} has format {found}, this stalewise reads {FORMAT}: use the stalewise release that wrote it"
-        )
+        raise StoreError(f"{path} has format {found}, this stalewise reads {FORMAT}: use the release that wrote it")
 
 
 def _shard_manifest(record: dict[str, Any], path: Path) -> ShardManifest:
@@ -169,13 +162,12 @@ def _shard_manifest(record: dict[str, Any], path: Path) -> ShardManifest:
 
 
 def _checked(record: Any, path: Path, kind: type[ShardManifest] | type[BatchManifest]) -> dict[str, Any]:
-    """Keep the fields of `kind`; keys that a later stalewise added are passed over, missing ones are an error."""
+    """Keep the fields of `kind`; unknown keys (of a later release) are ignored, missing ones are an error."""
     if not isinstance(record, dict):
         raise StoreError(f"{path} is corrupt: it should describe a shard with a JSON object")
     check_format(record.get("format"), path)
     names = [field.name for field in fields(kind)]
-    missing = [name for name in names if name not in record]
-    if missing:
+    if missing := [name for name in names if name not in record]:
         raise StoreError(f"{path} is corrupt: {', '.join(missing)} missing")
     return {name: record[name] for name in names}
 

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError, nearest
 from stalewise.store.atomic import sha256_file
-from stalewise.store.columns import ROW_COLUMNS, RolloutColumns, concatenate, numbers, rows_from_table
+from stalewise.store.columns import ROW_COLUMNS, RolloutColumns, column_range, concatenate, numbers, rows_from_table
 from stalewise.store.manifest import (
     BatchManifest,
     ShardManifest,
@@ -30,8 +30,8 @@ from stalewise.types import Rollout
 def open_batch(directory: str | Path, verify: bool = True) -> Batch:
     """Open a committed generation batch.
 
-    Format and file sizes are always checked; with `verify` every byte is, against the manifest's checksums. A caller
-    that has verified the batch before may pass False.
+    Format and file sizes are always checked; `verify` also compares the checksums. A caller that has verified the batch
+    before may pass False.
     """
     directory = Path(directory)
     manifest = read_batch_manifest(directory)
@@ -57,24 +57,22 @@ def verify_shard(directory: str | Path, shard: ShardManifest, checksum: bool = T
 class Batch:
     """A committed generation batch. Made by `open_batch`.
 
-    Whatever the number of rollouts, streaming needs the memory of one row group; `take` keeps the shards' footers (a
-    few kilobytes per row group), since every optimizer update looks into them again.
+    Streaming needs the memory of one row group, for any number of rollouts. `take` keeps the shards' footers (a few
+    kilobytes per row group), since every optimizer update reads them again.
     """
 
     def __init__(self, directory: Path, manifest: BatchManifest) -> None:
         self.directory = directory
         self.manifest = manifest
-        self.dealt: dict[int, list[npt.NDArray[np.int64]]] = {}  # what `rollouts_of_updates` has found
+        self.rollouts_by_update: dict[int, list[npt.NDArray[np.int64]]] = {}  # a cache of `rollouts_of_updates`
         self._footers: dict[int, pq.FileMetaData] = {}
-        self._first = np.array(
-            [shard.rollout_first for shard in manifest.shards], np.int64
-        )  # they come in order of ids
+        self._first = np.array([shard.rollout_first for shard in manifest.shards], np.int64)  # increasing
 
     def __len__(self) -> int:
         return self.manifest.rows
 
     def iter_tables(self, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-        """Stream Arrow tables, one row group each, in order of rollout id."""
+        """Stream Arrow tables, one row group each, by rollout id."""
         wanted = _known(columns)
         for shard in self.manifest.shards:
             with self._open(shard) as file:
@@ -82,22 +80,22 @@ class Batch:
                     yield _decode(file, row_group, wanted)
 
     def iter_rollouts(self) -> Iterator[Rollout]:
-        """Stream whole `Rollout` records in order of rollout id."""
+        """Stream `Rollout` records by rollout id."""
         for table in self.iter_tables():
             yield from rollouts_from_table(table)
 
     def iter_records(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Stream the given columns as plain dictionaries, as Parquet has them: a failed verifier's reward is None."""
+        """Stream the given columns as dictionaries; the reward of a failed verifier is None."""
         for table in self.iter_tables(columns):
             yield from table.to_pylist()
 
     def iter_rows(self) -> Iterator[RolloutColumns]:
-        """Stream `Rows`, one row group each, in order of rollout id."""
+        """Stream `RolloutColumns`, one row group each, by rollout id."""
         for table in self.iter_tables(ROW_COLUMNS):
             yield rows_from_table(table)
 
     def column(self, name: str) -> npt.NDArray[Any]:
-        """One light column of all rollouts as a numpy array, without touching the tokens (null rewards are NaN)."""
+        """One light column of all rollouts as a numpy array, without reading tokens (null rewards are NaN)."""
         if name not in LIGHT_COLUMNS:
             raise StoreError(f"{name} is not a light column ({nearest(name, LIGHT_COLUMNS)}): use take or iter_tables")
         column = pa.chunked_array([c for t in self.iter_tables([name]) for c in t.column(name).chunks])
@@ -106,7 +104,7 @@ class Batch:
         return numbers(column, SCHEMA.field(name).type.to_pandas_dtype())
 
     def take(self, rollout_ids: npt.ArrayLike) -> RolloutColumns:
-        """Fetch the given rollouts in the given order; only row groups that hold one of them are decoded."""
+        """The given rollouts in the given order; only row groups that hold one of them are decoded."""
         asked = np.asarray(rollout_ids, dtype=np.int64).reshape(-1)
         wanted = np.unique(asked)
         parts = list(self._parts(wanted))
@@ -120,14 +118,15 @@ class Batch:
         return concatenate(parts).take(np.searchsorted(found, asked))
 
     def _parts(self, wanted: npt.NDArray[np.int64]) -> Iterator[RolloutColumns]:
-        """The rows of `wanted` (sorted), row group by row group, so that no more than one is held whole."""
-        # Found by bisection: to look at every shard in every update would take longer with every shard.
-        places = np.unique(np.searchsorted(self._first, wanted, side="right") - 1)
-        for shard in (self.manifest.shards[place] for place in places.tolist() if place >= 0):
+        """The rows of `wanted` (sorted), row group by row group, so that only one is in memory."""
+        # By bisection: reading every shard in every update would take longer with every shard.
+        indices = np.unique(np.searchsorted(self._first, wanted, side="right") - 1)
+        for shard in (self.manifest.shards[index] for index in indices.tolist() if index >= 0):
             with self._open(shard) as file:
                 self._footers[shard.index] = file.metadata
                 for row_group in range(file.num_row_groups):
-                    here = _between(wanted, *_id_range(file.metadata, row_group))
+                    first, last = column_range(file.metadata, row_group, SCHEMA.get_field_index("rollout_id"))
+                    here = wanted[np.searchsorted(wanted, first) : np.searchsorted(wanted, last, side="right")]
                     if len(here):
                         rows = rows_from_table(_decode(file, row_group, list(ROW_COLUMNS)))
                         yield rows.take(np.flatnonzero(np.isin(rows.rollout_id, here, assume_unique=True)))
@@ -138,8 +137,7 @@ class Batch:
         try:
             with pq.ParquetFile(path, metadata=self._footers.get(shard.index)) as file:
                 if shard.index not in self._footers:
-                    found = (file.schema_arrow.metadata or {}).get(FORMAT_KEY, b"unknown").decode()
-                    check_format(found, path)
+                    check_format((file.schema_arrow.metadata or {}).get(FORMAT_KEY, b"unknown").decode(), path)
                 yield file
         except FileNotFoundError:
             raise StoreError(f"{path} is missing: run the same command again, it is generated again") from None
@@ -155,23 +153,13 @@ def _damaged(path: Path, why: str) -> StoreError:
 
 
 def _decode(file: pq.ParquetFile, row_group: int, columns: list[str] | None) -> pa.Table:
-    # Threads are no faster on so few rows, and theirs may hold the last row group a while longer than we do.
+    # Threads are no faster on so few rows, and may hold the previous row group longer than we do.
     return file.read_row_group(row_group, columns=columns, use_threads=False)
 
 
 def _known(columns: Sequence[str] | None) -> list[str] | None:
-    # pyarrow passes over a column it does not know, so a misspelt name would read as "no such data".
+    # pyarrow ignores a column it does not know, so a misspelt name would read as "no such data".
     for name in columns or ():
         if name not in SCHEMA.names:
             raise StoreError(f"the store has no column {name}: {nearest(name, SCHEMA.names)}")
     return None if columns is None else list(columns)
-
-
-def _between(ids: npt.NDArray[np.int64], first: int, last: int) -> npt.NDArray[np.int64]:
-    """The part of the sorted `ids` that lies in [first, last]."""
-    return ids[np.searchsorted(ids, first) : np.searchsorted(ids, last, side="right")]
-
-
-def _id_range(footer: pq.FileMetaData, row_group: int) -> tuple[int, int]:
-    statistics = footer.row_group(row_group).column(SCHEMA.get_field_index("rollout_id")).statistics
-    return statistics.min, statistics.max

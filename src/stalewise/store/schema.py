@@ -1,7 +1,6 @@
-"""The row of a rollout on disk, and the way between `Rollout` records and Arrow tables.
+"""The schema of rollouts on disk, and conversion between `Rollout` records, columns and Arrow tables.
 
-Token columns are converted as flat arrays plus offsets, so no Python object is made per token on the way in, and none
-on the way out unless somebody asks for `Rollout` records.
+Token columns are flat arrays plus offsets: no Python object is made per token, except for `Rollout` records.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which rollouts make up which optimizer batch of a generation batch: whole groups, in the order they were generated.
+"""Selection of the rollouts of each optimizer update: whole groups, in the order of generation.
 
-There is no shuffle here, since a task already gives its prompts in random order; and in that order the rollouts of one
-update lie together, so that reading them costs the same in a stage of any length.
+Nothing is shuffled, since a task already gives its prompts in random order; so the rollouts of an update are adjacent
+on disk, and reading them costs the same in a stage of any length.
 """
 
 from __future__ import annotations
@@ -13,14 +13,9 @@ from stalewise.store.reader import Batch
 
 
 def deal(group_column: npt.ArrayLike, per_update: int) -> list[npt.NDArray[np.int64]]:
-    """Deal rollouts out to updates of `per_update` groups: each group whole and once, in the order of group ids.
+    """Positions of the rows of each update: `per_update` whole groups by group id, the last update gets the rest.
 
-    Args:
-        group_column: group of each row; rows of one group need not lie together.
-        per_update: groups per update; the last update gets what is left.
-
-    Returns:
-        Positions of the rows of each update, group by group.
+    Rows of one group need not be adjacent in `group_column`.
 
     >>> [rows.tolist() for rows in deal([7, 7, 5, 5, 9, 7], per_update=2)]
     [[2, 3, 0, 1, 5], [4]]
@@ -29,16 +24,16 @@ def deal(group_column: npt.ArrayLike, per_update: int) -> list[npt.NDArray[np.in
         raise ValueError(f"per_update is {per_update}: an optimizer batch has at least one group")
     groups = np.asarray(group_column, dtype=np.int64)
     order = np.argsort(groups, kind="stable")
-    firsts = np.flatnonzero(np.diff(groups[order], prepend=groups[order][:1] - 1))  # where each group begins
+    firsts = np.flatnonzero(np.diff(groups[order], prepend=groups[order][:1] - 1))  # of each group
     return np.split(order, firsts[per_update::per_update]) if len(order) else []
 
 
 def rollouts_of_updates(batch: Batch, per_update: int) -> list[npt.NDArray[np.int64]]:
-    """Rollout ids of each update on a generation batch; looked up once, since a stage is learned from in pieces."""
-    if per_update not in batch.dealt:
+    """Rollout ids of each update on a generation batch; cached, since training reads a stage in pieces."""
+    if per_update not in batch.rollouts_by_update:
         rollout_ids = batch.column("rollout_id")
-        batch.dealt[per_update] = [rollout_ids[rows] for rows in deal(batch.column("group"), per_update)]
-    return batch.dealt[per_update]
+        batch.rollouts_by_update[per_update] = [rollout_ids[rows] for rows in deal(batch.column("group"), per_update)]
+    return batch.rollouts_by_update[per_update]
 
 
 def rewards_of_updates(batch: Batch, per_update: int) -> list[tuple[float, float]]:
@@ -48,9 +43,9 @@ def rewards_of_updates(batch: Batch, per_update: int) -> list[tuple[float, float
 
 
 def mean_reward(reward: npt.NDArray[np.floating], group: npt.NDArray[np.integer]) -> tuple[float, float]:
-    """Mean over the rollouts that have a reward, and its standard error over groups: those of one prompt are alike.
+    """Mean of the known rewards, and its standard error over groups, since rollouts of one prompt are correlated.
 
-    NaN where no rollout has a reward; the error also where there is one group only.
+    NaN if no reward is known; the error also if there is only one group.
 
     >>> mean_reward(np.array([1.0, 1.0, 0.0, 0.0]), np.array([0, 0, 1, 1]))
     (0.5, 0.5)

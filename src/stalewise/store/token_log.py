@@ -1,12 +1,11 @@
-"""What the learner saw of every response token: its log-probability at the update, and what the objective did to it.
+"""The token log: each response token's log-probability at its update, and what the objective did to it.
 
-`ledger/tokens/u000000-u000031.parquet` holds the rows of the updates 0 to 31, a stretch between two checkpoints. It is
-written just before the checkpoint that ends the stretch, so it is there whenever that checkpoint is; what a crash in
-between left behind begins at or after the newest checkpoint, and `truncate` removes it on resume.
+`ledger/tokens/u000000-u000031.parquet` holds the rows of the updates 0 to 31, between two checkpoints. It is written
+just before the second checkpoint, so it exists whenever that checkpoint does; a file that a crash left behind begins at
+or after the newest checkpoint, and `truncate` removes it on resume.
 
-The ratio of a token is exp(logp − behaviour_logp); the second lies with the rollout. What lists and filters need of a
-response (its worst log-ratio, how many tokens were clipped and vetoed) has columns of its own, so that no token has to
-be decoded for them.
+The ratio of a token is exp(logp − behaviour_logp); the second is stored with the rollout. Lists and filters read
+columns per response (worst log-ratio, numbers of clipped and vetoed tokens) without decoding tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError
 from stalewise.store.atomic import fsync_directory, make_directory, write_atomic
-from stalewise.store.columns import RolloutColumns, concatenate
+from stalewise.store.columns import ROW_GROUP_ROWS, RolloutColumns, column_range, concatenate
 from stalewise.types import TokenFlag
 
 FORMAT = "stalewise.tokens/1"
@@ -33,7 +33,7 @@ SCHEMA = pa.schema(
         pa.field("rollout_id", pa.int64(), nullable=False),
         pa.field("update", pa.int32(), nullable=False),
         pa.field("advantage", pa.float32(), nullable=False),
-        pa.field("worst_log_ratio", pa.float32(), nullable=False),  # of all tokens the one that is farthest from 0
+        pa.field("worst_log_ratio", pa.float32(), nullable=False),  # of the token farthest from 0
         pa.field("clipped", pa.int32(), nullable=False),
         pa.field("vetoed", pa.int32(), nullable=False),
         pa.field("logp", pa.list_(pa.field("element", pa.float32(), nullable=False)), nullable=False),
@@ -42,13 +42,12 @@ SCHEMA = pa.schema(
     metadata={b"stalewise.format": FORMAT.encode()},
 )
 LIGHT_COLUMNS = tuple(name for name in SCHEMA.names if name not in ("logp", "flags"))
-ROW_GROUP_ROWS = 256
 _NAME = re.compile(r"u(\d{6,})-u(\d{6,})\.parquet")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenRecord:
-    """What one update saw of its rollouts; the tokens of row `order[0]` come first, then those of `order[1]`, …"""
+    """The tokens of one update; those of row `order[0]` come first, then those of `order[1]`, …"""
 
     rows: RolloutColumns  # R rollouts with N response tokens
     order: npt.NDArray[np.int64]  # [R] positions in `rows`
@@ -65,12 +64,12 @@ class TokenLog:
         self._waiting: dict[int, TokenRecord] = {}
 
     def add(self, update: int, record: TokenRecord | None) -> None:
-        """Keep what an update saw until the next commit; None where it saw nothing, or where nothing is recorded."""
+        """Keep the record of an update until the next commit; None: there is nothing to record."""
         if record is not None:
             self._waiting[update] = record
 
     def commit(self, stop: int) -> Path | None:
-        """Write what was added; `stop` is the version whose checkpoint is about to be written."""
+        """Write the added records; `stop` is the version whose checkpoint is written next."""
         if not self._waiting:
             return None
         path = self.directory / f"u{min(self._waiting):06d}-u{stop - 1:06d}.parquet"
@@ -79,24 +78,22 @@ class TokenLog:
         return path
 
     def truncate(self, before: int, keep: Path | None = None) -> int:
-        """On resume from the checkpoint of version `before`: drop what comes after it, which happens again.
-
-        Where `keep` is a directory, the files go there instead of being deleted.
-        """
+        """Drop the files from version `before` on, or move them to `keep`; return how many. Used on resume."""
         self._waiting = {}
-        gone = [path for path in token_files(self.directory) if _updates_of(path).start >= before]
-        if gone and keep is not None:
+        dropped = [path for path in token_files(self.directory) if _updates_of(path).start >= before]
+        if not dropped:
+            return 0
+        if keep is not None:
             make_directory(keep)
-        for path in gone:
+        for path in dropped:
             path.unlink() if keep is None else os.replace(path, keep / path.name)
-        for directory in {self.directory, keep} if gone else ():
-            if directory is not None:
-                fsync_directory(directory)
-        return len(gone)
+        for directory in {self.directory, keep or self.directory}:
+            fsync_directory(directory)
+        return len(dropped)
 
 
 def token_log_directory(run: str | Path) -> Path:
-    """Where a run keeps what its learner saw.
+    """The directory of a run's token log.
 
     >>> token_log_directory("runs/a").as_posix()
     'runs/a/ledger/tokens'
@@ -105,22 +102,22 @@ def token_log_directory(run: str | Path) -> Path:
 
 
 def token_files(directory: str | Path) -> list[Path]:
-    """The files of a token log, in order of their updates."""
+    """The files of a token log, by update."""
     directory = Path(directory)
     entries = directory.iterdir() if directory.is_dir() else ()
     return sorted((entry for entry in entries if _NAME.fullmatch(entry.name)), key=lambda path: _updates_of(path).start)
 
 
 def read_light(path: str | Path) -> pa.Table:
-    """All rows of one file without their tokens: LIGHT_COLUMNS."""
+    """The LIGHT_COLUMNS of all rows of one file."""
     with _open(Path(path)) as file:
         return _read(Path(path), file, range(file.num_row_groups), list(LIGHT_COLUMNS))
 
 
 def read_tokens(directory: str | Path, update: int, rollout_ids: npt.ArrayLike | None = None) -> pa.Table:
-    """The rows of one update, or of some of its rollouts; only row groups that can hold one of them are decoded.
+    """The rows of one update, or of some of its rollouts; empty if nothing was recorded.
 
-    A table of the schema; empty where the update recorded nothing.
+    Only row groups that can hold one of them are decoded.
     """
     wanted = None if rollout_ids is None else np.unique(np.asarray(rollout_ids, dtype=np.int64))
     parts = [SCHEMA.empty_table()]
@@ -143,7 +140,7 @@ def _updates_of(path: Path) -> range:
 
 
 def _table(records: Mapping[int, TokenRecord]) -> pa.Table:
-    """All rows of some updates, by update and rollout."""
+    """All rows of the given updates, by update and rollout."""
     parts = list(records.values())
     bases = np.cumsum([0] + [len(part.rows) for part in parts[:-1]])
     order = np.concatenate([part.order + base for part, base in zip(parts, bases, strict=True)])
@@ -170,24 +167,18 @@ def _count(flags_N: npt.NDArray[np.uint8], flag: int, starts: npt.NDArray[np.int
 
 
 def _worst(log_ratio_N: npt.NDArray[np.float32], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Of each response the log-ratio that is farthest from 0, with its sign."""
+    """The log-ratio of each response that is farthest from 0, with its sign."""
     high, low = np.maximum.reduceat(log_ratio_N, starts), np.minimum.reduceat(log_ratio_N, starts)
     return np.where(high > -low, high, low)
 
 
 def _parquet(table: pa.Table) -> memoryview:
     sink = pa.BufferOutputStream()
-    # Floats compress by their bytes: all exponents together, all mantissas together.
-    split = {"logp.list.element": "BYTE_STREAM_SPLIT"}
-    dictionary = ["flags.list.element", "update"]
-    pq.write_table(
-        table,
-        sink,
-        row_group_size=ROW_GROUP_ROWS,
-        compression="zstd",
-        use_dictionary=dictionary,  # pyright: ignore[reportArgumentType]
-        column_encoding=split,
-    )
+    options: dict[str, Any] = {
+        "use_dictionary": ["flags.list.element", "update"],
+        "column_encoding": {"logp.list.element": "BYTE_STREAM_SPLIT"},  # floats compress by byte position
+    }
+    pq.write_table(table, sink, row_group_size=ROW_GROUP_ROWS, compression="zstd", **options)
     return memoryview(sink.getvalue())
 
 
@@ -213,22 +204,15 @@ def _read(path: Path, file: pq.ParquetFile, row_groups: range | list[int], colum
 
 
 def _damaged(path: Path, error: Exception | str) -> StoreError:
-    return StoreError(f"{path} is damaged: {error}; what its updates saw of each token is lost, all else is whole")
+    return StoreError(f"{path} is damaged: {error}; the token records of its updates are lost, all else is intact")
 
 
 def _row_groups(footer: pq.FileMetaData, update: int, wanted: npt.NDArray[np.int64] | None) -> list[int]:
     def holds(row_group: int) -> bool:
-        first, last = _range(footer, row_group, "update")
-        if not first <= update <= last:
-            return False
-        if wanted is None:
-            return True
-        first, last = _range(footer, row_group, "rollout_id")
+        first, last = column_range(footer, row_group, SCHEMA.get_field_index("update"))
+        if wanted is None or not first <= update <= last:
+            return first <= update <= last
+        first, last = column_range(footer, row_group, SCHEMA.get_field_index("rollout_id"))
         return bool(((wanted >= first) & (wanted <= last)).any())
 
     return [row_group for row_group in range(footer.num_row_groups) if holds(row_group)]
-
-
-def _range(footer: pq.FileMetaData, row_group: int, column: str) -> tuple[int, int]:
-    statistics = footer.row_group(row_group).column(SCHEMA.get_field_index(column)).statistics
-    return statistics.min, statistics.max

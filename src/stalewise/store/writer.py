@@ -1,8 +1,8 @@
-"""Writing a generation batch: shards one by one, each committed by its own manifest, then the batch by `manifest.json`.
+"""Writes a generation batch: shards one by one, each committed by its own manifest, then the batch by `manifest.json`.
 
-A shard's content is determined by its index (shard k holds the prompts [k·n, (k + 1)·n) of the batch), so a generation
-that was interrupted goes on with `next_shard`. Nothing that is committed is ever written again, and where two processes
-make one shard, the first to commit it wins: the other is told so by `AlreadyCommitted`.
+A shard's index determines its content (shard k holds the prompts [k·n, (k + 1)·n) of the batch), so interrupted
+generation resumes with `next_shard`. Committed data is never rewritten: if two processes make one shard, the first to
+commit it wins and the other gets `AlreadyCommitted`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError
 from stalewise.store.atomic import create_atomic, remove_temporaries, write_atomic, write_json_atomic
+from stalewise.store.columns import ROW_GROUP_ROWS
 from stalewise.store.manifest import (
     BATCH_MANIFEST,
     BatchManifest,
@@ -36,13 +37,9 @@ from stalewise.store.manifest import (
 from stalewise.store.schema import SCHEMA, table_from_rollouts
 from stalewise.types import FinishReason, Rollout, SamplerSettings
 
-# The unit of reading. Small enough that an optimizer batch drawn from everywhere does not decode much for nothing,
-# large enough that compression and the footer are worth it.
-ROW_GROUP_ROWS = 256
-
 
 class AlreadyCommitted(StoreError):
-    """A shard or a batch that is there already: whoever made it once more was too late, and nothing was changed."""
+    """A shard or batch that another process committed first; nothing was changed."""
 
 
 def write_shard(
@@ -55,17 +52,15 @@ def write_shard(
 ) -> ShardManifest:
     """Write and commit shard `index` from records, or from a table of the store's schema; rollout ids must rise.
 
-    `seconds` is the time it took to generate it. Once this returns, the shard survives a crash; if it does not return,
-    the shard does not exist.
+    `seconds` is the time it took to generate. Once this returns, the shard survives a crash; before, it does not exist.
     """
     path, manifest_path = shard_path(directory, index), shard_manifest_path(directory, index)
     if len(rollouts) == 0:
         raise StoreError(f"{path} would have no rollouts: a shard holds at least one")
-    was_described = manifest_path.exists()  # asked before the file, which always comes first
-    if was_described and path.exists():
-        raise _committed(path)
-    if was_described:  # its shard was moved away: it must not vouch for the new one for an instant
-        manifest_path.unlink(missing_ok=True)
+    if manifest_path.exists():  # checked before the file, which is always written first
+        if path.exists():
+            raise _committed(path)
+        manifest_path.unlink(missing_ok=True)  # its shard was moved away: it must not commit the new one
     table = rollouts if isinstance(rollouts, pa.Table) else table_from_rollouts(rollouts)
     data = _parquet(table)
     if not create_atomic(path, data):
@@ -77,16 +72,14 @@ def write_shard(
 
 
 def _committed(path: Path) -> AlreadyCommitted:
-    return AlreadyCommitted(
-        f"{path} is committed already and is never written again: go on with the next missing shard"
-    )
+    return AlreadyCommitted(f"{path} is committed already and is never rewritten: go on with the next missing shard")
 
 
 def _first_come(path: Path, data: memoryview, table: pa.Table) -> tuple[memoryview, pa.Table]:
-    """What a shard without a manifest holds, where somebody made the same rollouts first; else it is replaced by ours.
+    """The content of an uncommitted shard that holds the same rollouts; any other content is replaced by ours.
 
-    Whoever put it there may be about to commit it, or be no more. Files under their final names are whole, so either
-    may describe it, and both describe the same.
+    The process that wrote it may still commit it, or have ended. Files under their final names are complete, so both
+    processes write the same manifest.
     """
     found = memoryview(path.read_bytes())
     if found == data:
@@ -107,7 +100,7 @@ def _asked(table: pa.Table) -> list[Any]:
 
 
 def next_shard(directory: str | Path) -> int:
-    """Index of the first shard that is missing: where an interrupted generation goes on."""
+    """Index of the first missing shard, where interrupted generation resumes."""
     present = {shard.index for shard in committed_shards(directory)}
     return next(index for index in range(len(present) + 1) if index not in present)
 
@@ -119,7 +112,7 @@ def commit_batch(
     directory = Path(directory)
     name = parse_batch_name(directory)
     if is_committed(directory):
-        raise AlreadyCommitted(f"{directory} is committed already and is never written again")
+        raise AlreadyCommitted(f"{directory} is committed already and is never rewritten")
     parts = committed_shards(directory)
     _check_parts(directory, parts, shards)
     scored = sum(part.reward_count for part in parts)
@@ -141,8 +134,8 @@ def commit_batch(
     if not create_atomic(directory / BATCH_MANIFEST, json.dumps(manifest_record(manifest), indent=2) + "\n"):
         if is_committed(directory):
             return read_batch_manifest(directory)
-        write_json_atomic(directory / BATCH_MANIFEST, manifest_record(manifest))  # of shards that are gone
-    remove_temporaries(directory)  # of whoever was killed here; nobody has anything to write here any more
+        write_json_atomic(directory / BATCH_MANIFEST, manifest_record(manifest))  # replaces one of shards that are gone
+    remove_temporaries(directory)  # of killed processes; nothing more is written here
     return manifest
 
 

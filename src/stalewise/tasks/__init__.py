@@ -1,4 +1,4 @@
-"""Tasks: where prompts come from and how responses are scored. Imports neither torch nor any task until asked."""
+"""Tasks: prompts and the verifiers that score responses. A task's module is imported when it is made."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TASKS = {
 
 
 def make_task(name: str, *, seed: int = 0, **options: Any) -> Task:
-    """Make a task by name; the options are those of its class. Unknown names and options are TaskErrors.
+    """Make a task by name; the options are those of its class. An unknown name or option is a TaskError.
 
     >>> make_task("arithmetic", seed=3).size
     7151

@@ -1,11 +1,10 @@
 """Built-in arithmetic: three tasks with no files, no dependencies and answers that can be checked exactly.
 
-`arithmetic` and `arithmetic-steps` are for a policy with one token per character. They know how to write a
-gold response (`solution`) and a plausibly wrong one (`spoiled_solution`), from which a policy can be made
-that is often wrong when sampled and mostly right when greedy: one that reinforcement learning improves soon.
+`arithmetic` and `arithmetic-steps` are for a policy with one token per character. They write gold responses
+(`solution`) and plausible wrong ones (`spoiled_solution`). A policy trained on both is often wrong when sampled and
+mostly right when greedy, so reinforcement learning improves it quickly.
 
-A question is held out when a hash of it says so, not by its index or by the seed: no seed can put it into
-training.
+A hash of the question decides whether it is held out, so no seed can put a held-out question into training.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ from __future__ import annotations
 import operator
 import random
 import re
-from collections.abc import Iterator
 from functools import cached_property
-from itertools import accumulate, islice
-from itertools import count as count_from
+from itertools import accumulate
 
 from stalewise.errors import TaskError
 from stalewise.tasks.base import (
@@ -33,32 +30,24 @@ from stalewise.tasks.base import (
 from stalewise.tasks.verifiers.number import NumberVerifier
 from stalewise.types import Prompt, Reward
 
-MARKER = "#"
-"""Stands before the final answer of a worked-out response."""
-
-CHARACTERS = "0123456789+-=;" + MARKER
-"""Every character that prompts and responses of `arithmetic` and `arithmetic-steps` are made of."""
-
+MARKER = "#"  # precedes the final answer of a worked-out response
+CHARACTERS = "0123456789+-=;" + MARKER  # all characters in prompts and responses of `arithmetic` and `arithmetic-steps`
 _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _STEPS = re.compile(r"(?:[0-9]{1,2}[+-][0-9]=[0-9]{1,2};)+#[0-9]{1,2}")
 
 
 class AnswerVerifier(LocalVerifier):
-    """The whole response must be the answer.
-
-    Parts: `correct` (the value) and `format` (whether the response is digits and nothing else).
-    """
+    """The whole response must be the answer. Parts: `correct` (the value) and `format` (only digits)."""
 
     def judge(self, prompt: Prompt, response: str) -> Reward:
         """Score one response."""
         answer = response.strip()
         correct = float(answer == prompt.answer)
-        well_formed = float(answer.isascii() and answer.isdigit())
-        return Reward(correct, {"correct": correct, "format": well_formed})
+        return Reward(correct, {"correct": correct, "format": float(answer.isascii() and answer.isdigit())})
 
 
 class StepsVerifier(LocalVerifier):
-    """What stands after the last marker must be the answer; the steps before it are not checked.
+    """The text after the last marker must be the answer; the steps before it are not checked.
 
     Parts: `correct` (the value) and `format` (whether the response has the form of worked-out steps).
     """
@@ -68,16 +57,15 @@ class StepsVerifier(LocalVerifier):
         text = response.strip()
         _, marker, answer = text.rpartition(MARKER)
         correct = float(bool(marker) and answer == prompt.answer)
-        well_formed = float(_STEPS.fullmatch(text) is not None)
-        return Reward(correct, {"correct": correct, "format": well_formed})
+        return Reward(correct, {"correct": correct, "format": float(_STEPS.fullmatch(text) is not None)})
 
 
 class Addition:
-    """`arithmetic`: two-digit addition. The prompt "47+38=" wants the response "85"."""
+    """`arithmetic`: two-digit addition. The answer to the prompt "47+38=" is "85"."""
 
     name = "arithmetic"
-    held_out = 1 / 8  # share of the questions that only evaluation sees
-    smallest, largest = 10, 99
+    held_out = 1 / 8  # fraction of the questions that only evaluation sees
+    smallest, largest, operations = 10, 99, "+"
 
     def __init__(self, *, seed: int = 0):
         self.seed = seed
@@ -94,7 +82,7 @@ class Addition:
         return self._training.take(start, count)
 
     def evaluation_prompts(self, count: int) -> list[Prompt]:
-        """The first `count` held-out prompts, the same for every seed; fewer where there are fewer."""
+        """The first `count` held-out prompts, or all if there are fewer; the same for every seed."""
         check_range(0, count)
         return self._evaluation[:count]
 
@@ -105,25 +93,31 @@ class Addition:
     def spoiled_solution(self, prompt: Prompt, rng: random.Random) -> str:
         """Write a wrong response: as long as the gold one, with one or more of its digits changed."""
         digits = list(prompt.answer)
-        changed = [place for place in range(len(digits)) if below(rng, 2)] or [below(rng, len(digits))]
-        for place in changed:
-            # A leading zero would be no plausible number, except where the answer has one digit.
-            choices = "123456789" if place == 0 and len(digits) > 1 else "0123456789"
-            digits[place] = pick(rng, [digit for digit in choices if digit != digits[place]])
+        changed = [index for index in range(len(digits)) if below(rng, 2)] or [below(rng, len(digits))]
+        for index in changed:
+            # A leading zero would be no plausible number, except in a one-digit answer.
+            choices = "123456789" if index == 0 and len(digits) > 1 else "0123456789"
+            digits[index] = pick(rng, [digit for digit in choices if digit != digits[index]])
         return "".join(digits)
 
-    def _prompt(self, left: int, right: int) -> Prompt:
-        return Prompt(f"{self.name}/{left}+{right}", f"{left}+{right}=", str(left + right))
+    def _prompt(self, left: int, operation: str, right: int) -> Prompt:
+        problem = f"{left}{operation}{right}"
+        return Prompt(f"{self.name}/{problem}", f"{problem}=", str(_OPERATIONS[operation](left, right)))
 
     def _questions(self, *, held_out: bool) -> list[Prompt]:
         terms = range(self.smallest, self.largest + 1)
         return [
-            self._prompt(left, right) for left in terms for right in terms if self._is_held_out(left, right) is held_out
+            self._prompt(left, operation, right)
+            for operation in self.operations
+            for left in terms
+            for right in terms
+            if self._is_held_out(left, operation, right) is held_out
         ]
 
-    def _is_held_out(self, left: int, right: int) -> bool:
-        # 47+38 and 38+47 go to the same side: one of them in training would give the other away.
-        return fraction_of(f"{self.name}/{min(left, right)}+{max(left, right)}") < self.held_out
+    def _is_held_out(self, left: int, operation: str, right: int) -> bool:
+        # 47+38 and 38+47 are on the same side: one of them in training would give the other away.
+        first, second = (left, right) if operation == "-" else (min(left, right), max(left, right))
+        return fraction_of(f"{self.name}/{first}{operation}{second}") < self.held_out
 
     @cached_property
     def _evaluation(self) -> list[Prompt]:
@@ -132,7 +126,7 @@ class Addition:
 
 
 class AdditionChat(Addition):
-    """`arithmetic-chat`: "What is 3+5?" for instruct models. The last number counts, since they say "3 + 5 = 8".
+    """`arithmetic-chat`: "What is 3+5?" for instruct models. The last number counts, since they write "3 + 5 = 8".
 
     Terms go from 0 to `largest`; `operations` are some of "+-*". With `prefill` the reply already begins with
     "3 + 5 =", which keeps a wordy model to the point, and the first number after that counts.
@@ -151,34 +145,18 @@ class AdditionChat(Addition):
         super().__init__(seed=seed)
         self.verifier = NumberVerifier(which="first" if prefill else "last")
 
-    def _chat_prompt(self, left: int, right: int, operation: str) -> Prompt:
-        problem = f"{left}{operation}{right}"
+    def _prompt(self, left: int, operation: str, right: int) -> Prompt:
+        plain = super()._prompt(left, operation, right)
         metadata = {**CHAT, "prefill": f"{left} {operation} {right} ="} if self.prefill else CHAT
-        answer = str(_OPERATIONS[operation](left, right))
-        return Prompt(f"{self.name}/{problem}", f"What is {problem}?", answer, metadata)
-
-    def _questions(self, *, held_out: bool) -> list[Prompt]:
-        terms = range(self.smallest, self.largest + 1)
-        return [
-            self._chat_prompt(left, right, operation)
-            for operation in self.operations
-            for left in terms
-            for right in terms
-            if self._is_evaluated(left, right, operation) is held_out
-        ]
-
-    def _is_evaluated(self, left: int, right: int, operation: str) -> bool:
-        """Whether a question is held out; one that would give another away goes to the same side: 3*5 and 5*3."""
-        first, second = (left, right) if operation == "-" else (min(left, right), max(left, right))
-        return fraction_of(f"{self.name}/{first}{operation}{second}") < self.held_out
+        return Prompt(plain.prompt_id, f"What is {left}{operation}{right}?", plain.answer, metadata)
 
 
 class Steps:
     """`arithmetic-steps`: chains of one-digit terms, worked out one step at a time.
 
-    The prompt "7+8-5+6-2+3=" wants "7+8=15;15-5=10;10+6=16;16-2=14;14+3=17;#17". Running totals stay within
-    0..`largest_total`, so there are few facts to learn; with 6 or 7 terms a gold response has 32 to 50
-    characters. The prompts have no end; one in eight is held out.
+    The answer to "7+8-5+6-2+3=" is "7+8=15;15-5=10;10+6=16;16-2=14;14+3=17;#17". Running totals stay within
+    0..`largest_total`, so there are few facts to learn; with 6 or 7 terms a gold response has 32 to 50 characters. The
+    number of prompts is unlimited; one in eight is held out.
     """
 
     name = "arithmetic-steps"
@@ -197,18 +175,13 @@ class Steps:
     def prompts(self, start: int, count: int) -> list[Prompt]:
         """Training prompts number `start` to `start + count - 1`."""
         check_range(start, count)
-        return [
-            self._draw(stream(self.name, self.seed, index), held_out=False) for index in range(start, start + count)
-        ]
+        return [self._draw(self.seed, index, held_out=False) for index in range(start, start + count)]
 
     def evaluation_prompts(self, count: int) -> list[Prompt]:
         """The first `count` held-out prompts, the same for every seed."""
         check_range(0, count)
-        drawn: Iterator[Prompt] = (
-            self._draw(stream(self.name, "evaluation", index), held_out=True) for index in count_from()
-        )
-        # Very short chains have few held-out questions: the bound on the draws ends the search for more.
-        return first_distinct(islice(drawn, 100 * count), count)
+        # Very short chains have few held-out questions: the number of draws is limited.
+        return first_distinct((self._draw("evaluation", index, held_out=True) for index in range(100 * count)), count)
 
     def solution(self, prompt: Prompt) -> str:
         """Write the gold response."""
@@ -216,35 +189,33 @@ class Steps:
         return _worked_out(terms, list(accumulate(terms)))
 
     def spoiled_solution(self, prompt: Prompt, rng: random.Random) -> str:
-        """Write a wrong response: one step gives a wrong total, and the steps after it go on from there.
+        """Write a wrong response: one step gives a wrong total, and the steps after it continue from there.
 
-        Step and error are drawn evenly among those that keep every later total within the task's range, so
-        that a policy meets no total it has not seen in gold responses.
+        Step and error are drawn evenly among those that keep every later total within the task's range, so that a
+        policy meets no total that is not in gold responses.
         """
         terms = _terms(prompt.text)
         totals = list(accumulate(terms))
-        steps = [step for step in range(1, len(terms)) if self._errors(totals[step:])]
-        step = pick(rng, steps)
+        step = pick(rng, [step for step in range(1, len(terms)) if self._errors(totals[step:])])
         error = pick(rng, self._errors(totals[step:]))
         return _worked_out(terms, totals[:step] + [total + error for total in totals[step:]])
 
     def _errors(self, totals: list[int]) -> list[int]:
-        """Say which amounts could be added to all of these totals without leaving the range."""
+        """The amounts that can be added to all of these totals without leaving the range."""
         return [error for error in range(-min(totals), self.largest_total - max(totals) + 1) if error]
 
-    def _draw(self, rng: random.Random, *, held_out: bool) -> Prompt:
+    def _draw(self, *names: object, held_out: bool) -> Prompt:
+        rng = stream(self.name, *names)
         while True:
             chain = self._chain(rng)
             if (fraction_of(f"{self.name}/{chain}") < self.held_out) is held_out:
-                answer = str(sum(_terms(chain + "=")))
-                return Prompt(f"{self.name}/{chain}", f"{chain}=", answer)
+                return Prompt(f"{self.name}/{chain}", f"{chain}=", str(sum(_terms(chain + "="))))
 
     def _chain(self, rng: random.Random) -> str:
         total = 1 + below(rng, 9)
         chain = str(total)
         for _ in range(pick(rng, self._lengths) - 1):
-            terms = [term for term in range(-9, 10) if term and 0 <= total + term <= self.largest_total]
-            term = pick(rng, terms)
+            term = pick(rng, [term for term in range(-9, 10) if term and 0 <= total + term <= self.largest_total])
             total += term
             chain += f"{term:+d}"
         return chain
@@ -256,6 +227,6 @@ def _terms(text: str) -> list[int]:
 
 
 def _worked_out(terms: list[int], totals: list[int]) -> str:
-    """Write the steps that lead through these running totals."""
+    """Write the steps with these running totals."""
     steps = [f"{before}{term:+d}={after};" for before, term, after in zip(totals, terms[1:], totals[1:], strict=False)]
     return "".join(steps) + f"{MARKER}{totals[-1]}"

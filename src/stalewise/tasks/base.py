@@ -1,8 +1,7 @@
-"""What a task and a verifier are, and the two ways of numbering prompts: over a finite list and without end.
+"""Protocols of tasks and verifiers, the numbering of prompts, and construction by name.
 
-Prompt number i is a function of the task's seed and of i alone. So generation that was killed can be done
-again from the index at which it stopped, and machines that generate different ranges need not speak to each
-other.
+Prompt number i depends only on the task's seed and on i. So interrupted generation resumes at its index, and machines
+that generate different ranges need not communicate.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from stalewise.errors import TaskError, nearest
 from stalewise.types import Prompt, Reward
 
 CHAT: Mapping[str, str] = {"format": "chat"}
-"""Metadata of a prompt whose text is a user message: the generator puts it through the chat template.
+"""Metadata of a prompt whose text is a user message: the generator applies the chat template.
 
-A key "system" beside it, where there is one, holds the system message, and "prefill" the beginning of the reply, which
-the policy goes on from. A prompt without "format" goes to the tokenizer as it is. "problem" holds what was put into a
-template.
+Optional keys: "system" is the system message, "prefill" the beginning of the reply, "problem" what was inserted into a
+task's template. The text of a prompt without "format" goes to the tokenizer as it is.
 """
 
 Item = TypeVar("Item")
@@ -33,15 +31,14 @@ Item = TypeVar("Item")
 
 @runtime_checkable
 class Verifier(Protocol):
-    """Scores responses. One that could not be scored has value NaN and an error, and is never given 0."""
+    """Scores responses. A response that cannot be scored gets the value NaN and an error, never 0."""
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
         """Score `responses[i]` as an answer to `prompts[i]`; results in the same order."""
         ...
 
     def close(self) -> None:
-        """End the processes that the verifier owns, if any. May be called twice."""
-        ...
+        """End the verifier's processes, if any. May be called twice."""
 
 
 @runtime_checkable
@@ -50,36 +47,33 @@ class Task(Protocol):
 
     @property
     def name(self) -> str:
-        """The name under which reports and prompt ids know the task."""
+        """The task's name in reports and prompt ids."""
         ...
 
     @property
     def size(self) -> int | None:
-        """How many distinct training prompts there are; None for a generator without end."""
+        """The number of distinct training prompts; None if unlimited."""
         ...
 
     @property
     def verifier(self) -> Verifier:
-        """What scores the responses."""
+        """The verifier that scores responses."""
         ...
 
     def prompts(self, start: int, count: int) -> list[Prompt]:
         """Training prompts number `start` to `start + count - 1`, the same at every call.
 
-        A finite task goes through all of its prompts once per epoch, each epoch in another order.
+        A finite task yields all of its prompts once per epoch, each epoch in another order.
         """
         ...
 
     def evaluation_prompts(self, count: int) -> list[Prompt]:
-        """The first `count` held-out prompts, all distinct; fewer where there are fewer.
-
-        They do not depend on the seed: runs with different seeds are judged on the same questions.
-        """
+        """The first `count` distinct held-out prompts, or all if there are fewer; the same for every seed."""
         ...
 
 
 class LocalVerifier(ABC):
-    """A verifier that is quick and cannot hang, so it runs in this process. Subclasses judge one response."""
+    """A verifier that is fast and cannot hang, so it runs in this process. Subclasses judge one response."""
 
     @abstractmethod
     def judge(self, prompt: Prompt, response: str) -> Reward:
@@ -95,24 +89,29 @@ class LocalVerifier(ABC):
 
 
 def paired(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[tuple[Prompt, str]]:
-    """Pair prompts with responses; lengths that differ are an error, never a silent cut."""
+    """Pairs of prompt and response; different lengths are an error."""
     if len(prompts) != len(responses):
         raise ValueError(f"{len(prompts)} prompts but {len(responses)} responses; pass one prompt per response")
     return list(zip(prompts, responses, strict=True))
 
 
 def fraction_of(text: str) -> float:
-    """Map a text to [0, 1), evenly and for ever: the same on every machine and in every Python."""
+    """Hash a text to [0, 1), the same on every machine and Python version."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:6], "big") / 2**48
 
 
+def content_id(question: str, answer: str) -> str:
+    """An id made from the content of a question and its answer."""
+    return hashlib.sha256(f"{question}\0{answer}".encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
 def stream(*names: object) -> random.Random:
-    """Give the random stream of that name. Draw from it with `below` and `pick`."""
+    """The random stream of that name. Draw from it with `below` and `pick`."""
     return random.Random("/".join(map(str, names)))
 
 
 def below(rng: random.Random, bound: int) -> int:
-    """Draw from 0..bound-1. `random()` is the one method whose sequence Python promises to keep."""
+    """Draw from 0..bound-1. `random()` is the only method whose sequence Python guarantees."""
     return int(rng.random() * bound)
 
 
@@ -122,13 +121,13 @@ def pick(rng: random.Random, items: Sequence[Item]) -> Item:
 
 
 def check_range(start: int, count: int) -> None:
-    """Refuse negative indices, which Python would take to mean the end of a list."""
+    """Refuse negative indices, which Python would count from the end of a list."""
     if start < 0 or count < 0:
         raise ValueError(f"prompts are numbered from 0: start={start}, count={count} must not be negative")
 
 
 class FinitePrompts:
-    """Numbers a finite list of prompts without end: epoch after epoch, each in its own seeded order.
+    """An unlimited numbering of a finite list of prompts: epoch after epoch, each in its own seeded order.
 
     >>> questions = [Prompt(prompt_id=letter, text=letter, answer="") for letter in "abc"]
     >>> order = FinitePrompts(questions, seed=0, name="letters")
@@ -151,8 +150,8 @@ class FinitePrompts:
     def take(self, start: int, count: int) -> list[Prompt]:
         """Prompts number `start` to `start + count - 1`."""
         check_range(start, count)
-        places = (divmod(index, len(self._prompts)) for index in range(start, start + count))
-        return [self._prompts[self._order(epoch)[place]] for epoch, place in places]
+        positions = (divmod(index, len(self._prompts)) for index in range(start, start + count))
+        return [self._prompts[self._order(epoch)[position]] for epoch, position in positions]
 
 
 def _shuffled(length: int, rng: random.Random) -> list[int]:
@@ -164,35 +163,37 @@ def _shuffled(length: int, rng: random.Random) -> list[int]:
 
 
 def first_distinct(prompts: Iterator[Prompt], count: int) -> list[Prompt]:
-    """Take prompts until `count` have distinct ids, or until there are no more."""
-    found: dict[str, Prompt] = {}
-    while len(found) < count and (prompt := next(prompts, None)) is not None:
-        found.setdefault(prompt.prompt_id, prompt)
-    return list(found.values())
+    """The first `count` prompts with distinct ids, or fewer if the iterator ends."""
+    distinct: dict[str, Prompt] = {}
+    while len(distinct) < count and (prompt := next(prompts, None)) is not None:
+        distinct.setdefault(prompt.prompt_id, prompt)
+    return list(distinct.values())
 
 
-# Turns a name and options, as they stand in a configuration, into an object, or into an error that helps.
+def load(reference: str) -> Callable[..., Any]:
+    """Import what a reference "module:name" names."""
+    module, _, name = reference.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def build(kind: str, name: str, known: Mapping[str, str], options: Mapping[str, Any]) -> Any:
-    """Call what `known[name]` refers to ("module:class") with the options; `kind` is for the messages."""
+    """Call the class or function that `known[name]` refers to with the options; `kind` is for error messages."""
     if name not in known:
         raise TaskError(f"unknown {kind} {name!r}; {nearest(name, known)}")
-    module, _, function = known[name].partition(":")
-    factory = getattr(importlib.import_module(module), function)
-    named = inspect.signature(factory).parameters
+    factory = load(known[name])
+    parameters = inspect.signature(factory).parameters
     for option in options:
-        if option not in named:
-            advice = nearest(option, named) if named else "it takes none"
+        if option not in parameters:
+            advice = nearest(option, parameters) if parameters else "it takes none"
             raise TaskError(f"{kind} {name} has no option {option!r}; {advice}")
-    for parameter in named.values():
+    for parameter in parameters.values():
         if parameter.default is parameter.empty and parameter.name not in options:
             raise TaskError(f"{kind} {name} needs the option {parameter.name!r}")
     return factory(**options)
 
 
 def need(module: str, extra: str, what: str) -> None:
-    """Refuse, with the remedy, where an optional package is missing; looks without importing it."""
+    """Raise an error that says what to install if an optional package is missing; does not import it."""
     try:
         missing = importlib.util.find_spec(module) is None
     except ValueError:  # blocked by a None in sys.modules

@@ -1,30 +1,25 @@
-"""Tasks from reasoning-gym: some hundred generators of puzzles, each with its own scoring.
+"""Tasks from reasoning-gym: about a hundred generators of puzzles, each with its own scoring.
 
-Its scores give partial credit for substrings and, in some datasets, for junk; so the reward is 1 from 0.99 on and 0
-below, and the raw score is a part. Some scorers raise or hang on odd answers: they run in worker processes.
+Its scores give partial credit for substrings and, in some datasets, for junk. So the reward is 1 for scores of at least
+0.99 and 0 below, and the raw score is a part. Some scorers raise or hang on odd answers: they run in worker processes.
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
-from itertools import count as count_from
-from itertools import islice
 from typing import Any
 
 from stalewise.errors import TaskError, nearest
-from stalewise.tasks.base import check_range, first_distinct, fraction_of, need
+from stalewise.tasks.base import check_range, content_id, first_distinct, fraction_of, need
 from stalewise.tasks.rows import PromptForm
 from stalewise.tasks.verifiers.judge_process import Judge, describe
 from stalewise.tasks.verifiers.pool import ProcessVerifier
 from stalewise.types import Prompt, Reward
 
 FULL_SCORE = 0.99
-_CHUNK = (
-    500  # reasoning-gym's own: some datasets make all of their items at once, and some have no item beyond their size
-)
+_CHUNK = 500  # reasoning-gym's own size: some datasets make all items at once, and some have none beyond their size
 _ATTEMPTS = 200
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -32,13 +27,13 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 class GymTask:
     """The reasoning-gym dataset `dataset` with the configuration `parameters`.
 
-    Every prompt number has a seed of its own, so the prompts have no end. A question is held out when a hash of
-    its text says so. What stands in the last <answer>…</answer> of a response is scored, or all of it where
-    there is none. Answers of some datasets are not scored as right by reasoning-gym itself: look at evaluation.
+    Every prompt number has its own seed, so prompts are unlimited. A hash of a question's text decides whether it is
+    held out. The last <answer>…</answer> of a response is scored, or the whole response if there is none. In some
+    datasets reasoning-gym does not score its own answers as right: check the evaluation.
     """
 
     size = None
-    held_out = 1 / 4  # of the questions; finding held-out ones costs the inverse in questions made
+    held_out = 1 / 4  # of the questions; finding held-out ones costs the inverse in generated questions
 
     def __init__(
         self,
@@ -66,39 +61,38 @@ class GymTask:
         return [self._training_prompt(index) for index in range(start, start + count)]
 
     def evaluation_prompts(self, count: int) -> list[Prompt]:
-        """The first `count` held-out prompts, the same for every seed; fewer where the dataset has fewer."""
+        """The first `count` held-out prompts, or all if the dataset has fewer; the same for every seed."""
         check_range(0, count)
-        drawn: Iterator[Prompt | None] = (self._prompt("evaluation", index, True) for index in count_from())
-        return first_distinct((prompt for prompt in islice(drawn, 50 * count) if prompt), count)
+        drawn = (self._prompt("evaluation", index, held_out=True) for index in range(50 * count))
+        return first_distinct((prompt for prompt in drawn if prompt), count)
 
     def _training_prompt(self, index: int) -> Prompt:
         for attempt in range(_ATTEMPTS):
-            if prompt := self._prompt(f"training/{self.seed}/{attempt}", index, False):
+            if prompt := self._prompt(f"training/{self.seed}/{attempt}", index, held_out=False):
                 return prompt
         raise TaskError(f"{self.name}: its questions are so few that all of them are held out; widen parameters")
 
-    def _prompt(self, stream: str, index: int, held_out: bool) -> Prompt | None:
-        """Make a prompt, unless it belongs to the other side."""
-        chunk, place = divmod(index, _CHUNK)
+    def _prompt(self, stream: str, index: int, *, held_out: bool) -> Prompt | None:
+        """Prompt number `index` of a stream; None if it belongs to the other side."""
+        chunk, position = divmod(index, _CHUNK)
         seed = int(fraction_of(f"{self.name}/{stream}/{chunk}") * 2**30)
         try:
-            entry = self._source.entry(seed, place)
+            entry = self._source.entry(seed, position)
         except Exception as problem:
             raise TaskError(f"{self.name} could not make a question: {describe(problem)}") from problem
         question = str(entry["question"])
         if (fraction_of(f"{self.name}/{question}") < self.held_out) is not held_out:
             return None
-        origin = {"gym_seed": str(seed), "gym_index": str(place)}
         return Prompt(
-            f"{self.name}/{_digest(entry)}",
+            f"{self.name}/{content_id(entry['question'], entry['answer'])}",
             self._form.apply(question),
             str(entry["answer"] or ""),  # None in datasets that accept several answers
-            {**self._form.metadata, **origin},
+            {**self._form.metadata, "gym_seed": str(seed), "gym_index": str(position)},
         )
 
 
 class _Source:
-    """Makes entries from a seed and an index. The worker makes them again, since not all of them can travel."""
+    """Makes entries from a seed and an index. Workers make them again, since not all entries can be sent."""
 
     def __init__(self, dataset: str, parameters: Mapping[str, Any]):
         import reasoning_gym  # imported here: it takes two seconds, and it is optional
@@ -107,8 +101,8 @@ class _Source:
             lambda seed: reasoning_gym.create_dataset(dataset, seed=seed, size=_CHUNK, **parameters)
         )
 
-    def entry(self, seed: int, place: int) -> dict[str, Any]:
-        return self.of_seed(seed)[place]
+    def entry(self, seed: int, position: int) -> dict[str, Any]:
+        return self.of_seed(seed)[position]
 
 
 def _check(dataset: str, parameters: Mapping[str, Any]) -> None:
@@ -128,11 +122,6 @@ def _check(dataset: str, parameters: Mapping[str, Any]) -> None:
         raise TaskError(f"reasoning-gym refuses these parameters of {dataset}: {describe(problem)}") from None
 
 
-def _digest(entry: Mapping[str, Any]) -> str:
-    content = f"{entry['question']}\0{entry['answer']}".encode("utf-8", "surrogatepass")
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
 def load_judge(dataset: str, parameters: Mapping[str, Any]) -> Judge:
     """Make the judge; runs in a worker."""
     source = _Source(dataset, parameters)
@@ -141,7 +130,7 @@ def load_judge(dataset: str, parameters: Mapping[str, Any]) -> Judge:
     def judge(prompt: Prompt, response: str) -> Reward:
         seed = int(prompt.metadata["gym_seed"])
         entry = entry_of(seed, int(prompt.metadata["gym_index"]))
-        if not prompt.prompt_id.endswith(_digest(entry)):
+        if not prompt.prompt_id.endswith(content_id(entry["question"], entry["answer"])):
             raise RuntimeError(f"reasoning-gym made another question from the seed of {prompt.prompt_id}")
         tagged = _ANSWER.findall(response)
         answer = (tagged[-1] if tagged else response).strip()

@@ -1,4 +1,4 @@
-"""Tasks from Hugging Face datasets: by name from the hub or from a copy on this disk, or from a directory or file."""
+"""Tasks from Hugging Face datasets: by name from the hub or from a local copy, or from a directory or file."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "cs
 
 
 class HuggingFaceTask(RowsTask):
-    """A task from the split `split` of a dataset, evaluated on `evaluation_split` or on a share held out of `split`.
+    """A task from the split `split` of a dataset, evaluated on `evaluation_split` or on a held-out part of `split`.
 
-    `path` is a name on the hub (with `config` where the dataset has several), a directory that `save_to_disk` wrote or
-    that was downloaded from a hub, or a Parquet, JSON or CSV file. The other options are those of the JSONL task.
+    `path` is a name on the hub (with `config` if the dataset has several), a directory from `save_to_disk` or from a
+    download, or a Parquet, JSON or CSV file. The other options are those of the JSONL task.
     """
 
     def __init__(
@@ -63,10 +63,12 @@ def read_dataset(path: str, config: str | None, split: str) -> Iterator[Row]:
         raise
     except Exception as problem:  # the library has dozens of ways to fail: network, names, scripts, formats
         message = " ".join(str(problem).split())
-        way_out = _without_network(path) if isinstance(problem, ConnectionError) else ""
-        raise TaskError(
-            f"cannot load the split {split!r} of {path}: {type(problem).__name__}: {message}{way_out}"
-        ) from problem
+        if isinstance(problem, ConnectionError):
+            message += (
+                f"; without network, download it elsewhere (`hf download {path} --repo-type dataset --local-dir "
+                f'DIRECTORY`) and set path = "DIRECTORY", or put that directory at {path} under ${COPIES}'
+            )
+        raise TaskError(f"cannot load the split {split!r} of {path}: {type(problem).__name__}: {message}") from problem
     for number, fields in enumerate(dataset):
         yield Row(f"{path}, split {split}, row {number}", fields)
 
@@ -74,14 +76,18 @@ def read_dataset(path: str, config: str | None, split: str) -> Iterator[Row]:
 def _load(path: str, config: str | None, split: str) -> Any:
     import datasets  # imported here: it takes a second, and it is optional
 
-    place = _on_disk(path)
-    if place is None:
+    local = _on_disk(path)
+    if local is None:
         return datasets.load_dataset(path, config, split=split)
-    if place.is_file():
-        return _load_file(place, split)
-    if not any((place / name).is_file() for name in ("dataset_dict.json", "state.json")):
-        return datasets.load_dataset(str(place), config, split=split)
-    stored = datasets.load_from_disk(str(place))
+    if local.is_file():
+        if local.suffix not in FORMATS:
+            raise TaskError(f"{local} is no dataset: name a directory, or a file that ends in {', '.join(FORMATS)}")
+        if split != "train":
+            raise TaskError(f"{local} is a single file and has no split {split!r}")
+        return datasets.load_dataset(FORMATS[local.suffix], data_files=str(local), split=split)
+    if not any((local / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return datasets.load_dataset(str(local), config, split=split)
+    stored = datasets.load_from_disk(str(local))
     if not isinstance(stored, datasets.DatasetDict):
         if split != "train":
             raise TaskError(f"{path} holds a single dataset and has no split {split!r}")
@@ -91,29 +97,12 @@ def _load(path: str, config: str | None, split: str) -> Any:
     return stored[split]
 
 
-def _load_file(file: Path, split: str) -> Any:
-    import datasets
-
-    if file.suffix not in FORMATS:
-        raise TaskError(f"{file} is no dataset: name a directory, or a file that ends in {', '.join(FORMATS)}")
-    if split != "train":
-        raise TaskError(f"{file} is a single file and has no split {split!r}")
-    return datasets.load_dataset(FORMATS[file.suffix], data_files=str(file), split=split)
-
-
 def _on_disk(path: str) -> Path | None:
-    """Where a dataset lies on this disk: where `path` says, or among the copies; None for what only a hub can have."""
+    """The local path of a dataset: `path` itself, or its copy under $STALEWISE_DATASETS; None: it is on the hub."""
     given, copies = Path(path).expanduser(), os.environ.get(COPIES)
-    for place in [given, Path(copies).expanduser() / path] if copies else [given]:
-        if place.exists():
-            return place
+    for candidate in [given, Path(copies).expanduser() / path] if copies else [given]:
+        if candidate.exists():
+            return candidate
     if path.startswith((".", "/", "~")) or path.count("/") > 1 or Path(path).suffix in FORMATS:
         raise TaskError(f"there is no file or directory {path}: correct path, or name a dataset on the hub")
     return None
-
-
-def _without_network(path: str) -> str:
-    return (
-        f"; without network, fetch it elsewhere (`hf download {path} --repo-type dataset --local-dir DIRECTORY`) and "
-        f'say path = "DIRECTORY", or put that directory at {path} under ${COPIES}'
-    )

@@ -14,10 +14,10 @@ from stalewise.tasks.rows import PromptForm, Row, RowsTask
 
 
 class JsonlTask(RowsTask):
-    """A task from the file `path`, evaluated on the file `evaluation_path` or on a share held out of `path`.
+    """A task from the file `path`, evaluated on the file `evaluation_path` or on a held-out part of `path`.
 
-    `chat` makes each problem a user message (with `system` before it); otherwise the text goes to the tokenizer as
-    the template makes it. `verifier` is a verifier's name, with `verifier_options`, or a verifier.
+    With `chat` each problem is a user message (after the `system` message); otherwise the filled-in template goes to
+    the tokenizer. `verifier` is a verifier, or the name of one with `verifier_options`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ def evaluation_file(
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Row]:
-    """Read the rows of a JSONL file. Empty lines are skipped; anything else that is no object is an error."""
+    """Read the rows of a JSONL file. Empty lines are skipped; any other line must be an object."""
     empty = True
     try:
         with open(path, encoding="utf-8-sig") as file:  # Windows editors put a byte order mark first
@@ -93,11 +93,11 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Row]:
         raise TaskError(f"{path} is empty: write one JSON object per line")
 
 
-def _row(place: str, line: str) -> Row:
+def _row(where: str, line: str) -> Row:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as problem:
-        raise TaskError(f"{place}: not JSON: {problem}") from None
+        raise TaskError(f"{where}: not JSON: {problem}") from None
     if not isinstance(fields, dict):
-        raise TaskError(f"{place}: must be a JSON object, not {type(fields).__name__}")
-    return Row(place, fields)
+        raise TaskError(f"{where}: must be a JSON object, not {type(fields).__name__}")
+    return Row(where, fields)

@@ -1,4 +1,4 @@
-"""Which evaluation prompts were trained on, by their ids and by their problems."""
+"""Detection of evaluation prompts that were trained on, by their ids and by their problems."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from pathlib import Path
 from stalewise.errors import TaskError
 from stalewise.types import Prompt
 
-EVALUATION = "evaluation/"
-"""What the ids of prompts from an evaluation file begin with: files are often numbered alike."""
-
+EVALUATION = "evaluation/"  # prefix of prompt ids from an evaluation file: files often use the same numbers as ids
 _ID_FIELDS = ("id", "eval_id", "prompt_id")
 _MEANING = re.compile(r"(?<=\d)\.(?=\d)|[^\W_]|[-+*/^=<>()!|%]")
 
@@ -31,38 +29,33 @@ def problem_key(problem: str) -> str:
     return kept or problem.strip()
 
 
+def _key_of(prompt: Prompt) -> str:
+    return problem_key(prompt.metadata.get("problem", prompt.text))
+
+
 @dataclass(frozen=True)
 class Seen:
-    """Ids and problems that must not be judged on."""
+    """Ids and problems that must not be evaluated on."""
 
     ids: frozenset[str] = frozenset()
     problems: frozenset[str] = frozenset()
 
     def __contains__(self, prompt: Prompt) -> bool:
-        name = prompt.prompt_id.removeprefix(EVALUATION)
-        return (
-            prompt.prompt_id in self.ids
-            or name in self.ids
-            or problem_key(prompt.metadata.get("problem", prompt.text)) in self.problems
-        )
+        ids = {prompt.prompt_id, prompt.prompt_id.removeprefix(EVALUATION)}
+        return bool(ids & self.ids) or _key_of(prompt) in self.problems
 
     def __or__(self, other: Seen) -> Seen:
         return Seen(self.ids | other.ids, self.problems | other.problems)
 
 
 def seen(prompts: Iterable[Prompt]) -> Seen:
-    """What training on these prompts has seen.
-
-    An id of digits alone is a place in a file, which another file has, too: there only the problem counts.
-    """
+    """The ids and problems that training on these prompts has seen."""
     prompts = list(prompts)
-    ids = (prompt.prompt_id for prompt in prompts)
-    problems = (problem_key(prompt.metadata.get("problem", prompt.text)) for prompt in prompts)
-    return Seen(named_ids(ids), frozenset(problems))
+    return Seen(named_ids(prompt.prompt_id for prompt in prompts), frozenset(map(_key_of, prompts)))
 
 
 def named_ids(ids: Iterable[str]) -> frozenset[str]:
-    """Those that name a problem wherever it stands."""
+    """The ids that identify a problem in any file; one of digits alone is a row number, which every file has."""
     return frozenset(name for name in ids if not name.isdecimal())
 
 
@@ -74,23 +67,23 @@ def read_ids(path: str | Path) -> Seen:
         raise TaskError(f"there is no file {path}") from None
     except (OSError, UnicodeDecodeError) as problem:
         raise TaskError(f"{path} cannot be read: {problem}") from None
-    found: set[str] = set()
+    ids: set[str] = set()
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            found.update(_ids_of(line.strip(), f"{path}, line {number}"))
-    if not found:
+            ids.update(_ids_of(line.strip(), f"{path}, line {number}"))
+    if not ids:
         raise TaskError(f"{path} holds no ids: write one on each line, or JSON objects with the key id")
-    return Seen(frozenset(found))
+    return Seen(frozenset(ids))
 
 
-def _ids_of(line: str, place: str) -> list[str]:
+def _ids_of(line: str, where: str) -> list[str]:
     if not line.startswith("{"):
         return [line]
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as problem:
-        raise TaskError(f"{place}: not JSON: {problem}") from None
+        raise TaskError(f"{where}: not JSON: {problem}") from None
     ids = [str(record[name]) for name in _ID_FIELDS if record.get(name) is not None]
     if not ids:
-        raise TaskError(f"{place}: an object without {', '.join(_ID_FIELDS[:-1])} or {_ID_FIELDS[-1]}")
+        raise TaskError(f"{where}: an object without {', '.join(_ID_FIELDS[:-1])} or {_ID_FIELDS[-1]}")
     return ids

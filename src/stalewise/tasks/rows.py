@@ -1,15 +1,14 @@
-"""Tasks over a finite set of rows with a problem and an answer each, wherever the rows come from."""
+"""Tasks over a finite set of rows with a problem and an answer each, from any source."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from stalewise.errors import TaskError, nearest
-from stalewise.tasks.base import CHAT, FinitePrompts, Verifier, check_range, fraction_of
+from stalewise.tasks.base import CHAT, FinitePrompts, Verifier, check_range, content_id, fraction_of
 from stalewise.tasks.overlap import EVALUATION, problem_key
 from stalewise.tasks.verifiers import make_verifier
 from stalewise.types import Prompt
@@ -17,9 +16,9 @@ from stalewise.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row and the place it stands at, which messages name."""
+    """One row and its location, for error messages."""
 
-    place: str
+    where: str
     fields: Mapping[str, Any]
 
 
@@ -44,7 +43,7 @@ class PromptForm:
         object.__setattr__(self, "metadata", chat if self.chat else {})
 
     def apply(self, problem: str) -> str:
-        """Put a problem into the template. Not with str.format: problems are full of braces."""
+        """Insert a problem into the template. Not by str.format: problems are full of braces."""
         return self.template.replace("{problem}", problem)
 
 
@@ -54,18 +53,18 @@ class _Question:
     named: bool  # whether the id is the row's own
     problem: str
     answer: str
-    place: str
+    where: str
 
 
 class RowsTask:
     """A finite task made of rows.
 
-    Held out for evaluation are `evaluation_rows` or, without those, a share `held_out` of the rows, chosen by a hash
-    of their ids: adding rows moves few others across, and the seed none. A problem that stands in both sets is
-    left out of training. `exclude_ids` leaves rows out of both. Where `rows` is None there is nothing to train on.
+    Held out for evaluation are `evaluation_rows` or, without those, a fraction `held_out` of the rows. A hash of the
+    ids chooses them: adding rows moves few others, and the seed none. A problem that is in both sets is left out of
+    training. `exclude_ids` leaves rows out of both. With `rows` None there are no training prompts.
 
-    A row's own id is its prompt id ("evaluation/" before it where it comes from `evaluation_rows`, since files
-    are often numbered alike). A row without one gets an id made of its content, and repeated rows count once.
+    A row's own id is its prompt id ("evaluation/" is prepended to ids from `evaluation_rows`, since files often use the
+    same numbers). A row without one gets an id made of its content, and repeated rows count once.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class RowsTask:
         return self._training.take(start, count)
 
     def evaluation_prompts(self, count: int) -> list[Prompt]:
-        """The first `count` held-out prompts, the same for every seed; fewer where there are fewer."""
+        """The first `count` held-out prompts, or all if there are fewer; the same for every seed."""
         check_range(0, count)
         if count and not self._evaluation:
             raise TaskError(f"{self.name} holds nothing out: set held_out above 0 or name evaluation rows")
@@ -119,28 +118,23 @@ class RowsTask:
 
     def _read(self, rows: Iterable[Row], excluded: Collection[str]) -> list[_Question]:
         """Check the rows, leave out the excluded ones, and refuse ids that occur twice."""
-        found: dict[str, _Question] = {}
+        questions: dict[str, _Question] = {}
         for question in map(self._question, rows):
-            first = found.setdefault(question.row_id, question)
+            first = questions.setdefault(question.row_id, question)
             if question.named and first is not question:
-                raise TaskError(f"{question.place}: id {question.row_id!r} was already used by {first.place}")
-        if not found:
+                raise TaskError(f"{question.where}: id {question.row_id!r} was already used by {first.where}")
+        if not questions:
             raise TaskError(f"{self.name} has no rows")
-        kept = [question for question in found.values() if question.row_id not in excluded]
+        kept = [question for question in questions.values() if question.row_id not in excluded]
         if not kept:
-            raise TaskError(f"{self.name}: exclude_ids leaves none of its {len(found)} rows")
+            raise TaskError(f"{self.name}: exclude_ids leaves none of its {len(questions)} rows")
         return kept
 
     def _question(self, row: Row) -> _Question:
-        problem = _text(row, self._form.problem_field)
-        answer = _text(row, self._form.answer_field)
+        problem, answer = _text(row, self._form.problem_field), _text(row, self._form.answer_field)
         named = row.fields.get(self._form.id_field) is not None
-        if named:
-            row_id = _text(row, self._form.id_field)
-        else:
-            content = f"{problem}\0{answer}".encode("utf-8", "surrogatepass")
-            row_id = hashlib.sha256(content).hexdigest()[:16]
-        return _Question(row_id, named, problem, answer, row.place)
+        row_id = _text(row, self._form.id_field) if named else content_id(problem, answer)
+        return _Question(row_id, named, problem, answer, row.where)
 
     def _prompt(self, question: _Question, prefix: str = "") -> Prompt:
         text, metadata = self._form.apply(question.problem), self._form.metadata
@@ -152,22 +146,22 @@ class RowsTask:
 def _text(row: Row, name: str) -> str:
     """Read a field that must hold text or a number."""
     if name not in row.fields:
-        raise TaskError(f"{row.place}: there is no field {name!r}; {nearest(name, map(str, row.fields))}")
+        raise TaskError(f"{row.where}: there is no field {name!r}; {nearest(name, map(str, row.fields))}")
     value = row.fields[name]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise TaskError(f"{row.place}: field {name!r} must be text or a number, not {type(value).__name__}")
+        raise TaskError(f"{row.where}: field {name!r} must be text or a number, not {type(value).__name__}")
     if isinstance(value, float) and not math.isfinite(value):
-        raise TaskError(f"{row.place}: field {name!r} is {value}, which nothing can equal")
+        raise TaskError(f"{row.where}: field {name!r} is {value}, which nothing can equal")
     if not str(value).strip():
-        raise TaskError(f"{row.place}: field {name!r} is empty")
+        raise TaskError(f"{row.where}: field {name!r} is empty")
     return str(value)
 
 
-def _split(questions: list[_Question], share: float, name: str) -> tuple[list[_Question], list[_Question]]:
-    """Hold out a share of the questions, at least one where the share is above 0."""
-    if not 0 <= share < 1:
-        raise TaskError(f"{name}: held_out={share} must be at least 0 and below 1")
-    number = max(1, round(share * len(questions))) if share else 0
+def _split(questions: list[_Question], fraction: float, name: str) -> tuple[list[_Question], list[_Question]]:
+    """Hold out a fraction of the questions, at least one if the fraction is above 0."""
+    if not 0 <= fraction < 1:
+        raise TaskError(f"{name}: held_out={fraction} must be at least 0 and below 1")
+    number = max(1, round(fraction * len(questions))) if fraction else 0
     if number and number >= len(questions):
         raise TaskError(
             f"{name}: {len(questions)} row(s) are too few to hold {number} out; add rows or set held_out = 0"

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stalewise.config.run import ObjectiveSection
+from stalewise.config.sections import ObjectiveSection
 from stalewise.distributed import Message
 from stalewise.errors import StoreError
 from stalewise.objectives import constant_denominator, group_advantages

@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from stalewise.config.run import LoraSection, ModelSection
+from stalewise.config.sections import LoraSection, ModelSection
 from stalewise.errors import ModelError, StoreError, nearest
 from stalewise.models.loading import load_model, pick_weights_dtype
 from stalewise.store.checkpoints import checkpoint_directory

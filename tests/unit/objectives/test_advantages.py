@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from stalewise.objectives import group_advantages
+from stalewise.objectives.advantages import group_advantages
 
 
 def test_group_divides_by_the_population_std() -> None:

@@ -14,6 +14,7 @@ from stalewise.objectives.batch_statistics import (
     anchor_weights,
     harmful,
     sequence_weights,
+    vcpo_factor,
 )
 from stalewise.objectives.tokens import make_tokens
 
@@ -186,3 +187,13 @@ def test_anchor_weights_read_both_policies() -> None:
     sums = anchor_weights(tokens_of(torch.zeros(1, 2), torch.zeros(1), torch.ones(1, 2)))
     assert sums.behaviour.log_scale.item() == pytest.approx(0.0)
     assert sums.proximal.log_scale.item() == pytest.approx(math.log(2), rel=1e-6)
+
+
+def test_vcpo_factor_is_the_root_of_the_effective_sample_size() -> None:
+    # w = {1, 1, 1, 5}: ρ = 64 / (4·28) = .571429; √ρ = .755929.
+    weights = WeightSums.of(torch.tensor([1.0, 1.0, 1.0, 5.0], dtype=torch.float64).log(), torch.ones(4).bool())
+    assert vcpo_factor(weights).item() == pytest.approx(math.sqrt(64 / 112))
+
+
+def test_fresh_data_takes_the_whole_step() -> None:
+    assert vcpo_factor(WeightSums.of(torch.zeros(5), torch.ones(5).bool())).item() == 1.0

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from stalewise.objectives import OBJECTIVES, constant_denominator, get_objective
+from stalewise.objectives.reduce import constant_denominator
+from stalewise.objectives.registry import OBJECTIVES, get_objective
 
 
 def test_the_table_holds_the_objectives_of_the_methods_page() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -9,7 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from stalewise.objectives import evaluate, get_objective, make_tokens, micro_batch_loss, micro_batch_sums
+from stalewise.objectives import (
+    OBJECTIVES,
+    evaluate,
+    get_objective,
+    make_tokens,
+    micro_batch_loss,
+    micro_batch_sums,
+    surrogates,
+)
 
 
 def loss_and_gradient(
@@ -351,3 +360,8 @@ def test_the_learner_can_give_the_exact_entropy() -> None:
     assert micro_batch_sums(tokens, token_loss).summary()["entropy"] == 1.5
     exact = torch.tensor([[0.5, 1.5]], dtype=torch.float64)
     assert micro_batch_sums(tokens, token_loss, exact).summary()["entropy"] == 1.0
+
+
+def test_every_objective_of_the_table_is_a_surrogate() -> None:
+    functions = {name for name, value in vars(surrogates).items() if inspect.isfunction(value) and name[0] != "_"}
+    assert {objective.token_loss.__name__ for objective in OBJECTIVES.values()} == functions - {"harmful", "dataclass"}

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from stalewise.objectives import evaluate, get_objective, make_tokens
+from stalewise.objectives import evaluate, get_objective
+from stalewise.objectives.tokens import make_tokens
 
 
 def inputs(**changed: Tensor) -> dict[str, Any]:

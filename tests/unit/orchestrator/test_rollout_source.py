@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stalewise.config import ScheduleSection
-from stalewise.config.run import ModelSection
+from stalewise.config.sections import ModelSection
 from stalewise.models.loading import EMBEDDED
 from stalewise.orchestrator.offline import OfflineRollouts
 from stalewise.orchestrator.pipelined import BackgroundGeneration

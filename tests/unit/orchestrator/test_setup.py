@@ -8,7 +8,7 @@ import pytest
 
 from stalewise.api import run
 from stalewise.config import make_config
-from stalewise.config.run import ObjectiveSection
+from stalewise.config.sections import ObjectiveSection
 from stalewise.errors import ConfigError
 from stalewise.orchestrator.setup import check_objective, drift_limits
 from stalewise.store.atomic import write_json_atomic

@@ -122,16 +122,16 @@ def test_an_answer_that_was_lost_on_the_way_is_no_defeat(endpoint: str, tmp_path
 def test_what_cannot_be_reached_is_one_message(endpoint: str, runs: Path) -> None:
     once = {"config_kwargs": {"retries": {"total_max_attempts": 1}}}
     gone = open_object_store("s3://bucket/x", {"endpoint_url": "http://127.0.0.1:1", **once})
-    with pytest.raises(StoreError, match=r"s3://bucket/x/y cannot be reached: .*; see to the network, the bucket and"):
+    with pytest.raises(StoreError, match=r"s3://bucket/x/y cannot be reached: .*; check the network, the bucket and"):
         gone.write("y", b"")
     with pytest.raises(StoreError, match=r"s3://no-such-bucket/x/y cannot be reached: .*bucket"):
         open_object_store("s3://no-such-bucket/x", {"endpoint_url": endpoint}).write("y", b"")
     with pytest.raises(ConfigError, match=r"storage\.url nothing://x: Protocol not known: nothing"):
         open_object_store("nothing://x")
     for storage, message in (
-        ({"url": "bucket/run"}, "no URL: say file:///absolute/path"),
+        ({"url": "bucket/run"}, "no URL: write file:///absolute/path"),
         ({"options": {"anon": True}}, "options have no meaning without a url"),
-        ({"url": "s3://b/r", "options": {"secret": "x"}}, "options.secret would be written down in the run directory"),
+        ({"url": "s3://b/r", "options": {"secret": "x"}}, "options.secret would be written to the run directory"),
     ):
         with pytest.raises(ConfigError, match=message):
             make_config(tiny_record(runs, storage=storage))

@@ -1,4 +1,4 @@
-"""Ways of judging a response, by name. A verifier's module is imported when it is asked for."""
+"""Verifiers by name. A verifier's module is imported when it is made."""
 
 from __future__ import annotations
 

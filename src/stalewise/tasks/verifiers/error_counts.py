@@ -1,4 +1,4 @@
-"""Counts what went wrong while scoring, so that a report can say it instead of hiding it in a mean."""
+"""Counts of the errors while scoring, so that a report shows them instead of hiding them in a mean."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from typing import Any
 
 from stalewise.types import Prompt, Reward
 
-LISTED = 20
-"""Prompts and responses that are named, of each kind; all are counted."""
-
+LISTED = 20  # prompts and responses of each kind that are listed; all are counted
 _EXCERPT = 200
 
 
 @dataclass(frozen=True)
 class ErrorCounts:
-    """How many responses were scored, how many failed, by kind of error, with the first example of each kind.
+    """How many responses were scored and how many failed, by kind of error, with the first example of each kind.
 
-    The kind is what stands before the colon: "ValueError", "worker died", "timeout after 5.0 s". A response in which
-    the verifier found no answer at all is scored, and counted as `unparsed`. Counts of two batches add up.
+    The kind is the text before the colon: "ValueError", "worker died", "timeout after 5.0 s". A response in which the
+    verifier found no answer is scored, and counted as `unparsed`. The counts of two batches can be added.
 
     >>> nan = float("nan")
     >>> counts = count_errors([Reward(1.0), Reward(nan, error="ValueError: no digits"), Reward(0.0)])
@@ -34,9 +32,9 @@ class ErrorCounts:
     total: int = 0
     kinds: Mapping[str, int] = field(default_factory=dict)
     examples: Mapping[str, str] = field(default_factory=dict)
-    prompts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by kind, ids of the prompts it happened at
+    prompts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # prompt ids by kind
     unparsed: int = 0
-    unparsed_examples: tuple[tuple[str, str], ...] = ()  # ids of prompts and what the response was, or its end
+    unparsed_examples: tuple[tuple[str, str], ...] = ()  # prompt id and response, or the end of it
 
     @property
     def failed(self) -> int:
@@ -44,7 +42,7 @@ class ErrorCounts:
         return sum(self.kinds.values())
 
     def __add__(self, other: ErrorCounts) -> ErrorCounts:
-        named = {
+        prompts = {
             kind: tuple(dict.fromkeys((*self.prompts.get(kind, ()), *other.prompts.get(kind, ()))))[:LISTED]
             for kind in {**self.prompts, **other.prompts}
         }
@@ -52,7 +50,7 @@ class ErrorCounts:
             self.total + other.total,
             dict(Counter(self.kinds) + Counter(other.kinds)),
             {**other.examples, **self.examples},
-            named,
+            prompts,
             self.unparsed + other.unparsed,
             (*self.unparsed_examples, *other.unparsed_examples)[:LISTED],
         )
@@ -65,7 +63,7 @@ class ErrorCounts:
         return f"{self.failed} of {self.total} responses could not be scored: {', '.join(shown)}"
 
     def record(self) -> dict[str, Any]:
-        """What manifests and evaluations say of it, as JSON writes it."""
+        """The record in manifests and evaluations, as JSON."""
         return {
             "verifier_error_kinds": dict(self.kinds),
             "verifier_error_examples": dict(self.examples),
@@ -76,7 +74,7 @@ class ErrorCounts:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any], total: int) -> ErrorCounts:
-        """What `record` wrote, of so many responses; keys that are not there count nothing."""
+        """The counts of a `record` of `total` responses; missing keys count nothing."""
         return cls(
             total,
             dict(record.get("verifier_error_kinds", {})),
@@ -94,23 +92,23 @@ class ErrorCounts:
 def count_errors(
     rewards: Iterable[Reward], prompts: Sequence[Prompt] = (), responses: Sequence[str] = ()
 ) -> ErrorCounts:
-    """Count the errors of a batch by kind; `prompts` and `responses`, where given, are named in the examples."""
+    """Count the errors of a batch by kind; `prompts` and `responses`, if given, are listed as examples."""
     total, unparsed, kinds, examples = 0, 0, Counter[str](), dict[str, str]()
-    named: dict[str, dict[str, None]] = {}
-    silent: list[tuple[str, str]] = []
+    listed: dict[str, dict[str, None]] = {}
+    unparsed_examples: list[tuple[str, str]] = []
     for reward, prompt, response in zip_longest(rewards, prompts, responses):
         total += 1
         if reward.error:
             kind = reward.error.partition(":")[0]
             kinds[kind] += 1
             examples.setdefault(kind, reward.error)
-            if prompt is not None and len(named.setdefault(kind, {})) < LISTED:
-                named[kind][prompt.prompt_id] = None
+            if prompt is not None and len(listed.setdefault(kind, {})) < LISTED:
+                listed[kind][prompt.prompt_id] = None
         elif reward.parts.get("parsed") == 0:
             unparsed += 1
-            if prompt is not None and response is not None and len(silent) < LISTED:
-                # The end, where an answer would have stood.
+            if prompt is not None and response is not None and len(unparsed_examples) < LISTED:
+                # The end, where an answer would be.
                 text = response if len(response) <= _EXCERPT else "…" + response[-_EXCERPT:]
-                silent.append((prompt.prompt_id, text))
-    listed = {kind: tuple(ids) for kind, ids in named.items()}
-    return ErrorCounts(total, dict(kinds), examples, listed, unparsed, tuple(silent))
+                unparsed_examples.append((prompt.prompt_id, text))
+    by_kind = {kind: tuple(ids) for kind, ids in listed.items()}
+    return ErrorCounts(total, dict(kinds), examples, by_kind, unparsed, tuple(unparsed_examples))

@@ -1,4 +1,4 @@
-"""Compares texts."""
+"""Scores responses by comparing texts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from stalewise.types import Prompt, Reward
 
 
 class ExactVerifier(LocalVerifier):
-    """The response must be the answer, but for white space around either."""
+    """The response must equal the answer, except for surrounding white space."""
 
     def judge(self, prompt: Prompt, response: str) -> Reward:
         """Score one response."""

@@ -1,4 +1,4 @@
-"""The other side of the pool: a process that loads a judge and scores one response after another.
+"""The worker process of the pool: loads a judge and scores one response after another.
 
 It imports nothing but the judge, so it starts quickly and never holds a second copy of torch.
 """
@@ -6,13 +6,13 @@ It imports nothing but the judge, so it starts quickly and never holds a second 
 from __future__ import annotations
 
 import faulthandler
-import importlib
 import math
 import os
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
-from typing import Any, SupportsFloat, SupportsIndex
+from typing import SupportsFloat, SupportsIndex
 
+from stalewise.tasks.base import load
 from stalewise.types import Prompt, Reward
 
 Judge = Callable[[Prompt, str], object]
@@ -22,9 +22,9 @@ _LONGEST_ERROR = 300
 
 
 def main(descriptor: int) -> None:
-    """Serve requests that come over the socket with this descriptor until the parent closes it."""
+    """Serve requests over the socket with this descriptor until the parent closes it."""
     os.set_inheritable(descriptor, False)  # programs that a judge starts must not keep the socket open
-    os.dup2(2, 1)  # what a judge prints belongs to the log, not to the data on our parent's standard output
+    os.dup2(2, 1)  # what a judge prints belongs to the log, not to the parent's standard output
     connection = Connection(descriptor)
     try:
         factory, options, limit = connection.recv()
@@ -37,27 +37,21 @@ def main(descriptor: int) -> None:
         with open(os.devnull, "w") as nowhere:
             while True:
                 prompt, response = connection.recv()
-                # The parent kills a judge that is over its limit. Where the parent itself was killed, this
-                # timer ends the process; it runs outside of Python, so no judge can block it.
+                # The parent kills a judge that is over its limit. If the parent itself was killed, this timer ends the
+                # process; it runs outside of Python, so no judge can block it.
                 faulthandler.dump_traceback_later(2 * limit + 1, exit=True, file=nowhere)
                 reward = judged(judge, prompt, response)
                 faulthandler.cancel_dump_traceback_later()
                 connection.send((reward.value, dict(reward.parts), reward.error))
     except (EOFError, OSError):
-        return  # the parent has gone or has closed the pool
-
-
-def load(reference: str) -> Callable[..., Any]:
-    """Import what a reference "module:function" names."""
-    module, _, function = reference.partition(":")
-    return getattr(importlib.import_module(module), function)
+        return  # the parent has ended or closed the pool
 
 
 def judged(judge: Judge, prompt: Prompt, response: str) -> Reward:
     """Call a judge and make a Reward of what it returns or raises."""
     try:
         return reward_of(judge(prompt, response))
-    except BaseException as problem:  # sys.exit in a judge must not take the worker along
+    except BaseException as problem:  # sys.exit in a judge must not end the worker
         return Reward(math.nan, error=describe(problem))
 
 
@@ -71,18 +65,17 @@ def reward_of(result: object) -> Reward:
     """
     if isinstance(result, Reward):
         return result if result.error else _finite(result.value, result.parts)
-    if isinstance(result, Mapping):
-        if "reward" not in result:
-            return Reward(math.nan, error='no reward: a dict from a verifier must have the key "reward"')
-        parts = {str(name): value for name, value in result.items() if name != "reward"}
-        return _finite(result["reward"], parts)
-    return _finite(result, {})
+    if not isinstance(result, Mapping):
+        return _finite(result, {})
+    if "reward" not in result:
+        return Reward(math.nan, error='no reward: a dict from a verifier must have the key "reward"')
+    return _finite(result["reward"], {str(name): value for name, value in result.items() if name != "reward"})
 
 
 def _finite(value: object, parts: Mapping[str, object]) -> Reward:
     numbers: dict[str, float] = {}
     for name, item in {"reward": value, **parts}.items():
-        # float() alone would also read strings; this lets the scalars of numpy and torch through.
+        # float() alone would also read strings; this accepts the scalars of numpy and torch.
         number = float(item) if isinstance(item, SupportsFloat | SupportsIndex) else None
         if number is None or not math.isfinite(number):
             shown = type(item).__name__ if number is None else str(number)
@@ -92,7 +85,7 @@ def _finite(value: object, parts: Mapping[str, object]) -> Reward:
 
 
 def describe(problem: BaseException) -> str:
-    """Say on one line what was raised: class and message."""
+    """The class and message of an exception on one line."""
     try:
         message = " ".join(str(problem).split())
     except Exception:  # an exception of the user's whose own __str__ raises

@@ -1,4 +1,4 @@
-"""Compares mathematics with math-verify: 1/2, 0.5 and \\frac{1}{2} are the same answer."""
+"""Scores mathematics with math-verify: 1/2, 0.5 and \\frac{1}{2} are the same answer."""
 
 from __future__ import annotations
 
@@ -17,30 +17,29 @@ from stalewise.types import Prompt, Reward
 class MathVerifier(ProcessVerifier):
     """The answer that math-verify finds in the response must equal the gold answer.
 
-    A response in which it finds none is worth 0, with the part `parsed` 0; a gold answer that it cannot parse is
-    an error. A gold answer is taken for LaTeX whether or not it stands between dollars or in a box.
+    A response without an answer gets 0, with the part `parsed` 0; a gold answer that cannot be parsed is an error. Gold
+    answers are parsed as LaTeX, with or without dollars or a box.
     """
 
     def __init__(self, *, workers: int | None = None, limit_s: float = 5.0):
         need("math_verify", "math", "the verifier math")
         super().__init__(f"{__name__}:load_judge", workers=workers, limit_s=limit_s)
-        self._comes_back: dict[str, bool] = {}  # by gold answer: evaluations of a run ask for the same ones
+        self._matches: dict[str, bool] = {}  # by gold answer; a run evaluates on the same ones again
 
     def unmatched(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Prompts whose own gold answer, given in a box, is not right: only a part of it was read, as of a sentence.
+        """Prompts whose gold answer, given as a boxed response, is scored as wrong: e.g. only a part of it was parsed.
 
-        Each different answer is scored once, in the workers and under their limit; what cannot be scored is not listed.
+        Each different answer is scored once; prompts that cannot be scored are not listed.
         """
-        new = {prompt.answer: prompt for prompt in prompts if prompt.answer not in self._comes_back}
-        given = [rf"The answer is \boxed{{{answer}}}." for answer in new]
-        rewards = self.score(list(new.values()), given)
-        self._comes_back |= {answer: reward.value != 0 for answer, reward in zip(new, rewards, strict=True)}
-        return [prompt for prompt in prompts if not self._comes_back[prompt.answer]]
+        new = {prompt.answer: prompt for prompt in prompts if prompt.answer not in self._matches}
+        rewards = self.score(list(new.values()), [rf"The answer is \boxed{{{answer}}}." for answer in new])
+        self._matches |= {answer: reward.value != 0 for answer, reward in zip(new, rewards, strict=True)}
+        return [prompt for prompt in prompts if not self._matches[prompt.answer]]
 
 
 def load_judge() -> Judge:
     """Make the judge; runs in a worker."""
-    # Its own time limits are switched off, since the pool has a harder one, and it would warn of that.
+    # math-verify warns that its own time limits are off; the pool has a harder one.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     from math_verify import parse, verify
 

@@ -1,4 +1,4 @@
-"""Compares numbers: the first or the last one in the response with the answer, exactly."""
+"""Scores the first or the last number in the response against the answer, exactly."""
 
 from __future__ import annotations
 
@@ -24,15 +24,14 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 
-_LONGEST = 1000
-"""Characters beyond which a number is taken for noise: reading an integer takes quadratic time."""
+_LONGEST = 1000  # characters of a number; parsing an integer takes quadratic time
 
 
 class NumberVerifier(LocalVerifier):
     """The first or the last number in the response must equal the answer: exactly, as fractions.
 
     Understands signs, decimals, thousands separators, exponents and fractions, so "1,250.0" equals "1250".
-    The part `parsed` says whether the response has a number at all. A gold answer that has none is an error.
+    The part `parsed` says whether the response has a number. A gold answer without one is an error.
     """
 
     def __init__(self, which: Literal["first", "last"] = "last"):

@@ -1,10 +1,9 @@
-"""Runs judges that may hang, raise or crash in processes of their own, each request under a hard time limit.
+"""Runs judges that may hang, raise or crash in worker processes, each response under a hard time limit.
 
-The workers are fresh interpreters, not forks (a fork copies the locks of the parent's threads and its CUDA
-context) and not `multiprocessing`'s spawn either: that imports the parent's `__main__` again, which would load
-torch into every worker and run scripts that have no `if __name__ == "__main__"` a second time. A worker stands
-in a session of its own: Ctrl-C in the terminal reaches only the parent, and killing the worker's process group
-takes along whatever the judge started.
+The workers are fresh interpreters: a fork would copy the locks of the parent's threads and its CUDA context, and
+`multiprocessing`'s spawn imports the parent's `__main__` again, which would load torch into every worker and run
+scripts without `if __name__ == "__main__"` twice. A worker has its own session: Ctrl-C in the terminal reaches only the
+parent, and killing the worker's process group also ends everything that the judge started.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ from stalewise.errors import TaskError
 from stalewise.tasks.base import paired
 from stalewise.types import Prompt, Reward
 
-START_LIMIT_S = 120.0
-"""How long a worker may take to import its judge; sympy takes a second, on a busy disk many."""
-
+START_LIMIT_S = 120.0  # for a worker to import its judge; sympy takes a second, much longer on a busy disk
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from stalewise.tasks.verifiers.judge_process import main; main(int(sys.argv[2]))"
@@ -39,7 +36,7 @@ _PROGRAM = (
 
 
 class _Worker:
-    """One process: what it does now, and until when it may."""
+    """One process, the response it judges, and its deadline."""
 
     def __init__(self, factory: str, options: Mapping[str, Any], limit_s: float):
         ours, theirs = socket.socketpair()
@@ -53,18 +50,18 @@ class _Worker:
         finally:
             theirs.close()
         self.connection = Connection(ours.detach())
-        self.item: int | None = None  # the place in the batch of the response it is judging
+        self.item: int | None = None  # index in the batch of the response it is judging
         self.ready = False
         self.deadline = time.monotonic() + START_LIMIT_S
         self.connection.send((factory, dict(options), limit_s))
 
-    def give(self, item: int, prompt: Prompt, response: str, limit_s: float) -> None:
+    def submit(self, item: int, prompt: Prompt, response: str, limit_s: float) -> None:
         self.item, self.deadline = item, time.monotonic() + limit_s
         self.connection.send((prompt, response))
 
     def end(self, patience_s: float = 0.0) -> str:
-        """End the process and say how it ended. Patience lets a judge's own clean-up run."""
-        self.connection.close()  # an idle worker takes this as the word to leave
+        """End the process and return how it ended. `patience_s` gives a judge time to clean up."""
+        self.connection.close()  # an idle worker exits on this
         try:
             code = self.process.wait(patience_s) if patience_s else self.process.poll()
         except subprocess.TimeoutExpired:
@@ -78,12 +75,12 @@ class _Worker:
 
 
 class ProcessVerifier:
-    """A verifier whose judge runs in worker processes. Start is lazy: no process before the first score.
+    """A verifier whose judge runs in worker processes, which start at the first score.
 
-    `factory` names a function "module:function" that is called once per worker with `options` and returns the
-    judge: a callable (prompt, response) that returns a Reward, a number, or a mapping of numbers with the key
-    "reward". Whatever goes wrong with one response is that response's error: no answer within `limit_s`
-    seconds, an exception, no finite number, a dead process. Without `workers` there is one per CPU, at most 8.
+    `factory` names a function "module:function" that is called once per worker with `options` and returns the judge: a
+    callable (prompt, response) that returns a Reward, a number, or a mapping of numbers with the key "reward". A
+    failure is the error of its own response: no result within `limit_s` seconds, an exception, no finite number, a dead
+    process. Without `workers` there is one per CPU, at most 8.
     """
 
     def __init__(
@@ -108,14 +105,14 @@ class ProcessVerifier:
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
         """Score `responses[i]` as an answer to `prompts[i]`; results in the same order.
 
-        Takes at most limit × items per worker, and the time in which workers start.
+        Takes at most limit × items per worker, plus the time to start workers.
         """
         items = paired(prompts, responses)
         with self._lock:
             try:
                 return self._score(items)
             finally:
-                # After Ctrl-C some still work on this batch: their answers must not reach the next one.
+                # After Ctrl-C some still work on this batch: their results must not reach the next one.
                 for worker in [worker for worker in self._running if worker.item is not None]:
                     self._drop(worker)
 
@@ -137,49 +134,45 @@ class ProcessVerifier:
             missing = min(self.workers, len(waiting)) - sum(worker.item is None for worker in self._running)
             for _ in range(min(missing, self.workers - len(self._running))):
                 self._running.append(_Worker(self.factory, self.options, self.limit_s))
-            for worker in list(self._running):
-                if waiting and worker.ready and worker.item is None and self._give(worker, waiting[0], items):
+            for worker in [worker for worker in self._running if worker.ready and worker.item is None]:
+                if not waiting:
+                    break
+                try:
+                    worker.submit(waiting[0], *items[waiting[0]], self.limit_s)
                     waiting.popleft()
+                except OSError:  # it died while idle, which is not this response's fault
+                    self._drop(worker)
             for item, reward in self._collect():
                 rewards[item] = reward
         return [reward for reward in rewards if reward is not None]
 
-    def _give(self, worker: _Worker, item: int, items: list[tuple[Prompt, str]]) -> bool:
-        try:
-            worker.give(item, *items[item], self.limit_s)
-        except OSError:  # it died while idle, which is not this response's fault
-            self._drop(worker)
-            return False
-        return True
-
     def _collect(self) -> list[tuple[int, Reward]]:
-        """Wait until a worker says something, dies or is out of time; return what became of its response."""
-        now = time.monotonic()
+        """Wait until a worker answers, dies or is out of time; return the results."""
         pending = [worker for worker in self._running if worker.item is not None or not worker.ready]
         if not pending:
             return []
-        patience = max(0.0, min(worker.deadline for worker in pending) - now)
-        speaking = wait([worker.connection for worker in pending], patience)
+        patience = max(0.0, min(worker.deadline for worker in pending) - time.monotonic())
+        answered = wait([worker.connection for worker in pending], patience)
         results: list[tuple[int, Reward]] = []
         for worker in pending:
             item = worker.item
-            reward = self._hear(worker) if worker.connection in speaking else self._check_time(worker)
+            reward = self._receive(worker) if worker.connection in answered else self._check_time(worker)
             if item is not None and reward is not None:
                 results.append((item, reward))
         return results
 
-    def _hear(self, worker: _Worker) -> Reward | None:
+    def _receive(self, worker: _Worker) -> Reward | None:
         try:
             message = worker.connection.recv()
         except (EOFError, OSError):
             end = self._drop(worker, patience_s=1.0)
             if not worker.ready:
-                raise TaskError(f"the verifier's process ended while it loaded {self._what()}: {end}") from None
+                raise TaskError(f"the verifier's process ended while it loaded {self._judge_name()}: {end}") from None
             return Reward(math.nan, error=f"worker died: {end}")
         if not worker.ready:
             if message:
                 self._drop(worker)
-                raise TaskError(f"the verifier cannot load {self._what()}: {message}")
+                raise TaskError(f"the verifier cannot load {self._judge_name()}: {message}")
             worker.ready = True
             return None
         worker.item = None
@@ -191,14 +184,14 @@ class ProcessVerifier:
             return None
         self._drop(worker)
         if not worker.ready:
-            raise TaskError(f"the verifier did not load {self._what()} within {START_LIMIT_S:.0f} s")
+            raise TaskError(f"the verifier did not load {self._judge_name()} within {START_LIMIT_S:.0f} s")
         return Reward(math.nan, error=f"timeout after {self.limit_s} s")
 
     def _drop(self, worker: _Worker, patience_s: float = 0.0) -> str:
         self._running.remove(worker)
         return worker.end(patience_s)
 
-    def _what(self) -> str:
+    def _judge_name(self) -> str:
         return str(self.options.get("function", self.factory))
 
 
@@ -206,7 +199,7 @@ def _end_all(workers: list[_Worker], owner: int) -> None:
     if os.getpid() != owner:
         return  # a fork of the owner: the workers are not ours
     for worker in workers:
-        worker.connection.close()  # all at once, so that they leave at the same time
+        worker.connection.close()  # all at once, so that they exit at the same time
     deadline = time.monotonic() + 1.0
     for worker in workers:
         worker.end(max(0.01, deadline - time.monotonic()) if worker.item is None else 0.0)

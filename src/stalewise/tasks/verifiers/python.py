@@ -1,20 +1,20 @@
-"""Calls a function of the user's."""
+"""Scores responses with a function of the user's."""
 
 from __future__ import annotations
 
 import importlib.util
 
 from stalewise.errors import TaskError
-from stalewise.tasks.verifiers.judge_process import Judge, load
+from stalewise.tasks.base import load
+from stalewise.tasks.verifiers.judge_process import Judge
 from stalewise.tasks.verifiers.pool import ProcessVerifier
 
 
 class PythonVerifier(ProcessVerifier):
     """A function "module:function", called with (prompt, response) in a worker process.
 
-    It returns a number, which is the reward, or a dict of numbers, of which "reward" is the reward and the others
-    are its parts. There is no rule that makes a reward out of the parts: a sum and a mean are both surprising, so
-    a dict without "reward" is an error.
+    It returns the reward as a number, or a dict of numbers with the key "reward"; the others are its parts. A dict
+    without "reward" is an error: neither the sum nor the mean of the parts would be an obvious reward.
     """
 
     def __init__(self, function: str, *, workers: int | None = None, limit_s: float = 5.0):

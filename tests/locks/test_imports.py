@@ -1,105 +1,52 @@
-"""Who may import whom. A room is a module or a package directly under `stalewise`; a new one needs a row here.
+"""Who may import whom. A room is a package or a module directly under `stalewise`; a new one needs a row in the table.
 
-Arrows hold for imports anywhere in a file, inside functions and under TYPE_CHECKING, too. "Without torch" is about what
-happens when a module is imported, so only what runs at import time counts there.
+The table is about imports anywhere in a file, also inside functions and under TYPE_CHECKING. "Without torch" is about
+what happens when a module is imported, so only imports at import time count there.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "src"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src"
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
 
-BASE = frozenset({"errors", "types"})
-PURE = frozenset({"objectives", "diagnostics", "staleness"})
-DATA = BASE | {"files", "exclusive", "sections", "control", "config", "tasks", "store", "checkpoints"}
-CONTROL = frozenset({"records", "rollbacks", "guard", "course", "budget"})
-ROOMS = frozenset({"models", "distributed", "generate", "workers", "learn", "memory", "evaluate", "report"})
+PURE = frozenset({"objectives", "staleness"})
+BASE = frozenset({"errors", "types", "statistics"})
+DATA = BASE | PURE | {"store", "tasks", "config"}
 
-# In the order in which data goes: tasks → generate → store → learn → checkpoints → evaluate → report.
+# From the bottom up. docs/architecture.md has the same table.
 MAY_IMPORT: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "types": frozenset(),
-    "objectives": BASE | {"diagnostics"},
-    "diagnostics": BASE | {"objectives"},
-    "staleness": BASE | {"objectives", "diagnostics"},
-    "files": BASE,
-    "exclusive": BASE | {"files"},
-    "sections": frozenset(),
-    "control": frozenset({"sections", "staleness"}),
-    "config": BASE | PURE | {"files", "tasks", "sections", "control"},
+    "statistics": frozenset(),
+    "objectives": BASE,
+    "staleness": BASE,
+    "store": BASE,
     "tasks": BASE,
-    "splitmix": frozenset(),
-    "store": BASE | {"files", "exclusive", "splitmix"},
-    "launch": BASE,
-    "distributed": BASE | PURE | {"launch"},
-    "smollm2": BASE | {"files"},
-    "models": BASE | {"files", "config", "smollm2"},
-    "checkpoints": BASE | {"files", "config", "models"},
-    "kernels": frozenset(),
-    "compilation": frozenset({"config", "kernels"}),
-    "norms": frozenset(),
-    "rotation": frozenset({"kernels"}),
-    "recording": frozenset({"errors"}),
-    "transfer": frozenset(),
-    "attention": frozenset({"kernels", "transfer"}),
-    "generate": DATA
-    | {"models", "attention", "compilation", "kernels", "staleness", "norms", "rotation"}
-    | {"splitmix", "recording", "transfer"},
-    "learn": DATA
-    | PURE
-    | {"models", "attention", "compilation", "distributed", "kernels", "norms"}
-    | {"recording", "transfer"},
-    "depot": BASE | {"files", "exclusive"},
-    "workers": DATA | {"depot", "distributed", "generate", "rundirectory", "watch"},
-    "memory": BASE | {"config", "models", "objectives", "learn"},
-    "intervals": frozenset(),
-    "evaluate": DATA | {"models", "generate", "diagnostics", "staleness", "intervals"},
-    "report": DATA | PURE,
-    "compare": BASE | {"intervals", "report"},
-    "watch": frozenset(),
-    "rundirectory": BASE | {"files", "config"},
-    "exclusion": DATA | {"rundirectory", "models", "smollm2"},
-    "records": DATA | {"staleness"},
-    "rollbacks": DATA | {"staleness", "records"},
-    "guard": DATA | {"staleness", "records", "rollbacks"},
-    "course": DATA | {"staleness"},
-    "budget": frozenset({"staleness"}),
-    "stretch": DATA | PURE | CONTROL | {"learn", "watch"},
-    "beginning": DATA | {"learn", "models"},
-    "conductor": DATA | PURE | ROOMS | CONTROL | {"beginning", "calibration", "stretch"} | {"rundirectory", "watch"},
-    "pipeline": DATA | PURE | {"rundirectory", "watch", "conductor", "launch"},
-    "together": DATA | {"distributed", "models", "learn", "workers", "rundirectory", "launch"},
-    "run": DATA | PURE | ROOMS | {"rundirectory", "watch", "calibration", "conductor", "pipeline", "together"},
-    "relearn": DATA | PURE | ROOMS | {"rundirectory", "watch", "conductor"},
-    "verbs": DATA
-    | PURE
-    | ROOMS
-    | {"rundirectory", "watch", "calibration", "conductor", "run", "relearn", "exclusion", "together", "memory"},
-    "demo": DATA | ROOMS | {"rundirectory", "watch", "run", "verbs"},
-    "inspection": DATA | {"rundirectory"},
-    "browser": DATA | {"report", "inspection"},
-    "hub": DATA | {"report", "rundirectory", "smollm2", "models", "objectives", "template"},
-    "template": BASE | {"config", "control", "tasks"},
-    "calibration": DATA | PURE | {"models", "rundirectory", "watch", "template"},
-    "trackers": BASE | {"files", "config", "rundirectory"},
-    "progress": BASE | {"config", "watch", "trackers"},
-    "doctor": DATA | ROOMS | {"rundirectory", "run", "trackers"},
-    "reproduce": DATA | PURE | ROOMS | {"rundirectory", "calibration", "run", "verbs", "compare", "intervals"},
-    "integrations": BASE | PURE | {"store", "distributed", "learn"},
+    "config": BASE | {"staleness", "store", "tasks"},
+    "distributed": BASE | {"objectives"},
+    "models": BASE | {"store", "config"},
+    "reporting": BASE | {"staleness", "store", "config"},
+    "rollout": DATA | {"models", "distributed"},
+    "trainer": DATA | {"models", "distributed"},
+    "planning": DATA | {"models", "trainer"},
+    "orchestrator": DATA | {"models", "distributed", "reporting", "rollout", "trainer", "planning"},
+    "integrations": DATA | {"models", "distributed", "reporting", "trainer"},
+    "api": DATA | {"models", "distributed", "reporting", "rollout", "trainer", "planning", "orchestrator"},
+    "cli": DATA | {"models", "reporting", "rollout", "planning", "orchestrator", "integrations", "api"},
     "__main__": frozenset({"cli"}),
-    "cli": DATA
-    | {"report", "browser", "compare", "rundirectory", "run", "verbs", "demo", "inspection", "template", "progress"}
-    | {"doctor", "hub", "reproduce", "together", "workers"}
-    | {"calibration", "memory", "models"},
 }
+MAX_ROWS = 20
 
 # No files, no network, no configuration, no collectives, no models: this is all that the pure rooms may use.
 PURE_EXTERNAL = frozenset(
@@ -116,27 +63,9 @@ IMPURE_ATTRIBUTES = frozenset(
     }
 )
 
-# The package itself is the room "": it reaches others only when a verb is asked for.
-WITHOUT_TORCH = frozenset(
-    {
-        *("", "errors", "types", "files", "sections", "control", "config", "tasks", "store", "report"),
-        *("intervals", "compare"),
-        *(
-            "splitmix",
-            "exclusive",
-            "launch",
-            "watch",
-            "rundirectory",
-            "inspection",
-            "browser",
-            "hub",
-            "template",
-            "progress",
-            "cli",
-            "__main__",
-        ),
-    }
-)
+# "" is the package itself: it imports others when one of its names is first used.
+WITHOUT_TORCH = BASE | {"", "store", "tasks", "config", "distributed", "reporting", "cli", "__main__"}
+IMPORTED_LATE = frozenset({"stalewise.cli.demo"})  # by the command that it is
 HEAVY = frozenset({"torch", "transformers", "accelerate", "trl", "vllm"})
 
 
@@ -173,7 +102,7 @@ def _imports(node: ast.AST, package: str, at_import_time: bool) -> Iterator[Impo
     elif isinstance(node, ast.ImportFrom):
         base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
         module = ".".join([*base, *([node.module] if node.module else [])])
-        # `from stalewise import learn` asks for the room learn.
+        # `from stalewise import trainer` imports the room trainer.
         yield from (Import(f"{module}.{alias.name}", node.lineno, at_import_time) for alias in node.names)
     for child in ast.iter_child_nodes(node):
         later = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or _is_for_types_only(node, child)
@@ -194,7 +123,7 @@ def modules(source: Path = SOURCE) -> dict[str, Module]:
 
 
 def room_of(name: str) -> str:
-    """The room that an import asks for; empty for the package itself and for other people's packages."""
+    """The room of an import; empty for the package itself and for external packages."""
     parts = name.split(".")
     return parts[1] if parts[0] == "stalewise" and len(parts) > 1 and parts[1] != "__version__" else ""
 
@@ -203,7 +132,7 @@ def forbidden_arrows(found: dict[str, Module]) -> list[str]:
     problems: list[str] = []
     for module in found.values():
         if module.room == "":
-            # Later is allowed: for types, and in `__getattr__`, which fetches a verb when somebody asks for it.
+            # Later is allowed: for types, and in `__getattr__`, which imports a function when it is first used.
             now = [i for i in module.imports() if i.at_import_time and room_of(i.name)]
             problems += [f"{module.name}:{i.line} imports {i.name}" for i in now]
             continue
@@ -239,7 +168,7 @@ def is_within(name: str, module: str) -> bool:
 
 
 def way_to_torch(found: dict[str, Module], start: str) -> list[str]:
-    """The chain of imports by which importing `start` imports torch or its like; empty where it does not."""
+    """The chain of imports by which importing `start` imports torch or another heavy package; empty if it does not."""
     chains = [[start]]
     seen: set[str] = set()
     while chains:
@@ -265,27 +194,68 @@ def test_rooms_import_only_what_the_table_allows() -> None:
     assert forbidden_arrows(FOUND) == []
 
 
-def test_the_table_keeps_generation_and_learning_apart() -> None:
-    def reachable(room: str) -> set[str]:
-        reached: set[str] = set()
-        waiting = [room]
-        while waiting:
-            waiting += (more := MAY_IMPORT[waiting.pop()] - reached)
-            reached |= more
-        return reached
+def reachable(table: Mapping[str, frozenset[str]], room: str) -> set[str]:
+    """Every room that a room may import, directly or through others."""
+    reached: set[str] = set()
+    waiting = [room]
+    while waiting:
+        waiting += (more := table[waiting.pop()] - reached)
+        reached |= more
+    return reached
 
-    assert "learn" not in reachable("generate")
-    assert "generate" not in reachable("learn")
-    assert not {"generate", "learn"} & reachable("report")
-    assert not {"config", "files", "store", "distributed", "models"} & set().union(*map(reachable, PURE))
+
+def mutual(table: Mapping[str, frozenset[str]]) -> list[str]:
+    """Rooms that may import themselves through others: with such a row the table is not one-way."""
+    return [room for room in table if room in reachable(table, room)]
+
+
+def documented(text: str) -> dict[str, frozenset[str]]:
+    """The table under "## Who may import whom": `room | may import`, with backticked names."""
+    _, _, section = text.partition("## Who may import whom\n")
+    rows = re.findall(r"^\| *`(\w+)` *\|([^|\n]*)\|", section.partition("\n## ")[0], flags=re.MULTILINE)
+    return {room: frozenset(re.findall(r"`(\w+)`", names)) for room, names in rows}
+
+
+def test_the_table_is_small_and_one_way() -> None:
+    assert len(MAY_IMPORT) <= MAX_ROWS
+    assert mutual(MAY_IMPORT) == []
+
+
+def test_a_cycle_in_the_table_is_found() -> None:
+    pair, ring = {"a": "b", "b": "a"}, {"a": "b", "b": "c", "c": "a", "d": "a"}
+    assert mutual({room: frozenset(names) for room, names in pair.items()}) == ["a", "b"]
+    assert mutual({room: frozenset(names) for room, names in ring.items()}) == ["a", "b", "c"]
+
+
+def test_the_table_is_in_the_documentation() -> None:
+    assert documented(ARCHITECTURE.read_text()) == MAY_IMPORT
+
+
+def test_a_table_that_differs_is_found() -> None:
+    rows = "".join(f"| `{room}` | {', '.join(f'`{name}`' for name in names)} |\n" for room, names in MAY_IMPORT.items())
+    page = f"# A\n\n## Who may import whom\n\n| room | may import |\n|---|---|\n{rows}\n## Next\n\n| `x` | `y` |\n"
+    assert documented(page) == MAY_IMPORT
+    assert documented(page.replace("| `__main__` | `cli` |", "| `__main__` |  |")) != MAY_IMPORT
+
+
+def test_the_table_keeps_rollout_and_trainer_apart() -> None:
+    reach = {room: reachable(MAY_IMPORT, room) for room in MAY_IMPORT}
+    assert "trainer" not in reach["rollout"]
+    assert "rollout" not in reach["trainer"]
+    assert not {"rollout", "trainer", "models"} & reach["reporting"]
+    assert all(reach[room] <= BASE for room in PURE)
 
 
 def test_pure_rooms_do_no_input_or_output() -> None:
     assert impurities(FOUND) == []
 
 
+def without_torch() -> list[str]:
+    return [name for name, module in FOUND.items() if module.room in WITHOUT_TORCH and name not in IMPORTED_LATE]
+
+
 def test_rooms_without_torch_have_no_way_to_it() -> None:
-    chains = [way_to_torch(FOUND, name) for name, module in FOUND.items() if module.room in WITHOUT_TORCH]
+    chains = [way_to_torch(FOUND, name) for name in without_torch()]
     assert [" → ".join(chain) for chain in chains if chain] == []
 
 
@@ -296,7 +266,7 @@ def run_python(code: str) -> str:
 
 
 def test_rooms_without_torch_import_without_it_for_real() -> None:
-    names = [name for name, module in FOUND.items() if module.room in WITHOUT_TORCH]
+    names = without_torch()
     assert {"stalewise.store", "stalewise.tasks", "stalewise.types", "stalewise.errors"} <= set(names)
     loaded = run_python(f"import sys, {', '.join(names)}; print(*sorted({set(HEAVY)!r} & set(sys.modules)))")
     assert loaded == ""
@@ -317,19 +287,20 @@ for name in {names!r}:
     assert run_python(code) == ""
 
 
-# The locks must be able to close: each line below, in a copy of the package's shape, has to be found.
+# Each of these lines must be found in a copy of the package's shape.
 BREACHES = [
-    ("generate/hf.py", "from stalewise.trainer.step import update", "imports stalewise.trainer.step.update"),
-    ("learn/loop.py", "def f():\n    from stalewise import generate", "imports stalewise.rollout"),
-    ("learn/loop.py", "from ..generate import hf", "imports stalewise.rollout.engines.embedded"),
-    ("report/html.py", "import stalewise.trainer", "imports stalewise.trainer"),
+    ("rollout/generate.py", "from stalewise.trainer.step import update", "imports stalewise.trainer.step.update"),
+    ("trainer/trainer.py", "def f():\n    from stalewise import rollout", "imports stalewise.rollout"),
+    ("trainer/trainer.py", "from ..rollout import generate", "imports stalewise.rollout.generate"),
+    ("reporting/render.py", "import stalewise.trainer", "imports stalewise.trainer"),
     ("objectives/new.py", "from stalewise.config import Run", "imports stalewise.config.Run"),
     ("objectives/new.py", "import torch.distributed as dist", "imports torch.distributed"),
     ("objectives/new.py", "from torch import distributed", "imports torch.distributed"),
     ("objectives/new.py", "import torch\ntorch.distributed.barrier()", "uses torch.distributed"),
-    ("diagnostics.py", "def f():\n    from pathlib import Path", "imports pathlib.Path"),
+    ("objectives/diagnostics.py", "def f():\n    from pathlib import Path", "imports pathlib.Path"),
     ("staleness/law.py", "import transformers", "imports transformers"),
     ("staleness/law.py", "x = open('law.json')", "calls open"),
+    ("store/reader.py", "from stalewise.config import RunConfig", "imports stalewise.config.RunConfig"),
     ("novelty.py", "x = 1", "is in no room of the table"),
     ("__init__.py", "from stalewise.api import run", "imports stalewise.api.run"),
 ]

@@ -1,0 +1,81 @@
+"""Run directories: whose they are, and what came of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stalewise.config import RunConfig, make_config, write_resolved
+from stalewise.config.run_directory import (
+    check_identity,
+    flat,
+    identity_differences,
+    is_started,
+    read_config,
+    read_result,
+)
+from stalewise.errors import StoreError
+from stalewise.store.atomic import append_line
+
+
+def config_in(runs: Path, **record: Any) -> RunConfig:
+    return make_config({"runs": str(runs), **record})
+
+
+def test_a_directory_belongs_to_its_config_once_it_is_started(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    check_identity(config)  # there is no directory yet
+    write_resolved(config, config.directory / "config.resolved.json")
+    other = config_in(tmp_path, seed=5)
+    check_identity(other)  # nothing was made yet
+    (config.directory / "checkpoints" / ".v000000.tmp-1").mkdir(parents=True)
+    assert not is_started(config.directory)
+    (config.directory / "checkpoints" / "v000000").mkdir()
+    assert is_started(config.directory)
+    check_identity(config)
+    with pytest.raises(StoreError, match=r"belongs to another config \(seed was 0 and is 5\): choose another name"):
+        check_identity(other)
+
+
+def test_what_may_change_is_no_difference() -> None:
+    recorded = make_config({}).model_dump(mode="json")
+    free = {"trackers": ["wandb"], "sampler": {"engine": "vllm"}, "learner": {"record_tokens": False}, "name": "b"}
+    assert identity_differences(make_config(free), recorded) == []
+    changed = make_config({"batch": {"prompts": 8}, "seed": 1})
+    assert identity_differences(changed, recorded, but=["seed"]) == ["batch.prompts was 32 and is 8"]
+    del recorded["evaluation"]["samples"]  # a setting that is newer than the run had its default
+    assert identity_differences(make_config({}), recorded) == []
+
+
+def test_other_directories_and_formats_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"is no run directory: it has no config\.resolved\.json"):
+        read_config(tmp_path)
+    config = config_in(tmp_path)
+    path = config.directory / "config.resolved.json"
+    write_resolved(config, path)
+    assert read_config(config.directory) == config
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": "stalewise.run/9"}))
+    with pytest.raises(StoreError, match="has another format than"):
+        read_config(config.directory)
+    with pytest.raises(StoreError, match=r"has format stalewise\.run/9; this release reads stalewise\.run/1"):
+        check_identity(config)
+
+
+def test_the_result_sums_up_the_journal(tmp_path: Path) -> None:
+    for record in (
+        {"event": "learn", "seconds": 2.0},
+        {"event": "ranks", "world": 2},
+        {"event": "learn", "seconds": 1.5},
+    ):
+        append_line(tmp_path / "journal.jsonl", record)
+    append_line(tmp_path / "eval.jsonl", {"accuracy": {"value": 0.25}})
+    result = read_result(tmp_path, 4)
+    assert result.seconds == {"generate": 0.0, "learn": 3.5, "switch": 0.0, "evaluate": 0.0}
+    assert (result.accuracy, result.updates) == (0.25, 4)
+
+
+def test_nested_tables_become_dotted_keys() -> None:
+    assert flat({"a": {"b": {"c": 1}}, "d": [2]}) == {"a.b.c": 1, "d": [2]}

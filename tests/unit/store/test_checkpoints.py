@@ -1,0 +1,74 @@
+"""Checkpoints: committed as a whole, checked when read, and pruned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from stalewise.errors import StoreError
+from stalewise.store.checkpoints import (
+    checkpoint_directory,
+    prune,
+    read_state,
+    remove_after,
+    versions,
+    write_checkpoint,
+)
+
+
+def write(run: Path, version: int) -> Path:
+    weights = {"b": np.ones(2, np.float32), "a": np.zeros(3, np.float32)}
+    return write_checkpoint(
+        run, version, save=lambda path: save_file(weights, path / "model.safetensors"), state={"drift": 0.5}
+    )
+
+
+def test_a_checkpoint_has_its_state_and_an_index_of_its_weights(tmp_path: Path) -> None:
+    notes: dict[str, float] = {}
+    weights = {"w": np.ones(2, np.float32)}
+    directory = write_checkpoint(
+        tmp_path, 8, save=lambda path: save_file(weights, path / "model.safetensors"), state={"x": 1}, notes=notes
+    )
+    assert directory == checkpoint_directory(tmp_path, 8)
+    assert read_state(directory) == {"version": 8, "x": 1}
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {"w": "model.safetensors"}
+    manifest = json.loads((directory / "manifest.json").read_text())
+    assert notes["bytes"] == sum(file["bytes"] for file in manifest["files"].values())
+    assert notes.keys() == {"bytes", "writing_s", "checksums_s", "committing_s"}
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    directory = write(tmp_path, 1)
+    with open(directory / "model.safetensors", "r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"x")
+    with pytest.raises(StoreError, match=r"model\.safetensors is damaged or missing; move .* away"):
+        read_state(directory)
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(StoreError, match=r"model\.safetensors is damaged or missing"):
+        read_state(directory)
+
+
+def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    def fail(path: Path) -> None:
+        (path / "half").write_text("x")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(StoreError, match="disk full"):
+        write_checkpoint(tmp_path, 3, save=fail, state={})
+    assert versions(tmp_path) == [] and list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_prune_keeps_the_newest_and_the_needed(tmp_path: Path) -> None:
+    for version in (0, 2, 4, 6, 8):
+        write(tmp_path, version)
+    assert prune(tmp_path, keep=2, needed=[0]) == [2, 4]
+    assert versions(tmp_path) == [0, 6, 8]
+    remove_after(tmp_path, 6)
+    assert versions(tmp_path) == [0, 6]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["v000000", "v000006"]
