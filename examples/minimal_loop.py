@@ -3,8 +3,8 @@
     python examples/minimal_loop.py [DIRECTORY]
 
 This is what `stalewise train` does, with the library's own parts and without its orchestrator: no resume, no collapse
-guard, no workers, no report. It trains the embedded policy (0.4 M parameters) on one-digit sums with µ-GRPO: 2 stages of
-48 updates. About a minute on a CPU.
+guard, no workers, no report. It trains the embedded policy (0.4 M parameters) on one-digit sums with µ-GRPO, in 2
+stages of 48 updates. About a minute on a CPU.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def train(directory: Path, *, updates: int = 96, stages: int = 2, prompts: int =
         made = generate_batch(plan, checkpoint=checkpoint, rollouts=directory / "rollouts", task=task, sampler=sampler)
         print(f"stage {stage}: {made.rows} rollouts, {made.tokens} tokens")
 
-        # 2. Learn from it, each rollout once. The data is 0 updates old at first and µ − 1 at the end. The objective sees
-        #    by how much the policy has moved away: the ratio of its probability of each token to the stored one.
+        # 2. Learn from it, each rollout once. The data is 0 updates old at first and µ − 1 at the end. The objective
+        #    sees how far the policy has moved: the ratio of its probability of each token to the stored one.
         stored = batch_directory(directory / "rollouts", version=plan.version, generation_batch=stage)
         batch = open_batch(stored)
         for rollout_ids in rollouts_of_updates(batch, config.batch.prompts):

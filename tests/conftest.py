@@ -6,8 +6,8 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-# Under `nohup`, or in the background of a shell without job control, SIGINT is ignored, and children inherit that. Tests
-# interrupt children: with a handler here, a child starts with the default disposition.
+# Under `nohup`, or in the background of a shell without job control, SIGINT is ignored, and children inherit that.
+# Tests interrupt children: with a handler here, a child starts with the default disposition.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Stand-ins for packages must not be found by others; the tests of engines, verl and Ray have packages of their own.

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from servers import VllmServer, served
@@ -84,8 +85,8 @@ def test_the_embedded_policy_and_its_tied_output_layer(interrupted: Interrupted,
         assert difference < 1e-5
         # vLLM 0.32 leaves the output layer as it was on a CPU, and says that all went well. The probe tells. Where it
         # no longer does, vLLM has learned it, and the sampler need not start it anew for such models.
-        sampler._all("reload", str(other))
-        assert "are off by" in sampler._problem(read_policy_files(other))
+        sampler._call("reload", str(other))
+        assert "are off by" in sampler._mismatch(read_policy_files(other))
     finally:
         sampler.close()
 
@@ -104,7 +105,10 @@ def test_a_server_that_was_killed_loses_nothing_and_repeats_nothing(
     assert [entry.update for entry in read_ledger(directory / "ledger" / "updates.jsonl")] == list(range(4))
     made = rollouts(interrupted.stage)
     asked = [Request(rollout.prompt_ids, rollout.seed) for rollout in made]
-    responses = [Response(r.response_ids, r.behaviour_logp, r.text, r.finish_reason) for r in made]
+    responses = [
+        Response(np.array(r.response_ids, np.int32), np.array(r.behaviour_logp, np.float32), r.text, r.finish_reason)
+        for r in made
+    ]
     # Before and after: all of version 2.
     assert furthest(asked, responses, directory / "checkpoints" / "v000002", SamplerSettings()) < 1e-5
 

@@ -12,8 +12,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from stalewise.config import RunConfig
-from stalewise.config.run import ModelSection
 from stalewise.config.run_directory import flat
+from stalewise.config.sections import ModelSection
 from stalewise.errors import CalibrationError
 from stalewise.staleness.law import Fit, Observation
 from stalewise.store.atomic import read_json, write_json_atomic

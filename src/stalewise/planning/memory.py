@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from stalewise.config import LoraSection, RunConfig
-from stalewise.config.run import LearnerSection, ModelSection
+from stalewise.config.sections import LearnerSection, ModelSection
 from stalewise.errors import ModelError
 from stalewise.models.loading import pick_device, pick_precision, pick_weights_dtype
 from stalewise.objectives import get_objective

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stalewise.config import RunConfig
-from stalewise.config.run import ModelSection
 from stalewise.config.run_directory import check_identity
+from stalewise.config.sections import ModelSection
 from stalewise.errors import CalibrationError
 from stalewise.planning.calibration import (
     CalibrationIdentity,

@@ -127,7 +127,7 @@ def test_a_run_is_taken_back_only_so_often(runs: Path) -> None:
 def test_an_update_that_is_not_finite_is_taken_back(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from stalewise.trainer.trainer import Trainer
 
-    real, failed = Trainer._read_step, []
+    real, failed = Trainer._metrics, []
 
     def fail_once(self: Trainer, *arguments: Any) -> dict[str, float]:
         if self.version == 3 and not failed:
@@ -135,7 +135,7 @@ def test_an_update_that_is_not_finite_is_taken_back(runs: Path, monkeypatch: pyt
             raise NonFiniteUpdate("update 3: gradient norm inf")
         return real(self, *arguments)
 
-    monkeypatch.setattr(Trainer, "_read_step", fail_once)
+    monkeypatch.setattr(Trainer, "_metrics", fail_once)
     listener = Listener()
     config = made(runs, guard={"action": "halve"}, schedule={"updates": 4, "stages": 2})
     assert run(config, listener).updates == 4
