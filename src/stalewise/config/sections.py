@@ -90,7 +90,7 @@ class VllmSection(Section):
         default=0.5, gt=0, le=1, description="Fraction of each GPU's memory for vLLM; the trainer needs the rest."
     )
     max_model_len: int | None = Field(
-        default=None, ge=2, description="Maximum tokens of prompt plus response; default: the model's context length."
+        default=None, ge=2, description="Longest prompt + response; default: the model's."
     )
     tensor_parallel: int = Field(default=1, ge=1, description="GPUs per copy of the policy.")
     copies: int = Field(default=0, ge=0, description="Copies of the policy; 0: as many as fit on the GPUs.")
