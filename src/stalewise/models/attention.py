@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from inspect import signature
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 import numpy as np
 import torch
@@ -59,8 +59,7 @@ def packed_arguments(
 ) -> PackedArguments:
     """Arguments for segments with these numbers of queries and keys; `key_M` holds the tokens of the keys."""
     arrays, longest = segment_arrays(query_S, key_S, key_M, grids=grids)
-    arguments: Any = {**with_grids(send(arrays, device)[1]), **longest}
-    return PackedArguments(**arguments)
+    return cast(PackedArguments, with_grids(send(arrays, device)[1]) | longest)
 
 
 def with_grids(there: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -86,10 +85,10 @@ def segment_arrays(
     }
     # Rounded up, so that compiled layers see few different values.
     longest = {"max_length_q": 1 << (width - 1).bit_length(), "max_length_k": 1 << (depth - 1).bit_length()}
+    empty = np.zeros(0, dtype=np.int64)
+    arrays["copy_M"], arrays["copy_start"] = (empty, empty) if grids else copies_of(key_M, len(segment_T))
     if not grids:
-        copy_M, copy_start = copies_of(key_M, len(segment_T))
-        return arrays | {"copy_M": copy_M, "copy_start": copy_start, "place_T": np.zeros(0, dtype=np.int64)}, longest
-    arrays |= {"copy_M": np.zeros(0, dtype=np.int64), "copy_start": np.zeros(0, dtype=np.int64)}
+        return arrays | {"place_T": empty}, longest
     first_place_S, places = np.zeros(len(query_S), dtype=np.int64), 0
     for number, chosen in enumerate(_similar(query_S, key_S)):
         grid = _grid(query_S[chosen], key_S[chosen], query_start[chosen], key_start[chosen], key_M)
@@ -101,11 +100,7 @@ def segment_arrays(
 
 
 def _similar(query_S: np.ndarray, key_S: np.ndarray) -> list[np.ndarray]:
-    """Segments of each grid: all, or if that is too large, those whose lengths round up to the same powers of two.
-
-    >>> [chosen.tolist() for chosen in _similar(np.array([3, 1000, 4]), np.array([5, 1000, 4000]))]
-    [[0], [2], [1]]
-    """
+    """Segments of each grid: all, or if that is too large, those whose lengths round up to the same powers of two."""
     if len(query_S) * int(query_S.max()) * int(key_S.max()) <= ONE_GRID:
         return [np.arange(len(query_S))]
     queries, keys = (np.ceil(np.log2(np.maximum(length_S, 1))) for length_S in (query_S, key_S))
@@ -255,31 +250,24 @@ def refuse_unknown(module: Any, attention_mask: Any, others: dict[str, Any]) -> 
 @torch.no_grad()
 def packs(model: Any, precision: torch.dtype = torch.float32) -> bool:
     """Whether the model computes the same for packed segments as for separate rows, found by trying it."""
-    grids = needs_grids(model.device, precision)
+    size, before = model.get_input_embeddings().weight.shape[0], model.config._attn_implementation
+    prompt, *responses = (torch.arange(n, device=model.device) * step % size for n, step in ((5, 7), (4, 3), (8, 5)))
     with torch.autocast(model.device.type, dtype=precision, enabled=precision is not torch.float32):
-        return _packs(model, grids, tolerance=1e-4 if precision is torch.float32 else 0.05)
-
-
-def _packs(model: Any, grids: bool, tolerance: float) -> bool:
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    prompt, *responses = (
-        torch.arange(n, device=model.device) * step % vocabulary for n, step in ((5, 7), (4, 3), (8, 5))
-    )
-    alone = [model(input_ids=torch.cat([prompt, x]).unsqueeze(0), use_cache=False).logits[0] for x in responses]
+        alone = [model(input_ids=torch.cat([prompt, x]).unsqueeze(0), use_cache=False).logits[0] for x in responses]
+        try:
+            model.set_attn_implementation(PACKED)
+            lengths, keys = (np.array([5, 4, 8]), np.array([5, 9, 13])), np.r_[0:5, 0:9, 0:5, 9:17]
+            arguments = packed_arguments(*lengths, keys, model.device, grids=needs_grids(model.device, precision))
+            ids = torch.cat([prompt, *responses]).unsqueeze(0)
+            packed = model(input_ids=ids, use_cache=False, **arguments).logits[0].float()
+        except torch.OutOfMemoryError:
+            raise
+        except (NotImplementedError, ValueError, TypeError, RuntimeError):
+            return False
+        finally:
+            model.set_attn_implementation(before)
     expected = torch.cat([alone[0][:5], *(logits[5:] for logits in alone)]).float()
-    before = model.config._attn_implementation
-    try:
-        model.set_attn_implementation(PACKED)
-        keys = np.r_[0:5, 0:9, 0:5, 9:17]
-        arguments = packed_arguments(np.array([5, 4, 8]), np.array([5, 9, 13]), keys, model.device, grids=grids)
-        ids = torch.cat([prompt, *responses]).unsqueeze(0)
-        packed = model(input_ids=ids, use_cache=False, **arguments).logits[0].float()
-    except torch.OutOfMemoryError:
-        raise
-    except (NotImplementedError, ValueError, TypeError, RuntimeError):
-        return False
-    finally:
-        model.set_attn_implementation(before)
+    tolerance = 1e-4 if precision is torch.float32 else 0.05
     return bool((packed - expected).abs().max() <= tolerance * expected.abs().max())
 
 

@@ -33,12 +33,8 @@ def compiling_pays(choice: str, updates: int, model: Any) -> bool:
 
 def recording_pays(choice: str, model: Any) -> bool:
     """Whether the trainer's passes are recorded as CUDA graphs; `auto` records if the GPU has the memory."""
-    return choice in ("always", "graphs") or (choice == "auto" and _has_room(model))
-
-
-def _has_room(model: Any) -> bool:
-    if model.device.type != "cuda":
-        return False
+    if choice != "auto" or model.device.type != "cuda":
+        return choice in ("always", "graphs")
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     needed = TRAINED_BYTES * trained + FROZEN_BYTES * (_parameters(model) - trained)
     return 2 * needed <= torch.cuda.get_device_properties(model.device).total_memory
@@ -49,10 +45,8 @@ def _parameters(model: Any) -> int:
 
 
 def optimize_layers(model: Any, config: RunConfig, *, is_sharded: bool, log: Callable[[str], object]) -> bool:
-    """Compile the layers if that pays, else fuse their norms; returns whether they are compiled.
-
-    Layers sharded over ranks stay as they are: the gain was never measured there.
-    """
+    """Compile the layers if that pays, else fuse their norms; returns whether they are compiled."""
+    # Layers sharded over ranks stay as they are: the gain was never measured there.
     compiled = not is_sharded and compiling_pays(config.learner.compile, config.schedule.updates, model)
     if compiled:
         compile_layers(model, config.learner.keep_activations)

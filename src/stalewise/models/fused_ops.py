@@ -56,8 +56,7 @@ def _is_plain(module: Any) -> bool:
     names = [name for name, _ in module.named_parameters()]
     if not type(module).__name__.endswith("RMSNorm") or names != ["weight"] or _epsilon(module) is None:
         return False
-    weight = module.weight
-    if weight.ndim != 1:
+    if (weight := module.weight).ndim != 1:
         return False
     # Small, so that epsilon matters.
     probe = torch.linspace(-0.02, 0.03, 2 * len(weight), device=weight.device).view(2, -1).to(weight.dtype)

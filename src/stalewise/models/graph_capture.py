@@ -28,36 +28,22 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any 
         gc.collect()
         torch.cuda.synchronize()  # expandable segments are unmapped only when their stream is done
         torch.cuda.empty_cache()
-    with torch.cuda.stream(stream), _no_collection():
+    with torch.cuda.stream(stream), contextlib.ExitStack() as stack:
+        if gc.isenabled():  # collecting CUDA objects would call the driver
+            gc.disable()
+            stack.callback(gc.enable)
         # Other threads, such as those that watch several devices, may call the driver.
         graph.capture_begin(**({} if pool is None else {"pool": pool}), capture_error_mode="thread_local")
         try:
             yield
         except BaseException as error:
-            _end_failed(graph, error)
+            try:
+                graph.capture_end()
+            except RuntimeError:  # torch's allocator stays in recording mode: a retry is impossible
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise ModelError(
+                        "out of memory while a CUDA graph was recorded, after which this process cannot go on: "
+                        "lower learner.tokens_per_micro_batch or sampler.rollouts_per_shard, then resume"
+                    ) from error
             raise
         graph.capture_end()
-
-
-def _end_failed(graph: torch.cuda.CUDAGraph, error: BaseException) -> None:
-    """End a failed recording. If that fails, too, torch's allocator stays in recording mode: a retry is impossible."""
-    try:
-        graph.capture_end()
-    except RuntimeError:
-        if isinstance(error, torch.OutOfMemoryError):
-            raise ModelError(
-                "out of memory while a CUDA graph was recorded, after which this process cannot go on: "
-                "lower learner.tokens_per_micro_batch or sampler.rollouts_per_shard, then resume"
-            ) from error
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disable garbage collection: collecting CUDA objects would call the driver."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()

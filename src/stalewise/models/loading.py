@@ -31,21 +31,18 @@ def embedded_policies() -> list[str]:
 
 def resolve_model(path: str, task: str = "") -> str:
     """The directory or hub name of `model.path`; `auto` is the embedded policy of the task."""
-    if path == "auto":
-        if task not in embedded_policies():
-            raise ModelError(f'task {task} has no embedded policy: set model.path = "a directory or a hub name"')
-        return str(EMBEDDED / task)
-    if path in embedded_policies():
-        return str(EMBEDDED / path)
+    if path == "auto" and task not in embedded_policies():
+        raise ModelError(f'task {task} has no embedded policy: set model.path = "a directory or a hub name"')
+    if path == "auto" or path in embedded_policies():
+        return str(EMBEDDED / (task if path == "auto" else path))
     if path == SMOLLM2:
         return str(smollm2_directory())
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     directory = Path(path).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
             raise ModelError(f"{directory} has no config.json: it is no Hugging Face model directory, or incomplete")
         return str(directory)
-    if looks_local:
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(f"{path} is no directory; embedded policies: {nearest(path, [*embedded_policies(), SMOLLM2])}")
     return path  # owner/name on a hub
 
@@ -76,8 +73,7 @@ def device_name(device: str) -> str:
 def pick_precision(precision: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 on GPUs that support it, else float32 (bfloat16 is far slower on a CPU)."""
     if precision == "auto":
-        fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
-        return torch.bfloat16 if fast else torch.float32
+        precision = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
     return torch.float32 if precision == "float32" else torch.bfloat16
 
 
@@ -97,11 +93,9 @@ def load_model(path: str, *, device: torch.device, dtype: torch.dtype = torch.fl
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise loading_error(path, "does not load as a causal language model", error) from error
     if missing := sorted(report["missing_keys"]):
-        raise ModelError(
-            f"{path} lacks {len(missing)} weights of its architecture, the first {missing[0]}: copy it again"
-        )
-    model.to(device)
-    model.eval()
+        problem = f"lacks {len(missing)} weights of its architecture, the first {missing[0]}: copy it again"
+        raise ModelError(f"{path} {problem}")
+    model.to(device).eval()
     _check_causal(model, path)
     return model
 
@@ -135,25 +129,26 @@ def _check_causal(model: Any, path: str) -> None:
         raise ModelError(f"{path} is not a causal language model: {type(model).__name__} attends to later tokens")
 
 
-def vocabulary_size(path: str) -> int:
-    """Rows of the policy's embedding; token ids are below it."""
+def load_model_config(path: str) -> Any:
+    """The config of a model, without its weights."""
     try:
-        return int(AutoConfig.from_pretrained(path).get_text_config().vocab_size)
+        return AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise loading_error(path, "has no config that transformers can load", error) from error
 
 
+def vocabulary_size(path: str) -> int:
+    """Rows of the policy's embedding; token ids are below it."""
+    return int(load_model_config(path).get_text_config().vocab_size)
+
+
 def _check_weights(path: str) -> None:
-    directory = Path(path)
-    if not directory.is_dir():
-        return
-    index = directory / "model.safetensors.index.json"
+    directory, index = Path(path), Path(path, "model.safetensors.index.json")
     if index.is_file():
         shards = set(json.loads(index.read_text())["weight_map"].values())
-        missing = sorted(shard for shard in shards if not (directory / shard).is_file())
-        if missing:
+        if missing := sorted(shard for shard in shards if not (directory / shard).is_file()):
             raise ModelError(f"{directory} is incomplete: {', '.join(missing)} missing")
-    elif not list(directory.glob("*.safetensors")):
+    elif directory.is_dir() and not list(directory.glob("*.safetensors")):
         raise ModelError(f"{directory} has no *.safetensors: it is incomplete, or its weights are in another format")
 
 
@@ -198,13 +193,11 @@ def encode_prompts(prompts: list[Prompt], tokenizer: Any) -> list[list[int]]:
             f"the task asks for a chat template and the tokenizer of {tokenizer.name_or_path} has none: choose an "
             "instruct model, or add a chat_template.jinja to it"
         )
-    texts = [
-        _chat_text(prompt, tokenizer) if is_chat else prompt.text for prompt, is_chat in zip(prompts, chat, strict=True)
-    ]
+    both = zip(prompts, chat, strict=True)
+    texts = [_chat_text(prompt, tokenizer) if is_chat else prompt.text for prompt, is_chat in both]
     # A chat template writes its own special tokens; a second beginning-of-sequence would be wrong.
     encoded: list[list[int]] = tokenizer(texts, add_special_tokens=not any(chat))["input_ids"]
-    empty = [prompt.prompt_id for prompt, ids in zip(prompts, encoded, strict=True) if not ids]
-    if empty:
+    if empty := [prompt.prompt_id for prompt, ids in zip(prompts, encoded, strict=True) if not ids]:
         raise ModelError(f"prompt {empty[0]} has no tokens, so the first token of its response would have no context")
     return encoded
 

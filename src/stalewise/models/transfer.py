@@ -81,7 +81,8 @@ def host_copies(*files: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
 
 def fetch(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
     """Copy the first tensor of each pair, on the device, to the second, on the host; both are contiguous."""
-    pieces = [piece for pair in pairs for piece in zip(*(_bytes(tensor).split(PIECE) for tensor in pair), strict=True)]
+    split = ([tensor.view(-1).view(torch.uint8).split(PIECE) for tensor in pair] for pair in pairs)
+    pieces = [piece for there, here in split for piece in zip(there, here, strict=True)]
     ready = torch.cuda.Event()
     with torch.cuda.device(device):
         ready.record()
@@ -89,7 +90,10 @@ def fetch(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
     def work(first: int) -> None:
         with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream()):
             stream.wait_event(ready)
-            pinned = _pinned_piece()
+            try:
+                pinned = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError:  # the system pins no more: ordinary memory, which is slower
+                pinned = torch.empty(PIECE, dtype=torch.uint8)
             for there, here in pieces[first::THREADS]:
                 pinned[: len(there)].copy_(there, non_blocking=True)
                 stream.synchronize()
@@ -97,15 +101,3 @@ def fetch(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
 
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(work, range(min(THREADS, len(pieces)))))
-
-
-def _pinned_piece() -> Tensor:
-    """Pinned memory, or ordinary memory, which is slower, if the system pins no more."""
-    try:
-        return torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
-    except RuntimeError:
-        return torch.empty(PIECE, dtype=torch.uint8)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)

@@ -66,17 +66,9 @@ def make_sampler(
 
         return ServerSampler(settings, max_new_tokens=limit, options=section.server, on_tokens=on_tokens, log=log)
 
-    def embedded() -> HFSampler:
-        compiles = partial(compiling_pays, config.learner.compile, config.schedule.updates)
-        return HFSampler(
-            settings,
-            max_new_tokens=limit,
-            device=device,
-            dtype=precision,
-            on_tokens=on_tokens,
-            compiling_pays=compiles,
-        )
-
+    compiles = partial(compiling_pays, config.learner.compile, config.schedule.updates)
+    embedded = partial(HFSampler, settings, max_new_tokens=limit, device=device, dtype=precision)
+    embedded = partial(embedded, on_tokens=on_tokens, compiling_pays=compiles)
     return MixedPolicySampler(embedded(), embedded()) if section.foreign.share else embedded()
 
 
@@ -97,10 +89,8 @@ def batch_problem(batch: Batch) -> str:
         return f"all {manifest.rows} responses are truncated (fraction 1.0): raise sampler.max_new_tokens"
     group, reward = batch.column("group"), batch.column("reward")
     known = ~np.isnan(reward)
-    distinct, group = np.unique(group[known], return_inverse=True)
-    largest, smallest = np.full(len(distinct), -np.inf), np.full(len(distinct), np.inf)
-    np.maximum.at(largest, group, reward[known])
-    np.minimum.at(smallest, group, reward[known])
-    if (largest == smallest).all():
-        return f"none of {len(distinct)} groups has variance; the mean reward is {manifest.reward_mean:.3f}"
+    distinct = set(zip(group[known].tolist(), reward[known].tolist(), strict=True))
+    groups = {group for group, _ in distinct}
+    if len(distinct) == len(groups):
+        return f"none of {len(groups)} groups has variance; the mean reward is {manifest.reward_mean:.3f}"
     return ""

@@ -1,8 +1,4 @@
-"""Generates one batch of rollouts shard by shard: sample, verify, write and commit.
-
-Several processes may work on one batch: a `ShardSource` decides which shards are whose, and all return when the batch
-is complete.
-"""
+"""Generates one batch of rollouts shard by shard: sample, verify, write and commit."""
 
 from __future__ import annotations
 
@@ -12,38 +8,26 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import pyarrow as pa
-
+from stalewise import store
 from stalewise.models.loading import encode_prompts
 from stalewise.rollout.mixed_policy import check_tokenizers
 from stalewise.rollout.sampler import Request, Response, Sampler
 from stalewise.rollout.token_sampling import rollout_seed
-from stalewise.store import (
-    AlreadyCommitted,
-    BatchManifest,
-    batch_directory,
-    commit_batch,
-    committed_shards,
-    is_committed,
-    read_batch_manifest,
-    table_from_columns,
-    write_shard,
-)
 from stalewise.tasks import ErrorCounts, Task, count_errors
-from stalewise.types import Prompt, Reward, SamplerSettings
+from stalewise.types import Prompt, SamplerSettings
 
 PROMPTS_TO_COMPARE = 256  # that the tokenizers of two policies must encode alike
 
 
 class ShardSource:
-    """Hands out the shards of a batch. This one serves a single process; `ShardQueue` serves one of several."""
+    """Decides which shards of a batch a process makes. This one has a single process; `ShardQueue` one of several."""
 
     provenance: Mapping[str, Any] = {}  # goes into the manifests of this process's shards
 
     def __init__(self, directory: Path) -> None:
-        self._present = {shard.index for shard in committed_shards(directory)}
+        self._present = {shard.index for shard in store.committed_shards(directory)}
         self._taken: set[int] = set()
 
     def present(self) -> set[int]:
@@ -106,22 +90,22 @@ def generate_batch(
     sampler: Sampler,
     on_shard: Callable[[int], object] = lambda rollouts: None,
     source: ShardSource | None = None,
-) -> BatchManifest:
+) -> store.BatchManifest:
     """Make the missing shards of a generation batch and commit it; returns when all shards are there."""
-    directory = batch_directory(rollouts, version=plan.version, generation_batch=plan.generation_batch)
-    if is_committed(directory):
-        return read_batch_manifest(directory)
+    directory = store.batch_directory(rollouts, version=plan.version, generation_batch=plan.generation_batch)
+    if store.is_committed(directory):
+        return store.read_batch_manifest(directory)
     make_shards(plan, checkpoint, directory, task, sampler, source or ShardSource(directory), on_shard)
     return commit_shards(plan, directory, task.name)
 
 
-def commit_shards(plan: BatchPlan, directory: Path, task: str) -> BatchManifest:
+def commit_shards(plan: BatchPlan, directory: Path, task: str) -> store.BatchManifest:
     """Commit a generation batch whose shards are all there, unless another process has."""
-    counts = (ErrorCounts.of_record(shard.extra, shard.rows) for shard in committed_shards(directory))
+    counts = (ErrorCounts.of_record(shard.extra, shard.rows) for shard in store.committed_shards(directory))
     try:
-        return commit_batch(directory, shards=plan.shards, task=task, extra=sum(counts, ErrorCounts()).record())
-    except AlreadyCommitted:  # by another process, or a damaged shard was made again
-        return read_batch_manifest(directory)
+        return store.commit_batch(directory, shards=plan.shards, task=task, extra=sum(counts, ErrorCounts()).record())
+    except store.AlreadyCommitted:  # by another process, or a damaged shard was made again
+        return store.read_batch_manifest(directory)
 
 
 def make_shards(
@@ -147,7 +131,10 @@ def make_shards(
             most = sampler.preferred_batch_size // (plan.prompts_per_shard * plan.group_size)
             start, shards = time.perf_counter(), source.take(missing, max(1, most))
             if shards and not loaded:
-                _load(plan, checkpoint, task, sampler)
+                if plan.foreign_places:
+                    prompts = task.prompts(plan.first_prompt, min(plan.prompts, PROMPTS_TO_COMPARE))
+                    check_tokenizers(plan.foreign, checkpoint, prompts)
+                sampler.load(checkpoint)
                 loaded = True
             asked = [_shard_requests(plan, shard, task, sampler) for shard in shards]
             responses = _responses(plan, [request for one in asked for request in one.requests], sampler)
@@ -155,24 +142,15 @@ def make_shards(
             if pending is not None:
                 pending.result()
             if asked:
-                writing = writer.submit(
-                    _write_shards, plan, directory, task, sampler.settings, asked, responses, start, source
-                )
+                details = sampler.settings, asked, responses, start, source
+                writing = writer.submit(_write_shards, plan, directory, task, *details)
             elif not missing:
                 return
             elif pending is None:
                 source.wait()
 
 
-def _load(plan: BatchPlan, checkpoint: Path, task: Task, sampler: Sampler) -> None:
-    if plan.foreign_places:
-        prompts = task.prompts(plan.first_prompt, min(plan.prompts, PROMPTS_TO_COMPARE))
-        check_tokenizers(plan.foreign, checkpoint, prompts)
-    sampler.load(checkpoint)
-
-
-@dataclass(frozen=True, slots=True)
-class _ShardRequests:
+class _ShardRequests(NamedTuple):
     """What is asked for one shard; prompts are repeated, one for each request."""
 
     shard: int
@@ -212,51 +190,39 @@ def _write_shards(
     source: ShardSource,
 ) -> None:
     """Verify and write shards; `start` is when their sampling began."""
+    settings_of = {policy: replace(settings, policy=policy) for policy in ("", plan.foreign)}
     for one in asked:
         answered = list(islice(responses, len(one.requests)))
         texts = [response.text for response in answered]
         rewards = task.verifier.score(one.prompts, texts)
-        table = _table(plan, settings, one, answered, rewards)
-        extra = {**source.provenance, **count_errors(rewards, one.prompts, texts).record()}
-        seconds = (time.perf_counter() - start) / len(asked)
-        try:
-            write_shard(directory, one.shard, table, seconds=seconds, extra=extra)
-        except AlreadyCommitted:  # by a process that considered this one lost
-            source.too_late(one.shard)
-        else:
-            source.made(one.shard)
-
-
-def _table(
-    plan: BatchPlan,
-    settings: SamplerSettings,
-    asked: _ShardRequests,
-    responses: Sequence[Response],
-    rewards: Sequence[Reward],
-) -> pa.Table:
-    """The rollouts of one shard as the table that is written."""
-    first, rows = plan.prompt_range(asked.shard).start * plan.group_size, len(responses)
-    rollout_ids = range(first, first + rows)
-    settings_of = {policy: replace(settings, policy=policy) for policy in ("", plan.foreign)}
-    return table_from_columns(
-        {
+        first = plan.prompt_range(one.shard).start * plan.group_size
+        rollout_ids = range(first, first + len(answered))
+        columns = {
             "rollout_id": rollout_ids,
-            "prompt_id": [prompt.prompt_id for prompt in asked.prompts],
+            "prompt_id": [prompt.prompt_id for prompt in one.prompts],
             "group": [rollout_id // plan.group_size for rollout_id in rollout_ids],
-            "prompt_ids": [request.prompt_ids for request in asked.requests],
-            "response_ids": [response.token_ids for response in responses],
-            "behaviour_logp": [response.logp for response in responses],
+            "prompt_ids": [request.prompt_ids for request in one.requests],
+            "response_ids": [response.token_ids for response in answered],
+            "behaviour_logp": [response.logp for response in answered],
             "reward": [reward.value for reward in rewards],
             "reward_parts": [reward.parts for reward in rewards],
             "reward_error": [reward.error for reward in rewards],
-            "finish_reason": [response.finish_reason for response in responses],
-            "version_first": [plan.version] * rows,
-            "version_last": [plan.version] * rows,
+            "finish_reason": [response.finish_reason for response in answered],
+            "version_first": [plan.version] * len(answered),
+            "version_last": [plan.version] * len(answered),
             "sampler": [settings_of[plan.policy_of(rollout_id)] for rollout_id in rollout_ids],
-            "seed": [request.seed for request in asked.requests],
-            "text": [response.text for response in responses],
+            "seed": [request.seed for request in one.requests],
+            "text": texts,
         }
-    )
+        extra = {**source.provenance, **count_errors(rewards, one.prompts, texts).record()}
+        table = store.table_from_columns(columns)
+        seconds = (time.perf_counter() - start) / len(asked)
+        try:
+            store.write_shard(directory, one.shard, table, seconds=seconds, extra=extra)
+        except store.AlreadyCommitted:  # by a process that considered this one lost
+            source.too_late(one.shard)
+        else:
+            source.made(one.shard)
 
 
 def sample_for_evaluation(
@@ -269,7 +235,6 @@ def sample_for_evaluation(
     settings: SamplerSettings | None = None,
 ) -> tuple[list[Prompt], list[Response]]:
     """`samples` responses to each prompt, prompt by prompt, by default at temperature 1; nothing is stored."""
-    settings = settings or SamplerSettings()
     requests = [
         Request(ids, rollout_seed(seed, row * samples + place, purpose=1))
         for row, ids in enumerate(encode_prompts(list(prompts), sampler.tokenizer))
@@ -278,5 +243,5 @@ def sample_for_evaluation(
     responses: list[Response] = []
     rows_at_once = max(rows_at_once, sampler.preferred_batch_size)
     for start in range(0, len(requests), rows_at_once):
-        responses += sampler.sample(requests[start : start + rows_at_once], settings)
+        responses += sampler.sample(requests[start : start + rows_at_once], settings or SamplerSettings())
     return [prompt for prompt in prompts for _ in range(samples)], responses

@@ -1,7 +1,6 @@
 """Rollouts of a second policy (`sampler.foreign`): a sampler for two policies, and the check that their tokens agree.
 
-The trainer computes the probability of the second policy's tokens under its own policy, so both must have the same
-tokens and end responses alike.
+They must: the trainer computes the probability of the second policy's tokens under its own.
 """
 
 from __future__ import annotations
@@ -19,14 +18,12 @@ from stalewise.types import Prompt, SamplerSettings
 
 
 class MixedPolicySampler:
-    """Samples from the run's own policy, or from a fixed second one if the settings name it.
-
-    The second policy is loaded at first use and unloaded while the trainer works.
-    """
+    """Samples from the run's own policy, or from a second one, loaded at first use, if the settings name it."""
 
     def __init__(self, own: HFSampler, second: HFSampler) -> None:
         self.settings, self.max_new_tokens = own.settings, own.max_new_tokens
         self.preferred_batch_size = own.preferred_batch_size
+        self.load, self.check_lengths = own.load, own.check_lengths
         self._own, self._second = own, second
         self._loaded = ""  # path of the second policy in memory
 
@@ -34,14 +31,6 @@ class MixedPolicySampler:
     def tokenizer(self) -> Any:
         """Tokenizer of both."""
         return self._own.tokenizer
-
-    def load(self, checkpoint: Path) -> None:
-        """Load the run's own policy."""
-        self._own.load(checkpoint)
-
-    def check_lengths(self, prompt_ids: Sequence[Sequence[int]]) -> None:
-        """Refuse prompts that leave the run's own policy no room for a response."""
-        self._own.check_lengths(prompt_ids)
 
     def sample(self, requests: Sequence[Request], settings: SamplerSettings | None = None) -> list[Response]:
         """Responses in the order of the requests, all from the policy that the settings name."""
@@ -72,14 +61,14 @@ def check_tokenizers(path: str, own: Path, prompts: Sequence[Prompt]) -> None:
     except ModelError as error:
         raise ModelError(f"sampler.foreign.path: {error}") from error
     ours = read_policy_files(own)
-    if problem := _vocabulary_difference(theirs, ours) or _prompt_difference(theirs, ours, prompts):
+    if problem := _difference(theirs, ours, prompts):
         raise ModelError(
             f"sampler.foreign.path is {path}, {problem}: the probability of its tokens under the run's policy would be "
             "undefined; choose a policy with the same tokenizer"
         )
 
 
-def _vocabulary_difference(theirs: PolicyFiles, ours: PolicyFiles) -> str:
+def _difference(theirs: PolicyFiles, ours: PolicyFiles, prompts: Sequence[Prompt]) -> str:
     their_tokens, our_tokens = theirs.tokenizer.get_vocab(), ours.tokenizer.get_vocab()
     if their_tokens != our_tokens:
         token = min(key for key, _ in their_tokens.items() ^ our_tokens.items())
@@ -92,10 +81,6 @@ def _vocabulary_difference(theirs: PolicyFiles, ours: PolicyFiles) -> str:
         return f"which ends responses with {theirs.stop_ids}, and the policy of the run with {ours.stop_ids}"
     if theirs.vocabulary > ours.vocabulary:
         return f"which has {theirs.vocabulary} logits, more than the {ours.vocabulary} of the policy of the run"
-    return ""
-
-
-def _prompt_difference(theirs: PolicyFiles, ours: PolicyFiles, prompts: Sequence[Prompt]) -> str:
     encoded = [encode_prompts(list(prompts), policy.tokenizer) for policy in (theirs, ours)]
     for prompt, their_ids, our_ids in zip(prompts, *encoded, strict=True):
         if their_ids != our_ids:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,17 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import AutoConfig, GenerationConfig
+from transformers import GenerationConfig
 
 from stalewise.errors import EngineError
-from stalewise.models.loading import context_length, load_tokenizer, loading_error, stop_token_ids
+from stalewise.models.loading import context_length, load_model_config, load_tokenizer, stop_token_ids
 from stalewise.rollout.sampler import Response, check_lengths
 from stalewise.types import FinishReason, SamplerSettings
 
-# A log-probability may exceed 0 by rounding, but by no more than this.
-ROUNDING = 1e-3
-# What servers write for minus infinity, which JSON does not have.
-MINUS_INFINITY = -9999.0
+ROUNDING = 1e-3  # by which a log-probability may exceed 0
+MINUS_INFINITY = -9999.0  # what servers write for it, since JSON has no infinity
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,9 @@ class Answer:
 
 
 class ExternalSampler:
-    """Base of the engines in other processes; their `load` sets `_policy`."""
+    """Base of the engines in other processes."""
+
+    policy: PolicyFiles  # set by `load`
 
     def __init__(
         self,
@@ -57,13 +58,6 @@ class ExternalSampler:
     ) -> None:
         self.settings, self.max_new_tokens, self.on_tokens = settings, max_new_tokens, on_tokens
         self._max_length = max_length  # the engine's context, if it is limited
-        self._policy: PolicyFiles | None = None
-
-    @property
-    def policy(self) -> PolicyFiles:
-        """Files of the loaded policy."""
-        assert self._policy is not None, "call load first"
-        return self._policy
 
     @property
     def tokenizer(self) -> Any:
@@ -95,14 +89,9 @@ class ExternalSampler:
 def read_policy_files(checkpoint: Path) -> PolicyFiles:
     """Read everything but the weights."""
     name = str(checkpoint)
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        raise loading_error(name, "has no config that transformers can load", error) from error
-    try:
+    config, generation_config = load_model_config(name), None
+    with contextlib.suppress(OSError):  # not every model has one
         generation_config = GenerationConfig.from_pretrained(name)
-    except OSError:  # not every model has one
-        generation_config = None
     tokenizer = load_tokenizer(name)
     return PolicyFiles(
         checkpoint=checkpoint,

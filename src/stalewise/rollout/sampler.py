@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,10 +32,7 @@ class Response:
     finish_reason: FinishReason
 
     def __eq__(self, other: object) -> bool:
-        names = [field.name for field in fields(self)]
-        return isinstance(other, Response) and all(
-            np.array_equal(getattr(self, name), getattr(other, name)) for name in names
-        )
+        return isinstance(other, Response) and all(map(np.array_equal, astuple(self), astuple(other)))
 
 
 class Sampler(Protocol):
@@ -56,10 +53,7 @@ class Sampler(Protocol):
         """Refuse prompts that leave no room for a response."""
 
     def sample(self, requests: Sequence[Request], settings: SamplerSettings | None = None) -> list[Response]:
-        """Responses in the order of the requests, sampled with `settings` or with the sampler's own.
-
-        The same requests give the same responses.
-        """
+        """Responses in the order of the requests, always the same, by `settings` or the sampler's own."""
         ...
 
     def close(self) -> None:

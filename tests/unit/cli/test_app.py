@@ -67,7 +67,7 @@ def test_ctrl_c_says_how_to_go_on_where_one_can(
         raise KeyboardInterrupt
 
     config = write_config(tmp_path / "a b.toml", tiny_record(tmp_path))
-    monkeypatch.setattr("stalewise.rollout.generate.write_shard", interrupt)
+    monkeypatch.setattr("stalewise.store.write_shard", interrupt)
     monkeypatch.setattr("stalewise.reporting.inspection.inspect_run", interrupt)
     target = config if command == "train" else tiny_run.directory
     result = call(command, target)

@@ -6,9 +6,10 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
-from stalewise.models.attention import slot_attention
+from stalewise.models.attention import _similar, slot_attention
 
 
 def test_what_one_row_has_does_not_reach_another() -> None:
@@ -29,3 +30,9 @@ def test_what_one_row_has_does_not_reach_another() -> None:
             )
             torch.testing.assert_close(found[1].transpose(0, 1), expected)
             assert found[0].isnan().any() == math.isnan(value)
+
+
+def test_segments_of_similar_lengths_share_a_grid_if_one_would_be_large() -> None:
+    chosen = _similar(np.array([3, 1000, 4]), np.array([5, 1000, 4000]))
+    assert [segments.tolist() for segments in chosen] == [[0], [2], [1]]
+    assert [segments.tolist() for segments in _similar(np.array([3, 4]), np.array([5, 4]))] == [[0, 1]]

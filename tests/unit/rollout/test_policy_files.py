@@ -37,6 +37,6 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_an_answer_that_is_not_whole_is_refused(answer: Answer, message: str) -> None:
     sampler = ExternalSampler(SamplerSettings(), 2, lambda count: None)
-    sampler._policy = read_policy_files(POLICY)
+    sampler.policy = read_policy_files(POLICY)
     with pytest.raises(EngineError, match=f"an engine gave a response that cannot be used: .*{message}"):
         sampler.make_responses([answer], "an engine")

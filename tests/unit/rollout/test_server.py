@@ -201,6 +201,7 @@ def test_a_path_that_the_server_does_not_have_is_named(other: Path) -> None:
         sampler = make(fake, paths={str(other.parent): "/elsewhere"})
         with pytest.raises(EngineError, match=r"/elsewhere/v000004 is not here; .*sampler\.server\.paths"):
             sampler.load(other)
+    assert path_on_server(Path("/home/me/runs/v000004"), {"/home/me": "/mnt/me"}) == "/mnt/me/runs/v000004"
     assert path_on_server(Path("/a/b/c"), {"/a": "/x", "/a/b": "/y"}) == "/y/c"
     assert path_on_server(Path("/ab/c"), {"/a": "/x"}).endswith("/ab/c")
     assert path_on_server(Path("owner/name"), {}) == "owner/name"

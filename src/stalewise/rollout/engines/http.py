@@ -11,7 +11,6 @@ import json
 import math
 import queue
 import socket
-import ssl
 import threading
 import time
 from collections import deque
@@ -84,11 +83,9 @@ class Endpoint:
 
     def _request(self, method: str, path: str, body: bytes | None) -> Any:
         """Retry with growing pauses."""
-        aborted = self._aborted
-        pause = FIRST_PAUSE_S
+        aborted, pause = self._aborted, FIRST_PAUSE_S
         for attempt in range(self.retries + 1):
-            last = attempt == self.retries
-            retry_after = 0.0
+            last, retry_after = attempt == self.retries, 0.0
             try:
                 status, headers, content = self._request_once(method, path, body)
             except TimeoutError:
@@ -138,10 +135,8 @@ class Endpoint:
 
     def _connect(self) -> http.client.HTTPConnection:
         limit = min(CONNECT_S, self.timeout_s)
-        if self._is_secure:
-            connection = http.client.HTTPSConnection(self._host, timeout=limit, context=ssl.create_default_context())
-        else:
-            connection = http.client.HTTPConnection(self._host, timeout=limit)
+        kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
+        connection = kind(self._host, timeout=limit)
         try:
             connection.connect()
         except TimeoutError as error:  # while connecting it means that no server is there, not that it is slow

@@ -1,8 +1,7 @@
 """The engine server: any OpenAI-compatible server that returns token ids and log-probabilities (vLLM, SGLang).
 
-A server gets the checkpoint's weights before it samples. It is probed before and after every call, and its answers
-count only if it had the right weights both times. Unavailable servers are left out, with a message, and asked again
-later; if none is left, the sampler waits.
+A server gets the checkpoint's weights before it samples. Its answers count only if probes before and after a call show
+the right weights. Unavailable servers are left out, with a message, and asked again later; if none is left, we wait.
 """
 
 from __future__ import annotations
@@ -43,11 +42,7 @@ _REMEDY = {
 
 
 def path_on_server(checkpoint: Path, paths: dict[str, str]) -> str:
-    """The checkpoint's path on the server; the longest matching prefix is replaced.
-
-    >>> path_on_server(Path("/home/me/runs/a/checkpoints/v000004"), {"/home/me": "/mnt/me"})
-    '/mnt/me/runs/a/checkpoints/v000004'
-    """
+    """The checkpoint's path on the server; the longest matching prefix is replaced."""
     path = checkpoint.absolute()
     for here in sorted(paths, key=len, reverse=True):
         if path.is_relative_to(Path(here).absolute()):
@@ -88,9 +83,8 @@ def _reload_by_command(options: ServerSection, path: str, url: str) -> None:
     # Into a file: a process that the command leaves running (perhaps a server) would keep a pipe open.
     with tempfile.TemporaryFile("w+", errors="replace") as file:
         try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=options.timeout_s
-            )
+            limit_s = options.timeout_s
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, timeout=limit_s)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise EngineError(f"sampler.server.command {command[0]}: {error}") from error
         file.seek(0)
@@ -108,6 +102,7 @@ class OpenAIServer:
             raise ConfigError(f"sampler.server.api_key_env names {options.api_key_env}, which is not set")
         self.options = options
         self.endpoint = Endpoint(url, timeout_s=options.timeout_s, retries=options.retries, api_key=key)
+        self.url = self.endpoint.url
         self.patience_s = (options.retries + 1) * options.timeout_s  # the time it takes to notice that it is slow
         self.history = AnswerHistory()
         self.loaded = ""  # the weights that it was found to have
@@ -121,25 +116,20 @@ class OpenAIServer:
         if self.loaded == policy.weights and not self.has_lost(policy, check):
             return
         self.loaded, self.checked = "", set()
+        if self.options.reload != "command":
+            self.contact()
+        reload_weights(self.endpoint, policy.checkpoint, self.options)
         if self.options.reload == "command":
-            reload_weights(self.endpoint, policy.checkpoint, self.options)
             self.has_answered = True  # the command may have started it
             retry(self.contact, self.options.wait_s)
-        else:
-            self.contact()
-            reload_weights(self.endpoint, policy.checkpoint, self.options)
         token_ids = check.token_ids(policy)
         if problem := check.mismatch(policy, self.probe_logps(token_ids, policy), self.history):
             raise EngineError(
-                f"{self.endpoint.url} does not have the policy of {policy.checkpoint}: its log-probabilities of a "
+                f"{self.url} does not have the policy of {policy.checkpoint}: its log-probabilities of a "
                 f"probe {problem}; {_REMEDY[self.options.reload]}"
             )
         self.history.repeat(policy, self.probe_logps(token_ids, policy), check.precision)
         self.loaded = policy.weights
-
-    def is_ready(self, policy: PolicyFiles, settings: SamplerSettings) -> bool:
-        """Whether it has been checked for this policy and these settings."""
-        return self.loaded == policy.weights and settings in self.checked
 
     def has_lost(self, policy: PolicyFiles, check: PolicyCheck) -> bool:
         """Whether it no longer has the policy that it was found to have: restarted, or given other weights."""
@@ -152,12 +142,11 @@ class OpenAIServer:
         try:
             names = [str(model["id"]) for model in listed["data"]]
         except (KeyError, TypeError):
-            problem = "lists no models: is this an OpenAI-compatible server?"
-            raise EngineError(f"{self.endpoint.url}/v1/models {problem}") from None
+            text = f"{self.url}/v1/models lists no models: is this an OpenAI-compatible server?"
+            raise EngineError(text) from None
         self._model = self.options.model or (names[0] if len(names) == 1 else "")
         if self._model not in names:
-            problem = f"has the models {', '.join(names)}: name one in sampler.server.model"
-            raise EngineError(f"{self.endpoint.url} {problem}")
+            raise EngineError(f"{self.url} has the models {', '.join(names)}: name one in sampler.server.model")
 
     def complete(
         self, request: Request, policy: PolicyFiles, settings: SamplerSettings, max_new_tokens: int, **extra: Any
@@ -183,14 +172,13 @@ class OpenAIServer:
         try:
             return record["choices"][0]
         except (KeyError, IndexError, TypeError):
-            problem = f"answered a completion without choices: {str(record)[:80]}"
-            raise EngineError(f"{self.endpoint.url} {problem}") from None
+            raise EngineError(f"{self.url} answered a completion without choices: {str(record)[:80]}") from None
 
     def answer(self, request: Request, policy: PolicyFiles, settings: SamplerSettings, max_new_tokens: int) -> Answer:
         """One sampled response with its log-probabilities."""
         choice = self.complete(request, policy, settings, max_new_tokens)
         if choice.get("prompt_token_ids", list(request.prompt_ids)) != list(request.prompt_ids):
-            raise EngineError(f"{self.endpoint.url} changed the tokens of a prompt: switch that off there")
+            raise EngineError(f"{self.url} changed the tokens of a prompt: switch that off there")
         return Answer(self._token_ids(choice), self._logprobs(choice), str(choice.get("finish_reason")))
 
     def probe_logps(self, token_ids: list[int], policy: PolicyFiles) -> ProbeLogps:
@@ -199,7 +187,7 @@ class OpenAIServer:
         echoed = self._logprobs(self.complete(request, policy, SamplerSettings(), 1, echo=True))[1 : len(token_ids)]
         if len(echoed) != len(token_ids) - 1 or not all(isinstance(value, int | float) for value in echoed):
             raise EngineError(
-                f"{self.endpoint.url} gives no log-probabilities of a prompt (echo with logprobs), so its weights "
+                f"{self.url} gives no log-probabilities of a prompt (echo with logprobs), so its weights "
                 "cannot be checked: serve with vLLM or SGLang"
             )
         # A second request without echo: only it uses the prefix cache.
@@ -208,8 +196,7 @@ class OpenAIServer:
     def _logprobs(self, choice: Mapping[str, Any]) -> list[float]:
         values = (choice.get("logprobs") or {}).get("token_logprobs")
         if not values:
-            problem = "answers without log-probabilities, which training needs: use vLLM or SGLang"
-            raise EngineError(f"{self.endpoint.url} {problem}")
+            raise EngineError(f"{self.url} answers without log-probabilities, which training needs: use vLLM or SGLang")
         return values
 
     def _token_ids(self, choice: Mapping[str, Any]) -> list[int]:
@@ -219,27 +206,26 @@ class OpenAIServer:
         if tokens and all(str(token).startswith("token_id:") for token in tokens):
             return [int(token.removeprefix("token_id:")) for token in tokens]
         raise EngineError(
-            f"{self.endpoint.url} answers without token ids, and text cannot be turned back into the sampled tokens: "
+            f"{self.url} answers without token ids, and text cannot be turned back into the sampled tokens: "
             "it must support return_token_ids, as vLLM and SGLang do"
         )
 
     def check_distribution(self, policy: PolicyFiles, settings: SamplerSettings, token_ids: list[int]) -> None:
-        """Check that log-probabilities are of the sampling distribution: for every policy, a temperature of 2 halves
-        differences, and a single remaining token has probability 1.
-        """
+        """Check that log-probabilities are of the sampling distribution, by facts that hold for every policy."""
         if settings in self.checked:
             return
         wrong = ""
-        if settings.temperature != 1:
+        if settings.temperature != 1:  # a temperature of 2 halves differences
             plain, hot = (self._spread(policy, trial, token_ids) for trial in (SamplerSettings(), HOT))
             wrong = "" if abs(hot - plain / 2) <= 0.05 * plain else "temperature"
         for name, trial in (("top_k", SamplerSettings(top_k=1)), ("top_p", SamplerSettings(top_p=1e-6))):
             if getattr(settings, name) != getattr(SamplerSettings(), name):
+                # A single remaining token has probability 1.
                 single = self.answer(Request(token_ids, seed=0), policy, trial, 1).logp[0]
                 wrong = wrong if abs(single) < ROUNDING else name
         if wrong:
             raise EngineError(
-                f"{self.endpoint.url} leaves sampler.{wrong} out of its log-probabilities: start vLLM with "
+                f"{self.url} leaves sampler.{wrong} out of its log-probabilities: start vLLM with "
                 f"--logprobs-mode processed_logprobs, or do not set {wrong}"
             )
         self.checked.add(settings)
@@ -254,7 +240,7 @@ class OpenAIServer:
         choice = self.complete(request, policy, settings, 1, logprobs=TOP)
         top = (choice.get("logprobs") or {}).get("top_logprobs")
         if not top or not top[0]:
-            raise EngineError(f"{self.endpoint.url} gives no top_logprobs: serve with vLLM or SGLang")
+            raise EngineError(f"{self.url} gives no top_logprobs: serve with vLLM or SGLang")
         return list(top[0].values())
 
 
@@ -271,10 +257,9 @@ class ServerSampler(ExternalSampler):
         log: Callable[[str], object] = lambda text: None,
     ) -> None:
         super().__init__(settings, max_new_tokens, on_tokens)
+        self.log, self._options = log, options
         # Several times what is under way: at the end of each call servers run partly empty.
         self.preferred_batch_size = 4 * options.concurrency * len(options.urls)
-        self.log = log
-        self._options = options
         self._servers = [OpenAIServer(url, options) for url in options.urls]
         self._check = PolicyCheck(options.precision)
 
@@ -282,7 +267,7 @@ class ServerSampler(ExternalSampler):
         """Load this checkpoint on every server, and check that it is there."""
         policy = read_policy_files(checkpoint)
         retry(lambda: self._available(policy, None), self._options.wait_s)
-        self._policy = policy
+        self.policy = policy
 
     def sample(self, requests: Sequence[Request], settings: SamplerSettings | None = None) -> list[Response]:
         """Responses in the order of the requests."""
@@ -306,18 +291,12 @@ class ServerSampler(ExternalSampler):
     def _round(
         self, requests: Sequence[Request], settings: SamplerSettings, numbers: list[int]
     ) -> tuple[dict[int, Answer], bool]:
-        """Request the numbered responses; returns those of servers that had the policy before and after, and whether
-        one had lost it. ServerUnavailable if no server was available.
-        """
-        policy = self.policy
-
-        def asker(server: OpenAIServer) -> Callable[[int], Answer]:
-            return lambda number: server.answer(requests[number], policy, settings, self.max_new_tokens)
-
+        """The numbered responses of servers that had the policy before and after, and whether one had lost it."""
+        policy, limit = self.policy, self.max_new_tokens
         available = self._available(policy, settings)
         results = distribute(
             numbers,
-            [asker(server) for server in available],
+            [lambda number, ask=server.answer: ask(requests[number], policy, settings, limit) for server in available],
             concurrency=self._options.concurrency,
             on_answer=lambda answer: self.on_tokens(len(answer.token_ids)),
             abort=self.close,
@@ -345,29 +324,26 @@ class ServerSampler(ExternalSampler):
         resting = [server for server in self._servers if server.away_until > now]
         errors: list[Exception] = []
         for asked in ([server for server in self._servers if server not in resting], resting):
-            available = [server for server in asked if self._is_available(server, policy, settings, errors)]
+            available: list[OpenAIServer] = []
+            for server in asked:
+                try:
+                    if server.loaded != policy.weights or settings not in server.checked:
+                        server.load(policy, self._check)
+                    if settings is not None:
+                        server.check_distribution(policy, settings, self._check.token_ids(policy))
+                except ServerUnavailable as error:
+                    errors.append(error)
+                    self._leave_out(server, error)
+                    continue
+                if server.away_until:
+                    self.log(f"{server.url} is available again")
+                server.away_until = 0.0
+                available.append(server)
             if available:
                 return available
         if not any(server.has_answered for server in self._servers):  # wrong addresses, rather than restarts
             raise EngineError(f"{errors[0]}: start the server, or correct sampler.server.urls") from errors[0]
         raise errors[0]
-
-    def _is_available(
-        self, server: OpenAIServer, policy: PolicyFiles, settings: SamplerSettings | None, errors: list[Exception]
-    ) -> bool:
-        try:
-            if settings is None or not server.is_ready(policy, settings):
-                server.load(policy, self._check)
-            if settings is not None:
-                server.check_distribution(policy, settings, self._check.token_ids(policy))
-        except ServerUnavailable as error:
-            errors.append(error)
-            self._leave_out(server, error)
-            return False
-        if server.away_until:
-            self.log(f"{server.endpoint.url} is available again")
-        server.away_until = 0.0
-        return True
 
     def _leave_out(self, server: OpenAIServer, error: ServerUnavailable) -> None:
         # Noticing again that it is slow would delay the others for as long.

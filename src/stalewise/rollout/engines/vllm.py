@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +140,7 @@ class VllmSampler(ExternalSampler):
                     f"vLLM does not have the policy of {checkpoint}, though it was started with it: its "
                     f"log-probabilities of a probe {problem}; does vLLM support this architecture in this precision?"
                 )
-        self._policy = self._running = policy
+        self.policy = self._running = policy
 
     def _load_in_place(self, policy: PolicyFiles) -> bool:
         """Whether the running processes have this policy, after a reload if necessary."""
@@ -178,11 +178,10 @@ class VllmSampler(ExternalSampler):
 
     def _mismatch(self, policy: PolicyFiles) -> str:
         answers = self._call("probe_logps", self._check.token_ids(policy))
-        problems = [
-            self._check.mismatch(policy, np.array(logps, dtype=np.float64), replica.history)
-            for replica, logps in zip(self._replicas, answers, strict=True)
-        ]
-        return next((problem for problem in problems if problem), "")
+        vectors = [np.array(logps, dtype=np.float64) for logps in answers]
+        replicas = zip(self._replicas, vectors, strict=True)
+        problems = [self._check.mismatch(policy, logps, replica.history) for replica, logps in replicas]
+        return next(filter(None, problems), "")
 
     def sample(self, requests: Sequence[Request], settings: SamplerSettings | None = None) -> list[Response]:
         """Responses in the order of the requests."""
@@ -225,28 +224,27 @@ class VllmSampler(ExternalSampler):
 
     def _receive(self) -> Iterable[tuple[int, Any]]:
         """Results of all replicas as they arrive."""
-        waiting: dict[Connection, int] = {replica.pipe: index for index, replica in enumerate(self._replicas)}
+        waiting: dict[Any, int] = {replica.pipe: index for index, replica in enumerate(self._replicas)}
         while waiting:
             for pipe in wait(list(waiting)):
-                index = waiting.pop(pipe)  # pyright: ignore[reportArgumentType]
+                index = waiting.pop(pipe)
                 yield index, self._replicas[index].receive()
 
 
 def device_groups(copies: int, tensor_parallel: int) -> list[list[str]]:
     """GPUs of each replica, as in CUDA_VISIBLE_DEVICES; empty lists on a machine without GPUs."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = torch.cuda.device_count()
+    visible, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
     if count == 0:
         return [[] for _ in range(copies or 1)]
     names = visible.split(",")[:count] if visible else [str(number) for number in range(count)]
-    groups = [names[start : start + tensor_parallel] for start in range(0, count, tensor_parallel)]
-    whole = [group for group in groups if len(group) == tensor_parallel]
-    if len(whole) < (copies or 1):
+    firsts = range(0, len(names) - tensor_parallel + 1, tensor_parallel)
+    groups = [names[first : first + tensor_parallel] for first in firsts]
+    if len(groups) < (copies or 1):
         raise ConfigError(
             f"sampler.vllm needs {copies or 1} copies on {tensor_parallel} GPUs each, and there are {count}: lower "
             "copies or tensor_parallel"
         )
-    return whole[: copies or len(whole)]
+    return groups[: copies or len(groups)]
 
 
 def reloads_tied_layers() -> bool:
@@ -255,11 +253,7 @@ def reloads_tied_layers() -> bool:
 
 
 def split(requests: Sequence[Request], parts: int) -> list[list[int]]:
-    """Numbers of the requests for each part. Neighbours with one prompt stay together: its prefix is computed once.
-
-    >>> split([Request([1], 0), Request([1], 1), Request([2], 2), Request([3], 3)], 2)
-    [[0, 1], [2, 3]]
-    """
+    """Numbers of the requests for each part. Neighbours with one prompt stay together: its prefix is computed once."""
     numbers: list[list[int]] = [[] for _ in range(parts)]
     smallest = 0
     for number, request in enumerate(requests):

@@ -87,17 +87,15 @@ class VllmEngine:
             for seed in seeds
         ]
         outputs = self.llm.generate(_token_prompts(prompts), parameters, use_tqdm=False)
-        return [_sampled(output.outputs[0]) for output in outputs]
+        firsts = [output.outputs[0] for output in outputs]
+        return [(ids := list(one.token_ids), _logps(ids, one.logprobs), one.finish_reason) for one in firsts]
 
     def probe_logps(self, token_ids: list[int]) -> list[float]:
         """Log-probabilities of the probe's tokens, and of the most probable token after them."""
         # Two requests: vLLM does not use its prefix cache if log-probabilities of the prompt are requested.
-        scored, continued = self.llm.generate(
-            _token_prompts([token_ids, token_ids]),
-            [self._one_token(prompt_logprobs=0), self._one_token(logprobs=1)],
-            use_tqdm=False,
-        )
-        own = [place[token].logprob for token, place in zip(token_ids[1:], scored.prompt_logprobs[1:], strict=True)]
+        parameters = [self._one_token(prompt_logprobs=0), self._one_token(logprobs=1)]
+        scored, continued = self.llm.generate(_token_prompts([token_ids] * 2), parameters, use_tqdm=False)
+        own = _logps(token_ids[1:], scored.prompt_logprobs[1:])
         return [*own, max(entry.logprob for entry in continued.outputs[0].logprobs[0].values())]
 
     def _one_token(self, **extra: Any) -> Any:
@@ -108,9 +106,8 @@ def _token_prompts(prompts: Sequence[Sequence[int]]) -> list[dict[str, list[int]
     return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
 
 
-def _sampled(output: Any) -> Sampled:
-    ids = list(output.token_ids)
-    return ids, [place[token].logprob for token, place in zip(ids, output.logprobs, strict=True)], output.finish_reason
+def _logps(token_ids: list[int], entries: Any) -> list[float]:
+    return [entry[token].logprob for token, entry in zip(token_ids, entries, strict=True)]
 
 
 def _end_with_parent() -> None:

@@ -62,8 +62,7 @@ def mismatch(answered: ProbeLogps, expected: ProbeLogps, others: Mapping[str, Pr
     if off > TOLERANCE[precision]:
         return f"are off by {off:.2g}, where {TOLERANCE[precision]:g} is allowed in {precision}"
     for name, logps in others.items():
-        near = distance(answered, logps)
-        if near < off / 2:
+        if (near := distance(answered, logps)) < off / 2:
             return f"are those of {name} (off by {near:.2g}, and by {off:.2g} from what they should be)"
     return ""
 
@@ -115,7 +114,6 @@ class PolicyCheck:
                 others[name] = logps
                 if weights in history.answered:
                     others[f"{name}, to the last digit"] = history.answered[weights]
-        problem = mismatch(answered, expected, others, self.precision)
-        if not problem:
+        if not (problem := mismatch(answered, expected, others, self.precision)):
             history.answered[policy.weights] = answered
         return problem

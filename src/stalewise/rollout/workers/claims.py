@@ -2,8 +2,7 @@
 
 A worker rewrites its heartbeat, `work/sessions/<session>`, at regular intervals. `work/claims/<order>/shard-00004-0`
 names the session that took a shard; if its heartbeat stops, one other worker can create `shard-00004-1`. No clocks are
-compared: a worker watches for changed bytes by its own monotonic clock. The first to commit a shard wins, so a worker
-that was only slow does no harm.
+compared: a worker watches for changed bytes by its own clock. The first to commit a shard wins: slowness is harmless.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
 from stalewise.errors import StoreError
@@ -48,21 +48,19 @@ class WorkerSession:
         self._interval_s = lost_after_s / BEATS
         self._beat = 0
         self._over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._beat_until_over, daemon=True)
 
     def __enter__(self) -> WorkerSession:
         for name in self.object_store.names(SESSIONS):
             if self.succeeds(name) or (self.role and name.startswith(f"{self._kind}.")):
                 self.object_store.remove(f"{SESSIONS}/{name}")
         self._write_heartbeat()
-        self._thread = threading.Thread(target=self._beat_until_over, daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._over.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
         with contextlib.suppress(StoreError):  # without a heartbeat it soon counts as lost
             self.object_store.remove(f"{SESSIONS}/{self.id}")
 
@@ -95,12 +93,10 @@ class LivenessMonitor:
         heartbeat, now = self._object_store.read(f"{SESSIONS}/{session}"), time.monotonic()
         if heartbeat is not None and _has_ended_here(heartbeat):
             return True
-        before = self._seen.get(session)
-        if before is None or before[0] != heartbeat:
-            self._seen[session] = (heartbeat, now)
-            return False
-        limit_s = self._lost_after_s if heartbeat is not None else min(self._lost_after_s, REMOVED_S)
-        return now - before[1] >= limit_s
+        before, since = self._seen.setdefault(session, (heartbeat, now))
+        if before != heartbeat:
+            self._seen[session] = (heartbeat, since := now)
+        return now - since >= (self._lost_after_s if heartbeat is not None else min(self._lost_after_s, REMOVED_S))
 
 
 @cache
@@ -129,27 +125,27 @@ class ShardClaims:
     """The claims of one session on the shards of one order."""
 
     def __init__(self, order: str, session: WorkerSession) -> None:
-        self._object_store, self._folder = session.object_store, f"{CLAIMS}/{order}"
-        self._session = session
+        self._object_store, self._folder, self._session = session.object_store, f"{CLAIMS}/{order}", session
         self._holders: dict[str, str] = {}  # a claim never changes
         self._mine: set[int] = set()
         self.taken_over = 0
 
     def take(self, shards: Sequence[int], most: int) -> list[int]:
         """Claim up to `most` of these shards: unclaimed ones first, then those of lost workers."""
-        latest = self._latest()
-        taken: list[int] = []
-        for shard in sorted(shards, key=lambda shard: shard in latest):
-            if len(taken) == most:
-                break
-            if shard not in self._mine and self._take(shard, latest.get(shard)):
-                taken.append(shard)
+        latest: dict[int, int] = {}  # the number of the latest claim on each shard
+        for match in filter(None, map(_CLAIM.fullmatch, self._object_store.names(self._folder))):
+            latest[int(match[1])] = max(int(match[2]), latest.get(int(match[1]), 0))
+        others = (shard for shard in sorted(shards, key=latest.__contains__) if shard not in self._mine)
+        taken = list(islice((shard for shard in others if self._take(shard, latest.get(shard))), most))
         self._mine.update(taken)
         return taken
 
     def _take(self, shard: int, number: int | None) -> bool:
         if number is not None:
-            holder = self._holder(f"shard-{shard:05d}-{number}")
+            path = f"{self._folder}/shard-{shard:05d}-{number}"
+            if path not in self._holders:
+                self._holders[path] = (self._object_store.read(path) or b"").decode(errors="replace")
+            holder = self._holders[path]
             ended = holder == self._session.id or self._session.succeeds(holder)
             if not ended and not self._session.monitor.is_lost(holder):
                 return False
@@ -158,17 +154,3 @@ class ShardClaims:
             return False
         self.taken_over += number is not None
         return True
-
-    def _latest(self) -> dict[int, int]:
-        """The number of the latest claim on each shard."""
-        claims = (match for match in map(_CLAIM.fullmatch, self._object_store.names(self._folder)) if match)
-        latest: dict[int, int] = {}
-        for match in claims:
-            latest[int(match[1])] = max(int(match[2]), latest.get(int(match[1]), 0))
-        return latest
-
-    def _holder(self, name: str) -> str:
-        if name not in self._holders:
-            content = self._object_store.read(f"{self._folder}/{name}")
-            self._holders[name] = "" if content is None else content.decode(errors="replace")
-        return self._holders[name]

@@ -18,17 +18,10 @@ from stalewise.config import RunConfig
 from stalewise.config.run_directory import identity_differences
 from stalewise.errors import StoreError
 from stalewise.rollout.generate import BatchPlan
+from stalewise.rollout.workers import work_order
 from stalewise.rollout.workers.claims import WorkerSession
 from stalewise.rollout.workers.shard_queue import ShardQueue
 from stalewise.rollout.workers.sync import PolicySync, policy_digest, policy_folder
-from stalewise.rollout.workers.work_order import (
-    COMPLETE,
-    WorkOrder,
-    config_digest,
-    open_orders,
-    place_order,
-    withdraw_order,
-)
 from stalewise.store import batch_directory, is_committed
 from stalewise.store.atomic import commit_directory, remove_temporaries, temporary_name, write_atomic
 from stalewise.store.checkpoints import checkpoint_directory, versions
@@ -57,17 +50,15 @@ class Coordinator:
         """Order a generation batch; returns the queue of shards for this process."""
         directory = batch_directory(self.run / "rollouts", version=plan.version, generation_batch=plan.generation_batch)
         if self.session is None:
-            worker, lost_after_s = (
-                f"{self.role or 'learner'} on {socket.gethostname()}",
-                self.config.workers.lost_after_s,
-            )
-            self.session = WorkerSession(self.object_store, worker, role=self.role, lost_after_s=lost_after_s)
-            self.session.__enter__()
-        order = WorkOrder(plan, policy_digest(checkpoint), config_digest(self.config))
+            worker = f"{self.role or 'learner'} on {socket.gethostname()}"
+            lost_after_s = self.config.workers.lost_after_s
+            session = WorkerSession(self.object_store, worker, role=self.role, lost_after_s=lost_after_s)
+            self.session = session.__enter__()
+        order = work_order.WorkOrder(plan, policy_digest(checkpoint), work_order.config_digest(self.config))
         if self.sync is not None:
             for index in self.sync.drop_misfits(directory.name, order.fits):
                 self.log(f"shard {index} of {directory.name} was made for a withdrawn order: it is made again")
-        place_order(self.object_store, order)
+        work_order.place_order(self.object_store, order)
         takes = self.config.workers.learner == "shares"
         return ShardQueue(order, directory, self.session, sync=self.sync, collects=True, takes=takes, log=self.log)
 
@@ -78,13 +69,13 @@ class Coordinator:
         """A batch is committed here: commit it in the object store, remove the order; returns notes for the journal."""
         if self.sync is not None:
             self.sync.publish_batch(queue.directory)
-        withdraw_order(self.object_store, queue.order.name)
+        work_order.withdraw_order(self.object_store, queue.order.name)
         return {}
 
     def withdraw(self) -> None:
         """Withdraw all orders."""
-        for order in open_orders(self.object_store):
-            withdraw_order(self.object_store, order.name)
+        for order in work_order.open_orders(self.object_store):
+            work_order.withdraw_order(self.object_store, order.name)
 
     def publish(self) -> None:
         """Upload checkpoints and records; does nothing without `storage.url`."""
@@ -106,13 +97,11 @@ class Coordinator:
 
     def _refuse_to_replace(self, sync: PolicySync) -> None:
         """Refuse an object store that holds another run, or a newer state of this one."""
-        newest, records = _newest_records(self.object_store, sync.published())
-        if newest is None:
-            return
-        _refuse_another_run(identity_differences(self.config, json.loads(records[CONFIG])), self.object_store)
+        newest, records = _newest_records(self.object_store, sync.published(), self.config)
         # A run that was rolled back since then has fewer versions and more rollbacks.
         here, rollbacks = versions(self.run)[-1], len(list((self.run / "rollbacks").glob("r*/rollback.json")))
-        if newest > here and rollbacks <= sum(name.endswith("/rollback.json") for name in records):
+        rollbacks_there = sum(name.endswith("/rollback.json") for name in records)
+        if newest is not None and newest > here and rollbacks <= rollbacks_there:
             raise StoreError(
                 f"{self.object_store.where} is at version {newest}, and {self.run} at {here}: the run has gone on "
                 f"elsewhere; remove {self.run} to go on from there, or choose another name and storage.url"
@@ -121,7 +110,7 @@ class Coordinator:
     def complete(self) -> None:
         """Tell the workers that the run is complete."""
         self.publish()
-        self.object_store.write(COMPLETE, b"{}")
+        self.object_store.write(work_order.COMPLETE, b"{}")
         remove_temporaries(self.run / "work")  # of workers that were killed
 
     def close(self) -> None:
@@ -132,20 +121,16 @@ class Coordinator:
 
 
 def restore(config: RunConfig, log: Callable[[str], object]) -> None:
-    """Download a run from its object store if it is not here: records, then all checkpoints at once.
-
-    Rollouts are downloaded when they are needed. A run that is here stays as it is.
-    """
+    """Download the records and checkpoints of a run that is not here; rollouts are downloaded when they are needed."""
     run = config.directory
     if not config.storage.url or (run / "checkpoints").is_dir():
         return
     object_store = open_object_store(config.storage.url, config.storage.options)
     sync = PolicySync(object_store)
     published = sync.published()
-    newest, records = _newest_records(object_store, published)
+    newest, records = _newest_records(object_store, published, config)
     if newest is None:
         return
-    _refuse_another_run(identity_differences(config, json.loads(records[CONFIG])), object_store)
     log(f"{run} goes on from version {newest} of {object_store.where}")
     for name, text in records.items():
         write_atomic(run / name, text)
@@ -177,37 +162,32 @@ def _digest(files: dict[str, str]) -> str:
 
 
 def _newest_records(
-    object_store: ObjectStore, published: Mapping[int, str]
-) -> tuple[int, dict[str, str]] | tuple[None, dict[str, str]]:
-    """The newest version that a run could go on from, and its records."""
-    names = {version: _records_name(folder) for version, folder in published.items()}
-    recorded = [version for version, name in names.items() if object_store.read(name) is not None]
-    return (max(recorded), _read_records(object_store, names[max(recorded)])) if recorded else (None, {})
-
-
-def _read_records(object_store: ObjectStore, name: str) -> dict[str, str]:
+    object_store: ObjectStore, published: Mapping[int, str], config: RunConfig
+) -> tuple[int | None, dict[str, str]]:
+    """The newest version that a run could go on from, if any, and its records; refuses those of another config."""
+    contents = {version: object_store.read(_records_name(folder)) for version, folder in published.items()}
+    newest = max((version for version, content in contents.items() if content is not None), default=None)
+    if newest is None:
+        return None, {}
     try:
-        record = json.loads(object_store.read(name) or b"")
+        record = json.loads(contents[newest] or b"")
         files: dict[str, str] = record["files"]
         assert record["sha256"] == _digest(files)
         assert CONFIG in files and not any(path.startswith("/") or ".." in Path(path).parts for path in files)
-        return files
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
-        where = f"{object_store.where}/{name}"
+        where = f"{object_store.where}/{_records_name(published[newest])}"
         raise StoreError(f"{where} is half written or damaged: continue the run where it was") from None
-
-
-def _refuse_another_run(differences: list[str], object_store: ObjectStore) -> None:
-    if differences:
+    if differences := identity_differences(config, json.loads(files[CONFIG])):
         raise StoreError(
             f"{object_store.where} holds the run of another config ({'; '.join(differences[:3])}): choose another "
             "storage.url, or remove what is there"
         )
+    return newest, files
 
 
 def is_being_written(path: Path) -> bool:
     """Whether a worker may be writing this temporary file: it is in `work`, or in an incomplete batch."""
-    if "work" in (path.parent.name, path.parent.parent.name, path.parent.parent.parent.name):
+    if "work" in path.parts[-4:-1]:
         return True
     with contextlib.suppress(StoreError):
         return path.parent.parent.name == "rollouts" and not is_committed(path.parent)

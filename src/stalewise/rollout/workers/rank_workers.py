@@ -1,7 +1,6 @@
 """A generation batch made by all ranks of one launch: the first rank orders it, and each makes part of it.
 
-The ranks claim shards as workers do, so other workers may join. While they generate, the first rank listens for the
-reports of the others, and they listen for its stop message: a rank that is lost is noticed within a few tokens.
+The ranks claim shards as workers do, so other workers may join. A rank that is lost is noticed within a few tokens.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ ENGINE = "hf"  # the others use several devices by themselves
 def coordinator_of(coordinator: Coordinator, ranks: Ranks) -> Coordinator:
     """A coordinator for all ranks, if there are several and each can have its own sampler."""
     config = coordinator.config
-    if not ranks.others or config.sampler.engine != ENGINE or config.workers.learner != "shares":
-        return coordinator
-    return RankCoordinator(coordinator, ranks)
+    shared = ranks.others and config.sampler.engine == ENGINE and config.workers.learner == "shares"
+    return RankCoordinator(coordinator, ranks) if shared else coordinator
 
 
 class RankCoordinator(Coordinator):
@@ -116,10 +114,9 @@ class RolloutRank:
         except RankError:
             raise
         except Exception as error:
-            unexpected = not isinstance(error, StalewiseError)
-            text = f"{type(error).__name__}: {error}" if unexpected else str(error)
-            self.ranks.tell(0, "failed", {"error": text})
-            if unexpected:
+            expected = isinstance(error, StalewiseError)
+            self.ranks.tell(0, "failed", {"error": str(error) if expected else f"{type(error).__name__}: {error}"})
+            if not expected:
                 raise  # only this rank has the traceback
         else:
             self.ranks.tell(0, "generated", {"shards": shards})

@@ -29,7 +29,6 @@ def work_on_ray(
 
     `RAY_ADDRESS` names a running cluster; without it, Ray is started on this machine.
     """
-    callback = callback or NullCallback()
     try:
         ray: Any = import_module("ray")  # an extra
     except ImportError as error:
@@ -42,7 +41,7 @@ def work_on_ray(
         # Ray's own retries: the actor is restarted on any machine, and its one task with it.
         actor = ray.remote(max_restarts=RESTARTS, max_task_retries=RESTARTS, num_cpus=1, num_gpus=per_worker)(_Actor)
         actors = [actor.remote() for _ in range(workers)]
-        callback.log(f"{workers} workers on Ray for {source}")
+        (callback or NullCallback()).log(f"{workers} workers on Ray for {source}")
         futures = [one.work.remote(source, f"ray-{i}", dict(overrides or {}), once) for i, one in enumerate(actors)]
         results = ray.get(futures)
     except ray.exceptions.RayError as error:

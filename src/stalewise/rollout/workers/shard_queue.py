@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from stalewise.rollout.generate import ShardSource
 from stalewise.rollout.workers.claims import ShardClaims, WorkerSession
-from stalewise.rollout.workers.sync import PolicySync
+from stalewise.rollout.workers.sync import PolicySync, shard_indices
 from stalewise.rollout.workers.work_order import WorkOrder, is_open
 from stalewise.store import shard_path
 from stalewise.store.manifest import read_shard_manifest, shard_manifest_path
@@ -18,7 +16,6 @@ from stalewise.store.manifest import read_shard_manifest, shard_manifest_path
 POLL_S = 0.05
 REMOTE_POLL_S = 0.5
 IDLE_S = 60.0  # without a new shard, after which a message is logged
-_MANIFEST = re.compile(r"shard-(\d{5,})\.json")
 
 
 class OrderWithdrawn(Exception):
@@ -44,7 +41,7 @@ class ShardQueue(ShardSource):
         log: Callable[[str], object] = lambda text: None,
     ) -> None:
         self.order, self.directory, self.sync, self.collects = order, directory, sync, collects
-        self.provenance: Mapping[str, Any] = {**order.provenance, "worker": session.worker}
+        self.provenance = {**order.provenance, "worker": session.worker}
         self.processes = 1  # that began together: each takes no more than its part
         self.check: Callable[[], object] = lambda: None  # raises if all must end
         self._object_store, self._takes, self._log = session.object_store, takes, log
@@ -109,8 +106,7 @@ class ShardQueue(ShardSource):
 
     def _publish(self, shard: int) -> None:
         assert self.sync is not None
-        published = self.sync.publish_shard(self.directory, shard)
-        if not published:
+        if not (published := self.sync.publish_shard(self.directory, shard)):
             self.too_late(shard)
         if not published or not self.collects:
             self._remove(shard)  # the one in the object store counts
@@ -141,5 +137,4 @@ class ShardQueue(ShardSource):
 def _local_shards(directory: Path) -> set[int]:
     """Shards whose file and manifest are in a directory."""
     names = {entry.name for entry in directory.iterdir()} if directory.is_dir() else set()
-    indices = (int(match[1]) for match in map(_MANIFEST.fullmatch, names) if match)
-    return {index for index in indices if shard_path(directory, index).name in names}
+    return {index for index in shard_indices(names) if shard_path(directory, index).name in names}

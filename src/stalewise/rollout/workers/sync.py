@@ -11,20 +11,13 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from stalewise.errors import StoreError
-from stalewise.store import committed_shards, read_batch_manifest, shard_path
-from stalewise.store.atomic import (
-    commit_directory,
-    create_atomic,
-    make_directory,
-    read_json,
-    sha256_file,
-    temporary_name,
-)
+from stalewise.store import atomic, committed_shards, shard_path
+from stalewise.store.atomic import read_json, sha256_file
 from stalewise.store.checkpoints import FORMAT as CHECKPOINT_FORMAT
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.store.manifest import BATCH_MANIFEST, read_shard_manifest, shard_manifest_path
@@ -44,6 +37,11 @@ def policy_digest(checkpoint: Path) -> str:
 def policy_folder(version: int, digest: str) -> str:
     """Where a policy is in the object store."""
     return f"checkpoints/v{version:06d}-{digest[:DIGITS]}"
+
+
+def shard_indices(names: Iterable[str]) -> set[int]:
+    """Shards whose manifests are among the names of files."""
+    return {int(match[1]) for match in map(_SHARD.fullmatch, names) if match}
 
 
 class PolicySync:
@@ -77,14 +75,13 @@ class PolicySync:
         folder = policy_folder(version, digest)
         final = cache / folder
         if not final.is_dir():
-            self._fetch(folder, final, digest, wanted=lambda name: not _TRAINER_FILES.fullmatch(name))
+            self.fetch_checkpoint(folder, final, digest, unwanted=_TRAINER_FILES)
         return final
 
-    def fetch_checkpoint(self, folder: str, final: Path) -> None:
-        """Download a whole checkpoint."""
-        self._fetch(folder, final, None, wanted=lambda name: True)
-
-    def _fetch(self, folder: str, final: Path, digest: str | None, wanted: Callable[[str], bool]) -> None:
+    def fetch_checkpoint(
+        self, folder: str, final: Path, digest: str | None = None, unwanted: re.Pattern[str] | None = None
+    ) -> None:
+        """Download a checkpoint but its `unwanted` files; `digest` is that of its manifest, if known."""
         content = self.object_store.read(f"{folder}/manifest.json")
         where = f"{self.object_store.where}/{folder}"
         if content is None:
@@ -92,22 +89,22 @@ class PolicySync:
         if digest is not None and hashlib.sha256(content).hexdigest() != digest:
             raise StoreError(f"{where} has another manifest than the order names: another policy is there")
         files = _checkpoint_files(content, f"{where}/manifest.json")
-        temporary = temporary_name(final)
-        make_directory(temporary)
+        temporary = atomic.temporary_name(final)
+        atomic.make_directory(temporary)
         try:
             for name, expected in files.items():
-                if wanted(name):
+                if unwanted is None or not unwanted.fullmatch(name):
                     (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                     self._download(f"{folder}/{name}", temporary / name, expected)
             (temporary / "manifest.json").write_bytes(content)
             if not final.exists():  # another worker with the same cache may have been faster
-                commit_directory(temporary, final)
+                atomic.commit_directory(temporary, final)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
     def shards(self, batch: str) -> set[int]:
         """Shards of a generation batch that are committed there."""
-        return {int(match[1]) for match in map(_SHARD.fullmatch, self.object_store.names(f"rollouts/{batch}")) if match}
+        return shard_indices(self.object_store.names(f"rollouts/{batch}"))
 
     def publish_shard(self, directory: Path, index: int) -> bool:
         """Upload a committed shard; False if another one is there, which stays."""
@@ -117,7 +114,7 @@ class PolicySync:
         content = json.dumps({**manifest, "file": name}, indent=2).encode()
         if self.object_store.create(f"{folder}/shard-{index:05d}.json", content):
             return True
-        if self._manifest(directory.name, index).get("file") == name:
+        if self._manifest(directory.name, index)["file"] == name:
             return True  # the same bytes
         self.object_store.remove(f"{folder}/{name}")
         return False
@@ -126,8 +123,8 @@ class PolicySync:
         """Download a committed shard, compare every byte with its manifest, and commit it here."""
         manifest = self._manifest(directory.name, index)
         path, manifest_path = shard_path(directory, index), shard_manifest_path(directory, index)
-        temporary = temporary_name(path)
-        make_directory(directory)
+        temporary = atomic.temporary_name(path)
+        atomic.make_directory(directory)
         manifest_path.unlink(missing_ok=True)  # its shard is not here
         try:
             self._download(f"rollouts/{directory.name}/{manifest['file']}", temporary, manifest)
@@ -135,7 +132,7 @@ class PolicySync:
             temporary.rename(path)
         finally:
             temporary.unlink(missing_ok=True)
-        create_atomic(manifest_path, json.dumps({**manifest, "file": path.name}, indent=2) + "\n")
+        atomic.create_atomic(manifest_path, json.dumps({**manifest, "file": path.name}, indent=2) + "\n")
         read_shard_manifest(directory, index)  # refuses another format
 
     def drop_misfits(self, batch: str, fits: Callable[[Mapping[str, Any]], bool]) -> list[int]:
@@ -162,12 +159,6 @@ class PolicySync:
             if name.endswith(".parquet") and name not in named:
                 self.object_store.remove(f"{folder}/{name}")
 
-    def is_published(self, directory: Path) -> bool:
-        """Whether a generation batch that is committed here is committed there, too."""
-        if self.object_store.read(f"rollouts/{directory.name}/{BATCH_MANIFEST}") is None:
-            return False
-        return self.shards(directory.name) == {shard.index for shard in read_batch_manifest(directory).shards}
-
     def _manifest(self, batch: str, index: int) -> dict[str, Any]:
         name = f"rollouts/{batch}/shard-{index:05d}.json"
         try:
@@ -175,10 +166,8 @@ class PolicySync:
             assert isinstance(record, dict) and isinstance(record["file"], str) and "/" not in record["file"]
             return record
         except (ValueError, KeyError, AssertionError):
-            where = f"{self.object_store.where}/{name}"
-            raise StoreError(
-                f"{where} is half written or no manifest: remove it, and the shard is made again"
-            ) from None
+            problem = "is half written or no manifest: remove it, and the shard is made again"
+            raise StoreError(f"{self.object_store.where}/{name} {problem}") from None
 
     def _download(self, name: str, path: Path, expected: Mapping[str, Any]) -> None:
         """Download a file and compare it with its manifest."""

@@ -1,8 +1,7 @@
 """Work orders: what the trainer asks workers for, one small object per generation batch.
 
 `work/orders/g000003-v000064-1f0c….json` holds the plan of the batch, its policy (the SHA-256 of the checkpoint's
-manifest) and its config. A worker with another policy or config refuses it. An order stands until its batch is
-complete; then it is removed together with its claims.
+manifest) and its config. It stands until its batch is complete; then it is removed together with its claims.
 """
 
 from __future__ import annotations
@@ -80,11 +79,9 @@ def is_open(object_store: ObjectStore, order: WorkOrder) -> bool:
 
 def open_orders(object_store: ObjectStore) -> list[WorkOrder]:
     """The orders that stand, by generation batch."""
-    contents = ((name, object_store.read(f"{ORDERS}/{name}")) for name in object_store.names(ORDERS))
+    contents = {path: object_store.read(path) for path in (f"{ORDERS}/{name}" for name in object_store.names(ORDERS))}
     # One without content has been removed since.
-    return [
-        _read(content, f"{object_store.where}/{ORDERS}/{name}") for name, content in contents if content is not None
-    ]
+    return [_read(content, f"{object_store.where}/{path}") for path, content in contents.items() if content is not None]
 
 
 def _read(content: bytes, where: str) -> WorkOrder:

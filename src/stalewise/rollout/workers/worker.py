@@ -1,7 +1,6 @@
 """A worker: a process on any machine that makes shards of the batches that a trainer orders, until the run is complete.
 
-It needs only the run directory or the URL of the run's object store: config, policies and orders are there. Workers may
-come and go; one that is lost while making a shard costs that shard's time.
+It needs only the run directory or the URL of the run's object store. Workers may come and go at any time.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,19 +70,16 @@ def work(
     callback = callback or NullCallback()
     location = RunLocation.find(str(source), overrides or {}, wait=not once, log=callback.log)
     config, name = location.config, worker or f"{socket.gethostname()}-{os.getpid()}"
+    task = make_task(config.task.name, seed=config.seed, **config.task.options)
     with (
         tempfile.TemporaryDirectory(prefix="stalewise-worker-") as scratch,
         WorkerSession(location.object_store, name, lost_after_s=config.workers.lost_after_s) as session,
+        closing(task.verifier),
+        closing(make_sampler(config, log=callback.log)) as sampler,
     ):
-        task = make_task(config.task.name, seed=config.seed, **config.task.options)
-        sampler = make_sampler(config, log=callback.log)
-        try:
-            rollout_worker = RolloutWorker(location, session, task, sampler, Path(cache or scratch), callback)
-            rollout_worker.work(once)
-            return rollout_worker.done
-        finally:
-            sampler.close()
-            task.verifier.close()
+        rollout_worker = RolloutWorker(location, session, task, sampler, Path(cache or scratch), callback)
+        rollout_worker.work(once)
+        return rollout_worker.done
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,9 @@ class RunLocation:
         """Find a run by directory, URL or config file; `wait` for it if it has not started yet."""
         given = None
         if "://" in source:
-            object_store, run = open_object_store(source, _storage_options(overrides)), None
+            prefix = "storage.options."
+            options = {key.removeprefix(prefix): value for key, value in overrides.items() if key.startswith(prefix)}
+            object_store, run = open_object_store(source, options), None
         elif not Path(source).is_file() and Path(source).suffix != ".toml":  # a run directory, now or soon
             object_store, run = DirectoryStore(source), Path(source)
         else:
@@ -114,7 +113,10 @@ class RunLocation:
             object_store, run = given.object_store, given.run
         record = _read_config(object_store, wait, log)
         if given is None:
-            config = _with_overrides(record, overrides, object_store.where)
+            changed = copy.deepcopy({key: value for key, value in record.items() if key != "format"})
+            for key, value in overrides.items():
+                set_dotted(changed, key, value)
+            config = make_config(changed, source=object_store.where)
             if run is not None and config.storage.url:  # the trainer's own directory, where no orders are
                 remote = cls.of_config(config)
                 object_store, run = remote.object_store, remote.run
@@ -131,19 +133,6 @@ class RunLocation:
                 "run's own config; leave these settings out, or name the run directory instead of a file"
             )
         return cls(object_store, config, run)
-
-
-def _with_overrides(record: Mapping[str, Any], overrides: Mapping[str, Any], where: str) -> RunConfig:
-    """The config of a run with some settings of this worker."""
-    changed = copy.deepcopy({key: value for key, value in record.items() if key != "format"})
-    for key, value in overrides.items():
-        set_dotted(changed, key, value)
-    return make_config(changed, source=where)
-
-
-def _storage_options(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    prefix = "storage.options."
-    return {key.removeprefix(prefix): value for key, value in overrides.items() if key.startswith(prefix)}
 
 
 def _read_config(object_store: ObjectStore, wait: bool, log: Callable[[str], object]) -> dict[str, Any]:
@@ -166,27 +155,22 @@ def _read_config(object_store: ObjectStore, wait: bool, log: Callable[[str], obj
     return record
 
 
+@dataclass
 class RolloutWorker:
-    """Makes shards of the orders of one run."""
+    """Makes shards of the orders of one run; `processes` and `check` are those of a `ShardQueue`."""
 
-    def __init__(
-        self,
-        location: RunLocation,
-        session: WorkerSession,
-        task: Task,
-        sampler: Sampler,
-        cache: Path,
-        callback: ProgressCallback,
-        *,
-        processes: int = 1,
-        check: Callable[[], object] = lambda: None,
-    ) -> None:
-        """`processes` and `check` are those of a `ShardQueue`."""
-        self.location, self.object_store, self.session = location, location.object_store, session
-        self.task, self.sampler, self.cache, self.callback = task, sampler, cache, callback
-        self.sync = None if location.run is not None else PolicySync(location.object_store)
-        self.done = WorkDone(session.worker)
-        self.processes, self.check = processes, check
+    location: RunLocation
+    session: WorkerSession
+    task: Task
+    sampler: Sampler
+    cache: Path
+    callback: ProgressCallback
+    processes: int = 1
+    check: Callable[[], object] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.object_store, self.done = self.location.object_store, WorkDone(self.session.worker)
+        self.sync = None if self.location.run is not None else PolicySync(self.object_store)
 
     def work(self, once: bool) -> None:
         """Make shards for one order after another."""
@@ -234,7 +218,11 @@ class RolloutWorker:
         except OrderWithdrawn:
             pass
         finally:
-            self._count(queue)
+            self.done.shards += len(queue.made_here)
+            self.done.rollouts += sum(len(plan.prompt_range(shard)) for shard in queue.made_here) * plan.group_size
+            self.done.taken_over += queue.taken_over
+            self.done.too_late += len(queue.too_late_here)
+            self.done.batches += [directory.name] if queue.made_here else []
             if self.sync is not None:
                 shutil.rmtree(root, ignore_errors=True)
 
@@ -254,12 +242,3 @@ class RolloutWorker:
             )
         read_state(checkpoint)  # compares its files with their checksums
         return checkpoint
-
-    def _count(self, queue: ShardQueue) -> None:
-        plan, done = queue.order.plan, self.done
-        done.shards += len(queue.made_here)
-        done.rollouts += sum(len(plan.prompt_range(shard)) for shard in queue.made_here) * plan.group_size
-        done.taken_over += queue.taken_over
-        done.too_late += len(queue.too_late_here)
-        if queue.made_here:
-            done.batches.append(queue.directory.name)
