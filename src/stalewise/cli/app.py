@@ -69,7 +69,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file; `stalewise init` writes one.")]
 Settings = Annotated[
     list[str] | None,

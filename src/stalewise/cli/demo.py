@@ -33,20 +33,19 @@ RUNS: dict[str, dict[str, Any]] = {
 
 def demo_config(name: str, runs: Path, *, prompts: int = PROMPTS, updates: int = UPDATES) -> RunConfig:
     """The config of one run."""
-    return make_config(
-        {
-            "name": name,
-            "runs": str(runs),
-            "task": {"name": "arithmetic"},
-            "model": {"threads": 1},  # a second one gains little for so small a model, and loses much on a busy machine
-            "schedule": {**RUNS[name], "updates": updates},
-            "objective": {"name": name},
-            "batch": {"prompts": prompts, "group_size": 8},
-            "optimizer": {"learning_rate": 3e-4},
-            "sampler": {"max_new_tokens": 8},
-            "evaluation": {"prompts": 256, "samples": 4},
-        }
-    )
+    record = {
+        "name": name,
+        "runs": str(runs),
+        "task": {"name": "arithmetic"},
+        "model": {"threads": 1},  # a second one gains little for so small a model, and loses much on a busy machine
+        "schedule": {**RUNS[name], "updates": updates},
+        "objective": {"name": name},
+        "batch": {"prompts": prompts, "group_size": 8},
+        "optimizer": {"learning_rate": 3e-4},
+        "sampler": {"max_new_tokens": 8},
+        "evaluation": {"prompts": 256, "samples": 4},
+    }
+    return make_config(record)
 
 
 def run_demo(runs: Path, callback: ProgressCallback | None = None) -> dict[str, RunResult]:
@@ -55,27 +54,17 @@ def run_demo(runs: Path, callback: ProgressCallback | None = None) -> dict[str, 
     callback.log(f"base policy, {describe_evaluation(warm_up())}")
     results: dict[str, RunResult] = {}
     for name in RUNS:
-        callback.log(f"{name}: {describe_schedule(name)}")
-        results[name] = run(demo_config(name, runs), callback)
+        config = demo_config(name, runs)
+        plan = config.schedule.schedule()
+        batches = f"{plan.generation_batches} generation batches for {plan.updates_per_generation} updates each"
+        callback.log(f"{name}: {plan.updates} updates, {batches}")
+        results[name] = run(config, callback)
     return results
 
 
 def warm_up() -> Evaluation:
     """Evaluate the base policy. Otherwise the first run would include imports and first calls, and look slower."""
     return evaluate("arithmetic", task="arithmetic", prompts=256, samples=4)
-
-
-def describe_schedule(name: str) -> str:
-    """One line on a run's schedule."""
-    schedule = demo_config(name, Path()).schedule.schedule()
-    batches = f"{schedule.generation_batches} generation batches for {schedule.updates_per_generation} updates each"
-    return f"{schedule.updates} updates, {batches}"
-
-
-def summary(results: dict[str, RunResult]) -> dict[str, Any]:
-    """The content of `stalewise demo --json`."""
-    base = next(iter(results.values())).evaluations[0]["accuracy"]["value"]
-    return {"base_accuracy": base, "runs": {name: summary_of(result) for name, result in results.items()}}
 
 
 def summary_of(result: RunResult) -> dict[str, Any]:
@@ -99,9 +88,7 @@ def summary_of(result: RunResult) -> dict[str, Any]:
 def summary_table(figures: dict[str, Any]) -> Table:
     """The summary as a table."""
     title = f"arithmetic: {UPDATES} updates, base accuracy {figures['base_accuracy']:.3f}; times in seconds, last ESS"
-    table = make_table(
-        ("run", "accuracy [95%]", "total", "generate", "learn", "switch", "ESS"), left=("run",), title=title
-    )
+    table = make_table(("run", "accuracy [95%]", "total", *TIMED, "ESS"), left=("run",), title=title)
     for name, run_figures in figures["runs"].items():
         accuracy = "{accuracy:.3f} [{accuracy_low:.3f}, {accuracy_high:.3f}]".format(**run_figures)
         seconds = (f"{run_figures[key]:.1f}" for key in ("seconds", *(f"{one}_seconds" for one in TIMED)))
@@ -112,7 +99,8 @@ def summary_table(figures: dict[str, Any]) -> Table:
 def main(*, as_json: bool, runs: Path, callback: ProgressCallback | None = None) -> None:
     """Run the demo and print a table and the report's path, or one JSON object."""
     results = run_demo(runs, callback)
-    figures = summary(results)
+    base = next(iter(results.values())).evaluations[0]["accuracy"]["value"]
+    figures = {"base_accuracy": base, "runs": {name: summary_of(result) for name, result in results.items()}}
     report = write_report([result.directory for result in results.values()], runs / "report.html")
     if as_json:
         print(json.dumps({**figures, "report": str(report)}))

@@ -58,9 +58,6 @@ def sweep(
 ) -> None:
     """Find the staleness and learning rates at which runs collapse, and fit the law."""
     checked = read_config_file(config, settings)
-    stalenesses = _numbers("--staleness", staleness, int)
-    learning_rates = _numbers("--lr", lr, float)
-    seed_list = _numbers("--seeds", seeds, int)
     from stalewise.cli.progress import watching
     from stalewise.cli.tables import print_sweep
     from stalewise.planning.calibration import CollapseRule
@@ -69,10 +66,10 @@ def sweep(
     with watching() as callback:
         result = sweep(
             checked,
-            stalenesses=stalenesses,
-            learning_rates=learning_rates,
+            stalenesses=_numbers("--staleness", staleness, int),
+            learning_rates=_numbers("--lr", lr, float),
             updates=updates,
-            seeds=seed_list,
+            seeds=_numbers("--seeds", seeds, int),
             rule=CollapseRule(evaluations=evaluations),
             jobs=jobs,
             callback=callback,
@@ -86,20 +83,15 @@ def sweep(
 
 @app.command()
 def plan(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="CONFIG", help="TOML file; `stalewise init` writes one.")
-    ] = None,
-    cluster: Annotated[
-        Path | None, typer.Option(help="TOML file with the rates of a cluster: compare schedules on it instead.")
-    ] = None,
+    config: Annotated[Path | None, typer.Argument(help="TOML file; `stalewise init` writes one.")] = None,
+    cluster: Annotated[Path | None, typer.Option(help="TOML file of a cluster: compare schedules on it.")] = None,
     simulate: Annotated[bool, typer.Option("--simulate", help="With --cluster: also simulate each schedule.")] = False,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
     """Print the safe learning rate of a config, its costs, and how often to generate. Exit status 3 if unknown."""
     if config is None and cluster is not None:
-        _plan_cluster(cluster, settings, simulate, as_json)
-        return
+        return _plan_cluster(cluster, settings, simulate, as_json)
     if config is None or cluster is not None:
         raise ConfigError("plan takes a config, or --cluster with a file of rates: give one of them")
     if simulate:

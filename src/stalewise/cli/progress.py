@@ -144,8 +144,6 @@ def watching(config: RunConfig | None = None, *, is_first: bool = True) -> Itera
         if config is not None and config.trackers:
             from stalewise.reporting.trackers import Trackers  # here, since accelerate imports torch
 
-            trackers = Trackers(config)
-            stack.callback(trackers.close)
-            callbacks.append(trackers)
+            callbacks.append(stack.enter_context(contextlib.closing(Trackers(config))))
         stack.callback(progress.close)
         yield Several(callbacks)

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,8 +29,7 @@ def report(
     output: Annotated[Path | None, typer.Option(help="File to write.")] = None,
 ) -> None:
     """Write an HTML report of one or several runs."""
-    for directory in runs:  # before the slow import
-        _check_run(directory)
+    _check_runs(*runs)  # before the slow import
     from stalewise.reporting import write_report
 
     typer.echo(str(write_report(runs, output)))
@@ -45,18 +43,15 @@ def watch(
     as_json: AsJson = False,
 ) -> None:
     """Show the status of a run until it is finished. Ctrl-C stops watching; the run continues."""
-    _check_run(run)
+    _check_runs(run)
     from stalewise.cli.tables import status_view, stdout_console
     from stalewise.reporting.status import run_status
 
+    console, now = stdout_console(), run_status(run)
     if as_json:
-        print_json(_without_nan(asdict(run_status(run))))
-        return
-    console = stdout_console()
-    now = run_status(run)
+        return print_json(_without_nan(asdict(now)))
     if once or not console.is_terminal:
-        console.print(status_view(now))
-        return
+        return console.print(status_view(now))
     from rich.live import Live
 
     with contextlib.suppress(KeyboardInterrupt), Live(status_view(now), console=console, auto_refresh=False) as live:
@@ -74,18 +69,17 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Compare two runs on held-out prompts: which is better, how certain that is, and the cost of each."""
-    sides = _sides(runs or [], a or [], b or [])
-    for directory in [*sides[0], *sides[1]]:
-        _check_run(directory)
+    if runs and len(runs) == 2 and not a and not b:
+        a, b = runs[:1], runs[1:]
+    elif runs or not a or not b:
+        usage = "name two run directories, A and B; or, with several seeds, use --a RUN --a RUN --b RUN --b RUN"
+        raise ConfigError(usage)
+    _check_runs(*a, *b)
+    from stalewise.cli.tables import print_comparison
     from stalewise.reporting.compare import compare
 
-    result = compare(*sides)
-    if as_json:
-        print_json(_without_nan(result.record()))
-        return
-    from stalewise.cli.tables import print_comparison
-
-    print_comparison(result)
+    result = compare(a, b)
+    print_json(_without_nan(result.record())) if as_json else print_comparison(result)
 
 
 @app.command()
@@ -138,9 +132,7 @@ def push(
     adapter: Adapter = False,
     rollouts: Rollouts = False,
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
-    to: Annotated[
-        Path | None, typer.Option(help="Upload nothing: write the files to REPO_ID under this directory.")
-    ] = None,
+    to: Annotated[Path | None, typer.Option(help="Upload nothing: write REPO_ID under this directory.")] = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
@@ -154,9 +146,8 @@ def push(
 @app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def reproduce(context: typer.Context) -> None:
     """Run `python -m experiments.lab`, where this command has moved."""
-    typer.echo(
-        "warning: `stalewise reproduce` is now `python -m experiments.lab`; this alias will be removed", err=True
-    )
+    warning = "`stalewise reproduce` is now `python -m experiments.lab`; this alias will be removed"
+    typer.echo(f"warning: {warning}", err=True)
     roots = (Path.cwd(), Path(__file__).parents[3])
     root = next((path for path in roots if (path / "experiments/lab/__main__.py").is_file()), None)
     if root is None:
@@ -168,21 +159,14 @@ def reproduce(context: typer.Context) -> None:
     raise typer.Exit(subprocess.run(command, env={**os.environ, "PYTHONPATH": search_path}, check=False).returncode)
 
 
-def _sides(runs: Sequence[Path], a: Sequence[Path], b: Sequence[Path]) -> tuple[Sequence[Path], Sequence[Path]]:
-    if len(runs) == 2 and not a and not b:
-        return runs[:1], runs[1:]
-    if not runs and a and b:
-        return a, b
-    raise ConfigError("name two run directories, A and B; or, with several seeds, use --a RUN --a RUN --b RUN --b RUN")
-
-
-def _check_run(directory: Path) -> None:
-    try:
-        is_run = (directory / "config.resolved.json").is_file()
-    except OSError as error:
-        raise StoreError(f"cannot read {directory}: {error.strerror}; ask its owner for permission") from error
-    if not is_run:
-        raise StoreError(f"{directory} is not a run directory: it has no config.resolved.json")
+def _check_runs(*directories: Path) -> None:
+    for directory in directories:
+        try:
+            is_run = (directory / "config.resolved.json").is_file()
+        except OSError as error:
+            raise StoreError(f"cannot read {directory}: {error.strerror}; ask its owner for permission") from error
+        if not is_run:
+            raise StoreError(f"{directory} is not a run directory: it has no config.resolved.json")
 
 
 def _without_nan(value: Any) -> Any:

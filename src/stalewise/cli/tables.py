@@ -15,7 +15,7 @@ from rich.text import Text
 from stalewise.config import RunConfig
 from stalewise.config.run_directory import RunResult
 from stalewise.planning.cluster.cluster_plan import ClusterPlan, ScheduleOutcome
-from stalewise.planning.planner import ConfigPlan, ScheduleChoice, describe_safety, rounded_down
+from stalewise.planning.planner import ConfigPlan, describe_safety, rounded_down
 from stalewise.planning.probe import ProbeResult
 from stalewise.planning.sweep import SweepResult
 from stalewise.reporting.compare import RunComparison
@@ -66,13 +66,10 @@ def _accuracies(evaluations: Iterable[Mapping[str, Any]]) -> list[str]:
     return [f"version {one['version']}: accuracy {format_interval(one['accuracy'])}" for one in evaluations]
 
 
-# Training and evaluation
-
-
 def print_result(result: RunResult, as_json: bool) -> None:
     """Evaluations, times and directory of a run."""
-    record = {"updates": result.updates, "evaluations": result.evaluations, "seconds": result.seconds}
     if as_json:
+        record = {"updates": result.updates, "evaluations": result.evaluations, "seconds": result.seconds}
         print(json.dumps({"directory": str(result.directory), **record}))
         return
     print_lines(*_accuracies(result.evaluations), _seconds(result.seconds), str(result.directory))
@@ -124,9 +121,6 @@ def print_checks(config: RunConfig, problem: str, as_json: bool) -> bool:
     if as_json:
         print(json.dumps({"ok": good, "checks": [asdict(check) for check in done]}))
     return good
-
-
-# Inspection of a run
 
 
 def print_run(record: dict[str, Any]) -> None:
@@ -209,9 +203,6 @@ def print_group(records: list[dict[str, Any]]) -> None:
     print_lines(visible(f"group {first['group']}: {first['prompt_id']}  {_text(first['prompt'])}"), table)
 
 
-# `stalewise watch` and `stalewise compare`
-
-
 def status_view(now: RunStatus) -> RenderableType:
     """The status of a run, one fact per line."""
     title = Text.assemble(
@@ -292,9 +283,6 @@ def print_comparison(result: RunComparison) -> None:
     print_lines(*(Text(visible(f"note: {note}"), style="yellow") for note in result.notes))
 
 
-# `stalewise probe`, `sweep` and `plan`
-
-
 def print_probe(result: ProbeResult) -> None:
     """Measurements of a probe."""
     probe = result.probe
@@ -371,26 +359,25 @@ def _print_choices(plan: ConfigPlan) -> None:
     columns = ("µ", "S", "safe η", "binds", f"time for T = {plan.updates}", "updates as far", "time as far", "")
     table = make_table(columns, left=("binds", ""))
     for choice in plan.choices:
-        table.add_row(*_choice_cells(choice), "← fastest" if choice.updates_per_generation == plan.fastest else "")
+        safe, size, updates = choice.plan, choice.updates_per_generation, choice.drift_updates
+        seconds, drift_seconds = (
+            "–" if one is None else format_duration(one) for one in (choice.seconds, choice.drift_seconds)
+        )
+        table.add_row(
+            str(size),
+            str(choice.staleness),
+            *(("unknown", "") if safe is None else (rounded_down(safe.learning_rate), safe.binding)),
+            seconds,
+            "–" if updates is None else f"{updates:,}",
+            drift_seconds,
+            "← fastest" if size == plan.fastest else "",
+        )
     rate = min(plan.learning_rate, plan.safe.horizon_limit) if plan.safe is not None else plan.learning_rate
     print_lines(table, f"as far: to the drift of T·η = {plan.updates * rate:.3g}, at the safe η of each µ")
     if plan.drift_reduced:
         print_lines("the config itself drifts further than R_crit allows; this is the safe drift")
     if plan.fastest is not None:
         print_lines(f"fastest at equal safety: µ = {plan.fastest} updates on each generation")
-
-
-def _choice_cells(choice: ScheduleChoice) -> tuple[str, ...]:
-    safe = choice.plan
-    return (
-        str(choice.updates_per_generation),
-        str(choice.staleness),
-        "unknown" if safe is None else rounded_down(safe.learning_rate),
-        "" if safe is None else safe.binding,
-        "–" if choice.seconds is None else format_duration(choice.seconds),
-        "–" if choice.drift_updates is None else f"{choice.drift_updates:,}",
-        "–" if choice.drift_seconds is None else format_duration(choice.drift_seconds),
-    )
 
 
 def print_cluster_plan(plan: ClusterPlan) -> None:
@@ -401,15 +388,12 @@ def print_cluster_plan(plan: ClusterPlan) -> None:
         table.add_row(*_cluster_cells(one.formula))
         if one.simulated is not None:
             table.add_row("  simulated", "", "", "", *_cluster_cells(one.simulated)[4:])
-    print_lines(table, f"staged over synchronous: {_savings(plan, False)}")
-    if all(one.simulated is not None for one in plan.schedules):
-        print_lines(f"in the simulation: {_savings(plan, True)}")
+    print_lines(table)
+    simulated = {"in the simulation": True} if all(one.simulated is not None for one in plan.schedules) else {}
+    for name, is_simulated in {"staged over synchronous": False, **simulated}.items():
+        whole, generating = plan.speed_up("staged", simulated=is_simulated), plan.generation_speed_up(is_simulated)
+        print_lines(f"{name}: {whole:.2f}× as fast, generating alone {generating:.2f}×")
     print_lines("the split of devices is the fastest one by formula")
-
-
-def _savings(plan: ClusterPlan, simulated: bool) -> str:
-    whole, generating = plan.speed_up("staged", simulated=simulated), plan.generation_speed_up(simulated)
-    return f"{whole:.2f}× as fast, generating alone {generating:.2f}×"
 
 
 def _cluster_cells(outcome: ScheduleOutcome) -> tuple[str, ...]:

@@ -72,9 +72,8 @@ def _run_and_print(config: RunConfig, train: Callable[[ProgressCallback], RunRes
     from stalewise.cli.tables import print_result
     from stalewise.orchestrator.ranks import join_ranks
 
-    is_first = join_ranks(
-        config.model.device
-    ).is_first  # before the trackers, which would start torch.distributed themselves
+    # Before the trackers, which would start torch.distributed themselves.
+    is_first = join_ranks(config.model.device).is_first
     with watching(config, is_first=is_first) as callback:
         result = train(callback)
     if is_first:
@@ -83,13 +82,9 @@ def _run_and_print(config: RunConfig, train: Callable[[ProgressCallback], RunRes
 
 @app.command()
 def generate(
-    config: Annotated[
-        str, typer.Argument(metavar="CONFIG", help="TOML file; for workers also a run directory or a URL.")
-    ],
+    config: Annotated[str, typer.Argument(help="TOML file; for workers also a run directory or a URL.")],
     batch: Annotated[int | None, typer.Option(help="Batch to generate; default: the next missing one.")] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Checkpoint of this run in any directory: generate its version's batches.")
-    ] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="Checkpoint of this run, anywhere: make its batches.")] = None,
     worker: Annotated[str | None, typer.Option(metavar="NAME", help="Join a run as a worker of this name.")] = None,
     ray: Annotated[int | None, typer.Option(min=1, help="Start this many workers on a Ray cluster.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Workers: exit when no batch is requested.")] = False,
@@ -143,9 +138,7 @@ def evaluate(
     task: Annotated[str | None, typer.Option(help="Task to evaluate on; default: the run's own.")] = None,
     file: Annotated[Path | None, typer.Option(help="JSONL file to evaluate on instead, with all its rows.")] = None,
     option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the task.")] = None,
-    exclude_ids: Annotated[
-        Path | None, typer.Option(help="File with ids to leave out, one per line or in JSON objects.")
-    ] = None,
+    exclude_ids: Annotated[Path | None, typer.Option(help="Ids to leave out, one per line or in JSON.")] = None,
     prompts: Annotated[int | None, typer.Option(min=1, help="Held-out prompts; default: all of a file.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Responses per prompt.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Largest number of tokens per response.")] = None,
@@ -187,15 +180,15 @@ def inspect(
     from stalewise.cli import tables
     from stalewise.reporting.inspection import inspect_group, inspect_rollout, inspect_run
 
-    record: Any
-    print_record: Callable[[Any], None]
     if rollout is not None:
-        record, print_record = inspect_rollout(run, rollout), tables.print_rollout
+        record = inspect_rollout(run, rollout)
+        print_json(record) if as_json else tables.print_rollout(record)
     elif group is not None:
-        record, print_record = inspect_group(run, group), tables.print_group
+        records = inspect_group(run, group)
+        print_json(records) if as_json else tables.print_group(records)
     else:
-        record, print_record = inspect_run(run, verify=verify), tables.print_run
-    print_json(record) if as_json else print_record(record)
+        record = inspect_run(run, verify=verify)
+        print_json(record) if as_json else tables.print_run(record)
 
 
 @app.command()

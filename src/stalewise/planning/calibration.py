@@ -31,12 +31,7 @@ class CalibrationIdentity:
     settings: Mapping[str, Any]
 
     def differences(self, other: CalibrationIdentity) -> list[str]:
-        """Settings that differ, each with this value and the other's.
-
-        >>> mine = CalibrationIdentity({"batch.prompts": 32, "batch.group_size": 8})
-        >>> mine.differences(CalibrationIdentity({"batch.prompts": 64, "batch.group_size": 8}))
-        ['batch.prompts is 32 and not 64']
-        """
+        """Settings that differ, each with this value and the other's: `batch.prompts is 32 and not 64`."""
         ours, theirs = self.settings, other.settings
         return [
             f"{key} is {ours.get(key)!r} and not {theirs.get(key)!r}"
@@ -64,14 +59,10 @@ def identity_of_config(config: RunConfig) -> CalibrationIdentity:
     model = {"path": name, "fingerprint": fingerprint(source), "precision": config.model.precision}
     if config.model.adapter:
         model["adapter"] = fingerprint_of_files(Path(config.model.adapter).expanduser())
-    kept = {
-        "model": {**model, "lora": record["model"]["lora"]},
-        "task": record["task"],
-        "optimizer": {key: value for key, value in record["optimizer"].items() if key != "learning_rate"},
-        "batch": record["batch"],
-        "objective": record["objective"],
-        "sampler": {key: record["sampler"][key] for key in SAMPLING},
-    }
+    kept = {key: record[key] for key in ("model", "task", "optimizer", "batch", "objective", "sampler")}
+    kept["model"] = {**model, "lora": record["model"]["lora"]}
+    del kept["optimizer"]["learning_rate"]
+    kept["sampler"] = {key: record["sampler"][key] for key in SAMPLING}
     return CalibrationIdentity(flat(kept))
 
 
@@ -230,8 +221,8 @@ def read_calibration(path: str | Path) -> Calibration:
         return TypeAdapter(Calibration).validate_python(record)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise CalibrationError(f"{path} is corrupt: {key}: {first['msg']}; delete it and calibrate again") from None
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise CalibrationError(f"{path} is corrupt: {problem}; delete it and calibrate again") from None
 
 
 def earlier_calibration(runs: str, identity: CalibrationIdentity) -> Calibration | None:
@@ -261,10 +252,7 @@ def measured_here(model: ModelSection, engine: str) -> MeasuredOn:
 
 
 def find_calibration(config: RunConfig) -> Calibration | None:
-    """The calibration of a config: the file it names, or the one below `runs` with the same identity.
-
-    A named file with another identity is a CalibrationError that lists the differences.
-    """
+    """The calibration of a config: the file it names, which must have its identity, or the one of it below `runs`."""
     named = config.plan.calibration
     if not named and not any((Path(config.runs) / "calibrations").glob("*.json")):
         return None  # before the model is read, which may be large, remote or gone

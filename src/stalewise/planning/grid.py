@@ -63,17 +63,8 @@ def _toml_lines(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{name} = {toml(value)}\n"
 
 
-def sweep_directory(runs: str, name: str) -> Path:
-    """Directory of the sweep of the config of this name."""
-    return Path(runs) / f"{name}-sweep"
-
-
 def rate_name(learning_rate: float) -> str:
-    """A learning rate with all its digits.
-
-    >>> rate_name(0.0003), rate_name(1e-5), rate_name(0.00125)
-    ('3e-4', '1e-5', '1.25e-3')
-    """
+    """A learning rate with all its digits, as in 1.25e-3."""
     _, digits, exponent = Decimal(repr(learning_rate)).normalize().as_tuple()
     mantissa = "".join(map(str, digits))
     assert isinstance(exponent, int)
@@ -106,16 +97,15 @@ def make_grid(
         raise ConfigError(f"--updates {updates}: expected at least 2, so that a rollout can get stale")
     record = config.model_dump(mode="json")
     every = max(1, updates // rule.evaluations)
-    # A window of as many evaluations as the rule needs, so that a stopped run has shown them.
-    guard = {"action": GUARD, "fraction": rule.fraction, "window": every * (rule.smoothing + rule.window)}
     common = {
-        "runs": str(sweep_directory(config.runs, config.name)),
+        "runs": str(Path(config.runs) / f"{config.name}-sweep"),
         "trackers": [],
         "storage": {},  # the run's own, which these runs must not overwrite
         "workers": {},
         "model": {**record["model"], "threads": config.model.threads or 1},
         "evaluation": {**record["evaluation"], "every": every},
-        "guard": guard,
+        # A window of as many evaluations as the rule needs, so that a stopped run has shown them.
+        "guard": {"action": GUARD, "fraction": rule.fraction, "window": every * (rule.smoothing + rule.window)},
         "plan": {},
         "recipe": "none",
     }
@@ -132,11 +122,7 @@ def make_grid(
 
 
 def find_collapse_of_run(evaluations: Sequence[Mapping[str, Any]], rule: CollapseRule) -> int | None:
-    """The version at which held-out accuracy fell below the threshold for good, or None.
-
-    A finished run that ends below the threshold has collapsed, however recently it fell: its final policy has less than
-    that fraction of its best accuracy.
-    """
+    """The version at which held-out accuracy fell below the threshold and stayed there, however recently, or None."""
     accuracy = {record["version"]: record["accuracy"]["value"] for record in evaluations}
     detector = CollapseDetector(smoothing=rule.smoothing, window=rule.window, fraction=rule.fraction, floor=rule.floor)
     for version in sorted(accuracy):
@@ -146,13 +132,7 @@ def find_collapse_of_run(evaluations: Sequence[Mapping[str, Any]], rule: Collaps
 
 
 def resolution_of(versions: Sequence[int], collapsed_at: int | None, rule: CollapseRule) -> int:
-    """Updates between the last evaluation before a collapse and the collapse, which shows in a mean of evaluations.
-
-    1 if evaluations did not find the collapse.
-
-    >>> resolution_of([0, 16, 32, 48], 48, CollapseRule(smoothing=2)), resolution_of([0, 16], 7, CollapseRule())
-    (32, 1)
-    """
+    """Updates between the last evaluation before a collapse and the collapse; 1 if evaluations did not find it."""
     seen = sorted(versions)
     if collapsed_at is None or collapsed_at not in seen:
         return 1

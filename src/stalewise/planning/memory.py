@@ -5,7 +5,7 @@ docs/models.md has the formula. Learning and sampling take turns, so the larger 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -87,26 +87,23 @@ def model_shape(source: str, model: ModelSection) -> ModelShape | None:
         described: Any = AutoConfig.from_pretrained(source)
         with torch.device("meta"):  # layers without data
             layers: Any = AutoModelForCausalLM.from_config(described)
-        return _shape(layers, described.get_text_config(), model)
+        text = described.get_text_config()
+        heads = int(getattr(text, "num_attention_heads", 1))
+        width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+        parameters = sum(parameter.numel() for parameter in layers.parameters())
+        return ModelShape(
+            parameters=parameters,
+            trained=_adapter_parameters(layers, model) if model.trains_adapters else parameters,
+            layers=int(text.num_hidden_layers),
+            hidden=int(text.hidden_size),
+            inner=int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size),
+            keys=int(getattr(text, "num_key_value_heads", None) or heads) * width,
+            vocabulary=int(text.vocab_size),
+        )
     except ModelError:
         raise
     except Exception:  # custom code, unusual layers, a damaged file: loading reports it if it matters
         return None
-
-
-def _shape(layers: Any, text: Any, model: ModelSection) -> ModelShape:
-    heads = int(getattr(text, "num_attention_heads", 1))
-    width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
-    parameters = sum(parameter.numel() for parameter in layers.parameters())
-    return ModelShape(
-        parameters=parameters,
-        trained=_adapter_parameters(layers, model) if model.trains_adapters else parameters,
-        layers=int(text.num_hidden_layers),
-        hidden=int(text.hidden_size),
-        inner=int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size),
-        keys=int(getattr(text, "num_key_value_heads", None) or heads) * width,
-        vocabulary=int(text.vocab_size),
-    )
 
 
 def _adapter_parameters(layers: Any, model: ModelSection) -> int:
@@ -163,9 +160,8 @@ def _learning(
     tokens = min(learner.tokens_per_micro_batch, most_tokens)
     of_hidden, of_inner, of_keys = ACTIVATIONS[autocast, weight]
     layer = tokens * (of_hidden * shape.hidden + of_inner * shape.inner + of_keys * shape.keys)
-    kept = shape.layers * layer
-    if learner.gradient_checkpointing:
-        kept = shape.layers * tokens * shape.hidden * weight + layer
+    inputs = shape.layers * tokens * shape.hidden * weight
+    kept = inputs + layer if learner.gradient_checkpointing else shape.layers * layer
     chunk = min(tokens * shape.vocabulary, CHUNK_ELEMENTS.get(device.type, 1 << 24))
     # Fused kernels hold logits in the precision of the product; plain ones hold four float32 copies besides.
     product = 2 if autocast else 4
@@ -189,7 +185,13 @@ def ways_out(config: RunConfig, source: str, needed: MemoryEstimate, free: int) 
     """Advice on how to make the run fit, checked against the same estimate."""
     smaller = "choose a smaller model or a larger device"
     if needed.least > free:
-        for change, model in _smaller_settings(config.model):
+        adapters, lower = "train adapters alone: model.lora.rank = 16", 'model.precision = "bfloat16-only"'
+        rank, precision = {"lora": LoraSection(rank=16)}, {"precision": "bfloat16-only"}
+        changes: dict[str, dict[str, Any]] = {adapters: rank, f"{adapters} with {lower}": rank | precision}
+        if config.model.trains_adapters:  # the base is not trained and loses nothing
+            changes = {f"set {lower}": precision}
+        for change, settings in changes.items():
+            model = config.model.model_copy(update=settings)
             changed = estimate(config.model_copy(update={"model": model}), source)
             if changed is not None and changed.least <= free:
                 return f"{smaller}, or {change}"
@@ -198,17 +200,6 @@ def ways_out(config: RunConfig, source: str, needed: MemoryEstimate, free: int) 
         return f"if it runs out, lower sampler.rollouts_per_shard, or {smaller}"
     save = "" if config.learner.gradient_checkpointing else "set learner.gradient_checkpointing, or "
     return f"if it runs out, {save}lower learner.tokens_per_micro_batch, or {smaller}"
-
-
-def _smaller_settings(model: ModelSection) -> Iterator[tuple[str, ModelSection]]:
-    """Settings that train adapters alone, or store their base in fewer bytes, each with its description."""
-    adapters, lower = "train adapters alone: model.lora.rank = 16", 'model.precision = "bfloat16-only"'
-    if model.trains_adapters:  # the base is not trained and loses nothing
-        yield f"set {lower}", model.model_copy(update={"precision": "bfloat16-only"})
-        return
-    rank = LoraSection(rank=16)
-    yield adapters, model.model_copy(update={"lora": rank})
-    yield f"{adapters} with {lower}", model.model_copy(update={"lora": rank, "precision": "bfloat16-only"})
 
 
 def pick_parallel(config: RunConfig, source: str, world: int, local_world: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from decimal import ROUND_FLOOR, Decimal
 
@@ -142,10 +142,7 @@ class Planner:
     def choice(self, size: int, rate: float) -> ScheduleChoice:
         """A run with µ = size: all updates, and as many as drift as far as T updates at `rate`."""
         updates = self.config.schedule.updates
-        try:
-            plan = self.safe(size - 1)
-        except CalibrationError:
-            plan = None
+        plan, _ = _or_problem(lambda: self.safe(size - 1))
         needed = math.ceil(updates * rate / plan.learning_rate * (1 - ROUNDING)) if plan is not None else None
         if needed is not None and needed > self.fit()[0].domain.updates[1]:
             needed = None  # longer than any run of the sweep
@@ -157,37 +154,29 @@ class Planner:
     def plan(self) -> ConfigPlan:
         """Everything the calibration says about the config. What it does not say is None, with the reason."""
         schedule, rate = self.config.schedule.schedule(), self.config.optimizer.learning_rate
-        risk = self.config.plan.risk
-        safe, problem = None, ""
+        updates, risk = schedule.updates, self.config.plan.risk
+        safe, problem = _or_problem(self.safe)
         allowed, staleness_problem = None, ""
-        try:
-            safe = self.safe()
-        except CalibrationError as error:
-            problem = str(error)
-        else:
+        if safe is not None:
             fit, norm = self.fit()
-            try:
-                allowed = largest_staleness(
-                    fit, learning_rate=rate, updates=schedule.updates, update_norm_per_lr=norm, risk=risk
-                ).staleness
-            except CalibrationError as error:
-                staleness_problem = str(error)
-        try:  # the largest η that R_crit allows over all updates, whatever S is
-            limit = self.safe(0).horizon_limit
-        except CalibrationError:
-            limit = math.inf
-        choices = [self.choice(size, min(rate, limit)) for size in sizes(schedule.updates)]
+            allowed, staleness_problem = _or_problem(
+                lambda: largest_staleness(fit, learning_rate=rate, updates=updates, update_norm_per_lr=norm, risk=risk)
+            )
+        at_once, _ = _or_problem(lambda: self.safe(0))
+        # The largest η that R_crit allows over all updates, whatever S is.
+        limit = math.inf if at_once is None else at_once.horizon_limit
+        choices = [self.choice(size, min(rate, limit)) for size in sizes(updates)]
         timed = {one.updates_per_generation: one.drift_seconds for one in choices if one.drift_seconds is not None}
         return ConfigPlan(
             staleness=self.staleness,
-            updates=schedule.updates,
+            updates=updates,
             learning_rate=rate,
             risk=risk,
             safe=safe,
             problem=problem,
-            staleness_allowed=allowed,
+            staleness_allowed=None if allowed is None else allowed.staleness,
             staleness_problem=staleness_problem,
-            cost=self.costs(schedule.updates, schedule.updates_per_generation),
+            cost=self.costs(updates, schedule.updates_per_generation),
             choices=choices,
             fastest=min(timed, key=timed.__getitem__, default=None),
             drift_reduced=rate > limit,
@@ -204,12 +193,16 @@ class Planner:
             )
 
 
-def count_stops(updates: int, *periods: int) -> int:
-    """How many of 1..updates are the last one or a multiple of a period; a period of 0 has no multiples.
+def _or_problem(make: Callable[[], Plan]) -> tuple[Plan | None, str]:
+    """The plan and no problem, or None and the reason why there is none."""
+    try:
+        return make(), ""
+    except CalibrationError as error:
+        return None, str(error)
 
-    >>> count_stops(10, 4, 5)  # 4, 5, 8, 10
-    4
-    """
+
+def count_stops(updates: int, *periods: int) -> int:
+    """How many of 1..updates are the last one or a multiple of a period; a period of 0 has no multiples."""
     return len({updates, *(stop for period in periods if period for stop in range(period, updates + 1, period))})
 
 
@@ -229,12 +222,8 @@ def measured_elsewhere(calibration: Calibration, here: MeasuredOn) -> Iterator[s
 
 
 def sizes(updates: int) -> list[int]:
-    """1, 2, 4, … and all of the updates.
-
-    >>> sizes(12)
-    [1, 2, 4, 8, 12]
-    """
-    return sorted({updates, *(2**power for power in range(updates.bit_length()) if 2**power <= updates)})
+    """1, 2, 4, … and all of the updates."""
+    return sorted({updates, *(2**power for power in range(updates.bit_length()))})
 
 
 def sweep_command(schedule: Schedule, learning_rate: float) -> str:
@@ -245,17 +234,17 @@ def sweep_command(schedule: Schedule, learning_rate: float) -> str:
     return f"stalewise sweep CONFIG --staleness {lags} --lr {rates}"
 
 
-def _no_calibration(schedule: Schedule, learning_rate: float) -> str:
-    command = sweep_command(schedule, learning_rate)
-    return f"no calibration found for this model, task and optimizer: no safe learning rate is known; run `{command}`"
+class _NoCalibration(CalibrationError):
+    pass
 
 
 def make_planner(config: RunConfig) -> Planner:
     """A planner with the calibration of a config; without one, a CalibrationError with the command that makes one."""
-    calibration = find_calibration(config)
-    if calibration is None:
-        raise CalibrationError(_no_calibration(config.schedule.schedule(), config.optimizer.learning_rate))
-    return Planner(config, calibration)
+    if (calibration := find_calibration(config)) is not None:
+        return Planner(config, calibration)
+    missing = "no calibration found for this model, task and optimizer: no safe learning rate is known"
+    command = sweep_command(config.schedule.schedule(), config.optimizer.learning_rate)
+    raise _NoCalibration(f"{missing}; run `{command}`")
 
 
 def law_learning_rate(config: RunConfig) -> float:
@@ -283,13 +272,12 @@ def budget_limits(config: RunConfig) -> tuple[float, float] | None:
 
 def plan_for_training(config: RunConfig) -> TrainingPlan:
     """Messages before training; with plan.strict a CalibrationError if the config is not known to be safe."""
-    calibration = find_calibration(config)
-    if calibration is None:
-        message = _no_calibration(config.schedule.schedule(), config.optimizer.learning_rate)
+    try:
+        plan = make_planner(config).plan()
+    except _NoCalibration as error:
         if config.plan.strict:
-            raise CalibrationError(message)
-        return TrainingPlan([message], None)
-    plan = Planner(config, calibration).plan()
+            raise
+        return TrainingPlan([str(error)], None)
     lines = describe_safety(plan)
     if config.plan.strict and not plan.is_safe:
         raise CalibrationError(" ".join(line.removeprefix("plan: ") for line in lines))
@@ -315,10 +303,6 @@ def describe_safety(plan: ConfigPlan) -> list[str]:
 
 
 def rounded_down(learning_rate: float) -> str:
-    """Two digits of a learning rate, never more than it.
-
-    >>> rounded_down(0.000597), rounded_down(0.001)
-    ('5.9e-4', '1e-3')
-    """
+    """Two digits of a learning rate, never more than it, as in 5.9e-4."""
     unit = Decimal(1).scaleb(Decimal(repr(learning_rate)).adjusted() - 1)
     return rate_name(float(Decimal(repr(learning_rate)).quantize(unit, rounding=ROUND_FLOOR)))

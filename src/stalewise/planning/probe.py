@@ -18,13 +18,8 @@ import numpy as np
 from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import RunResult
 from stalewise.errors import CalibrationError, ConfigError
-from stalewise.planning.calibration import (
-    Probe,
-    UpdateNormPhase,
-    earlier_calibration,
-    identity_of_config,
-    save_calibration,
-)
+from stalewise.planning import calibration
+from stalewise.planning.calibration import Probe, UpdateNormPhase
 from stalewise.store import batch_directories, open_batch, read_batch_manifest
 from stalewise.store.atomic import read_json, read_jsonl
 from stalewise.store.checkpoints import checkpoint_directory, versions
@@ -55,13 +50,13 @@ def probe(
     was_complete = versions(probing.directory)[-1:] == [updates]
     train(probing, callback or NullCallback())
     if was_complete:
-        before = earlier_calibration(config.runs, identity_of_config(config))
+        before = calibration.earlier_calibration(config.runs, calibration.identity_of_config(config))
         peak = before.probe.peak_memory_bytes if before is not None and before.probe is not None else None
     else:
         peak = _peak_memory(config.model.device)
     measured = measure(probing.directory, peak)
     environment = read_json(probing.directory / "environment.json")
-    return ProbeResult(measured, save_calibration(config, environment, probe=measured), probing.directory)
+    return ProbeResult(measured, calibration.save_calibration(config, environment, probe=measured), probing.directory)
 
 
 def probe_config(config: RunConfig, updates: int) -> RunConfig:
@@ -76,11 +71,7 @@ def probe_config(config: RunConfig, updates: int) -> RunConfig:
 
 
 def uneven_stage(updates: int) -> int:
-    """µ with at least four generation batches (three if impossible), the last of them as small as possible.
-
-    >>> uneven_stage(32), uneven_stage(12), uneven_stage(8)  # 10 10 10 2, 5 5 2, 3 3 2
-    (10, 5, 3)
-    """
+    """µ with at least four generation batches (three if impossible), the last of them as small as possible."""
     sizes = [size for size in range(2, updates) if updates % size and -(-updates // size) >= 3]
     four = [size for size in sizes if -(-updates // size) >= 4]
     return max(four or sizes, key=lambda size: size - updates % size)
@@ -151,11 +142,8 @@ def generation_costs(journal: Sequence[dict[str, Any]], least: dict[int, float])
     finished an interrupted batch, and is ignored.
     """
     events = [record for record in journal if record["event"] == "generate" and record["generation_batch"] > 0]
-    whole = {
-        record["generation_batch"]: record
-        for record in events
-        if record["seconds"] >= 0.9 * least[record["generation_batch"]]
-    }
+    numbered = ((record["generation_batch"], record) for record in events)
+    whole = {number: record for number, record in numbered if record["seconds"] >= 0.9 * least[number]}
     if not whole:
         raise CalibrationError("no generation of the probe ran uninterrupted: delete its directory and probe again")
     rows, seconds, tokens = (
@@ -176,16 +164,14 @@ def generation_costs(journal: Sequence[dict[str, Any]], least: dict[int, float])
 
 def switching_costs(journal: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Cost of one switch, and of the start: the first checkpoint and the first trainer."""
-    seconds: dict[str, list[float]] = {"first checkpoint": [], "learner": [], "checkpoint": []}
-    for record in journal:
-        if record["event"] == "switch" and record.get("reason") in seconds:
-            seconds[record["reason"]].append(record["seconds"])
-    trainer, checkpoint = seconds["learner"], seconds["checkpoint"]
-    later = trainer[1:] or trainer
-    return {
-        "seconds_per_switch": _mean(later) + _mean(checkpoint),
-        "seconds_to_start": sum(seconds["first checkpoint"][:1]) + max(0.0, trainer[0] - _mean(later)),
-    }
+    switches = [record for record in journal if record["event"] == "switch"]
+    first, trainer, checkpoint = (
+        [record["seconds"] for record in switches if record.get("reason") == reason]
+        for reason in ("first checkpoint", "learner", "checkpoint")
+    )
+    later = _mean(trainer[1:] or trainer)
+    start = sum(first[:1]) + max(0.0, trainer[0] - later)
+    return {"seconds_per_switch": later + _mean(checkpoint), "seconds_to_start": start}
 
 
 def _mean(values: Any) -> float:

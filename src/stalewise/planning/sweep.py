@@ -18,16 +18,9 @@ from stalewise.config import RunConfig
 from stalewise.config.run_directory import check_identity
 from stalewise.config.sections import ModelSection
 from stalewise.errors import CalibrationError
-from stalewise.planning.calibration import (
-    CalibrationIdentity,
-    CollapseRule,
-    Sweep,
-    SweepRun,
-    earlier_calibration,
-    identity_of_config,
-    save_calibration,
-)
-from stalewise.planning.grid import OUTCOME, GridCell, describe_run, make_grid, outcome, sweep_directory
+from stalewise.planning import calibration
+from stalewise.planning.calibration import CollapseRule, Sweep, SweepRun
+from stalewise.planning.grid import OUTCOME, GridCell, describe_run, make_grid, outcome
 from stalewise.planning.sweep_map import write_map
 from stalewise.staleness.law import fit
 from stalewise.store.atomic import read_json, write_json_atomic
@@ -59,22 +52,14 @@ def sweep(
     jobs: int | None = None,
     callback: ProgressCallback | None = None,
 ) -> SweepResult:
-    """Run or resume every run of the grid, fit the law, and write it to the calibration.
-
-    Runs of earlier sweeps with the same identity and rule stay in the fit.
-    """
-    callback, rule = callback or NullCallback(), rule or CollapseRule()
+    """Run every run of the grid, fit the law to them and to earlier ones of the same rule, and save the calibration."""
+    callback, rule, updates = callback or NullCallback(), rule or CollapseRule(), updates or config.schedule.updates
     cells = make_grid(
-        config,
-        stalenesses=stalenesses,
-        learning_rates=learning_rates,
-        seeds=seeds,
-        updates=updates or config.schedule.updates,
-        rule=rule,
+        config, stalenesses=stalenesses, learning_rates=learning_rates, seeds=seeds, updates=updates, rule=rule
     )
     for cell in cells:
         check_identity(cell.config)
-    identity = identity_of_config(config)  # a missing model fails now, and not in every run
+    identity = calibration.identity_of_config(config)  # a missing model fails now, and not in every run
     failed = SweepProcesses(cells, jobs or default_jobs(config.model), rule, callback).run()
     runs: list[SweepRun] = []
     for cell in cells:
@@ -85,11 +70,14 @@ def sweep(
     if not runs:
         name, reason = next(iter(failed.items()))
         raise CalibrationError(f"all {len(failed)} runs of the sweep failed; {name}: {reason}")
-    result = fit_sweep([*earlier_runs(config.runs, identity, rule, runs), *runs], rule)
-    directory = sweep_directory(config.runs, config.name)
+    directory = Path(cells[0].config.runs)
     environment = read_json(directory / runs[0].directory / "environment.json")
+    before, keys = calibration.earlier_calibration(config.runs, identity), {run.key for run in runs}
+    if before is not None and before.sweep is not None and before.sweep.rule == rule:
+        runs = [*(run for run in before.sweep.runs if run.key not in keys), *runs]
+    result = fit_sweep(runs, rule)
     drawn = write_map(result, directory / "map.html")
-    return SweepResult(result, save_calibration(config, environment, sweep=result), drawn, failed)
+    return SweepResult(result, calibration.save_calibration(config, environment, sweep=result), drawn, failed)
 
 
 def default_jobs(model: ModelSection) -> int:
@@ -102,22 +90,8 @@ def default_jobs(model: ModelSection) -> int:
     return max(1, cores // (model.threads or 1))
 
 
-def earlier_runs(
-    runs: str, identity: CalibrationIdentity, rule: CollapseRule, new: Sequence[SweepRun]
-) -> list[SweepRun]:
-    """Runs of an earlier sweep that were judged by the same rule and are not among the new ones."""
-    before = earlier_calibration(runs, identity)
-    if before is None or before.sweep is None or before.sweep.rule != rule:
-        return []
-    keys = {run.key for run in new}
-    return [run for run in before.sweep.runs if run.key not in keys]
-
-
 def fit_sweep(runs: Sequence[SweepRun], rule: CollapseRule, *, resamples: int = 200) -> Sweep:
-    """Fit the law, with this many resamples for its intervals.
-
-    G is the median over runs that survived, or over all if none did.
-    """
+    """Fit the law, with resamples for its intervals. G is the median over runs that survived, or all if none did."""
     known = [run for run in runs if math.isfinite(run.update_norm_per_lr)]
     stable = [run for run in known if run.collapsed_at is None]
     if not known:

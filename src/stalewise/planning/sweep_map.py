@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from stalewise.planning.calibration import Sweep, SweepRun
+from stalewise.planning.calibration import Sweep
 from stalewise.planning.grid import describe_run
 from stalewise.staleness.law import Estimate
 from stalewise.store.atomic import write_atomic
@@ -29,16 +29,13 @@ def draw_map(sweep: Sweep) -> go.Figure:
     """Points for runs, and a line with its interval for each constraint that the fit knows or bounds."""
     updates = max(run.updates for run in sweep.runs)
     axis = {"type": "log", "exponentformat": "power", "dtick": 1, "ticks": "outside", "linewidth": 1}
-    figure = go.Figure(
-        layout=go.Layout(
-            template="none",
-            title={"text": f"Stability of {len(sweep.runs)} runs of up to {updates} updates"},
-            xaxis={**axis, "title": {"text": "staleness S (updates)"}},
-            yaxis={**axis, "title": {"text": "learning rate η"}},
-            width=820,
-            height=560,
-        )
-    )
+    layout = {
+        "template": "none",
+        "title": {"text": f"Stability of {len(sweep.runs)} runs of up to {updates} updates"},
+        "xaxis": {**axis, "title": {"text": "staleness S (updates)"}},
+        "yaxis": {**axis, "title": {"text": "learning rate η"}},
+    }
+    figure = go.Figure(layout={**layout, "width": 820, "height": 560})
     lags = [run.staleness for run in sweep.runs]
     staleness = np.array([min(lags) / BEYOND, max(lags) * BEYOND])
     if sweep.fit is not None:
@@ -48,21 +45,16 @@ def draw_map(sweep: Sweep) -> go.Figure:
         _add_line(figure, f"R_crit / (T·G), T = {updates}", sweep.fit.critical_radius, staleness, whole, HORIZON)
     for name, colour, symbol in (("survived", STABLE, "circle"), ("collapsed", COLLAPSED, "x")):
         runs = [run for run in sweep.runs if (run.collapsed_at is not None) == (name == "collapsed")]
-        figure.add_trace(_points(runs, name, colour, symbol))
+        figure.add_scatter(
+            x=[run.staleness * 1.03**run.seed for run in runs],  # shifted, so that seeds do not hide each other
+            y=[run.learning_rate for run in runs],
+            text=[describe_run(run) for run in runs],
+            hoverinfo="text",
+            mode="markers",
+            name=f"{name} ({len(runs)})",
+            marker={"color": colour, "symbol": symbol, "size": 10},
+        )
     return figure
-
-
-def _points(runs: list[SweepRun], name: str, colour: str, symbol: str) -> go.Scatter:
-    # Shift seeds so that they do not hide each other.
-    return go.Scatter(
-        x=[run.staleness * 1.03**run.seed for run in runs],
-        y=[run.learning_rate for run in runs],
-        text=[describe_run(run) for run in runs],
-        hoverinfo="text",
-        mode="markers",
-        name=f"{name} ({len(runs)})",
-        marker={"color": colour, "symbol": symbol, "size": 10},
-    )
 
 
 def _add_line(figure: go.Figure, name: str, radius: Estimate, x: Any, drift_per_rate: Any, colour: str) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 import stalewise.store.writer
+from stalewise.cli.training import _describe_work, _run_name  # pyright: ignore[reportPrivateUsage]
 from stalewise.config import load_config
 from stalewise.planning.memory import ModelShape
+from stalewise.rollout.workers.worker import WorkDone
 from stalewise.store import batch_directories
 from stalewise.store.atomic import explain_write_errors
 from stalewise.tasks import TASKS
@@ -61,6 +63,18 @@ def test_init_never_overwrites_and_knows_the_tasks(tmp_path: Path) -> None:
     assert "exists and is not overwritten" in refused("init", path)
     assert path.read_text() == before
     assert "did you mean arithmetic" in refused("init", tmp_path / "b.toml", "--task", "arithmetik")
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), [("stalewise.toml", "run"), ("a/my run.toml", "my_run"), ("v1.2.toml", "v1.2")]
+)
+def test_a_run_is_named_after_its_config(file: str, name: str) -> None:
+    assert _run_name(Path(file)) == name
+
+
+def test_the_work_of_a_worker_is_one_line() -> None:
+    assert _describe_work(WorkDone("w1", 2, 1024)) == "w1: 2 shards with 1,024 rollouts"
+    assert _describe_work(WorkDone("w1", 2, 64, 1, 3)).endswith("(1 taken over, 3 too late and dropped)")
 
 
 def test_a_full_disk_is_one_line_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

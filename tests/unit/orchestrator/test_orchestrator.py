@@ -15,6 +15,7 @@ from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import read_result
 from stalewise.errors import StoreError, TaskError
 from stalewise.models.loading import load_tokenizer
+from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.store import batch_directories, consumed, ledger_path, open_batch, read_ledger
 from stalewise.store.atomic import RunLock, read_jsonl
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
@@ -133,6 +134,19 @@ def test_a_finished_run_is_not_run_again(finished: tuple[RunConfig, Recorder]) -
     assert set(result.seconds) == {"generate", "learn", "switch", "evaluate"}
     assert min(result.seconds.values()) > 0
     assert result == read_result(finished[0].directory, 6)
+
+
+def test_the_orchestrator_reads_from_disk_what_is_next(finished: tuple[RunConfig, Recorder], tmp_path: Path) -> None:
+    settings = finished[0]
+    done, new = Orchestrator(settings, NullCallback()), Orchestrator(config(tmp_path), NullCallback())
+    try:
+        assert done.newest_policy() == str(checkpoint_directory(settings.directory, 6)) and not done.step()
+        assert done.batch_directory(1) in batch_directories(settings.directory / "rollouts")
+        new.check_directory()
+        assert versions(new.directory) == [] and new.batch_directory(1).name == "g000001-v000003"
+    finally:
+        done.close()
+        new.close()
 
 
 def test_the_run_directory_explains_itself(finished: tuple[RunConfig, Recorder]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import CalibrationError, StoreError
 from stalewise.planning.calibration import CollapseRule
-from stalewise.planning.grid import GridCell, find_collapse_of_run, make_grid, outcome
+from stalewise.planning.grid import GridCell, find_collapse_of_run, make_grid, outcome, rate_name, resolution_of
 from stalewise.planning.sweep import sweep
 from stalewise.store.atomic import append_line, write_json_atomic
 from tiny import refused, tiny_record, write_config
@@ -146,3 +146,12 @@ def test_a_run_that_never_moved_says_nothing(runs: Path) -> None:
     ended_run(cell, [0.4] * 33, 64, norm=0.0)
     with pytest.raises(CalibrationError, match="never moved: no group has rewards that differ"):
         outcome(cell, RULE)
+
+
+def test_a_learning_rate_is_named_with_all_its_digits() -> None:
+    assert [rate_name(rate) for rate in (0.0003, 1e-5, 0.00125)] == ["3e-4", "1e-5", "1.25e-3"]
+
+
+def test_the_resolution_of_a_collapse_is_that_of_the_mean_it_shows_in() -> None:
+    assert resolution_of([0, 16, 32, 48], 48, CollapseRule(smoothing=2)) == 32
+    assert resolution_of([0, 16], 7, CollapseRule()) == 1

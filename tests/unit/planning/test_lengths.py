@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stalewise.planning.cluster.lengths import ResponseLengths
+from stalewise.planning.cluster.lengths import ResponseLengths, cumulative
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,7 @@ def test_a_slot_ends_as_many_responses_as_the_renewal_equation_says() -> None:
     for count in (0.2, 1.0, 2.5, 12.0):
         steps = lengths.renewal(count)
         assert (ends <= steps).sum(axis=1).mean() == pytest.approx(count, rel=0.02)
+
+
+def test_an_integral_starts_at_zero() -> None:
+    assert cumulative(np.array([1.0, 1.0, 3.0])).tolist() == [0.0, 1.0, 3.0]

@@ -157,7 +157,7 @@ def test_the_gpu_that_is_named_is_the_one_that_torch_uses(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     assert pick_device("cuda").index is None and chosen == []
     assert [pick_device("cuda:1")] == chosen
-    with pytest.raises(ModelError, match="GPUs are counted from 0 on, and this machine has 2"):
+    with pytest.raises(ModelError, match="GPUs are counted from 0, and this machine has 2"):
         pick_device("cuda:2")
 
 

@@ -26,10 +26,13 @@ from stalewise.planning.planner import (
     ConfigPlan,
     Planner,
     budget_limits,
+    count_stops,
     law_learning_rate,
     make_planner,
     measured_elsewhere,
     plan_for_training,
+    rounded_down,
+    sizes,
 )
 from stalewise.planning.sweep import fit_sweep
 from stalewise.staleness.law import Estimate
@@ -219,3 +222,12 @@ def test_a_rate_that_is_merely_known_to_be_safe_does_not_take_the_place_of_a_lar
     assert resolve_learning_rate(asked_for).optimizer.learning_rate == law_learning_rate(asked_for)
     fallen = calibrated(runs, sweep=SWEEP)(**given, **if_calibrated)
     assert resolve_learning_rate(fallen).optimizer.learning_rate == law_learning_rate(fallen) < 0.1
+
+
+def test_stops_and_sizes() -> None:
+    assert count_stops(10, 4, 5) == 4  # 4, 5, 8, 10
+    assert sizes(12) == [1, 2, 4, 8, 12] and sizes(8) == [1, 2, 4, 8]
+
+
+def test_a_rate_is_never_rounded_up() -> None:
+    assert [rounded_down(rate) for rate in (0.000597, 0.001)] == ["5.9e-4", "1e-3"]

@@ -15,7 +15,7 @@ from stalewise.planning.calibration import (
     CollapseRule,
     UpdateNormPhase,
 )
-from stalewise.planning.probe import generation_costs, measure, phases, switching_costs
+from stalewise.planning.probe import generation_costs, measure, phases, switching_costs, uneven_stage
 from stalewise.store import batch_directories, read_batch_manifest
 from stalewise.store.atomic import read_jsonl
 from tiny import call, called_json, refused, tiny_record, write_config
@@ -125,3 +125,7 @@ def test_short_runs_keep_away_from_the_bucket_and_the_workers_of_the_run(runs: P
     )
     for short in (probe_config(config, 32), *(cell.config for cell in grid)):
         assert (short.storage.url, short.workers.learner) == ("", "shares")
+
+
+def test_the_last_generation_batch_of_a_probe_is_small() -> None:
+    assert [uneven_stage(updates) for updates in (32, 12, 8)] == [10, 5, 3]  # 10 10 10 2, 5 5 2, 3 3 2

@@ -23,7 +23,7 @@ from rollout_runs import (
     make_rollout,
 )
 from stalewise.errors import StoreError
-from stalewise.reporting.browser import RunServer, make_server
+from stalewise.reporting.browser.http_server import RunServer, make_server
 from stalewise.reporting.browser.query import parse_filters
 from stalewise.types import FinishReason
 from tiny import refused

@@ -9,9 +9,8 @@ import pytest
 from stalewise.api import generate
 from stalewise.config import make_config
 from stalewise.rollout.workers.claims import LivenessMonitor, ShardClaims, WorkerSession
-from stalewise.store import (
-    shard_path,
-)
+from stalewise.rollout.workers.coordinator import is_being_written
+from stalewise.store import shard_path
 from stalewise.store.atomic import temporary_name
 from stalewise.store.object_store import DirectoryStore
 from tiny import tiny_record
@@ -49,5 +48,7 @@ def test_a_learner_that_starts_leaves_alone_what_a_worker_is_writing(runs: Path)
     left.write_text("half")
     ordered(config)
     assert writing.exists() and not left.exists()
+    assert is_being_written(writing) and not is_being_written(left)
     generate(config)
+    assert not is_being_written(writing)
     assert not writing.exists()  # whoever wrote it was killed: the batch is complete without it

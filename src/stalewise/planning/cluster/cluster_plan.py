@@ -57,11 +57,9 @@ class ClusterPlan:
 
 def plan_cluster(cluster: Cluster, *, simulated: bool = False, seed: int = 0) -> ClusterPlan:
     """Compare the synchronous and staged schedules and, on two devices or more, the pipelined ones."""
-    schedules = [
-        ScheduleComparison(predict(cluster, one), simulate(cluster, one, seed) if simulated else None)
-        for one in (*in_turns(cluster), *best_splits(cluster))
-    ]
-    return ClusterPlan(cluster, schedules)
+    ways = [*in_turns(cluster), *best_splits(cluster)]
+    outcomes = [(predict(cluster, way), simulate(cluster, way, seed) if simulated else None) for way in ways]
+    return ClusterPlan(cluster, [ScheduleComparison(*pair) for pair in outcomes])
 
 
 def load_cluster(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Cluster:
@@ -78,10 +76,10 @@ def load_cluster(path: str | Path, overrides: Mapping[str, Any] | None = None) -
 def _explain(problem: Any) -> str:
     key = ".".join(map(str, problem["loc"])) or "the whole"
     message = problem["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
     if problem["type"] == "unexpected_keyword_argument":
         *tables, last = problem["loc"]
         kind: Any = get_type_hints(Cluster)[tables[0]] if tables else Cluster
         return f"{key} is no setting; {nearest(last, [one.name for one in fields(kind)])}"
-    if problem["type"] in ("missing", "missing_argument", "value_error"):
-        return f"{key}: {message[0].lower()}{message[1:]}"
-    return f"{key} is {problem['input']!r}: {message[0].lower()}{message[1:]}"
+    is_input_bad = problem["type"] not in ("missing", "missing_argument", "value_error")
+    return f"{key} is {problem['input']!r}: {message}" if is_input_bad else f"{key}: {message}"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass as plain_dataclass
-from dataclasses import field
+import dataclasses
 from typing import Literal, Self
 
 from pydantic import model_validator
@@ -114,7 +113,7 @@ class Cluster:
     learning: LearningRates
     schedule: ScheduleSettings
     transfer: TransferRates
-    failures: FailureRates = field(default_factory=FailureRates)
+    failures: FailureRates = dataclasses.field(default_factory=FailureRates)
 
     @property
     def tokens_per_update(self) -> float:
@@ -127,10 +126,7 @@ class Cluster:
         return self.failures.checkpoint_bytes / self.transfer.disk_bytes_per_second
 
 
-Way = Literal["in turns", "beside", "streamed"]
-
-
-@plain_dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Arrangement:
     """A schedule, and the devices of each side.
 
@@ -141,7 +137,7 @@ class Arrangement:
 
     name: str
     schedule: Schedule
-    way: Way
+    way: Literal["in turns", "beside", "streamed"]
     generating: int
     learning: int
 

@@ -20,7 +20,6 @@ POINTS = 4097  # of the grid of lengths for integrals
 BISECTIONS = 80
 RENEWAL_POINTS = 512
 
-
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
@@ -48,10 +47,8 @@ class ResponseLengths:
         low, high = math.log(self.mean) - self.sigma**2, math.log(self.most) + 8.0 * self.sigma
         for _ in range(BISECTIONS):
             middle = (low + high) / 2.0
-            if _integral(_survival(self.grid, middle, self.sigma)) * self.most < self.mean:
-                low = middle
-            else:
-                high = middle
+            is_below = _integral(_survival(self.grid, middle, self.sigma)) * self.most < self.mean
+            low, high = (middle, high) if is_below else (low, middle)
         return (low + high) / 2.0
 
     @cached_property
@@ -110,11 +107,7 @@ class ResponseLengths:
 
 
 def cumulative(values: Array) -> Array:
-    """Integral up to each point of a grid with spacing 1.
-
-    >>> cumulative(np.array([1.0, 1.0, 3.0])).tolist()
-    [0.0, 1.0, 3.0]
-    """
+    """Integral up to each point of a grid with spacing 1."""
     return np.concatenate([[0.0], np.cumsum((values[1:] + values[:-1]) / 2.0)])
 
 

@@ -15,7 +15,6 @@ import numpy as np
 from stalewise.errors import ConfigError
 from stalewise.planning.cluster.hardware import DAY, HOUR, Arrangement, Cluster, split
 from stalewise.planning.cluster.lengths import cumulative
-from stalewise.staleness.likelihood import Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +67,20 @@ def outcome(
 
 
 def generation_seconds(cluster: Cluster, devices: int, requests: int) -> float:
-    """Time of one generation batch without failures, limited by disk and network.
-
-    It ends with the device that has the longest response, or with the one that got the most tokens.
-    """
+    """Time of one generation batch without failures: to the longest response, or of the device with the most tokens."""
     lengths, generation = cluster.lengths, cluster.generation
     fixed, slope = generation.seconds_per_step, generation.seconds_per_token
     each = requests / devices
     longest = fixed * _steps(cluster, devices, requests) + slope * each * lengths.mean
     if requests <= devices * generation.slots and devices > 1:
-        most_tokens = each * lengths.mean + _largest_of_normals(devices) * lengths.deviation() * math.sqrt(each)
+        largest_normal = NormalDist().inv_cdf((devices - 0.375) / (devices + 0.25))  # of `devices` values, after Blom
+        most_tokens = each * lengths.mean + largest_normal * lengths.deviation() * math.sqrt(each)
         longest = max(longest, fixed * lengths.longest(max(1.0, each)) + slope * most_tokens)
     return max(generation.seconds_per_batch + longest, requests * cluster.transfer.seconds_per_rollout)
 
 
-def _largest_of_normals(count: int) -> float:
-    """Expected largest of `count` standard normal values, after Blom."""
-    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
-
-
 def _steps(cluster: Cluster, devices: int, requests: int) -> float:
-    """Steps until the last response ends.
-
-    If all requests find a slot, that is the longest of them. Otherwise the slots stay full until none wait, and then
-    the longest residual in flight remains.
-    """
+    """Steps until the last response ends: the longest, or the longest residual after full slots until none wait."""
     lengths, slots = cluster.lengths, devices * cluster.generation.slots
     if requests <= slots:
         return lengths.longest(requests)
@@ -178,15 +166,11 @@ def _streamed(cluster: Cluster, arrangement: Arrangement, updates: int, generate
         last = (in_flight_mean + lengths.prompt) / (lengths.mean + lengths.prompt)
         return max(generate + last * learn / updates, first + learn)
     shorter = np.arange(updates, dtype=np.float64) / updates  # share of responses that end before those of an update
-    length = _interpolate(shorter, 1.0 - survival, grid)
-    ready = np.append(_interpolate(length[1:], grid, clock), generate)
-    beyond = lengths.mean - _interpolate(length, grid, cumulative(survival) * grid[1])  # E[max(0, L − length)]
+    length = np.interp(shorter, 1.0 - survival, grid)
+    ready = np.append(np.interp(length[1:], grid, clock), generate)
+    beyond = lengths.mean - np.interp(length, grid, cumulative(survival) * grid[1])  # E[max(0, L − length)]
     left = (length + lengths.prompt) * (1.0 - shorter) + beyond
     return float(np.max(ready + learn * left / left[0]))
-
-
-def _interpolate(at: Array, x: Array, y: Array) -> Array:
-    return np.asarray(np.interp(at, x, y), dtype=np.float64)
 
 
 def best_splits(cluster: Cluster) -> list[Arrangement]:

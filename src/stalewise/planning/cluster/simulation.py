@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -97,24 +97,15 @@ def _failure_times(rate: float, random: np.random.Generator) -> Iterator[float]:
         yield float(random.exponential(1.0 / rate)) if rate else math.inf
 
 
-@dataclass(slots=True)
 class _SimulatedTrainer:
     """Takes updates one after the other; counts the work since its last checkpoint."""
 
-    cluster: Cluster
-    devices: int
-    random: np.random.Generator
-    now: float = 0.0
-    worked: float = 0.0  # with what was done again, and with downtimes
-    since_checkpoint: float = 0.0
-    updates: int = 0
-    next_failure: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.next_failure = self._draw()
-
-    def _draw(self) -> float:
-        return next(_failure_times(self.cluster.failures.per_device_hour * self.devices / HOUR, self.random))
+    def __init__(self, cluster: Cluster, devices: int, random: np.random.Generator) -> None:
+        self.cluster, self.devices, self.updates = cluster, devices, 0
+        self.now = self.since_checkpoint = 0.0
+        self.worked = 0.0  # with what was done again, and with downtimes
+        self.failure_times = _failure_times(cluster.failures.per_device_hour * devices / HOUR, random)
+        self.next_failure = next(self.failure_times)
 
     def update(self, ready: float, tokens: float) -> None:
         """One update, as soon as its rollouts are ready."""
@@ -127,7 +118,7 @@ class _SimulatedTrainer:
         taken = 0.0
         while self.next_failure < work:
             taken += self.next_failure + failures.recovery_seconds
-            work, self.next_failure = self.since_checkpoint + own, self._draw()
+            work, self.next_failure = self.since_checkpoint + own, next(self.failure_times)
         self.next_failure -= work
         self.worked += taken + work
         self.now = max(self.now, ready) + taken + work
@@ -148,15 +139,9 @@ def simulate(cluster: Cluster, arrangement: Arrangement, seed: int = 0) -> Sched
         batch = generate_batch(cluster, arrangement.generating, updates * rollouts, random)
         generator_free = start + batch.seconds
         generated += batch.seconds
-        for tokens, ended in _parts(cluster, batch, rollouts):
-            ready = start + ended if arrangement.way == "streamed" else generator_free
-            trainer.update(ready, tokens)
+        for at in range(0, len(batch.ended), rollouts):
+            tokens = sum(batch.lengths[at : at + rollouts]) + rollouts * cluster.lengths.prompt
+            streamed = arrangement.way == "streamed"
+            trainer.update(start + batch.ended[at + rollouts - 1] if streamed else generator_free, tokens)
         learned.append(trainer.now)
     return outcome(cluster, arrangement, trainer.now, generated, trainer.worked)
-
-
-def _parts(cluster: Cluster, batch: SimulatedBatch, rollouts: int) -> Sequence[tuple[float, float]]:
-    """For each update, its tokens and the end of its last rollout."""
-    prompts = rollouts * cluster.lengths.prompt
-    starts = range(0, len(batch.ended), rollouts)
-    return [(sum(batch.lengths[at : at + rollouts]) + prompts, batch.ended[at + rollouts - 1]) for at in starts]
