@@ -22,17 +22,10 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 
+from stalewise import objectives
 from stalewise.distributed import merge_over_ranks
 from stalewise.errors import ConfigError
 from stalewise.integrations.trl_store import RolloutWriter
-from stalewise.objectives import (
-    Tokens,
-    get_objective,
-    group_advantages,
-    make_tokens,
-    micro_batch_loss,
-    micro_batch_sums,
-)
 from stalewise.objectives.batch_statistics import Mergeable
 from stalewise.objectives.diagnostics import TokenSums, age_statistics
 from stalewise.trainer.trainer import NonFiniteUpdate
@@ -91,7 +84,7 @@ class StaleGRPOTrainer(GRPOTrainer):
         store: str | Path | None = None,
         **more: Any,
     ) -> None:
-        self.objective = get_objective(objective)
+        self.objective = objectives.get_objective(objective)
         self.objective_settings = self.objective.settings(objective_params)
         super().__init__(*arguments, **more)
         self._check_settings(store)
@@ -152,16 +145,14 @@ class StaleGRPOTrainer(GRPOTrainer):
         # Weighted sum of the reward functions; NaN where none gave a reward.
         reward_N = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(dim=1)
         reward_N = reward_N.masked_fill(self._rewards.isnan().all(dim=1), torch.nan)
-        start_row = self.accelerator.process_index * len(inputs)
-        own_rows = slice(start_row, start_row + len(inputs))
-        advantage_N, kept_N = self._advantages(reward_N)
-        output["advantages"], output["kept"] = advantage_N[own_rows], kept_N[own_rows]
+        rank = self.accelerator.process_index
+        own_rows = slice(rank * len(inputs), (rank + 1) * len(inputs))
+        output["advantages"], output["kept"] = (part_N[own_rows] for part_N in self._advantages(reward_N))
         if self._writer is not None and self.model.training:
             parts = dict(zip(self.reward_func_names, self._rewards.T.tolist(), strict=True))
+            scores = {"rewards": reward_N.tolist(), "parts": parts}
             seconds = time.perf_counter() - start
-            self._writer.write(
-                inputs, output, rewards=reward_N.tolist(), parts=parts, version=self._version, seconds=seconds
-            )
+            self._writer.write(inputs, output, **scores, version=self._version, seconds=seconds)
         return output
 
     def _advantages(self, reward_N: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,7 +162,7 @@ class StaleGRPOTrainer(GRPOTrainer):
         kept_N = reward_N.isfinite()
         advantage_N = torch.zeros_like(reward_N)
         if bool(kept_N.any()):
-            found = group_advantages(reward_N[kept_N], group_N[kept_N], kind=self.objective.advantage)
+            found = objectives.group_advantages(reward_N[kept_N], group_N[kept_N], kind=self.objective.advantage)
             advantage_N[kept_N] = found.advantage_N
             if self.objective.drops_degenerate_groups:
                 kept_N[kept_N.clone()] = ~found.degenerate_N
@@ -184,9 +175,9 @@ class StaleGRPOTrainer(GRPOTrainer):
         window = self._window if training else None
         if window is None:
             window = self._open_window(model, self._parts() if training else [inputs], tokens)
-        settings = self.objective_settings
-        loss, token_loss = micro_batch_loss(self.objective, tokens, window.statistics, settings, window.denominator)
-        window.sums.append(micro_batch_sums(tokens, token_loss, entropy_BT))
+        over_batch = window.statistics, self.objective_settings, window.denominator
+        loss, token_loss = objectives.micro_batch_loss(self.objective, tokens, *over_batch)
+        window.sums.append(objectives.micro_batch_sums(tokens, token_loss, entropy_BT))
         is_last = len(window.sums) == len(window.parts)
         if training:
             self._window = None if is_last else window
@@ -204,7 +195,7 @@ class StaleGRPOTrainer(GRPOTrainer):
             raise ConfigError("an update would need rollouts of two generation batches: use a dataset of whole batches")
         return parts
 
-    def _open_window(self, model: Any, parts: list[dict[str, Any]], first: Tokens) -> _Window:
+    def _open_window(self, model: Any, parts: list[dict[str, Any]], first: objectives.Tokens) -> _Window:
         """First pass over the whole optimizer batch; `first` is the forward pass of its first micro-batch."""
         by_response = self.objective.reduction == "sequence" or self.objective.constant_denominator
         masks = [self._mask(part) for part in parts]
@@ -221,8 +212,7 @@ class StaleGRPOTrainer(GRPOTrainer):
         return _Window(parts, denominator, statistics)
 
     def _log_window(self, window: _Window, mode: str) -> None:
-        sums = merge_over_ranks(reduce(lambda merged, more: merged.merge(more), window.sums))
-        found = sums.summary()
+        found = merge_over_ranks(reduce(TokenSums.merge, window.sums)).summary()
         if found["nonfinite"]:
             raise NonFiniteUpdate(
                 f"update {self.state.global_step}: {int(found['nonfinite'])} tokens with a non-finite ratio; no step "
@@ -233,8 +223,8 @@ class StaleGRPOTrainer(GRPOTrainer):
         for name, value in found.items():
             self._metrics[mode][PREFIX + name].append(value)
 
-    def _tokens(self, inputs: dict[str, Any], logp_BT: Tensor) -> Tokens:
-        return make_tokens(
+    def _tokens(self, inputs: dict[str, Any], logp_BT: Tensor) -> objectives.Tokens:
+        return objectives.make_tokens(
             logp=logp_BT,
             behaviour_logp=inputs["behaviour_logp"],
             advantage=inputs["advantages"],

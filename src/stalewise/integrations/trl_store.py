@@ -14,19 +14,8 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
 
+from stalewise import store
 from stalewise.errors import ConfigError, StoreError
-from stalewise.store import (
-    RolloutColumns,
-    batch_directories,
-    batch_directory,
-    commit_batch,
-    concatenate,
-    is_committed,
-    open_batch,
-    parse_batch_name,
-    read_batch_manifest,
-    write_shard,
-)
 from stalewise.types import FinishReason, Rollout, SamplerSettings
 
 TASK = "trl"
@@ -54,11 +43,7 @@ class RolloutWriter:
         version: int,
         seconds: float,
     ) -> None:
-        """Commit one generation batch.
-
-        `inputs` and `output` are those of TRL's scoring on this rank; `rewards` and `parts`, the rewards of single
-        functions, are those of all ranks.
-        """
+        """Commit a batch: `inputs` and `output` of TRL's scoring on this rank, `rewards` and `parts` of all ranks."""
         if "tool_mask" in output or "pixel_values" in output:
             raise ConfigError("the store cannot hold images or tool tokens: train without store=")
         drafts = gather_object(self._drafts(inputs, output))
@@ -80,10 +65,10 @@ class RolloutWriter:
             )
             for i, draft in enumerate(drafts)
         ]
-        directory = batch_directory(self.directory / "rollouts", version=version, generation_batch=number)
+        directory = store.batch_directory(self.directory / "rollouts", version=version, generation_batch=number)
         directory.mkdir(parents=True)
-        write_shard(directory, 0, rollouts, seconds=seconds)
-        commit_batch(directory, shards=1, task=TASK)
+        store.write_shard(directory, 0, rollouts, seconds=seconds)
+        store.commit_batch(directory, shards=1, task=TASK)
 
     def _drafts(self, inputs: Sequence[Mapping[str, Any]], output: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The rollouts of this rank as plain Python, to be gathered."""
@@ -92,10 +77,11 @@ class RolloutWriter:
             prompt_ids = output["prompt_ids"][row][output["prompt_mask"][row].bool()].tolist()
             is_token = output["completion_mask"][row].bool()
             response_ids = output["completion_ids"][row][is_token].tolist()
+            digest = hashlib.sha256(np.asarray(prompt_ids, dtype=np.int64).tobytes()).hexdigest()
             stopped = bool(response_ids) and response_ids[-1] in self.stops
             drafts.append(
                 {
-                    "prompt_id": str(given["prompt_id"]) if "prompt_id" in given else _prompt_id(prompt_ids),
+                    "prompt_id": str(given.get("prompt_id", f"{TASK}/{digest[:16]}")),
                     "prompt_ids": tuple(prompt_ids),
                     "response_ids": tuple(response_ids),
                     "behaviour_logp": tuple(output["behaviour_logp"][row][is_token].tolist()),
@@ -107,14 +93,11 @@ class RolloutWriter:
 
     def _next(self) -> tuple[int, int]:
         """Number of the next generation batch, and its first rollout id, which starts a group."""
-        present = batch_directories(self.directory / "rollouts")
-        number = parse_batch_name(present[-1]).generation_batch + 1 if present else 0
-        lasts = [read_batch_manifest(path).shards[-1].rollout_last for path in present if is_committed(path)]
-        return number, -(-(max(lasts) + 1) // self.group_size) * self.group_size if lasts else 0
-
-
-def _prompt_id(prompt_ids: Sequence[int]) -> str:
-    return f"{TASK}/{hashlib.sha256(np.asarray(prompt_ids, dtype=np.int64).tobytes()).hexdigest()[:16]}"
+        present = store.batch_directories(self.directory / "rollouts")
+        number = store.parse_batch_name(present[-1]).generation_batch + 1 if present else 0
+        manifests = [store.read_batch_manifest(path) for path in present if store.is_committed(path)]
+        stop = max((manifest.shards[-1].rollout_last + 1 for manifest in manifests), default=0)
+        return number, -(-stop // self.group_size) * self.group_size
 
 
 class StoredRollouts:
@@ -125,11 +108,11 @@ class StoredRollouts:
     """
 
     def __init__(self, directory: str | Path) -> None:
-        present = [path for path in batch_directories(Path(directory) / "rollouts") if is_committed(path)]
+        present = [path for path in store.batch_directories(Path(directory) / "rollouts") if store.is_committed(path)]
         if not present:
             raise StoreError(f"{directory} has no committed generation batch: name a directory with rollouts")
-        self.rows: RolloutColumns = concatenate([rows for path in present for rows in open_batch(path).iter_rows()])
-        batch = np.repeat(np.arange(len(present)), [read_batch_manifest(path).rows for path in present])
+        self.rows = store.concatenate([rows for path in present for rows in store.open_batch(path).iter_rows()])
+        batch = np.repeat(np.arange(len(present)), [store.read_batch_manifest(path).rows for path in present])
         self.groups: dict[str, list[int]] = {}  # rows of each group
         for row, (number, group) in enumerate(zip(batch, self.rows.group, strict=True)):
             self.groups.setdefault(f"{number}/{group}", []).append(row)

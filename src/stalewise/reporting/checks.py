@@ -22,14 +22,12 @@ def is_number(value: Any) -> bool:
     return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
 
 
-def is_text(value: Any) -> bool:
-    """Whether this is a string."""
-    return isinstance(value, str)
+def instance_of(kind: type) -> Check:
+    """A check for a value of this type."""
+    return lambda value: isinstance(value, kind)
 
 
-def is_table(value: Any) -> bool:
-    """Whether this is a nested record."""
-    return isinstance(value, dict)
+is_text, is_table = instance_of(str), instance_of(dict)
 
 
 def dict_of(check: Check) -> Check:
@@ -51,12 +49,10 @@ def is_interval(value: Any) -> bool:
 
 def is_by_prompt(value: Any) -> bool:
     """Whether this has results per prompt: three lists of equal length, or nothing."""
-    if not isinstance(value, dict) or not value:
-        return value == {}
     checks = {"prompt_ids": list_of(is_text), "score": list_of(is_number), "scored": list_of(is_whole)}
-    return all(check(value.get(key)) for key, check in checks.items()) and (
-        0 < len(value["prompt_ids"]) == len(value["score"]) == len(value["scored"])
-    )
+    if not isinstance(value, dict) or not value or not all(check(value.get(key)) for key, check in checks.items()):
+        return value == {}
+    return 0 < len(value["prompt_ids"]) == len(value["score"]) == len(value["scored"])
 
 
 is_counts = dict_of(is_whole)

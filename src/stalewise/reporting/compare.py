@@ -14,16 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from stalewise import statistics
 from stalewise.errors import StoreError
 from stalewise.reporting.read import UNIMPORTANT, Run, differing_keys, read_runs
-from stalewise.statistics import (
-    COMPARED_RESAMPLES,
-    Interval,
-    error_of_runs,
-    percentile_interval,
-    random_generator,
-    resample_prompts,
-)
 
 FEWEST_PROMPTS = 2  # in common; with fewer it is another task
 NORMAL_95 = 1.96  # half-width of a 95% interval in standard errors
@@ -38,7 +31,7 @@ class ComparisonSide:
 
     name: str
     runs: list[str]
-    accuracy: Interval  # of the last evaluated policies
+    accuracy: statistics.Interval  # of the last evaluated policies
     seconds: float  # of training, mean over the runs
     seconds_to_accuracy: float | None  # until A's final accuracy, see `_speed`; None: unknown
 
@@ -50,7 +43,7 @@ class RunComparison:
     task: str
     a: ComparisonSide
     b: ComparisonSide
-    difference: Interval  # of final accuracies, B − A
+    difference: statistics.Interval  # of final accuracies, B − A
     probability_better: float  # share of the resamples in which B is better
     method: str
     prompts: int
@@ -85,14 +78,13 @@ def compare(a: Sequence[Path], b: Sequence[Path]) -> RunComparison:
     if not a or not b:
         raise StoreError("a comparison needs a run on either side: name at least one for A and one for B")
     runs = read_runs([*a, *b])
-    for run in runs:
-        if not run.evaluations:
-            raise StoreError(f"{run.directory} has no evaluation to compare: continue the run, then compare again")
+    if missing := [run.directory for run in runs if not run.evaluations]:
+        raise StoreError(f"{missing[0]} has no evaluation to compare: continue the run, then compare again")
     tasks = {run.label: run.evaluations[-1]["task"] for run in runs}
     if len(set(tasks.values())) > 1:
         listed = ", ".join(f"{label} has {task}" for label, task in tasks.items())
         raise StoreError(f"runs of different tasks cannot be compared: {listed}; compare runs of one task")
-    sides = runs_a, runs_b = runs[: len(a)], runs[len(a) :]
+    runs_a, runs_b = runs[: len(a)], runs[len(a) :]
     names = side_names([run.label for run in runs_a], [run.label for run in runs_b])
     notes = [note for run in runs for note in _notes(run)]
     resampled = resample(runs_a, runs_b, notes)
@@ -101,18 +93,18 @@ def compare(a: Sequence[Path], b: Sequence[Path]) -> RunComparison:
         ComparisonSide(
             name=names[i],
             runs=[str(run.directory) for run in side],
-            accuracy=percentile_interval(resampled.values[i], resampled.samples[i]),
+            accuracy=statistics.percentile_interval(resampled.values[i], resampled.samples[i]),
             seconds=float(np.mean([run.training_seconds for run in side])),
             seconds_to_accuracy=reached[i],
         )
-        for i, side in enumerate(sides)
+        for i, side in enumerate((runs_a, runs_b))
     )
     difference = resampled.difference
     return RunComparison(
         task=next(iter(tasks.values())),
         a=side_a,
         b=side_b,
-        difference=percentile_interval(resampled.values[1] - resampled.values[0], difference),
+        difference=statistics.percentile_interval(resampled.values[1] - resampled.values[0], difference),
         probability_better=float((difference > 0).mean() + (difference == 0).mean() / 2),
         method=resampled.method,
         prompts=resampled.prompts,
@@ -124,13 +116,10 @@ def compare(a: Sequence[Path], b: Sequence[Path]) -> RunComparison:
 
 def side_names(a: Sequence[str], b: Sequence[str]) -> list[str]:
     """Names of the two sides: the common start of their labels, or else A and B."""
-    common = [side[0] if len(side) == 1 else _common_start(side) for side in (a, b)]
-    return ["A", "B"] if common[0] == common[1] else [name or letter for name, letter in zip(common, "AB", strict=True)]
-
-
-def _common_start(labels: Sequence[str]) -> str:
-    same = takewhile(lambda letters: len(set(letters)) == 1, zip(*labels, strict=False))
-    return "".join(letters[0] for letters in same).rstrip("0123456789-_. /")
+    same = [takewhile(lambda letters: len(set(letters)) == 1, zip(*side, strict=False)) for side in (a, b)]
+    starts = ["".join(letters[0] for letters in start).rstrip("0123456789-_. /") for start in same]
+    common = [side[0] if len(side) == 1 else start for side, start in zip((a, b), starts, strict=True)]
+    return ["A", "B"] if common[0] == common[1] else [common[0] or "A", common[1] or "B"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,18 +156,19 @@ def resample(a: Sequence[Run], b: Sequence[Run], notes: list[str]) -> ResampledA
         score_RP = np.array([[score[prompt] for prompt in common] for score in scores])
         tables = [score_RP[: len(a)], score_RP[len(a) :]]
         value_R = [table.mean(axis=1) for table in tables]
-        samples, method = resample_prompts([t.mean(axis=0) for t in tables]), f"paired over {len(common)} prompts"
+        samples = statistics.resample_prompts([table.mean(axis=0) for table in tables])
+        method = f"paired over {len(common)} prompts"
     value = [float(side.mean()) for side in value_R]
     # Where all scores are in [0, 1], so is every mean; Student's t has no bounds.
     is_bounded = all(((table >= 0) & (table <= 1)).all() for table in tables)
     low, high = (0.0, 1.0) if is_bounded else (-np.inf, np.inf)
-    errors = [error_of_runs(value_R[0], seed=2), error_of_runs(value_R[1], seed=3)]
-    error = error_of_runs(value_R[1] - value_R[0], seed=2) if is_paired_by_seed else errors[1] - errors[0]
+    errors = [statistics.error_of_runs(value_R[0], seed=2), statistics.error_of_runs(value_R[1], seed=3)]
+    error = statistics.error_of_runs(value_R[1] - value_R[0], seed=2) if is_paired_by_seed else errors[1] - errors[0]
     return ResampledAccuracy(
         values=(value[0], value[1]),
         samples=(np.clip(samples[0] + errors[0], low, high), np.clip(samples[1] + errors[1], low, high)),
         difference=np.clip(samples[1] - samples[0] + error, -high, high),
-        margin=max(value[0] - percentile_interval(value[0], samples[0]).low, 0.0),
+        margin=max(value[0] - statistics.percentile_interval(value[0], samples[0]).low, 0.0),
         prompts=len(common),
         method=f"{method}; {_over_runs(len(a), len(b), is_paired_by_seed)}",
     )
@@ -189,7 +179,7 @@ def _from_interval(runs: Sequence[Run], seed: int) -> Array:
     records = [run.evaluations[-1]["accuracy"] for run in runs]
     value = np.mean([record["value"] for record in records])
     error = np.mean([(record["high"] - record["low"]) / (2 * NORMAL_95) for record in records])
-    return value + error * random_generator(seed).standard_normal(COMPARED_RESAMPLES)
+    return value + error * statistics.random_generator(seed).standard_normal(statistics.COMPARED_RESAMPLES)
 
 
 def _in_order_of_seeds(a: Sequence[Run], b: Sequence[Run]) -> tuple[Sequence[Run], bool]:
@@ -251,9 +241,7 @@ def first_reached(seconds: Array, accuracy: Array, target: float) -> float | Non
     rows = np.flatnonzero(accuracy >= target)
     if not len(rows):
         return None
-    if (row := int(rows[0])) == 0:
-        return float(seconds[0])
-    span = slice(row - 1, row + 1)
+    span = slice(max(rows[0] - 1, 0), rows[0] + 1)
     return float(np.interp(target, accuracy[span], seconds[span]))
 
 

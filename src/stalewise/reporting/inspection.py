@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from stalewise import store
 from stalewise.config.run_directory import read_config, read_result
 from stalewise.errors import StoreError
-from stalewise.store import (
-    LedgerEntry,
-    batch_directories,
-    committed_shards,
-    is_committed,
-    ledger_path,
-    open_batch,
-    parse_batch_name,
-    read_batch_manifest,
-    read_ledger,
-)
 from stalewise.store.atomic import read_json, read_jsonl
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.types import Rollout
@@ -30,7 +19,7 @@ def inspect_run(directory: str | Path, *, verify: bool = False) -> dict[str, Any
     """The contents and the progress of a run; `verify` compares every shard with its checksum."""
     directory = Path(directory)
     config = read_config(directory)
-    ledger = read_ledger(ledger_path(directory))
+    ledger = store.read_ledger(store.ledger_path(directory))
     checkpoints = versions(directory)
     updates = sum(batch["updates"] for batch in _sources(directory)) or config.schedule.updates
     return {
@@ -57,24 +46,25 @@ def _sources(directory: Path) -> list[dict[str, Any]]:
 
 def numbered_batches(directory: Path) -> list[tuple[int, Path]]:
     """Generation batches with their number in the ledger."""
-    own = [(parse_batch_name(path).generation_batch, path) for path in batch_directories(directory / "rollouts")]
-    return own or [(number, Path(batch["directory"])) for number, batch in enumerate(_sources(directory))]
+    own = store.batch_directories(directory / "rollouts")
+    numbered = [(store.parse_batch_name(path).generation_batch, path) for path in own]
+    return numbered or [(number, Path(batch["directory"])) for number, batch in enumerate(_sources(directory))]
 
 
-def _batch(index: int, path: Path, ledger: list[LedgerEntry], verify: bool) -> dict[str, Any]:
+def _batch(index: int, path: Path, ledger: list[store.LedgerEntry], verify: bool) -> dict[str, Any]:
     ages = [entry.age for entry in ledger if entry.generation_batch == index]
     record: dict[str, Any] = {
         "generation_batch": index,
-        "version": parse_batch_name(path).version,
+        "version": store.parse_batch_name(path).version,
         "directory": str(path),
-        "committed": is_committed(path),
+        "committed": store.is_committed(path),
         "updates": len(ages),
         "ages": [min(ages), max(ages)] if ages else None,
     }
     if not record["committed"]:
-        shards = committed_shards(path)
+        shards = store.committed_shards(path)
         return record | {"shards": len(shards), "rows": sum(shard.rows for shard in shards)}
-    manifest = open_batch(path).manifest if verify else read_batch_manifest(path)
+    manifest = store.open_batch(path).manifest if verify else store.read_batch_manifest(path)
     counts = ("rows", "tokens", "prompt_tokens", "truncated", "verifier_errors", "seconds")
     return record | {
         "shards": len(manifest.shards),
@@ -100,30 +90,19 @@ def inspect_group(directory: str | Path, group: int) -> list[dict[str, Any]]:
 
 
 def _inspect(directory: Path, column: str, wanted: int, what: str) -> list[dict[str, Any]]:
-    records = [describe_rollout(directory, *pair) for pair in _rollouts(directory, column, wanted)]
-    if not records:
-        raise StoreError(f"{directory} has no committed {what}: {_range(directory)}")
-    return records
-
-
-def _rollouts(directory: Path, column: str, wanted: int) -> Iterator[tuple[Rollout, Path]]:
     """Rollouts with this value in the first batch that has any: ids of several sources may coincide."""
-    for _, path in numbered_batches(directory):
-        if not is_committed(path):
-            continue
-        batch = open_batch(path, verify=False)
+    committed = [path for _, path in numbered_batches(directory) if store.is_committed(path)]
+    for path in committed:
+        batch = store.open_batch(path, verify=False)
         if (batch.column(column) == wanted).any():
-            yield from ((r, path) for r in batch.iter_rollouts() if getattr(r, column) == wanted)
-            return
-
-
-def _range(directory: Path) -> str:
-    committed = [read_batch_manifest(path) for _, path in numbered_batches(directory) if is_committed(path)]
-    shards = [shard for manifest in committed for shard in manifest.shards]
+            rollouts = [rollout for rollout in batch.iter_rollouts() if getattr(rollout, column) == wanted]
+            return [describe_rollout(directory, rollout, path) for rollout in rollouts]
+    shards = [shard for path in committed for shard in store.read_batch_manifest(path).shards]
     if not shards:
-        return "nothing is committed yet"
-    first, last = min(shard.rollout_first for shard in shards), max(shard.rollout_last for shard in shards)
-    return f"rollout ids are {first} to {last}; a group is a rollout id divided by the group size"
+        raise StoreError(f"{directory} has no committed {what}: nothing is committed yet")
+    ids = f"{min(shard.rollout_first for shard in shards)} to {max(shard.rollout_last for shard in shards)}"
+    what = f"{what}: rollout ids are {ids}; a group is a rollout id divided by the group size"
+    raise StoreError(f"{directory} has no committed {what}")
 
 
 def describe_rollout(directory: Path, rollout: Rollout, path: Path) -> dict[str, Any]:
@@ -135,7 +114,7 @@ def describe_rollout(directory: Path, rollout: Rollout, path: Path) -> dict[str,
 
     updates = [
         entry.update
-        for entry in read_ledger(ledger_path(directory))
+        for entry in store.read_ledger(store.ledger_path(directory))
         if any(first <= rollout.rollout_id <= last for first, last in entry.rollout_ids)
     ]
     return {

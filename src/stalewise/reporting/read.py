@@ -14,17 +14,9 @@ import numpy as np
 
 from stalewise.config import FORMAT, ScheduleSection
 from stalewise.errors import StoreError
+from stalewise.reporting import timeline
 from stalewise.reporting.checks import EVALUATION, JOURNAL, METRIC, ROLLBACK, STAGE, RecordSchema, is_counts, is_sources
-from stalewise.reporting.timeline import (
-    NOT_TRAINING,
-    Column,
-    StageSeconds,
-    add_uncommitted,
-    committed_updates,
-    seconds_by_stage,
-    total_seconds,
-    update_clock,
-)
+from stalewise.reporting.timeline import Column, StageSeconds
 from stalewise.staleness.schedule import Schedule
 from stalewise.store import BatchManifest, batch_directories, committed_shards, read_batch_manifest
 from stalewise.store.atomic import read_json, read_jsonl
@@ -85,7 +77,7 @@ class Run:
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds by activity, over all stages."""
-        return total_seconds(self.spent)
+        return timeline.total_seconds(self.spent)
 
     @property
     def total_seconds(self) -> float:
@@ -95,7 +87,7 @@ class Run:
     @property
     def training_seconds(self) -> float:
         """Wall-clock time without evaluation and idle time."""
-        return sum(seconds for name, seconds in self.seconds.items() if name not in NOT_TRAINING)
+        return sum(seconds for name, seconds in self.seconds.items() if name not in timeline.NOT_TRAINING)
 
     @property
     def is_complete(self) -> bool:
@@ -164,7 +156,7 @@ def read_run(directory: Path, label: str | None = None) -> Run:
     metrics = metric_columns(read_records(directory / "metrics.jsonl", METRIC, notes))
     journal = read_records(directory / "journal.jsonl", JOURNAL, notes)
     rollbacks = read_rollbacks(directory / "rollbacks", journal, notes)
-    committed = committed_updates(journal, [rollback.record for rollback in rollbacks])
+    committed = timeline.committed_updates(journal, [rollback.record for rollback in rollbacks])
     schedule = _schedule(config, directory)
     batch_of = dict(zip(metrics.get("update", ()), metrics.get("generation_batch", ()), strict=False))
 
@@ -173,8 +165,8 @@ def read_run(directory: Path, label: str | None = None) -> Run:
         planned = min(update, schedule.updates - 1) // schedule.updates_per_generation
         return int(batch) if np.isfinite(batch) else planned
 
-    spent = seconds_by_stage(journal, stage_of)
-    add_uncommitted(spent, metrics, committed, stage_of)
+    spent = timeline.seconds_by_stage(journal, stage_of)
+    timeline.add_uncommitted(spent, metrics, committed, stage_of)
     generator = read_records(directory / "journal-generator.jsonl", JOURNAL, notes)
     stages = read_records(directory / "ledger" / "stages.jsonl", STAGE, notes)
     batches, unfinished = read_batches(directory / "rollouts", notes)
@@ -197,8 +189,8 @@ def read_run(directory: Path, label: str | None = None) -> Run:
         stages={record["generation_batch"]: record for record in stages},
         rollbacks=rollbacks,
         spent=spent,
-        generator=seconds_by_stage(generator, stage_of),
-        clock=update_clock(journal, metrics, committed),
+        generator=timeline.seconds_by_stage(generator, stage_of),
+        clock=timeline.update_clock(journal, metrics, committed),
         committed=committed,
         notes=notes,
     )
@@ -279,8 +271,8 @@ def read_rollbacks(root: Path, journal: Sequence[Mapping[str, Any]], notes: list
             continue
         metrics = metric_columns(read_records(directory / "metrics.jsonl", METRIC, notes))
         before = [entry for entry in journal if entry["time"] <= record["time"]]
-        committed = committed_updates(before, [earlier.record for earlier in rollbacks])
-        clock = update_clock(before, metrics, committed)
+        committed = timeline.committed_updates(before, [earlier.record for earlier in rollbacks])
+        clock = timeline.update_clock(before, metrics, committed)
         batches, _ = read_batches(directory / "rollouts", notes)
         evaluations = read_evaluations(directory / "eval.jsonl", notes)
         rollbacks.append(Rollback(record, metrics, evaluations, batches, clock))

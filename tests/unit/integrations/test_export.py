@@ -99,6 +99,6 @@ def test_rollouts_are_a_dataset_and_can_be_learned_from(
     assert "64 responses" in text and "| 1 | 2 | 32 |" in text
     config = make_config(tiny_record(tmp_path / "runs", "again"))
     assert learn(config, [target]).updates == 4
-    assert "leave out --version and --adapter" in refused(
+    assert "omit --version and --adapter" in refused(
         "export", tiny_run.directory, tmp_path / "x", "--rollouts", "--version", 2
     )

@@ -233,7 +233,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     assert "has no evaluation to compare: continue the run" in refused("compare", a, unevaluated)
     assert "name two run directories, A and B" in refused("compare", a)
     assert "name two run directories, A and B" in refused("compare", a, "--b", other)
-    assert "is no run directory" in refused("compare", a, tmp_path)
+    assert "is not a run directory" in refused("compare", a, tmp_path)
     with pytest.raises(StoreError, match="named twice"):
         compare([a], [a])
     with pytest.raises(StoreError, match="needs a run on either side"):

@@ -53,7 +53,7 @@ def test_a_run_that_never_learned(tmp_path: Path) -> None:
     assert run_status(tmp_path).state == "not started"
     shown = call("watch", tmp_path, "--once").stdout
     assert "not started" in shown and "nothing yet: no update is on record" in shown
-    assert "is no run directory" in refused("watch", tmp_path / "elsewhere")
+    assert "is not a run directory" in refused("watch", tmp_path / "elsewhere")
 
 
 def test_who_has_the_run_is_seen_without_touching_its_lock(tmp_path: Path) -> None:

@@ -59,10 +59,9 @@ def export_policy(
 
 
 def export_rollouts(run: str | Path, directory: str | Path, *, force: bool = False, link: bool = False) -> Path:
-    """Write the committed rollouts of a run as a dataset: Parquet for `datasets.load_dataset`, with a card.
+    """Write the committed rollouts of a run for `datasets.load_dataset` and `stalewise learn --rollouts`, with a card.
 
-    Shards are copied unchanged, manifests without the names of workers. `stalewise learn --rollouts` reads the
-    directory, too.
+    Shards are copied unchanged, manifests without the names of workers.
     """
     run, directory = Path(run), Path(directory).expanduser()
     config = read_config(run)

@@ -16,15 +16,7 @@ from stalewise.config.run_directory import EXPORT_FORMAT, EXPORT_RECORD, flat, r
 from stalewise.config.template import toml
 from stalewise.errors import StoreError
 from stalewise.models.smollm2 import NAME as SMOLLM2
-from stalewise.store.atomic import (
-    commit_directory,
-    explain_write_errors,
-    make_directory,
-    read_json,
-    sha256_file,
-    temporary_name,
-    write_json_atomic,
-)
+from stalewise.store import atomic
 from stalewise.store.checkpoints import read_state
 
 RECORD = EXPORT_RECORD
@@ -39,21 +31,25 @@ def new_folder(directory: Path, record: Mapping[str, Any], *, force: bool) -> It
     An existing directory is an error, unless `force` is given and it is an earlier export.
     """
     _check_free(directory, force)
-    temporary = temporary_name(directory)
-    with explain_write_errors(directory, 0):
-        make_directory(temporary)
+    temporary = atomic.temporary_name(directory)
     try:
-        with explain_write_errors(directory, 0):
+        with atomic.explain_write_errors(directory, 0):
+            atomic.make_directory(temporary)
             yield temporary
         files = {
-            path.relative_to(temporary).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
+            path.relative_to(temporary).as_posix(): {"bytes": path.stat().st_size, "sha256": atomic.sha256_file(path)}
             for path in sorted(temporary.rglob("*"))
             if path.is_file()
         }
-        write_json_atomic(
-            temporary / RECORD, {"format": EXPORT_FORMAT, "stalewise": __version__, **record, "files": files}
-        )
-        _put_in_place(temporary, directory, force)
+        head = {"format": EXPORT_FORMAT, "stalewise": __version__}
+        atomic.write_json_atomic(temporary / RECORD, {**head, **record, "files": files})
+        if not os.path.lexists(directory):
+            return atomic.commit_directory(temporary, directory)
+        _check_free(directory, force)
+        before = atomic.temporary_name(directory)
+        directory.rename(before)  # not removed first: at any moment one of the two is whole
+        atomic.commit_directory(temporary, directory)
+        shutil.rmtree(before)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -73,20 +69,13 @@ def _check_free(directory: Path, force: bool) -> None:
         return
     if not force:
         raise StoreError(f"{directory} exists and is not overwritten: name another directory, or use --force")
-    # Only earlier exports are ever removed.
-    if not (directory / RECORD).is_file() or read_json(directory / RECORD).get("format") != EXPORT_FORMAT:
+    if not _export_record(directory):  # only earlier exports are ever removed
         raise StoreError(f"{directory} is no earlier export, so --force does not replace it: name another directory")
 
 
-def _put_in_place(temporary: Path, directory: Path, force: bool) -> None:
-    before = None
-    if os.path.lexists(directory):
-        _check_free(directory, force)
-        before = temporary_name(directory)
-        directory.rename(before)  # not removed first: at any moment one of the two is whole
-    commit_directory(temporary, directory)
-    if before is not None:
-        shutil.rmtree(before)
+def _export_record(directory: Path) -> dict[str, Any] | None:
+    record = atomic.read_json(directory / RECORD) if (directory / RECORD).is_file() else {}
+    return record if record.get("format") == EXPORT_FORMAT else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +101,7 @@ def base_of(model: str, task: str, depth: int = 0) -> BasePolicy:
     directory = Path(path).expanduser()
     if not directory.is_dir():
         return BasePolicy(f"[{path}](https://huggingface.co/{path})", path)
-    if (directory / RECORD).is_file() and (record := read_json(directory / RECORD)).get("format") == EXPORT_FORMAT:
+    if record := _export_record(directory):
         return _descendant(record["run"], record["version"], BasePolicy(**record["base"]))
     run = directory.resolve().parent.parent
     if depth < MOST_ANCESTORS and (directory / "state.json").is_file() and (run / "config.resolved.json").is_file():
@@ -152,17 +141,13 @@ def _without_paths(value: Any) -> Any:
 def config_file(config: RunConfig) -> str:
     """All settings of a run as TOML."""
     record = shareable(config)
-    plain = [f"{key} = {toml(value)}" for key, value in record.items() if not isinstance(value, dict)]
-    tables = [
-        "\n".join([f"[{key}]", *(f"{name} = {toml(item)}" for name, item in value.items())])
-        for key, value in record.items()
-        if isinstance(value, dict)
-    ]
-    return "\n\n".join(["\n".join(plain), *tables]) + "\n"
+    tables = {"": {key: value for key, value in record.items() if not isinstance(value, dict)}}
+    tables |= {f"[{key}]\n": value for key, value in record.items() if isinstance(value, dict)}
+    lines = {head: [f"{key} = {toml(value)}\n" for key, value in table.items()] for head, table in tables.items()}
+    return "\n".join(head + "".join(settings) for head, settings in lines.items())
 
 
 def explicit_settings(config: RunConfig) -> dict[str, Any]:
     """Settings that differ from the defaults, with dotted keys."""
-    defaults = flat(shareable(RunConfig()))
-    settings = flat(shareable(config))
+    defaults, settings = flat(shareable(RunConfig())), flat(shareable(config))
     return {key: value for key, value in settings.items() if key not in defaults or defaults[key] != value}
