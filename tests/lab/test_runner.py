@@ -34,6 +34,8 @@ from stalewise.store.checkpoints import checkpoint_directory
 from stalewise.trainer.trainer import Trainer
 from tiny import tiny_record
 
+FROM_ANYWHERE = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
 BASES = """
 [tiny.task]
 name = "arithmetic"
@@ -132,7 +134,7 @@ def refused(*words: object) -> str:
 
 def start(root: Path) -> subprocess.Popen[bytes]:
     words = [sys.executable, "-m", "experiments.lab", "tiny", "--workers", "1", "--out", "out", "--no-render", "--json"]
-    return subprocess.Popen(words, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(words, cwd=root, env=FROM_ANYWHERE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
 @pytest.fixture(scope="module")

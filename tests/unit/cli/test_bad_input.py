@@ -95,9 +95,9 @@ def test_a_name_on_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     config = config_file(tmp_path, model={"path": "nobody/has-this"})
     message = refused("train", config)
-    assert message.startswith("nobody/has-this is no directory, and no hub gives it out (")
+    assert message.startswith("nobody/has-this is no directory, and no hub provides it (")
     assert message.endswith(
-        "): name a directory that holds the model, or be online, with HF_TOKEN set where the hub lets only some in; "
+        "): name a directory that holds the model, or connect to the hub, with HF_TOKEN set if it restricts access; "
         'model.path = "auto" and "smollm2" need no hub'
     )
     assert "bad     tokenizer       nobody/has-this is no directory" in call("doctor", config).stdout
@@ -111,13 +111,13 @@ def test_a_model_that_was_copied_in_part(tmp_path: Path, policy: Path) -> None:
     weights = policy / "model.safetensors"
     data = weights.read_bytes()
     weights.unlink()
-    assert "has no *.safetensors: it is half copied" in refused("train", config)
+    assert "has no *.safetensors: it is incomplete" in refused("train", config)
     weights.write_bytes(data[: len(data) // 2])
     assert "does not load as a causal language model" in refused("train", config)
     weights.write_bytes(data)
     index = {"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors"}}
     write_json_atomic(policy / "model.safetensors.index.json", index)
-    assert "is half copied: model-00001-of-00002.safetensors missing" in refused("train", config)
+    assert "is incomplete: model-00001-of-00002.safetensors missing" in refused("train", config)
     assert versions(tmp_path / "runs" / "tiny") == []
 
 
@@ -172,7 +172,7 @@ def test_a_tokenizer_without_an_end(tmp_path: Path, policy: Path) -> None:
     del settings["eos_token"]
     write_json_atomic(policy / "tokenizer_config.json", settings)
     config = config_file(tmp_path, model={"path": str(policy)})
-    assert "has no end-of-sequence token: responses could never end" in refused("train", config)
+    assert "has no end-of-sequence token, so responses could never end" in refused("train", config)
     doctor = call("doctor", config)
     assert doctor.exit_code == 1
     assert "bad     tokenizer" in doctor.stdout
@@ -226,7 +226,7 @@ def test_a_chat_template_that_refuses(
     sections = rows_task(tmp_path, sums(), chat=True, system=system) | {"model": {"path": str(policy)}}
     config = config_file(tmp_path, **sections)
     message = refused("train", config)
-    assert message.startswith(f"the chat template of {policy} does not take prompt ")
+    assert message.startswith(f"the chat template of {policy} does not accept prompt ")
     assert f": {said}" in message
     assert message.endswith(f": {remedy} (chat_template.jinja) or model")
     assert versions(tmp_path / "runs" / "tiny") == []

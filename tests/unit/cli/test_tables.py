@@ -20,7 +20,7 @@ def test_eval_prints_a_table_or_json(tiny_run: RunConfig) -> None:
     record = called_json("eval", "arithmetic", "--prompts", 2, "--samples", 1, "--max-new-tokens", 8)
     assert (record["prompts"], list(record["pass_at"])) == (2, ["1"])
     assert "expected key=value" in refused("eval", tiny_run.directory, "--option", "path")
-    assert "say which task" in refused("eval", tiny_run.directory.parent)
+    assert "name the task" in refused("eval", tiny_run.directory.parent)
 
 
 def test_inspect_shows_what_is_in_a_run(tiny_run: RunConfig) -> None:
@@ -53,7 +53,7 @@ def test_inspect_shows_a_rollout_token_by_token(tiny_run: RunConfig) -> None:
     group = called_json("inspect", tiny_run.directory, "--group", 9)
     assert [member["rollout_id"] for member in group] == [36, 37, 38, 39]
     assert record["prompt_id"] in call("inspect", tiny_run.directory, "--group", 9).stdout
-    assert "rollout ids go from 0 to 63" in refused("inspect", tiny_run.directory, "--rollout", 64)
+    assert "rollout ids are 0 to 63" in refused("inspect", tiny_run.directory, "--rollout", 64)
     assert "has no committed group 99" in refused("inspect", tiny_run.directory, "--group", 99)
     assert "is no run directory" in refused("inspect", tiny_run.directory.parent)
 

@@ -219,7 +219,7 @@ def test_rollouts_are_learned_from_again_with_adapters(trained: RunConfig, tmp_p
     first = checkpoint_directory(later.directory, 0) / "model.safetensors"
     assert sha256_file(first) == sha256_file(start / "model.safetensors")
     wrong = lora_config(tmp_path, "wrong", model={"adapter": str(start / "adapter")})
-    with pytest.raises(ConfigError, match=r"model.adapter is for model.path, but .* is to be started from"):
+    with pytest.raises(ConfigError, match=r"model.adapter belongs to model.path, but training starts at"):
         verbs.learn(wrong, [trained.directory], checkpoint=start)
 
 
