@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from stalewise.config import RunConfig, TaskSection, make_config
+from stalewise.config import RunConfig, TaskSection, make_config, set_dotted
 from stalewise.config.run_directory import RunResult, is_started, read_config
 from stalewise.distributed import Ranks
 from stalewise.errors import StoreError, TaskError
@@ -94,8 +95,7 @@ def generate(
     with RunLock(config.directory):
         if checkpoint is None:
             restore(config, callback.log)
-        orchestrator = Orchestrator(config, callback)
-        try:
+        with contextlib.closing(Orchestrator(config, callback)) as orchestrator:
             if checkpoint is not None:
                 orchestrator.check_directory()
                 batches = _batches_of_checkpoint(orchestrator, Path(checkpoint))
@@ -109,15 +109,12 @@ def generate(
                 return [] if missing is None else [orchestrator.generate(missing)]
             _check_batch_number(orchestrator, batch)
             return [orchestrator.generate(batch)]
-        finally:
-            orchestrator.close()
 
 
 def _batches_of_checkpoint(orchestrator: Orchestrator, checkpoint: Path) -> list[int]:
     if not (checkpoint / "manifest.json").is_file():
         raise StoreError(f"{checkpoint} is no checkpoint of a run: to generate with another model, set model.path")
-    version = read_state(checkpoint)["version"]
-    schedule = orchestrator.schedule
+    version, schedule = read_state(checkpoint)["version"], orchestrator.schedule
     if schedule.is_open_ended and not schedule.generation_batches:
         raise StoreError('with schedule.end = "spent" stages are found in training: generate where the run is')
     batches = [g for g in range(schedule.generation_batches) if schedule.version_of(g) == version]
@@ -191,15 +188,15 @@ def evaluate(
     callback = callback or NullCallback()
     policy = _policy(str(model_or_run), "jsonl" if file is not None else task)
     own = policy.config.task
-    config = _with_settings(policy.config, task, {} if file is not None else options, prompts, samples, max_new_tokens)
+    sizes = {"evaluation.prompts": prompts, "evaluation.samples": samples, "sampler.max_new_tokens": max_new_tokens}
+    config = _with_settings(policy.config, task, {} if file is not None else options, sizes)
     exclude = Seen() if exclude_ids is None else read_ids(exclude_ids)
     if file is not None:
         chosen = make_evaluation_file(str(file), **{**_form_of(own), **(options or {})})
     else:
         chosen = make_task(config.task.name, seed=config.seed, **config.task.options)
     check_sampling_memory(config.model, config.sampler.engine, str(policy.checkpoint))
-    sampler = make_sampler(config)
-    try:
+    with contextlib.closing(make_sampler(config)) as sampler, contextlib.closing(chosen.verifier):
         # A task holds its own prompts out, but earlier runs from which the policy comes may have seen them.
         apart = own if policy.run is not None and file is None and config.task == own else None
         unknown: list[str] = []
@@ -219,15 +216,11 @@ def evaluate(
             rows_at_once=config.sampler.rollouts_per_shard,
             exclude=exclude,
         )
-    finally:
-        sampler.close()
-        chosen.verifier.close()
     callback.advance((result.prompts + result.excluded) * result.samples)
     return replace(result, unknown=unknown)
 
 
-@dataclass(frozen=True, slots=True)
-class _Policy:
+class _Policy(NamedTuple):
     """A policy to evaluate; `run` is its run directory, where it has one."""
 
     checkpoint: Path
@@ -261,22 +254,13 @@ def _form_of(task: TaskSection) -> dict[str, Any]:
 
 
 def _with_settings(
-    config: RunConfig,
-    task: str | None,
-    options: Mapping[str, Any] | None,
-    prompts: int | None,
-    samples: int | None,
-    max_new_tokens: int | None,
+    config: RunConfig, task: str | None, options: Mapping[str, Any] | None, sizes: Mapping[str, int | None]
 ) -> RunConfig:
     record = config.model_dump(mode="json")
     if task is not None and task != config.task.name:
         record["task"] = {"name": task, "options": {}}
     record["task"]["options"] |= dict(options or {})
-    for section, key, value in (
-        ("evaluation", "prompts", prompts),
-        ("evaluation", "samples", samples),
-        ("sampler", "max_new_tokens", max_new_tokens),
-    ):
+    for key, value in sizes.items():
         if value is not None:
-            record[section][key] = value
+            set_dotted(record, key, value)
     return make_config(record, source="evaluate")

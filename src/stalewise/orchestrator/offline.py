@@ -85,14 +85,10 @@ class OfflineBatch(store.Batch):
 
     def take(self, rollout_ids: npt.ArrayLike) -> store.RolloutColumns:
         """Fetch the given rollouts in the given order."""
-        rows = super().take(rollout_ids)
-        first, last = (self._recount(column) for column in (rows.version_first, rows.version_last))
+        rows, start, newest = super().take(rollout_ids), self.source.start, np.int32(self.source.first_update)
+        columns = (rows.version_first, rows.version_last)
+        first, last = (np.zeros_like(v) if start is None else np.minimum(v - np.int32(start), newest) for v in columns)
         return replace(rows, version_first=first, version_last=last)
-
-    def _recount(self, version: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        if self.source.start is None:
-            return np.zeros_like(version)
-        return np.minimum(version - np.int32(self.source.start), np.int32(self.source.first_update))
 
 
 class OfflineRollouts(RolloutSource):
@@ -126,12 +122,10 @@ class OfflineRollouts(RolloutSource):
     def first_policy(self, model: ModelSection, task: str) -> str:
         """The directory of the model that becomes version 0, once its checksums and its tokenizer were checked."""
         if self.checked_policy is None:
-            if self.checkpoint is None:
-                policy = resolve_model(model.path, task)
-            else:
-                if (self.checkpoint / "manifest.json").exists():
-                    read_state(self.checkpoint)  # compares checksums
-                policy = resolve_model(str(self.checkpoint.resolve()))
+            start = self.checkpoint
+            if start and (start / "manifest.json").exists():
+                read_state(start)  # compares checksums
+            policy = resolve_model(str(start.resolve())) if start else resolve_model(model.path, task)
             for source in self.sources:
                 check_tokens(_open_committed(source.directory), policy)
             self.checked_policy = policy
@@ -160,33 +154,33 @@ def plan_sources(
     """
     if checkpoint is not None and config.model.adapter:
         raise ConfigError(f"model.adapter belongs to model.path, but training starts at {checkpoint}: remove one")
-    if config.guard.action in ("fresh", "both"):
-        raise ConfigError(
-            f'guard.action is "{config.guard.action}", but `learn` generates nothing: use "halve" or "stop"'
-        )
+    if (action := config.guard.action) in ("fresh", "both"):
+        raise ConfigError(f'guard.action is "{action}", but `learn` generates nothing: use "halve" or "stop"')
     directories = [batch for path in rollouts for batch in _batches_of(path)]
     if len({directory.resolve() for directory in directories}) < len(directories):
         raise StoreError("a generation batch is named twice: one pass reads each rollout once")
-    sources: list[SourceBatch] = []
-    possible = 0
+    sources, possible, total = list[SourceBatch](), 0, 0
     for directory in directories:
         if config.directory.resolve() in directory.resolve().parents:
             raise StoreError(f"{directory} belongs to {config.directory}: choose another name for the new run")
         batch = store.open_batch(directory, verify=False)
-        left_out = _used_of(directory, batch.manifest) if unused else ()
+        run, left_out = _run_of(directory), ()
+        if unused:
+            if run is None:
+                raise StoreError(f"{directory} lies in no run, whose ledger would say which of its rollouts were used")
+            left_out = store.consumed(store.read_ledger(store.ledger_path(run)), batch.manifest.generation_batch)
         fresh = ~np.isin(batch.column("rollout_id"), store.from_ranges(left_out))
         groups = len(np.unique(batch.column("group")[fresh]))
-        first = sources[-1].first_update + sources[-1].planned_updates if sources else 0
         possible += groups // config.batch.prompts
-        updates = min(groups // config.batch.prompts, config.schedule.updates - first)
+        updates = min(groups // config.batch.prompts, config.schedule.updates - total)
         if updates:
-            start = _start_in(_run_of(directory), config.model, config.task.name, checkpoint)
-            span = (len(sources), first, updates)
+            start = _start_in(run, config.model, config.task.name, checkpoint)
+            span = (len(sources), total, updates)
             sources.append(SourceBatch(*span, directory.resolve(), batch.manifest, start, groups, left_out))
+            total += updates
     if not sources:
         left = " that its run has not learned from" if unused else ""
         raise ConfigError(f"batch.prompts is {config.batch.prompts}, more than the groups{left} of any batch: lower it")
-    total = sources[-1].first_update + sources[-1].planned_updates
     if total < possible:
         log(f"these rollouts would serve {possible} updates: {total} are taken, as schedule.updates says")
     schedule = {"kind": "staged", "updates": total, "stages": len(sources)}
@@ -204,14 +198,6 @@ def _batches_of(path: Path) -> list[Path]:
         raise StoreError(f"{path} does not exist: name a run directory or a generation batch in its `rollouts`")
     store.read_batch_manifest(path)  # raises where it is no batch
     return [path]
-
-
-def _used_of(directory: Path, manifest: store.BatchManifest) -> store.Ranges:
-    """Rollouts of a batch that its run has learned from."""
-    run = _run_of(directory)
-    if run is None:
-        raise StoreError(f"{directory} lies in no run, whose ledger would say which of its rollouts were used")
-    return store.consumed(store.read_ledger(store.ledger_path(run)), manifest.generation_batch)
 
 
 def _run_of(batch: Path) -> Path | None:

@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from stalewise.config import RunConfig, make_config
+from stalewise.config import make_config
 from stalewise.config.run_directory import read_config
 from stalewise.distributed import environment_of_a_child
 from stalewise.errors import EngineError, StalewiseError, StoreError
@@ -58,11 +58,8 @@ class BackgroundGeneration(RolloutSource):
         """End the generator."""
         if self.process is None:
             return
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
         try:
-            self.process.wait(STOP_S)
+            self.process.communicate(timeout=STOP_S)  # closes its stdin
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -75,8 +72,7 @@ class BackgroundGeneration(RolloutSource):
 
     def obtain(self, run: Orchestrator, generation_batch: int) -> None:
         """Wait until the generator has committed the batch."""
-        directory = run.batch_directory(generation_batch)
-        batch = run.config.batch
+        directory, batch = run.batch_directory(generation_batch), run.config.batch
         total = len(run.schedule.prompts_of(generation_batch, batch.prompts)) * batch.group_size
         run.begin_phase("wait", total)
         shown = 0
@@ -103,15 +99,16 @@ class BackgroundGeneration(RolloutSource):
 def generate_all(directory: Path) -> None:
     """The generator: make every batch as soon as its policy is committed, until the last one is made."""
     _acquire(RunLock(directory / "ledger"))  # dropped when this process ends
-    orchestrator = Orchestrator(generator_config(read_config(directory)), NullCallback(), journal=JOURNAL)
-    try:
+    config = read_config(directory)
+    if (device := config.schedule.generator_device) is not None:
+        record = config.model_dump(mode="json")
+        config = make_config({**record, "model": {**record["model"], "device": device}}, source="generator")
+    with contextlib.closing(Orchestrator(config, NullCallback(), journal=JOURNAL)) as orchestrator:
         while batches_to_make(orchestrator):
             with orchestrator.run_log.timed("wait"):
                 while (missing := orchestrator.missing_batch(versions(directory)[-1])) is None:
                     time.sleep(POLL_S)
             orchestrator.generate(missing)
-    finally:
-        orchestrator.close()
 
 
 def batches_to_make(run: Orchestrator) -> list[int]:
@@ -123,26 +120,14 @@ def batches_to_make(run: Orchestrator) -> list[int]:
     return [g for g in coming if not is_committed(run.batch_directory(g))]
 
 
-def generator_config(config: RunConfig) -> RunConfig:
-    """The config of the generator: with its own device, where it has one."""
-    device = config.schedule.generator_device
-    if device is None:
-        return config
-    record = config.model_dump(mode="json")
-    record["model"]["device"] = device
-    return make_config(record, source="generator")
-
-
 def _acquire(lock: RunLock) -> None:
     """Wait for the generator of a process that was killed to end: there is one at a time."""
     until = time.monotonic() + LOCK_S
-    while True:
-        try:
+    while time.monotonic() < until:
+        with contextlib.suppress(StoreError):
             return lock.acquire()
-        except StoreError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(POLL_S)
+        time.sleep(POLL_S)
+    lock.acquire()
 
 
 def _end_with_parent() -> None:

@@ -32,9 +32,10 @@ def resolve_learning_rate(config: RunConfig, log: Callable[[str], object] = lamb
     """
     if config.plan.learning_rate == "given":
         return config
+    record, given = config.model_dump(mode="json"), config.optimizer.learning_rate
     if is_started(config.directory):
-        return _with_rate(config, read_config(config.directory).optimizer.learning_rate)
-    given = config.optimizer.learning_rate
+        record["optimizer"]["learning_rate"] = read_config(config.directory).optimizer.learning_rate
+        return make_config(record, source="plan")
     try:
         rate = law_learning_rate(config)
     except CalibrationError as error:
@@ -49,11 +50,6 @@ def resolve_learning_rate(config: RunConfig, log: Callable[[str], object] = lamb
         )
         return config
     log(f"plan: optimizer.learning_rate is {rate:.3g}, the largest that is safe")
-    return _with_rate(config, rate)
-
-
-def _with_rate(config: RunConfig, rate: float) -> RunConfig:
-    record = config.model_dump(mode="json")
     record["optimizer"]["learning_rate"] = rate
     return make_config(record, source="plan")
 

@@ -7,7 +7,7 @@ writes the same line again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,7 @@ def forget_stages(schedule: Schedule, stages_path: Path, version: int) -> Schedu
 
 
 def begin_stage(
-    schedule: Schedule,
-    stages_path: Path,
-    version: int,
-    *,
-    spent: Callable[[], Mapping[str, Any] | None],
-    per_update: int,
+    schedule: Schedule, stages_path: Path, version: int, *, spent: Callable[[], dict[str, Any] | None], per_update: int
 ) -> Schedule:
     """The schedule at this version, with a new stage where one begins; that is written to disk.
 

@@ -41,9 +41,6 @@ class Observation:
     """One run of a sweep: its S, η, T and G, and the update at which it collapsed (None: it survived).
 
     It is checked for collapse every `resolution` updates, so it was still alive that many updates before.
-
-    >>> Observation(staleness=8, learning_rate=0.01, updates=100, collapsed_at=50, update_norm_per_lr=2.0).batch_drift
-    0.16
     """
 
     staleness: int
@@ -54,11 +51,10 @@ class Observation:
     resolution: int = 1
 
     def __post_init__(self) -> None:
-        require_count("staleness", self.staleness)
-        require_positive("learning_rate", self.learning_rate)
-        require_count("updates", self.updates)
-        require_count("resolution", self.resolution)
-        require_positive("update_norm_per_lr", self.update_norm_per_lr)
+        for name in ("staleness", "updates", "resolution"):
+            require_count(name, getattr(self, name))
+        for name in ("learning_rate", "update_norm_per_lr"):
+            require_positive(name, getattr(self, name))
         if self.collapsed_at is not None and self.collapsed_at not in range(1, self.updates + 1):
             raise ValueError(f"collapsed_at must be in 1..updates = 1..{self.updates}, got {self.collapsed_at}")
 
@@ -75,9 +71,8 @@ class Observation:
     @property
     def collapse_drift(self) -> float | None:
         """t·η·G at the update t at which the run collapsed; None for a run that survived."""
-        if self.collapsed_at is None:
-            return None
-        return self.collapsed_at * self.learning_rate * self.update_norm_per_lr
+        at = self.collapsed_at
+        return None if at is None else at * self.learning_rate * self.update_norm_per_lr
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,10 +165,6 @@ def log_likelihood(law: Law, observations: Iterable[Observation]) -> float:
 
     with r the resolution, at most t. The bracket is the probability that R_crit was crossed since the run was last seen
     alive. It is an integrated density, so it is exact for the first updates too and bounded as σ goes to 0.
-
-    >>> survivor = Observation(8, 0.01, 100, None, 1.0)  # S·η·G = 0.08, T·η·G = 1
-    >>> round(log_likelihood(Law(0.08, 1.0, 0.3), [survivor]), 6) == round(2 * math.log(0.5), 6)
-    True
     """
     return maths.likelihood(law.parameters(), maths.arrange(*_columns(list(observations))))[0]
 
