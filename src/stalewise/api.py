@@ -28,9 +28,7 @@ from stalewise.planning.memory import check_sampling_memory
 from stalewise.planning.planner import plan_for_training
 from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.workers.coordinator import restore
-from stalewise.store import BatchManifest
-from stalewise.store.atomic import RunLock
-from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
+from stalewise.store import BatchManifest, atomic, checkpoints
 from stalewise.tasks import Seen, make_evaluation_file, make_task
 from stalewise.tasks.overlap import read_ids
 from stalewise.types import NullCallback, ProgressCallback
@@ -69,7 +67,7 @@ def run(config: RunConfig, callback: ProgressCallback | None = None, *, say_plan
             for line in plan.lines if say_plan else ():
                 progress.log(line)
         source = BackgroundGeneration() if resolved.schedule.kind == "pipelined" else RolloutSource()
-        with RunLock(resolved.directory):
+        with atomic.RunLock(resolved.directory):
             restore(resolved, progress.log)
             return Orchestrator(resolved, progress, source, ranks=ranks).run()
 
@@ -92,7 +90,7 @@ def generate(
     """
     callback = callback or NullCallback()
     config = resolve_learning_rate(config, callback.log)
-    with RunLock(config.directory):
+    with atomic.RunLock(config.directory):
         if checkpoint is None:
             restore(config, callback.log)
         with contextlib.closing(Orchestrator(config, callback)) as orchestrator:
@@ -103,18 +101,26 @@ def generate(
                 return [orchestrator.generate(g, Path(checkpoint)) for g in batches]
             check_sampling_memory(config.model, config.sampler.engine, orchestrator.newest_policy())
             orchestrator.prepare()
-            newest = versions(config.directory)[-1]
+            newest = checkpoints.versions(config.directory)[-1]
             missing = orchestrator.missing_batch(newest) if newest < orchestrator.schedule.updates else None
             if batch is None:
                 return [] if missing is None else [orchestrator.generate(missing)]
-            _check_batch_number(orchestrator, batch)
+            count = orchestrator.schedule.generation_batches
+            if not 0 <= batch < count:
+                raise StoreError(f"generation batch {batch} does not exist: this schedule has 0 to {count - 1}")
+            version = orchestrator.schedule.version_of(batch)
+            if version not in checkpoints.versions(config.directory):
+                raise StoreError(
+                    f"generation batch {batch} is made by version {version}, which {config.directory} does not have: "
+                    "`stalewise train` makes it in its turn"
+                )
             return [orchestrator.generate(batch)]
 
 
 def _batches_of_checkpoint(orchestrator: Orchestrator, checkpoint: Path) -> list[int]:
     if not (checkpoint / "manifest.json").is_file():
         raise StoreError(f"{checkpoint} is no checkpoint of a run: to generate with another model, set model.path")
-    version, schedule = read_state(checkpoint)["version"], orchestrator.schedule
+    version, schedule = checkpoints.read_state(checkpoint)["version"], orchestrator.schedule
     if schedule.is_open_ended and not schedule.generation_batches:
         raise StoreError('with schedule.end = "spent" stages are found in training: generate where the run is')
     batches = [g for g in range(schedule.generation_batches) if schedule.version_of(g) == version]
@@ -122,18 +128,6 @@ def _batches_of_checkpoint(orchestrator: Orchestrator, checkpoint: Path) -> list
         makers = sorted({schedule.version_of(g) for g in range(schedule.generation_batches)})
         raise StoreError(f"version {version} makes no generation batch of this schedule; versions that do: {makers}")
     return batches
-
-
-def _check_batch_number(orchestrator: Orchestrator, batch: int) -> None:
-    count = orchestrator.schedule.generation_batches
-    if not 0 <= batch < count:
-        raise StoreError(f"generation batch {batch} does not exist: this schedule has 0 to {count - 1}")
-    version = orchestrator.schedule.version_of(batch)
-    if version not in versions(orchestrator.directory):
-        raise StoreError(
-            f"generation batch {batch} is made by version {version}, which {orchestrator.directory} does not have: "
-            "`stalewise train` makes it in its turn"
-        )
 
 
 @_accepts_watcher
@@ -159,7 +153,7 @@ def learn(
         check_objective(config.objective)  # before anything is loaded
         resolved = resolve_learning_rate(config, progress.log)
         planned, sources = plan_sources(resolved, paths, start, unused=unused, log=progress.log)
-        with RunLock(planned.directory):
+        with atomic.RunLock(planned.directory):
             return Orchestrator(planned, progress, OfflineRollouts(sources, start), ranks=ranks).run()
 
     return run_on_all_ranks(config, train)
@@ -232,15 +226,15 @@ class _Policy(NamedTuple):
 def _policy(name: str, task: str | None) -> _Policy:
     path = Path(name).expanduser()
     if (path / "config.resolved.json").is_file():
-        newest = versions(path)[-1:]
+        newest = checkpoints.versions(path)[-1:]
         if not newest:
             raise StoreError(f"{path} has no checkpoint yet")
-        checkpoint = checkpoint_directory(path, newest[0])
-        read_state(checkpoint)  # compares checksums
+        checkpoint = checkpoints.checkpoint_directory(path, newest[0])
+        checkpoints.read_state(checkpoint)  # compares checksums
         return _Policy(checkpoint, newest[0], read_config(path), path)
     run = path.resolve().parent.parent
     if (path / "state.json").is_file() and (run / "config.resolved.json").is_file():
-        return _Policy(path, read_state(path)["version"], read_config(run), run)
+        return _Policy(path, checkpoints.read_state(path)["version"], read_config(run), run)
     if task is None and name not in embedded_policies():
         raise TaskError(f"{name} is no run directory: name the task to evaluate it on, as in --task arithmetic")
     config = make_config({"model": {"path": name}, "task": {"name": task or name}})

@@ -18,8 +18,7 @@ from stalewise.errors import StalewiseError
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.staleness.collapse import INTERVAL, Assessment, Degradation, PolicyScore, assess, scores_from_rewards
 from stalewise.staleness.schedule import Schedule
-from stalewise.store import atomic, batch_directories, ledger_path, parse_batch_name
-from stalewise.store.checkpoints import remove_after, versions
+from stalewise.store import atomic, batch_directories, checkpoints, ledger_path, parse_batch_name
 
 FORMAT = "stalewise.rollback/1"
 DONE = "done.json"
@@ -69,7 +68,7 @@ class Rollbacks:
             "best": why.best,
             "value": why.value,
             "update": why.bad_version,
-            "from_version": versions(self.directory)[-1],
+            "from_version": checkpoints.versions(self.directory)[-1],
             "to_version": to_version,
             "halved": halve,
             "learning_rate_factor": self.learning_rate_factor * (0.5 if halve else 1.0),
@@ -105,7 +104,7 @@ class Rollbacks:
                     os.rename(source, directory / "rollouts" / name)
             atomic.fsync_directory(directory / "rollouts")
             last = record["to_version"]
-            remove_after(self.directory, last)
+            checkpoints.remove_after(self.directory, last)
             self.run_log.tokens.truncate(last, keep=directory / "tokens")
             self.run_log.drop_updates(first=last)
             atomic.truncate_jsonl(self.run_log.evaluations_path, lambda line, last=last: line["version"] <= last)
@@ -186,4 +185,4 @@ class CollapseGuard:
     def _possible_targets(self, schedule: Schedule) -> list[int]:
         """Checkpoints on disk; only those at which a batch begins, where rollouts are to be generated again."""
         starts = {schedule.updates_of(g).start for g in range(schedule.generation_batches)}
-        return [v for v in versions(self.run_log.directory) if v in starts or not self.regenerates]
+        return [v for v in checkpoints.versions(self.run_log.directory) if v in starts or not self.regenerates]

@@ -110,9 +110,6 @@ def scores_by_prompt(prompt_ids: Sequence[str], score_PK: npt.NDArray[np.float64
     """Scores per prompt, as parallel lists, to compare runs prompt by prompt.
 
     `score` is the sum over the samples that have a score, and `scored` is the number of those samples.
-
-    >>> scores_by_prompt(["a", "b"], np.array([[1.0, 0.0], [math.nan, 0.5]]))
-    {'prompt_ids': ['a', 'b'], 'score': [1, 0.5], 'scored': [2, 1]}
     """
     totals = [round(float(total), 6) for total in np.nansum(score_PK, axis=1)]
     return {

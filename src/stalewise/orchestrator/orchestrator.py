@@ -108,8 +108,7 @@ class Orchestrator:
         self.check_directory()
         if not versions(self.directory):
             with self.run_log.timed("switch", reason="first checkpoint"):
-                policy = self.newest_policy()
-                self.states[0] = write_first_checkpoint(self.config, policy, self.task, self.callback.log)
+                self.states[0] = write_first_checkpoint(self.config, self.newest_policy(), self.task, self.callback.log)
         newest = versions(self.directory)[-1]
         self.run_log.drop_updates(first=newest)
         self.schedule = forget_stages(self.schedule, self.run_log.stages_path, newest)

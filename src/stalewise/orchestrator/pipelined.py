@@ -22,9 +22,7 @@ from stalewise.errors import EngineError, StalewiseError, StoreError
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.staleness.schedule import Schedule
-from stalewise.store import committed_shards, is_committed
-from stalewise.store.atomic import RunLock
-from stalewise.store.checkpoints import versions
+from stalewise.store import atomic, checkpoints, committed_shards, is_committed
 from stalewise.types import NullCallback
 
 JOURNAL = "journal-generator.jsonl"
@@ -78,27 +76,23 @@ class BackgroundGeneration(RolloutSource):
         shown = 0
         with run.run_log.timed("wait", generation_batch=generation_batch):
             while not is_committed(directory):
-                self._check()
+                if self.process is not None and self.process.poll() is not None:
+                    lines = self.log_path.read_text(errors="replace").strip().splitlines()
+                    reason = lines[-1].removeprefix("error: ") if lines else f"exit status {self.process.returncode}"
+                    raise EngineError(
+                        f"the generating process ended: {reason} (its log: {self.log_path}); committed rollouts are "
+                        "kept: run the same command again"
+                    )
                 made = sum(shard.rows for shard in committed_shards(directory))
                 run.callback.advance(made - shown)
                 shown = made
                 time.sleep(POLL_S)
         run.callback.advance(total - shown)
 
-    def _check(self) -> None:
-        if self.process is None or self.process.poll() is None:
-            return
-        lines = self.log_path.read_text(errors="replace").strip().splitlines()
-        reason = lines[-1].removeprefix("error: ") if lines else f"exit status {self.process.returncode}"
-        raise EngineError(
-            f"the generating process ended: {reason} (its log: {self.log_path}); committed rollouts are kept: run the "
-            "same command again"
-        )
-
 
 def generate_all(directory: Path) -> None:
     """The generator: make every batch as soon as its policy is committed, until the last one is made."""
-    _acquire(RunLock(directory / "ledger"))  # dropped when this process ends
+    _acquire(atomic.RunLock(directory / "ledger"))  # dropped when this process ends
     config = read_config(directory)
     if (device := config.schedule.generator_device) is not None:
         record = config.model_dump(mode="json")
@@ -106,21 +100,21 @@ def generate_all(directory: Path) -> None:
     with contextlib.closing(Orchestrator(config, NullCallback(), journal=JOURNAL)) as orchestrator:
         while batches_to_make(orchestrator):
             with orchestrator.run_log.timed("wait"):
-                while (missing := orchestrator.missing_batch(versions(directory)[-1])) is None:
+                while (missing := orchestrator.missing_batch(checkpoints.versions(directory)[-1])) is None:
                     time.sleep(POLL_S)
             orchestrator.generate(missing)
 
 
 def batches_to_make(run: Orchestrator) -> list[int]:
     """Generation batches that training still needs and that are not committed."""
-    version, schedule = versions(run.directory)[-1], run.schedule
+    version, schedule = checkpoints.versions(run.directory)[-1], run.schedule
     if version == schedule.updates:
         return []
     coming = range(schedule.at(version).generation_batch, schedule.generation_batches)
     return [g for g in coming if not is_committed(run.batch_directory(g))]
 
 
-def _acquire(lock: RunLock) -> None:
+def _acquire(lock: atomic.RunLock) -> None:
     """Wait for the generator of a process that was killed to end: there is one at a time."""
     until = time.monotonic() + LOCK_S
     while time.monotonic() < until:

@@ -15,8 +15,7 @@ from stalewise.errors import CalibrationError, ConfigError
 from stalewise.models.loading import encode_prompts, load_model, load_tokenizer
 from stalewise.objectives import get_objective
 from stalewise.planning.planner import budget_limits, law_learning_rate, rests_on_collapses, rounded_down
-from stalewise.store.atomic import read_json, write_json_atomic
-from stalewise.store.checkpoints import write_checkpoint
+from stalewise.store import atomic, checkpoints
 from stalewise.tasks import Task
 from stalewise.trainer.logprobs import check_output_layer
 from stalewise.trainer.lora import save_first
@@ -61,8 +60,8 @@ def drift_limits(config: RunConfig) -> tuple[float, float] | None:
     """
     path = config.directory / FILE
     if not path.is_file():
-        write_json_atomic(path, {"format": FORMAT, "limits": budget_limits(config)})
-    limits = read_json(path)["limits"]
+        atomic.write_json_atomic(path, {"format": FORMAT, "limits": budget_limits(config)})
+    limits = atomic.read_json(path)["limits"]
     return None if limits is None else (limits[0], limits[1])
 
 
@@ -79,7 +78,7 @@ def write_first_checkpoint(config: RunConfig, source: str, task: Task, log: Call
         tokenizer.save_pretrained(directory)
 
     state = {"steps": 0, "drift": 0.0, "source": config.model.path}
-    write_checkpoint(config.directory, 0, save=save, state=state)
+    checkpoints.write_checkpoint(config.directory, 0, save=save, state=state)
     return {"version": 0, **state}
 
 

@@ -26,8 +26,7 @@ def read_schedule(section: ScheduleSection, stages_path: Path) -> Schedule:
         return section.schedule()
     names = [field.name for field in fields(Stage)]
     stages = [Stage(**{name: record[name] for name in names}) for record in read_jsonl(stages_path)]
-    begun = tuple(stage for stage in stages if stage.planned_updates)
-    return StageSchedule(section.updates, section.updates, stages=begun)
+    return StageSchedule(section.updates, section.updates, stages=tuple(s for s in stages if s.planned_updates))
 
 
 def forget_stages(schedule: Schedule, stages_path: Path, version: int) -> Schedule:

@@ -178,8 +178,7 @@ def scores_from_rewards(rewards: Sequence[tuple[int, float, float]], window: int
 
     Each update is given as the version that made its rollouts, their mean reward and its standard error.
     """
-    scores: list[PolicyScore] = []
-    pool: list[tuple[int, float, float]] = []
+    scores, pool = list[PolicyScore](), list[tuple[int, float, float]]()
     for _, updates in groupby(rewards, key=lambda update: update[0]):
         pool += updates
         if len(pool) >= window:

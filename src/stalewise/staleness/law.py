@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.random import Generator
 
 from stalewise.errors import CalibrationError
 from stalewise.staleness import likelihood as maths
@@ -170,13 +171,7 @@ def log_likelihood(law: Law, observations: Iterable[Observation]) -> float:
 
 
 def simulate(
-    law: Law,
-    *,
-    staleness: int,
-    learning_rate: float,
-    updates: int,
-    update_norm_per_lr: float,
-    generator: np.random.Generator,
+    law: Law, *, staleness: int, learning_rate: float, updates: int, update_norm_per_lr: float, generator: Generator
 ) -> Observation:
     """Draw one run. Its own radii are R_batch·exp(σ·ε₁) and R_crit·exp(σ·ε₂), ε standard normal.
 
@@ -206,14 +201,6 @@ def _undetermined(runs: Sequence[Observation], name: str, other_known: bool) -> 
     return Estimate(math.nan, 0.0, min(getattr(run, at_collapse) for run in runs), known=False)
 
 
-def _require_sweep(runs: Sequence[Observation]) -> None:
-    if len(runs) < MINIMUM_RUNS:
-        raise CalibrationError(f"{len(runs)} runs cannot calibrate the law: at least {MINIMUM_RUNS} are needed")
-    if len({(run.staleness, run.learning_rate, run.updates, run.update_norm_per_lr) for run in runs}) == 1:
-        point = f"S = {runs[0].staleness}, η = {runs[0].learning_rate:g}, T = {runs[0].updates}"
-        raise CalibrationError(f"all {len(runs)} runs are at one point ({point}): vary the learning rate and staleness")
-
-
 def fit(observations: Iterable[Observation], *, confidence: float = 0.9, resamples: int = 200, seed: int = 0) -> Fit:
     """Estimate (R_batch, R_crit, σ) by maximum likelihood, and which of them the runs determine.
 
@@ -228,7 +215,11 @@ def fit(observations: Iterable[Observation], *, confidence: float = 0.9, resampl
     runs = sorted(
         observations, key=lambda o: (o.staleness, o.learning_rate, o.updates, o.update_norm_per_lr, o.collapsed_at or 0)
     )
-    _require_sweep(runs)
+    if len(runs) < MINIMUM_RUNS:
+        raise CalibrationError(f"{len(runs)} runs cannot calibrate the law: at least {MINIMUM_RUNS} are needed")
+    if len({(run.staleness, run.learning_rate, run.updates, run.update_norm_per_lr) for run in runs}) == 1:
+        point = f"S = {runs[0].staleness}, η = {runs[0].learning_rate:g}, T = {runs[0].updates}"
+        raise CalibrationError(f"all {len(runs)} runs are at one point ({point}): vary the learning rate and staleness")
     domain, found = _domain(runs), dict[int, Estimate]()
     scatter, scatter_known, value = 0.0, False, 0.0  # nothing collapsed: certain under radii that are large enough
     if domain.collapsed:

@@ -270,7 +270,7 @@ def test_the_command_line(trained: RunConfig, tmp_path: Path) -> None:
     overlapping = len(trained_on(trained) & {f"sum-{a}" for a in range(40, 60)})
     assert record["excluded"] == overlapping + 1
     text = call(*words).stdout
-    assert f"{overlapping + 1} prompts left out: training has seen them, or their ids are excluded" in text
+    assert f"{overlapping + 1} prompts left out: they were used in training, or their ids are excluded" in text
     assert "give one of them" in refused(*words, "--task", "jsonl")
     everything = write(tmp_path / "all.jsonl", [{"id": f"sum-{a}"} for a in range(60)])
     assert "no held-out prompts left" in refused(*words[:-1], everything)
@@ -305,7 +305,7 @@ def test_gold_answers_of_which_a_part_is_read_are_counted_and_listed(tmp_path: P
     record = called_json(*words)
     assert (record["unmatched"], record["unmatched_prompts"]) == (1, ["evaluation/two"])
     assert (
-        "1 gold answer(s) not right when given as an answer, since only a part is read: evaluation/two"
+        "1 gold answer(s) are not accepted as an answer, since only a part is read: evaluation/two"
         in call(*words).stdout
     )
 

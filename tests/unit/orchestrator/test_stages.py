@@ -124,7 +124,7 @@ def test_what_made_the_present_rollouts_is_never_pruned(runs: Path) -> None:
     ("schedule", "message"),
     [
         ({"end": "spent", "stages": 4}, "remove stages"),
-        ({"end": "spent", "kind": "synchronous"}, "say kind = staged"),
+        ({"end": "spent", "kind": "synchronous"}, "set kind = .staged."),
         ({"spent_ess": 0.5}, "no meaning without end"),
         ({"end": "spent", "spent_ess": 1.0}, "less than 1"),
         ({"kind": "pipelined", "lag": 0}, "greater than or equal to 1"),
