@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from stalewise.config import RunConfig, TaskSection, make_config
+from stalewise.config import RunConfig, TaskSection, make_config, set_dotted
 from stalewise.config.run_directory import RunResult, is_started, read_config
 from stalewise.distributed import Ranks
 from stalewise.errors import StoreError, TaskError
@@ -27,9 +28,7 @@ from stalewise.planning.memory import check_sampling_memory
 from stalewise.planning.planner import plan_for_training
 from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.workers.coordinator import restore
-from stalewise.store import BatchManifest
-from stalewise.store.atomic import RunLock
-from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
+from stalewise.store import BatchManifest, atomic, checkpoints
 from stalewise.tasks import Seen, make_evaluation_file, make_task
 from stalewise.tasks.overlap import read_ids
 from stalewise.types import NullCallback, ProgressCallback
@@ -68,7 +67,7 @@ def run(config: RunConfig, callback: ProgressCallback | None = None, *, say_plan
             for line in plan.lines if say_plan else ():
                 progress.log(line)
         source = BackgroundGeneration() if resolved.schedule.kind == "pipelined" else RolloutSource()
-        with RunLock(resolved.directory):
+        with atomic.RunLock(resolved.directory):
             restore(resolved, progress.log)
             return Orchestrator(resolved, progress, source, ranks=ranks).run()
 
@@ -91,11 +90,10 @@ def generate(
     """
     callback = callback or NullCallback()
     config = resolve_learning_rate(config, callback.log)
-    with RunLock(config.directory):
+    with atomic.RunLock(config.directory):
         if checkpoint is None:
             restore(config, callback.log)
-        orchestrator = Orchestrator(config, callback)
-        try:
+        with contextlib.closing(Orchestrator(config, callback)) as orchestrator:
             if checkpoint is not None:
                 orchestrator.check_directory()
                 batches = _batches_of_checkpoint(orchestrator, Path(checkpoint))
@@ -103,21 +101,26 @@ def generate(
                 return [orchestrator.generate(g, Path(checkpoint)) for g in batches]
             check_sampling_memory(config.model, config.sampler.engine, orchestrator.newest_policy())
             orchestrator.prepare()
-            newest = versions(config.directory)[-1]
+            newest = checkpoints.versions(config.directory)[-1]
             missing = orchestrator.missing_batch(newest) if newest < orchestrator.schedule.updates else None
             if batch is None:
                 return [] if missing is None else [orchestrator.generate(missing)]
-            _check_batch_number(orchestrator, batch)
+            count = orchestrator.schedule.generation_batches
+            if not 0 <= batch < count:
+                raise StoreError(f"generation batch {batch} does not exist: this schedule has 0 to {count - 1}")
+            version = orchestrator.schedule.version_of(batch)
+            if version not in checkpoints.versions(config.directory):
+                raise StoreError(
+                    f"generation batch {batch} is made by version {version}, which {config.directory} does not have: "
+                    "`stalewise train` makes it in its turn"
+                )
             return [orchestrator.generate(batch)]
-        finally:
-            orchestrator.close()
 
 
 def _batches_of_checkpoint(orchestrator: Orchestrator, checkpoint: Path) -> list[int]:
     if not (checkpoint / "manifest.json").is_file():
         raise StoreError(f"{checkpoint} is no checkpoint of a run: to generate with another model, set model.path")
-    version = read_state(checkpoint)["version"]
-    schedule = orchestrator.schedule
+    version, schedule = checkpoints.read_state(checkpoint)["version"], orchestrator.schedule
     if schedule.is_open_ended and not schedule.generation_batches:
         raise StoreError('with schedule.end = "spent" stages are found in training: generate where the run is')
     batches = [g for g in range(schedule.generation_batches) if schedule.version_of(g) == version]
@@ -125,18 +128,6 @@ def _batches_of_checkpoint(orchestrator: Orchestrator, checkpoint: Path) -> list
         makers = sorted({schedule.version_of(g) for g in range(schedule.generation_batches)})
         raise StoreError(f"version {version} makes no generation batch of this schedule; versions that do: {makers}")
     return batches
-
-
-def _check_batch_number(orchestrator: Orchestrator, batch: int) -> None:
-    count = orchestrator.schedule.generation_batches
-    if not 0 <= batch < count:
-        raise StoreError(f"generation batch {batch} does not exist: this schedule has 0 to {count - 1}")
-    version = orchestrator.schedule.version_of(batch)
-    if version not in versions(orchestrator.directory):
-        raise StoreError(
-            f"generation batch {batch} is made by version {version}, which {orchestrator.directory} does not have: "
-            "`stalewise train` makes it in its turn"
-        )
 
 
 @_accepts_watcher
@@ -162,7 +153,7 @@ def learn(
         check_objective(config.objective)  # before anything is loaded
         resolved = resolve_learning_rate(config, progress.log)
         planned, sources = plan_sources(resolved, paths, start, unused=unused, log=progress.log)
-        with RunLock(planned.directory):
+        with atomic.RunLock(planned.directory):
             return Orchestrator(planned, progress, OfflineRollouts(sources, start), ranks=ranks).run()
 
     return run_on_all_ranks(config, train)
@@ -191,15 +182,15 @@ def evaluate(
     callback = callback or NullCallback()
     policy = _policy(str(model_or_run), "jsonl" if file is not None else task)
     own = policy.config.task
-    config = _with_settings(policy.config, task, {} if file is not None else options, prompts, samples, max_new_tokens)
+    sizes = {"evaluation.prompts": prompts, "evaluation.samples": samples, "sampler.max_new_tokens": max_new_tokens}
+    config = _with_settings(policy.config, task, {} if file is not None else options, sizes)
     exclude = Seen() if exclude_ids is None else read_ids(exclude_ids)
     if file is not None:
         chosen = make_evaluation_file(str(file), **{**_form_of(own), **(options or {})})
     else:
         chosen = make_task(config.task.name, seed=config.seed, **config.task.options)
     check_sampling_memory(config.model, config.sampler.engine, str(policy.checkpoint))
-    sampler = make_sampler(config)
-    try:
+    with contextlib.closing(make_sampler(config)) as sampler, contextlib.closing(chosen.verifier):
         # A task holds its own prompts out, but earlier runs from which the policy comes may have seen them.
         apart = own if policy.run is not None and file is None and config.task == own else None
         unknown: list[str] = []
@@ -219,15 +210,11 @@ def evaluate(
             rows_at_once=config.sampler.rollouts_per_shard,
             exclude=exclude,
         )
-    finally:
-        sampler.close()
-        chosen.verifier.close()
     callback.advance((result.prompts + result.excluded) * result.samples)
     return replace(result, unknown=unknown)
 
 
-@dataclass(frozen=True, slots=True)
-class _Policy:
+class _Policy(NamedTuple):
     """A policy to evaluate; `run` is its run directory, where it has one."""
 
     checkpoint: Path
@@ -239,15 +226,15 @@ class _Policy:
 def _policy(name: str, task: str | None) -> _Policy:
     path = Path(name).expanduser()
     if (path / "config.resolved.json").is_file():
-        newest = versions(path)[-1:]
+        newest = checkpoints.versions(path)[-1:]
         if not newest:
             raise StoreError(f"{path} has no checkpoint yet")
-        checkpoint = checkpoint_directory(path, newest[0])
-        read_state(checkpoint)  # compares checksums
+        checkpoint = checkpoints.checkpoint_directory(path, newest[0])
+        checkpoints.read_state(checkpoint)  # compares checksums
         return _Policy(checkpoint, newest[0], read_config(path), path)
     run = path.resolve().parent.parent
     if (path / "state.json").is_file() and (run / "config.resolved.json").is_file():
-        return _Policy(path, read_state(path)["version"], read_config(run), run)
+        return _Policy(path, checkpoints.read_state(path)["version"], read_config(run), run)
     if task is None and name not in embedded_policies():
         raise TaskError(f"{name} is no run directory: name the task to evaluate it on, as in --task arithmetic")
     config = make_config({"model": {"path": name}, "task": {"name": task or name}})
@@ -261,22 +248,13 @@ def _form_of(task: TaskSection) -> dict[str, Any]:
 
 
 def _with_settings(
-    config: RunConfig,
-    task: str | None,
-    options: Mapping[str, Any] | None,
-    prompts: int | None,
-    samples: int | None,
-    max_new_tokens: int | None,
+    config: RunConfig, task: str | None, options: Mapping[str, Any] | None, sizes: Mapping[str, int | None]
 ) -> RunConfig:
     record = config.model_dump(mode="json")
     if task is not None and task != config.task.name:
         record["task"] = {"name": task, "options": {}}
     record["task"]["options"] |= dict(options or {})
-    for section, key, value in (
-        ("evaluation", "prompts", prompts),
-        ("evaluation", "samples", samples),
-        ("sampler", "max_new_tokens", max_new_tokens),
-    ):
+    for key, value in sizes.items():
         if value is not None:
-            record[section][key] = value
+            set_dotted(record, key, value)
     return make_config(record, source="evaluate")

@@ -18,8 +18,7 @@ from stalewise.errors import StalewiseError
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.staleness.collapse import INTERVAL, Assessment, Degradation, PolicyScore, assess, scores_from_rewards
 from stalewise.staleness.schedule import Schedule
-from stalewise.store import atomic, batch_directories, ledger_path, parse_batch_name
-from stalewise.store.checkpoints import remove_after, versions
+from stalewise.store import atomic, batch_directories, checkpoints, ledger_path, parse_batch_name
 
 FORMAT = "stalewise.rollback/1"
 DONE = "done.json"
@@ -35,13 +34,12 @@ class Rollbacks:
     """The rollbacks of one run directory, oldest first."""
 
     def __init__(self, run_log: RunLog) -> None:
-        self.run_log, self.directory = run_log, run_log.directory
-        self.root = self.directory / "rollbacks"
+        self.run_log, self.directory, self.root = run_log, run_log.directory, run_log.directory / "rollbacks"
         self.reload()
 
     def reload(self) -> None:
         """Read the records again."""
-        directories = sorted(self.root.glob("r[0-9]*")) if self.root.is_dir() else []
+        directories = sorted(self.root.glob("r[0-9]*"))
         self.records: list[dict[str, Any]] = [atomic.read_json(path / "rollback.json") for path in directories]
 
     @property
@@ -70,7 +68,7 @@ class Rollbacks:
             "best": why.best,
             "value": why.value,
             "update": why.bad_version,
-            "from_version": versions(self.directory)[-1],
+            "from_version": checkpoints.versions(self.directory)[-1],
             "to_version": to_version,
             "halved": halve,
             "learning_rate_factor": self.learning_rate_factor * (0.5 if halve else 1.0),
@@ -106,7 +104,7 @@ class Rollbacks:
                     os.rename(source, directory / "rollouts" / name)
             atomic.fsync_directory(directory / "rollouts")
             last = record["to_version"]
-            remove_after(self.directory, last)
+            checkpoints.remove_after(self.directory, last)
             self.run_log.tokens.truncate(last, keep=directory / "tokens")
             self.run_log.drop_updates(first=last)
             atomic.truncate_jsonl(self.run_log.evaluations_path, lambda line, last=last: line["version"] <= last)
@@ -122,10 +120,8 @@ class CollapseGuard:
     """Assesses the policies of a run by accuracy and, where `uses_rewards`, by the rewards of their rollouts."""
 
     def __init__(self, section: GuardSection, run_log: RunLog, *, evaluated_every: int, uses_rewards: bool) -> None:
-        self.section = section
-        self.run_log, self.directory = run_log, run_log.directory
+        self.section, self.run_log, self.rollbacks = section, run_log, Rollbacks(run_log)
         self.evaluated_every, self.uses_rewards = evaluated_every, uses_rewards
-        self.rollbacks = Rollbacks(run_log)
         self.is_on = section.action != "off"
         self.halves = section.action in ("halve", "both")
         self.regenerates = section.action in ("fresh", "both")
@@ -158,14 +154,24 @@ class CollapseGuard:
         """
         if not self.is_on:
             return set()
-        known = self.assess(schedule, version, ())
-        possible = self._possible_targets(schedule)
+        known, possible = self.assess(schedule, version, ()), self._possible_targets(schedule)
         good = [v for v in possible if v in {0, *known.good}]
         return {*good[-1:], *(v for v in possible if v in known.best)}
 
     def roll_back(self, schedule: Schedule, why: Degradation, assessment: Assessment) -> int:
         """Roll back to the latest good version and return it; or raise Collapsed."""
-        to_version = self._target(schedule, why, assessment)
+        good = {v for v in {0, *assessment.good, *assessment.best} if v < why.bad_version}
+        targets = [v for v in self._possible_targets(schedule) if v in good]
+        done, last = len(self.rollbacks.records), "no policy is known to be good"
+        if targets:
+            last = f"the last policy known to be good is version {max(targets)}"
+        if self.section.action == "stop":
+            raise Collapsed(f"the run collapsed: {why.describe()}; {last}")
+        if done >= self.section.rollbacks or not targets:
+            again = f" once more after {done} rollbacks" if done else ""
+            advice = "start a new run with a lower optimizer.learning_rate"
+            raise Collapsed(f"the run collapsed{again}: {why.describe()}; {last}: {advice}")
+        to_version = max(targets)
         consumed = {one.generation_batch for one in self.run_log.updates if one.update >= to_version}
         self.rollbacks.roll_back(
             why,
@@ -176,26 +182,7 @@ class CollapseGuard:
         )
         return to_version
 
-    def _target(self, schedule: Schedule, why: Degradation, assessment: Assessment) -> int:
-        good = {v for v in {0, *assessment.good, *assessment.best} if v < why.bad_version}
-        targets = [v for v in self._possible_targets(schedule) if v in good]
-        last = (
-            f"the last policy known to be good is version {max(targets)}"
-            if targets
-            else "no policy is known to be good"
-        )
-        done = len(self.rollbacks.records)
-        if self.section.action == "stop":
-            raise Collapsed(f"the run collapsed: {why.describe()}; {last}")
-        if done >= self.section.rollbacks or not targets:
-            again = f" once more after {done} rollbacks" if done else ""
-            raise Collapsed(
-                f"the run collapsed{again}: {why.describe()}; {last}: start a new run with a lower "
-                "optimizer.learning_rate"
-            )
-        return max(targets)
-
     def _possible_targets(self, schedule: Schedule) -> list[int]:
         """Checkpoints on disk; only those at which a batch begins, where rollouts are to be generated again."""
-        starts = {schedule.updates_of(g).start for g in range(schedule.generation_batches)} if self.regenerates else ()
-        return [v for v in versions(self.directory) if v in starts or not self.regenerates]
+        starts = {schedule.updates_of(g).start for g in range(schedule.generation_batches)}
+        return [v for v in checkpoints.versions(self.run_log.directory) if v in starts or not self.regenerates]

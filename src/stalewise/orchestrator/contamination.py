@@ -11,8 +11,7 @@ from stalewise.config.run_directory import EXPORT_CONFIG, EXPORT_FORMAT, EXPORT_
 from stalewise.errors import StalewiseError
 from stalewise.models.loading import embedded_policies
 from stalewise.models.smollm2 import NAME as SMOLLM2
-from stalewise.store import batch_directories, is_committed, open_batch
-from stalewise.store.atomic import read_json
+from stalewise.store import atomic, batch_directories, is_committed, open_batch
 from stalewise.tasks import Seen, make_task
 from stalewise.tasks.overlap import named_ids, seen
 
@@ -57,7 +56,7 @@ def _run_of(path: Path) -> Path | None:
 
 def _origins(run: Path) -> list[Path]:
     """Directories of the model and the adapter that a run started from; none for a built-in model."""
-    sources = read_json(run / "sources.json") if (run / "sources.json").is_file() else {}
+    sources = atomic.read_json(run / "sources.json") if (run / "sources.json").is_file() else {}
     if checkpoint := sources.get("checkpoint"):
         return [Path(checkpoint)]
     model = read_config(run).model
@@ -69,7 +68,7 @@ def _sources(run: Path) -> list[Path]:
     """Runs that made the rollouts, or single generation batches that lie in no run."""
     if not (run / "sources.json").is_file():
         return [run]
-    batches = [Path(batch["directory"]) for batch in read_json(run / "sources.json")["batches"]]
+    batches = [Path(batch["directory"]) for batch in atomic.read_json(run / "sources.json")["batches"]]
     runs = [b.parent.parent if (b.parent.parent / "config.resolved.json").is_file() else b for b in batches]
     return list(dict.fromkeys(runs))
 
@@ -105,7 +104,7 @@ def _training_prompts(config: RunConfig) -> Seen:
 def _seen_outside(directory: Path, log: Log) -> Seen:
     """The prompts of a policy that lies in no run: of an export those of its config, of other models none."""
     if (directory / EXPORT_RECORD).is_file():
-        record = read_json(directory / EXPORT_RECORD)
+        record = atomic.read_json(directory / EXPORT_RECORD)
         is_policy = record.get("format") == EXPORT_FORMAT and "version" in record  # rollouts have none
         return _seen_by_exported(directory, record, log) if is_policy else Seen()
     if (directory / "state.json").is_file():

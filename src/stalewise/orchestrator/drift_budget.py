@@ -24,13 +24,9 @@ class DriftBudget:
     """
 
     def __init__(
-        self,
-        limits: tuple[float, float] | None,
-        log: Callable[[str], object],
-        used: Mapping[str, float] | None = None,
+        self, limits: tuple[float, float] | None, log: Callable[[str], object], used: Mapping[str, float] | None = None
     ) -> None:
-        self.limits = limits
-        self.log = log
+        self.limits, self.log = limits, log
         self.warned = {name for name, fraction in (used or {}).items() if fraction >= WARN_AT}
         self.last: dict[str, float] = {}
 

@@ -83,7 +83,6 @@ def evaluate_checkpoint(
     texts = [response.text for response in responses]
     rewards = task.verifier.score(repeated, texts)
     errors = count_errors(rewards, repeated, texts)
-    listed = errors.record()
     if errors.failed == len(rewards):
         raise TaskError(f"the verifier of {task.name} failed on all {len(rewards)} responses: {errors}")
     unmatched = task.verifier.unmatched(held_out) if isinstance(task.verifier, MathVerifier) else []
@@ -98,12 +97,9 @@ def evaluate_checkpoint(
         response_length=float(np.mean([len(response.token_ids) for response in responses])),
         truncated_fraction=float(np.mean([r.finish_reason is FinishReason.LENGTH for r in responses])),
         verifier_errors=errors.failed,
-        verifier_error_kinds=dict(errors.kinds),
         seconds=time.perf_counter() - start,
         excluded=excluded,
-        verifier_error_prompts=listed["verifier_error_prompts"],
-        unparsed=errors.unparsed,
-        unparsed_examples=listed["unparsed_examples"],
+        **{key: value for key, value in errors.record().items() if key != "verifier_error_examples"},
         unmatched=len(unmatched),
         unmatched_prompts=[prompt.prompt_id for prompt in unmatched[:LISTED]],
         by_prompt=scores_by_prompt([prompt.prompt_id for prompt in held_out], score_PK),
@@ -114,9 +110,6 @@ def scores_by_prompt(prompt_ids: Sequence[str], score_PK: npt.NDArray[np.float64
     """Scores per prompt, as parallel lists, to compare runs prompt by prompt.
 
     `score` is the sum over the samples that have a score, and `scored` is the number of those samples.
-
-    >>> scores_by_prompt(["a", "b"], np.array([[1.0, 0.0], [math.nan, 0.5]]))
-    {'prompt_ids': ['a', 'b'], 'score': [1, 0.5], 'scored': [2, 1]}
     """
     totals = [round(float(total), 6) for total in np.nansum(score_PK, axis=1)]
     return {
@@ -128,10 +121,8 @@ def scores_by_prompt(prompt_ids: Sequence[str], score_PK: npt.NDArray[np.float64
 
 def average(score_PK: npt.NDArray[np.float64]) -> Interval:
     """Mean score with its interval; samples without a score (NaN) are skipped."""
-    known_PK = ~np.isnan(score_PK)
-    count_P = known_PK.sum(axis=1)
-    total_P = np.where(known_PK, score_PK, 0.0).sum(axis=1)
-    return bootstrap(total_P[count_P > 0] / count_P[count_P > 0])
+    count_P = (~np.isnan(score_PK)).sum(axis=1)
+    return bootstrap(np.nansum(score_PK, axis=1)[count_P > 0] / count_P[count_P > 0])
 
 
 def pass_at_k(score_PK: npt.NDArray[np.float64], k: int) -> Interval:
@@ -151,12 +142,10 @@ def describe_evaluation(result: Evaluation) -> str:
     """One line for the log."""
     accuracy = result.accuracy
     line = f"version {result.version}: accuracy {accuracy.value:.3f} [{accuracy.low:.3f}, {accuracy.high:.3f}]"
-    if result.truncated_fraction > 0.5:
-        line += f", {result.truncated_fraction:.0%} truncated"
-    if result.excluded:
-        line += f", {result.excluded} prompts left out"
-    if result.unparsed > 0.5 * result.prompts * result.samples:
-        line += f", no answer found in {result.unparsed} responses"
-    if result.verifier_errors:
-        line += f", {result.verifier_errors} verifier errors {result.verifier_error_kinds}"
-    return line
+    notes = {
+        f"{result.truncated_fraction:.0%} truncated": result.truncated_fraction > 0.5,
+        f"{result.excluded} prompts left out": result.excluded,
+        f"no answer found in {result.unparsed} responses": result.unparsed > 0.5 * result.prompts * result.samples,
+        f"{result.verifier_errors} verifier errors {result.verifier_error_kinds}": result.verifier_errors,
+    }
+    return ", ".join([line, *(note for note, is_shown in notes.items() if is_shown)])

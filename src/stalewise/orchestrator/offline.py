@@ -28,14 +28,14 @@ from stalewise.errors import ConfigError, ModelError, StoreError
 from stalewise.models.loading import load_tokenizer, resolve_model, vocabulary_size
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.staleness.schedule import BatchSpan, ListedSchedule, Schedule
-from stalewise.store.atomic import read_json, write_json_atomic
-from stalewise.store.checkpoints import read_state
+from stalewise.store import atomic, checkpoints
 
 if TYPE_CHECKING:
     from stalewise.orchestrator.orchestrator import Orchestrator
 
 FORMAT = "stalewise.sources/1"
 FILE = "sources.json"
+RENAME = "choose another name for the new run"
 DECODED = 8  # responses that are decoded again to check that the tokenizer is the same
 
 
@@ -85,14 +85,10 @@ class OfflineBatch(store.Batch):
 
     def take(self, rollout_ids: npt.ArrayLike) -> store.RolloutColumns:
         """Fetch the given rollouts in the given order."""
-        rows = super().take(rollout_ids)
-        first, last = (self._recount(column) for column in (rows.version_first, rows.version_last))
+        rows, start, newest = super().take(rollout_ids), self.source.start, np.int32(self.source.first_update)
+        columns = (rows.version_first, rows.version_last)
+        first, last = (np.zeros_like(v) if start is None else np.minimum(v - np.int32(start), newest) for v in columns)
         return replace(rows, version_first=first, version_last=last)
-
-    def _recount(self, version: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        if self.source.start is None:
-            return np.zeros_like(version)
-        return np.minimum(version - np.int32(self.source.start), np.int32(self.source.first_update))
 
 
 class OfflineRollouts(RolloutSource):
@@ -115,23 +111,19 @@ class OfflineRollouts(RolloutSource):
         path = directory / FILE
         if is_started(directory):
             if not path.exists():
-                raise StoreError(f"{directory} is a run with rollouts of its own: choose another name for the new run")
-            if _without_directories(read_json(path)) != _without_directories(record):
-                raise StoreError(
-                    f"{directory} learned from other rollouts or from another checkpoint (see {path}): choose another "
-                    "name for the new run"
-                )
-        write_json_atomic(path, record)
+                raise StoreError(f"{directory} is a run with rollouts of its own: {RENAME}")
+            if _without_directories(atomic.read_json(path)) != _without_directories(record):
+                other = "other rollouts or from another checkpoint"
+                raise StoreError(f"{directory} learned from {other} (see {path}): {RENAME}")
+        atomic.write_json_atomic(path, record)
 
     def first_policy(self, model: ModelSection, task: str) -> str:
         """The directory of the model that becomes version 0, once its checksums and its tokenizer were checked."""
         if self.checked_policy is None:
-            if self.checkpoint is None:
-                policy = resolve_model(model.path, task)
-            else:
-                if (self.checkpoint / "manifest.json").exists():
-                    read_state(self.checkpoint)  # compares checksums
-                policy = resolve_model(str(self.checkpoint.resolve()))
+            start = self.checkpoint
+            if start and (start / "manifest.json").exists():
+                checkpoints.read_state(start)  # compares checksums
+            policy = resolve_model(str(start.resolve())) if start else resolve_model(model.path, task)
             for source in self.sources:
                 check_tokens(_open_committed(source.directory), policy)
             self.checked_policy = policy
@@ -154,39 +146,36 @@ def plan_sources(
     unused: bool = False,
     log: Callable[[str], object] = lambda text: None,
 ) -> tuple[RunConfig, list[SourceBatch]]:
-    """The config with the schedule that these rollouts allow, and the batches with the updates of each.
-
-    `unused` leaves out what the runs of the batches have learned from.
-    """
+    """The config with the schedule that these rollouts allow, and their batches; `unused` skips what was learned from."""
     if checkpoint is not None and config.model.adapter:
         raise ConfigError(f"model.adapter belongs to model.path, but training starts at {checkpoint}: remove one")
-    if config.guard.action in ("fresh", "both"):
-        raise ConfigError(
-            f'guard.action is "{config.guard.action}", but `learn` generates nothing: use "halve" or "stop"'
-        )
+    if (action := config.guard.action) in ("fresh", "both"):
+        raise ConfigError(f'guard.action is "{action}", but `learn` generates nothing: use "halve" or "stop"')
     directories = [batch for path in rollouts for batch in _batches_of(path)]
     if len({directory.resolve() for directory in directories}) < len(directories):
         raise StoreError("a generation batch is named twice: one pass reads each rollout once")
-    sources: list[SourceBatch] = []
-    possible = 0
+    sources, possible, total = list[SourceBatch](), 0, 0
     for directory in directories:
         if config.directory.resolve() in directory.resolve().parents:
-            raise StoreError(f"{directory} belongs to {config.directory}: choose another name for the new run")
+            raise StoreError(f"{directory} belongs to {config.directory}: {RENAME}")
         batch = store.open_batch(directory, verify=False)
-        left_out = _used_of(directory, batch.manifest) if unused else ()
+        run, left_out = _run_of(directory), ()
+        if unused:
+            if run is None:
+                raise StoreError(f"{directory} lies in no run, whose ledger would say which of its rollouts were used")
+            left_out = store.consumed(store.read_ledger(store.ledger_path(run)), batch.manifest.generation_batch)
         fresh = ~np.isin(batch.column("rollout_id"), store.from_ranges(left_out))
         groups = len(np.unique(batch.column("group")[fresh]))
-        first = sources[-1].first_update + sources[-1].planned_updates if sources else 0
         possible += groups // config.batch.prompts
-        updates = min(groups // config.batch.prompts, config.schedule.updates - first)
+        updates = min(groups // config.batch.prompts, config.schedule.updates - total)
         if updates:
-            start = _start_in(_run_of(directory), config.model, config.task.name, checkpoint)
-            span = (len(sources), first, updates)
+            start = _start_in(run, config.model, config.task.name, checkpoint)
+            span = (len(sources), total, updates)
             sources.append(SourceBatch(*span, directory.resolve(), batch.manifest, start, groups, left_out))
+            total += updates
     if not sources:
         left = " that its run has not learned from" if unused else ""
         raise ConfigError(f"batch.prompts is {config.batch.prompts}, more than the groups{left} of any batch: lower it")
-    total = sources[-1].first_update + sources[-1].planned_updates
     if total < possible:
         log(f"these rollouts would serve {possible} updates: {total} are taken, as schedule.updates says")
     schedule = {"kind": "staged", "updates": total, "stages": len(sources)}
@@ -206,14 +195,6 @@ def _batches_of(path: Path) -> list[Path]:
     return [path]
 
 
-def _used_of(directory: Path, manifest: store.BatchManifest) -> store.Ranges:
-    """Rollouts of a batch that its run has learned from."""
-    run = _run_of(directory)
-    if run is None:
-        raise StoreError(f"{directory} lies in no run, whose ledger would say which of its rollouts were used")
-    return store.consumed(store.read_ledger(store.ledger_path(run)), manifest.generation_batch)
-
-
 def _run_of(batch: Path) -> Path | None:
     run = batch.resolve().parent.parent
     return run if (run / "config.resolved.json").is_file() else None
@@ -225,7 +206,7 @@ def _start_in(run: Path | None, model: ModelSection, task: str, checkpoint: Path
         return None
     if checkpoint is not None:
         inside = checkpoint.resolve().parent == run / "checkpoints"
-        return read_state(checkpoint)["version"] if inside else None
+        return checkpoints.read_state(checkpoint)["version"] if inside else None
     theirs = read_config(run)
     first = (resolve_model(theirs.model.path, theirs.task.name), theirs.model.adapter)
     return 0 if first == (resolve_model(model.path, task), model.adapter) else None
@@ -241,22 +222,18 @@ def _open_committed(directory: Path) -> store.Batch:
 
 def check_tokens(batch: store.Batch, policy: str) -> None:
     """Raise ModelError for rollouts of another tokenizer than the policy's."""
-    size = vocabulary_size(policy)
+    size, why = vocabulary_size(policy), "the rollouts were made with another tokenizer"
     for rows in batch.iter_rows():
         largest = max(ids.max(initial=-1) for ids in (rows.prompt_ids, rows.response_ids))
         if largest >= size:
-            raise ModelError(
-                f"{batch.directory} holds token {largest}, but the vocabulary of {policy} ends at {size - 1}: "
-                "the rollouts were made with another tokenizer"
-            )
+            end = f"the vocabulary of {policy} ends at {size - 1}"
+            raise ModelError(f"{batch.directory} holds token {largest}, but {end}: {why}")
     tokenizer = load_tokenizer(policy)
     rollouts = list(islice(batch.iter_rollouts(), DECODED))
     texts = [tokenizer.decode(list(rollout.response_ids), skip_special_tokens=True) for rollout in rollouts]
     if all(text != rollout.text for text, rollout in zip(texts, rollouts, strict=True)):
-        raise ModelError(
-            f"the tokenizer of {policy} reads {texts[0]!r} where {batch.directory} has {rollouts[0].text!r}: "
-            "the rollouts were made with another tokenizer"
-        )
+        theirs = f"{batch.directory} has {rollouts[0].text!r}"
+        raise ModelError(f"the tokenizer of {policy} reads {texts[0]!r} where {theirs}: {why}")
 
 
 def _without_directories(record: dict[str, Any]) -> dict[str, Any]:

@@ -93,8 +93,6 @@ class Orchestrator:
         self.sampler.close()
         self.task.verifier.close()
 
-    # ------------------------------------------------------------ what is on disk
-
     def check_memory(self) -> None:
         """Raise before anything is loaded where the model is too large, or a foreign policy does not fit it."""
         if versions(self.directory)[-1:] == [self.schedule.updates]:
@@ -110,8 +108,7 @@ class Orchestrator:
         self.check_directory()
         if not versions(self.directory):
             with self.run_log.timed("switch", reason="first checkpoint"):
-                policy = self.newest_policy()
-                self.states[0] = write_first_checkpoint(self.config, policy, self.task, self.callback.log)
+                self.states[0] = write_first_checkpoint(self.config, self.newest_policy(), self.task, self.callback.log)
         newest = versions(self.directory)[-1]
         self.run_log.drop_updates(first=newest)
         self.schedule = forget_stages(self.schedule, self.run_log.stages_path, newest)
@@ -152,8 +149,6 @@ class Orchestrator:
         if generation_batch not in self.open_batches:
             self.open_batches = {generation_batch: self.source.open(self, generation_batch)}
         return self.open_batches[generation_batch]
-
-    # ------------------------------------------------------------ what is next
 
     def step(self) -> bool:
         """Do the next thing. False: the run is complete."""
@@ -200,13 +195,9 @@ class Orchestrator:
 
     def _next_stop(self, version: int) -> int:
         """The version of the next checkpoint: the end of the stage, a multiple of `every`, or an evaluation."""
-        stops = [self.schedule.updates_of(self.schedule.at(version).generation_batch).stop]
-        for every in (self.config.checkpoints.every, self.config.evaluation.every):
-            if every:
-                stops.append((version // every + 1) * every)
-        return min(stops)
-
-    # ------------------------------------------------------------ evaluate
+        end = self.schedule.updates_of(self.schedule.at(version).generation_batch).stop
+        periods = filter(None, (self.config.checkpoints.every, self.config.evaluation.every))
+        return min([end, *((version // every + 1) * every for every in periods)])
 
     def _evaluate(self, version: int) -> None:
         settings = self.config.evaluation
@@ -234,8 +225,6 @@ class Orchestrator:
         self.tokens += count
         self.coordinator.check()
         self.callback.advance(0, f"{self.tokens:,} tokens")
-
-    # ------------------------------------------------------------ generate
 
     def generate(self, generation_batch: int, checkpoint: Path | None = None) -> BatchManifest:
         """Generate what is missing of a batch, with the policy at `checkpoint` or with this run's own."""
@@ -265,18 +254,18 @@ class Orchestrator:
         if problem:
             self.callback.log(f"{batch.directory.name}: {problem}")
 
-    # ------------------------------------------------------------ train
-
     def _train(self, version: int, stop: int) -> None:
         """Train up to `stop`, or until the rollouts are spent, and write a checkpoint."""
         with self.run_log.timed("switch", reason="learner"):
             if isinstance(self.sampler, OffloadableSampler):
                 self.sampler.sleep()
-            trainer = self._trainer_at(version)
-            batch = self._batch_at(version)
+            trainer, batch = self._trainer_at(version), self._batch_at(version)
             if version == 0:  # the process that generated it may have been killed before it checked
                 self._check_batch(batch)
-            loop = self._update_loop()
+            if self.budget is None:
+                self.budget = DriftBudget(drift_limits(self.config), self.callback.log, self.run_log.budget_used())
+            per_update, bound = self.config.batch.prompts, self.config.schedule.spent_ess or SPENT_ESS
+            loop = UpdateLoop(self.schedule, self.run_log, self.budget, self.callback, per_update, bound)
             prepared = loop.prepare(batch, trainer, range(version, stop))
         self.begin_phase("learn", stop - version)
         start = time.perf_counter()
@@ -300,13 +289,6 @@ class Orchestrator:
             prune(self.directory, keep=self.config.checkpoints.keep, needed=self._needed_versions(stop))
             self.coordinator.publish()
 
-    def _update_loop(self) -> UpdateLoop:
-        if self.budget is None:
-            self.budget = DriftBudget(drift_limits(self.config), self.callback.log, self.run_log.budget_used())
-        bound = self.config.schedule.spent_ess or SPENT_ESS
-        prompts = self.config.batch.prompts
-        return UpdateLoop(self.schedule, self.run_log, self.budget, self.callback, prompts, bound)
-
     def _trainer_at(self, version: int) -> Trainer:
         """The trainer at this version: the current one, or one made from the checkpoint."""
         if self.trainer is None or self.trainer.version != version:
@@ -318,9 +300,9 @@ class Orchestrator:
             kind = pick_parallel(self.config, str(checkpoint), self.ranks.world, self.ranks.local_world)
             if change := self.run_log.log_world_size(self.ranks.world, kind):
                 self.callback.log(change)
-            rate_factor, log = self.guard.rollbacks.learning_rate_factor, self.callback.log
-            state, ranks = self.states[version], self.ranks
-            self.trainer = make_trainer(self.config, checkpoint, state, ranks, kind, rate_factor=rate_factor, log=log)
+            what = (self.config, checkpoint, self.states[version], self.ranks, kind)
+            rate_factor = self.guard.rollbacks.learning_rate_factor
+            self.trainer = make_trainer(*what, rate_factor=rate_factor, log=self.callback.log)
         return self.trainer
 
     def _needed_versions(self, version: int) -> set[int]:
@@ -335,15 +317,12 @@ class Orchestrator:
             needed |= {maker for maker in makers if maker <= version}
         return needed
 
-    # ------------------------------------------------------------ roll back
-
     def _roll_back(self, degradation: Degradation, assessment: Assessment) -> None:
         """Go back to the last good policy and continue from there as the config says."""
         self.source.stop()  # it must not write to batches that are moved away
         self.coordinator.withdraw()  # nor may workers
         to_version = self.guard.roll_back(self.schedule, degradation, assessment)
-        self.trainer = None
-        self.open_batches = {}
+        self.trainer, self.open_batches = None, {}
         self.states = {version: state for version, state in self.states.items() if version <= to_version}
         self.schedule = forget_stages(self.schedule, self.run_log.stages_path, to_version)
         rate = self.guard.rollbacks.learning_rate_factor * self.config.optimizer.learning_rate

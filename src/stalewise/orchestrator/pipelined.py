@@ -15,16 +15,14 @@ import threading
 import time
 from pathlib import Path
 
-from stalewise.config import RunConfig, make_config
+from stalewise.config import make_config
 from stalewise.config.run_directory import read_config
 from stalewise.distributed import environment_of_a_child
 from stalewise.errors import EngineError, StalewiseError, StoreError
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.staleness.schedule import Schedule
-from stalewise.store import committed_shards, is_committed
-from stalewise.store.atomic import RunLock
-from stalewise.store.checkpoints import versions
+from stalewise.store import atomic, checkpoints, committed_shards, is_committed
 from stalewise.types import NullCallback
 
 JOURNAL = "journal-generator.jsonl"
@@ -58,11 +56,8 @@ class BackgroundGeneration(RolloutSource):
         """End the generator."""
         if self.process is None:
             return
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
         try:
-            self.process.wait(STOP_S)
+            self.process.communicate(timeout=STOP_S)  # closes its stdin
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -75,74 +70,58 @@ class BackgroundGeneration(RolloutSource):
 
     def obtain(self, run: Orchestrator, generation_batch: int) -> None:
         """Wait until the generator has committed the batch."""
-        directory = run.batch_directory(generation_batch)
-        batch = run.config.batch
+        directory, batch = run.batch_directory(generation_batch), run.config.batch
         total = len(run.schedule.prompts_of(generation_batch, batch.prompts)) * batch.group_size
         run.begin_phase("wait", total)
         shown = 0
         with run.run_log.timed("wait", generation_batch=generation_batch):
             while not is_committed(directory):
-                self._check()
+                if self.process is not None and self.process.poll() is not None:
+                    lines = self.log_path.read_text(errors="replace").strip().splitlines()
+                    reason = lines[-1].removeprefix("error: ") if lines else f"exit status {self.process.returncode}"
+                    raise EngineError(
+                        f"the generating process ended: {reason} (its log: {self.log_path}); committed rollouts are "
+                        "kept: run the same command again"
+                    )
                 made = sum(shard.rows for shard in committed_shards(directory))
                 run.callback.advance(made - shown)
                 shown = made
                 time.sleep(POLL_S)
         run.callback.advance(total - shown)
 
-    def _check(self) -> None:
-        if self.process is None or self.process.poll() is None:
-            return
-        lines = self.log_path.read_text(errors="replace").strip().splitlines()
-        reason = lines[-1].removeprefix("error: ") if lines else f"exit status {self.process.returncode}"
-        raise EngineError(
-            f"the generating process ended: {reason} (its log: {self.log_path}); committed rollouts are kept: run the "
-            "same command again"
-        )
-
 
 def generate_all(directory: Path) -> None:
     """The generator: make every batch as soon as its policy is committed, until the last one is made."""
-    _acquire(RunLock(directory / "ledger"))  # dropped when this process ends
-    orchestrator = Orchestrator(generator_config(read_config(directory)), NullCallback(), journal=JOURNAL)
-    try:
+    _acquire(atomic.RunLock(directory / "ledger"))  # dropped when this process ends
+    config = read_config(directory)
+    if (device := config.schedule.generator_device) is not None:
+        record = config.model_dump(mode="json")
+        config = make_config({**record, "model": {**record["model"], "device": device}}, source="generator")
+    with contextlib.closing(Orchestrator(config, NullCallback(), journal=JOURNAL)) as orchestrator:
         while batches_to_make(orchestrator):
             with orchestrator.run_log.timed("wait"):
-                while (missing := orchestrator.missing_batch(versions(directory)[-1])) is None:
+                while (missing := orchestrator.missing_batch(checkpoints.versions(directory)[-1])) is None:
                     time.sleep(POLL_S)
             orchestrator.generate(missing)
-    finally:
-        orchestrator.close()
 
 
 def batches_to_make(run: Orchestrator) -> list[int]:
     """Generation batches that training still needs and that are not committed."""
-    version, schedule = versions(run.directory)[-1], run.schedule
+    version, schedule = checkpoints.versions(run.directory)[-1], run.schedule
     if version == schedule.updates:
         return []
     coming = range(schedule.at(version).generation_batch, schedule.generation_batches)
     return [g for g in coming if not is_committed(run.batch_directory(g))]
 
 
-def generator_config(config: RunConfig) -> RunConfig:
-    """The config of the generator: with its own device, where it has one."""
-    device = config.schedule.generator_device
-    if device is None:
-        return config
-    record = config.model_dump(mode="json")
-    record["model"]["device"] = device
-    return make_config(record, source="generator")
-
-
-def _acquire(lock: RunLock) -> None:
+def _acquire(lock: atomic.RunLock) -> None:
     """Wait for the generator of a process that was killed to end: there is one at a time."""
     until = time.monotonic() + LOCK_S
-    while True:
-        try:
+    while time.monotonic() < until:
+        with contextlib.suppress(StoreError):
             return lock.acquire()
-        except StoreError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(POLL_S)
+        time.sleep(POLL_S)
+    lock.acquire()
 
 
 def _end_with_parent() -> None:

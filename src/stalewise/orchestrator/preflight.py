@@ -46,8 +46,8 @@ class Check:
 def examine(config: RunConfig) -> Iterator[Check]:
     """Check everything a run needs, cheapest first. What depends on something bad is skipped."""
     yield from installation()
-    with contextlib.closing(_Preflight(config)) as preflight:
-        yield from preflight.checks()
+    with contextlib.ExitStack() as opened:
+        yield from _Preflight(config, opened).checks()
 
 
 def installation() -> Iterator[Check]:
@@ -72,18 +72,12 @@ def installation() -> Iterator[Check]:
 class _Preflight:
     """The checks of one config; later ones use the model directory, task and sampler that earlier ones found."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig, opened: contextlib.ExitStack) -> None:
+        self.config, self.opened = config, opened
         self.source = ""  # directory of the model
         self.shape: ModelShape | None = None
         self.task: Task | None = None
         self.sampler: Sampler | None = None
-
-    def close(self) -> None:
-        if self.sampler is not None:
-            self.sampler.close()
-        if self.task is not None:
-            self.task.verifier.close()
 
     def checks(self) -> Iterator[Check]:
         yield self._run("objective", self._objective)
@@ -94,7 +88,14 @@ class _Preflight:
         if device.status != "bad":
             yield self._run("model directory", self._model_directory)
         if self.source:
-            yield from self._model_checks()
+            yield (memory := self._run("memory", self._memory))
+            if (shape := self.shape) is not None:
+                yield self._run("disk", lambda: self._disk(shape))
+            if self.config.model.trains_adapters:
+                yield self._run("adapters", self._adapters)
+            yield self._run("tokenizer", self._tokenizer)
+            if memory.status != "bad":
+                yield self._run("model", self._load)
         yield self._run("task", self._task)
         if (task := self.task) is None:
             return
@@ -113,8 +114,7 @@ class _Preflight:
             return Check(name, "bad", str(error))
 
     def _objective(self) -> tuple[Status, str]:
-        settings = check_objective(self.config.objective)
-        named = ", ".join(f"{name} = {value}" for name, value in settings.items())
+        named = ", ".join(f"{name} = {value}" for name, value in check_objective(self.config.objective).items())
         return "ok", f"{self.config.objective.name}: {named or 'no parameters'}"
 
     def _directory(self) -> tuple[Status, str]:
@@ -143,16 +143,6 @@ class _Preflight:
     def _model_directory(self) -> tuple[Status, str]:
         self.source = resolve_model(self.config.model.path, self.config.task.name)
         return "ok", self.source
-
-    def _model_checks(self) -> Iterator[Check]:
-        yield (memory := self._run("memory", self._memory))
-        if (shape := self.shape) is not None:
-            yield self._run("disk", lambda: self._disk(shape))
-        if self.config.model.trains_adapters:
-            yield self._run("adapters", self._adapters)
-        yield self._run("tokenizer", self._tokenizer)
-        if memory.status != "bad":
-            yield self._run("model", self._load)
 
     def _memory(self) -> tuple[Status, str]:
         needed = estimate(self.config, self.source)
@@ -202,7 +192,7 @@ class _Preflight:
         return "ok", f"ends with {tokenizer.eos_token!r}, pads with {tokenizer.pad_token!r}{note}"
 
     def _load(self) -> tuple[Status, str]:
-        sampler = make_sampler(self.config)
+        sampler = self.opened.enter_context(contextlib.closing(make_sampler(self.config)))
         sampler.load(Path(self.source))
         self.sampler = sampler
         return "ok", f"loads as a causal language model from {self.config.model.path}"
@@ -210,6 +200,7 @@ class _Preflight:
     def _task(self) -> tuple[Status, str]:
         config, schedule = self.config, self.config.schedule.schedule()
         self.task = task = make_task(config.task.name, seed=config.seed, **config.task.options)
+        self.opened.callback(task.verifier.close)
         needed = sum(batch_plan(config, schedule, g).prompts for g in range(schedule.generation_batches))
         held_out = len(task.evaluation_prompts(config.evaluation.prompts))
         training = "endless" if task.size is None else f"{task.size:,}"

@@ -41,7 +41,7 @@ def make_trainer(
     log: Callable[[str], object] = lambda text: None,
 ) -> Trainer:
     """A trainer that continues from a checkpoint, on every rank; `kind` is one of `parallel.KINDS`."""
-    if ranks.others:
+    if ranks.is_first and ranks.others:
         record = {"config": config.model_dump(mode="json"), "checkpoint": str(checkpoint), "state": dict(state)}
         record |= {"rate_factor": rate_factor, "kind": kind, "manifest": sha256_file(checkpoint / "manifest.json")}
         ranks.tell_all("learner", **record)
@@ -88,9 +88,8 @@ class RankWorker:
                 "under the same path on all ranks"
             )
         read_state(checkpoint)  # compares checksums
-        self.trainer = Trainer(config, checkpoint, parallel=KINDS[record["kind"]](self.ranks))
-        self.trainer.restore(checkpoint, dict(record["state"]))
-        self.trainer.rate_factor = record["rate_factor"]
+        factor = record["rate_factor"]
+        self.trainer = make_trainer(config, checkpoint, record["state"], self.ranks, record["kind"], rate_factor=factor)
 
     def _update(self, order: Message) -> None:
         trainer = self._current()
@@ -162,8 +161,7 @@ def _difference(rank: int, first: Mapping[str, Any], record: Mapping[str, Any], 
 
 def _facts(config: dict[str, Any], directory: Path) -> dict[str, Any]:
     """What must be the same on all ranks."""
-    newest = versions(directory)[-1:]
-    manifests = [checkpoint_directory(directory, found) / "manifest.json" for found in newest]
+    manifests = [checkpoint_directory(directory, found) / "manifest.json" for found in versions(directory)[-1:]]
     return {
         **flat(config),
         "the release of stalewise": __version__,
@@ -175,8 +173,6 @@ def _facts(config: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 def _becomes_visible(probe: Path) -> bool:
     until = time.monotonic() + VISIBLE_S
-    while not probe.exists():
-        if time.monotonic() > until:
-            return False
+    while not (exists := probe.exists()) and time.monotonic() <= until:
         time.sleep(0.05)
-    return True
+    return exists

@@ -64,10 +64,7 @@ class RunLog:
         self.log_event(event, time.perf_counter() - start, **notes, **more)
 
     def log_world_size(self, world_size: int, parallel: str) -> str:
-        """Log how many ranks train from here on; a message where the number changed, else an empty string.
-
-        A run that was always one process gets no line.
-        """
+        """Log how many ranks train, unless it was always one; a message where that changed, else an empty string."""
         logged = [record["world_size"] for record in read_jsonl(self.journal_path) if record["event"] == "ranks"]
         if world_size == 1 and not logged:
             return ""

@@ -15,8 +15,7 @@ from stalewise.errors import CalibrationError, ConfigError
 from stalewise.models.loading import encode_prompts, load_model, load_tokenizer
 from stalewise.objectives import get_objective
 from stalewise.planning.planner import budget_limits, law_learning_rate, rests_on_collapses, rounded_down
-from stalewise.store.atomic import read_json, write_json_atomic
-from stalewise.store.checkpoints import write_checkpoint
+from stalewise.store import atomic, checkpoints
 from stalewise.tasks import Task
 from stalewise.trainer.logprobs import check_output_layer
 from stalewise.trainer.lora import save_first
@@ -32,9 +31,10 @@ def resolve_learning_rate(config: RunConfig, log: Callable[[str], object] = lamb
     """
     if config.plan.learning_rate == "given":
         return config
+    record, given = config.model_dump(mode="json"), config.optimizer.learning_rate
     if is_started(config.directory):
-        return _with_rate(config, read_config(config.directory).optimizer.learning_rate)
-    given = config.optimizer.learning_rate
+        record["optimizer"]["learning_rate"] = read_config(config.directory).optimizer.learning_rate
+        return make_config(record, source="plan")
     try:
         rate = law_learning_rate(config)
     except CalibrationError as error:
@@ -49,11 +49,6 @@ def resolve_learning_rate(config: RunConfig, log: Callable[[str], object] = lamb
         )
         return config
     log(f"plan: optimizer.learning_rate is {rate:.3g}, the largest that is safe")
-    return _with_rate(config, rate)
-
-
-def _with_rate(config: RunConfig, rate: float) -> RunConfig:
-    record = config.model_dump(mode="json")
     record["optimizer"]["learning_rate"] = rate
     return make_config(record, source="plan")
 
@@ -65,8 +60,8 @@ def drift_limits(config: RunConfig) -> tuple[float, float] | None:
     """
     path = config.directory / FILE
     if not path.is_file():
-        write_json_atomic(path, {"format": FORMAT, "limits": budget_limits(config)})
-    limits = read_json(path)["limits"]
+        atomic.write_json_atomic(path, {"format": FORMAT, "limits": budget_limits(config)})
+    limits = atomic.read_json(path)["limits"]
     return None if limits is None else (limits[0], limits[1])
 
 
@@ -83,7 +78,7 @@ def write_first_checkpoint(config: RunConfig, source: str, task: Task, log: Call
         tokenizer.save_pretrained(directory)
 
     state = {"steps": 0, "drift": 0.0, "source": config.model.path}
-    write_checkpoint(config.directory, 0, save=save, state=state)
+    checkpoints.write_checkpoint(config.directory, 0, save=save, state=state)
     return {"version": 0, **state}
 
 

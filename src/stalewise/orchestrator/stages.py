@@ -7,7 +7,7 @@ writes the same line again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,7 @@ def read_schedule(section: ScheduleSection, stages_path: Path) -> Schedule:
         return section.schedule()
     names = [field.name for field in fields(Stage)]
     stages = [Stage(**{name: record[name] for name in names}) for record in read_jsonl(stages_path)]
-    begun = tuple(stage for stage in stages if stage.planned_updates)
-    return StageSchedule(section.updates, section.updates, stages=begun)
+    return StageSchedule(section.updates, section.updates, stages=tuple(s for s in stages if s.planned_updates))
 
 
 def forget_stages(schedule: Schedule, stages_path: Path, version: int) -> Schedule:
@@ -37,12 +36,7 @@ def forget_stages(schedule: Schedule, stages_path: Path, version: int) -> Schedu
 
 
 def begin_stage(
-    schedule: Schedule,
-    stages_path: Path,
-    version: int,
-    *,
-    spent: Callable[[], Mapping[str, Any] | None],
-    per_update: int,
+    schedule: Schedule, stages_path: Path, version: int, *, spent: Callable[[], dict[str, Any] | None], per_update: int
 ) -> Schedule:
     """The schedule at this version, with a new stage where one begins; that is written to disk.
 

@@ -80,8 +80,6 @@ class UpdateLoop:
 
     def _spent(self, step: Step) -> dict[str, Any] | None:
         """Why the stage of this update ends before its rollouts are used up; None while it continues."""
-        if not self.schedule.is_open_ended:
-            return None
         taken = self.run_log.taken_on(step.generation_batch)
         batch_budget = taken[-1].batch_budget if taken else math.nan
         return self.schedule.spent([one.ess for one in taken], batch_budget, self.spent_ess)

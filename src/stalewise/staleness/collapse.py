@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from itertools import groupby
 from statistics import NormalDist
 from typing import Literal
 
@@ -30,12 +32,7 @@ class Collapse:
 
 @dataclass(frozen=True, slots=True)
 class CollapseDetector:
-    """Reads a curve value by value; `observe` returns the next state.
-
-    >>> curve = [0.4] * 8 + [0.9] * 8 + [0.1] * 8
-    >>> find_collapse(curve, smoothing=4, window=4).update
-    18
-    """
+    """Reads a curve value by value; `observe` returns the next state."""
 
     smoothing: int = 8  # values in the rolling mean
     window: int = 32  # values within which a run may recover
@@ -80,18 +77,15 @@ class CollapseDetector:
             return replace(self, below_since=index, below_value=smoothed)
         if index - self.below_since < self.window:
             return self
-        found = Collapse(self.below_since, "below half of best", self.best, self.below_value)
-        return replace(self, collapse=found)
+        return replace(self, collapse=Collapse(self.below_since, "below half of best", self.best, self.below_value))
 
 
 def find_collapse(
     values: Iterable[float], *, smoothing: int = 8, window: int = 32, fraction: float = 0.5, floor: float = 0.0
 ) -> Collapse | None:
     """The collapse in a curve, or None; a curve that ends below the line within its window has not collapsed."""
-    detector = CollapseDetector(smoothing=smoothing, window=window, fraction=fraction, floor=floor)
-    for value in values:
-        detector = detector.observe(value)
-    return detector.collapse
+    start = CollapseDetector(smoothing=smoothing, window=window, fraction=fraction, floor=floor)
+    return reduce(CollapseDetector.observe, values, start).collapse
 
 
 RISK = 0.05  # of calling a steady run bad, over all of its scores
@@ -159,14 +153,8 @@ def assess(scores: Iterable[PolicyScore], *, fraction: float, window: int, reaso
 
     It is a degradation when `window` updates depend on such policies in a row; a better one in between clears them.
     Scores that are unknown are skipped: they are failures of the verifier. While the best is not above 0, none is poor.
-
-    >>> fair, poor = PolicyScore((8,), 8, 0.9, 0.01), PolicyScore((16,), 8, 0.5, 0.02)
-    >>> found = assess([fair, poor], fraction=0.9, window=8, reason="accuracy fell")
-    >>> found.degradation.describe(), sorted(found.good)
-    ('accuracy fell at version 16 (0.500, and it was 0.900)', [8])
     """
-    good: set[int] = set()
-    poor: set[int] = set()
+    good, poor = set[int](), set[int]()
     best = PolicyScore((), 0, 0.0, 0.0)
     below: list[PolicyScore] = []
     degradation: Degradation | None = None
@@ -189,17 +177,11 @@ def scores_from_rewards(rewards: Sequence[tuple[int, float, float]], window: int
     """Pool the rewards of updates by the version that made their rollouts, and versions up to `window` updates.
 
     Each update is given as the version that made its rollouts, their mean reward and its standard error.
-
-    >>> found = scores_from_rewards([(0, 0.4, 0.03), (0, 0.6, 0.04), (2, 0.8, 0.0), (4, 0.6, 0.0), (6, 0.5, 0.1)], 2)
-    >>> [(one.versions, one.updates, one.value, round(one.error, 3)) for one in found]
-    [((0,), 2, 0.5, 0.025), ((2, 4), 2, 0.7, 0.0), ((6,), 1, 0.5, 0.1)]
     """
-    scores: list[PolicyScore] = []
-    pool: list[tuple[int, float, float]] = []
-    for index, update in enumerate(rewards):
-        pool.append(update)
-        ends_version = index + 1 == len(rewards) or rewards[index + 1][0] != update[0]
-        if ends_version and len(pool) >= window:
+    scores, pool = list[PolicyScore](), list[tuple[int, float, float]]()
+    for _, updates in groupby(rewards, key=lambda update: update[0]):
+        pool += updates
+        if len(pool) >= window:
             scores += _pooled(pool)
             pool = []
     return scores + _pooled(pool)

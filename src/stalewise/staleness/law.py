@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.random import Generator
 
 from stalewise.errors import CalibrationError
 from stalewise.staleness import likelihood as maths
@@ -41,9 +42,6 @@ class Observation:
     """One run of a sweep: its S, η, T and G, and the update at which it collapsed (None: it survived).
 
     It is checked for collapse every `resolution` updates, so it was still alive that many updates before.
-
-    >>> Observation(staleness=8, learning_rate=0.01, updates=100, collapsed_at=50, update_norm_per_lr=2.0).batch_drift
-    0.16
     """
 
     staleness: int
@@ -54,11 +52,10 @@ class Observation:
     resolution: int = 1
 
     def __post_init__(self) -> None:
-        require_count("staleness", self.staleness)
-        require_positive("learning_rate", self.learning_rate)
-        require_count("updates", self.updates)
-        require_count("resolution", self.resolution)
-        require_positive("update_norm_per_lr", self.update_norm_per_lr)
+        for name in ("staleness", "updates", "resolution"):
+            require_count(name, getattr(self, name))
+        for name in ("learning_rate", "update_norm_per_lr"):
+            require_positive(name, getattr(self, name))
         if self.collapsed_at is not None and self.collapsed_at not in range(1, self.updates + 1):
             raise ValueError(f"collapsed_at must be in 1..updates = 1..{self.updates}, got {self.collapsed_at}")
 
@@ -75,9 +72,8 @@ class Observation:
     @property
     def collapse_drift(self) -> float | None:
         """t·η·G at the update t at which the run collapsed; None for a run that survived."""
-        if self.collapsed_at is None:
-            return None
-        return self.collapsed_at * self.learning_rate * self.update_norm_per_lr
+        at = self.collapsed_at
+        return None if at is None else at * self.learning_rate * self.update_norm_per_lr
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,22 +166,12 @@ def log_likelihood(law: Law, observations: Iterable[Observation]) -> float:
 
     with r the resolution, at most t. The bracket is the probability that R_crit was crossed since the run was last seen
     alive. It is an integrated density, so it is exact for the first updates too and bounded as σ goes to 0.
-
-    >>> survivor = Observation(8, 0.01, 100, None, 1.0)  # S·η·G = 0.08, T·η·G = 1
-    >>> round(log_likelihood(Law(0.08, 1.0, 0.3), [survivor]), 6) == round(2 * math.log(0.5), 6)
-    True
     """
     return maths.likelihood(law.parameters(), maths.arrange(*_columns(list(observations))))[0]
 
 
 def simulate(
-    law: Law,
-    *,
-    staleness: int,
-    learning_rate: float,
-    updates: int,
-    update_norm_per_lr: float,
-    generator: np.random.Generator,
+    law: Law, *, staleness: int, learning_rate: float, updates: int, update_norm_per_lr: float, generator: Generator
 ) -> Observation:
     """Draw one run. Its own radii are R_batch·exp(σ·ε₁) and R_crit·exp(σ·ε₂), ε standard normal.
 
@@ -215,14 +201,6 @@ def _undetermined(runs: Sequence[Observation], name: str, other_known: bool) -> 
     return Estimate(math.nan, 0.0, min(getattr(run, at_collapse) for run in runs), known=False)
 
 
-def _require_sweep(runs: Sequence[Observation]) -> None:
-    if len(runs) < MINIMUM_RUNS:
-        raise CalibrationError(f"{len(runs)} runs cannot calibrate the law: at least {MINIMUM_RUNS} are needed")
-    if len({(run.staleness, run.learning_rate, run.updates, run.update_norm_per_lr) for run in runs}) == 1:
-        point = f"S = {runs[0].staleness}, η = {runs[0].learning_rate:g}, T = {runs[0].updates}"
-        raise CalibrationError(f"all {len(runs)} runs are at one point ({point}): vary the learning rate and staleness")
-
-
 def fit(observations: Iterable[Observation], *, confidence: float = 0.9, resamples: int = 200, seed: int = 0) -> Fit:
     """Estimate (R_batch, R_crit, σ) by maximum likelihood, and which of them the runs determine.
 
@@ -237,7 +215,11 @@ def fit(observations: Iterable[Observation], *, confidence: float = 0.9, resampl
     runs = sorted(
         observations, key=lambda o: (o.staleness, o.learning_rate, o.updates, o.update_norm_per_lr, o.collapsed_at or 0)
     )
-    _require_sweep(runs)
+    if len(runs) < MINIMUM_RUNS:
+        raise CalibrationError(f"{len(runs)} runs cannot calibrate the law: at least {MINIMUM_RUNS} are needed")
+    if len({(run.staleness, run.learning_rate, run.updates, run.update_norm_per_lr) for run in runs}) == 1:
+        point = f"S = {runs[0].staleness}, η = {runs[0].learning_rate:g}, T = {runs[0].updates}"
+        raise CalibrationError(f"all {len(runs)} runs are at one point ({point}): vary the learning rate and staleness")
     domain, found = _domain(runs), dict[int, Estimate]()
     scatter, scatter_known, value = 0.0, False, 0.0  # nothing collapsed: certain under radii that are large enough
     if domain.collapsed:

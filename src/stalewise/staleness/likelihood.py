@@ -155,22 +155,12 @@ def choose(data: Drifts, starts: list[Array]) -> tuple[Peak, Array, list[int]]:
 
 
 def large_sample_threshold(confidence: float) -> float:
-    """Return half the χ² quantile with one degree of freedom, z((1 + confidence)/2)²/2.
-
-    >>> round(large_sample_threshold(0.9), 4)  # 1.6449² / 2
-    1.3528
-    """
+    """Return half the χ² quantile with one degree of freedom, z((1 + confidence)/2)²/2."""
     return 0.5 * NormalDist().inv_cdf(0.5 + 0.5 * confidence) ** 2
 
 
 def thresholds(
-    peak: Peak,
-    box: Array,
-    radii: list[int],
-    columns: tuple[Array, Array, Array, Array],
-    confidence: float,
-    resamples: int,
-    seed: int,
+    peak: Peak, box: Array, radii: list[int], columns: tuple[Array, ...], confidence: float, resamples: int, seed: int
 ) -> Array:
     """How far the profile log-likelihood of each radius may fall inside its interval.
 

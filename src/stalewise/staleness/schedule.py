@@ -26,11 +26,7 @@ class Step:
 class Schedule:
     """T updates, µ of them on each generation batch, which is made `lag` batches ahead.
 
-    The last three methods are for schedules that are known only as far as their stages have begun
-    (`is_open_ended`, see `spent`). Here they do nothing.
-
-    >>> [(s.generation_batch, s.version, s.age) for s in Schedule(updates=6, updates_per_generation=2, lag=1).steps()]
-    [(0, 0, 0), (0, 0, 1), (1, 0, 2), (1, 0, 3), (2, 2, 2), (2, 2, 3)]
+    The last three methods do nothing here: they are for schedules whose stages are found in training (see `spent`).
     """
 
     updates: int
@@ -146,11 +142,7 @@ def synchronous(updates: int, updates_per_generation: int = 4) -> Schedule:
 
 
 def staged(updates: int, stages: int = 4) -> Schedule:
-    """A few large stages: µ = updates / stages, rounded up, so the last stage may be shorter or missing.
-
-    >>> staged(updates=4096, stages=4).updates_per_generation
-    1024
-    """
+    """A few large stages: µ = updates / stages, rounded up, so the last stage may be shorter or missing."""
     if not 1 <= stages <= updates:
         raise ValueError(f"schedule stages is {stages}; expected 1 to {updates}, the number of updates")
     return Schedule(updates, -(-updates // stages))

@@ -30,13 +30,7 @@ class Stage(BatchSpan):
 
 @dataclass(frozen=True, slots=True)
 class StageSchedule(ListedSchedule):
-    """A schedule that is known as far as its stages have begun.
-
-    >>> stages = (Stage(0, 0, 8, 0), Stage(1, 5, 6, 32))
-    >>> schedule = StageSchedule(updates=100, updates_per_generation=100, stages=stages)
-    >>> schedule.updates_of(0), schedule.updates_of(1), schedule.at(7).age
-    (range(0, 5), range(5, 11), 2)
-    """
+    """A schedule that is known as far as its stages have begun."""
 
     stages: tuple[Stage, ...] = ()
     is_open_ended: ClassVar[bool] = True
@@ -75,11 +69,7 @@ class StageSchedule(ListedSchedule):
 
 
 def remaining_ess(ess: Sequence[float]) -> float:
-    """Effective sample size of the remaining rollouts, from those of the stage's updates; NaN where one is unknown.
-
-    >>> remaining_ess([1.0, 0.97, 0.2, 0.95])
-    0.95
-    """
+    """Effective sample size of the remaining rollouts, from those of the stage's updates; NaN where one is unknown."""
     recent = ess[-WINDOW:]
     return math.nan if not recent or any(map(math.isnan, recent)) else median(recent)
 
@@ -93,23 +83,12 @@ def is_spent(ess: Sequence[float], bound: float) -> bool:
     """Whether the effective sample sizes of a stage fell below `bound` times their initial value.
 
     What temperature or rounding costs from the start, new rollouts would cost again. An unknown value counts as spent.
-
-    >>> is_spent([1.0, 0.99, 0.98], 0.9), is_spent([1.0, 0.88, 0.85], 0.9), is_spent([0.5, 0.5, 0.5], 0.9)
-    (False, True, False)
     """
     return len(ess) >= WINDOW and not remaining_ess(ess) >= bound * fresh_ess(ess)
 
 
 def next_stage(schedule: StageSchedule, version: int, *, was_spent: bool, per_update: int) -> Stage:
-    """The stage that begins at this version: twice the last one, or about what that used if it was spent.
-
-    >>> stages = (Stage(0, 0, 8, 0),)
-    >>> schedule = StageSchedule(updates=100, updates_per_generation=100, stages=stages)
-    >>> next_stage(schedule, 8, was_spent=False, per_update=4)
-    Stage(generation_batch=1, first_update=8, planned_updates=16, first_prompt=32)
-    >>> next_stage(schedule, 5, was_spent=True, per_update=4).planned_updates
-    7
-    """
+    """The stage that begins at this version: twice the last one, or about what that used if it was spent."""
     left = schedule.updates - version
     if not schedule.stages:
         return Stage(0, version, min(FIRST_STAGE, left), 0)

@@ -13,7 +13,14 @@ from scipy.stats import binomtest
 
 from stalewise.errors import TaskError
 from stalewise.models.loading import EMBEDDED
-from stalewise.orchestrator.evaluation import average, bootstrap, describe_evaluation, evaluate_checkpoint, pass_at_k
+from stalewise.orchestrator.evaluation import (
+    average,
+    bootstrap,
+    describe_evaluation,
+    evaluate_checkpoint,
+    pass_at_k,
+    scores_by_prompt,
+)
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.tasks import Seen, make_task
 from stalewise.types import SamplerSettings
@@ -29,6 +36,11 @@ def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_answer() -> None:
     for k in (0, 5):
         with pytest.raises(ValueError, match=f"k is {k}; expected 1 to 4"):
             pass_at_k(score, k)
+
+
+def test_scores_by_prompt_skip_samples_without_a_score() -> None:
+    scores = scores_by_prompt(["a", "b"], np.array([[1.0, 0.0], [math.nan, 0.5]]))
+    assert json.dumps(scores) == '{"prompt_ids": ["a", "b"], "score": [1, 0.5], "scored": [2, 1]}'
 
 
 def test_partial_credit_does_not_pass() -> None:

@@ -85,6 +85,11 @@ def test_the_floor_is_where_half_is_measured_from() -> None:
     assert find_collapse([-0.1] * 50 + [-5.0] * 50, smoothing=1, window=1) is None
 
 
+def test_smoothing_and_window_are_settings() -> None:
+    found = find_collapse([0.4] * 8 + [0.9] * 8 + [0.1] * 8, smoothing=4, window=4)
+    assert found is not None and found.update == 18
+
+
 def test_the_fraction_is_a_setting() -> None:
     assert find_collapse([1.0, 0.6, 0.6, 0.6], smoothing=1, window=1, fraction=0.7) is not None
     assert find_collapse([1.0, 0.6, 0.6, 0.6], smoothing=1, window=1, fraction=0.5) is None
@@ -173,3 +178,16 @@ def test_a_policy_that_stays_as_it_is_is_hardly_ever_called_bad(updates_per_gene
 
 def test_rewards_without_an_error_prove_nothing() -> None:
     assert scores_from_rewards([(0, 0.5, math.nan), (0, math.nan, math.nan)], window=1) == []
+
+
+def test_a_degradation_is_described_with_its_numbers() -> None:
+    scores = [PolicyScore((8,), 8, 0.9, 0.01), PolicyScore((16,), 8, 0.5, 0.02)]
+    found = assess(scores, fraction=0.9, window=8, reason="accuracy fell")
+    assert found.degradation is not None and found.good == {8}
+    assert found.degradation.describe() == "accuracy fell at version 16 (0.500, and it was 0.900)"
+
+
+def test_rewards_are_pooled_by_version_and_up_to_a_window() -> None:
+    found = scores_from_rewards([(0, 0.4, 0.03), (0, 0.6, 0.04), (2, 0.8, 0.0), (4, 0.6, 0.0), (6, 0.5, 0.1)], 2)
+    pooled = [(one.versions, one.updates, one.value, round(one.error, 3)) for one in found]
+    assert pooled == [((0,), 2, 0.5, 0.025), ((2, 4), 2, 0.7, 0.0), ((6,), 1, 0.5, 0.1)]

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from stalewise.staleness.law import Law
-from stalewise.staleness.likelihood import arrange, choose, draw, likelihood, starting_points
+from stalewise.staleness.likelihood import (
+    arrange,
+    choose,
+    draw,
+    large_sample_threshold,
+    likelihood,
+    starting_points,
+)
 
 
 @pytest.mark.parametrize("parameters", [(-2.0, -0.3, -1.2), (-3.5, 0.4, -0.5), (700.0, 0.0, -2.0), (-2.0, 700.0, -1.0)])
@@ -70,3 +77,7 @@ def test_the_search_reaches_three_of_the_largest_scatters_beyond_the_drifts() ->
     # drifts survived or collapsed at: 100 · 0.001 for the survivors, 3 · 0.01 and 90 · 0.02 at the ends
     assert box[1] == pytest.approx([math.log(0.03) - 6, math.log(1.8) + 6])
     assert box[2] == pytest.approx([math.log(0.02), math.log(2.0)])
+
+
+def test_the_threshold_of_many_runs_is_half_the_quantile_of_chi_squared() -> None:
+    assert large_sample_threshold(0.9) == pytest.approx(1.3528, abs=5e-5)  # 1.6449² / 2

@@ -23,6 +23,15 @@ def test_sizes_of_stages_follow_what_was_used() -> None:
     assert next_stage(schedule, 98, was_spent=False, per_update=4).planned_updates == 2  # no more than is left
 
 
+def test_a_stage_serves_the_updates_before_the_next_one_began() -> None:
+    schedule = StageSchedule(100, 100, stages=(Stage(0, 0, 8, 0), Stage(1, 5, 6, 32)))
+    assert (schedule.updates_of(0), schedule.updates_of(1), schedule.at(7).age) == (range(5), range(5, 11), 2)
+    assert remaining_ess([1.0, 0.97, 0.2, 0.95]) == 0.95
+    assert next_stage(StageSchedule(100, 100, stages=(Stage(0, 0, 8, 0),)), 5, was_spent=True, per_update=4) == Stage(
+        1, 5, 7, 32
+    )
+
+
 def test_a_stage_without_a_begin_has_no_step() -> None:
     with pytest.raises(IndexError, match=r"no stage .* has begun"):
         StageSchedule(updates=4, updates_per_generation=4).at(0)
