@@ -146,7 +146,7 @@ def plan_sources(
     unused: bool = False,
     log: Callable[[str], object] = lambda text: None,
 ) -> tuple[RunConfig, list[SourceBatch]]:
-    """The config with the schedule that these rollouts allow, and their batches; `unused` skips what was learned from."""
+    """The config with the schedule that these rollouts allow, and their batches; `unused` skips consumed rollouts."""
     if checkpoint is not None and config.model.adapter:
         raise ConfigError(f"model.adapter belongs to model.path, but training starts at {checkpoint}: remove one")
     if (action := config.guard.action) in ("fresh", "both"):
