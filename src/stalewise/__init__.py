@@ -23,18 +23,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "RunConfig",
-    "RunResult",
-    "__version__",
-    "evaluate",
-    "generate",
-    "learn",
-    "load_config",
-    "make_config",
-    "report",
-    "run",
-]
+__all__ = ["RunConfig", "RunResult", "__version__", "load_config", "make_config"]
+__all__ += ["evaluate", "generate", "learn", "report", "run"]
 
 _MODULES: dict[str, str] = dict.fromkeys(("evaluate", "generate", "learn", "run"), "api")
 _MODULES |= dict.fromkeys(("RunConfig", "load_config", "make_config"), "config")

@@ -14,18 +14,5 @@ from stalewise.config.run import (
 from stalewise.config.schedule_sections import ScheduleSection
 from stalewise.config.sections import LoraSection, OptimizerSection, TaskSection
 
-__all__ = [
-    "FORMAT",
-    "LoraSection",
-    "OptimizerSection",
-    "RunConfig",
-    "ScheduleSection",
-    "TaskSection",
-    "is_section",
-    "load_config",
-    "make_config",
-    "parse_override",
-    "read_toml",
-    "set_dotted",
-    "write_resolved",
-]
+__all__ = ["FORMAT", "LoraSection", "OptimizerSection", "RunConfig", "ScheduleSection", "TaskSection"]
+__all__ += ["is_section", "load_config", "make_config", "parse_override", "read_toml", "set_dotted", "write_resolved"]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -51,26 +51,24 @@ class RunConfig(Section):
     def _fill_in_recipe(cls, record: Any) -> Any:
         return with_recipe(record) if isinstance(record, Mapping) else record
 
-    @model_validator(mode="after")
-    def _no_contradiction(self) -> Self:
+    def _contradictions(self) -> Iterator[str]:
         if self.optimizer.warmup_updates > self.schedule.updates:
-            raise ValueError(
+            yield (
                 f"optimizer.warmup_updates is {self.optimizer.warmup_updates}, "
                 f"more than the {self.schedule.updates} updates of the run"
             )
         if self.schedule.kind == "pipelined" and self.guard.action in ("fresh", "both"):
-            raise ValueError(
+            yield (
                 f'guard.action is "{self.guard.action}", but after a rollback of a pipelined run the policies that '
                 'generated ahead are gone: use "halve" or "stop"'
             )
         if self.learner.parallel == "sharded" and self.model.trains_adapters:
-            raise ValueError('learner.parallel is "sharded", but adapters need "replicated": change one of the two')
+            yield 'learner.parallel is "sharded", but adapters need "replicated": change one of the two'
         if self.sampler.rollouts_per_shard % self.batch.group_size:
-            raise ValueError(
+            yield (
                 f"sampler.rollouts_per_shard is {self.sampler.rollouts_per_shard}, no multiple of "
                 f"batch.group_size {self.batch.group_size}: a group must not be split over two shards"
             )
-        return self
 
     @property
     def directory(self) -> Path:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, Self
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from stalewise.config.sections import Section
 from stalewise.staleness.schedule import Schedule, pipelined, staged, synchronous
@@ -32,8 +32,7 @@ class ScheduleSection(Section):
         default=None, gt=0, lt=1, description="For end = spent: the effective sample size that ends it; default: 0.9."
     )
 
-    @model_validator(mode="after")
-    def _no_contradiction(self) -> Self:
+    def _contradictions(self) -> Iterator[str]:
         allowed = {
             "staged": {"stages"},
             "synchronous": {"updates_per_generation"},
@@ -41,20 +40,19 @@ class ScheduleSection(Section):
         }[self.kind]
         for name in ("stages", "updates_per_generation", "lag", "generator_device"):
             if name not in allowed and getattr(self, name) is not None:
-                raise ValueError(f"{name} has no meaning in a {self.kind} schedule: remove it or change kind")
+                yield f"{name} has no meaning in a {self.kind} schedule: remove it or change kind"
         if self.end == "spent" and (self.kind != "staged" or self.stages is not None):
-            raise ValueError('end = "spent" determines the stages of a staged run: remove stages, set kind = "staged"')
+            yield 'end = "spent" determines the stages of a staged run: remove stages, set kind = "staged"'
         if self.end == "count" and self.spent_ess is not None:
-            raise ValueError('spent_ess has no meaning without end = "spent": remove it')
+            yield 'spent_ess has no meaning without end = "spent": remove it'
         batches = -(-self.updates // (self.updates_per_generation or 4))
         if self.kind == "pipelined" and (self.lag or 1) >= batches:
-            raise ValueError(
+            yield (
                 f"lag is {self.lag or 1}, but {self.updates} updates have only {batches} generation batches: the first "
                 "policy would make all of them; lower lag or updates_per_generation, or raise updates"
             )
         if self.stages is not None and self.stages > self.updates:
-            raise ValueError(f"stages is {self.stages} but there are only {self.updates} updates")
-        return self
+            yield f"stages is {self.stages} but there are only {self.updates} updates"
 
     def schedule(self) -> Schedule:
         """The schedule of these settings, as far as it is known before the run."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
@@ -27,6 +28,16 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
+    def _contradictions(self) -> Iterator[str]:
+        """What is wrong with settings that are valid one by one; a ValueError reports the first."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _no_contradiction(self) -> Self:
+        for problem in self._contradictions():
+            raise ValueError(problem)
+        return self
+
 
 class LoraSection(Section):
     """Low-rank adapters, trained instead of all weights; docs/models.md."""
@@ -38,11 +49,9 @@ class LoraSection(Section):
         description="Last names of the linear layers to adapt, e.g. q_proj; empty: all but the output layer.",
     )
 
-    @model_validator(mode="after")
-    def _no_contradiction(self) -> Self:
+    def _contradictions(self) -> Iterator[str]:
         if self.rank == 0 and (self.targets or self.alpha != type(self).model_fields["alpha"].default):
-            raise ValueError("alpha and targets have no meaning without a rank: set rank above 0 or remove them")
-        return self
+            yield "alpha and targets have no meaning without a rank: set rank above 0 or remove them"
 
 
 class ModelSection(Section):
@@ -57,11 +66,9 @@ class ModelSection(Section):
     threads: int = Field(default=0, ge=0, description="CPU threads; 0: torch decides. Equal bits need equal threads.")
     lora: LoraSection = Field(default_factory=LoraSection)
 
-    @model_validator(mode="after")
-    def _no_contradiction(self) -> Self:
+    def _contradictions(self) -> Iterator[str]:
         if self.adapter and self.lora.rank:
-            raise ValueError("adapter brings its own rank, alpha and targets: remove the table lora")
-        return self
+            yield "adapter brings its own rank, alpha and targets: remove the table lora"
 
     @property
     def trains_adapters(self) -> bool:
@@ -100,11 +107,9 @@ class VllmSection(Section):
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Further arguments of vllm.LLM.")
 
-    @model_validator(mode="after")
-    def _no_contradiction(self) -> Self:
+    def _contradictions(self) -> Iterator[str]:
         if taken := sorted(SET_BY_US & self.options.keys()):
-            raise ValueError(f"options.{taken[0]} follows from other settings: remove it")
-        return self
+            yield f"options.{taken[0]} follows from other settings: remove it"
 
 
 class ServerSection(Section):
@@ -133,16 +138,14 @@ class ServerSection(Section):
     wait_s: float = Field(default=300.0, ge=0, description="Seconds to wait for a server that went away during a run.")
     api_key_env: str = Field(default="", description="Environment variable with the API key, if the servers need one.")
 
-    @model_validator(mode="after")
-    def _no_contradiction(self) -> Self:
+    def _contradictions(self) -> Iterator[str]:
         if (self.reload == "command") != bool(self.command):
-            raise ValueError('command and reload = "command" go together: set both or neither')
+            yield 'command and reload = "command" go together: set both or neither'
         if self.reload == "none" and self.precision != "float32":
             # Rounding hides which checkpoint is served; only an engine's own answers before and after a reload tell.
-            raise ValueError('reload = "none" needs servers in float32: choose another reload')
+            yield 'reload = "none" needs servers in float32: choose another reload'
         if len(set(self.urls)) < len(self.urls):
-            raise ValueError("urls names a server twice: raise concurrency instead")
-        return self
+            yield "urls names a server twice: raise concurrency instead"
 
 
 class ForeignSection(Section):
@@ -151,11 +154,9 @@ class ForeignSection(Section):
     path: str = Field(default="", description="Model with the same tokenizer, as in model.path; empty: none.")
     share: float = Field(default=0.0, ge=0, lt=1, description="Fraction of each group; at least one, never all.")
 
-    @model_validator(mode="after")
-    def _no_contradiction(self) -> Self:
+    def _contradictions(self) -> Iterator[str]:
         if bool(self.path) != bool(self.share):
-            raise ValueError("path and a share above 0 go together: set both or neither")
-        return self
+            yield "path and a share above 0 go together: set both or neither"
 
     def places(self, group_size: int) -> int:
         """How many rollouts of a group it samples.
@@ -184,17 +185,15 @@ class SamplerSection(Section):
     vllm: VllmSection = Field(default_factory=VllmSection)
     server: ServerSection = Field(default_factory=ServerSection)
 
-    @model_validator(mode="after")
-    def _no_contradiction(self) -> Self:
+    def _contradictions(self) -> Iterator[str]:
         if self.engine == "server" and not self.server.urls:
-            raise ValueError('engine = "server" needs server.urls, as in ["http://localhost:8000"]')
+            yield 'engine = "server" needs server.urls, as in ["http://localhost:8000"]'
         if self.engine != "hf" and self.temperature < LEAST_VLLM_TEMPERATURE:
-            raise ValueError(f"vLLM samples at no temperature below {LEAST_VLLM_TEMPERATURE}: raise it, or engine = hf")
+            yield f"vLLM samples at no temperature below {LEAST_VLLM_TEMPERATURE}: raise it, or engine = hf"
         if self.engine != "hf" and self.weights != "exact":
-            raise ValueError(f'weights = "{self.weights}" needs engine = "hf": {self.engine} loads its own weights')
+            yield f'weights = "{self.weights}" needs engine = "hf": {self.engine} loads its own weights'
         if self.engine != "hf" and self.foreign.share:
-            raise ValueError(f'foreign needs engine = "hf": {self.engine} has one policy at a time')
-        return self
+            yield f'foreign needs engine = "hf": {self.engine} has one policy at a time'
 
 
 class ObjectiveSection(Section):
@@ -285,15 +284,13 @@ class StorageSection(Section):
         description='Arguments of the client, e.g. { endpoint_url = "http://localhost:9000" }; no secrets.',
     )
 
-    @model_validator(mode="after")
-    def _no_contradiction(self) -> Self:
+    def _contradictions(self) -> Iterator[str]:
         if self.url and "://" not in self.url:
-            raise ValueError(f"url is {self.url!r}, no URL: write file:///absolute/path for a directory")
+            yield f"url is {self.url!r}, no URL: write file:///absolute/path for a directory"
         if self.options and not self.url:
-            raise ValueError("options have no meaning without a url: set url or remove them")
+            yield "options have no meaning without a url: set url or remove them"
         if named := [name for name in self.options if any(part in name.lower() for part in _SECRETS)]:
-            raise ValueError(
+            yield (
                 f"options.{named[0]} would be written to the run directory: pass secrets in the environment, "
                 "e.g. AWS_ACCESS_KEY_ID, or in the client's own files"
             )
-        return self

@@ -30,47 +30,13 @@ from stalewise.store.select import deal, mean_reward, rewards_of_updates, rollou
 from stalewise.store.token_log import TokenLog, TokenRecord, read_tokens, token_files, token_log_directory
 from stalewise.store.writer import AlreadyCommitted, commit_batch, next_shard, write_shard
 
-__all__ = [
-    "FORMAT",
-    "SCHEMA",
-    "AlreadyCommitted",
-    "Batch",
-    "BatchManifest",
-    "BatchName",
-    "LedgerEntry",
-    "Ranges",
-    "RolloutColumns",
-    "ShardManifest",
-    "TokenLog",
-    "TokenRecord",
-    "append_entry",
-    "batch_directories",
-    "batch_directory",
-    "commit_batch",
-    "committed_shards",
-    "concatenate",
-    "consumed",
-    "deal",
-    "from_ranges",
-    "is_committed",
-    "ledger_path",
-    "mean_reward",
-    "next_shard",
-    "open_batch",
-    "parse_batch_name",
-    "read_batch_manifest",
-    "read_ledger",
-    "read_tokens",
-    "rewards_of_updates",
-    "rollouts_from_table",
-    "rollouts_of_updates",
-    "shard_path",
-    "table_from_columns",
-    "table_from_rollouts",
-    "to_ranges",
-    "token_files",
-    "token_log_directory",
-    "truncate_ledger",
-    "verify_shard",
-    "write_shard",
-]
+__all__ = ["RolloutColumns", "concatenate"]
+__all__ += ["LedgerEntry", "Ranges", "append_entry", "consumed", "from_ranges", "ledger_path"]
+__all__ += ["read_ledger", "to_ranges", "truncate_ledger"]
+__all__ += ["BatchManifest", "BatchName", "ShardManifest", "batch_directories", "batch_directory", "committed_shards"]
+__all__ += ["is_committed", "parse_batch_name", "read_batch_manifest", "shard_path"]
+__all__ += ["Batch", "open_batch", "verify_shard"]
+__all__ += ["FORMAT", "SCHEMA", "rollouts_from_table", "table_from_columns", "table_from_rollouts"]
+__all__ += ["deal", "mean_reward", "rewards_of_updates", "rollouts_of_updates"]
+__all__ += ["TokenLog", "TokenRecord", "read_tokens", "token_files", "token_log_directory"]
+__all__ += ["AlreadyCommitted", "commit_batch", "next_shard", "write_shard"]

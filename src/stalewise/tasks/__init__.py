@@ -8,18 +8,8 @@ from stalewise.tasks.base import CHAT, Task, Verifier, build
 from stalewise.tasks.overlap import Seen
 from stalewise.tasks.verifiers import ErrorCounts, count_errors, make_verifier
 
-__all__ = [
-    "CHAT",
-    "TASKS",
-    "ErrorCounts",
-    "Seen",
-    "Task",
-    "Verifier",
-    "count_errors",
-    "make_evaluation_file",
-    "make_task",
-    "make_verifier",
-]
+__all__ = ["CHAT", "TASKS", "Task", "Verifier", "make_evaluation_file", "make_task"]
+__all__ += ["ErrorCounts", "Seen", "count_errors", "make_verifier"]
 
 TASKS = {
     "arithmetic": "stalewise.tasks.arithmetic:Addition",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from stalewise.errors import TaskError, nearest
-from stalewise.tasks.base import Verifier, need
-from stalewise.tasks.rows import PromptForm, Row, RowsTask
+from stalewise.tasks.base import need
+from stalewise.tasks.rows import Row, RowsTask, takes_row_options
 
 COPIES = "STALEWISE_DATASETS"  # a directory with copies of datasets under their names, for machines without network
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
@@ -22,6 +22,7 @@ class HuggingFaceTask(RowsTask):
     download, or a Parquet, JSON or CSV file. The other options are those of the JSONL task.
     """
 
+    @takes_row_options
     def __init__(
         self,
         path: str,
@@ -32,27 +33,13 @@ class HuggingFaceTask(RowsTask):
         evaluation_split: str | None = None,
         held_out: float = 0.1,
         exclude_ids: Collection[str] = (),
-        problem_field: str = "problem",
-        answer_field: str = "answer",
-        id_field: str = "id",
-        template: str = "{problem}",
-        chat: bool = False,
-        system: str = "",
-        verifier: str | Verifier = "number",
-        verifier_options: Mapping[str, Any] | None = None,
+        **options: Any,
     ):
         need("datasets", "datasets", "the task hf")
-        super().__init__(
-            path.rstrip("/").rpartition("/")[2],
-            read_dataset(path, config, split),
-            seed=seed,
-            form=PromptForm(problem_field, answer_field, id_field, template, chat, system),
-            evaluation_rows=None if evaluation_split is None else read_dataset(path, config, evaluation_split),
-            held_out=held_out,
-            exclude_ids=exclude_ids,
-            verifier=verifier,
-            verifier_options=verifier_options,
-        )
+        rows = read_dataset(path, config, split)
+        evaluation_rows = None if evaluation_split is None else read_dataset(path, config, evaluation_split)
+        options |= {"seed": seed, "held_out": held_out, "exclude_ids": exclude_ids}
+        super().__init__(path.rstrip("/").rpartition("/")[2], rows, evaluation_rows=evaluation_rows, **options)
 
 
 def read_dataset(path: str, config: str | None, split: str) -> Iterator[Row]:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from stalewise.errors import TaskError
-from stalewise.tasks.base import Verifier
-from stalewise.tasks.rows import PromptForm, Row, RowsTask
+from stalewise.tasks.rows import Row, RowsTask, takes_row_options
 
 
 class JsonlTask(RowsTask):
     """A task from the file `path`, evaluated on the file `evaluation_path` or on a held-out part of `path`.
 
     With `chat` each problem is a user message (after the `system` message); otherwise the filled-in template goes to
-    the tokenizer. `verifier` is a verifier, or the name of one with `verifier_options`.
+    the tokenizer. The other options are those of `RowOptions`.
     """
 
+    @takes_row_options
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -28,50 +28,17 @@ class JsonlTask(RowsTask):
         evaluation_path: str | os.PathLike[str] | None = None,
         held_out: float = 0.1,
         exclude_ids: Collection[str] = (),
-        problem_field: str = "problem",
-        answer_field: str = "answer",
-        id_field: str = "id",
-        template: str = "{problem}",
-        chat: bool = False,
-        system: str = "",
-        verifier: str | Verifier = "number",
-        verifier_options: Mapping[str, Any] | None = None,
+        **options: Any,
     ):
-        super().__init__(
-            Path(path).stem,
-            read_jsonl(path),
-            seed=seed,
-            form=PromptForm(problem_field, answer_field, id_field, template, chat, system),
-            evaluation_rows=None if evaluation_path is None else read_jsonl(evaluation_path),
-            held_out=held_out,
-            exclude_ids=exclude_ids,
-            verifier=verifier,
-            verifier_options=verifier_options,
-        )
+        evaluation_rows = None if evaluation_path is None else read_jsonl(evaluation_path)
+        options |= {"seed": seed, "held_out": held_out, "exclude_ids": exclude_ids}
+        super().__init__(Path(path).stem, read_jsonl(path), evaluation_rows=evaluation_rows, **options)
 
 
-def evaluation_file(
-    path: str | os.PathLike[str],
-    *,
-    problem_field: str = "problem",
-    answer_field: str = "answer",
-    id_field: str = "id",
-    template: str = "{problem}",
-    chat: bool = False,
-    system: str = "",
-    verifier: str | Verifier = "number",
-    verifier_options: Mapping[str, Any] | None = None,
-) -> RowsTask:
+@takes_row_options
+def evaluation_file(path: str | os.PathLike[str], **options: Any) -> RowsTask:
     """A task to evaluate on, made of all rows of a file; the options are those of the JSONL task."""
-    return RowsTask(
-        Path(path).stem,
-        None,
-        seed=0,
-        form=PromptForm(problem_field, answer_field, id_field, template, chat, system),
-        evaluation_rows=read_jsonl(path),
-        verifier=verifier,
-        verifier_options=verifier_options,
-    )
+    return RowsTask(Path(path).stem, None, evaluation_rows=read_jsonl(path), **options)
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Row]:

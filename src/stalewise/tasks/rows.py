@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from stalewise.errors import TaskError, nearest
 from stalewise.tasks.base import CHAT, FinitePrompts, Verifier, check_range, content_id, fraction_of
 from stalewise.tasks.overlap import EVALUATION, problem_key
 from stalewise.tasks.verifiers import make_verifier
 from stalewise.types import Prompt
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,22 @@ class PromptForm:
         return self.template.replace("{problem}", problem)
 
 
+@dataclass(frozen=True)
+class RowOptions(PromptForm):
+    """The options that every task over rows has. `verifier` is a verifier, or the name of one with its options."""
+
+    verifier: str | Verifier = "number"
+    verifier_options: Mapping[str, Any] | None = None
+
+
+def takes_row_options(function: FunctionT) -> FunctionT:
+    """List the fields of `RowOptions` in the signature of a function that passes its `**options` to it."""
+    own, shared = inspect.signature(function), inspect.signature(RowOptions).parameters.values()
+    listed = [*list(own.parameters.values())[:-1], *(option.replace(kind=option.KEYWORD_ONLY) for option in shared)]
+    vars(function)["__signature__"] = own.replace(parameters=listed)
+    return function
+
+
 @dataclass(frozen=True, slots=True)
 class _Question:
     row_id: str
@@ -72,20 +91,17 @@ class RowsTask:
         name: str,
         rows: Iterable[Row] | None,
         *,
-        seed: int,
-        form: PromptForm | None = None,
+        seed: int = 0,
         evaluation_rows: Iterable[Row] | None = None,
         held_out: float = 0.1,
         exclude_ids: Collection[str] = (),
-        verifier: str | Verifier = "number",
-        verifier_options: Mapping[str, Any] | None = None,
+        **options: Any,
     ):
-        self.name, self._form = name, form or PromptForm()
+        self.name, self._form = name, RowOptions(**options)
         excluded = {str(row_id) for row_id in exclude_ids}
         questions = [] if rows is None else self._read(rows, excluded)
         if evaluation_rows is None:
-            training, evaluation = _split(questions, held_out, name)
-            prefix = ""
+            (training, evaluation), prefix = _split(questions, held_out, name), ""
         else:
             training, evaluation, prefix = questions, self._read(evaluation_rows, excluded), EVALUATION
         seen = {problem_key(question.problem) for question in evaluation}
@@ -96,7 +112,8 @@ class RowsTask:
         order = [self._prompt(question) for question in kept]
         self._training = FinitePrompts(order, seed=seed, name=name) if order else None
         self._evaluation = [self._prompt(question, prefix) for question in sorted(evaluation, key=_order)]
-        self.verifier = make_verifier(verifier, **(verifier_options or {})) if isinstance(verifier, str) else verifier
+        verifier, of_verifier = self._form.verifier, self._form.verifier_options or {}
+        self.verifier = make_verifier(verifier, **of_verifier) if isinstance(verifier, str) else verifier
 
     @property
     def size(self) -> int:
