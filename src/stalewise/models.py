@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from stalewise.errors import ModelError, nearest
+from stalewise.gguf import gguf_directory, is_gguf
 from stalewise.smollm2 import NAME as SMOLLM2
 from stalewise.smollm2 import smollm2_directory
 from stalewise.types import Prompt
@@ -39,6 +40,8 @@ def resolve_model(path: str, task: str = "") -> str:
         return str(EMBEDDED / path)
     if path == SMOLLM2:
         return str(smollm2_directory())
+    if is_gguf(path):
+        return str(gguf_directory(Path(path).expanduser()))
     looks_local = path.startswith((".", "/", "~")) or path.count("/") != 1
     directory = Path(path).expanduser()
     if directory.is_dir():
