@@ -46,7 +46,7 @@ class ModelSection(Section):
 
     path: str = Field(
         default="auto",
-        description="Hugging Face directory, hub name, smollm2, or embedded policy; auto: the task's own.",
+        description="Hugging Face directory, GGUF file, hub name, smollm2, or embedded policy; auto: the task's own.",
     )
     adapter: str = Field(
         default="", description="Directory of a PEFT adapter for that model, to start from and to go on training."

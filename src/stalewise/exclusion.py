@@ -9,6 +9,7 @@ from typing import Any
 from stalewise.config import RunConfig, TaskSection, load_config
 from stalewise.errors import StalewiseError
 from stalewise.files import read_json
+from stalewise.gguf import is_gguf
 from stalewise.models import embedded_policies
 from stalewise.rundirectory import EXPORT_CONFIG, EXPORT_FORMAT, EXPORT_RECORD, read_config
 from stalewise.smollm2 import NAME as SMOLLM2
@@ -59,13 +60,13 @@ def _run_of(place: Path) -> Path | None:
 
 
 def _beginnings(run: Path) -> list[Path]:
-    """Directories of the model and the adapter that a run started from; a model with a name has none."""
+    """Directories of the model and the adapter that a run started from; a model with a name, or in GGUF, has none."""
     sources = read_json(run / "sources.json") if (run / "sources.json").is_file() else {}
     if checkpoint := sources.get("checkpoint"):
         return [Path(checkpoint)]
     model = read_config(run).model
     paths = [path for path in (model.path, model.adapter) if path not in ("", "auto", SMOLLM2, *embedded_policies())]
-    return [Path(path).expanduser() for path in paths]
+    return [Path(path).expanduser() for path in paths if not is_gguf(path)]
 
 
 def _sources(run: Path) -> list[Path]:

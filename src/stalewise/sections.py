@@ -98,7 +98,7 @@ class ForeignSection(Section):
 
     path: str = Field(
         default="",
-        description="Hugging Face directory, hub name, smollm2, or embedded policy of the same tokenizer; empty: none.",
+        description="A model as in model.path, of the same tokenizer; empty: none.",
     )
     share: float = Field(
         default=0.0, ge=0, lt=1, description="Share of every group that it samples: at least one rollout, never all."

@@ -13,9 +13,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from stalewise.errors import ModelError, StoreError
-from stalewise.files import commit_directory, explain_write_errors, make_directory, read_json, sha256_file
-from stalewise.files import temporary_name, write_json_atomic
-from stalewise.gguf.convert import convert
+from stalewise.files import (
+    commit_directory,
+    explain_write_errors,
+    make_directory,
+    read_json,
+    sha256_file,
+    temporary_name,
+    write_json_atomic,
+)
+from stalewise.gguf.conversion import convert
 from stalewise.gguf.header import INSTALL, MAGIC, read_header
 
 CACHE_VARIABLE = "STALEWISE_CACHE"

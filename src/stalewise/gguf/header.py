@@ -25,7 +25,7 @@ _EXACT_BITS = {0: 26.0, 1: 13.0, 30: 10.0}
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A file's metadata and tensors, none of which is read yet. `types` are those of the metadata, as the file has it."""
+    """A file's metadata, with the types that it has there, and its tensors, none of which is read yet."""
 
     path: Path
     metadata: dict[str, Any]
@@ -78,8 +78,11 @@ def read_header(path: Path) -> Header:
     try:
         header = _parse(path, content)
         end = max((place + length for _, _, place, length in header.tensors.values()), default=0)
-    except (struct.error, UnicodeDecodeError, ValueError, OverflowError, MemoryError) as error:
-        raise ModelError(f"{path} is cut or damaged: its header does not hold together ({error}); copy it again") from error
+    except ModelError:
+        raise
+    except (struct.error, ValueError, TypeError, ArithmeticError, MemoryError) as error:
+        problem = f"its header does not hold together ({error})"
+        raise ModelError(f"{path} is cut or damaged: {problem}; copy it again") from error
     if end > size:
         raise ModelError(f"{path} is cut: it has {size:,} bytes and should have {end:,}; copy it again")
     _check(header)
@@ -146,7 +149,7 @@ def _check(header: Header) -> None:
     path, metadata = header.path, header.metadata
     known = set(GGUF_CONFIG_MAPPING) - {"general", "tokenizer"}
     with contextlib.suppress(ImportError):  # newer releases have a second list
-        from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
+        from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
 
         known |= set(GGUF_CONFIG_ARCHS)
     architecture = str(metadata.get("general.architecture"))

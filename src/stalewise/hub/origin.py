@@ -10,6 +10,7 @@ from typing import Any
 from stalewise.checkpoints import read_state
 from stalewise.config import RunConfig
 from stalewise.files import read_json
+from stalewise.gguf import is_gguf
 from stalewise.hub.folder import FORMAT, RECORD
 from stalewise.rundirectory import flat, read_config
 from stalewise.smollm2 import NAME as SMOLLM2
@@ -44,6 +45,8 @@ def base_of(config: RunConfig, depth: int = 0) -> Base:
         words = f"[{SMOLLM2_ON_HUB}](https://huggingface.co/{SMOLLM2_ON_HUB}), dequantized from 4 bits (Q4_1)"
         return Base(words, SMOLLM2_ON_HUB, "apache-2.0")
     directory = Path(path).expanduser()
+    if is_gguf(path):
+        return Base(f"a model in a GGUF file called `{directory.name}`")
     if not directory.is_dir():
         return Base(f"[{path}](https://huggingface.co/{path})", path)
     return _base_of_directory(directory, depth)

@@ -21,7 +21,7 @@ from typing import Any
 from stalewise.errors import ModelError
 from stalewise.gguf.header import Header
 
-# Rounding to b bits per weight moves a matrix by about 1.8 · 2^-b of its norm, another matrix is away by about 1.
+# Rounding to b bits per weight moves a matrix by 1.7 to 3 times 2^-b of its norm; another matrix is away by 1 or more.
 _ROUNDING, _FARTHEST = 4.0, 0.5
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")  # of a turn, where the chat template writes them
 _SAMPLE = "What is 12 + 345?\n x = 3.5 * (a_b - 'c')"
@@ -124,7 +124,7 @@ def _quick(header: Header, *, with_vocabulary: bool) -> Iterator[None]:
 
 
 def as_reader(header: Header, *, with_vocabulary: bool = True) -> Any:
-    """The header in the form of gguf's own reader, as far as transformers looks; of the vocabulary its size suffices."""
+    """The header in the form of gguf's own reader, as far as transformers looks; a vocabulary's size may do."""
     import numpy as np
     from gguf import GGMLQuantizationType
     from gguf.gguf_reader import ReaderField
@@ -236,7 +236,8 @@ def _scale_positions(config: Any, header: Header) -> None:
 def _explains(scaled: dict[str, Any], factors: Any) -> bool:
     import numpy as np
 
-    low, high, longest = scaled["low_freq_factor"], scaled["high_freq_factor"], scaled["original_max_position_embeddings"]
+    low, high = scaled["low_freq_factor"], scaled["high_freq_factor"]
+    longest = scaled["original_max_position_embeddings"]
     waves = 2 * np.pi * scaled["rope_theta"] ** (np.arange(len(factors)) / len(factors))
     smooth = np.clip((longest / waves - low) / (high - low), 0, 1)
     return bool(np.allclose(1 / ((1 - smooth) / scaled["factor"] + smooth), factors, rtol=1e-3))
@@ -267,6 +268,12 @@ def _set_tokens(model: Any, tokenizer: Any, header: Header) -> None:
             tokenizer.add_bos_token = adds
     if (template := metadata.get("tokenizer.chat_template")) and not tokenizer.chat_template:
         tokenizer.chat_template = template
+    # Control tokens that are not marked as such would be cut into pieces where a text has them.
+    kinds, vocabulary = metadata.get("tokenizer.ggml.token_type", []), tokenizer.get_vocab()
+    control = [token for token, kind in zip(tokens, kinds, strict=False) if kind == 3]
+    known = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    if new := [token for token in control if token in vocabulary and token not in known]:
+        tokenizer.add_tokens(new, special_tokens=True)
     tokenizer.clean_up_tokenization_spaces = False
     if length := getattr(model.config, "max_position_embeddings", None):
         tokenizer.model_max_length = length
