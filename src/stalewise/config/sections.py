@@ -57,7 +57,9 @@ class LoraSection(Section):
 class ModelSection(Section):
     """The policy to train."""
 
-    path: str = Field(default="auto", description="Directory, hub name, smollm2 or embedded policy; auto: the task's.")
+    path: str = Field(
+        default="auto", description="Directory, GGUF file, hub name, smollm2 or embedded policy; auto: the task's."
+    )
     adapter: str = Field(default="", description="Directory of a PEFT adapter of that model to continue training from.")
     precision: Literal["auto", "float32", "bfloat16", "bfloat16-only"] = Field(
         default="auto", description="Of forward and backward passes; bfloat16-only: of weights, too; auto: by device."

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from stalewise.errors import ModelError, nearest
+from stalewise.models.gguf import gguf_directory, is_gguf
 from stalewise.models.smollm2 import NAME as SMOLLM2
 from stalewise.models.smollm2 import smollm2_directory
 from stalewise.types import Prompt
@@ -37,6 +38,8 @@ def resolve_model(path: str, task: str = "") -> str:
         return str(EMBEDDED / (task if path == "auto" else path))
     if path == SMOLLM2:
         return str(smollm2_directory())
+    if is_gguf(path):
+        return str(gguf_directory(Path(path).expanduser()))
     directory = Path(path).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():

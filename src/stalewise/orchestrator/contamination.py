@@ -9,6 +9,7 @@ from typing import Any
 from stalewise.config import RunConfig, TaskSection, load_config
 from stalewise.config.run_directory import EXPORT_CONFIG, EXPORT_FORMAT, EXPORT_RECORD, read_config
 from stalewise.errors import StalewiseError
+from stalewise.models.gguf import is_gguf
 from stalewise.models.loading import embedded_policies
 from stalewise.models.smollm2 import NAME as SMOLLM2
 from stalewise.store import atomic, batch_directories, is_committed, open_batch
@@ -55,13 +56,13 @@ def _run_of(path: Path) -> Path | None:
 
 
 def _origins(run: Path) -> list[Path]:
-    """Directories of the model and the adapter that a run started from; none for a built-in model."""
+    """Directories of the model and the adapter that a run started from; none for a built-in model or a GGUF file."""
     sources = atomic.read_json(run / "sources.json") if (run / "sources.json").is_file() else {}
     if checkpoint := sources.get("checkpoint"):
         return [Path(checkpoint)]
     model = read_config(run).model
     paths = [path for path in (model.path, model.adapter) if path not in ("", "auto", SMOLLM2, *embedded_policies())]
-    return [Path(path).expanduser() for path in paths]
+    return [Path(path).expanduser() for path in paths if not is_gguf(path)]
 
 
 def _sources(run: Path) -> list[Path]:

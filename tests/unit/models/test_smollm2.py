@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import stalewise.models.gguf as package
 from stalewise.errors import ModelError
 from stalewise.models import smollm2
 from stalewise.models.loading import encode_prompts, load_model, load_tokenizer, resolve_model, stop_token_ids
@@ -109,7 +110,7 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_file_becomes_an_ordinary_model_directory(weights: Path, tmp_path: Path) -> None:
     expected = write_gguf(tmp_path / "again.gguf")
     directory = Path(resolve_model("smollm2"))
-    assert directory == tmp_path / "cache" / "models" / f"smollm2-{sha256_file(weights)[:12]}-1"
+    assert directory == tmp_path / "cache" / "models" / f"smollm2-{sha256_file(weights)[:12]}-{package.CONVERSION}"
     assert not list(directory.parent.glob(".*"))  # nothing half made stays
     found = load_file(directory / "model.safetensors")
     assert {tensor.dtype for tensor in found.values()} == {torch.float32}
@@ -164,25 +165,26 @@ def test_the_file_is_found_in_the_package_without_importing_it(weights: Path, mo
     monkeypatch.setattr(smollm2, "distribution", installed)
     assert smollm2.find_weights() == weights
     weights.unlink()  # the package's record names it, but it is gone
-    with pytest.raises(ModelError, match="needs a file from the package"):
+    with pytest.raises(ModelError, match="needs the file inside of the package"):
         smollm2.find_weights()
 
 
 def test_of_two_processes_the_second_takes_what_the_first_made(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def slow(source: Path, directory: Path) -> None:
-        monkeypatch.setattr(smollm2, "convert", convert)
-        convert(source, directory)
+    def slow(header: Any, directory: Path) -> dict[str, Any]:
+        monkeypatch.setattr(package, "convert", convert)
         other.append(resolve_model("smollm2"))  # another process is done before this one
+        return convert(header, directory)
 
     other: list[str] = []
-    convert = smollm2.convert
-    monkeypatch.setattr(smollm2, "convert", slow)
+    convert = package.convert
+    monkeypatch.setattr(package, "convert", slow)
+    monkeypatch.setattr(package.fcntl, "flock", lambda file, how: None)  # where there are no locks to wait for
     assert [resolve_model("smollm2")] == other
     assert not list(Path(other[0]).parent.glob(".*"))
 
 
 def test_what_a_killed_conversion_left_is_removed_when_it_is_old(weights: Path, tmp_path: Path) -> None:
-    name = f"smollm2-{sha256_file(weights)[:12]}-1"
+    name = f"smollm2-{sha256_file(weights)[:12]}-{package.CONVERSION}"
     old, new = (tmp_path / "cache" / "models" / f".{name}.tmp-{word}" for word in ("old", "new"))
     for directory in (old, new):
         directory.mkdir(parents=True)
@@ -211,29 +213,30 @@ def test_without_the_package_the_commands_are_named(tmp_path: Path, monkeypatch:
 
 def test_a_file_that_cannot_be_read(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = weights.read_bytes()
-    for wrong in (content[: len(content) // 2], b"no GGUF at all"):
+    cut = content[: len(content) // 2]
+    for wrong, said in ((cut, "is cut: it has "), (b"no GGUF at all", "does not begin as GGUF files do")):
         weights.write_bytes(wrong)
         message = refused("train", config_file(tmp_path))
-        assert message.startswith(f"{weights} cannot be read as a language model in GGUF")
+        assert message.startswith(f"{weights} {said}")
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
     monkeypatch.setenv("STALEWISE_SMOLLM2", str(tmp_path / "none.gguf"))
     assert "none.gguf, which is no file" in refused("train", config_file(tmp_path))
 
 
 def test_without_a_reader_of_gguf_the_extra_is_named(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smollm2, "find_spec", lambda name: None)
-    with pytest.raises(ModelError, match=r"needs the package gguf: pip install 'stalewise\[smollm2\]'"):
+    monkeypatch.setattr(package, "find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"needs the package gguf: pip install 'stalewise\[gguf\]'"):
         resolve_model("smollm2")
 
 
 def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("STALEWISE_CACHE", str(tmp_path))
-    assert smollm2.cache_directory() == tmp_path
+    assert package.cache_directory() == tmp_path
     monkeypatch.delenv("STALEWISE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert smollm2.cache_directory() == tmp_path / "xdg" / "stalewise"
+    assert package.cache_directory() == tmp_path / "xdg" / "stalewise"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert smollm2.cache_directory() == Path.home() / ".cache" / "stalewise"
+    assert package.cache_directory() == Path.home() / ".cache" / "stalewise"
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from stalewise.config import RunConfig
 from stalewise.config.run_directory import EXPORT_FORMAT, EXPORT_RECORD, flat, read_config
 from stalewise.config.template import toml
 from stalewise.errors import StoreError
+from stalewise.models.gguf import is_gguf
 from stalewise.models.smollm2 import NAME as SMOLLM2
 from stalewise.store import atomic
 from stalewise.store.checkpoints import read_state
@@ -99,6 +100,8 @@ def base_of(model: str, task: str, depth: int = 0) -> BasePolicy:
         words = f"[{SMOLLM2_ON_HUB}](https://huggingface.co/{SMOLLM2_ON_HUB}), dequantized from 4 bits (Q4_1)"
         return BasePolicy(words, SMOLLM2_ON_HUB, "apache-2.0")
     directory = Path(path).expanduser()
+    if is_gguf(path):
+        return BasePolicy(f"a model in a GGUF file called `{directory.name}`")
     if not directory.is_dir():
         return BasePolicy(f"[{path}](https://huggingface.co/{path})", path)
     if record := _export_record(directory):
