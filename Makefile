@@ -27,7 +27,7 @@ CHANGED = $$(git diff --name-only --diff-filter=d HEAD -- '*.py'; git ls-files -
 quick: install lint
 	files="$(CHANGED)"; if [ -n "$$files" ]; then $(BIN)/pyright $$files; fi
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow" tests/unit/objectives tests/unit/staleness tests/locks \
-		tests/unit/orchestrator/test_small_run.py
+		tests/examples
 
 # Types and the browser have one core each.
 test: install lint unit
@@ -57,7 +57,7 @@ $(TRITON)/.installed: Makefile | install
 
 test-kernels: install $(TRITON)/.installed
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(BIN)/pytest -W ignore::RuntimeWarning \
-		tests/unit/models/test_kernels.py tests/unit/models/test_sample_token.py tests/unit/models/test_fused_ops.py
+		$(addprefix tests/unit/models/test_,$(addsuffix .py,decode_attention fused_ops logits rope sample_token segment_sum))
 
 # Real vLLM on the CPU, in an environment of its own: it wants an older transformers than we are tested with. Nothing is
 # resolved (that would bring builds that do not fit), and nothing compiled that is not imported.
