@@ -317,15 +317,14 @@ class Orchestrator:
             needed |= {maker for maker in makers if maker <= version}
         return needed
 
-    def _roll_back(self, degradation: Degradation, assessment: Assessment) -> None:
+    def _roll_back(self, why: Degradation, assessment: Assessment) -> None:
         """Go back to the last good policy and continue from there as the config says."""
         self.source.stop()  # it must not write to batches that are moved away
         self.coordinator.withdraw()  # nor may workers
-        to_version = self.guard.roll_back(self.schedule, degradation, assessment)
+        to_version = self.guard.roll_back(self.schedule, why, assessment)
         self.trainer, self.open_batches = None, {}
         self.states = {version: state for version, state in self.states.items() if version <= to_version}
         self.schedule = forget_stages(self.schedule, self.run_log.stages_path, to_version)
         rate = self.guard.rollbacks.learning_rate_factor * self.config.optimizer.learning_rate
-        where = f"back to version {to_version}, learning rate {rate:.3g}"
-        self.callback.log(f"collapsed: {degradation.describe()}; {where}")
+        self.callback.log(f"collapsed: {why.describe()}; back to version {to_version}, learning rate {rate:.3g}")
         self.source.start(self)

@@ -167,10 +167,11 @@ def thresholds(
     Half the χ²(1) quantile in the limit of many runs; in a small sweep, the quantile of the fall at the truth in
     `resamples` data sets drawn from the fitted law, where that is more.
     """
+    staleness, rate, updates, resolution = columns
     generator, falls = np.random.default_rng(seed), np.zeros((max(resamples, 1), len(radii)))
     for row in falls[:resamples]:
-        drawn = draw(peak.parameters, *columns[:3], generator)
-        data = arrange(*columns, seen_at(drawn, columns[2], columns[3]))
+        drawn = draw(peak.parameters, staleness, rate, updates, generator)
+        data = arrange(staleness, rate, updates, resolution, seen_at(drawn, updates, resolution))
         top = maximise(data, box, [peak.parameters]).log_likelihood
         for column, index in enumerate(radii):
             at_truth = fixed(box, index, peak.parameters[index])
