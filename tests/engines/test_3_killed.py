@@ -66,7 +66,7 @@ def interrupted(starting: VllmServer, untied: Path, tmp_path_factory: pytest.Tem
             time.sleep(0.01)
         server.kill()
         with pytest.raises(
-            EngineError, match=f"{server.url} does not answer .* though it was waited for 0.5 s: see to it"
+            EngineError, match=f"{server.url} does not answer .*; it did not come back within 0.5 s: check the server"
         ):
             first.result()
     server.start()  # with the weights of its command line, which are not those of version 2
