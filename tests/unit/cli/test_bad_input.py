@@ -97,12 +97,12 @@ def test_a_name_on_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pyt
     message = refused("train", config)
     assert message.startswith("nobody/has-this is no directory, and no hub provides it (")
     assert message.endswith(
-        "model, or connect to the hub, with HF_TOKEN set if it restricts access; "
+        "): name a directory with the model, or connect to the hub, with HF_TOKEN set if it restricts access; "
         'model.path = "auto" and "smollm2" need no hub'
     )
     assert "bad     tokenizer       nobody/has-this is no directory" in call("doctor", config).stdout
     for load in (vocabulary_size, fingerprint, lambda name: read_policy_files(Path(name))):
-        with pytest.raises(ModelError, match="nobody/has-this is no directory, and no hub gives it out"):
+        with pytest.raises(ModelError, match="nobody/has-this is no directory, and no hub provides it"):
             load("nobody/has-this")
 
 
