@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from stalewise.api import evaluate, generate, learn, run
     from stalewise.config import RunConfig, load_config, make_config
     from stalewise.config.run_directory import RunResult
-    from stalewise.reporting import write_report as report
+    from stalewise.reporting.render import write_report as report
 
 __version__ = "0.1.0"
 
@@ -28,7 +28,7 @@ __all__ += ["evaluate", "generate", "learn", "report", "run"]
 
 _MODULES: dict[str, str] = dict.fromkeys(("evaluate", "generate", "learn", "run"), "api")
 _MODULES |= dict.fromkeys(("RunConfig", "load_config", "make_config"), "config")
-_MODULES |= {"RunResult": "config.run_directory", "report": "reporting"}
+_MODULES |= {"RunResult": "config.run_directory", "report": "reporting.render"}
 
 
 def __getattr__(name: str) -> object:

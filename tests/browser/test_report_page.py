@@ -9,8 +9,8 @@ import pytest
 from playwright.sync_api import Frame, Page, expect
 
 from rundirs import metrics, write_run
-from stalewise.reporting import write_report
 from stalewise.reporting.browser import RunServer
+from stalewise.reporting.render import write_report
 from stalewise.reporting.wording import ACCURACY, CHARTS
 from stalewise.store.atomic import append_line
 

@@ -180,7 +180,7 @@ def test_module_paths_of_earlier_documents_warn_and_work(old: str, new: str, nam
 
 
 def test_where_the_documents_find_the_directory_of_a_model() -> None:
-    from stalewise.models import resolve_model
+    from stalewise.models.loading import resolve_model
 
     assert resolve_model("arithmetic") == str(EMBEDDED / "arithmetic")
 

@@ -17,7 +17,7 @@ from stalewise.cli.tables import make_table, print_lines
 from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import RunResult
 from stalewise.orchestrator.evaluation import Evaluation, describe_evaluation
-from stalewise.reporting import write_report
+from stalewise.reporting.render import write_report
 from stalewise.store.atomic import read_jsonl
 from stalewise.types import NullCallback, ProgressCallback
 

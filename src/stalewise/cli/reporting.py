@@ -30,7 +30,7 @@ def report(
 ) -> None:
     """Write an HTML report of one or several runs."""
     _check_runs(*runs)  # before the slow import
-    from stalewise.reporting import write_report
+    from stalewise.reporting.render import write_report
 
     typer.echo(str(write_report(runs, output)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Container
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from stalewise.config.run import FORMAT, RunConfig, identity_of, make_config
 from stalewise.errors import StoreError
 from stalewise.store.atomic import read_json, read_jsonl
 
+RESOLVED = "config.resolved.json"
 # Files of a directory that `stalewise export` makes: the record that identifies it, and the run's settings.
 EXPORT_FORMAT = "stalewise.export/1"
 EXPORT_RECORD = "stalewise.json"
@@ -46,13 +48,20 @@ def read_result(directory: Path, updates: int) -> RunResult:
 
 def read_config(directory: str | Path) -> RunConfig:
     """The config of a run directory."""
-    path = Path(directory) / "config.resolved.json"
-    if not path.is_file():
-        raise StoreError(f"{directory} is no run directory: it has no config.resolved.json")
+    record = read_resolved(directory)
+    del record["format"]
+    return make_config(record, source=str(Path(directory) / RESOLVED))
+
+
+def read_resolved(directory: str | Path) -> dict[str, Any]:
+    """The config of a run directory as it is stored."""
+    path = Path(directory) / RESOLVED
+    if not os.path.isfile(path) and (os.access(directory, os.X_OK) or not os.path.exists(directory)):
+        raise StoreError(f"{directory} is no run directory: it has no {RESOLVED}; name the directory of a run")
     record = read_json(path)
-    if record.pop("format", None) != FORMAT:
-        raise StoreError(f"{path} has another format than {FORMAT}: use the stalewise release that wrote it")
-    return make_config(record, source=str(path))
+    if record.get("format") != FORMAT:
+        raise StoreError(f"{path} has format {record.get('format')}; this release reads {FORMAT}")
+    return record
 
 
 def is_started(directory: Path) -> bool:
@@ -63,7 +72,7 @@ def is_started(directory: Path) -> bool:
 
 def check_identity(config: RunConfig) -> None:
     """Refuse a run directory that was made with another config or another format."""
-    path = config.directory / "config.resolved.json"
+    path = config.directory / RESOLVED
     if not path.exists():
         return
     recorded = read_json(path)

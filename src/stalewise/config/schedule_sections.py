@@ -102,11 +102,7 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def with_recipe(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables of a config with the settings of its recipe filled in; a schedule with stages of its own is kept.
-
-    >>> with_recipe({"recipe": "auto", "guard": {"action": "halve"}})["guard"]
-    {'action': 'halve'}
-    """
+    """The tables of a config with the settings of its recipe filled in; a schedule with stages of its own is kept."""
     filled = dict(record)
     for table, settings in RECIPES.get(str(record.get("recipe", "none")), {}).items():
         given = filled.get(table, {})

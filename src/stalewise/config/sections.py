@@ -161,11 +161,7 @@ class ForeignSection(Section):
             yield "path and a share above 0 go together: set both or neither"
 
     def places(self, group_size: int) -> int:
-        """How many rollouts of a group it samples.
-
-        >>> [ForeignSection(path="other", share=share).places(8) for share in (0.01, 0.5, 0.99)]
-        [1, 4, 7]
-        """
+        """How many rollouts of a group it samples."""
         return min(max(round(self.share * group_size), 1), group_size - 1) if self.share else 0
 
 

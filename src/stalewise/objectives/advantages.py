@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ def group_advantages(
     """
     _check(reward, group, kind, truncated, truncated_rule)
     reward_N = reward.to(torch.promote_types(reward.dtype, torch.float32))
-    group_N = _numbered(group)
+    group_N: Tensor = cast(Any, torch).unique(group, return_inverse=True)[1]  # numbered 0, 1, 2 … without gaps
     groups = int(group_N.max()) + 1
 
     size_P = torch.bincount(group_N, minlength=groups).to(reward_N.dtype)
@@ -86,11 +86,6 @@ def group_advantages(
     if truncated is not None and truncated_rule == "mask":
         keep_N = ~truncated
     return Advantages(advantage_N, degenerate_P[group_N], keep_N, groups, int(degenerate_P.sum()))
-
-
-def _numbered(group: Tensor) -> Tensor:
-    """The same groups numbered 0, 1, 2 … without gaps."""
-    return torch.unique(group, return_inverse=True)[1]  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def _group_spread(reward_N: Tensor, group_N: Tensor, groups: int) -> Tensor:

@@ -148,9 +148,6 @@ def drift_statistics(update_norm: float, learning_rate: float, drift_before: flo
     """‖Δθ‖ of this update, G_upd = ‖Δθ‖ / η, and the cumulative drift Σ‖Δθ‖.
 
     G_upd is NaN at a learning rate of 0: nothing was measured.
-
-    >>> drift_statistics(update_norm=0.02, learning_rate=1e-3, drift_before=0.1)
-    {'update_norm': 0.02, 'update_norm_per_lr': 20.0, 'drift': 0.12000000000000001}
     """
     return {
         "update_norm": update_norm,
@@ -160,11 +157,7 @@ def drift_statistics(update_norm: float, learning_rate: float, drift_before: flo
 
 
 def age_statistics(update: int, versions: Tensor) -> dict[str, float]:
-    """Mean and largest age, in updates, of the rollouts consumed at `update`; `versions` [B] made their first tokens.
-
-    >>> age_statistics(update=10, versions=torch.tensor([4, 10]))
-    {'age_mean': 3.0, 'age_max': 6.0}
-    """
+    """Mean and largest age, in updates, of the rollouts consumed at `update`; `versions` [B] made their first tokens."""
     age_B = update - versions.double()
     if bool((age_B < 0).any()):
         raise ValueError(f"versions go up to {versions.max().item()}; expected none after update {update}")

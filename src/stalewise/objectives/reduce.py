@@ -31,11 +31,7 @@ def natural_denominator(tokens: Tokens, reduction: Reduction) -> Tensor:
 
 
 def constant_denominator(sequences: int, max_tokens: int) -> float:
-    """Dr. GRPO's denominator: a constant, so that long responses are not weighted down.
-
-    >>> constant_denominator(sequences=4, max_tokens=512)
-    2048.0
-    """
+    """Dr. GRPO's denominator: a constant, so that long responses are not weighted down."""
     if sequences < 1 or max_tokens < 1:
         raise ValueError(f"sequences and max_tokens are {sequences} and {max_tokens}; expected at least 1 of each")
     return float(sequences * max_tokens)

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from stalewise.config import FORMAT, ScheduleSection
+from stalewise.config import ScheduleSection
+from stalewise.config.run_directory import RESOLVED, read_resolved
 from stalewise.errors import StoreError
 from stalewise.reporting import timeline
 from stalewise.reporting.checks import EVALUATION, JOURNAL, METRIC, ROLLBACK, STAGE, RecordSchema, is_counts, is_sources
@@ -196,25 +197,11 @@ def read_run(directory: Path, label: str | None = None) -> Run:
     )
 
 
-def read_resolved(directory: Path) -> dict[str, Any]:
-    """The stored config of a run directory."""
-    path = directory / "config.resolved.json"
-    try:
-        if not path.is_file():
-            raise StoreError(f"{directory} is no run directory: it has no {path.name}; name the directory of a run")
-        config = read_json(path)
-    except OSError as error:
-        raise StoreError(f"{unreadable(path, error)}: ask its owner for read permission") from error
-    if config.get("format") != FORMAT:
-        raise StoreError(f"{path} has format {config.get('format')}; this release reads {FORMAT}")
-    return config
-
-
 def _schedule(config: Mapping[str, Any], directory: Path) -> Schedule:
     try:
         return ScheduleSection.model_validate(config["schedule"]).schedule()
     except (KeyError, ValueError) as error:
-        what = f"{directory / 'config.resolved.json'} has no usable schedule ({' '.join(str(error).split())})"
+        what = f"{directory / RESOLVED} has no usable schedule ({' '.join(str(error).split())})"
         raise StoreError(f"{what}: restore it from a copy") from error
 
 

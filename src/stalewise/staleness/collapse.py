@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from itertools import groupby
 from statistics import NormalDist
 from typing import Literal
@@ -78,14 +77,6 @@ class CollapseDetector:
         if index - self.below_since < self.window:
             return self
         return replace(self, collapse=Collapse(self.below_since, "below half of best", self.best, self.below_value))
-
-
-def find_collapse(
-    values: Iterable[float], *, smoothing: int = 8, window: int = 32, fraction: float = 0.5, floor: float = 0.0
-) -> Collapse | None:
-    """The collapse in a curve, or None; a curve that ends below the line within its window has not collapsed."""
-    start = CollapseDetector(smoothing=smoothing, window=window, fraction=fraction, floor=floor)
-    return reduce(CollapseDetector.observe, values, start).collapse
 
 
 RISK = 0.05  # of calling a steady run bad, over all of its scores

@@ -34,11 +34,7 @@ _NAME = re.compile(r"v(\d{6,})")
 
 
 def checkpoint_directory(run: str | Path, version: int) -> Path:
-    """The directory of a version's checkpoint.
-
-    >>> checkpoint_directory("runs/a", 64).as_posix()
-    'runs/a/checkpoints/v000064'
-    """
+    """The directory of a version's checkpoint."""
     return Path(run) / "checkpoints" / f"v{version:06d}"
 
 

@@ -74,9 +74,6 @@ def batch_directory(root: str | Path, *, version: int, generation_batch: int) ->
     """The directory of a generation batch under `root`, the `rollouts` directory of a run.
 
     The batch number comes first, since a pipelined schedule may generate several batches from one version.
-
-    >>> batch_directory("rollouts", version=64, generation_batch=3).as_posix()
-    'rollouts/g000003-v000064'
     """
     return Path(root) / f"g{generation_batch:06d}-v{version:06d}"
 

@@ -93,11 +93,7 @@ class TokenLog:
 
 
 def token_log_directory(run: str | Path) -> Path:
-    """The directory of a run's token log.
-
-    >>> token_log_directory("runs/a").as_posix()
-    'runs/a/ledger/tokens'
-    """
+    """The directory of a run's token log."""
     return Path(run) / "ledger" / "tokens"
 
 

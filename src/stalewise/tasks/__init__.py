@@ -22,11 +22,7 @@ TASKS = {
 
 
 def make_task(name: str, *, seed: int = 0, **options: Any) -> Task:
-    """Make a task by name; the options are those of its class. An unknown name or option is a TaskError.
-
-    >>> make_task("arithmetic", seed=3).size
-    7151
-    """
+    """Make a task by name; the options are those of its class. An unknown name or option is a TaskError."""
     return build("task", name, TASKS, {"seed": seed, **options})
 
 

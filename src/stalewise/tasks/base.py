@@ -127,13 +127,7 @@ def check_range(start: int, count: int) -> None:
 
 
 class FinitePrompts:
-    """An unlimited numbering of a finite list of prompts: epoch after epoch, each in its own seeded order.
-
-    >>> questions = [Prompt(prompt_id=letter, text=letter, answer="") for letter in "abc"]
-    >>> order = FinitePrompts(questions, seed=0, name="letters")
-    >>> [sorted(p.text for p in order.take(epoch * 3, 3)) for epoch in range(2)]
-    [['a', 'b', 'c'], ['a', 'b', 'c']]
-    """
+    """An unlimited numbering of a finite list of prompts: epoch after epoch, each in its own seeded order."""
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, name: str):
         if not prompts:

@@ -140,11 +140,7 @@ def _pieces(total: int, most: int) -> np.ndarray:
 
 
 def size_above(number: int, ratio: float) -> int:
-    """The next of few sizes, all multiples of SIZE_STEP, each at most `ratio` times or one step above the last.
-
-    >>> [size_above(n, 1.05) for n in (1, 1000, 1030, 16_000)]
-    [32, 1024, 1056, 16544]
-    """
+    """The next of few sizes, all multiples of SIZE_STEP, each at most `ratio` times or one step above the last."""
     size = SIZE_STEP
     while size < number:
         size = max(size + SIZE_STEP, int(size * ratio) // SIZE_STEP * SIZE_STEP)
@@ -158,10 +154,6 @@ def rows_and_columns(length_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ranges(start_S: np.ndarray, length_S: np.ndarray) -> np.ndarray:
-    """Concatenated ranges: start, start + 1, … of each segment.
-
-    >>> ranges(np.array([10, 3]), np.array([2, 3])).tolist()
-    [10, 11, 3, 4, 5]
-    """
+    """Concatenated ranges: start, start + 1, … of each segment."""
     segment, column = rows_and_columns(length_S)
     return start_S[segment] + column

@@ -48,3 +48,7 @@ def test_a_contradiction_is_refused(section: type[Section], record: dict[str, An
 def test_adapters_are_trained_with_a_rank_or_from_an_adapter() -> None:
     cases: list[dict[str, Any]] = [{}, {"lora": {"rank": 2}}, {"adapter": "directory"}]
     assert [ModelSection(**case).trains_adapters for case in cases] == [False, True, True]
+
+
+def test_a_foreign_policy_samples_at_least_one_rollout_of_a_group_and_never_all() -> None:
+    assert [ForeignSection(path="other", share=share).places(8) for share in (0.01, 0.5, 0.99)] == [1, 4, 7]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from rundirs import add_batch, add_evaluation, metrics, warnings, write_run
-from stalewise.reporting import write_report
 from stalewise.reporting.figures import (
     BUCKETS,
     LONGEST_CURVE,
@@ -20,7 +19,7 @@ from stalewise.reporting.figures import (
     thin,
 )
 from stalewise.reporting.read import Run, read_run, read_runs
-from stalewise.reporting.render import describe_chart, describe_thinning, render
+from stalewise.reporting.render import describe_chart, describe_thinning, render, write_report
 from stalewise.reporting.summary import summarize
 from stalewise.reporting.wording import CHARTS, Chart
 from stalewise.store.atomic import append_line, write_json_atomic

@@ -13,8 +13,8 @@ import pytest
 from rundirs import add_evaluation, warnings, write_run
 from stalewise.config import RunConfig
 from stalewise.errors import StoreError
-from stalewise.reporting import write_report
 from stalewise.reporting.read import differing_keys, flatten, metric_columns, read_run, unique_labels
+from stalewise.reporting.render import write_report
 from stalewise.store.atomic import append_line, write_json_atomic
 
 

@@ -13,7 +13,6 @@ import pytest
 from rundirs import add_evaluation, figures_of, metrics, write_run
 from stalewise.config import make_config, write_resolved
 from stalewise.errors import StoreError
-from stalewise.reporting import write_report
 from stalewise.reporting.figures import (
     COLOURS,
     LIMIT_COLOUR,
@@ -21,7 +20,14 @@ from stalewise.reporting.figures import (
     MetricSeries,
 )
 from stalewise.reporting.read import read_runs
-from stalewise.reporting.render import describe_bars, describe_curve, describe_stage_end, packed_plotly, render
+from stalewise.reporting.render import (
+    describe_bars,
+    describe_curve,
+    describe_stage_end,
+    packed_plotly,
+    render,
+    write_report,
+)
 from stalewise.reporting.time_bars import BAR_COLOURS
 from stalewise.reporting.wording import CHARTS, METRICS
 from stalewise.store.atomic import append_line, write_json_atomic

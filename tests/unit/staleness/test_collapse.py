@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from functools import reduce
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +15,12 @@ from stalewise.staleness.collapse import (
     Degradation,
     PolicyScore,
     assess,
-    find_collapse,
     scores_from_rewards,
 )
+
+
+def find_collapse(values: Iterable[float], **rule: Any) -> Collapse | None:
+    return reduce(CollapseDetector.observe, values, CollapseDetector(**rule)).collapse
 
 
 def test_collapse_is_dated_at_the_first_update_below_half_of_the_best() -> None:

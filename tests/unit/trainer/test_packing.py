@@ -5,12 +5,17 @@ from __future__ import annotations
 import numpy as np
 
 from stalewise.trainer.micro_batch import Layout, micro_batches
-from stalewise.trainer.packing import pack, pad_to_common_size, prompt_numbers, split_in_halves
+from stalewise.trainer.packing import pack, pad_to_common_size, prompt_numbers, ranges, size_above, split_in_halves
 from trainer_inputs import (
     CPU,
     of_lengths,
     rollouts,
 )
+
+
+def test_sizes_grow_by_a_ratio_or_by_one_step() -> None:
+    assert [size_above(number, 1.05) for number in (1, 1000, 1030, 16_000)] == [32, 1024, 1056, 16544]
+    assert ranges(np.array([10, 3]), np.array([2, 3])).tolist() == [10, 11, 3, 4, 5]
 
 
 def test_rows_of_one_size_have_keys_of_one_size() -> None:

@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlsplit
 
+from stalewise.config.run_directory import RESOLVED, read_resolved
 from stalewise.errors import ConfigError, StalewiseError
 from stalewise.reporting.browser.group import TokenDecoder, describe_group, describe_tokens
 from stalewise.reporting.browser.index import IndexCache, RolloutIndex
 from stalewise.reporting.browser.query import QueryResult, RolloutFilters, parse_filters
-from stalewise.reporting.read import read_resolved, read_runs
+from stalewise.reporting.read import read_runs
 from stalewise.reporting.render import render
 from stalewise.reporting.status import StatusLine
 from stalewise.store import batch_directories
@@ -46,7 +47,7 @@ REPORT = (
 )
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 PAGES = {"": "report.html", "rollouts": "rollouts.html"}
-WATCHED = ("config.resolved.json", "metrics.jsonl", "eval.jsonl", "journal.jsonl", "rollbacks", "rollouts")
+WATCHED = (RESOLVED, "metrics.jsonl", "eval.jsonl", "journal.jsonl", "rollbacks", "rollouts")
 KEPT_QUERIES = 16
 
 

@@ -20,13 +20,6 @@ class ErrorCounts:
 
     The kind is the text before the colon: "ValueError", "worker died", "timeout after 5.0 s". A response in which the
     verifier found no answer is scored, and counted as `unparsed`. The counts of two batches can be added.
-
-    >>> nan = float("nan")
-    >>> counts = count_errors([Reward(1.0), Reward(nan, error="ValueError: no digits"), Reward(0.0)])
-    >>> print(counts)
-    1 of 3 responses could not be scored: 1 × ValueError (no digits)
-    >>> print(counts + counts)
-    2 of 6 responses could not be scored: 2 × ValueError (no digits)
     """
 
     total: int = 0
