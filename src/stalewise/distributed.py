@@ -110,7 +110,7 @@ class Ranks:
         """All ranks except the first."""
         return range(1, self.world)
 
-    def tell(
+    def send(
         self, rank: int, what: str, record: Mapping[str, Any] | None = None, arrays: Mapping[str, Any] | None = None
     ) -> None:
         """Send a message to one rank; returns when it was received."""
@@ -119,34 +119,34 @@ class Ranks:
         for tensor in _encode(what, record, arrays):
             dist.send(tensor, dst=rank, group=self.control)
 
-    def tell_all(self, what: str, **record: Any) -> None:
+    def send_to_all(self, what: str, **record: Any) -> None:
         """Send the same message to all other ranks."""
         for rank in self.others:
-            self.tell(rank, what, record)
+            self.send(rank, what, record)
 
-    def hear(self, rank: int = 0) -> Message:
+    def receive(self, rank: int = 0) -> Message:
         """Wait for the next message of a rank; answers `stop` with `bye`."""
         listening = self._listening.pop(rank, None)
-        message = self._receive(rank) if listening is None else listening.result()
+        message = self._receive_now(rank) if listening is None else listening.result()
         if message.what == "stop":
             with contextlib.suppress(RuntimeError):  # the first rank did not wait
-                self.tell(0, "bye")
+                self.send(0, "bye")
         return message
 
     def listen(self, rank: int = 0) -> None:
-        """Let a thread wait for the next message of a rank; `hear` returns it."""
+        """Let a thread wait for the next message of a rank; `receive` returns it."""
         received = self._listening[rank] = Future[Message]()
 
         def receive() -> None:
             try:
-                received.set_result(self._receive(rank))
-            except BaseException as error:  # `hear` raises it
+                received.set_result(self._receive_now(rank))
+            except BaseException as error:  # `receive` raises it
                 received.set_exception(error)
 
         threading.Thread(target=receive, daemon=True).start()
 
     def has_heard(self, rank: int = 0) -> bool:
-        """Whether, after `listen`, a message arrived or the rank is gone: `hear` then returns at once."""
+        """Whether, after `listen`, a message arrived or the rank is gone: `receive` then returns at once."""
         return rank in self._listening and self._listening[rank].done()
 
     def stop_listening(self) -> bool:
@@ -155,7 +155,7 @@ class Ranks:
             return False  # they have had their time
         return not wait(self._listening.values(), timeout=STOP_LIMIT_S).not_done
 
-    def _receive(self, rank: int) -> Message:
+    def _receive_now(self, rank: int) -> Message:
         import torch
         import torch.distributed as dist
 
@@ -167,7 +167,7 @@ class Ranks:
         header = json.loads(arrays.pop(HEADER).tobytes())
         return Message(header["what"], header["record"], arrays)
 
-    def dismiss(self, **record: Any) -> None:
+    def stop_others(self, **record: Any) -> None:
         """Send `stop` to all other ranks, in parallel, and wait for their answers for at most 5 s."""
         until = time.monotonic() + STOP_LIMIT_S
         self._stopping = [threading.Thread(target=self._stop, args=(rank, record), daemon=True) for rank in self.others]
@@ -179,8 +179,8 @@ class Ranks:
     def _stop(self, rank: int, record: Mapping[str, Any]) -> None:
         """Wait for the answer, too: a process that ends before its message was read may take it back."""
         with contextlib.suppress(RuntimeError):  # the rank is gone
-            self.tell(rank, "stop", record)
-            while self.hear(rank).what != "bye":  # a report that was sent before
+            self.send(rank, "stop", record)
+            while self.receive(rank).what != "bye":  # a report that was sent before
                 pass
 
 
@@ -241,7 +241,7 @@ def _disconnect() -> None:
 
 
 @contextlib.contextmanager
-def noticing(ranks: Ranks) -> Iterator[None]:
+def explain_lost_ranks(ranks: Ranks) -> Iterator[None]:
     """Turn the error of a collective whose other process is gone into a RankError."""
     try:
         yield

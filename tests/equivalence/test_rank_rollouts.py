@@ -138,14 +138,14 @@ def part(rank: int, directory: Path) -> None:
     begun = time.monotonic()
     if ranks.is_first:
         ranks.listen(1)
-        ranks.dismiss(exit_code=0)
+        ranks.stop_others(exit_code=0)
         assert (directory / "read").exists() and time.monotonic() - begun < 4.0
     else:
         ranks.listen()
-        ranks.tell(0, "generated", {"shards": 1})  # crosses the word that it is over
+        ranks.send(0, "generated", {"shards": 1})  # crosses the word that it is over
         time.sleep(0.5)
         (directory / "read").touch()
-        assert ranks.hear().what == "stop"
+        assert ranks.receive().what == "stop"
     dist.barrier()  # in taking groups of GPUs apart all ranks take part: nobody may wait for another to be gone
     assert ranks.stop_listening() and time.monotonic() - begun < 4.0
 
@@ -158,11 +158,11 @@ def test_the_first_rank_leaves_when_its_last_word_was_read(tmp_path: Path) -> No
 def part_beside_one_that_is_stuck(rank: int, directory: Path) -> None:
     ranks = join(torch.device("cpu"))
     if ranks.is_first:
-        ranks.dismiss(exit_code=3)
+        ranks.stop_others(exit_code=3)
         assert not ranks.stop_listening()
         (directory / "over").touch()
     elif rank == 2:
-        assert ranks.hear().record == {"exit_code": 3}
+        assert ranks.receive().record == {"exit_code": 3}
     else:
         wait_until((directory / "over").exists)
     os._exit(0)

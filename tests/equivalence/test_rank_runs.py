@@ -116,7 +116,7 @@ if not is_first_time and os.environ["RANK"] == "0":
 ranks = join(torch.device("cpu"))
 if is_first_time:
     os.kill(os.getpid(), signal.SIGKILL) if ranks.rank else signal.pause()
-ranks.tell_all("met") if ranks.is_first else print(ranks.hear().what)
+ranks.send_to_all("met") if ranks.is_first else print(ranks.receive().what)
 """
 
 

@@ -160,7 +160,7 @@ def rank_main(rank: int, runs: Path, out: Path) -> None:
         if rank == 0:
             for kind in KINDS:
                 lead(ranks, runs, out, list(range(len(SETTINGS))), kind)
-            ranks.dismiss(exit_code=0)
+            ranks.stop_others(exit_code=0)
         else:
             RankWorker(ranks).follow()
         dist.destroy_process_group()

@@ -10,7 +10,15 @@ import pytest
 import torch
 
 from stalewise import distributed
-from stalewise.distributed import ALONE, VARIABLES, Launch, environment_of_a_child, launched, merge_over_ranks, noticing
+from stalewise.distributed import (
+    ALONE,
+    VARIABLES,
+    Launch,
+    environment_of_a_child,
+    explain_lost_ranks,
+    launched,
+    merge_over_ranks,
+)
 from stalewise.errors import ConfigError, RankError
 from stalewise.objectives.batch_statistics import WeightSums
 
@@ -37,7 +45,7 @@ def test_a_message_survives_its_encoding(monkeypatch: pytest.MonkeyPatch) -> Non
     array = np.arange(6, dtype=np.int32).reshape(2, 3)[:, ::2]  # not contiguous
     sent = list(distributed._encode("update", {"rate": 0.5}, {"x": array}))
     monkeypatch.setattr("torch.distributed.recv", lambda tensor, src, group: tensor.copy_(sent.pop(0)))
-    message = ALONE._receive(0)
+    message = ALONE._receive_now(0)
     assert (message.what, message.record) == ("update", {"rate": 0.5})
     assert message.arrays["x"].tolist() == [[0, 2], [3, 5]]
 
@@ -50,10 +58,10 @@ def test_one_process_merges_nothing_and_has_no_others() -> None:
 
 def test_the_error_of_a_collective_is_a_lost_rank() -> None:
     two = distributed.Ranks(Launch(rank=1, world=2))
-    with pytest.raises(RankError, match="rank 1 has lost touch with another rank"), noticing(two):
+    with pytest.raises(RankError, match="rank 1 has lost touch with another rank"), explain_lost_ranks(two):
         raise RuntimeError("[gloo] Connection closed by peer")
     assert not two.is_whole
-    with pytest.raises(RuntimeError, match="shapes"), noticing(two):
+    with pytest.raises(RuntimeError, match="shapes"), explain_lost_ranks(two):
         raise RuntimeError("shapes differ")
-    with pytest.raises(RuntimeError, match="gloo"), noticing(ALONE):
+    with pytest.raises(RuntimeError, match="gloo"), explain_lost_ranks(ALONE):
         raise RuntimeError("gloo")

@@ -157,7 +157,7 @@ def drift_statistics(update_norm: float, learning_rate: float, drift_before: flo
 
 
 def age_statistics(update: int, versions: Tensor) -> dict[str, float]:
-    """Mean and largest age, in updates, of the rollouts consumed at `update`; `versions` [B] made their first tokens."""
+    """Mean and largest age, in updates, of the rollouts used at `update`; `versions` [B] made their first tokens."""
     age_B = update - versions.double()
     if bool((age_B < 0).any()):
         raise ValueError(f"versions go up to {versions.max().item()}; expected none after update {update}")

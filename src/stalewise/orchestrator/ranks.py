@@ -18,7 +18,7 @@ import torch
 from stalewise import __version__
 from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import RunResult, flat, read_result
-from stalewise.distributed import ALONE, Message, Ranks, join, launched, noticing
+from stalewise.distributed import ALONE, Message, Ranks, explain_lost_ranks, join, launched
 from stalewise.errors import ConfigError, RankError, StalewiseError, StoppedByFirst
 from stalewise.models.loading import pick_device
 from stalewise.rollout.workers.rank_workers import RolloutRank
@@ -44,7 +44,7 @@ def make_trainer(
     if ranks.is_first and ranks.others:
         record = {"config": config.model_dump(mode="json"), "checkpoint": str(checkpoint), "state": dict(state)}
         record |= {"rate_factor": rate_factor, "kind": kind, "manifest": sha256_file(checkpoint / "manifest.json")}
-        ranks.tell_all("learner", **record)
+        ranks.send_to_all("learner", **record)
     trainer = Trainer(config, checkpoint, log, KINDS[kind](ranks))
     trainer.restore(checkpoint, dict(state))
     trainer.rate_factor = rate_factor
@@ -65,7 +65,7 @@ class RankWorker:
 
     def follow(self) -> Mapping[str, Any]:
         """Carry out orders until the first rank sends `stop`; return what it sends with that."""
-        while (order := self.ranks.hear()).what != "stop":
+        while (order := self.ranks.receive()).what != "stop":
             self.orders[order.what](order)
         if order.record["exit_code"]:
             raise StoppedByFirst(order.record["exit_code"])
@@ -112,7 +112,7 @@ def run_on_all_ranks(config: RunConfig, lead: Callable[[Ranks], RunResult]) -> R
     ranks = join_ranks(config.model.device)
     if ranks.world == 1:
         return lead(ranks)
-    with noticing(ranks):
+    with explain_lost_ranks(ranks):
         _compare(_facts(config.model_dump(mode="json"), config.directory), config.directory, ranks)
         if not ranks.is_first:
             with RolloutRank(ranks) as rollout_rank:
@@ -122,28 +122,28 @@ def run_on_all_ranks(config: RunConfig, lead: Callable[[Ranks], RunResult]) -> R
         try:
             result = lead(ranks)
         except BaseException as error:
-            ranks.dismiss(exit_code=error.exit_code if isinstance(error, StalewiseError) else 1)
+            ranks.stop_others(exit_code=error.exit_code if isinstance(error, StalewiseError) else 1)
             raise
-        ranks.dismiss(exit_code=0, updates=result.updates)
+        ranks.stop_others(exit_code=0, updates=result.updates)
         return result
 
 
 def _compare(facts: Mapping[str, Any], directory: Path, ranks: Ranks) -> None:
     """Check that all ranks share config, packages and run directory; the error names the rank and what differs."""
     if not ranks.is_first:
-        probe = Path(ranks.hear().record["probe"])
-        ranks.tell(0, "facts", {"facts": facts, "sees": _becomes_visible(probe)})
+        probe = Path(ranks.receive().record["probe"])
+        ranks.send(0, "facts", {"facts": facts, "sees": _becomes_visible(probe)})
         return
     probe = temporary_name(directory / "probe")
     make_directory(directory)
     probe.touch()
     try:
-        ranks.tell_all("compare", probe=str(probe))
-        differences = [_difference(rank, facts, ranks.hear(rank).record, directory) for rank in ranks.others]
+        ranks.send_to_all("compare", probe=str(probe))
+        differences = [_difference(rank, facts, ranks.receive(rank).record, directory) for rank in ranks.others]
     finally:
         probe.unlink(missing_ok=True)
     if found := [difference for difference in differences if difference]:
-        ranks.dismiss(exit_code=ConfigError.exit_code)
+        ranks.stop_others(exit_code=ConfigError.exit_code)
         raise ConfigError("; ".join(found[:3]))
 
 

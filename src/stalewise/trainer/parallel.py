@@ -58,7 +58,7 @@ class SingleProcess:
     def send_batches(self, batches: Sequence[RankBatch]) -> None:
         """Send the other ranks their parts of an update; none where there is nothing to learn from."""
         for rank in self.ranks.others:
-            self.ranks.tell(rank, "update", *(batches[rank].pack() if batches else ({}, {})))
+            self.ranks.send(rank, "update", *(batches[rank].pack() if batches else ({}, {})))
 
     def as_forward(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `function(model, …)` so that the weights it needs are there."""

@@ -89,7 +89,7 @@ class Trainer:
     def save(self, directory: Path) -> None:
         """Write policy, tokenizer and optimizer state; the caller commits the directory."""
         has_moments = self.steps > 0
-        self.parallel.ranks.tell_all("save", has_moments=has_moments)
+        self.parallel.ranks.send_to_all("save", has_moments=has_moments)
         policy, files = self.gather(has_moments)
         policy, *others = host_copies({} if self.adapters else policy, *files.values())
         with ThreadPoolExecutor() as threads:  # each file is as large as the policy

@@ -22,7 +22,7 @@ class Orders:
     def __init__(self, *orders: Message) -> None:
         self.orders = iter(orders)
 
-    def hear(self) -> Message:
+    def receive(self) -> Message:
         return next(self.orders)
 
 

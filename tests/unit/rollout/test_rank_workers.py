@@ -17,7 +17,9 @@ from tiny import tiny_record
 
 
 def coordinator(runs: Path, log: list[str], reports: dict[int, Any]) -> RankCoordinator:
-    ranks: Any = SimpleNamespace(world=3, others=range(1, 3), has_heard=lambda rank: rank in reports, hear=reports.pop)
+    ranks: Any = SimpleNamespace(
+        world=3, others=range(1, 3), has_heard=lambda rank: rank in reports, receive=reports.pop
+    )
     return RankCoordinator(Coordinator(make_config(tiny_record(runs)), "journal", log.append), ranks)
 
 

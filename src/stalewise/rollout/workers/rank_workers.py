@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from stalewise.config import make_config
-from stalewise.distributed import Message, Ranks, noticing
+from stalewise.distributed import Message, Ranks, explain_lost_ranks
 from stalewise.errors import RankError, StalewiseError, StoppedByFirst
 from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.generate import BatchPlan
@@ -54,7 +54,7 @@ class RankCoordinator(Coordinator):
         queue.present()  # removes shards of another order before the other ranks see them
         self._warn_of_few_shards(plan)
         config = self.config.model_dump(mode="json")
-        self.ranks.tell_all("generate", config=config, role=self.role, plan=asdict(plan), policy=queue.order.policy)
+        self.ranks.send_to_all("generate", config=config, role=self.role, plan=asdict(plan), policy=queue.order.policy)
         self.made = {}
         for rank in self.ranks.others:
             self.ranks.listen(rank)
@@ -64,8 +64,8 @@ class RankCoordinator(Coordinator):
         """Read reports; raise if a rank is lost or has failed."""
         for rank in self.ranks.others:
             if self.ranks.has_heard(rank):
-                with noticing(self.ranks):
-                    report = self.ranks.hear(rank)
+                with explain_lost_ranks(self.ranks):
+                    report = self.ranks.receive(rank)
                 if report.what == "failed":
                     raise RankError(f"rank {rank} cannot generate: {report.record['error']}")
                 self.made[rank] = report.record["shards"]
@@ -115,11 +115,11 @@ class RolloutRank:
             raise
         except Exception as error:
             expected = isinstance(error, StalewiseError)
-            self.ranks.tell(0, "failed", {"error": str(error) if expected else f"{type(error).__name__}: {error}"})
+            self.ranks.send(0, "failed", {"error": str(error) if expected else f"{type(error).__name__}: {error}"})
             if not expected:
                 raise  # only this rank has the traceback
         else:
-            self.ranks.tell(0, "generated", {"shards": shards})
+            self.ranks.send(0, "generated", {"shards": shards})
 
     def _make(self, message: Message) -> int:
         record = message.record
@@ -144,5 +144,5 @@ class RolloutRank:
     def check(self) -> None:
         """Raise if the first rank is lost or has ended the run: before all have reported it sends nothing else."""
         if self.ranks.has_heard():
-            with noticing(self.ranks):
-                raise StoppedByFirst(self.ranks.hear().record["exit_code"])
+            with explain_lost_ranks(self.ranks):
+                raise StoppedByFirst(self.ranks.receive().record["exit_code"])
