@@ -267,3 +267,10 @@ def test_tuning_jobs_may_be_evaluated_less_often() -> None:
     often, seldom = ({"settings": {"evaluate_every": every, "updates": 128}} for every in (32, 128))
     assert figures.size_of({**often, "seed": 0}) == figures.size_of({**seldom, "seed": 101})
     assert figures.size_of({**often, "seed": 0}) != figures.size_of({**seldom, "seed": 0})
+
+
+@pytest.mark.parametrize("arm", ["mu_grpo", "random_reward"])
+def test_the_number_of_scoring_processes_reaches_the_verifier(arm: str, tmp_path: Path) -> None:
+    chosen = settings.Settings(verifier_workers=3)
+    record = settings.our_record(arm, chosen, seed=0, rate=1e-6, runs=tmp_path, name="run", changes={})
+    assert record["task"]["options"]["verifier_options"]["workers"] == 3
