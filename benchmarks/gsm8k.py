@@ -23,7 +23,11 @@ device and begin again where they were cut; the others may run several at once, 
 clock. `compiled_before` says whether an earlier process had left compiled kernels.
 
 Evaluation: all test questions, 4 samples at T = 1 every 32 updates and at the end, greedy once at the end, by our
-sampler with the same random numbers for every arm. Seeds from 100 on are for tuning and are never judged.
+sampler with the same random numbers for every arm. Seeds from 100 on are for tuning and are never judged; final
+accuracy decides there, so `--evaluate-every 128` saves time (not for `auto`, whose guard reads evaluations).
+
+`events.jsonl` in the work directory of one of TRL's jobs has its seconds by event up to each update, as sums, also
+where the job was cut.
 """
 
 from __future__ import annotations
@@ -66,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--list", type=Path, required=True)
     one.add_argument("--seconds", type=float, default=560.0)
     one.add_argument("--parallel", type=int, default=1, help="jobs at once, of those that are not timed")
+    one.add_argument("--least", type=float, default=0.0, help="begin no job with fewer seconds left")
     _add_common(one)
     one = verbs.add_parser("collect", help="results, table and picture from job files")
     one.add_argument("files", type=Path, nargs="+")
@@ -127,7 +132,7 @@ def common_of(arguments: list[str]) -> list[str]:
     skip = False
     for argument in arguments[1:]:
         name = argument.partition("=")[0]
-        if skip or name in ("--list", "--seconds", "--parallel"):
+        if skip or name in ("--list", "--seconds", "--parallel", "--least"):
             skip = not skip and "=" not in argument
             continue
         kept.append(argument)
@@ -135,15 +140,15 @@ def common_of(arguments: list[str]) -> list[str]:
 
 
 def collect(files: list[Path], out: Path, plot: Path) -> None:
-    from gsm8k_bench.figures import headline
+    from gsm8k_bench.figures import headline, size_of
     from gsm8k_bench.picture import draw, table
 
     found = [record for path in sorted(files) if (record := jobs.read(path)) and record.get("format") == jobs.FORMAT]
     if not found:
         raise SystemExit("none of these files is a job's")
-    sizes = {json.dumps(_size(record), sort_keys=True): _size(record) for record in found}
-    main = max(sizes, key=lambda size: sum(json.dumps(_size(job), sort_keys=True) == size for job in found))
-    inside = [job for job in found if json.dumps(_size(job), sort_keys=True) == main]
+    sizes = {json.dumps(size_of(record), sort_keys=True): size_of(record) for record in found}
+    main = max(sizes, key=lambda size: sum(json.dumps(size_of(job), sort_keys=True) == size for job in found))
+    inside = [job for job in found if json.dumps(size_of(job), sort_keys=True) == main]
     head = headline(inside)
     if len(inside) < len(found):
         head["notes"].append(f"{len(found) - len(inside)} jobs of other sizes are kept and not in these figures")
@@ -155,12 +160,6 @@ def collect(files: list[Path], out: Path, plot: Path) -> None:
         print(f"{out}, {plot}")
     else:
         print(f"{out}; no timed job is there to draw")
-
-
-def _size(job: dict[str, Any]) -> dict[str, Any]:
-    """The settings that must be equal for jobs to be compared."""
-    free = ("trl_batch", "trl_checkpointing", "vllm_memory", "vllm_sleep", "threads", "device", "rollouts_per_shard")
-    return {key: value for key, value in job["settings"].items() if key not in free}
 
 
 def main(given: list[str]) -> int:
@@ -186,7 +185,9 @@ def main(given: list[str]) -> int:
             if jobs.is_wanted(job_of(parser().parse_args(["run", *common, *line])))
         ]
         print(f"{len(listed)} jobs, {len(listed) - len(todo)} done before")
-        queue = jobs.Queue(SCRIPT, common, seconds=arguments.seconds, parallel=arguments.parallel)
+        queue = jobs.Queue(
+            SCRIPT, common, seconds=arguments.seconds, parallel=arguments.parallel, least=arguments.least
+        )
         return 0 if queue.work(todo) else 3
     elif arguments.verb == "collect":
         collect(arguments.files, arguments.out, arguments.plot or arguments.out.with_suffix(".svg"))

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from .settings import ARMS, CONTROLS, OURS, REFERENCE
+from .settings import ARMS, CONTROLS, OURS, REFERENCE, Settings
 
 Record = Mapping[str, Any]
 TUNING_SEEDS = 100  # seeds from here on are for tuning and are never judged
@@ -189,6 +189,14 @@ def switch_share(job: Record) -> float | None:
 
 def is_tuning(job: Record) -> bool:
     return int(job["seed"]) >= TUNING_SEEDS
+
+
+def size_of(job: Record) -> dict[str, Any]:
+    """The settings that must be equal for jobs to be compared."""
+    free = {"trl_batch", "trl_checkpointing", "vllm_memory", "vllm_sleep", "threads", "device", "rollouts_per_shard"}
+    free |= {"verifier_workers"}
+    usual = {"evaluate_every": Settings().evaluate_every} if is_tuning(job) else {}  # final accuracy decides there
+    return {key: value for key, value in {**job["settings"], **usual}.items() if key not in free}
 
 
 def tuned(jobs: Sequence[Record]) -> dict[str, Any]:

@@ -335,13 +335,18 @@ def read_list(path: Path) -> list[list[str]]:
 class Queue:
     """Works off a list until the time is out: timed jobs alone on the device, others `parallel` at once.
 
+    None is begun with less than `least` seconds left.
+
     What runs when the time is out is killed and its file is not written. Next time it begins again; ours go on where
     they are not timed, and of TRL's only the evaluation is done where the training was over.
     """
 
-    def __init__(self, script: Path, common: Sequence[str], *, seconds: float, parallel: int) -> None:
+    def __init__(
+        self, script: Path, common: Sequence[str], *, seconds: float, parallel: int, least: float = 0.0
+    ) -> None:
         self.script, self.common, self.parallel = script, list(common), max(1, parallel)
         self.end = time.monotonic() + seconds
+        self.last_start = self.end - least
         self.running: dict[subprocess.Popen[bytes], bool] = {}
 
     def work(self, jobs: Sequence[tuple[list[str], bool]]) -> bool:
@@ -350,8 +355,10 @@ class Queue:
         for number in (signal.SIGTERM, signal.SIGHUP):  # whoever ends this process ends its jobs
             signal.signal(number, lambda number, _: sys.exit(128 + number))
         try:
-            while (waiting or self.running) and time.monotonic() < self.end:
-                while waiting and self._has_room(timed=waiting[0][1]):
+            while self.running or (waiting and time.monotonic() < self.last_start):
+                if time.monotonic() >= self.end:
+                    break
+                while waiting and time.monotonic() < self.last_start and self._has_room(timed=waiting[0][1]):
                     arguments, timed = waiting.pop(0)
                     self._start(arguments, timed)
                 time.sleep(0.2)

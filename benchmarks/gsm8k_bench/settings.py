@@ -30,6 +30,7 @@ class Settings:
     system: str = SYSTEM
     chat: bool = True
     verifier: str = "math"
+    verifier_workers: int = 0  # processes that score; 0: the library's own number
     device: str = "auto"
     threads: int = 0
     updates: int = 128
@@ -138,7 +139,8 @@ def our_record(
     schedule, objective = shapes[arm]
     options = task_options(settings)
     if arm == "random_reward":
-        options |= {"verifier": "python", "verifier_options": {"function": "gsm8k_bench.rewards:random_reward"}}
+        chosen = {"function": "gsm8k_bench.rewards:random_reward"}
+        options |= {"verifier": "python", "verifier_options": {**options.get("verifier_options", {}), **chosen}}
     record: dict[str, Any] = {
         "name": name,
         "runs": str(runs),
@@ -179,4 +181,6 @@ def task_options(settings: Settings) -> dict[str, Any]:
         "chat": settings.chat,
         "verifier": settings.verifier,
     }
+    if settings.verifier_workers:
+        options["verifier_options"] = {"workers": settings.verifier_workers}
     return options | ({"system": settings.system} if settings.system else {})

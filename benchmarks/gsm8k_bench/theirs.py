@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import warnings
@@ -68,6 +69,9 @@ def trl_arguments(
             "vllm_gpu_memory_utilization": settings.vllm_memory,
             "vllm_max_model_length": model_length,
             "vllm_enable_sleep_mode": settings.vllm_sleep,
+            # TRL reads token ids and decodes them itself. vLLM's own text, and that of each log-probability's token, is
+            # made on the thread that drives the GPU.
+            "generation_kwargs": {"detokenize": False},
         }
     return arguments
 
@@ -118,11 +122,13 @@ class Stopwatch:
 
 
 class TimedTrainer(GRPOTrainer):
-    """TRL's trainer; when it first generates and how long it generates is noted, and nothing is changed."""
+    """TRL's trainer; when it first generates and how long its parts take is noted, and nothing is changed."""
 
     watch: Stopwatch
     generating = syncing = scoring = 0.0
+    engine = old_logprobs = 0.0  # parts of `generating` and `scoring`
     completion_tokens = completions = 0
+    is_scoring = False
 
     def _generate_single_turn(self, *arguments: Any, **more: Any) -> Any:
         self.watch.start()
@@ -136,24 +142,40 @@ class TimedTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         self.watch.start()
+        self.is_scoring = True
         start, before = synchronised(), self.generating + self.syncing
         scored = super()._generate_and_score_completions(inputs)
         self.scoring += synchronised() - start - (self.generating + self.syncing - before)
+        self.is_scoring = False
         return scored
 
-    def time_syncs(self) -> None:
-        """Note how long the weights take to vLLM, where there is one."""
+    def _get_per_token_logps_and_entropies(self, *arguments: Any, **more: Any) -> Any:
+        if not self.is_scoring:
+            return super()._get_per_token_logps_and_entropies(*arguments, **more)
+        start = synchronised()
+        found = super()._get_per_token_logps_and_entropies(*arguments, **more)
+        self.old_logprobs += synchronised() - start
+        return found
+
+    def time_vllm(self) -> None:
+        """Note how long the weights take to vLLM and how long it samples, where there is one."""
         generation = getattr(self, "vllm_generation", None)
         if generation is None:
             return
-        original = generation.sync_weights
+        sync, sample = generation.sync_weights, generation.llm.generate
 
-        def timed() -> None:
+        def timed_sync() -> None:
             start = synchronised()
-            original()
+            sync()
             self.syncing += synchronised() - start
 
-        generation.sync_weights = timed
+        def timed_sample(*arguments: Any, **more: Any) -> Any:
+            start = synchronised()
+            made = sample(*arguments, **more)
+            self.engine += synchronised() - start
+            return made
+
+        generation.sync_weights, generation.llm.generate = timed_sync, timed_sample
 
 
 class SavingClock(TrainerCallback):
@@ -168,9 +190,12 @@ class SavingClock(TrainerCallback):
             with safe_open(file, framework="pt") as opened:
                 self.names += list(opened.keys())
         self.trainer: Any = None
+        self.rewarding: Any = None
+        self.log = directory.parent / "events.jsonl"  # a run that is cut leaves its times there
         self.at: dict[int, float] = {}
         self.learning: list[float] = []  # seconds of each update without sampling and scoring
         self.spent: dict[str, float] = {}
+        self.within: dict[str, float] = {}  # parts of the parts
         self.metrics: dict[str, list[float]] = {}
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
@@ -180,8 +205,14 @@ class SavingClock(TrainerCallback):
         parts = {"generate": trainer.generating, "switch": trainer.syncing, "score": trainer.scoring}
         self.spent = {**parts, "learn": self.at[step] - sum(parts.values())}
         self.learning.append(self.spent["learn"] - sum(self.learning))
-        if step <= 4 or step % 16 == 0:
-            print(f"update {step}: {self.at[step]:.1f} s", flush=True)
+        self.within = {
+            "engine": trainer.engine,
+            "old_logprobs": trainer.old_logprobs,
+            "verify": self.rewarding.seconds,
+        }
+        line = {"update": step, "at": self.at[step], "tokens": trainer.completion_tokens, **self.spent, **self.within}
+        with open(self.log, "a") as file:
+            file.write(json.dumps(line) + "\n")
         if step not in self.evaluated:
             return
         self.watch.pause()
@@ -216,7 +247,8 @@ def train(settings: Settings, seed: int, rate: float, work: Path, *, vllm: bool)
     tokenizer = tokenizer_of(base)
     task = task_of(settings, seed)
     prompts = task.prompts(0, settings.updates * settings.prompts)
-    task.verifier.score(prompts[:1], ["\\boxed{1}"])  # its processes start before the clock does
+    warm = prompts[:64]  # all the verifier's processes start before the clock does
+    task.verifier.score(warm, ["\\boxed{1}"] * len(warm))
     texts, longest = rendered(prompts, tokenizer)
     model_length = -(-(longest + settings.max_new_tokens + 1) // 64) * 64
     arguments = trl_arguments(settings, work, seed=seed, rate=rate, vllm=vllm, model_length=model_length)
@@ -231,15 +263,15 @@ def train(settings: Settings, seed: int, rate: float, work: Path, *, vllm: bool)
         processing_class=tokenizer,
         callbacks=[clock],
     )
-    trainer.watch, clock.trainer = watch, trainer
-    trainer.time_syncs()
+    trainer.watch, clock.trainer, clock.rewarding = watch, trainer, rewarding
+    trainer.time_vllm()
     startup = time.perf_counter() - opening
     trainer.train()
     task.verifier.close()
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     aside = first_excess(clock.learning)  # left out of our clock as well
     at = {step: seconds - aside for step, seconds in clock.at.items()}
-    spent = {**clock.spent, "learn": clock.spent["learn"] - aside, "verify": rewarding.seconds}  # it is in `score`
+    spent = {**clock.spent, "learn": clock.spent["learn"] - aside}
     sampling = trainer.generating + rewarding.seconds
     return {
         "resumed": False,
@@ -250,6 +282,7 @@ def train(settings: Settings, seed: int, rate: float, work: Path, *, vllm: bool)
         "startup_seconds": {"before_first_generation": startup, "first_update": aside},
         "excluded_seconds": {"saving": watch.paused},
         "by_event": spent,
+        "within_events": clock.within,  # sampling by the engine is in `generate`, the others are in `score`
         "response_tokens": trainer.completion_tokens,
         "rollouts": trainer.completions,
         "learned_updates": len(clock.at),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -245,3 +246,31 @@ def test_each_arm_of_ours_is_a_config(arm: str, tmp_path: Path) -> None:
     assert config.optimizer.schedule == "cosine"
     assert config.optimizer.warmup_updates == 8
     assert config.learner.compile == "never"
+
+
+def test_no_job_is_begun_without_the_time_for_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys, time; open(sys.argv[2], 'w').close(); time.sleep(float(sys.argv[3]))")
+    listed = [([str(tmp_path / name), "0.9"], False) for name in ("first", "second")]
+    queue = jobs.Queue(script, [], seconds=20.0, parallel=1, least=19.5)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        assert not queue.work(listed)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert (tmp_path / "first").exists()
+    assert not (tmp_path / "second").exists()
+
+
+def test_tuning_jobs_may_be_evaluated_less_often() -> None:
+    often, seldom = ({"settings": {"evaluate_every": every, "updates": 128}} for every in (32, 128))
+    assert figures.size_of({**often, "seed": 0}) == figures.size_of({**seldom, "seed": 101})
+    assert figures.size_of({**often, "seed": 0}) != figures.size_of({**seldom, "seed": 0})
+
+
+@pytest.mark.parametrize("arm", ["mu_grpo", "random_reward"])
+def test_the_number_of_scoring_processes_reaches_the_verifier(arm: str, tmp_path: Path) -> None:
+    chosen = settings.Settings(verifier_workers=3)
+    record = settings.our_record(arm, chosen, seed=0, rate=1e-6, runs=tmp_path, name="run", changes={})
+    assert record["task"]["options"]["verifier_options"]["workers"] == 3
