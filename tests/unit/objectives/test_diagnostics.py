@@ -7,7 +7,7 @@ import torch
 
 from batches import random_batch
 from stalewise.objectives import make_tokens
-from stalewise.objectives.diagnostics import TokenSums, age_statistics, drift_statistics, token_sums
+from stalewise.objectives.diagnostics import SUMS, TokenSums, age_statistics, drift_statistics, token_sums
 from stalewise.objectives.tokens import Tokens
 
 
@@ -137,3 +137,7 @@ def test_age_is_computed_at_use_and_never_negative() -> None:
     assert age_statistics(10, torch.tensor([4, 9, 10])) == {"age_mean": pytest.approx(7 / 3), "age_max": 6.0}
     with pytest.raises(ValueError, match="versions go up to 11; expected none after update 10"):
         age_statistics(10, torch.tensor([4, 11]))
+
+
+def test_sums_have_one_order_in_every_process() -> None:
+    assert list(SUMS) == sorted(SUMS)  # ranks add them by position

@@ -81,6 +81,11 @@ def test_negative_masks_are_refused() -> None:
         evaluate("grpo", **inputs(mask=-torch.ones(2, 3)))
 
 
+def test_a_mask_of_which_one_value_is_neither_0_nor_1_is_refused() -> None:
+    with pytest.raises(ValueError, match="mask"):
+        evaluate("grpo", **inputs(mask=torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.5, 0.0]])))
+
+
 def test_padding_may_hold_anything() -> None:
     mask = torch.ones(2, 3)
     mask[0, 2] = 0

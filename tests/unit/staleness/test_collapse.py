@@ -163,6 +163,12 @@ def test_what_one_kind_of_evidence_calls_poor_is_not_good() -> None:
     both = first | second
     assert both.degradation == Degradation("it fell", 16)
     assert both.good == {0} and both.best == {0, 8}
+    third = Assessment(Degradation("it broke", 24))
+    assert (third | second).degradation == (second | third).degradation == Degradation("it fell", 16)
+
+
+def test_the_lower_bound_is_that_of_a_95_percent_interval() -> None:
+    assert PolicyScore((0,), 8, value=0.5, error=0.1).lower_bound == pytest.approx(0.5 - 1.959964 * 0.1)
 
 
 @pytest.mark.parametrize(("updates_per_generation", "reward"), [(4, 0.2), (8, 0.2), (4, 0.05), (32, 0.5)])

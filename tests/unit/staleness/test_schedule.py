@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stalewise.staleness.schedule import Schedule, pipelined, staged, synchronous
+from stalewise.staleness.schedule import BatchSpan, ListedSchedule, Schedule, pipelined, staged, synchronous
 
 
 def test_synchronous_is_four_updates_a_batch() -> None:
@@ -91,3 +91,15 @@ def test_a_fixed_schedule_begins_forgets_and_ends_no_stage() -> None:
     assert schedule.begin_stage(4, was_spent=True, per_update=4) is None
     assert schedule.forget_after(0) is schedule
     assert schedule.spent([1.0, 0.1, 0.1], 2.0, 0.9) is None
+
+
+def test_a_listed_schedule_follows_its_batches() -> None:
+    # Three batches for 12 updates: 4, then 6 of which 5 were used before the third began, then the rest.
+    schedule = ListedSchedule(12, 12, stages=(BatchSpan(0, 0, 4), BatchSpan(1, 4, 6), BatchSpan(2, 9, 9)))
+    assert schedule.generation_batches == 3
+    assert [schedule.updates_of(batch) for batch in range(3)] == [range(4), range(4, 9), range(9, 12)]
+    assert [schedule.version_of(batch) for batch in range(3)] == [0, 4, 9]
+    assert [schedule.at(update).generation_batch for update in range(12)] == [0] * 4 + [1] * 5 + [2] * 3
+    assert [schedule.at(update).age for update in range(12)] == [0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2]
+    with pytest.raises(IndexError, match="update is 12"):
+        schedule.at(12)

@@ -6,7 +6,16 @@ import math
 
 import pytest
 
-from stalewise.staleness.spent import GROWTH, HEADROOM, Stage, StageSchedule, is_spent, next_stage, remaining_ess
+from stalewise.staleness.spent import (
+    GROWTH,
+    HEADROOM,
+    Stage,
+    StageSchedule,
+    fresh_ess,
+    is_spent,
+    next_stage,
+    remaining_ess,
+)
 
 
 def test_sizes_of_stages_follow_what_was_used() -> None:
@@ -54,7 +63,7 @@ def test_spent_is_what_the_median_of_the_last_updates_says(ess: list[float], spe
 
 
 def test_nothing_measured_is_not_known() -> None:
-    assert math.isnan(remaining_ess([]))
+    assert math.isnan(remaining_ess([])) and math.isnan(fresh_ess([]))
 
 
 def test_a_stage_begins_where_the_last_one_was_used_up_or_spent() -> None:
