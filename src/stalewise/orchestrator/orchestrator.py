@@ -25,7 +25,7 @@ from stalewise.orchestrator.ranks import make_trainer
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.orchestrator.setup import drift_limits, write_first_checkpoint
-from stalewise.orchestrator.stages import SPENT_ESS, begin_stage, forget_stages
+from stalewise.orchestrator.stages import begin_stage, forget_stages
 from stalewise.orchestrator.update_loop import UpdateLoop
 from stalewise.planning.memory import check_memory, pick_parallel
 from stalewise.rollout.factory import batch_plan, batch_problem, check_second_policy, make_sampler
@@ -34,6 +34,7 @@ from stalewise.rollout.sampler import OffloadableSampler
 from stalewise.rollout.workers.coordinator import Coordinator, is_being_written
 from stalewise.rollout.workers.rank_workers import coordinator_of
 from stalewise.staleness.collapse import Assessment, Degradation
+from stalewise.staleness.spent import SPENT_ESS
 from stalewise.store import Batch, BatchManifest, batch_directory, is_committed, open_batch, rewards_of_updates
 from stalewise.store.atomic import remove_temporaries, write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory, prune, read_state, versions, write_checkpoint

@@ -17,8 +17,6 @@ from stalewise.staleness.schedule import Schedule
 from stalewise.staleness.spent import Stage, StageSchedule
 from stalewise.store.atomic import append_line, read_jsonl, truncate_jsonl
 
-SPENT_ESS = 0.9  # docs/control.md has the evidence
-
 
 def read_schedule(section: ScheduleSection, stages_path: Path) -> Schedule:
     """The schedule of a run, with the stages that have begun where it finds them itself."""

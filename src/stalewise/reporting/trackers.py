@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases, trackio and MLflow, through accelerate's trackers.
+"""TensorBoard, Weights & Biases, trackio and MLflow, through accelerate's trackers; `config/run.py` lists their names.
 
 accelerate imports torch, so it is imported when a tracker is used.
 """

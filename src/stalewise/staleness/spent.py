@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from stalewise.staleness.schedule import BatchSpan, ListedSchedule, Schedule
 
 WINDOW = 3  # updates; the median over them, since one token of weight can halve the ESS of a single update
+SPENT_ESS = 0.9  # of the initial ESS, at which a stage is spent by default; docs/control.md has the evidence
 FIRST_STAGE = 8  # updates
 GROWTH = 2.0  # of a stage after one that was not spent
 HEADROOM = 1.25  # over what a spent stage used, so that sizes can grow again while few rollouts are wasted

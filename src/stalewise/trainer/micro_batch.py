@@ -1,4 +1,4 @@
-"""Micro-batches: as many responses as fit the token budget, packed without padding.
+"""Micro-batches: as many responses as fit the token budget, packed into one row (packing.py) or padded.
 
 Responses to one prompt share its tokens. The last token of a response is no input, since nothing is predicted from it.
 Architectures that cannot be packed get one row per rollout, padded on the right.

@@ -1,4 +1,4 @@
-"""The cards of exported policies and rollouts, made from the run directory."""
+"""Fills in the cards of exported policies and rollouts (model_card.md, dataset_card.md) from the run directory."""
 
 from __future__ import annotations
 
