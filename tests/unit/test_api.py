@@ -36,14 +36,6 @@ def rollouts_of(config: RunConfig) -> list[Path]:
     return batch_directories(config.directory / "rollouts")
 
 
-class Listener(NullCallback):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def log(self, message: str) -> None:
-        self.said.append(message)
-
-
 def test_generation_alone_is_what_training_would_have_made(tiny_run: RunConfig, runs: Path) -> None:
     config = make_config(tiny_record(runs, "ahead"))
     (made,) = generate(config)

@@ -7,29 +7,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from stalewise.rollout.workers.claims import SESSIONS, LivenessMonitor, ShardClaims, WorkerSession
 from stalewise.store.object_store import DirectoryStore
-
-
-@pytest.fixture
-def sessions(tmp_path: Path) -> Iterator[tuple[DirectoryStore, list[WorkerSession]]]:
-    object_store = DirectoryStore(tmp_path)
-    opened = [WorkerSession(object_store, name, lost_after_s=0.6).__enter__() for name in ("a", "b", "c")]
-    yield object_store, opened
-    for session in opened:
-        session.__exit__()
-
-
-def freeze(session: WorkerSession) -> None:
-    """As SIGSTOP or a long pause of a virtual machine does."""
-    session._over.set()
-    assert session._thread is not None
-    session._thread.join()
+from working import freeze
 
 
 def test_of_all_that_reach_for_a_shard_one_gets_it(sessions: tuple[DirectoryStore, list[WorkerSession]]) -> None:

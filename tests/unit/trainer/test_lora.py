@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from callbacks import StopAt
 from stalewise import api as verbs
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
@@ -25,7 +26,6 @@ from stalewise.store.checkpoints import checkpoint_directory, read_state, versio
 from stalewise.trainer import lora
 from stalewise.trainer.lora import Adapters, check_base, load_policy, new_config, save_first
 from stalewise.trainer.trainer import Trainer
-from stalewise.types import NullCallback
 from tiny import call, refused, tiny_record, write_config
 
 peft = pytest.importorskip("peft")
@@ -171,15 +171,6 @@ def test_architectures_with_transposed_layers_merge_as_well(tmp_path: Path) -> N
 
 
 # ---------------------------------------------------------------- runs
-
-
-class StopAt(NullCallback):
-    def __init__(self, update: int) -> None:
-        self.update = update
-
-    def metrics(self, update: int, record: dict[str, Any]) -> None:
-        if update == self.update:
-            raise KeyboardInterrupt
 
 
 def final_files(config: RunConfig) -> list[str]:
