@@ -122,11 +122,11 @@ def is_alive(process: int) -> bool:
 
 def test_an_interrupted_sweep_leaves_no_process_behind(tmp_path: Path, runs: Path) -> None:
     file = write_config(tmp_path / "tiny.toml", tiny_record(runs))
-    words = ["sweep", str(file), "--staleness", "100", "--lr", "1e-5", "--updates", "5000"]
+    words = ["sweep", str(file), "--staleness", "1", "--lr", "1e-5", "--updates", "5000"]
     process = subprocess.Popen(
         [sys.executable, "-m", "stalewise", *words], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
-    directory = runs / "tiny-sweep" / "S0100-lr1e-5-seed0"
+    directory = runs / "tiny-sweep" / "S0001-lr1e-5-seed0"
     deadline = time.monotonic() + 120
     while not (directory / "metrics.jsonl").is_file() and time.monotonic() < deadline:
         assert process.poll() is None

@@ -45,8 +45,7 @@ def test_one_of_those_who_see_a_worker_lost_takes_over(sessions: tuple[Directory
         time.sleep(0.05)
     freeze(a)
     taken: list[int] = []
-    until = time.monotonic() + 10
-    while not taken and time.monotonic() < until:
+    while not taken:
         for claims in seers:
             taken += claims.take([0], 1)
         time.sleep(0.05)
@@ -76,8 +75,7 @@ def test_a_worker_that_took_leave_is_not_waited_for(sessions: tuple[DirectorySto
     assert ShardClaims("order", a).take([0], 1) == [0]
     a.__exit__()
     claims = ShardClaims("order", b)
-    until = time.monotonic() + 10
-    while not (taken := claims.take([0], 1)) and time.monotonic() < until:
+    while not (taken := claims.take([0], 1)):
         time.sleep(0.05)
     assert taken == [0]
 

@@ -10,6 +10,7 @@ import pytest
 from policies import POLICY
 from sampling import CUT, check_logp, generated, plan, policy_of
 from stalewise import store
+from stalewise.rollout.generate import BatchPlan
 
 
 @pytest.mark.parametrize("weights", ["exact", "int8"])
@@ -32,9 +33,10 @@ def test_the_last_places_of_every_group_are_of_the_other_policy(tmp_path: Path, 
 
 
 def test_a_shard_that_is_made_again_comes_out_the_same(tmp_path: Path, other: Path) -> None:
-    before = generated(tmp_path, plan(other))
+    batch: BatchPlan = plan(other)
+    before = generated(tmp_path, batch)
     shard = tmp_path / "g000000-v000000" / "shard-00001.parquet"
     content = shard.read_bytes()
     shard.unlink()
-    assert generated(tmp_path, plan(other)) == before
+    assert generated(tmp_path, batch) == before
     assert shard.read_bytes() == content

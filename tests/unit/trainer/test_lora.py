@@ -224,7 +224,7 @@ def test_gradients_reach_the_adapters_through_recomputed_layers(trained: RunConf
     assert all(torch.allclose(found[name], expected[name], atol=1e-4) for name in expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_embedded_policy_learns_with_adapters(tmp_path: Path) -> None:
     config = make_config(
         {
