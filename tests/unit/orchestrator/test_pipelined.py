@@ -70,6 +70,7 @@ def test_a_generator_that_is_killed_is_one_message(runs: Path, monkeypatch: pyte
     assert "Fatal" not in (config.directory / "generator.log").read_text()
 
 
+@pytest.mark.nightly
 def test_a_batch_that_was_moved_away_comes_again_though_later_ones_are_there(runs: Path) -> None:
     config = made(runs, schedule=PIPELINED)
 

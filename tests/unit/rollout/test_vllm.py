@@ -304,6 +304,7 @@ def test_it_can_be_closed_while_it_samples(make: Make, tmp_path: Path, monkeypat
     assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.nightly
 def test_processes_end_with_a_parent_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_VLLM_FAULTS", "slow")
     code = """
