@@ -1,4 +1,4 @@
-"""Kernels that rotate queries and keys, and write keys and values to a cache."""
+"""stalewise.models.kernels.rope: kernels that rotate queries and keys, and write keys and values to a cache."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_unknown_verifier_or_option_names_the_nearest() -> None:
 
 
 def test_hanging_judges_are_killed_and_replaced_and_order_is_kept(judges: str) -> None:
-    verifier = make_verifier("python", function=judges, workers=2, limit_s=0.4)
+    verifier: Any = make_verifier("python", function=judges, workers=2, limit_s=0.4)
     score(verifier, "8", "8")  # both have started
     before = {worker.process.pid for worker in verifier._running}
     rewards = score(verifier, "8", "hang", "9", "spin", "8", "9")
