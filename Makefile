@@ -10,7 +10,14 @@ ENGINES := .venv-engines
 VERL   := .venv-verl
 TRITON := .triton
 
-.PHONY: install quick test lint types unit browser test-kernels test-engines test-verl test-ray demo soak mutation benchmark clean smollm2 reproduce
+# One thread for each of many processes: two on a busy core wait for each other. Compiled tests are kept: each worker, and
+# each process that a test starts, would compile them again.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest
+# Files in their order: those that take longest come early, where by number of tests they would come last, and one core
+# be idle.
+TWO    := -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/browser --ignore tests/on_ray
+
+.PHONY: install quick test lint types unit nightly browser test-kernels test-engines test-verl test-ray demo soak mutation benchmark clean smollm2 reproduce
 
 install: $(STAMP)
 
@@ -26,8 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 CHANGED = $$(git diff --name-only --diff-filter=d HEAD -- '*.py'; git ls-files --others --exclude-standard -- '*.py')
 quick: install lint
 	files="$(CHANGED)"; if [ -n "$$files" ]; then $(BIN)/pyright $$files; fi
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow" tests/unit/objectives tests/unit/staleness tests/locks \
-		tests/examples
+	$(PYTEST) -n 2 -m "not slow and not nightly" tests/unit/objectives tests/unit/staleness tests/locks tests/examples
 
 # Types and the browser have one core each.
 test: install lint unit
@@ -40,14 +46,16 @@ lint: install
 types: install
 	$(BIN)/pyright
 
-# One thread for each of many processes: two on a busy core wait for each other. Files in their order: those that take
-# longest come early, where by number of tests they would come last, and one core be idle.
 unit: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/browser --ignore tests/on_ray
+	$(PYTEST) $(TWO)
+
+# Longer forms of tests of `make unit`: more kills, more ranks, more seeds. About 15 minutes.
+nightly: install
+	$(PYTEST) $(TWO) -m nightly
 
 # In a process of its own: it keeps an event loop running, which others would run into.
 browser: install
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/browser
+	$(PYTEST) tests/browser
 
 # What a GPU runs, without one: Triton interprets its kernels number by number. It lies beside the environment, in which
 # torch would otherwise take it for a compiler.

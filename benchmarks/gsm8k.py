@@ -40,8 +40,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gsm8k_bench import jobs
-from gsm8k_bench.settings import ARMS, Settings
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is no part of the package
+
+from benchmarks.gsm8k_bench import jobs
+from benchmarks.gsm8k_bench.settings import ARMS, Settings
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = Path(__file__).resolve()
@@ -140,8 +142,8 @@ def common_of(arguments: list[str]) -> list[str]:
 
 
 def collect(files: list[Path], out: Path, plot: Path) -> None:
-    from gsm8k_bench.figures import headline, size_of
-    from gsm8k_bench.picture import draw, table
+    from benchmarks.gsm8k_bench.figures import headline, size_of
+    from benchmarks.gsm8k_bench.picture import draw, table
 
     found = [record for path in sorted(files) if (record := jobs.read(path)) and record.get("format") == jobs.FORMAT]
     if not found:
@@ -165,7 +167,7 @@ def collect(files: list[Path], out: Path, plot: Path) -> None:
 def main(given: list[str]) -> int:
     arguments = parser().parse_args(given)
     if arguments.verb == "convert":
-        from gsm8k_bench.convert import convert
+        from benchmarks.gsm8k_bench.convert import convert
 
         print(json.dumps(convert(arguments.source, arguments.directory)))
     elif arguments.verb == "run":

@@ -1,4 +1,4 @@
-"""Runs for workers: one whose first batch was asked for, and a task whose judge takes its time."""
+"""Runs for workers: one whose first batch was asked for, a task whose judge takes its time; a worker that is lost."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from stalewise.api import generate
 from stalewise.config import RunConfig, make_config
+from stalewise.rollout.workers.claims import WorkerSession
 from stalewise.rollout.workers.work_order import WorkOrder, open_orders
 from stalewise.store.object_store import open_object_store
 from tiny import tiny_record
@@ -58,3 +59,10 @@ def ordered(config: RunConfig) -> WorkOrder:
             generate(config, batch=0)
     (order,) = open_orders(open_object_store(config.storage.url or str(config.directory), config.storage.options))
     return order
+
+
+def freeze(session: WorkerSession) -> None:
+    """As SIGSTOP or a long pause of a virtual machine does."""
+    session._over.set()
+    assert session._thread is not None
+    session._thread.join()

@@ -9,6 +9,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.versus.figures import time_to_accuracy
+
 from .settings import ARMS, CONTROLS, OURS, REFERENCE, Settings
 
 Record = Mapping[str, Any]
@@ -21,31 +23,9 @@ _T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8
 # ---------------------------------------------------------------- curves
 
 
-def monotone(values: Sequence[float]) -> list[float]:
-    """The rising sequence nearest to `values` in squares (pool adjacent violators).
-
-    A peak that is not held is averaged with what comes after it, so it does not count as reached.
-    """
-    blocks: list[tuple[float, int]] = []
-    for value in values:
-        mean, count = float(value), 1
-        while blocks and blocks[-1][0] >= mean:
-            before, size = blocks.pop()
-            mean, count = (before * size + mean * count) / (size + count), size + count
-        blocks.append((mean, count))
-    return [mean for mean, count in blocks for _ in range(count)]
-
-
 def time_to(curve: Sequence[tuple[float, float]], target: float) -> float | None:
     """When the monotone fit of (seconds, accuracy) first reaches the target, linear in between; None: never."""
-    times, fitted = [seconds for seconds, _ in curve], monotone([accuracy for _, accuracy in curve])
-    for i, value in enumerate(fitted):
-        if value >= target - 1e-12:
-            if i == 0:
-                return float(times[0])
-            share = (target - fitted[i - 1]) / (value - fitted[i - 1])
-            return times[i - 1] + min(1.0, max(0.0, share)) * (times[i] - times[i - 1])
-    return None
+    return time_to_accuracy([seconds for seconds, _ in curve], [accuracy for _, accuracy in curve], target)
 
 
 def accuracy_at(curve: Sequence[tuple[float, float]], seconds: float) -> float:

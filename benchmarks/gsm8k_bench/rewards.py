@@ -17,6 +17,6 @@ def random_reward(prompt: Any, response: str) -> float | dict[str, float]:
 
 @cache
 def _judge() -> Any:
-    from gsm8k_bench.library import math_judge
+    from .library import math_judge
 
     return math_judge()

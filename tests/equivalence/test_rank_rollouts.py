@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ranks import finish, launch, printed, start
+from stalewise import distributed
 from stalewise.api import generate
 from stalewise.config import make_config
 from stalewise.distributed import Launch, Ranks, join
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.slow
 
 SCHEDULE = {"kind": "staged", "updates": 2, "stages": 1}
 SHARDS = 8
+PATIENT = {"lost_after_s": 600.0}  # longer than any test may take
 BATCH = Path("rollouts") / "g000000-v000000"
 # While ranks generate, a judge waits until those of both have something to judge; the victim's hangs, which lets the
 # other one go on.
@@ -62,13 +64,16 @@ def manifests(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (run / BATCH).glob("shard-*.json")}
 
 
-@pytest.mark.parametrize(("victim", "object_store"), [(0, ""), (1, ""), (1, "file://{}/depot")])
+@pytest.mark.parametrize(
+    ("victim", "object_store"), [(0, ""), (1, "file://{}/depot"), pytest.param(1, "", marks=pytest.mark.nightly)]
+)
 def test_two_ranks_make_the_batch_of_one_though_one_of_them_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, object_store: str
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     run = tmp_path / "two"
-    changes: dict[str, Any] = {"schedule": SCHEDULE, "storage": {"url": object_store.format(tmp_path)}}
+    storage = {"url": object_store.format(tmp_path)}
+    changes: dict[str, Any] = {"schedule": SCHEDULE, "storage": storage, "workers": PATIENT}
     config = write_config(tmp_path / "two.toml", judged_record(tmp_path, "two", JUDGE, **changes))
     (tmp_path / f"hang-{victim}").touch()
     processes = launch(2, tmp_path, "train", config)
@@ -85,9 +90,8 @@ def test_two_ranks_make_the_batch_of_one_though_one_of_them_is_killed(
 
     for file in [*tmp_path.glob("judges-*"), *tmp_path.glob("hang-*")]:
         file.unlink()
-    start = time.monotonic()
+    # A rank that was killed is not waited for: that would take ten minutes.
     assert finish(launch(2, tmp_path, "train", config)) == [0, 0], printed(tmp_path, 2)
-    assert time.monotonic() - start < 30  # nobody is waited for who was killed: that would take a minute
     assert manifests(run).items() > kept.items()  # nothing was made again
     (event,) = [record for record in read_jsonl(run / "journal.jsonl") if record["event"] == "generate"]
     assert min(event["shards"]) >= 1 and sum(event["shards"]) == SHARDS - len(kept)
@@ -104,7 +108,8 @@ def test_a_process_alone_need_not_watch_what_its_killed_ranks_had_claimed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
-    config = write_config(tmp_path / "two.toml", judged_record(tmp_path, "two", JUDGE, schedule=SCHEDULE))
+    record = judged_record(tmp_path, "two", JUDGE, schedule=SCHEDULE, workers=PATIENT)
+    config = write_config(tmp_path / "two.toml", record)
     for rank in (0, 1):
         (tmp_path / f"hang-{rank}").touch()
     processes = launch(2, tmp_path, "train", config)
@@ -112,9 +117,7 @@ def test_a_process_alone_need_not_watch_what_its_killed_ranks_had_claimed(
     for process in processes:
         process.kill()
     finish(processes)
-    start = time.monotonic()
-    assert call("train", config).exit_code == 0
-    assert time.monotonic() - start < 30
+    assert call("train", config).exit_code == 0  # and does not wait for ten minutes
 
 
 def test_what_keeps_a_rank_from_generating_is_said_once(tmp_path: Path) -> None:
@@ -135,11 +138,11 @@ def test_what_keeps_a_rank_from_generating_is_said_once(tmp_path: Path) -> None:
 
 def part(rank: int, directory: Path) -> None:
     ranks = join(torch.device("cpu"))
-    begun = time.monotonic()
+    distributed.STOP_LIMIT_S = 600.0  # longer than a test may take: it is the answer that ends the waiting
     if ranks.is_first:
         ranks.listen(1)
         ranks.stop_others(exit_code=0)
-        assert (directory / "read").exists() and time.monotonic() - begun < 4.0
+        assert (directory / "read").exists()
     else:
         ranks.listen()
         ranks.send(0, "generated", {"shards": 1})  # crosses the word that it is over
@@ -147,7 +150,7 @@ def part(rank: int, directory: Path) -> None:
         (directory / "read").touch()
         assert ranks.receive().what == "stop"
     dist.barrier()  # in taking groups of GPUs apart all ranks take part: nobody may wait for another to be gone
-    assert ranks.stop_listening() and time.monotonic() - begun < 4.0
+    assert ranks.stop_listening()
 
 
 def test_the_first_rank_leaves_when_its_last_word_was_read(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def rank_main(rank: int, port: int, directory: Path) -> None:
     os._exit(0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_with_two_micro_batches_take_the_update_of_our_learner(tmp_path: Path) -> None:
     from policies import POLICY, moved
     from stalewise.api import generate

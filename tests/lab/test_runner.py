@@ -138,11 +138,20 @@ def start(root: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.fixture(scope="module")
-def reproduced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], set[str]]:
-    """A tiny experiment, killed after its first result and then finished by the same command."""
+def reproduced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A tiny experiment."""
     root = tmp_path_factory.mktemp("checkout")
-    define(root)
+    experiments = define(root)
     (root / "docs").mkdir()
+    words = ("tiny", "--workers", "1", "--out", root / "out", "--experiments", experiments, "--no-render", "--json")
+    _, stdout, _ = lab(*words)
+    return root, json.loads(stdout)
+
+
+@pytest.mark.nightly
+def test_a_command_that_was_killed_goes_on_and_does_nothing_twice(tmp_path: Path) -> None:
+    root = tmp_path
+    define(root)
     process = start(root)
     deadline = time.monotonic() + 120
     while not list((root / "out" / "kept").glob("*.json")):
@@ -156,19 +165,18 @@ def reproduced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str
     answer, _ = again.communicate(timeout=300)
     unchanged = {name for name, text in before.items() if (root / "out" / "kept" / name).read_text() == text}
     assert unchanged == set(before)  # what was done is not done again
-    return root, json.loads(answer), set(before)
+    assert 1 <= len(before) < json.loads(answer)["jobs"]
 
 
-def test_every_job_is_done_but_the_broken_one(reproduced: tuple[Path, dict[str, Any], set[str]]) -> None:
-    _, answer, first = reproduced
-    assert 1 <= len(first) < answer["jobs"]
+def test_every_job_is_done_but_the_broken_one(reproduced: tuple[Path, dict[str, Any]]) -> None:
+    _, answer = reproduced
     assert (answer["jobs"], answer["done"]) == (10, 9)
     assert len(answer["failed"]) == 1
     assert "no-such-directory" in next(iter(answer["failed"].values()))
 
 
-def test_results_hold_what_figures_need(reproduced: tuple[Path, dict[str, Any], set[str]]) -> None:
-    root, _, _ = reproduced
+def test_results_hold_what_figures_need(reproduced: tuple[Path, dict[str, Any]]) -> None:
+    root, _ = reproduced
     results = read_results(root / "out" / "tiny" / "results-lab.json")
     assert results.record["failed"].keys() == {"broken, seed 1"}
     arm = results.arm("run of P3O")
@@ -186,15 +194,15 @@ def test_results_hold_what_figures_need(reproduced: tuple[Path, dict[str, Any], 
     assert {(row["age"], row["objective"]) for row in bias.runs[1]["rows"]} >= {(2, "P3O"), (4, "tight clip")}
 
 
-def test_weights_and_rollouts_go_when_nobody_needs_them(reproduced: tuple[Path, dict[str, Any], set[str]]) -> None:
-    root, _, _ = reproduced
+def test_weights_and_rollouts_go_when_nobody_needs_them(reproduced: tuple[Path, dict[str, Any]]) -> None:
+    root, _ = reproduced
     runs = list((root / "out" / "runs").iterdir())
     assert sum((run / "metrics.jsonl").is_file() for run in runs) == 6  # 4 runs, a stage learned again, and the bias
     assert not [path for run in runs for path in (run / "checkpoints", run / "rollouts") if path.exists()]
 
 
-def test_the_command_renders_and_does_nothing_again(reproduced: tuple[Path, dict[str, Any], set[str]]) -> None:
-    root, _, _ = reproduced
+def test_the_command_renders_and_does_nothing_again(reproduced: tuple[Path, dict[str, Any]]) -> None:
+    root, _ = reproduced
     experiments = root / "experiments"
     words = ("all", "--render-only", "--from", root / "out", "--experiments", experiments, "--json")
     status, stdout, _ = lab(*words)
@@ -206,18 +214,18 @@ def test_the_command_renders_and_does_nothing_again(reproduced: tuple[Path, dict
     assert "python -m experiments.lab tiny" in (root / "docs" / "results.md").read_text()
 
 
-def test_jobs_that_failed_are_seen_in_the_exit_status(reproduced: tuple[Path, dict[str, Any], set[str]]) -> None:
-    root, _, _ = reproduced
+def test_jobs_that_failed_are_seen_in_the_exit_status(reproduced: tuple[Path, dict[str, Any]]) -> None:
+    root, _ = reproduced
     words = ("tiny", "--workers", "1", "--out", root / "out", "--experiments", root / "experiments")
     status, _, stderr = lab(*words)
     assert status == 1 and "failed: " in stderr
 
 
 def test_a_result_stays_until_the_run_that_others_need_again_is_made(
-    reproduced: tuple[Path, dict[str, Any], set[str]], tmp_path: Path
+    reproduced: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
     """Without time for it, nothing may be lost; with time, the run is made again and then what needs it."""
-    root, _, _ = reproduced
+    root, _ = reproduced
     jobs = ordered_jobs(load_experiments(root / "experiments"), "lab")
     stage = next(job for job in jobs if job.kind == "learn")
     chain = [job for job in jobs if job.key in (*stage.needs, stage.key)]
@@ -234,9 +242,9 @@ def test_a_result_stays_until_the_run_that_others_need_again_is_made(
 
 
 def test_results_of_fewer_jobs_do_not_take_the_place_of_kept_ones(
-    reproduced: tuple[Path, dict[str, Any], set[str]], tmp_path: Path
+    reproduced: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    root, _, _ = reproduced
+    root, _ = reproduced
     shutil.copytree(root / "experiments", tmp_path / "experiments")
     kept = tmp_path / "experiments" / "tiny" / "results-lab.json"
     shutil.copyfile(root / "out" / "tiny" / "results-lab.json", kept)
@@ -278,6 +286,7 @@ def test_machines_of_all_processes_are_recorded(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.nightly
 def test_makers_of_runs_import_neither_typer_nor_plotly() -> None:
     code = (
         "import sys, experiments.lab.run_job, experiments.lab.__main__; "
@@ -357,8 +366,8 @@ def test_curves_are_thinned_to_means() -> None:
     assert downsampled(range(8), [float(i) for i in range(8)], 4) == [[0.5, 2.5, 4.5, 6.5], [0.5, 2.5, 4.5, 6.5]]
 
 
-def test_kept_files_can_be_read_line_by_line(reproduced: tuple[Path, dict[str, Any], set[str]]) -> None:
-    root, _, _ = reproduced
+def test_kept_files_can_be_read_line_by_line(reproduced: tuple[Path, dict[str, Any]]) -> None:
+    root, _ = reproduced
     record = json.loads((root / "out" / "tiny" / "results-lab.json").read_text())
     assert json.loads(text_of(record)) == record
     assert len(text_of(record)) < LARGEST_BYTES

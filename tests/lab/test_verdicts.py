@@ -242,10 +242,12 @@ def test_the_law_foretells_runs_that_obey_it() -> None:
     assert rates == [pytest.approx(planned, rel=0.2)] * 4
 
 
+@pytest.mark.nightly
 def test_the_law_does_not_foretell_a_coin() -> None:
     assert rules()["the_law"](grid(None)).verdict != "shown"
 
 
+@pytest.mark.nightly
 def test_a_bias_that_does_not_grow_is_the_opposite() -> None:
     assert rules()["the_law"](grid(LAW, slope=0.0)).verdict == "opposite"
     assert rules()["the_law"](grid(LAW, slope=0.4)).verdict == "not shown"

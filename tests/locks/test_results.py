@@ -17,6 +17,7 @@ EXPERIMENTS = load_experiments(ROOT / "experiments")
 RENDER = "python -m experiments.lab all --render-only"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: experiment.name)
 def test_pages_and_figures_are_those_of_the_results(experiment: Experiment) -> None:
     stale = [path.name for path, text in render([experiment]).items() if not path.is_file() or path.read_text() != text]

@@ -36,14 +36,6 @@ def rollouts_of(config: RunConfig) -> list[Path]:
     return batch_directories(config.directory / "rollouts")
 
 
-class Listener(NullCallback):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def log(self, message: str) -> None:
-        self.said.append(message)
-
-
 def test_generation_alone_is_what_training_would_have_made(tiny_run: RunConfig, runs: Path) -> None:
     config = make_config(tiny_record(runs, "ahead"))
     (made,) = generate(config)
@@ -139,12 +131,15 @@ def test_importing_the_package_is_light_and_verbs_stay_functions_whatever_is_imp
 import sys, stalewise
 assert not {"torch", "pydantic", "numpy"} & set(sys.modules), "import stalewise is heavy"
 assert stalewise.make_config({}).name == "run" and "torch" not in sys.modules
-import stalewise.rollout.generate, stalewise.orchestrator.evaluation, stalewise.reporting.render
-for verb in (stalewise.run, stalewise.generate, stalewise.learn, stalewise.evaluate, stalewise.report):
-    assert type(verb).__name__ == "function", verb
+import stalewise.config, stalewise.store, stalewise.tasks, stalewise.reporting.render
+assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    for module in ("rollout.generate", "orchestrator.evaluation", "trainer.trainer", "reporting.render"):
+        import_module(f"stalewise.{module}")
+    for verb in (stalewise.run, stalewise.generate, stalewise.learn, stalewise.evaluate, stalewise.report):
+        assert type(verb).__name__ == "function", verb
 
 
 def test_the_old_name_of_the_callback_warns_and_works(tiny_run: RunConfig) -> None:

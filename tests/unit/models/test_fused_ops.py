@@ -3,7 +3,6 @@ they do. Kernels run on a GPU, or anywhere with Triton and TRITON_INTERPRET=1; a
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -30,34 +29,9 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from policies import SIZE
+from rotations import DEVICE, one_token, plain_rotation, random
 from stalewise.models import fused_ops as rotation
 from stalewise.models.fused_ops import fuse_norms, fused_rotation
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-plain_rotation: Any = modeling_llama.apply_rotary_pos_emb
-
-
-@pytest.fixture
-def kernels() -> Any:
-    pytest.importorskip("triton")
-    if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("no GPU, and no TRITON_INTERPRET=1")
-    from stalewise.models.kernels import rope as rotate
-
-    return rotate
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-def one_token(rows: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Queries and keys as attention makes them, and angles; halves of the angles differ, to tell them apart."""
-    query, key = (random(rows, 1, n, width, dtype=dtype, seed=n).transpose(1, 2) for n in (heads, kv_heads))
-    angle = random(rows, 1, width, seed=99)
-    return [query, key, angle.cos().to(dtype), angle.sin().to(dtype)]
 
 
 def halves(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

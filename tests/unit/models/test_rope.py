@@ -1,43 +1,15 @@
-"""Kernels that rotate queries and keys, and write keys and values to a cache."""
+"""stalewise.models.kernels.rope: kernels that rotate queries and keys, and write keys and values to a cache."""
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers.models.llama import modeling_llama
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
+from rotations import DEVICE, one_token, plain_rotation, random
 
 SIZES = [(5, 9, 3, 64), (5, 9, 3, 80), (5, 1, 1, 6), (5, 1, 1, 64), (40, 9, 3, 6), (150, 4, 2, 64)]
-
-
-plain_rotation: Any = modeling_llama.apply_rotary_pos_emb
-
-
-@pytest.fixture
-def kernels() -> Any:
-    pytest.importorskip("triton")
-    if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("no GPU, and no TRITON_INTERPRET=1")
-    from stalewise.models.kernels import rope as rotate
-
-    return rotate
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
-
-
-def one_token(rows: int, heads: int, kv_heads: int, width: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Queries and keys as attention makes them, and angles; halves of the angles differ, to tell them apart."""
-    query, key = (random(rows, 1, n, width, dtype=dtype, seed=n).transpose(1, 2) for n in (heads, kv_heads))
-    angle = random(rows, 1, width, seed=99)
-    return [query, key, angle.cos().to(dtype), angle.sin().to(dtype)]
 
 
 @pytest.mark.parametrize(("rows", "heads", "kv_heads", "width"), SIZES)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from callbacks import Listener
 from stalewise.api import learn, run
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ConfigError, StoreError
@@ -19,21 +20,12 @@ from stalewise.store import (
 from stalewise.store.atomic import read_json, read_jsonl, write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory
 from stalewise.trainer.trainer import NonFiniteUpdate
-from stalewise.types import NullCallback
 from tiny import tiny_record
 
 RUINOUS = {"learning_rate": 2e-2}
 
 
 JUDGED = {"every": 4, "prompts": 16, "samples": 2}
-
-
-class Listener(NullCallback):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def log(self, message: str) -> None:
-        self.said.append(message)
 
 
 def made(runs: Path, name: str = "run", **changes: Mapping[str, Any]) -> RunConfig:

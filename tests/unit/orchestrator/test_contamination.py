@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from callbacks import Listener
 from stalewise import api as verbs
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
@@ -21,7 +22,7 @@ from stalewise.store import batch_directories, open_batch
 from stalewise.tasks import Seen, make_evaluation_file
 from stalewise.tasks.overlap import problem_key, read_ids, seen
 from stalewise.tasks.verifiers.number import NumberVerifier
-from stalewise.types import NullCallback, Prompt, Reward
+from stalewise.types import Prompt, Reward
 from tiny import call, called_json, refused, tiny_record
 
 
@@ -230,21 +231,16 @@ def test_an_export_says_what_it_can(trained: RunConfig, tmp_path: Path, monkeypa
 
 
 def test_where_the_task_is_gone_the_ids_of_the_rollouts_are_left(trained: RunConfig, tmp_path: Path) -> None:
-    class Listener(NullCallback):
-        said: list[str] = []  # noqa: RUF012
-
-        def log(self, message: str) -> None:
-            self.said.append(message)
-
     copied = tmp_path / "copied"
     shutil.copytree(trained.directory, copied)
     config = json.loads((copied / "config.resolved.json").read_text())
     config["task"]["options"]["path"] = str(tmp_path / "gone.jsonl")
     (copied / "config.resolved.json").write_text(json.dumps(config))
     path = write(tmp_path / "test.jsonl", sums(range(10, 60)))
-    result = verbs.evaluate(copied, file=path, samples=1, callback=Listener())
+    listener = Listener()
+    result = verbs.evaluate(copied, file=path, samples=1, callback=listener)
     assert result.excluded == 16
-    (said,) = Listener.said
+    (said,) = listener.said
     assert "is known by its ids alone, not by its problems: there is no file" in said
 
 

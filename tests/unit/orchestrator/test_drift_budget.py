@@ -9,22 +9,14 @@ from typing import Any
 
 import pytest
 
+from callbacks import Listener
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
 from stalewise.orchestrator.drift_budget import DriftBudget
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.store.atomic import read_jsonl, write_json_atomic
 from stalewise.store.checkpoints import versions
-from stalewise.types import NullCallback
 from tiny import tiny_record
-
-
-class Listener(NullCallback):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def log(self, message: str) -> None:
-        self.said.append(message)
 
 
 def made(runs: Path, name: str = "run", **changes: Mapping[str, Any]) -> RunConfig:

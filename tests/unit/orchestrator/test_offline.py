@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from callbacks import Listener, StopAt
 from stalewise.api import learn
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ConfigError, ModelError, StoreError
@@ -26,7 +27,6 @@ from stalewise.store import (
 )
 from stalewise.store.atomic import read_json, read_jsonl, sha256_file
 from stalewise.store.checkpoints import checkpoint_directory, versions
-from stalewise.types import NullCallback
 from tiny import tiny_record
 
 
@@ -41,25 +41,6 @@ def steps(config: RunConfig) -> list[tuple[int, int, int, int]]:
 
 def rollouts_of(config: RunConfig) -> list[Path]:
     return batch_directories(config.directory / "rollouts")
-
-
-class StopAt(NullCallback):
-    """Ctrl-C after an update."""
-
-    def __init__(self, update: int) -> None:
-        self.update = update
-
-    def metrics(self, update: int, record: dict[str, Any]) -> None:
-        if update == self.update:
-            raise KeyboardInterrupt
-
-
-class Listener(NullCallback):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def log(self, message: str) -> None:
-        self.said.append(message)
 
 
 def test_learning_again_as_before_gives_the_same_policy_and_leaves_the_rollouts_alone(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import stalewise
+from callbacks import StopAt
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import read_result
@@ -232,13 +233,8 @@ def test_rollouts_that_teach_nothing_stop_the_run_and_are_kept(
 def test_the_policy_of_the_current_stage_stays_so_that_a_lost_shard_can_be_made_again(tmp_path: Path) -> None:
     settings = config(tmp_path, checkpoints={"every": 1, "keep": 1}, evaluation={"prompts": 8})
 
-    class Stop(NullCallback):
-        def metrics(self, update: int, record: dict[str, Any]) -> None:
-            if update == 2:
-                raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run(settings, Stop())
+        run(settings, StopAt(2))
     assert versions(settings.directory) == [0, 2]
     shard = next(settings.directory.glob("rollouts/*/shard-00001.parquet"))
     original = shard.read_bytes()

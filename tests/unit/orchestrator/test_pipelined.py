@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from callbacks import StopAt
 from stalewise.api import generate, run
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ConfigError, EngineError
@@ -20,7 +21,6 @@ from stalewise.store import (
     batch_directories,
 )
 from stalewise.store.atomic import read_jsonl
-from stalewise.types import NullCallback
 from tiny import tiny_record
 
 PIPELINED = {"kind": "pipelined", "updates": 6, "stages": None, "updates_per_generation": 2, "lag": 1}
@@ -70,16 +70,12 @@ def test_a_generator_that_is_killed_is_one_message(runs: Path, monkeypatch: pyte
     assert "Fatal" not in (config.directory / "generator.log").read_text()
 
 
+@pytest.mark.nightly
 def test_a_batch_that_was_moved_away_comes_again_though_later_ones_are_there(runs: Path) -> None:
     config = made(runs, schedule=PIPELINED)
 
-    class Stop(NullCallback):
-        def metrics(self, update: int, record: dict[str, Any]) -> None:
-            if update == 2:
-                raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run(config, Stop())
+        run(config, StopAt(2))
     generate(config, batch=2)
     shutil.rmtree(batch_directories(config.directory / "rollouts")[1])
     assert run(config).updates == 6

@@ -6,22 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from callbacks import Listener
 from stalewise.api import run
 from stalewise.config import make_config
 from stalewise.config.sections import ObjectiveSection
 from stalewise.errors import ConfigError
 from stalewise.orchestrator.setup import check_objective, drift_limits
 from stalewise.store.atomic import write_json_atomic
-from stalewise.types import NullCallback
 from tiny import tiny_record
-
-
-class Listener(NullCallback):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def log(self, message: str) -> None:
-        self.said.append(message)
 
 
 def test_the_recipe_fills_in_what_a_config_does_not_say() -> None:

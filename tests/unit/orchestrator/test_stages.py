@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from callbacks import StopAt
 from stalewise.api import generate, learn, run
 from stalewise.config import RunConfig, ScheduleSection, make_config
 from stalewise.errors import ConfigError
@@ -24,7 +25,6 @@ from stalewise.store import (
 )
 from stalewise.store.atomic import read_jsonl
 from stalewise.store.checkpoints import versions
-from stalewise.types import NullCallback
 from tiny import tiny_record
 
 SPENT = {"kind": "staged", "updates": 20, "stages": None, "end": "spent", "spent_ess": 0.995}
@@ -109,13 +109,8 @@ def test_what_made_the_present_rollouts_is_never_pruned(runs: Path) -> None:
     schedule = {"kind": "staged", "updates": 20, "stages": None, "end": "spent"}
     config = made(runs, schedule=schedule, checkpoints={"every": 2, "keep": 1})
 
-    class Stop(NullCallback):
-        def metrics(self, update: int, record: dict[str, Any]) -> None:
-            if update == 14:
-                raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        run(config, Stop())
+        run(config, StopAt(14))
     stages = read_jsonl(config.directory / "ledger" / "stages.jsonl")
     assert versions(config.directory) == [stages[-1]["first_update"], 14]
 

@@ -9,27 +9,14 @@ from typing import Any
 
 import pytest
 
-from stalewise.config import RunConfig, make_config
+from stalewise.config import make_config
 from stalewise.errors import CalibrationError, StoreError
 from stalewise.planning.calibration import CollapseRule
-from stalewise.planning.grid import GridCell, find_collapse_of_run, make_grid, outcome, rate_name, resolution_of
+from stalewise.planning.grid import GridCell, find_collapse_of_run, outcome, rate_name, resolution_of
 from stalewise.planning.sweep import sweep
 from stalewise.store.atomic import append_line, write_json_atomic
+from sweeps import RULE, grid, tiny_config
 from tiny import refused, tiny_record, write_config
-
-RULE = CollapseRule(evaluations=4)
-
-
-def tiny_config(runs: Path, **changes: Any) -> RunConfig:
-    return make_config(tiny_record(runs, **{"evaluation": {"prompts": 4, "samples": 2}, **changes}))
-
-
-def grid(
-    config: RunConfig, stalenesses: list[int], rates: list[float], updates: int = 64, seeds: tuple[int, ...] = (0,)
-):
-    return make_grid(
-        config, stalenesses=stalenesses, learning_rates=rates, seeds=seeds, updates=updates, rule=CollapseRule()
-    )
 
 
 def test_a_grid_is_of_ordinary_configs_whose_worst_age_is_its_staleness(runs: Path) -> None:

@@ -13,44 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from stalewise.config import RunConfig, make_config
 from stalewise.errors import CalibrationError, ConfigError
-from stalewise.planning.calibration import CollapseRule, SweepRun, find_calibration
-from stalewise.planning.grid import make_grid
+from stalewise.planning.calibration import find_calibration
 from stalewise.planning.sweep import fit_sweep, sweep
-from stalewise.staleness.law import Law, simulate
 from stalewise.store.atomic import RunLock
+from sweeps import RULE, grid, simulated_runs, tiny_config
 from tiny import tiny_record, write_config
 
-RULE = CollapseRule(evaluations=4)
-
-
-def tiny_config(runs: Path, **changes: Any) -> RunConfig:
-    return make_config(tiny_record(runs, **{"evaluation": {"prompts": 4, "samples": 2}, **changes}))
-
-
-def grid(
-    config: RunConfig, stalenesses: list[int], rates: list[float], updates: int = 64, seeds: tuple[int, ...] = (0,)
-):
-    return make_grid(
-        config, stalenesses=stalenesses, learning_rates=rates, seeds=seeds, updates=updates, rule=CollapseRule()
-    )
-
-
 # ---------------------------------------------------------------- fit and figure
-
-
-def simulated_runs() -> list[SweepRun]:
-    law, generator = Law(0.25, 1.0, 0.15), np.random.default_rng(0)
-    drawn = [
-        simulate(law, staleness=s, learning_rate=float(r), updates=512, update_norm_per_lr=1.0, generator=generator)
-        for s in (4, 16, 64, 256)
-        for r in np.geomspace(2e-4, 2e-2, 10)
-    ]
-    return [SweepRun(o.staleness, o.learning_rate, 512, 0, o.collapsed_at, 1.0, 0.9, 0.5, "x") for o in drawn]
 
 
 def test_the_law_is_found_in_the_runs_of_a_sweep() -> None:
@@ -150,11 +122,11 @@ def is_alive(process: int) -> bool:
 
 def test_an_interrupted_sweep_leaves_no_process_behind(tmp_path: Path, runs: Path) -> None:
     file = write_config(tmp_path / "tiny.toml", tiny_record(runs))
-    words = ["sweep", str(file), "--staleness", "100", "--lr", "1e-5", "--updates", "5000"]
+    words = ["sweep", str(file), "--staleness", "1", "--lr", "1e-5", "--updates", "5000"]
     process = subprocess.Popen(
         [sys.executable, "-m", "stalewise", *words], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
-    directory = runs / "tiny-sweep" / "S0100-lr1e-5-seed0"
+    directory = runs / "tiny-sweep" / "S0001-lr1e-5-seed0"
     deadline = time.monotonic() + 120
     while not (directory / "metrics.jsonl").is_file() and time.monotonic() < deadline:
         assert process.poll() is None

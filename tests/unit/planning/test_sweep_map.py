@@ -7,25 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from stalewise.planning.calibration import CollapseRule, SweepRun
 from stalewise.planning.sweep import fit_sweep
 from stalewise.planning.sweep_map import draw_map, write_map
-from stalewise.staleness.law import Law, simulate
-
-RULE = CollapseRule(evaluations=4)
-
-
-def simulated_runs() -> list[SweepRun]:
-    law, generator = Law(0.25, 1.0, 0.15), np.random.default_rng(0)
-    drawn = [
-        simulate(law, staleness=s, learning_rate=float(r), updates=512, update_norm_per_lr=1.0, generator=generator)
-        for s in (4, 16, 64, 256)
-        for r in np.geomspace(2e-4, 2e-2, 10)
-    ]
-    return [SweepRun(o.staleness, o.learning_rate, 512, 0, o.collapsed_at, 1.0, 0.9, 0.5, "x") for o in drawn]
+from sweeps import RULE, simulated_runs
 
 
 def test_the_map_shows_every_run_and_both_constraints(tmp_path: Path) -> None:

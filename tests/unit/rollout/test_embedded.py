@@ -13,26 +13,15 @@ from safetensors.torch import load_file, save_file
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from policies import tokens_of
+from sampling import steps_requests as requests
+from sampling import steps_sampler as make
 from stalewise.errors import ModelError
 from stalewise.models.loading import EMBEDDED, encode_prompts, load_model, load_tokenizer, resolve_model
 from stalewise.rollout.engines.embedded import HFSampler, decode_texts
 from stalewise.rollout.sampler import Request
 from stalewise.rollout.token_sampling import sampling_logp
-from stalewise.tasks import make_task
 from stalewise.tasks.arithmetic import Steps
 from stalewise.types import FinishReason, SamplerSettings
-
-
-def make(settings: SamplerSettings | None = None, max_new_tokens: int = 64) -> HFSampler:
-    settings = settings or SamplerSettings()
-    sampler = HFSampler(settings, max_new_tokens=max_new_tokens, device=torch.device("cpu"), dtype=torch.float32)
-    sampler.load(EMBEDDED / "arithmetic-steps")
-    return sampler
-
-
-def requests(sampler: HFSampler, count: int) -> list[Request]:
-    prompts = make_task("arithmetic-steps", seed=0).prompts(0, count)
-    return [Request(ids, seed) for seed, ids in enumerate(encode_prompts(prompts, sampler.tokenizer))]
 
 
 def half_answered(sampler: HFSampler, count: int) -> list[Request]:

@@ -18,6 +18,7 @@ import torch
 
 import stalewise
 from policies import POLICY, moved, requests
+from sampling import CPU, generated, plan, short_sampler
 from stalewise import store
 from stalewise.config import make_config
 from stalewise.config.run_directory import is_started
@@ -25,52 +26,13 @@ from stalewise.errors import ConfigError, ModelError, StoreError
 from stalewise.models.loading import load_model
 from stalewise.orchestrator.preflight import examine
 from stalewise.rollout.engines.embedded import HFSampler
-from stalewise.rollout.generate import BatchPlan, generate_batch
 from stalewise.rollout.mixed_policy import MixedPolicySampler, check_tokenizers
 from stalewise.rollout.sampler import Response
 from stalewise.store.atomic import read_jsonl
-from stalewise.tasks import make_task
 from stalewise.trainer.logprobs import response_logp
 from stalewise.trainer.micro_batch import Layout, micro_batches
-from stalewise.types import Rollout, SamplerSettings
+from stalewise.types import SamplerSettings
 from tiny import call, tiny_record
-
-CPU = torch.device("cpu")
-
-
-CUT = SamplerSettings(temperature=0.7, top_k=6, top_p=0.9)
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy with the tokenizer of the embedded one and other weights."""
-    return moved(POLICY, tmp_path_factory.mktemp("policies") / "other", by=0.3)
-
-
-def make(settings: SamplerSettings | None = None, *, slots: bool = False) -> HFSampler:
-    sampler = HFSampler(settings or SamplerSettings(), max_new_tokens=8, device=CPU, dtype=torch.float32, slots=slots)
-    sampler.load(POLICY)
-    assert bool(sampler.slots_problem) != slots
-    return sampler
-
-
-def plan(foreign: Path | None, places: int = 2, **changes: Any) -> BatchPlan:
-    own: dict[str, Any] = {"first_prompt": 0, "prompts": 8, "group_size": 4, "prompts_per_shard": 4, "seed": 3}
-    more = {} if foreign is None else {"foreign": str(foreign), "foreign_places": places}
-    return BatchPlan(generation_batch=0, version=0, **{**own, **more, **changes})
-
-
-def generated(rollouts: Path, batch: BatchPlan, settings: SamplerSettings = CUT) -> list[Rollout]:
-    task = make_task("arithmetic", seed=0)
-    sampler = MixedPolicySampler(
-        *(HFSampler(settings, max_new_tokens=8, device=CPU, dtype=torch.float32) for _ in range(2))
-    )
-    try:
-        generate_batch(batch, checkpoint=POLICY, rollouts=rollouts, task=task, sampler=sampler)
-    finally:
-        sampler.close()
-        task.verifier.close()
-    return list(store.open_batch(rollouts / "g000000-v000000").iter_rollouts())
 
 
 def change(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
@@ -132,7 +94,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_other_policy_makes_way_for_the_learner_and_comes_back(other: Path) -> None:
-    own, foreign = make(), HFSampler(SamplerSettings(), max_new_tokens=8, device=CPU, dtype=torch.float32)
+    own, foreign = short_sampler(), HFSampler(SamplerSettings(), max_new_tokens=8, device=CPU, dtype=torch.float32)
     sampler, asked = MixedPolicySampler(own, foreign), requests(8)
     settings = SamplerSettings(policy=str(other))
 

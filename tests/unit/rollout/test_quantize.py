@@ -2,74 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
-from policies import POLICY, moved, requests
+from policies import POLICY, requests
+from sampling import CPU, CUT, check_logp, policy_of, short_sampler
 from stalewise.errors import ModelError
 from stalewise.models.loading import load_model
-from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.engines.quantize import QuantizableWeights, fake_quantize, linear_matrices
 from stalewise.types import SamplerSettings
-
-CPU = torch.device("cpu")
-
-
-CUT = SamplerSettings(temperature=0.7, top_k=6, top_p=0.9)
-
-
-@pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A policy with the tokenizer of the embedded one and other weights."""
-    return moved(POLICY, tmp_path_factory.mktemp("policies") / "other", by=0.3)
-
-
-def make(settings: SamplerSettings | None = None, *, slots: bool = False) -> HFSampler:
-    sampler = HFSampler(settings or SamplerSettings(), max_new_tokens=8, device=CPU, dtype=torch.float32, slots=slots)
-    sampler.load(POLICY)
-    assert bool(sampler.slots_problem) != slots
-    return sampler
-
-
-def by_hand(logits: np.ndarray, settings: SamplerSettings) -> np.ndarray:
-    """Log-probabilities after temperature, top_k and top_p, one token after the other; −inf on those cut away."""
-    probability = np.exp(logits.astype(np.float64) / settings.temperature)
-    order = np.argsort(-probability)
-    kept = order[: settings.top_k or None]
-    total, so_far, chosen = probability[kept].sum(), 0.0, []
-    for token in kept:
-        if so_far >= settings.top_p * total:
-            break
-        chosen.append(token)
-        so_far += probability[token]
-    result = np.full(len(logits), -math.inf)
-    result[chosen] = np.log(probability[chosen] / so_far)
-    return result
-
-
-def policy_of(checkpoint: Path, weights: str) -> Any:
-    """A model whose linear layers were rounded by name, without the sampler's code for that."""
-    model = load_model(str(checkpoint), device=CPU)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if weights != "exact" and "_proj." in name:
-                parameter.copy_(fake_quantize(parameter, weights))
-    return model
-
-
-@torch.no_grad()
-def check_logp(model: Any, prompt_ids: Any, response_ids: Any, logp: Any, settings: SamplerSettings) -> None:
-    ids = torch.tensor([[*prompt_ids, *response_ids]])
-    logits = model(input_ids=ids).logits[0, len(prompt_ids) - 1 : -1].numpy()
-    expected = [by_hand(row, settings)[token] for row, token in zip(logits, response_ids, strict=True)]
-    assert np.array(logp) == pytest.approx(expected, abs=1e-4)
 
 
 def test_weights_are_rounded_with_one_scale_for_each_output() -> None:
@@ -139,22 +85,22 @@ def test_log_probabilities_are_of_the_rounded_policy_at_that_temperature_and_tru
 ) -> None:
     settings = replace(settings, weights=weights)
     asked, model = requests(24), policy_of(POLICY, weights)
-    for request, response in zip(asked, make(settings, slots=slots).sample(asked), strict=True):
+    for request, response in zip(asked, short_sampler(settings, slots=slots).sample(asked), strict=True):
         check_logp(model, request.prompt_ids, response.token_ids, response.logp, settings)
 
 
 @pytest.mark.parametrize("slots", [False, True])
 def test_each_call_has_the_weights_that_its_settings_name(slots: bool, other: Path) -> None:
-    asked, sampler = requests(24), make(replace(CUT, weights="fp8"), slots=slots)
+    asked, sampler = requests(24), short_sampler(replace(CUT, weights="fp8"), slots=slots)
     first = sampler.sample(asked)
     decoder = sampler._decoder
     exact = sampler.sample(asked, CUT)  # as an evaluation does
     assert sampler._decoder is decoder  # the slots, and on a GPU the graphs, are those of before
-    assert exact == make(CUT, slots=slots).sample(asked)
+    assert exact == short_sampler(CUT, slots=slots).sample(asked)
     assert sampler.sample(asked) == first != exact
     assert sampler.sample(asked, replace(CUT, weights="int8")) not in (first, exact)
     sampler.load(other)  # while rounded weights are in use
-    fresh = make(CUT, slots=slots)
+    fresh = short_sampler(CUT, slots=slots)
     fresh.load(other)
     assert sampler.sample(asked, CUT) == fresh.sample(asked)
     assert sampler.sample(asked) == fresh.sample(asked, replace(CUT, weights="fp8")) != first

@@ -25,6 +25,8 @@ from stalewise.store.ledger import read_ledger
 from stalewise.types import SamplerSettings
 from tiny import tiny_record
 
+NEVER_S = 600.0  # longer than a test may take
+
 
 @pytest.fixture(scope="session")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -315,40 +317,39 @@ def test_trouble_that_does_not_pass_ends_with_one_message() -> None:
 
 def test_a_request_that_takes_too_long_ends_with_one_message() -> None:
     with serving() as fake:
-        sampler = make(fake, retries=1, timeout_s=0.5)
+        sampler = make(fake, retries=1)
         sampler.load(POLICY)
-        fake.behaviour.delay_s = 2.0
-        began = time.monotonic()
+        sampler._servers[0].endpoint.timeout_s = 0.5  # from here on: a busy machine may take longer to load
+        fake.behaviour.delay_s = NEVER_S
         with pytest.raises(EngineError, match=r"took longer than 0\.5 s, 2 times: raise sampler\.server\.timeout_s"):
             sampler.sample(requests(3))
-        assert time.monotonic() - began < 1.9
+        assert 2 <= len(fake.bodies) <= 2 * 3 and fake.under_way == len(fake.bodies)  # none was answered
 
 
 def test_an_error_does_not_wait_for_what_is_under_way_and_leaves_nothing_behind() -> None:
-    with serving(delay_s=2.0) as fake:
-        sampler = make(fake, concurrency=2, retries=9)
+    with serving(delay_s=NEVER_S) as fake:
+        sampler = make(fake, concurrency=2, retries=9, timeout_s=NEVER_S)
         sampler.load(POLICY)
         fake.behaviour.fail = [400]
-        began = time.monotonic()
         with pytest.raises(EngineError, match="answered 400"):
             sampler.sample(requests(6))
-        assert time.monotonic() - began < 1.5
         time.sleep(0.2)
         assert len(fake.bodies) <= 2  # what was broken off is not tried again, what waited is not sent
         fake.behaviour.delay_s = 0.0
         assert len(sampler.sample(requests(6))) == 6
 
 
-def test_nobody_there_is_said_at_once() -> None:
+def test_nobody_there_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("stalewise.rollout.engines.http.time.sleep", waits.append)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
     section = ServerSection(urls=[url], retries=1, wait_s=60.0)
     sampler = ServerSampler(SamplerSettings(), max_new_tokens=6, options=section)
-    began = time.monotonic()
     with pytest.raises(EngineError, match=rf"{url} does not answer \(.*refused.*\): start the server, or correct"):
         sampler.load(POLICY)
-    assert time.monotonic() - began < 5
+    assert waits == []
 
 
 def test_a_server_that_comes_back_with_its_own_weights_gets_the_checkpoint_again(other: Path) -> None:
@@ -432,13 +433,16 @@ def test_a_server_that_hangs_with_all_requests_is_not_the_end_where_another_is_i
         assert len(said) == 1 and said[0].endswith("asked again after 40 s")
 
 
-def test_a_server_that_hangs_is_left_out_for_longer_than_it_took_to_find_out() -> None:
+def test_a_server_that_hangs_is_left_out_for_longer_than_it_took_to_find_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as well, serving() as sick:
         sampler = make(sick, well, retries=1, timeout_s=1.0)
         gone, slow = ServerUnavailable("away"), ServerSlow("slow")
         for trouble, seconds in ((gone, AWAY_S), (slow, 2 * 20)):
-            sampler._leave_out(sampler._servers[0], trouble)
-            assert sampler._servers[0].away_until - time.monotonic() == pytest.approx(seconds, abs=1)
+            now = time.monotonic()
+            with monkeypatch.context() as patch:
+                patch.setattr("stalewise.rollout.engines.server.time.monotonic", lambda now=now: now)
+                sampler._leave_out(sampler._servers[0], trouble)
+            assert sampler._servers[0].away_until - now == pytest.approx(seconds)
 
 
 def test_of_many_servers_all_but_one_may_go_away_at_once() -> None:

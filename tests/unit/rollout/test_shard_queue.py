@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from stalewise.config import make_config
 from stalewise.rollout.factory import batch_plan, make_sampler
@@ -28,29 +26,13 @@ from stalewise.store.object_store import DirectoryStore
 from stalewise.tasks import make_task
 from stalewise.types import SamplerSettings
 from tiny import tiny_record
-from working import ordered
+from working import freeze, ordered
 
 BATCH = "g000000-v000000"
 
 
 def checksums(run: Path, batch: str = BATCH) -> list[str]:
     return [shard.sha256 for shard in read_batch_manifest(run / "rollouts" / batch).shards]
-
-
-@pytest.fixture
-def sessions(tmp_path: Path) -> Iterator[tuple[DirectoryStore, list[WorkerSession]]]:
-    object_store = DirectoryStore(tmp_path)
-    opened = [WorkerSession(object_store, name, lost_after_s=0.6).__enter__() for name in ("a", "b", "c")]
-    yield object_store, opened
-    for session in opened:
-        session.__exit__()
-
-
-def freeze(session: WorkerSession) -> None:
-    """As SIGSTOP or a long pause of a virtual machine does."""
-    session._over.set()
-    assert session._thread is not None
-    session._thread.join()
 
 
 class Halting:

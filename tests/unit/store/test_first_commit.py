@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from made_rollouts import make_rollouts
 from stalewise.errors import StoreError
 from stalewise.store import (
     AlreadyCommitted,
@@ -20,6 +19,7 @@ from stalewise.store import (
 )
 from stalewise.store.atomic import create_atomic
 from stalewise.store.object_store import DirectoryStore
+from stored_rollouts import make_rollouts
 
 BATCH = "g000000-v000000"
 

@@ -194,7 +194,8 @@ class Interrupt(NullCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("at", [2, 4])  # before the first stage is learned; before the second is
+# before the first stage is learned; before the second is
+@pytest.mark.parametrize("at", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_a_run_goes_on_on_another_machine(tiny_run: RunConfig, runs: Path, endpoint: str, at: int) -> None:
     config = stored(runs, endpoint)
     with pytest.raises(KeyboardInterrupt):

@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,11 +25,10 @@ def alive(pid: int) -> bool:
         return False
 
 
-def gone(pid: int, within_s: float) -> bool:
-    deadline = time.monotonic() + within_s
-    while alive(pid) and time.monotonic() < deadline:
+def wait_until_gone(pid: int) -> None:
+    """The time limit of a test is how long one waits."""
+    while alive(pid):
         time.sleep(0.02)
-    return not alive(pid)
 
 
 def test_lengths_that_differ_are_refused() -> None:
@@ -52,16 +52,17 @@ def test_unknown_verifier_or_option_names_the_nearest() -> None:
 
 
 def test_hanging_judges_are_killed_and_replaced_and_order_is_kept(judges: str) -> None:
-    verifier = make_verifier("python", function=judges, workers=2, limit_s=0.4)
+    verifier: Any = make_verifier("python", function=judges, workers=2, limit_s=0.4)
     score(verifier, "8", "8")  # both have started
-    began = time.monotonic()
+    before = {worker.process.pid for worker in verifier._running}
     rewards = score(verifier, "8", "hang", "9", "spin", "8", "9")
-    took = time.monotonic() - began
+    after = {worker.process.pid for worker in verifier._running}
     verifier.close()
+    assert len(before) == 2 and len(after) <= 2 and after != before
+    for pid in before | after:
+        wait_until_gone(pid)
     assert [reward.error for reward in rewards] == ["", "timeout after 0.4 s", "", "timeout after 0.4 s", "", ""]
     assert [rewards[place].value for place in (0, 2, 4, 5)] == [1.0, 0.0, 1.0, 0.0]
-    # Six items on two workers may take 3 × 0.4 s and the start of two interpreters, slow as the machine may be.
-    assert took < 3 * 0.4 + 5
 
 
 def test_what_a_killed_judge_started_is_killed_too(judges: str, tmp_path: Path) -> None:
@@ -70,7 +71,7 @@ def test_what_a_killed_judge_started_is_killed_too(judges: str, tmp_path: Path) 
         "stalewise.tasks.verifiers.python:load_judge", {"function": judges}, workers=1, limit_s=1
     ) as verifier:
         assert score(verifier, "children", answer=str(note))[0].error == "timeout after 1.0 s"
-    assert gone(int(note.read_text()), within_s=2)
+    wait_until_gone(int(note.read_text()))
 
 
 def test_workers_live_on_between_batches_and_end_with_close(judges: str) -> None:
@@ -128,7 +129,7 @@ def test_workers_end_with_the_interpreter(judges: str, tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 0
     assert "Traceback" not in errors
-    assert gone(worker, within_s=0.5)
+    wait_until_gone(worker)
 
 
 def test_interrupting_the_parent_prints_no_traceback_of_a_worker(judges: str, tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_interrupting_the_parent_prints_no_traceback_of_a_worker(judges: str, tm
     _, errors = process.communicate(timeout=20)
     assert errors.count("Traceback") == 1, "only the parent's own"
     assert "worker.py" not in errors
-    assert gone(worker, within_s=0.5)
+    wait_until_gone(worker)
 
 
 def test_a_hanging_worker_ends_even_when_its_parent_was_killed(judges: str, tmp_path: Path) -> None:
@@ -146,4 +147,4 @@ def test_a_hanging_worker_ends_even_when_its_parent_was_killed(judges: str, tmp_
     time.sleep(0.1)
     process.kill()
     process.communicate(timeout=20)
-    assert gone(worker, within_s=2 * 0.3 + 1 + 3)
+    wait_until_gone(worker)

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+from callbacks import StopAt
 from stalewise import api as verbs
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
@@ -25,7 +26,6 @@ from stalewise.store.checkpoints import checkpoint_directory, read_state, versio
 from stalewise.trainer import lora
 from stalewise.trainer.lora import Adapters, check_base, load_policy, new_config, save_first
 from stalewise.trainer.trainer import Trainer
-from stalewise.types import NullCallback
 from tiny import call, refused, tiny_record, write_config
 
 peft = pytest.importorskip("peft")
@@ -173,15 +173,6 @@ def test_architectures_with_transposed_layers_merge_as_well(tmp_path: Path) -> N
 # ---------------------------------------------------------------- runs
 
 
-class StopAt(NullCallback):
-    def __init__(self, update: int) -> None:
-        self.update = update
-
-    def metrics(self, update: int, record: dict[str, Any]) -> None:
-        if update == self.update:
-            raise KeyboardInterrupt
-
-
 def final_files(config: RunConfig) -> list[str]:
     names = ("model.safetensors", "optimizer_exp_avg.safetensors", "adapter/adapter_model.safetensors")
     return [sha256_file(checkpoint_directory(config.directory, 4) / name) for name in names]
@@ -233,7 +224,7 @@ def test_gradients_reach_the_adapters_through_recomputed_layers(trained: RunConf
     assert all(torch.allclose(found[name], expected[name], atol=1e-4) for name in expected)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_embedded_policy_learns_with_adapters(tmp_path: Path) -> None:
     config = make_config(
         {

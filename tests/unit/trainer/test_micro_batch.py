@@ -64,7 +64,7 @@ SIZED = ("key_M", "copy_M", "copy_start", "cu_seq_lens_q", "cu_seq_lens_k")
 @pytest.mark.parametrize("two_halves", [False, True])
 def test_padding_makes_common_sizes(two_halves: bool) -> None:
     sizes = set()
-    for seed in range(8):
+    for seed in range(4):
         rows = rollouts(groups=40, seed=seed)
         layout = Layout(10_000, common_sizes=True, grids=False, two_halves=two_halves)
         (part,) = micro_batches(rows, layout, CPU)
@@ -85,7 +85,7 @@ def test_padding_makes_common_sizes(two_halves: bool) -> None:
             sizes.add((tokens, len(arguments["key_M"]), len(arguments["cu_seq_lens_q"])))
         # One size for both: what is recorded for it is recorded once.
         assert len({tuple(len(x[name]) for name in SIZED) for x in part.inputs}) == 1
-    assert len(sizes) <= 6
+    assert len(sizes) <= 4
 
 
 def test_one_long_response_does_not_make_room_for_all_in_its_length() -> None:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from callbacks import StopAt
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
 from stalewise.models.loading import EMBEDDED, pick_precision, pick_weights_dtype
 from stalewise.store.atomic import sha256_file
 from stalewise.store.checkpoints import checkpoint_directory
 from stalewise.trainer.trainer import Trainer
-from stalewise.types import NullCallback
 from tiny import called_json, tiny_record, write_config
 
 CPU = torch.device("cpu")
@@ -44,15 +44,10 @@ def config(runs: Path, name: str, **model: Any) -> RunConfig:
 
 @pytest.mark.parametrize("model", [{}, {"lora": {"rank": 4}}], ids=["weights", "adapters"])
 def test_a_run_in_bfloat16_alone_goes_on_exactly(tmp_path: Path, model: dict[str, Any]) -> None:
-    class Stop(NullCallback):
-        def metrics(self, update: int, record: dict[str, Any]) -> None:
-            if update == 2:
-                raise KeyboardInterrupt
-
     whole, parts = (config(tmp_path, name, **model) for name in ("whole", "parts"))
     run(whole)
     with pytest.raises(KeyboardInterrupt):
-        run(parts, Stop())
+        run(parts, StopAt(2))
     run(parts)
     final, other = (checkpoint_directory(c.directory, 4) for c in (whole, parts))
     for name in ("model.safetensors", "optimizer_exp_avg.safetensors"):
