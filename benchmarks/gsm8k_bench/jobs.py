@@ -183,7 +183,7 @@ def _work(job: Job, worker: str, directory: Path, script: Path) -> dict[str, Any
         },
     )
     environment = {**os.environ, **QUIET}
-    places = [str(script.parent), environment.get("PYTHONPATH", "")]
+    places = [str(script.parents[1]), environment.get("PYTHONPATH", "")]
     if worker == "theirs" and job.arm == "trl_vllm":
         places.insert(0, job.vllm)
         environment = {**environment, **FOR_VLLM, **{k: v for k, v in os.environ.items() if k in FOR_VLLM}}

@@ -139,7 +139,7 @@ def our_record(
     schedule, objective = shapes[arm]
     options = task_options(settings)
     if arm == "random_reward":
-        chosen = {"function": "gsm8k_bench.rewards:random_reward"}
+        chosen = {"function": "benchmarks.gsm8k_bench.rewards:random_reward"}
         options |= {"verifier": "python", "verifier_options": {**options.get("verifier_options", {}), **chosen}}
     record: dict[str, Any] = {
         "name": name,
