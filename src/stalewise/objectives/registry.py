@@ -88,6 +88,7 @@ _RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "clip_high": (lambda high: high >= 1, "a bound on the ratio of at least 1"),
     "cap": (lambda cap: cap > 0, "a positive bound on the ratio"),
     "kappa": (lambda kappa: 0 < kappa < 1, "a ratio between 0 and 1"),
+    "k3_clamp": (lambda bound: bound >= 0, "0 for none, or a positive bound on the exponent"),
     "threshold": (lambda threshold: threshold > 0, "a positive second moment"),
 }
 

@@ -21,6 +21,9 @@ from stalewise.objectives.tokens import Tokens
 
 M2POVariant = Literal["paper", "released"]
 VetoScope = Literal["suffix", "post", "trigger", "sequence"]
+Anchors = Literal["separate", "mixture"]
+
+LEAST_WEIGHT = 1e-30  # of a policy in a mixture: the log of 0 has no gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,27 +135,38 @@ def mu_grpo(
     )
 
 
-def p3o(tokens: Tokens, batch: WeightSums) -> TokenLoss:
+def p3o(tokens: Tokens, batch: WeightSums, *, k3_clamp: float = 0.0) -> TokenLoss:
     """−sg(min(r, ESS))·A·ℓ + (1 − ESS)·k3, the ESS of the whole optimizer batch a constant.
 
-    k3 = exp(b − ℓ) − (b − ℓ) − 1, with the gradient through ℓ.
+    k3 = exp(b − ℓ) − (b − ℓ) − 1, with the gradient through ℓ. `k3_clamp` > 0 bounds the exponent's absolute value.
     """
     ess = batch.effective_sample_size().to(tokens.logp_BT.dtype)
     policy = _weighted(tokens, tokens.log_ratio_BT, ess)
-    regularizer_BT = (1 - ess) * _k3(-tokens.log_ratio_BT)
+    regularizer_BT = (1 - ess) * _k3(-tokens.log_ratio_BT, k3_clamp)
     return TokenLoss(policy.loss_BT + regularizer_BT, policy.clipped_BT, policy.vetoed_BT)
 
 
-def p3o_two_anchor(tokens: Tokens, batch: AnchorSums) -> TokenLoss:
-    """P3O with a second ESS against the proximal policy: the smaller is the cap, each has its own trust region.
+def p3o_two_anchor(
+    tokens: Tokens, batch: AnchorSums, *, anchors: Anchors = "separate", k3_clamp: float = 0.0
+) -> TokenLoss:
+    """P3O with a second ESS against the proximal policy: the smaller is the cap on r.
 
-    −sg(min(r, ESS_b, ESS_p))·A·ℓ + (1 − ESS_b)·k3(b) + (1 − ESS_p)·k3(p).
+    `separate`: each policy has a trust region, (1 − ESS_b)·k3(b) + (1 − ESS_p)·k3(p). `mixture`: one region around the
+    mixture of both, weighted by 1 − ESS of each, (1 − min(ESS_b, ESS_p))·k3(mixture).
     """
+    behaviour_logp_BT, proximal_logp_BT = tokens.behaviour_logp_BT, _proximal(tokens)
     ess_behaviour = batch.behaviour.effective_sample_size().to(tokens.logp_BT.dtype)
     ess_proximal = batch.proximal.effective_sample_size().to(tokens.logp_BT.dtype)
-    policy = _weighted(tokens, tokens.log_ratio_BT, torch.minimum(ess_behaviour, ess_proximal))
-    regularizer_BT = (1 - ess_behaviour) * _k3(-tokens.log_ratio_BT)
-    regularizer_BT = regularizer_BT + (1 - ess_proximal) * _k3(_proximal(tokens) - tokens.logp_BT)
+    least = torch.minimum(ess_behaviour, ess_proximal)
+    policy = _weighted(tokens, tokens.log_ratio_BT, least)
+    if anchors == "mixture":
+        weight_b, weight_p = 1 - ess_behaviour + LEAST_WEIGHT, 1 - ess_proximal + LEAST_WEIGHT
+        mixture_logp_BT = torch.logaddexp(weight_b.log() + behaviour_logp_BT, weight_p.log() + proximal_logp_BT)
+        mixture_logp_BT = mixture_logp_BT - (weight_b + weight_p).log()
+        regularizer_BT = (1 - least) * _k3(mixture_logp_BT - tokens.logp_BT, k3_clamp)
+    else:
+        regularizer_BT = (1 - ess_behaviour) * _k3(-tokens.log_ratio_BT, k3_clamp)
+        regularizer_BT = regularizer_BT + (1 - ess_proximal) * _k3(proximal_logp_BT - tokens.logp_BT, k3_clamp)
     return TokenLoss(policy.loss_BT + regularizer_BT, policy.clipped_BT, policy.vetoed_BT)
 
 
@@ -196,9 +210,10 @@ def _weighted(tokens: Tokens, log_weight_BT: Tensor, cap: float | Tensor) -> Tok
     return TokenLoss(loss_BT, clipped_BT, torch.zeros_like(clipped_BT))
 
 
-def _k3(log_ratio_BT: Tensor) -> Tensor:
-    """exp(x) − x − 1: never negative, 0 at x = 0."""
-    return torch.expm1(log_ratio_BT) - log_ratio_BT
+def _k3(log_ratio_BT: Tensor, clamp: float = 0.0) -> Tensor:
+    """exp(x) − x − 1: never negative, 0 at x = 0. Above 0, `clamp` bounds |x| in the exponential alone."""
+    exponent_BT = log_ratio_BT.clamp(-clamp, clamp) if clamp else log_ratio_BT
+    return torch.expm1(exponent_BT) - log_ratio_BT
 
 
 def _vetoed(tokens: Tokens, trigger_BT: Tensor, scope: VetoScope) -> Tensor:
