@@ -45,17 +45,13 @@ def init(
     from stalewise.config.template import config_template
     from stalewise.store.atomic import write_atomic
 
-    text = config_template(task, name=_run_name(path))
+    stem = "".join(character if character.isalnum() or character in "._-" else "_" for character in path.stem)
+    text = config_template(task, name="run" if stem in ("", "stalewise") else stem)
     if path.exists():
         raise ConfigError(f"{path} exists and is not overwritten: name another file or delete it")
     write_atomic(path, text)
     typer.echo(str(path))
     typer.echo(f"next: stalewise doctor {path}; then stalewise train {path}", err=True)
-
-
-def _run_name(path: Path) -> str:
-    name = "".join(character if character.isalnum() or character in "._-" else "_" for character in path.stem)
-    return "run" if path.stem in ("", "stalewise") else name
 
 
 @app.command()

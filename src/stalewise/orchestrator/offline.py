@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from stalewise import store
 from stalewise.config import RunConfig, ScheduleSection, make_config
-from stalewise.config.run_directory import is_started, read_config
+from stalewise.config.run_directory import RESOLVED, is_started, read_config
 from stalewise.config.sections import ModelSection
 from stalewise.errors import ConfigError, ModelError, StoreError
 from stalewise.models.loading import load_tokenizer, resolve_model, vocabulary_size
@@ -159,7 +159,8 @@ def plan_sources(
         if config.directory.resolve() in directory.resolve().parents:
             raise StoreError(f"{directory} belongs to {config.directory}: {RENAME}")
         batch = store.open_batch(directory, verify=False)
-        run, left_out = _run_of(directory), ()
+        above, left_out = directory.resolve().parent.parent, ()
+        run = above if (above / RESOLVED).is_file() else None
         if unused:
             if run is None:
                 raise StoreError(f"{directory} lies in no run, whose ledger would say which of its rollouts were used")
@@ -193,11 +194,6 @@ def _batches_of(path: Path) -> list[Path]:
         raise StoreError(f"{path} does not exist: name a run directory or a generation batch in its `rollouts`")
     store.read_batch_manifest(path)  # raises where it is no batch
     return [path]
-
-
-def _run_of(batch: Path) -> Path | None:
-    run = batch.resolve().parent.parent
-    return run if (run / "config.resolved.json").is_file() else None
 
 
 def _start_in(run: Path | None, model: ModelSection, task: str, checkpoint: Path | None) -> int | None:
