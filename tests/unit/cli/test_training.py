@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import stalewise.store.writer
-from stalewise.cli.training import _describe_work, _run_name  # pyright: ignore[reportPrivateUsage]
+from stalewise.cli.training import _describe_work  # pyright: ignore[reportPrivateUsage]
 from stalewise.config import load_config
 from stalewise.planning.memory import ModelShape
 from stalewise.rollout.workers.worker import WorkDone
@@ -68,8 +68,9 @@ def test_init_never_overwrites_and_knows_the_tasks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "name"), [("stalewise.toml", "run"), ("a/my run.toml", "my_run"), ("v1.2.toml", "v1.2")]
 )
-def test_a_run_is_named_after_its_config(file: str, name: str) -> None:
-    assert _run_name(Path(file)) == name
+def test_a_run_is_named_after_its_config(file: str, name: str, tmp_path: Path) -> None:
+    call("init", tmp_path / file)
+    assert load_config(tmp_path / file).name == name
 
 
 def test_the_work_of_a_worker_is_one_line() -> None:
