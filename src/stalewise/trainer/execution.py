@@ -23,6 +23,7 @@ from stalewise.models.compilation import optimize_layers, recording_pays
 from stalewise.objectives.diagnostics import TokenSums
 from stalewise.trainer.cuda_graphs import GraphedBody
 from stalewise.trainer.logprobs import kernels_for, measure_logit_map, response_logp
+from stalewise.trainer.lora import adapts_parameters
 from stalewise.trainer.micro_batch import Layout, MicroBatch
 from stalewise.trainer.optimizer import adamw
 from stalewise.trainer.parallel import SingleProcess, Sums
@@ -53,7 +54,9 @@ class Execution:
         else:
             log(f"{type(model).__name__} does not support packing: its micro-batches are padded, which takes longer")
         parallel.find_trained()
-        self.compiled = optimize_layers(model, config, is_sharded=parallel.is_sharded, log=log)
+        # Neither a compiler nor a graph can follow modules that change in the forward pass.
+        self.is_plain = not (parallel.is_sharded or adapts_parameters(model))
+        self.compiled = optimize_layers(model, config, is_sharded=not self.is_plain, log=log)
         self.side_stream = SideStream(device)
         self.graphs: GraphedBody | None = None
         self.weights = Weights(list(parallel.trained))
@@ -67,7 +70,7 @@ class Execution:
     def _can_use_graphs(self) -> bool:
         """Recomputed activations and float32 attention cannot be captured; flat gradients need one dtype."""
         fits = self.precision is not torch.float32 and len({weight.dtype for weight in self.parallel.trained}) == 1
-        fits = fits and not (self.parallel.is_sharded or self.config.learner.gradient_checkpointing)
+        fits = fits and self.is_plain and not self.config.learner.gradient_checkpointing
         return self.device.type == "cuda" and fits and recording_pays(self.config.learner.compile, self.model)
 
     def layout(self, token_budget: int, pad_id: int) -> Layout:
