@@ -60,7 +60,6 @@ class Adapters:
 
         self.model, self.peft_config = model, peft_config
         inject_adapter_in_model(peft_config, model)
-        _show_attributes(model)
         self.layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
         self.weights = {
             f"{_PREFIX}{name}.{part}.weight": getattr(layer, part)["default"].weight
@@ -269,22 +268,9 @@ def _endings(chosen: Iterable[str], names: Iterable[str], *, segments: int) -> l
     return sorted(short if found == wanted else wanted)
 
 
-def _show_attributes(model: Any) -> None:
-    """Give the adapted modules of parameters the attributes and buffers beneath: some models read a router's."""
-    for module in model.modules():
-        if _adapts_parameter(module):
-            beneath = module.get_base_layer()
-            module._buffers = beneath._buffers  # the same table, so that both stay on one device
-            vars(module).update({name: value for name, value in vars(beneath).items() if name not in vars(module)})
-
-
-def _adapts_parameter(module: Any) -> bool:
-    return hasattr(module, "lora_A") and hasattr(module, "parameter_name")
-
-
 def adapts_parameters(model: Any) -> bool:
     """Whether adapters are on more than linear layers: they change modules in the forward pass."""
-    return any(map(_adapts_parameter, model.modules()))
+    return any(hasattr(module, "lora_A") and hasattr(module, "parameter_name") for module in model.modules())
 
 
 def read_adapter_config(adapter: Path, source: str, log: Log) -> Any:

@@ -194,8 +194,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {},
     "qwen3_moe": {"moe_intermediate_size": 24},
     "phimoe": {},  # its router is a linear layer with another output
-    # Reads a buffer of its router from outside; has a dense layer and shared experts.
-    "glm4_moe": {"moe_intermediate_size": 24, **DEEPSEEK},
+    "glm4_moe": {"moe_intermediate_size": 24, **DEEPSEEK},  # has a dense layer and shared experts
     "gpt_oss": {},  # its experts are transposed
 }
 
