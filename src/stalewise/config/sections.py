@@ -46,7 +46,7 @@ class LoraSection(Section):
     alpha: float = Field(default=32.0, gt=0, description="The adapter's product is scaled by alpha / rank.")
     targets: list[str] = Field(
         default_factory=list,
-        description="Last names of the linear layers to adapt, e.g. q_proj; empty: all but the output layer.",
+        description="Last names of the matrices to adapt, e.g. q_proj; empty: all but embeddings and output layer.",
     )
 
     def _contradictions(self) -> Iterator[str]:

@@ -225,11 +225,7 @@ def context_length(model_config: Any) -> int | None:
     return getattr(model_config, "max_position_embeddings", None)
 
 
-def turn_dropout_off(model: Any) -> None:
-    """Disable dropout in training mode; it is a module in some architectures and a number in others."""
-    for module in model.modules():
-        for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+def model_body(model: Any) -> Any:
+    """The part of a model below its output layer; transformers' `base_model` is the model itself for some (Llama 4)."""
+    body = model.base_model
+    return getattr(model, "model", model) if body is model else body

@@ -25,7 +25,7 @@ from stalewise.rollout.sampler import Request, Sampler
 from stalewise.store.checkpoints import versions
 from stalewise.tasks import Task, make_task
 from stalewise.tasks.verifiers.python import PythonVerifier
-from stalewise.trainer.lora import check_adapter, need_peft
+from stalewise.trainer.lora import check_adapter, describe_targets, need_peft
 from stalewise.types import Prompt
 
 Status = Literal["ok", "warning", "bad"]
@@ -181,7 +181,7 @@ class _Preflight:
             continued = f"training continues with {model.adapter}, of rank {found.r}"
             return "warning" if doubts else "ok", "; ".join([continued, *doubts])
         need_peft()
-        return "ok", f"new ones of rank {model.lora.rank} are trained, and nothing else"
+        return "ok", f"new ones of rank {model.lora.rank} on {describe_targets(model.lora, self.source)}"
 
     def _tokenizer(self) -> tuple[Status, str]:
         from transformers import AutoTokenizer

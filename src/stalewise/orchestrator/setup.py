@@ -17,7 +17,7 @@ from stalewise.objectives import get_objective
 from stalewise.planning.planner import budget_limits, law_learning_rate, rests_on_collapses, rounded_down
 from stalewise.store import atomic, checkpoints
 from stalewise.tasks import Task
-from stalewise.trainer.logprobs import check_output_layer
+from stalewise.trainer.execution import check_trainable
 from stalewise.trainer.lora import save_first
 
 FORMAT = "stalewise.limits/1"
@@ -68,7 +68,7 @@ def drift_limits(config: RunConfig) -> tuple[float, float] | None:
 def write_first_checkpoint(config: RunConfig, source: str, task: Task, log: Callable[[str], object]) -> dict[str, Any]:
     """Write the model at `source` as version 0 of the run; return the trainer's state in it."""
     model = load_model(source, device=torch.device("cpu"))
-    check_output_layer(model)  # now, and not after a whole stage has been generated
+    check_trainable(model, config.learner)  # now, and not after a whole stage has been generated
     tokenizer = load_tokenizer(source)
     # Version 0 keeps the tokenizer: one without the chat template that the task needs would stay in the run.
     encode_prompts(task.prompts(0, 1), tokenizer)

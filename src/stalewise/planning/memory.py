@@ -5,6 +5,7 @@ docs/models.md has the formula. Learning and sampling take turns, so the larger 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -21,7 +22,7 @@ from stalewise.errors import ModelError
 from stalewise.models.loading import pick_device, pick_precision, pick_weights_dtype
 from stalewise.objectives import get_objective
 from stalewise.trainer.logprobs import CHUNK_ELEMENTS, PLAIN_KERNELS, kernels_for
-from stalewise.trainer.lora import target_layers
+from stalewise.trainer.lora import find_targets
 
 GIB = 2**30
 # Bytes that autograd keeps per token and layer, as multiples of H, F and K: counted with saved-tensor hooks on Llama
@@ -43,6 +44,7 @@ class ModelShape:
     inner: int
     keys: int  # numbers in the keys of one token and layer
     vocabulary: int
+    adapted: int = 0  # numbers in matrices of experts and routers, which are computed anew with their adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ def model_shape(source: str, model: ModelSection) -> ModelShape | None:
             inner=int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size),
             keys=int(getattr(text, "num_key_value_heads", None) or heads) * width,
             vocabulary=int(text.vocab_size),
+            adapted=_adapted_parameters(layers, model) if model.trains_adapters else 0,
         )
     except ModelError:
         raise
@@ -114,8 +117,18 @@ def _adapter_parameters(layers: Any, model: ModelSection) -> int:
                 return sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
         except (OSError, SafetensorError):
             return 0  # loading reports it
-    targets = target_layers(layers, model.lora.targets).values()
-    return sum(model.lora.rank * sum(layer.weight.shape) for layer in targets)
+    return find_targets(layers, model.lora.targets).factors(model.lora.rank)
+
+
+def _adapted_parameters(layers: Any, model: ModelSection) -> int:
+    if not model.adapter:
+        return sum(parameter.numel() for parameter in find_targets(layers, model.lora.targets).parameters.values())
+    try:
+        record = json.loads((Path(model.adapter).expanduser() / "adapter_config.json").read_text())
+    except (OSError, ValueError):
+        return 0  # loading reports it
+    endings = tuple(f".{name}" for name in record.get("target_parameters") or ())
+    return sum(weight.numel() for name, weight in layers.named_parameters() if f".{name}".endswith(endings))
 
 
 def estimate(
@@ -166,6 +179,8 @@ def _learning(
     # Fused kernels hold logits in the precision of the product; plain ones hold four float32 copies besides.
     product = 2 if autocast else 4
     logits = chunk * ((2 if autocast else 0) + 4 * 4 if kernels_for(device) is PLAIN_KERNELS else product)
+    # Kept for the backward pass, of all layers or of one, besides the gradient of one layer.
+    experts = shape.adapted * product * (2 if learner.gradient_checkpointing else shape.layers + 1) // shape.layers
     rounds = autocast and weight == 4
     records = device.type == "cuda" and learner.compile not in ("never", "layers")
     return {
@@ -173,6 +188,7 @@ def _learning(
         "bfloat16 copies of the weights": 2 * shape.parameters if rounds else 0,
         "their gradients": 2 * shape.trained if rounds and records else 0,
         "logits": logits,
+        **({"experts with their adapters": experts} if experts else {}),
     }
 
 

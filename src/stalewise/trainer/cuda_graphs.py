@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stalewise.models.graph_capture import recording
+from stalewise.models.loading import model_body
 from stalewise.models.transfer import UNDISTURBED, in_buffer
 from stalewise.trainer.fused_linears import RoundedWeights, StreamParameters
 from stalewise.trainer.micro_batch import MicroBatch
@@ -51,7 +52,7 @@ class GraphedBody:
         # The output layer runs outside: a weight of it alone gets no gradient here.
         self.parameters = weights.parameters
         self.anchor = torch.zeros((), device=model.device, requires_grad=True)
-        self.rounded = RoundedWeights(model.base_model, precision)
+        self.rounded = RoundedWeights(model_body(model), precision)
         self.lanes = [StreamParameters(self.rounded) for _ in range(LANES)]
         # Always the same streams: memory of a stream, such as a library's workspace, stays with it. The first captures
         # and runs the first lane.
@@ -137,7 +138,7 @@ class GraphedBody:
                     torch.enable_grad(),
                     torch.autocast("cuda", dtype=self.precision, enabled=enabled, cache_enabled=False),
                     self.rounded.swapped_in(),
-                    lane.swapped_in(self.model.base_model),
+                    lane.swapped_in(model_body(self.model)),
                 ):
                     hidden.append(hidden_states(self.model, [call]))
         return hidden
@@ -174,7 +175,7 @@ class GraphedBody:
 
 def hidden_states(model: Any, inputs: Sequence[dict[str, Any]]) -> Tensor:
     """Last hidden states [T, H] of all calls, concatenated."""
-    outputs = (model.base_model(use_cache=False, **call) for call in inputs)
+    outputs = (model_body(model)(use_cache=False, **call) for call in inputs)
     hidden = [output.last_hidden_state.flatten(0, 1) for output in outputs]
     return hidden[0] if len(hidden) == 1 else torch.cat(hidden)
 

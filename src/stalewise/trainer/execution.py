@@ -7,18 +7,23 @@ the collectives of replicated and sharded policies. No method waits for the devi
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from stalewise.config import RunConfig
+from stalewise.config.sections import LearnerSection
+from stalewise.errors import ModelError
 from stalewise.models.attention import PACKED, needs_grids, packs
 from stalewise.models.compilation import optimize_layers, recording_pays
-from stalewise.models.loading import turn_dropout_off
 from stalewise.objectives.diagnostics import TokenSums
 from stalewise.trainer.cuda_graphs import GraphedBody
-from stalewise.trainer.logprobs import kernels_for, response_logp
+from stalewise.trainer.logprobs import kernels_for, measure_logit_map, response_logp
+from stalewise.trainer.lora import adapts_parameters
 from stalewise.trainer.micro_batch import Layout, MicroBatch
 from stalewise.trainer.optimizer import adamw
 from stalewise.trainer.parallel import SingleProcess, Sums
@@ -39,10 +44,9 @@ class Execution:
     ) -> None:
         self.model, self.config, self.parallel = model, config, parallel
         self.device, self.precision = device, precision
+        self.kernels = kernels_for(device, measure_logit_map(model))
         if config.learner.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
-            model.train()  # transformers recomputes activations in training mode only
-            turn_dropout_off(model)
+            recompute_activations(model)
         parallel.place(model, device)
         self.packed = packs(model, precision)
         if self.packed:
@@ -50,8 +54,9 @@ class Execution:
         else:
             log(f"{type(model).__name__} does not support packing: its micro-batches are padded, which takes longer")
         parallel.find_trained()
-        self.kernels = kernels_for(device)
-        self.compiled = optimize_layers(model, config, is_sharded=parallel.is_sharded, log=log)
+        # Neither a compiler nor a graph can follow modules that change in the forward pass.
+        self.is_plain = not (parallel.is_sharded or adapts_parameters(model))
+        self.compiled = optimize_layers(model, config, is_sharded=not self.is_plain, log=log)
         self.side_stream = SideStream(device)
         self.graphs: GraphedBody | None = None
         self.weights = Weights(list(parallel.trained))
@@ -65,7 +70,7 @@ class Execution:
     def _can_use_graphs(self) -> bool:
         """Recomputed activations and float32 attention cannot be captured; flat gradients need one dtype."""
         fits = self.precision is not torch.float32 and len({weight.dtype for weight in self.parallel.trained}) == 1
-        fits = fits and not (self.parallel.is_sharded or self.config.learner.gradient_checkpointing)
+        fits = fits and self.is_plain and not self.config.learner.gradient_checkpointing
         return self.device.type == "cuda" and fits and recording_pays(self.config.learner.compile, self.model)
 
     def layout(self, token_budget: int, pad_id: int) -> Layout:
@@ -126,3 +131,43 @@ class Execution:
         if not self.steps:  # the moments may be half made
             self.optimizer.state.clear()
         torch.cuda.empty_cache()
+
+
+def recompute_activations(model: Any) -> None:
+    """Let each layer compute its activations again in the backward pass instead of keeping them.
+
+    transformers does so in training mode, which also turns on dropout and the noise of routers. Here only the layer's
+    own flag is set, which transformers reads, and it is off while the layer computes.
+    """
+    _check_recomputable(model)
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.gradient_checkpointing = layer.training = True
+            layer._gradient_checkpointing_func = partial(_recomputed, layer)
+
+
+def _recomputed(layer: Any, function: Callable[..., Any], *inputs: Any) -> Any:
+    def in_evaluation_mode(*inputs: Any) -> Any:
+        layer.training = False
+        try:
+            return function(*inputs)
+        finally:
+            layer.training = True
+
+    return checkpoint(in_evaluation_mode, *inputs, use_reentrant=False)
+
+
+def check_trainable(model: Any, learner: LearnerSection) -> None:
+    """Raise a ModelError for a model that cannot be trained, before anything is generated with it."""
+    measure_logit_map(model)
+    if learner.gradient_checkpointing:
+        _check_recomputable(model)
+
+
+def _check_recomputable(model: Any) -> None:
+    """Refuse a model whose layers transformers cannot recompute."""
+    if not any(isinstance(layer, GradientCheckpointingLayer) for layer in model.modules()):
+        raise ModelError(
+            f"transformers cannot recompute the activations of {type(model).__name__}: set "
+            "learner.gradient_checkpointing = false"
+        )

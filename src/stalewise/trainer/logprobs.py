@@ -1,7 +1,8 @@
 """Log-probabilities of response tokens without holding tokens × vocabulary logits.
 
 The body of the model runs on whole sequences. The output layer runs on the last hidden states that predict response
-tokens, chunk by chunk, and recomputes the logits of a chunk in the backward pass.
+tokens, chunk by chunk, and recomputes the logits of a chunk in the backward pass. Some models scale or soft-cap the
+layer's product (`LogitMap`); logits are the result of that.
 Axes: N response tokens, C tokens of one chunk, H hidden size, V vocabulary.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from stalewise.errors import ModelError
 from stalewise.models.kernels import can_compile
+from stalewise.models.loading import model_body
 from stalewise.trainer.cuda_graphs import GraphedBody, hidden_states
 from stalewise.trainer.micro_batch import MicroBatch
 
@@ -23,9 +26,31 @@ from stalewise.trainer.micro_batch import MicroBatch
 CHUNK_ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 22}
 
 
-def chunk_statistics(logits_CV: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class LogitMap:
+    """Logits as a function of the output layer's product x: scale · x, or with a cap cap · tanh(scale · x / cap)."""
+
+    scale: float = 1.0
+    cap: float = 0.0  # 0: none
+
+    def __call__(self, product: Tensor) -> Tensor:
+        """The logits, in the precision of the product."""
+        scaled = product if self.scale == 1 else product * self.scale
+        return (scaled / self.cap).tanh() * self.cap if self.cap else scaled
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """The derivative at the product that gave these logits."""
+        return self.scale * (1 - (logits / self.cap).square()) if self.cap else self.scale
+
+
+IDENTITY = LogitMap()
+
+
+def chunk_statistics(
+    product_CV: Tensor, target_C: Tensor, *, logit_map: LogitMap = IDENTITY
+) -> tuple[Tensor, Tensor, Tensor]:
     """Log-sum-exp, log-probability of the target and entropy, each [C] in float32."""
-    logits_CV = logits_CV.float()
+    logits_CV = logit_map(product_CV.float())
     lse_C = logits_CV.logsumexp(dim=1)
     chosen_C = logits_CV.gather(1, target_C.unsqueeze(1)).squeeze(1)
     # Σ p·(lse − logit), with 0 · (−inf) = 0 for tokens whose logit is −inf.
@@ -34,16 +59,24 @@ def chunk_statistics(logits_CV: Tensor, target_C: Tensor) -> tuple[Tensor, Tenso
     return lse_C, chosen_C - lse_C, entropy_C
 
 
-def chunk_gradient(logits_CV: Tensor, lse_C: Tensor, target_C: Tensor, gradient_C: Tensor) -> Tensor:
-    """Gradient of the logits, [C, V] in their dtype: (1 at the target − softmax) · gradient of the log-probability."""
-    gradient_C1 = gradient_C.unsqueeze(1)
-    gradient_CV = (logits_CV.float() - lse_C.unsqueeze(1)).exp().mul(-gradient_C1)
-    return gradient_CV.scatter_add(1, target_C.unsqueeze(1), gradient_C1).to(logits_CV.dtype)
+def chunk_gradient(
+    product_CV: Tensor, lse_C: Tensor, target_C: Tensor, gradient_C: Tensor, *, logit_map: LogitMap = IDENTITY
+) -> Tensor:
+    """Gradient of the product, [C, V] in its dtype.
+
+    That of the logits is (1 at the target − softmax) · gradient of the log-probability.
+    """
+    gradient_C1, logits_CV = gradient_C.unsqueeze(1), logit_map(product_CV.float())
+    gradient_CV = (logits_CV - lse_C.unsqueeze(1)).exp().mul(-gradient_C1)
+    gradient_CV = gradient_CV.scatter_add(1, target_C.unsqueeze(1), gradient_C1)
+    if logit_map != IDENTITY:
+        gradient_CV *= logit_map.slope(logits_CV)
+    return gradient_CV.to(product_CV.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The two functions of the output layer that are no matrix products; `gradient` may overwrite the logits."""
+    """The two functions of the output layer that are no matrix products; `gradient` may overwrite the product."""
 
     statistics: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     gradient: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -52,13 +85,16 @@ class Kernels:
 PLAIN_KERNELS = Kernels(chunk_statistics, chunk_gradient)
 
 
-def kernels_for(device: torch.device) -> Kernels:
-    """Triton kernels that read the logits once, where the device has them; else plain torch."""
+def kernels_for(device: torch.device, logit_map: LogitMap = IDENTITY) -> Kernels:
+    """Triton kernels that read the product once, where the device has them; else plain torch."""
     if device.type != "cuda" or not can_compile():
-        return PLAIN_KERNELS
+        if logit_map == IDENTITY:
+            return PLAIN_KERNELS
+        return Kernels(partial(chunk_statistics, logit_map=logit_map), partial(chunk_gradient, logit_map=logit_map))
     from stalewise.models.kernels import logits  # Triton is there with a GPU only
 
-    return Kernels(logits.statistics_on_device, logits.gradient_on_device)
+    numbers = {"scale": logit_map.scale, "cap": logit_map.cap}
+    return Kernels(partial(logits.statistics_on_device, **numbers), partial(logits.gradient_on_device, **numbers))
 
 
 def response_logp(
@@ -72,7 +108,8 @@ def response_logp(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities [B, T] of the response tokens with a gradient, and the policy's entropy [B, T] without one.
 
-    `dtype` is that of the output layer's product; everything after it is float32. `body` replaces the model's own.
+    `dtype` is that of the output layer's product; everything after it is float32. `kernels` are those of the model's
+    `LogitMap`. `body` replaces the model's own.
     """
     head = model.get_output_embeddings()
     weight_VH, bias_V = head.weight, head.bias
@@ -86,7 +123,7 @@ def response_logp(
 
 
 class OutputLayerLogp(torch.autograd.Function):
-    """log softmax(hidden · Wᵀ + bias) at the targets, and the entropy of that distribution, chunk by chunk."""
+    """log softmax(map(hidden · Wᵀ + bias)) at the targets, and the entropy of that distribution, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -97,7 +134,7 @@ class OutputLayerLogp(torch.autograd.Function):
         hidden_low, weight_low = hidden_NH.to(dtype), weight_VH.to(dtype)
         out_CV = _chunk_buffer(hidden_low, weight_low, rows_at_once)
         statistics = [
-            kernels.statistics(_logits(hidden_low[chunk], weight_low, bias_V, out_CV), target_N[chunk])
+            kernels.statistics(_product(hidden_low[chunk], weight_low, bias_V, out_CV), target_N[chunk])
             for chunk in _chunks(len(hidden_NH), rows_at_once)
         ]
         lse_N, logp_N, entropy_N = map(torch.cat, zip(*statistics, strict=True))
@@ -118,8 +155,8 @@ class OutputLayerLogp(torch.autograd.Function):
         bias_grad_V = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias else None
         out_CV = _chunk_buffer(hidden_NH, weight_VH, ctx.rows_at_once)
         for chunk in _chunks(len(hidden_NH), ctx.rows_at_once):
-            logits_CV = _logits(hidden_NH[chunk], weight_VH, bias_V, out_CV)
-            grad_CV = ctx.kernels.gradient(logits_CV, lse_N[chunk], target_N[chunk], gradients[0][chunk])
+            product_CV = _product(hidden_NH[chunk], weight_VH, bias_V, out_CV)
+            grad_CV = ctx.kernels.gradient(product_CV, lse_N[chunk], target_N[chunk], gradients[0][chunk])
             torch.mm(grad_CV, weight_VH, out=hidden_grad_NH[chunk])
             if weight_grad_VH is not None:
                 weight_grad_VH += grad_CV.T @ hidden_NH[chunk]
@@ -146,35 +183,62 @@ def _chunk_buffer(hidden_NH: Tensor, weight_VH: Tensor, rows_at_once: int) -> Te
     return hidden_NH.new_empty(min(rows_at_once, len(hidden_NH)), len(weight_VH))
 
 
-def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, out_CV: Tensor) -> Tensor:
-    logits_CV = out_CV[: len(hidden_CH)]
+def _product(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, out_CV: Tensor) -> Tensor:
+    product_CV = out_CV[: len(hidden_CH)]
     if bias_V is None:
-        return torch.mm(hidden_CH, weight_VH.T, out=logits_CV)
-    return torch.addmm(bias_V.to(hidden_CH.dtype), hidden_CH, weight_VH.T, out=logits_CV)
+        return torch.mm(hidden_CH, weight_VH.T, out=product_CV)
+    return torch.addmm(bias_V.to(hidden_CH.dtype), hidden_CH, weight_VH.T, out=product_CV)
 
 
-def check_output_layer(model: Any) -> None:
-    """Refuse a model for which `response_logp` would be wrong."""
-    if not output_layer_is_plain(model):
-        raise ModelError(
-            f"{type(model).__name__} has no plain output layer, or changes its logits after it, which training does "
-            "not support: choose another model"
-        )
+# Made-up products of an output layer: the first shows the slope of a model's `LogitMap`, the second its limit, and the
+# others its shape. Powers of two, since models may round them.
+_PROBE = (2.0**-27, 2.0**100, -(2.0**100), 1.0, -1.0, 0.25, -4.0, 8.0, -16.0, 32.0, -64.0, 256.0)
 
 
-def output_layer_is_plain(model: Any) -> bool:
-    """Whether logits are the output layer of the last hidden state; some architectures scale or squash them after."""
-    if type(model.get_output_embeddings()) is not torch.nn.Linear:
-        return False
-    # Squashing may not show on small logits, so the settings of known architectures are checked as well.
-    changes = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-    if any(getattr(model.config, name, None) not in (None, 1, 1.0) for name in changes):
-        return False
-    ids = torch.arange(8, device=model.device).unsqueeze(0) % model.get_output_embeddings().weight.shape[0]
-    with torch.no_grad():
-        expected = model(input_ids=ids, use_cache=False).logits.float()
-        hidden = getattr(model.base_model(input_ids=ids, use_cache=False), "last_hidden_state", None)
-        if hidden is None:
-            return False
-        logits = model.get_output_embeddings()(hidden).float()
-    return torch.allclose(logits, expected, rtol=1e-3, atol=1e-3)
+@torch.no_grad()
+def measure_logit_map(model: Any) -> LogitMap:
+    """What a model does to its output layer's product, found by trying it; a ModelError where `response_logp` cannot.
+
+    Architectures have different names for the numbers, and some divide where others multiply.
+    """
+    head, body, name = model.get_output_embeddings(), model_body(model), type(model).__name__
+    if type(head) is not torch.nn.Linear or body is model:
+        raise _unsupported(name, "has no plain output layer")
+    ids = torch.arange(8, device=model.device).unsqueeze(0) % head.weight.shape[0]
+    read, product, logits = _probed(model, head, ids)
+    hidden = getattr(body(input_ids=ids, use_cache=False), "last_hidden_state", read[:0]).double()
+    factor = 1.0
+    if is_plain := hidden.shape == read.shape:
+        factor = float((read * hidden).sum() / hidden.square().sum())  # some divide the hidden state instead
+        factor = 1.0 if abs(factor - 1) < 1e-3 else factor
+        is_plain = torch.allclose(factor * hidden, read, rtol=1e-2, atol=1e-3)
+    if not is_plain or (factor != 1 and head.bias is not None):
+        raise _unsupported(name, "has an output layer that reads something else than the last hidden state")
+    slope, limit = logits.flatten()[:2].tolist()
+    found = LogitMap(slope / _PROBE[0], limit if abs(limit) < 2.0**50 else 0.0)
+    if logits.shape != product.shape or not torch.allclose(found(product), logits, rtol=1e-5, atol=0.0):
+        raise _unsupported(name, "changes its logits by more than a factor and a soft cap")
+    return LogitMap(factor * found.scale, found.cap)
+
+
+def _probed(model: Any, head: Any, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What the output layer reads, and the logits that the model makes of made-up products; all in float64."""
+    seen: dict[str, Tensor] = {}
+
+    def give_product(_: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        probe = torch.tensor(_PROBE, dtype=torch.float64, device=output.device)
+        seen["product"] = probe.repeat(-(-output.numel() // len(probe)))[: output.numel()].view(output.shape)
+        seen["read"] = inputs[0].double()
+        return seen["product"].clone()
+
+    hook = head.register_forward_hook(give_product)
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits.double()
+    finally:
+        hook.remove()
+    nothing = logits.new_empty(0)
+    return seen.get("read", nothing), seen.get("product", nothing), logits
+
+
+def _unsupported(name: str, what: str) -> ModelError:
+    return ModelError(f"{name} {what}, which training does not support: choose another model")

@@ -3,6 +3,9 @@
 A checkpoint's `model.safetensors` is the merged policy, so that sampling and evaluation need no adapters; beside it is
 `adapter/` in PEFT's layout. Training resumes from the weights beneath the adapters, which are those of version 0: its
 `model.safetensors` where adapters start at zero, its `base/` where the run started from an adapter.
+
+Besides linear layers, the matrices of experts and routers are adapted, which mixtures of experts keep in parameters of
+their own. PEFT adds the product to such a parameter for each forward pass.
 """
 
 from __future__ import annotations
@@ -11,8 +14,9 @@ import gc
 import json
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import copy
+from dataclasses import dataclass
 from filecmp import cmp
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,10 +39,13 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of every name in PEFT's file
 # Settings of PEFT's LoRA beyond low-rank products of linear layers.
 _MORE_THAN_PRODUCTS = (
-    *("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication"),
+    *("use_dora", "modules_to_save", "trainable_token_indices", "layer_replication"),
     *("lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "velora_config"),
     *("kasa_config", "monteclora_config"),
 )
+# Names that experts and routers had in transformers 4, and that PEFT takes for theirs: in a mixture of experts, linear
+# layers of these names (of dense layers and shared experts) are adapted as parameters.
+_FORMER_NAMES = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 # Initialisations that do not change the weights beneath the adapter.
 _PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")
 Log = Callable[[str], object]
@@ -100,16 +107,19 @@ class Adapters:
 
     def merged(self) -> dict[str, Tensor]:
         """The weights of the merged policy; the model itself does not change."""
-        state: dict[str, Tensor] = self.model.state_dict()
+        own, inside = (tuple(f"{name}.{part}" for name in self.layers) for part in ("lora_", "base_layer."))
+        state: dict[str, Tensor] = {
+            key.replace(".base_layer", "") if key.startswith(inside) else key: value
+            for key, value in self.model.state_dict().items()
+            if not key.startswith(own)
+        }
         for name, layer in self.layers.items():
-            for key in [key for key in state if key.startswith((f"{name}.lora_", f"{name}.base_layer."))]:
-                value = state.pop(key)
-                if ".base_layer." in key:
-                    state[key.replace(".base_layer.", ".")] = value
-            weight = state[f"{name}.weight"]
+            # Adapters of two parameters of one module are one within the other.
+            key = f"{name.replace('.base_layer', '')}.{getattr(layer, 'parameter_name', 'weight')}"
+            weight = state[key]
             with torch.no_grad():  # to the host, since the device may not hold a second model
                 delta = layer.get_delta_weight("default")
-                state[f"{name}.weight"] = (weight.float() + delta.float()).to(weight.dtype).cpu()
+                state[key] = (weight.float() + delta.float()).to(weight.dtype).cpu()
         return state
 
     def save(self, directory: Path) -> None:
@@ -122,6 +132,8 @@ class Adapters:
         saved.inference_mode = True  # as PEFT writes it
         if isinstance(saved.target_modules, set):
             saved.target_modules = sorted(saved.target_modules)  # the order of a set varies
+        if isinstance(saved.target_parameters, set):
+            saved.target_parameters = sorted(saved.target_parameters)
         saved.save_pretrained(str(directory / ADAPTER))
 
 
@@ -140,7 +152,14 @@ def save_first(
         adapters = _inject(model, peft_config, adapter)
         adapters.load(adapter)
     else:
-        adapters = Adapters(model, new_config(section.lora, model, source))
+        targets, peft_config = find_targets(model, section.lora.targets), new_config(section.lora, model, source)
+        log(f"adapters of rank {section.lora.rank} on {targets}")
+        adapters = Adapters(model, peft_config)
+        if len(adapters.layers) != (expected := len(targets.layers) + len(targets.parameters)):
+            raise ModelError(
+                f"PEFT adapts {len(adapters.layers)} of the {expected} matrices of {type(model).__name__} that were "
+                "chosen: name fewer in model.lora.targets"
+            )
         adapters.start(seed)
     adapters.save(directory)
 
@@ -149,33 +168,109 @@ def new_config(settings: LoraSection, model: Any, source: str) -> Any:
     """PEFT's config of new adapters."""
     from peft import LoraConfig
 
-    chosen = target_layers(model, settings.targets)
+    chosen = find_targets(model, settings.targets)
+    names, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
+    mistaken = [name for name in chosen.layers if chosen.has_experts and _last(name) in _FORMER_NAMES]
     return LoraConfig(
         r=settings.rank,
         lora_alpha=int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,  # type: ignore[arg-type]
-        target_modules=sorted({name.rpartition(".")[2] for name in chosen}),
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in chosen.values()),
+        target_modules=_endings(chosen.layers.keys() - mistaken, names, segments=1),
+        target_parameters=_endings(
+            [*chosen.parameters, *(f"{name}.weight" for name in mistaken)], parameters, segments=2
+        )
+        or None,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in chosen.layers.values()),
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
         base_model_name_or_path=_absolute(source),
     )
 
 
-def target_layers(model: Any, targets: list[str]) -> dict[str, Any]:
-    """The linear layers that get adapters, by name; `model` may be on the meta device."""
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The matrices of a model by name: those that get adapters, and those that do not."""
+
+    layers: dict[str, Any]
+    parameters: dict[str, Tensor]  # of experts [experts, ·, ·] and routers [experts, ·]
+    left_out: list[str]  # last names
+    has_experts: bool  # whether the model has any
+
+    def factors(self, rank: int) -> int:
+        """Numbers in the adapters."""
+        shapes = [layer.weight.shape for layer in self.layers.values()]
+        shapes += [parameter.shape for parameter in self.parameters.values()]
+        return sum(rank * math.prod(shape[:-2]) * (shape[-2] + shape[-1]) for shape in shapes)
+
+    def __str__(self) -> str:
+        layers = f"{len(self.layers)} linear layers ({', '.join(sorted({_last(name) for name in self.layers}))})"
+        experts = f"{len(self.parameters)} matrices of experts and routers "
+        experts += f"({', '.join(sorted({_target_name(name) for name in self.parameters}))})"
+        parts = [text for text, chosen in ((layers, self.layers), (experts, self.parameters)) if chosen]
+        return " and ".join(parts) + (f"; not trained: {', '.join(self.left_out)}" if self.left_out else "")
+
+
+def find_targets(model: Any, targets: list[str]) -> Targets:
+    """The matrices that get adapters: all but embeddings and output layer, or those named; `model` may be on meta."""
     head = model.get_output_embeddings()
-    linear = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head
-    }
-    known = {name.rpartition(".")[2] for name in linear}
+    layers: dict[str, Any] = {}
+    parameters: dict[str, Tensor] = {}
+    others: set[str] = set()  # such as the filters of convolutions
+    for name, module in model.named_modules():
+        if module is head or isinstance(module, torch.nn.Embedding):
+            continue
+        # The forward pass of a router that is a linear layer returns more than a product.
+        if isinstance(module, torch.nn.Linear | Conv1D) and not _is_router(module):
+            layers[name] = module
+            continue
+        for part, parameter in module.named_parameters(recurse=False):
+            is_experts = "Experts" in type(module).__name__ and parameter.ndim == 3
+            if is_experts or (_is_router(module) and part == "weight" and parameter.ndim == 2):
+                parameters[f"{name}.{part}"] = parameter
+            elif parameter.ndim > 1 and "bias" not in part:
+                others.add(_target_name(f"{name}.{part}"))
+    known = {_last(name) for name in layers} | {_target_name(name) for name in parameters}
     if wrong := [target for target in targets if target not in known]:
         raise ModelError(
-            f"model.lora.targets names {wrong[0]!r}, which is no linear layer within {type(model).__name__}; "
-            f"{nearest(wrong[0], known)}"
+            f"model.lora.targets names {wrong[0]!r}, which is no linear layer, expert or router within "
+            f"{type(model).__name__}; {nearest(wrong[0], known)}"
         )
-    return {name: module for name, module in linear.items() if not targets or name.rpartition(".")[2] in targets}
+    chosen = known if not targets else set(targets)
+    return Targets(
+        {name: module for name, module in layers.items() if _last(name) in chosen},
+        {name: parameter for name, parameter in parameters.items() if _target_name(name) in chosen},
+        sorted((known - chosen) | others),
+        has_experts=bool(parameters),
+    )
+
+
+def _is_router(module: Any) -> bool:
+    return any(part in type(module).__name__ for part in ("Router", "Gate"))
+
+
+def _last(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _target_name(parameter: str) -> str:
+    """The name of a parameter in `model.lora.targets`: its own, or for a `weight` its module's.
+
+    >>> [_target_name(name) for name in ("layers.0.mlp.experts.down_proj", "layers.0.mlp.gate.weight")]
+    ['down_proj', 'gate']
+    """
+    return _last(parameter.removesuffix(".weight"))
+
+
+def _endings(chosen: Iterable[str], names: Iterable[str], *, segments: int) -> list[str]:
+    """The last segments of the chosen names, by which PEFT finds them; whole names where these would find others."""
+    wanted = set(chosen)
+    short = {".".join(name.split(".")[-segments:]) for name in wanted}
+    found = {name for name in names if name in short or name.endswith(tuple(f".{end}" for end in short))}
+    return sorted(short if found == wanted else wanted)
+
+
+def adapts_parameters(model: Any) -> bool:
+    """Whether adapters are on more than linear layers: they change modules in the forward pass."""
+    return any(hasattr(module, "lora_A") and hasattr(module, "parameter_name") for module in model.modules())
 
 
 def read_adapter_config(adapter: Path, source: str, log: Log) -> Any:
@@ -283,13 +378,23 @@ def _inject(model: Any, peft_config: Any, adapter: Path) -> Adapters:
 def check_adapter(adapter: Path, source: str, log: Log) -> Any:
     """PEFT's config of an adapter that fits the model at `source`, whose weights are not read."""
     peft_config = read_adapter_config(adapter, source, log)
+    if (model := _meta_model(source)) is not None:
+        _inject(model, peft_config, adapter).load(adapter)
+    return peft_config
+
+
+def describe_targets(settings: LoraSection, source: str) -> str:
+    """What new adapters are put on in the model at `source`, and what is not trained; its weights are not read."""
+    model = _meta_model(source)
+    return "unknown layers" if model is None else str(find_targets(model, settings.targets))
+
+
+def _meta_model(source: str) -> Any:
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
     except Exception:  # custom code or a damaged file: loading will report it where it matters
-        return peft_config
-    _inject(model, peft_config, adapter).load(adapter)
-    return peft_config
+        return None
 
 
 def need_peft() -> None:

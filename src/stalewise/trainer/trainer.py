@@ -25,7 +25,6 @@ from stalewise.objectives.diagnostics import age_statistics
 from stalewise.store import RolloutColumns
 from stalewise.trainer.batch import RankBatch, UpdateBatch, make_update_batch
 from stalewise.trainer.execution import Execution
-from stalewise.trainer.logprobs import check_output_layer
 from stalewise.trainer.lora import load_policy
 from stalewise.trainer.micro_batch import Layout
 from stalewise.trainer.optimizer import learning_rate, moments_by_file, restore_moments
@@ -62,7 +61,6 @@ class Trainer:
         load_to = torch.device("cpu") if parallel.is_sharded else self.device
         self.model, self.adapters = load_policy(config.model, checkpoint, load_to)
         self.tokenizer = load_tokenizer(str(checkpoint))
-        check_output_layer(self.model)
         self.execution = Execution(self.model, config, parallel, self.device, self.precision, log)
         self.names, self.optimizer = parallel.trained, self.execution.optimizer
         self.rate_factor = 1.0  # on the config's learning rate, where a guard has lowered it

@@ -55,6 +55,10 @@ def test_an_adapter_and_the_merged_policy_are_one(adapted: RunConfig, tmp_path: 
     data, text = card_of(alone)
     assert data.library_name == "peft" and "This is the LoRA adapter alone." in text
     assert "merged into these weights" in card_of(merged)[1]
+    changed = (
+        "It changes down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj. All other weights, also of experts"
+    )
+    assert changed in text and changed in card_of(merged)[1]
 
 
 def load_merged(directory: Path) -> Any:

@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from stalewise.trainer.logprobs import chunk_gradient, chunk_statistics
+from stalewise.trainer.logprobs import LogitMap, chunk_gradient, chunk_statistics
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
@@ -36,6 +36,26 @@ def test_logits_are_read_in_one_pass_as_in_many(vocabulary: int, dtype: torch.dt
     found_CV = gradient_on_device(*arguments)
     torch.testing.assert_close(found_CV, expected_CV)
     assert found_CV.data_ptr() == logits_CV.data_ptr()
+
+
+@pytest.mark.parametrize(("scale", "cap"), [(0.25, 0.0), (1.0, 30.0), (3.0, 15.0)])
+@pytest.mark.parametrize("vocabulary", [100, 9000])
+def test_scaled_and_capped_logits_are_those_of_torch(scale: float, cap: float, vocabulary: int) -> None:
+    torch.manual_seed(0)
+    product_CV = 10 * torch.randn(3, vocabulary, device=DEVICE)
+    product_CV[0, 3], product_CV[1, 4] = 1e4, -1e4  # beyond every cap
+    product_CV[2] *= 1e-3
+    target_C, gradient_C = (
+        torch.tensor([3, vocabulary - 1, 7], device=DEVICE),
+        torch.tensor([1.0, -0.5, 2.0]).to(DEVICE),
+    )
+    numbers, logit_map = {"scale": scale, "cap": cap}, LogitMap(scale, cap)
+    expected = chunk_statistics(product_CV, target_C, logit_map=logit_map)
+    for found, other in zip(statistics_on_device(product_CV, target_C, **numbers), expected, strict=True):
+        torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-5)
+    expected_CV = chunk_gradient(product_CV, expected[0], target_C, gradient_C, logit_map=logit_map)
+    found_CV = gradient_on_device(product_CV, expected[0], target_C, gradient_C, **numbers)
+    torch.testing.assert_close(found_CV, expected_CV, rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_not_finite_stays_so() -> None:

@@ -20,7 +20,7 @@ from stalewise.models import smollm2
 from stalewise.models.loading import encode_prompts, load_model, load_tokenizer, resolve_model, stop_token_ids
 from stalewise.store.atomic import sha256_file
 from stalewise.tasks import make_task
-from stalewise.trainer.logprobs import check_output_layer
+from stalewise.trainer.logprobs import LogitMap, measure_logit_map
 from tiny import refused, tiny_record, write_config
 
 gguf = pytest.importorskip("gguf")
@@ -131,7 +131,7 @@ def test_the_file_becomes_an_ordinary_model_directory(weights: Path, tmp_path: P
 def test_the_directory_loads_with_end_padding_and_chat_template(weights: Path) -> None:
     directory = resolve_model("smollm2")
     model, tokenizer = load_model(directory, device=torch.device("cpu")), load_tokenizer(directory)
-    check_output_layer(model)
+    assert measure_logit_map(model) == LogitMap()
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")
     assert stop_token_ids(model.config, model.generation_config, tokenizer) == (2,)
     assert not hasattr(model.config, "quantization_config")

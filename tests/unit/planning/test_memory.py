@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from policies import SIZE
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ModelError
 from stalewise.models.attention import PACKED, packed_arguments
@@ -60,6 +62,29 @@ def test_adapters_are_counted_as_they_will_be(tmp_path: Path) -> None:
     # Each layer: q_proj is H × H, down_proj H × F; an adapter has rank × (rows + columns) numbers.
     assert shape.trained == 3 * shape.layers * (2 * shape.hidden + shape.hidden + shape.inner)
     assert again == shape
+
+
+def test_adapted_experts_are_held_once_more(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from stalewise.trainer.lora import save_first
+
+    mixture = AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **SIZE, num_local_experts=4))
+    mixture.save_pretrained(tmp_path / "base")
+    base, lora = str(tmp_path / "base"), {"lora": {"rank": 3, "targets": ["q_proj", "down_proj"]}}
+    save_first(config(model=lora).model, 0, load_model(base, device=CPU), base, tmp_path / "first")
+    for model in (lora, {"adapter": str(tmp_path / "first" / "adapter")}):
+        # Each layer: down_proj of 4 experts is 32 × 48, q_proj 32 × 32.
+        shape = model_shape(base, config(model=model).model)
+        assert shape is not None
+        assert shape.adapted == 2 * 4 * 32 * 48
+        assert shape.trained == 3 * 2 * (4 * (32 + 48) + 32 + 32)
+        needed, saving = (
+            estimate(config(model=model, learner={"gradient_checkpointing": saves}), base) for saves in (False, True)
+        )
+        assert needed is not None and saving is not None
+        # Float32, of both layers, and the gradient of one.
+        assert needed.learning["experts with their adapters"] == 4 * 32 * 48 * 4 * (2 + 1)
+        assert saving.learning["experts with their adapters"] == 4 * 32 * 48 * 4 * (1 + 1)
 
 
 def test_the_parts_by_hand(shape: ModelShape) -> None:

@@ -8,23 +8,25 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
     MambaConfig,
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
 )
 
+from policies import SIZE
 from stalewise.distributed import ALONE
+from stalewise.errors import ModelError
 from stalewise.models.attention import packs
 from stalewise.models.compilation import compile_layers
 from stalewise.models.loading import load_model, load_tokenizer
 from stalewise.trainer.cuda_graphs import hidden_states
-from stalewise.trainer.execution import Execution
-from stalewise.trainer.micro_batch import Layout, micro_batches
+from stalewise.trainer.execution import Execution, check_trainable
+from stalewise.trainer.micro_batch import micro_batches
 from stalewise.trainer.parallel import SingleProcess
 from stalewise.trainer.trainer import Trainer
 from stalewise.trainer.weights import FlatWeights, Weights
@@ -61,15 +63,44 @@ def test_gradient_checkpointing_changes_nothing() -> None:
     assert passed == [1, 1, 0]  # but that activations are computed twice
 
 
-def test_gradient_checkpointing_keeps_dropout_off(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(str(POLICY))
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=18, n_embd=32, n_layer=2, n_head=2, n_positions=64, eos_token_id=1))
-    assert gpt2.config.attn_pdrop == 0.1
-    gpt2.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    trainer = Trainer(config(learner={"gradient_checkpointing": True}), tmp_path)
-    (part,) = micro_batches(rollouts(), Layout(10_000), CPU)
-    assert torch.equal(trainer.execution.forward(part)[0], trainer.execution.forward(part)[0])
+NOISY: dict[str, dict[str, Any]] = {  # in training mode
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.5, "layerdrop": 0.5},  # numbers of the layers
+    "mixtral": {"router_jitter_noise": 0.9, "num_local_experts": 4},
+    "phimoe": {"router_jitter_noise": 0.9, "input_jitter_noise": 0.9, "num_local_experts": 4},
+    "jetmoe": {"kv_channels": 8, "num_key_value_heads": 4},  # transformers would not
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about itself
+@pytest.mark.parametrize(("kind", "compiled"), [*((kind, False) for kind in NOISY), ("mixtral", True)])
+def test_gradient_checkpointing_gives_the_numbers_of_evaluation_mode(
+    kind: str, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZE | NOISY[kind]))
+    model.save_pretrained(tmp_path)
+    load_tokenizer(str(POLICY)).save_pretrained(tmp_path)
+    plain = Trainer(config(), tmp_path)
+    if compiled:
+        monkeypatch.setattr("stalewise.trainer.execution.optimize_layers", lambda m, *_, **__: compile_eagerly(m))
+    saving = Trainer(config(learner={"gradient_checkpointing": True}), tmp_path)
+    (part,) = micro_batches(rollouts(), plain._layout(), CPU)
+    assert torch.equal(saving.execution.forward(part)[0], plain.execution.forward(part)[0])
+    assert torch.equal(saving.gradient(rollouts()), plain.gradient(rollouts()))
+    assert not saving.model.training
+
+
+def compile_eagerly(model: Any) -> bool:
+    compile_layers(model, backend="eager")
+    return True
+
+
+def test_models_that_cannot_be_recomputed_are_refused() -> None:
+    kind = {"n_embd": 16, "n_layer": 1, "n_head": 2, "dff": 16, "vocab_size": 18}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("ctrl", **kind)).eval()
+    check_trainable(model, config().learner)
+    with pytest.raises(ModelError, match=r"CTRLLMHeadModel: set learner.gradient_checkpointing = false"):
+        check_trainable(model, config(learner={"gradient_checkpointing": True}).learner)
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -15,17 +15,25 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertLMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
 )
 
+from policies import SIZE
+from stalewise.errors import ModelError
 from stalewise.models.attention import PACKED
 from stalewise.models.loading import load_model, load_tokenizer
 from stalewise.trainer.logprobs import (
     CHUNK_ELEMENTS,
     PLAIN_KERNELS,
+    LogitMap,
     OutputLayerLogp,
-    output_layer_is_plain,
+    kernels_for,
+    measure_logit_map,
     response_logp,
 )
 from stalewise.trainer.micro_batch import Layout, micro_batches
@@ -130,24 +138,117 @@ def test_an_output_layer_in_chunks_is_the_plain_one(with_bias: bool, rows_at_onc
         torch.testing.assert_close(one, other)
 
 
-def test_models_that_change_their_logits_are_recognised() -> None:
-    model = load_model(str(POLICY), device=CPU)
-    assert output_layer_is_plain(model)
+@pytest.mark.parametrize("rows_at_once", [4, 100])
+@pytest.mark.parametrize("logit_map", [LogitMap(0.3), LogitMap(cap=2.0), LogitMap(3.0, 2.5)])
+def test_gradients_of_scaled_and_capped_logits_are_those_of_autograd(logit_map: LogitMap, rows_at_once: int) -> None:
+    torch.manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape).double().requires_grad_() for shape in ((11, 6), (30, 6), (30,)))
+    target, factor = torch.randint(30, (11,)), torch.randn(11)
+    product, cap = (hidden @ weight.T + bias) * logit_map.scale, logit_map.cap
+    logp = (torch.tanh(product / cap) * cap if cap else product).log_softmax(dim=1)
+    expected = logp.gather(1, target.unsqueeze(1)).squeeze(1)
+    wanted = torch.autograd.grad((expected * factor).sum(), [hidden, weight, bias])
+    inputs = [x.detach().float().requires_grad_() for x in (hidden, weight, bias)]
+    found: Any = OutputLayerLogp.apply(*inputs, target, rows_at_once, torch.float32, kernels_for(CPU, logit_map))
+    torch.testing.assert_close(found[0].double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1].double(), -(logp.exp() * logp).sum(dim=1), rtol=1e-5, atol=1e-5)
+    for one, other in zip(torch.autograd.grad((found[0] * factor).sum(), inputs), wanted, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+def scaled_output(model: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The model with its logits changed."""
     forward = model.forward
 
-    def scaled(*arguments: Any, **named: Any) -> Any:
+    def changed(*arguments: Any, **named: Any) -> Any:
         output = forward(*arguments, **named)
-        output.logits = output.logits * 0.5
+        output.logits = change(output.logits)
         return output
 
-    model.forward = scaled
-    assert not output_layer_is_plain(model)
+    model.forward = changed
+    return model
 
 
-def test_squashed_logits_are_refused_by_their_settings(tmp_path: Path) -> None:
-    model = load_model(str(POLICY), device=CPU)
-    model.config.final_logit_softcapping = 30.0
-    assert not output_layer_is_plain(model)
+def test_what_a_model_does_to_its_logits_is_measured() -> None:
+    assert measure_logit_map(load_model(str(POLICY), device=CPU)) == LogitMap()
+    for low in (torch.float32, torch.bfloat16):
+        model = load_model(str(POLICY), device=CPU, dtype=low)
+        assert measure_logit_map(scaled_output(model, lambda x: x / 3)) == LogitMap(1 / 3)
+        found = measure_logit_map(scaled_output(model, lambda x: 30 * torch.tanh(x / 30)))  # on top of that
+        assert (found.scale, found.cap) == (pytest.approx(1 / 3, rel=1e-12), 30)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x + 1, lambda x: x.clamp(max=100), lambda x: x.softmax(-1), lambda x: x[..., :-1]]
+)
+def test_other_changes_of_logits_are_refused(change: Callable[[Tensor], Tensor]) -> None:
+    model = scaled_output(load_model(str(POLICY), device=CPU), change)
+    with pytest.raises(ModelError, match="changes its logits by more than a factor and a soft cap"):
+        measure_logit_map(model)
+
+
+def test_an_output_layer_behind_another_is_refused() -> None:
+    config = BertConfig(vocab_size=18, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, is_decoder=True)
+    with pytest.raises(ModelError, match="BertLMHeadModel has an output layer that reads something else"):
+        measure_logit_map(BertLMHeadModel(config).eval())
+
+
+# Settings of small models, and what they make of the output layer's product.
+CHANGED: dict[str, tuple[dict[str, Any], LogitMap]] = {
+    "gemma2": ({"final_logit_softcapping": 3.0}, LogitMap(1.0, 3.0)),
+    "gemma3n_text": (
+        {
+            "final_logit_softcapping": 3.0,
+            "vocab_size_per_layer_input": 18,
+            "hidden_size_per_layer_input": 8,
+            "num_kv_shared_layers": 0,
+            "laurel_rank": 4,
+            "activation_sparsity_pattern": [0.0, 0.0],
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        LogitMap(1.0, 3.0),
+    ),
+    "cohere": ({"logit_scale": 0.25}, LogitMap(0.25)),
+    "cohere2": ({"logit_scale": 0.25}, LogitMap(0.25)),
+    "granite": ({"logits_scaling": 3.0, "embedding_multiplier": 2.0}, LogitMap(1 / 3)),
+    "granitemoe": ({"logits_scaling": 3.0, "num_local_experts": 4, "num_experts_per_tok": 2}, LogitMap(1 / 3)),
+    "hyperclovax": ({"logits_scaling": 0.5}, LogitMap(0.5)),  # multiplies by what Granite divides by
+    # Not named a `base_model` by transformers.
+    "llama4_text": ({"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 64}, LogitMap()),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_models_that_change_their_logits_are_trained_as_they_are_sampled(kind: str, tmp_path: Path) -> None:
+    settings, expected_map = CHANGED[kind]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZE | {"head_dim": 8}, **settings)).eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(40.0)  # so that a cap shows
+    assert measure_logit_map(model) == expected_map
+    model.save_pretrained(tmp_path)
+    load_tokenizer(str(POLICY)).save_pretrained(tmp_path)
+    trainer = Trainer(config(), tmp_path)
+    rows = rollouts()
+    for part in micro_batches(rows, trainer._layout(), CPU):
+        logp_BT, _ = trainer.execution.forward(part)
+        weights = [weight for weight in trainer.model.parameters() if weight.requires_grad]
+        found = torch.autograd.grad(logp_BT[part.mask_BT].sum(), weights, allow_unused=True)
+        alone = [own_logp(model, rows, int(row)) for row in part.rows]
+        torch.testing.assert_close(logp_BT[part.mask_BT], torch.cat(alone), rtol=0, atol=1e-5)
+        wanted = torch.autograd.grad(torch.cat(alone).sum(), list(model.parameters()), allow_unused=True)
+        names = [name for name, _ in model.named_parameters()]
+        for name, one, other in zip(names, found, wanted, strict=True):
+            if other is not None:
+                assert one is not None, name
+                assert (one - other).norm() <= 1e-4 * other.norm() + 1e-5, name
+
+
+def own_logp(model: Any, rows: Any, row: int) -> Tensor:
+    ids = torch.tensor([*rows.prompt(row), *rows.response(row)])
+    first = len(rows.prompt(row))
+    logp_TV = model(input_ids=ids[None], use_cache=False).logits[0, first - 1 : -1].log_softmax(dim=1)
+    return logp_TV.gather(1, ids[first:, None]).squeeze(1)
 
 
 def most_bytes(action: Callable[[], object]) -> int:

@@ -13,22 +13,38 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
+import trainer_inputs
 from callbacks import StopAt
+from policies import SIZE
 from stalewise import api as verbs
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
+from stalewise.config.sections import LearnerSection, ModelSection
 from stalewise.errors import ConfigError, ModelError, StoreError
+from stalewise.models.attention import PACKED
 from stalewise.models.loading import EMBEDDED, load_model, load_tokenizer
+from stalewise.rollout.engines.embedded import HFSampler
+from stalewise.rollout.sampler import Request
 from stalewise.store.atomic import sha256_file
-from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
+from stalewise.store.checkpoints import checkpoint_directory, read_state, versions, write_checkpoint
 from stalewise.trainer import lora
-from stalewise.trainer.lora import Adapters, check_base, load_policy, new_config, save_first
+from stalewise.trainer.lora import (
+    Adapters,
+    check_base,
+    describe_targets,
+    find_targets,
+    load_policy,
+    new_config,
+    save_first,
+)
 from stalewise.trainer.trainer import Trainer
+from stalewise.types import SamplerSettings
 from tiny import call, refused, tiny_record, write_config
 
 peft = pytest.importorskip("peft")
+LoraConfig = peft.LoraConfig
 
 POLICY = EMBEDDED / "arithmetic"
 CPU = torch.device("cpu")
@@ -150,7 +166,7 @@ def test_targets_choose_layers(tmp_path: Path) -> None:
     config = write_config(
         tmp_path / "a.toml", tiny_record(tmp_path, model={"lora": {"rank": 2, "targets": ["lm_head"]}})
     )
-    assert "names 'lm_head', which is no linear layer within" in refused("train", config)
+    assert "names 'lm_head', which is no linear layer, expert or router within" in refused("train", config)
     assert versions(tmp_path / "tiny") == []
 
 
@@ -168,6 +184,118 @@ def test_architectures_with_transposed_layers_merge_as_well(tmp_path: Path) -> N
     with torch.no_grad():
         found, expected = (m(input_ids=IDS).logits for m in (policy(tmp_path / "merged"), model.eval()))
     assert torch.allclose(found, expected, atol=1e-5)
+
+
+# ---------------------------------------------------------------- experts and routers
+
+EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+DEEPSEEK = {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": {},
+    "qwen3_moe": {"moe_intermediate_size": 24},
+    "phimoe": {},  # its router is a linear layer with another output
+    "glm4_moe": {"moe_intermediate_size": 24, **DEEPSEEK},  # has a dense layer and shared experts
+    "gpt_oss": {},  # its experts are transposed
+}
+
+
+def mixture(kind: str, directory: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZE | EXPERTS | MIXTURES[kind])).save_pretrained(
+        directory
+    )
+    load_tokenizer(str(POLICY)).save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_experts_and_routers_are_adapted_and_merged(kind: str, tmp_path: Path) -> None:
+    base, said = mixture(kind, tmp_path / "base"), list[str]()
+    config = make_config({"model": LORA})
+    model = load_model(str(base), device=CPU)
+    save_first(config.model, 0, model, str(base), tmp_path / "first", said.append)
+    router = "router" if kind in ("phimoe", "gpt_oss") else "gate"
+    assert f"matrices of experts and routers ({', '.join(sorted(['down_proj', 'gate_up_proj', router]))})" in said[0]
+    assert "not trained" not in said[0]
+    adapters = Adapters(load_model(str(base), device=CPU), LoraConfig.from_pretrained(str(tmp_path / "first/adapter")))
+    adapters.load(tmp_path / "first" / "adapter")
+    count = sum(weight.numel() for weight in adapters.weights.values())
+    assert count == find_targets(load_model(str(base), device=CPU), []).factors(4)
+    adapters.model(input_ids=IDS).logits.log_softmax(dim=-1)[..., 3].sum().backward()
+    unmoved = {name for name, weight in adapters.weights.items() if "lora_B" in name and not weight.grad.any()}
+    assert all(kind == "phimoe" and ".router." in name for name in unmoved)  # whose best expert may win by far
+    for weight in adapters.weights.values():
+        weight.data += 0.1 * torch.randn_like(weight)
+    adapters.save(tmp_path / "merged")
+    with torch.no_grad():
+        found, expected, before = (
+            m(input_ids=IDS).logits for m in (policy(tmp_path / "merged"), adapters.model, policy(base))
+        )
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert (found - before).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_adapted_experts_learn_and_are_sampled(kind: str, tmp_path: Path) -> None:
+    config = trainer_inputs.config(model={"path": str(mixture(kind, tmp_path / "base")), **LORA})
+
+    def save(directory: Path) -> None:
+        save_first(config.model, 0, load_model(config.model.path, device=CPU), config.model.path, directory)
+        load_tokenizer(config.model.path).save_pretrained(directory)
+
+    first = write_checkpoint(tmp_path / "run", 0, save=save, state={"steps": 0, "drift": 0.0})
+    trainer, rows = Trainer(config, first), trainer_inputs.rollouts()
+    saving = Trainer(config.model_copy(update={"learner": LearnerSection(gradient_checkpointing=True)}), first)
+    assert torch.allclose(saving.gradient(rows), trainer.gradient(rows), atol=1e-6)
+    assert trainer.adapters is not None
+    before = {name: weight.clone() for name, weight in trainer.adapters.weights.items()}
+    for _ in range(3):
+        trainer.update(rows)
+    moved = {name for name, weight in trainer.adapters.weights.items() if not torch.equal(weight, before[name])}
+    assert moved == before.keys()
+    last = write_checkpoint(tmp_path / "run", 3, save=trainer.save, state=trainer.state())
+    sampler = HFSampler(SamplerSettings(), max_new_tokens=8, device=CPU, dtype=torch.float32)
+    sampler.load(last)
+    responses = sampler.sample([Request(rows.prompt(row).tolist(), seed=row) for row in range(0, len(rows), 4)])
+    for row, response in zip(range(0, len(rows), 4), responses, strict=True):
+        ids = torch.tensor([*rows.prompt(row), *response.token_ids.tolist()])
+        with torch.no_grad():  # the learner's model, whose adapters are not merged
+            logits_TV = policy_logits(trainer.model, ids)[len(rows.prompt(row)) - 1 : -1]
+        logp_T = logits_TV.log_softmax(dim=1).gather(1, torch.tensor(response.token_ids)[:, None].long()).squeeze(1)
+        assert torch.allclose(logp_T, torch.tensor(response.logp), atol=1e-5)
+    again = Trainer(config, last)
+    again.restore(last, read_state(last))
+    assert again.update(rows) == trainer.update(rows)
+
+
+def policy_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    model.set_attn_implementation("sdpa")  # for a row by itself; the learner's is for packed rows
+    try:
+        return model(input_ids=ids[None], use_cache=False).logits[0]
+    finally:
+        model.set_attn_implementation(PACKED)
+
+
+def test_experts_that_are_left_out_are_named(tmp_path: Path) -> None:
+    base, said = mixture("mixtral", tmp_path / "base"), list[str]()
+    settings = make_config({"model": {"lora": {"rank": 2, "targets": ["q_proj", "down_proj"]}}}).model
+    save_first(settings, 0, load_model(str(base), device=CPU), str(base), tmp_path / "first", said.append)
+    assert said == [
+        "adapters of rank 2 on 2 linear layers (q_proj) and 2 matrices of experts and routers (down_proj); "
+        "not trained: gate, gate_up_proj, k_proj, o_proj, v_proj"
+    ]
+    assert describe_targets(settings.lora, str(base)) in said[0]
+    # An adapter of experts can be trained on.
+    again = ModelSection(path=str(base), adapter=str(tmp_path / "first" / "adapter"))
+    save_first(again, 0, load_model(str(base), device=CPU), str(base), tmp_path / "again")
+    names = "adapter/adapter_model.safetensors"
+    assert sha256_file(tmp_path / "again" / names) == sha256_file(tmp_path / "first" / names)
+
+
+def test_names_that_would_find_other_matrices_are_written_in_full() -> None:
+    names = ["a.gate.weight", "b.gate.weight", "b.up.weight"]
+    assert lora._endings(["a.gate.weight", "b.gate.weight"], names, segments=2) == ["gate.weight"]
+    assert lora._endings(["a.gate.weight"], names, segments=2) == ["a.gate.weight"]
 
 
 # ---------------------------------------------------------------- runs

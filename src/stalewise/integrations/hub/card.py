@@ -21,7 +21,7 @@ from stalewise.reporting.render import describe_stage_end
 from stalewise.reporting.summary import count_noun, findings, format_interval, format_value, time_shares, verdict_of
 from stalewise.statistics import format_duration
 from stalewise.store.atomic import read_json
-from stalewise.store.checkpoints import versions
+from stalewise.store.checkpoints import checkpoint_directory, versions
 
 MOST_ROWS = 16  # of a table of stages
 ENVIRONMENT = ("stalewise", "python", "torch", "transformers", "device", "threads")
@@ -56,6 +56,7 @@ def model_card(run: Run, config: RunConfig, version: int, base: BasePolicy, *, a
         **_common(run, config, base, config_name),
         version=version,
         adapter=adapter,
+        adapted=adapted_matrices(run.directory, version),
         verdict=verdict,
         sentence=sentence,
         evaluations=seen.evaluations,
@@ -122,6 +123,14 @@ def _template(name: str) -> Any:
     environment.filters |= {"interval": format_interval, "value": format_value}
     environment.filters["cell"] = lambda value: format_value(value).replace("|", "\\|").replace("\n", " ")
     return environment.get_template(name)
+
+
+def adapted_matrices(run: Path, version: int) -> list[str]:
+    """What a version's adapter was put on, by the names in PEFT's config; none without an adapter."""
+    path = checkpoint_directory(run, version) / "adapter" / "adapter_config.json"
+    record = read_json(path) if path.is_file() else {}
+    modules = record.get("target_modules") or []  # a pattern, in adapters that others made
+    return [*([modules] if isinstance(modules, str) else modules), *(record.get("target_parameters") or [])]
 
 
 def up_to(run: Run, version: int) -> Run:

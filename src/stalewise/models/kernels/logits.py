@@ -1,5 +1,6 @@
 """Statistics of logits and their gradient as Triton kernels of one pass each; in torch, each takes a dozen passes.
 
+Both read the output layer's product x. Logits are scale · x, or with a cap cap · tanh(scale · x / cap).
 Axes: C rows, V vocabulary.
 """
 
@@ -13,30 +14,60 @@ from torch import Tensor
 BLOCK = 4096  # tokens of the vocabulary at a time
 
 
-def statistics_on_device(logits_CV: Tensor, target_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-normaliser, log-probability of the target and entropy, each [C] in float32."""
-    rows, vocabulary = logits_CV.shape
-    lse_C, logp_C, entropy_C = (torch.empty(rows, dtype=torch.float32, device=logits_CV.device) for _ in range(3))
+def statistics_on_device(
+    product_CV: Tensor, target_C: Tensor, *, scale: float = 1.0, cap: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-normaliser, log-probability of the target and entropy, each [C] in float32; `cap` 0: none."""
+    rows, vocabulary = product_CV.shape
+    lse_C, logp_C, entropy_C = (torch.empty(rows, dtype=torch.float32, device=product_CV.device) for _ in range(3))
     if rows:
+        results = lse_C, logp_C, entropy_C
+        fixed = {"SCALE": scale, "CAP": cap, "VOCABULARY": vocabulary, "SIZE": BLOCK}
         _statistics[(rows,)](  # pyright: ignore[reportIndexIssue]
-            logits_CV.contiguous(), target_C, lse_C, logp_C, entropy_C, VOCABULARY=vocabulary, SIZE=BLOCK, num_warps=8
+            product_CV.contiguous(), target_C, *results, **fixed, num_warps=8
         )
     return lse_C, logp_C, entropy_C
 
 
-def gradient_on_device(logits_CV: Tensor, lse_C: Tensor, target_C: Tensor, gradient_C: Tensor) -> Tensor:
-    """Gradient of the logits, in place: (1 at the target − softmax) · gradient of the log-probability."""
-    rows, vocabulary = logits_CV.shape
-    logits_CV = logits_CV.contiguous()
+def gradient_on_device(
+    product_CV: Tensor, lse_C: Tensor, target_C: Tensor, gradient_C: Tensor, *, scale: float = 1.0, cap: float = 0.0
+) -> Tensor:
+    """Gradient of the product, in place; that of the logits is (1 at the target − softmax) · gradient of the
+    log-probability.
+    """
+    rows, vocabulary = product_CV.shape
+    product_CV = product_CV.contiguous()
     if rows:
+        fixed = {"SCALE": scale, "CAP": cap, "VOCABULARY": vocabulary, "SIZE": BLOCK}
         _gradient[(rows, triton.cdiv(vocabulary, BLOCK))](  # pyright: ignore[reportIndexIssue]
-            logits_CV, lse_C, target_C, gradient_C.contiguous(), VOCABULARY=vocabulary, SIZE=BLOCK, num_warps=8
+            product_CV, lse_C, target_C, gradient_C.contiguous(), **fixed, num_warps=8
         )
-    return logits_CV
+    return product_CV
 
 
 @triton.jit
-def _statistics(logits, target, lse, logp, entropy, VOCABULARY: tl.constexpr, SIZE: tl.constexpr):
+def _logits(product, SCALE: tl.constexpr, CAP: tl.constexpr):
+    x = product.to(tl.float32)
+    if SCALE != 1.0:
+        x = x * SCALE
+    if CAP != 0.0:
+        # cap · tanh(x / cap), by an exponential that may be 0 or infinite; off by at most 2e-7 · cap.
+        x = CAP - 2 * CAP / (tl.exp(x * (2 / CAP)) + 1)
+    return x
+
+
+@triton.jit
+def _statistics(
+    product,
+    target,
+    lse,
+    logp,
+    entropy,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    VOCABULARY: tl.constexpr,
+    SIZE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, SIZE)
     highest = -3.0e38  # so far; finite, since excluded tokens are −inf
@@ -44,7 +75,8 @@ def _statistics(logits, target, lse, logp, entropy, VOCABULARY: tl.constexpr, SI
     moment = 0.0  # Σ (x − highest) · exp(x − highest)
     for start in range(0, VOCABULARY, SIZE):
         is_there = start + place < VOCABULARY
-        x = tl.load(logits + row * VOCABULARY + start + place, mask=is_there, other=float("-inf")).to(tl.float32)
+        x = _logits(tl.load(product + row * VOCABULARY + start + place, mask=is_there, other=0.0), SCALE, CAP)
+        x = tl.where(is_there, x, float("-inf"))
         higher = tl.maximum(highest, tl.max(x, axis=0))
         # Rescale the sums so far.
         shift = highest - higher
@@ -56,18 +88,31 @@ def _statistics(logits, target, lse, logp, entropy, VOCABULARY: tl.constexpr, SI
         total += tl.sum(mass, axis=0)
         moment += tl.sum(tl.where(below > float("-inf"), below * mass, 0.0), axis=0)
     log_total = tl.log(total)
-    chosen = tl.load(logits + row * VOCABULARY + tl.load(target + row)).to(tl.float32)
+    chosen = _logits(tl.load(product + row * VOCABULARY + tl.load(target + row)), SCALE, CAP)
     tl.store(lse + row, highest + log_total)
     tl.store(logp + row, chosen - (highest + log_total))
     tl.store(entropy + row, log_total - moment / total)
 
 
 @triton.jit
-def _gradient(logits, lse, target, gradient, VOCABULARY: tl.constexpr, SIZE: tl.constexpr):
+def _gradient(
+    product,
+    lse,
+    target,
+    gradient,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    VOCABULARY: tl.constexpr,
+    SIZE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     is_there = place < VOCABULARY
-    x = tl.load(logits + row * VOCABULARY + place, mask=is_there, other=0.0).to(tl.float32)
+    x = _logits(tl.load(product + row * VOCABULARY + place, mask=is_there, other=0.0), SCALE, CAP)
     is_target = (place == tl.load(target + row)).to(tl.float32)
     value = (is_target - tl.exp(x - tl.load(lse + row))) * tl.load(gradient + row)
-    tl.store(logits + row * VOCABULARY + place, value.to(logits.dtype.element_ty), mask=is_there)
+    if CAP != 0.0:
+        value *= SCALE * (1 - (x / CAP) * (x / CAP))
+    elif SCALE != 1.0:
+        value *= SCALE
+    tl.store(product + row * VOCABULARY + place, value.to(product.dtype.element_ty), mask=is_there)
