@@ -27,13 +27,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 import torch  # noqa: E402
+from tests.architectures import FAMILIES, build, differences, settings  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 from stalewise.api import run  # noqa: E402
 from stalewise.config import make_config  # noqa: E402
 from stalewise.errors import StalewiseError  # noqa: E402
 from stalewise.types import NullCallback  # noqa: E402
-from tests.architectures import FAMILIES, build, differences, settings  # noqa: E402
 
 TOLERANCE = 1e-3  # nats, in float32
 PAGE, BEGIN, END = ROOT / "docs" / "models.md", "<!-- architectures: begin -->", "<!-- architectures: end -->"
@@ -136,7 +136,11 @@ def main() -> int:
         results = dict(zip(families, threads.map(lambda one: in_process(one, arguments.limit), families), strict=True))
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(results, indent=1) + "\n")
-    outcomes = [one["outcome"] for found in results.values() for one in ([found] if "outcome" in found else [found[name] for name in PASSES])]
+    outcomes = [
+        one["outcome"]
+        for found in results.values()
+        for one in ([found] if "outcome" in found else [found[name] for name in PASSES])
+    ]
     print({outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))})
     return int(any(outcome in ("wrong", "broken", "not built") for outcome in outcomes))
 

@@ -100,7 +100,7 @@ def generate(
                 check_sampling_memory(config.model, config.sampler.engine, str(checkpoint))
                 return [orchestrator.generate(g, Path(checkpoint)) for g in batches]
             check_sampling_memory(config.model, config.sampler.engine, orchestrator.newest_policy())
-            orchestrator.prepare()
+            orchestrator.prepare(learns=False)
             newest = checkpoints.versions(config.directory)[-1]
             missing = orchestrator.missing_batch(newest) if newest < orchestrator.schedule.updates else None
             if batch is None:

@@ -6,6 +6,7 @@ Requests are padded on the left; rows that have ended leave the batch. Axes: R r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,7 @@ def decode_dynamic(
             break
         if ended > DROP_SHARE:
             keep = alive_R.nonzero().squeeze(1)
-            cache.batch_select_indices(keep)
+            cache.reorder_cache(keep)  # unlike `batch_select_indices`, all states of a layer
             active_R, token_R, attention = active_R[keep], token_R[keep], attention[keep]
             positions, alive_R = positions[keep], alive_R[keep]
         attention = torch.cat([attention, attention.new_ones(len(attention), 1)], dim=1)
@@ -102,11 +103,17 @@ def _forward(model: Any, input_ids: Tensor, cache: DynamicCache, attention: Tens
         input_ids=input_ids,
         attention_mask=attention,
         position_ids=positions,
-        past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
+        **{cache_argument(model): cache},
     )
     return output.logits[:, -1]
+
+
+def cache_argument(model: Any) -> str:
+    """The name under which a model takes its cache; state-space models have another and ignore the usual one."""
+    names = signature(model.forward).parameters
+    return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
 
 
 def _prefill(model: Any, requests: Sequence[Request], pad_id: int) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
@@ -119,7 +126,7 @@ def _prefill(model: Any, requests: Sequence[Request], pad_id: int) -> tuple[Tens
     positions = (attention.cumsum(dim=1) - 1).clamp(min=0)
     logits = _forward(model, input_ids, cache, attention, positions)
     spread = torch.tensor(distinct_R, device=model.device)
-    cache.batch_select_indices(spread)
+    cache.reorder_cache(spread)
     return logits[spread], cache, attention[spread], positions[spread]
 
 
