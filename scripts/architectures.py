@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT / "tests")]
 
 import torch  # noqa: E402
-from tests.architectures import FAMILIES, build, differences, settings  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
+from families import FAMILIES, build, differences, settings  # noqa: E402
 from stalewise.api import run  # noqa: E402
 from stalewise.config import make_config  # noqa: E402
 from stalewise.errors import StalewiseError  # noqa: E402

@@ -19,7 +19,9 @@ from torch import Tensor
 
 EAGER_BYTES = 1 << 30  # of attention weights in one layer; longer sequences use the model's own attention
 LEAST_TOLERANCE = 1e-3  # nats: a ratio of 1.001
-ROUNDING_FACTOR = 2.0
+# Measured on an H200 in bfloat16, for models of 2 to 24 layers: at most 3 times ε and the spread, 7 with rounded weights.
+ROUNDING_FACTOR = 12.0
+SHALLOW = 16  # layers; in deeper models rounding grows as a sum of random errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,13 @@ class Agreement:
 
 
 def tolerance(dtype: torch.dtype, layers: int, spread: float) -> float:
-    """Nats that rounding explains: relative to the spread of the logits, growing as a sum over layers does.
+    """Nats that rounding explains, for logits of this standard deviation.
 
-    >>> [round(tolerance(dtype, 24, 2.5), 4) for dtype in (torch.float32, torch.bfloat16)]
-    [0.001, 0.1914]
+    >>> [round(tolerance(dtype, 16, 2.5), 4) for dtype in (torch.float32, torch.bfloat16)]
+    [0.001, 0.2344]
     """
-    return max(LEAST_TOLERANCE, ROUNDING_FACTOR * torch.finfo(dtype).eps * math.sqrt(layers) * spread)
+    growth = math.sqrt(max(1.0, layers / SHALLOW))
+    return max(LEAST_TOLERANCE, ROUNDING_FACTOR * torch.finfo(dtype).eps * spread * growth)
 
 
 def compare(what: str, values: Sequence[np.ndarray], expected: Sequence[np.ndarray], allowed: float) -> Agreement:

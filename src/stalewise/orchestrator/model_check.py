@@ -43,7 +43,7 @@ NEW_TOKENS = 6  # decoded after each prompt
 SHORT = 3  # tokens of the shortest prompt
 PROMPTS = 256  # training prompts that tell the longest
 # Limits of mean and largest difference of sampler and learner, over all tokens of an update at age 0.
-FLOAT32_LIMITS, HALF_LIMITS = (0.01, 0.1), (0.1, math.inf)
+FLOAT32_LIMITS, HALF_LIMITS = (0.01, 0.1), (0.2, math.inf)
 Values = list[np.ndarray]  # log-probabilities of each response
 Log = Callable[[str], object]
 

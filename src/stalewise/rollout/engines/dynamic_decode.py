@@ -99,21 +99,17 @@ def decode_dynamic(
 
 def _forward(model: Any, input_ids: Tensor, cache: DynamicCache, attention: Tensor, positions: Tensor) -> Tensor:
     """Logits [R, V] after the last of these tokens; the cache grows by them."""
-    output = model(
-        input_ids=input_ids,
-        attention_mask=attention,
-        position_ids=positions,
-        use_cache=True,
-        logits_to_keep=1,
-        **{cache_argument(model): cache},
-    )
+    inputs: dict[str, Any] = {"attention_mask": attention, "past_key_values": cache}
+    if takes_state(model):  # which holds no padding, so that a mask is for the prompt alone
+        inputs = {"attention_mask": attention if input_ids.shape[1] > 1 else None, "cache_params": cache}
+    output = model(input_ids=input_ids, position_ids=positions, use_cache=True, logits_to_keep=1, **inputs)
     return output.logits[:, -1]
 
 
-def cache_argument(model: Any) -> str:
-    """The name under which a model takes its cache; state-space models have another and ignore the usual one."""
+def takes_state(model: Any) -> bool:
+    """Whether the cache of a model is a state alone; such models ignore a cache of the usual name."""
     names = signature(model.forward).parameters
-    return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
+    return "cache_params" in names and "past_key_values" not in names
 
 
 def _prefill(model: Any, requests: Sequence[Request], pad_id: int) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:

@@ -130,8 +130,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_head_size": 8,
         },
     ),
-    "zamba": ("zamba", {"layers_block_type": ["mamba", "hybrid"]}),
-    "zamba2": ("zamba2", {"layers_block_type": ["mamba", "hybrid"], "chunk_size": 8, "num_key_value_heads": 4}),
+    "zamba": ("zamba", {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4}),
+    "zamba2": (
+        "zamba2",
+        {
+            "layers_block_type": ["mamba", "hybrid"] * 2,
+            "num_hidden_layers": 4,
+            "chunk_size": 8,
+            "num_key_value_heads": 4,
+        },
+    ),
 }
 # A dozen for the ordinary tests: plain, learned positions, experts, windows, latent and linear attention, state space.
 DOZEN = (
@@ -176,7 +184,7 @@ class _Parity(LocalVerifier):
         return Reward(float(sum(map(ord, response)) % 2 == 0))
 
 
-TASKS["coins"] = "tests.architectures:Coins" if __name__.startswith("tests.") else f"{__name__}:Coins"
+TASKS["coins"] = f"{__name__}:Coins"
 
 
 def build(family: str, directory: Path) -> Any:
