@@ -27,16 +27,22 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests")]
 
 import torch  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
-from families import FAMILIES, build, differences, settings  # noqa: E402
+from families import FAMILIES, build, differences, plain_logp, settings  # noqa: E402
 from stalewise.api import run  # noqa: E402
 from stalewise.config import make_config  # noqa: E402
 from stalewise.errors import StalewiseError  # noqa: E402
-from stalewise.types import NullCallback  # noqa: E402
+from stalewise.rollout.engines.embedded import HFSampler  # noqa: E402
+from stalewise.rollout.sampler import Request  # noqa: E402
+from stalewise.types import NullCallback, SamplerSettings  # noqa: E402
 
 TOLERANCE = 1e-3  # nats, in float32
+CPU = torch.device("cpu")
 PAGE, BEGIN, END = ROOT / "docs" / "models.md", "<!-- architectures: begin -->", "<!-- architectures: end -->"
+RESULTS = ROOT / "benchmarks" / "results" / "architectures.json"
+ORDER = ("right", "refused", "not built", "broken", "wrong")
 PASSES = {"plain": {}, "checkpointed": {"gradient_checkpointing": True}}
 
 
@@ -59,7 +65,24 @@ def examine(family: str, directory: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"class": type(model).__name__}
     for name, learner in PASSES.items():
         found[name] = attempt(directory, name, learner)
+    if found["plain"]["outcome"] == "right":
+        found["slots"] = slots(directory / "model")
     return found
+
+
+def slots(directory: Path) -> str:
+    """Why this family is not decoded in slots, the way of a GPU; empty: it is, and right."""
+    sampler = HFSampler(SamplerSettings(), max_new_tokens=8, device=CPU, dtype=torch.float32, slots=True)
+    sampler.load(directory)
+    if sampler.slots_problem:
+        return sampler.slots_problem.splitlines()[0]
+    requests = [Request([3 + (place * length) % 15 for place in range(length)], length) for length in (2, 9, 30, 30)]
+    model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
+    for request, response in zip(requests, sampler.trial(requests, 8), strict=True):
+        expected = plain_logp(model, request.prompt_ids, response.token_ids.tolist()).numpy()
+        if (off := float(abs(response.logp - expected).max())) > TOLERANCE:
+            raise AssertionError(f"slots are off by {off:.2g} nats, and said nothing")
+    return ""
 
 
 def attempt(directory: Path, name: str, learner: dict[str, Any]) -> dict[str, Any]:
@@ -123,25 +146,59 @@ def describe(found: dict[str, Any]) -> str:
     )
 
 
+def outcome_of(found: dict[str, Any]) -> str:
+    """The worst outcome of a family's runs."""
+    outcomes = [found["outcome"]] if "outcome" in found else [found[name]["outcome"] for name in PASSES]
+    return max(outcomes, key=ORDER.index)
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """Two tables: families that are right at least without checkpointing, and those that are refused."""
+    right = {name: found for name, found in results.items() if found.get("plain", {}).get("outcome") == "right"}
+    lines = ["| family | on a GPU | learner | sampling, nats | learning, nats | gradient checkpointing |"]
+    lines += ["| --- | --- | --- | --- | --- | --- |"]
+    for name, found in right.items():
+        one, other = found["plain"], found["checkpointed"]
+        decoding, learner = "growing cache" if found["slots"] else "slots", "packed" if one["packed"] else "padded"
+        checkpointed = "yes" if other["outcome"] == "right" else shortened(other["reason"])
+        figures = f"{one['sampling']:.0e} | {one['learning']:.0e}"
+        lines.append(f"| `{name}` | {decoding} | {learner} | {figures} | {checkpointed} |")
+    rest = {name: found for name, found in results.items() if name not in right}
+    lines += ["", "| refused | why |", "| --- | --- |"]
+    lines += [f"| `{name}` | {shortened((found.get('plain') or found)['reason'])} |" for name, found in rest.items()]
+    return "\n".join(lines)
+
+
+def shortened(reason: str) -> str:
+    """A message without what repeats in every row."""
+    reason = reason.replace('; model.check = "warn" goes on regardless', "").replace("/model is", "is")
+    return reason.replace(": choose another model", "").replace("|", "/")
+
+
+def write_page(text: str) -> None:
+    """Put the tables between the markers of docs/models.md."""
+    page = PAGE.read_text()
+    before, after = page[: page.index(BEGIN) + len(BEGIN)], page[page.index(END) :]
+    PAGE.write_text(f"{before}\n{text}\n{after}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", default="", help="comma-separated; default: all")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one family")
     parser.add_argument("--json", default="", help="file for the results")
-    parser.add_argument("--write", action="store_true", help="renew the table in docs/models.md")
+    parser.add_argument("--write", action="store_true", help="renew the table in docs/models.md and its JSON")
     arguments = parser.parse_args()
     families = [name for name in arguments.families.split(",") if name] or sorted(FAMILIES)
     with ThreadPoolExecutor(arguments.jobs) as threads:
         results = dict(zip(families, threads.map(lambda one: in_process(one, arguments.limit), families), strict=True))
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(results, indent=1) + "\n")
-    outcomes = [
-        one["outcome"]
-        for found in results.values()
-        for one in ([found] if "outcome" in found else [found[name] for name in PASSES])
-    ]
-    print({outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))})
+    for path in filter(None, [arguments.json, RESULTS if arguments.write else ""]):
+        Path(path).write_text(json.dumps(results, indent=1) + "\n")
+    if arguments.write:
+        write_page(table(results))
+    outcomes = [outcome_of(found) for found in results.values()]
+    print(", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in ORDER))
     return int(any(outcome in ("wrong", "broken", "not built") for outcome in outcomes))
 
 

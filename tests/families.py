@@ -156,6 +156,7 @@ DOZEN = (
     "rwkv",
     "bart",
 )
+SPREAD = 1.5  # of the logits, at most
 _AS_MADE = ("A_log", "conv", "dt_", "time_", "inv_freq", "rope")  # parameters that are no plain matrices
 
 
@@ -203,6 +204,11 @@ def build(family: str, directory: Path) -> Any:
             if parameter.ndim >= 2 and not any(part in name for part in _AS_MADE):
                 is_embedding = parameter is getattr(model.get_input_embeddings(), "weight", None)
                 parameter.normal_(0, 0.5 if is_embedding else 1.2 * parameter.shape[-1] ** -0.5)
+        # Otherwise some families would say the same in all responses to a prompt, and there were nothing to learn.
+        logits = model(input_ids=torch.arange(3, 18)[None], use_cache=False).logits.float()
+        head = model.get_output_embeddings()
+        if head is not None:
+            head.weight.mul_(float((SPREAD / logits.std(dim=-1).mean()).clamp(max=1)))
     model.generation_config.eos_token_id = [1, 3, 4]  # so that responses end before they are truncated
     model.save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -59,7 +59,10 @@ def check_model(
         return "not checked: model.check is off"
     found = agreements(config, checkpoint, task, sampler, learns=learns)
     if wrong := [one for one in found if not one.is_right]:
-        report_problem(config, _problem(config, checkpoint, wrong[0]), log)
+        problem = _problem(config, checkpoint, wrong[0])
+        if wrong[0].error:  # the run would end with it, too
+            raise ModelError(problem)
+        report_problem(config, problem, log)
     return "; ".join(map(str, found)) or "nothing is decoded or trained in this process"
 
 
