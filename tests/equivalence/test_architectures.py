@@ -23,7 +23,7 @@ def test_a_family_is_right_or_refused(family: str, tmp_path: Path) -> None:
     build(family, tmp_path / "model")
     config = make_config(settings(tmp_path / "model", tmp_path, "one"))
     if family in REFUSED:
-        with pytest.raises(ModelError, match=f"{REFUSED[family]} would be trained on wrong log-probabilities"):
+        with pytest.raises(ModelError, match=f"{REFUSED[family]} would have wrong log-probabilities"):
             run(config)
         return
     run(config)

@@ -109,8 +109,8 @@ def agreements(
 
 def trial_requests(config: RunConfig, checkpoint: Path, task: Task) -> list[Request]:
     """Prompts of three lengths, one of them twice, of the task's own tokens; the longest ends near the run's limit."""
-    training = task.prompts(0, min(PROMPTS, task.size or PROMPTS))
-    prompts = [*training, *task.evaluation_prompts(config.evaluation.prompts)]
+    count = PROMPTS if task.size is None else min(PROMPTS, task.size)
+    prompts = [*(task.prompts(0, count) if count else ()), *task.evaluation_prompts(config.evaluation.prompts)]
     encoded = encode_prompts(prompts, load_tokenizer(str(checkpoint)))
     longest = max(map(len, encoded)) + config.sampler.max_new_tokens
     limit = context_length(load_model_config(str(checkpoint)).get_text_config())
@@ -203,10 +203,10 @@ def _problem(config: RunConfig, checkpoint: Path, wrong: Agreement) -> str:
     model = load_model_config(str(checkpoint))
     kind = (getattr(model, "architectures", None) or [type(model).__name__])[0]
     if wrong.error:
-        problem = f"{kind} cannot be trained: {wrong}"
+        problem = f"{kind} cannot be used: {wrong}"
     else:
         problem = (
-            f"{kind} would be trained on wrong log-probabilities: {wrong.what} differs from a plain forward pass by up "
+            f"{kind} would have wrong log-probabilities: {wrong.what} differs from a plain forward pass by up "
             f"to {wrong.largest:.2g} nats, where rounding explains {wrong.tolerance:.1g}"
         )
     rope = getattr(model.get_text_config(), "rope_parameters", None) or {}

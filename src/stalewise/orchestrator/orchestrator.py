@@ -123,12 +123,13 @@ class Orchestrator:
 
     def _check_model(self, *, is_new: bool, learns: bool) -> None:
         """Compare decoding and learning with plain forward passes; where they differ, leave no run behind."""
-        first, sampler = self._checkpoint(0), self.sampler if self.source.is_own else None
+        first = self._checkpoint(0)
         kind = pick_parallel(self.config, str(first), self.ranks.world, self.ranks.local_world)
         try:
             with self.run_log.timed("switch", reason="check") as notes:
                 learns = learns and kind != "sharded"  # a shard alone computes nothing
-                notes["found"] = check_model(self.config, first, self.task, sampler, self.callback.log, learns=learns)
+                what = (self.config, first, self.task, self.sampler, self.callback.log)
+                notes["found"] = check_model(*what, learns=learns)
         except ModelError:
             if is_new:
                 shutil.rmtree(first)  # a copy of model.path; without it another config may have this name

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from families import build, settings
-from stalewise.api import run
+from stalewise.api import evaluate, run
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ModelError
 from stalewise.models.loading import EMBEDDED
@@ -57,9 +57,7 @@ def test_a_policy_that_decodes_wrongly_is_refused_and_leaves_no_run(bart: Path, 
     with pytest.raises(ModelError) as error:
         run(a_run(bart, runs))
     problem = str(error.value)
-    assert problem.startswith(
-        "BartForCausalLM would be trained on wrong log-probabilities: decoding with a growing cache"
-    )
+    assert problem.startswith("BartForCausalLM would have wrong log-probabilities: decoding with a growing cache")
     assert 'choose another model; model.check = "warn" goes on regardless' in problem
     assert not versions(runs / "one") and not (runs / "one" / "rollouts").exists()
     run(a_run(EMBEDDED / "arithmetic", runs))  # another model may have the name
@@ -84,6 +82,11 @@ def test_the_first_update_of_a_stage_stops_before_anything_is_learned(
             run(a_run(bart, runs))
         assert versions(runs / "one") == [0]
         assert not (runs / "one" / "metrics.jsonl").exists() or not (runs / "one" / "metrics.jsonl").read_text()
+
+
+def test_evaluation_is_no_accuracy_of_wrong_samples(bart: Path) -> None:
+    with pytest.raises(ModelError, match="BartForCausalLM would have wrong log-probabilities: decoding"):
+        evaluate(bart, task="coins", prompts=2, samples=1, max_new_tokens=4)
 
 
 def test_doctor_finds_what_train_would_find(bart: Path, runs: Path) -> None:
