@@ -52,8 +52,8 @@ class Notes(NullCallback):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def log(self, text: str) -> None:
-        self.lines.append(text)
+    def log(self, message: str) -> None:
+        self.lines.append(message)
 
 
 def examine(family: str, directory: Path) -> dict[str, Any]:
@@ -193,6 +193,9 @@ def main() -> int:
     families = [name for name in arguments.families.split(",") if name] or sorted(FAMILIES)
     with ThreadPoolExecutor(arguments.jobs) as threads:
         results = dict(zip(families, threads.map(lambda one: in_process(one, arguments.limit), families), strict=True))
+    if arguments.write and RESULTS.is_file():  # other families keep their rows
+        kept = json.loads(RESULTS.read_text())
+        results = {name: one for name, one in sorted({**kept, **results}.items()) if name in FAMILIES}
     for path in filter(None, [arguments.json, RESULTS if arguments.write else ""]):
         Path(path).write_text(json.dumps(results, indent=1) + "\n")
     if arguments.write:

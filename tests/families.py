@@ -130,7 +130,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_head_size": 8,
         },
     ),
-    "zamba": ("zamba", {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4}),
+    "zamba": (
+        "zamba",
+        {
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+            "num_hidden_layers": 4,
+            "attention_hidden_size": 64,
+        },
+    ),
     "zamba2": (
         "zamba2",
         {

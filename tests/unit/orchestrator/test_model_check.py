@@ -26,8 +26,8 @@ class Notes(NullCallback):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def log(self, text: str) -> None:
-        self.lines.append(text)
+    def log(self, message: str) -> None:
+        self.lines.append(message)
 
 
 @pytest.fixture(scope="module")
