@@ -17,7 +17,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest
 # be idle.
 TWO    := -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/browser --ignore tests/on_ray
 
-.PHONY: install quick test lint types unit nightly browser test-kernels test-engines test-verl test-ray demo soak mutation benchmark clean smollm2 reproduce
+.PHONY: install quick test lint types unit nightly browser test-kernels test-engines test-verl test-ray test-architectures demo soak mutation benchmark clean smollm2 reproduce
 
 install: $(STAMP)
 
@@ -99,6 +99,11 @@ test-verl: $(VERL)/.installed
 test-ray: install
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[ray]"
 	OMP_NUM_THREADS=1 $(BIN)/pytest -W ignore::pytest.PytestUnraisableExceptionWarning tests/on_ray
+
+# Tiny random models of a hundred families, each trained for two updates and compared with plain forward passes. About
+# ten minutes on two cores; `make test-architectures WRITE=--write` renews the table in docs/models.md.
+test-architectures: install
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/architectures.py --jobs 2 $(WRITE)
 
 demo: install
 	$(BIN)/stalewise demo

@@ -18,6 +18,7 @@ from stalewise.errors import StoreError, TaskError
 from stalewise.models.loading import embedded_policies, resolve_model
 from stalewise.orchestrator.contamination import seen_in_training
 from stalewise.orchestrator.evaluation import Evaluation, evaluate_checkpoint
+from stalewise.orchestrator.model_check import check_model
 from stalewise.orchestrator.offline import OfflineRollouts, plan_sources
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.orchestrator.pipelined import BackgroundGeneration
@@ -100,7 +101,7 @@ def generate(
                 check_sampling_memory(config.model, config.sampler.engine, str(checkpoint))
                 return [orchestrator.generate(g, Path(checkpoint)) for g in batches]
             check_sampling_memory(config.model, config.sampler.engine, orchestrator.newest_policy())
-            orchestrator.prepare()
+            orchestrator.prepare(learns=False)
             newest = checkpoints.versions(config.directory)[-1]
             missing = orchestrator.missing_batch(newest) if newest < orchestrator.schedule.updates else None
             if batch is None:
@@ -199,6 +200,7 @@ def evaluate(
             callback.log(message)
         count = config.evaluation.prompts if file is None or prompts is not None else sys.maxsize
         count = len(chosen.evaluation_prompts(count))
+        check_model(config, policy.checkpoint, chosen, sampler, callback.log, learns=False)
         callback.begin("evaluate", count * config.evaluation.samples)
         result = evaluate_checkpoint(
             policy.checkpoint,

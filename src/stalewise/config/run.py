@@ -83,12 +83,13 @@ class RunConfig(Section):
 def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a resolved config that must stay the same when a run is resumed.
 
-    Free to change: directories, trackers, what is recorded, engines (each rollout records its own), and devices.
+    Free to change: directories, trackers, what is recorded or checked, engines (each rollout records its own), devices.
     """
     free = ("format", "name", "runs", "trackers", "plan", "workers", "storage")
     engines = ("engine", *get_args(SamplerSection.model_fields["engine"].annotation))  # and each engine's table
     return {
         **_without(record, free),
+        "model": _without(record.get("model", {}), ("check",)),
         "sampler": _without(record.get("sampler", {}), engines),
         "learner": _without(record.get("learner", {}), ("record_tokens", "parallel", "keep_activations")),
     }

@@ -66,6 +66,10 @@ class ModelSection(Section):
     )
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
     threads: int = Field(default=0, ge=0, description="CPU threads; 0: torch decides. Equal bits need equal threads.")
+    check: Literal["refuse", "warn", "off"] = Field(
+        default="refuse",
+        description="If decoding or learning differs from a plain forward pass of the model: refuse to train, or warn.",
+    )
     lora: LoraSection = Field(default_factory=LoraSection)
 
     def _contradictions(self) -> Iterator[str]:

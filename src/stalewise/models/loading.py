@@ -6,8 +6,11 @@ import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import torch
+from huggingface_hub import constants, try_to_load_from_cache
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -20,6 +23,7 @@ from stalewise.models.smollm2 import smollm2_directory
 from stalewise.types import Prompt
 
 EMBEDDED = Path(__file__).parent / "policies"
+HUB_S = 5.0  # seconds in which a hub must answer
 
 # They would break our own progress bars.
 transformers_logging.disable_progress_bar()
@@ -47,7 +51,28 @@ def resolve_model(path: str, task: str = "") -> str:
         return str(directory)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(f"{path} is no directory; embedded policies: {nearest(path, [*embedded_policies(), SMOLLM2])}")
+    _check_hub(path)
     return path  # owner/name on a hub
+
+
+def _check_hub(name: str) -> None:
+    """Raise at once where no hub answers and the model is not in its cache: loading would retry for minutes."""
+    if constants.is_offline_mode() or isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    if not _answers(constants.ENDPOINT):
+        problem = f"{constants.ENDPOINT} does not answer within {HUB_S:g} s"
+        raise loading_error(name, "", OSError(problem))
+
+
+@lru_cache
+def _answers(url: str) -> bool:
+    try:
+        with urlopen(Request(url, method="HEAD"), timeout=HUB_S):
+            return True
+    except HTTPError:
+        return True  # it has an opinion
+    except (OSError, ValueError):
+        return False
 
 
 def pick_device(device: str) -> torch.device:

@@ -7,7 +7,9 @@ these commits its result. After `kill -9` the same command continues, on a CPU t
 
 from __future__ import annotations
 
+import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,12 @@ import torch
 from stalewise.config import RunConfig, write_resolved
 from stalewise.config.run_directory import RunResult, check_identity, environment, read_result
 from stalewise.distributed import ALONE, Ranks
-from stalewise.errors import TaskError
+from stalewise.errors import ModelError, TaskError
 from stalewise.models.loading import device_name
 from stalewise.orchestrator.collapse_guard import CollapseGuard
 from stalewise.orchestrator.drift_budget import DriftBudget
 from stalewise.orchestrator.evaluation import describe_evaluation, evaluate_checkpoint
+from stalewise.orchestrator.model_check import check_model, report_problem, stage_problem
 from stalewise.orchestrator.ranks import make_trainer
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.orchestrator.run_log import RunLog
@@ -104,17 +107,33 @@ class Orchestrator:
         if warning := check_memory(self.config, policy, self.ranks.world, self.ranks.local_world):
             self.callback.log(warning)
 
-    def prepare(self) -> None:
-        """Check the directory, write version 0 if it is missing, and drop records of updates that were not saved."""
+    def prepare(self, *, learns: bool = True) -> None:
+        """Check directory and policy, write version 0 if missing, and drop records of updates that were not saved."""
         self.check_directory()
-        if not versions(self.directory):
+        if is_new := not versions(self.directory):
             with self.run_log.timed("switch", reason="first checkpoint"):
                 self.states[0] = write_first_checkpoint(self.config, self.newest_policy(), self.task, self.callback.log)
         newest = versions(self.directory)[-1]
+        if newest == 0:
+            self._check_model(is_new=is_new, learns=learns)
         self.run_log.drop_updates(first=newest)
         self.schedule = forget_stages(self.schedule, self.run_log.stages_path, newest)
         self.coordinator.publish()
         self.source.start(self)
+
+    def _check_model(self, *, is_new: bool, learns: bool) -> None:
+        """Compare decoding and learning with plain forward passes; where they differ, leave no run behind."""
+        first = self._checkpoint(0)
+        kind = pick_parallel(self.config, str(first), self.ranks.world, self.ranks.local_world)
+        try:
+            with self.run_log.timed("switch", reason="check") as notes:
+                learns = learns and kind != "sharded"  # a shard alone computes nothing
+                what = (self.config, first, self.task, self.sampler, self.callback.log)
+                notes["found"] = check_model(*what, learns=learns)
+        except ModelError:
+            if is_new:
+                shutil.rmtree(first)  # a copy of model.path; without it another config may have this name
+            raise
 
     def check_directory(self) -> None:
         """Check that the directory belongs to this config, and write the config and the environment into it."""
@@ -266,7 +285,9 @@ class Orchestrator:
             if self.budget is None:
                 self.budget = DriftBudget(drift_limits(self.config), self.callback.log, self.run_log.budget_used())
             per_update, bound = self.config.batch.prompts, self.config.schedule.spent_ess or SPENT_ESS
-            loop = UpdateLoop(self.schedule, self.run_log, self.budget, self.callback, per_update, bound)
+            loop = UpdateLoop(
+                self.schedule, self.run_log, self.budget, self.callback, per_update, bound, self._check_update
+            )
             prepared = loop.prepare(batch, trainer, range(version, stop))
         self.begin_phase("learn", stop - version)
         start = time.perf_counter()
@@ -289,6 +310,11 @@ class Orchestrator:
             self.states[stop] = {"version": stop, **state}  # just written, so its checksums are right
             prune(self.directory, keep=self.config.checkpoints.keep, needed=self._needed_versions(stop))
             self.coordinator.publish()
+
+    def _check_update(self, metrics: Mapping[str, float]) -> None:
+        """Stop, before anything is saved, where the learner is not the policy that sampled an update's rollouts."""
+        if self.source.is_own and (problem := stage_problem(self.config, metrics)):
+            report_problem(self.config, problem, self.callback.log)
 
     def _trainer_at(self, version: int) -> Trainer:
         """The trainer at this version: the current one, or one made from the checkpoint."""

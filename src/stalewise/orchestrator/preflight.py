@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -13,16 +14,17 @@ from typing import Any, Literal
 import torch
 from packaging.requirements import Requirement
 
-from stalewise.config import RunConfig
+from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import check_identity
 from stalewise.errors import StalewiseError
 from stalewise.models.loading import encode_prompts, load_tokenizer, pick_device, pick_precision, resolve_model
-from stalewise.orchestrator.setup import check_objective
+from stalewise.orchestrator.model_check import check_model
+from stalewise.orchestrator.setup import check_objective, write_first_checkpoint
 from stalewise.planning.memory import GIB, ModelShape, estimate, free_bytes, ways_out
 from stalewise.reporting.trackers import check_installed
 from stalewise.rollout.factory import batch_plan, check_second_policy, make_sampler
 from stalewise.rollout.sampler import Request, Sampler
-from stalewise.store.checkpoints import versions
+from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.tasks import Task, make_task
 from stalewise.tasks.verifiers.python import PythonVerifier
 from stalewise.trainer.lora import check_adapter, describe_targets, need_peft
@@ -84,6 +86,9 @@ class _Preflight:
         yield self._run("run directory", self._directory)
         if self.config.trackers:
             yield self._run("trackers", self._trackers)
+        yield self._run("task", self._task)  # before the model, which may take minutes to arrive
+        if (task := self.task) is not None:
+            yield self._run("verifier", lambda: _verifier(task))
         yield (device := self._run("device", self._device))
         if device.status != "bad":
             yield self._run("model directory", self._model_directory)
@@ -96,22 +101,21 @@ class _Preflight:
             yield self._run("tokenizer", self._tokenizer)
             if memory.status != "bad":
                 yield self._run("model", self._load)
-        yield self._run("task", self._task)
-        if (task := self.task) is None:
-            return
-        yield self._run("verifier", lambda: _verifier(task))
-        if (sampler := self.sampler) is None:
+        if task is None or (sampler := self.sampler) is None:
             return
         yield self._run("prompts", lambda: self._prompts(task, sampler))
         if self.config.sampler.foreign.share:
             yield self._run("foreign policy", lambda: self._foreign(task))
         yield self._run("sampling", lambda: _sampling(task, sampler))
+        yield self._run("learning", lambda: self._learning(task, sampler))
 
     def _run(self, name: str, check: Callable[[], tuple[Status, str]]) -> Check:
         try:
             return Check(name, *check())
         except StalewiseError as error:
             return Check(name, "bad", str(error))
+        except Exception as error:  # of a model or a package: `train` would end with it
+            return Check(name, "bad", f"{type(error).__name__}: {' '.join(str(error).split())}")
 
     def _objective(self) -> tuple[Status, str]:
         named = ", ".join(f"{name} = {value}" for name, value in check_objective(self.config.objective).items())
@@ -226,6 +230,25 @@ class _Preflight:
         check_second_policy(self.config.sampler.foreign, Path(self.source), task)
         makes = f"makes {foreign.places(group_size)} of the {group_size} rollouts of a group"
         return "ok", f"{foreign.path} has the same tokens and {makes}"
+
+    def _learning(self, task: Task, sampler: Sampler) -> tuple[Status, str]:
+        """Decode and learn a few tokens of the lengths that the run allows, and compare with plain forward passes."""
+        warnings: list[str] = []
+        learns = self.config.learner.parallel != "sharded"  # a shard alone computes nothing
+        with self._first_checkpoint(task) as checkpoint:
+            found = check_model(self.config, checkpoint, task, sampler, warnings.append, learns=learns)
+        return "warning" if warnings else "ok", "; ".join(warnings) or found
+
+    @contextlib.contextmanager
+    def _first_checkpoint(self, task: Task) -> Iterator[Path]:
+        """What version 0 of the run would be: the model, or in a temporary directory the model with adapters."""
+        if not self.config.model.trains_adapters:
+            yield Path(self.source)
+            return
+        with tempfile.TemporaryDirectory() as directory:
+            config = make_config(self.config.model_dump(mode="json") | {"runs": directory})
+            write_first_checkpoint(config, self.source, task, lambda text: None)
+            yield checkpoint_directory(config.directory, 0)
 
 
 def _verifier(task: Task) -> tuple[Status, str]:

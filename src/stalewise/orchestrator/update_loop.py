@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -36,6 +36,7 @@ class UpdateLoop:
     callback: ProgressCallback
     prompts_per_update: int
     spent_ess: float  # bound below which the rollouts of an open-ended schedule are spent
+    check: Callable[[Mapping[str, float]], object] = lambda metrics: None  # raises where an update must not count
 
     def prepare(self, batch: Batch, trainer: Trainer, updates: range) -> Iterator[PreparedUpdate]:
         """The inputs of these updates: the first two are prepared at once, the others one update ahead."""
@@ -65,6 +66,7 @@ class UpdateLoop:
     def _finish(self, step: Step, rollout_ids: RolloutIds, pending: PendingUpdate, *, since: float) -> float:
         """Wait for an update and log it; return the time at which it was done."""
         metrics = pending.metrics()
+        self.check(metrics)
         if "drift" in metrics:
             metrics |= self.budget.measure(metrics["drift"], self.run_log.drift_at(step.version))
         now = time.perf_counter()

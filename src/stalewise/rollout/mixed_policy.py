@@ -24,18 +24,18 @@ class MixedPolicySampler:
         self.settings, self.max_new_tokens = own.settings, own.max_new_tokens
         self.preferred_batch_size = own.preferred_batch_size
         self.load, self.check_lengths = own.load, own.check_lengths
-        self._own, self._second = own, second
+        self.own, self._second = own, second
         self._loaded = ""  # path of the second policy in memory
 
     @property
     def tokenizer(self) -> Any:
         """Tokenizer of both."""
-        return self._own.tokenizer
+        return self.own.tokenizer
 
     def sample(self, requests: Sequence[Request], settings: SamplerSettings | None = None) -> list[Response]:
         """Responses in the order of the requests, all from the policy that the settings name."""
         settings = settings or self.settings
-        engine = self._second if settings.policy else self._own
+        engine = self._second if settings.policy else self.own
         if settings.policy and settings.policy != self._loaded:
             self._second.load(Path(resolve_model(settings.policy)))
             self._loaded = settings.policy
@@ -44,14 +44,14 @@ class MixedPolicySampler:
 
     def sleep(self) -> None:
         """Release memory for the trainer: unload the second policy, let the first one sleep."""
-        self._own.sleep()
+        self.own.sleep()
         self._second.close()
         self._loaded = ""
 
     def close(self) -> None:
         """Unload both."""
         self.sleep()
-        self._own.close()
+        self.own.close()
 
 
 def check_tokenizers(path: str, own: Path, prompts: Sequence[Prompt]) -> None:

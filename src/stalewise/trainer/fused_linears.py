@@ -150,7 +150,8 @@ class RoundedWeights:
 
     def refresh(self) -> None:
         """Round the present weights."""
-        foreach._foreach_copy_(self.targets, self.sources)
+        if self.targets:  # none where weights have that precision already, or are in no linear layers (GPT-2)
+            foreach._foreach_copy_(self.targets, self.sources)
 
     def swapped_in(self) -> contextlib.AbstractContextManager[None]:
         """The module with the fused layers instead of its own."""

@@ -22,7 +22,8 @@ def add_to(totals: Sequence[Tensor], amounts: Sequence[Tensor]) -> None:
     low = [index for index, (total, amount) in enumerate(pairs) if total.dtype != amount.dtype]
     same = list(amounts)
     widened = [torch.empty_like(totals[index]) for index in low]
-    foreach._foreach_copy_(widened, [amounts[index] for index in low])
+    if low:  # torch refuses empty lists
+        foreach._foreach_copy_(widened, [amounts[index] for index in low])
     for index, amount in zip(low, widened, strict=True):
         same[index] = amount
     foreach._foreach_add_(totals, same)

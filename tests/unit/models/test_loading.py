@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from stalewise.models.loading import EMBEDDED, encode_prompts, load_tokenizer
+from stalewise.errors import ModelError
+from stalewise.models.loading import EMBEDDED, encode_prompts, load_tokenizer, resolve_model
 from stalewise.tasks import make_task
 from stalewise.types import Prompt
 
@@ -56,3 +58,16 @@ def test_the_options_of_tasks_reach_the_tokens(tokenizer: Any, tmp_path: Path) -
         encode_prompts(prompts, tokenizer) for prompts in (make_task("arithmetic-chat").evaluation_prompts(1), begun)
     )
     assert prefilled == plain + tokenizer(begun[0].metadata["prefill"])["input_ids"]
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # and never listens
+        endpoint = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        with pytest.raises(ModelError, match=rf"no hub provides it \({endpoint} does not answer within 5 s\)"):
+            resolve_model("nobody/has-this")
+    # Without a network, what is in the cache of the hub's library is used.
+    monkeypatch.setattr("stalewise.models.loading.try_to_load_from_cache", lambda name, file: str(tmp_path / file))
+    assert resolve_model("nobody/has-this") == "nobody/has-this"

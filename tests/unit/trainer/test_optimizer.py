@@ -27,3 +27,9 @@ def test_amounts_of_lower_precision_are_added_in_that_of_the_totals() -> None:
     totals = [torch.full((2,), 1.0), torch.full((3,), 256.0)]
     add_to(totals, [torch.full((2,), 0.5), torch.full((3,), 1.0, dtype=torch.bfloat16)])
     assert [total.tolist() for total in totals] == [[1.5] * 2, [257.0] * 3]  # 257 is no bfloat16
+
+
+def test_amounts_of_equal_precision_need_no_widening() -> None:
+    totals = [torch.full((2,), 1.0, dtype=torch.bfloat16)]
+    add_to(totals, [torch.full((2,), 0.5, dtype=torch.bfloat16)])  # as with bfloat16-only on a GPU
+    assert totals[0].tolist() == [1.5, 1.5]

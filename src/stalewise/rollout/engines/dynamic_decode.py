@@ -6,6 +6,7 @@ Requests are padded on the left; rows that have ended leave the batch. Axes: R r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -86,7 +87,7 @@ def decode_dynamic(
             break
         if ended > DROP_SHARE:
             keep = alive_R.nonzero().squeeze(1)
-            cache.batch_select_indices(keep)
+            cache.reorder_cache(keep)  # unlike `batch_select_indices`, all states of a layer
             active_R, token_R, attention = active_R[keep], token_R[keep], attention[keep]
             positions, alive_R = positions[keep], alive_R[keep]
         attention = torch.cat([attention, attention.new_ones(len(attention), 1)], dim=1)
@@ -98,15 +99,17 @@ def decode_dynamic(
 
 def _forward(model: Any, input_ids: Tensor, cache: DynamicCache, attention: Tensor, positions: Tensor) -> Tensor:
     """Logits [R, V] after the last of these tokens; the cache grows by them."""
-    output = model(
-        input_ids=input_ids,
-        attention_mask=attention,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
+    inputs: dict[str, Any] = {"attention_mask": attention, "past_key_values": cache}
+    if takes_state(model):  # which holds no padding, so that a mask is for the prompt alone
+        inputs = {"attention_mask": attention if input_ids.shape[1] > 1 else None, "cache_params": cache}
+    output = model(input_ids=input_ids, position_ids=positions, use_cache=True, logits_to_keep=1, **inputs)
     return output.logits[:, -1]
+
+
+def takes_state(model: Any) -> bool:
+    """Whether the cache of a model is a state alone; such models ignore a cache of the usual name."""
+    names = signature(model.forward).parameters
+    return "cache_params" in names and "past_key_values" not in names
 
 
 def _prefill(model: Any, requests: Sequence[Request], pad_id: int) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
@@ -119,7 +122,7 @@ def _prefill(model: Any, requests: Sequence[Request], pad_id: int) -> tuple[Tens
     positions = (attention.cumsum(dim=1) - 1).clamp(min=0)
     logits = _forward(model, input_ids, cache, attention, positions)
     spread = torch.tensor(distinct_R, device=model.device)
-    cache.batch_select_indices(spread)
+    cache.reorder_cache(spread)
     return logits[spread], cache, attention[spread], positions[spread]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,21 @@ class HFSampler:
                 responses.update(future.result())
         assert len(responses) == len(requests), "a response was lost"
         return [responses[index] for index in range(len(requests))]
+
+    def trial(self, requests: Sequence[Request], new_tokens: int) -> list[Response]:
+        """Responses of exactly so many tokens at temperature 1, for a comparison; leaves nothing behind."""
+        kept = self.max_new_tokens, self._stop_ids, self.on_tokens, self._decoder
+        self.max_new_tokens, self._stop_ids, self._decoder = new_tokens, self._stop_ids[:0], None
+        self.on_tokens = lambda count: None
+        try:
+            return self.sample(requests, replace(self.settings, temperature=1.0, top_p=1.0, top_k=0))
+        finally:
+            self.max_new_tokens, self._stop_ids, self.on_tokens, self._decoder = kept
+
+    @property
+    def model(self) -> Any:
+        """The loaded policy."""
+        return self._model
 
     def _decode(self, requests: Sequence[Request], settings: SamplerSettings) -> Iterator[FinishedResponses]:
         if not self.slots_problem:
