@@ -143,7 +143,7 @@ def recompute_activations(model: Any) -> None:
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.gradient_checkpointing = layer.training = True
-            layer._gradient_checkpointing_func = partial(_recomputed, layer)
+            vars(layer)["_gradient_checkpointing_func"] = partial(_recomputed, layer)
 
 
 def _recomputed(layer: Any, function: Callable[..., Any], *inputs: Any) -> Any:

@@ -236,8 +236,9 @@ def _probed(model: Any, head: Any, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]
         logits = model(input_ids=ids, use_cache=False).logits.double()
     finally:
         hook.remove()
-    nothing = logits.new_empty(0)
-    return seen.get("read", nothing), seen.get("product", nothing), logits
+    if not seen:  # the layer was not called
+        seen = dict.fromkeys(("read", "product"), logits.new_empty(0))
+    return seen["read"], seen["product"], logits
 
 
 def _unsupported(name: str, what: str) -> ModelError:
