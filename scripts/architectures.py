@@ -30,7 +30,7 @@ import torch  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
-from families import FAMILIES, build, differences, plain_logp, settings  # noqa: E402
+from families import FAMILIES, build, differences, plain_logp, settings  # noqa: E402  # pyright: ignore[reportMissingImports]
 from stalewise.api import run  # noqa: E402
 from stalewise.config import make_config  # noqa: E402
 from stalewise.errors import StalewiseError  # noqa: E402

@@ -130,7 +130,7 @@ def test_doctor_finds_nothing_wrong_with_the_default() -> None:
     statuses = {check["name"]: check["status"] for check in record["checks"]}
     assert set(statuses.values()) == {"ok"}
     needed = {"installation", "objective", "device", "memory", "disk", "model", "tokenizer", "task", "prompts"}
-    assert {*needed, "verifier", "sampling", "run directory"} <= set(statuses)
+    assert {*needed, "verifier", "sampling", "learning", "run directory"} <= set(statuses)
 
 
 def test_doctor_says_what_would_go_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,8 +143,8 @@ def test_doctor_says_what_would_go_wrong(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(bad(model={"path": str(tmp_path)})) == ["model directory"]
     assert list(bad(objective={"name": "grpoo"}, task={"name": "jsonl", "options": {"path": "none"}})) == [
         "objective",
-        "model directory",  # auto is for tasks with an embedded policy
         "task",
+        "model directory",  # auto is for tasks with an embedded policy
     ]
     assert "over the model's context of 128" in bad(sampler={"max_new_tokens": 128})["prompts"]
     assert "no setting" in bad(sampler={"max_tokens": 1})["config"]

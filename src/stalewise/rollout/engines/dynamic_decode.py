@@ -112,12 +112,12 @@ def takes_state(model: Any) -> bool:
     return "cache_params" in names and "past_key_values" not in names
 
 
-def _prefill(model: Any, requests: Sequence[Request], pad_id: int) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
+def _prefill(model: Any, requests: Sequence[Request], pad_id: int) -> tuple[Tensor, Any, Tensor, Tensor]:
     """Logits, cache, attention mask and positions after the prompts. Each distinct prompt is computed once."""
     index_of: dict[tuple[int, ...], int] = {}
     distinct_R = [index_of.setdefault(tuple(request.prompt_ids), len(index_of)) for request in requests]
     input_ids, attention = _padded(list(index_of), pad_id, model.device)
-    cache = DynamicCache(config=model.config)
+    cache: Any = DynamicCache(config=model.config)
     cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     positions = (attention.cumsum(dim=1) - 1).clamp(min=0)
     logits = _forward(model, input_ids, cache, attention, positions)
