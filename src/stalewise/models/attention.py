@@ -197,10 +197,12 @@ def slot_attention(
     value_TKD: Tensor,
     attention_mask: None,
     *,
-    prompt_R: Tensor,
+    slot_R: Tensor,
+    block_SB: Tensor,
     prefix_R: Tensor,
-    own_R: Tensor,
     length_R: Tensor,
+    block_size: int,
+    prompt_blocks: int,
     room: int,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -209,25 +211,29 @@ def slot_attention(
 ) -> tuple[Tensor, None]:
     """One new token of each row against the keys of its prompt and its own, [R, 1, H, D].
 
-    Row r has `length_R[r]` keys, at most `room`: the first `prefix_R[r]` from token `prompt_R[r]` on, which rows may
-    share, the others from token `own_R[r]` on.
+    Row r has `length_R[r]` keys, at most `room`: the first `prefix_R[r]` in the first `prompt_blocks` blocks of its
+    slot's row of `block_SB`, which slots may share, the others in the blocks after those. A block has `block_size`
+    tokens of the cache.
     """
     refuse_unknown(module, attention_mask, others)
     if query_RH1D.is_cuda and value_TKD.dtype is not torch.float32 and can_compile():
         from stalewise.models.kernels.decode_attention import decode_attention  # Triton comes with torch for GPUs alone
 
         scale = query_RH1D.shape[-1] ** -0.5 if scaling is None else scaling
-        places = prompt_R, prefix_R, own_R, length_R
+        places = slot_R, block_SB, prefix_R, length_R
+        sizes = {"block_size": block_size, "prompt_blocks": prompt_blocks, "room": room}
         output_RHD = decode_attention(
-            query_RH1D.squeeze(2), key_TKD, value_TKD, *places, room=room, scale=scale, window=sliding_window
+            query_RH1D.squeeze(2), key_TKD, value_TKD, *places, **sizes, scale=scale, window=sliding_window
         )
         return output_RHD.unsqueeze(1), None
-    number_RL = torch.arange(room, device=own_R.device).expand(len(own_R), room)
+    number_RL = torch.arange(room, device=slot_R.device).expand(len(slot_R), room)
     seen_RL = number_RL < length_R.unsqueeze(1)
-    prompt_R1, prefix_R1, own_R1 = (x.unsqueeze(1) for x in (prompt_R, prefix_R, own_R))
-    place_RL = torch.where(number_RL < prefix_R1, prompt_R1 + number_RL, own_R1 + number_RL - prefix_R1)
+    # Places of a slot, counted over its blocks: the response's begin after all of the prompt's blocks.
+    own_R1 = (prompt_blocks * block_size - prefix_R).unsqueeze(1)
+    place_RL = torch.where(number_RL < prefix_R.unsqueeze(1), number_RL, own_R1 + number_RL)
     # Masked keys are read, too: as the row's first key, so that no row's NaN reaches another.
     place_RL = torch.where(seen_RL, place_RL, place_RL[:, :1])
+    place_RL = block_SB[slot_R].gather(1, place_RL // block_size) * block_size + place_RL % block_size
     key_RKLD, value_RKLD = (x[place_RL].transpose(1, 2) for x in (key_TKD, value_TKD))
     if sliding_window is not None:
         seen_RL = seen_RL & (number_RL >= length_R.unsqueeze(1) - sliding_window)

@@ -66,7 +66,9 @@ def check_lengths(prompt_ids: Sequence[Sequence[int]], *, limit: int | None, max
     if limit is not None and longest + max_new_tokens > limit:
         raise ModelError(
             f"the longest prompt has {longest} tokens; with sampler.max_new_tokens = {max_new_tokens} that is over the "
-            f"model's context of {limit}: shorten prompts or lower max_new_tokens (or raise sampler.vllm.max_model_len)"
+            f"model's context of {limit}: shorten prompts or lower max_new_tokens"
+            + (f" to at most {limit - longest}" if limit > longest else "")
+            + " (or raise sampler.vllm.max_model_len)"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,63 @@ from transformers import MambaConfig, MambaForCausalLM
 from policies import tokens_of
 from sampling import steps_requests as requests
 from sampling import steps_sampler as make
+from stalewise.errors import ModelError
 from stalewise.models.loading import EMBEDDED, load_model, load_tokenizer, resolve_model
+from stalewise.rollout.engines import paged_cache
 from stalewise.rollout.engines.embedded import HFSampler
-from stalewise.rollout.engines.slot_decode import RequestQueue, SlotCache, SlotDecoder, SlotStatus, slots_problem
+from stalewise.rollout.engines.request_queue import RequestQueue
+from stalewise.rollout.engines.slot_decode import STEPS_PER_CHECK, SlotDecoder, SlotStatus, slots_problem
 from stalewise.rollout.sampler import Request
 from stalewise.types import FinishReason, SamplerSettings
+
+
+class Watch:
+    """Looks at the blocks before each run of steps, and counts what was put back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.put_back, self.most = 0, 0
+        self.queue = RequestQueue([], 1)
+        run, put_back = SlotDecoder._run, SlotDecoder._put_back
+
+        def watched_run(decoder: SlotDecoder, rows: int, slots: np.ndarray, steps: int) -> None:
+            self.look(decoder)
+            run(decoder, rows, slots, steps)
+
+        def watched_put_back(decoder: SlotDecoder, queue: RequestQueue, slots: np.ndarray) -> Any:
+            self.put_back += len(slots)
+            return put_back(decoder, queue, slots)
+
+        fill = SlotDecoder._fill
+
+        def watched_fill(decoder: SlotDecoder, queue: RequestQueue) -> np.ndarray:
+            self.queue = queue
+            return fill(decoder, queue)
+
+        monkeypatch.setattr(SlotDecoder, "_run", watched_run)
+        monkeypatch.setattr(SlotDecoder, "_put_back", watched_put_back)
+        monkeypatch.setattr(SlotDecoder, "_fill", watched_fill)
+
+    def look(self, decoder: SlotDecoder) -> None:
+        """A response holds the blocks of its tokens and of the next steps, a prompt those of its own, none twice."""
+        board, size = decoder.board, decoder.size.block_size
+        needed_S = -(-np.minimum(board.tokens_S + STEPS_PER_CHECK, decoder.new_tokens) // size)
+        held = [board.blocks.own_SB[slot, : needed_S[slot]] for slot in board.living]
+        for prompt, blocks in self.queue.blocks_of.items():
+            assert len(blocks) == -(-self.queue.prefix_P[prompt] // size)
+            held.append(blocks)
+        numbers = np.concatenate([*held, np.zeros(0, dtype=np.int32)])
+        assert len(numbers) == len(set(numbers.tolist())) == board.blocks.blocks - board.blocks.free
+        assert not len(numbers) or 1 <= numbers.min() <= numbers.max() <= board.blocks.blocks
+        self.most = max(self.most, len(numbers))
+        read = np.bincount(self.queue.prompt_Q[board.request_S[board.living]], minlength=len(self.queue.prompts))
+        assert (read == self.queue.live_P).all()
+
+
+def few_blocks(monkeypatch: pytest.MonkeyPatch, *, block_size: int, blocks: int, slots: int) -> None:
+    for name, value in (("BLOCK_SIZE", block_size), ("SMALLEST_BLOCK", 1), ("FEWEST_ROWS", 2)):
+        monkeypatch.setattr(paged_cache, name, value)
+    monkeypatch.setattr(paged_cache, "MOST_BLOCKS", blocks)
+    monkeypatch.setattr(paged_cache, "MOST_SLOTS", slots)
 
 
 @pytest.mark.parametrize(
@@ -26,8 +79,8 @@ from stalewise.types import FinishReason, SamplerSettings
 def test_slots_that_are_refilled_say_what_the_growing_cache_says(
     settings: SamplerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.MOST_SLOTS", 16)
-    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.FEWEST_ROWS", 4)
+    monkeypatch.setattr("stalewise.rollout.engines.paged_cache.MOST_SLOTS", 16)
+    monkeypatch.setattr("stalewise.rollout.engines.paged_cache.FEWEST_ROWS", 4)
     monkeypatch.setattr("stalewise.rollout.engines.slot_decode.PREFILL_TOKENS", 60)
     plain, slotted = make(settings), make(settings, slots=True)
     wanted = requests(plain, 40)
@@ -44,8 +97,8 @@ def test_slots_that_are_refilled_say_what_the_growing_cache_says(
 
 
 def test_the_next_steps_are_under_way_while_the_host_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.MOST_SLOTS", 16)
-    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.FEWEST_ROWS", 4)
+    monkeypatch.setattr("stalewise.rollout.engines.paged_cache.MOST_SLOTS", 16)
+    monkeypatch.setattr("stalewise.rollout.engines.paged_cache.FEWEST_ROWS", 4)
     seen: list[str] = []
 
     def note(owner: Any, name: str) -> None:
@@ -69,16 +122,16 @@ def test_the_next_steps_are_under_way_while_the_host_looks(monkeypatch: pytest.M
 
 
 def test_slots_that_all_end_at_once_are_filled_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.MOST_SLOTS", 16)
-    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.FEWEST_ROWS", 4)
+    monkeypatch.setattr("stalewise.rollout.engines.paged_cache.MOST_SLOTS", 16)
+    monkeypatch.setattr("stalewise.rollout.engines.paged_cache.FEWEST_ROWS", 4)
     sampler = make(max_new_tokens=2, slots=True)
     assert {len(response.token_ids) for response in sampler.sample(requests(sampler, 40))} == {2}
 
 
 @pytest.mark.parametrize("share", [0.03, 0.3, 0.6])
 def test_slots_that_are_full_or_wait_leave_the_others_alone(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.MOST_SLOTS", 16)
-    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.FEWEST_ROWS", 4)
+    monkeypatch.setattr("stalewise.rollout.engines.paged_cache.MOST_SLOTS", 16)
+    monkeypatch.setattr("stalewise.rollout.engines.paged_cache.FEWEST_ROWS", 4)
     monkeypatch.setattr("stalewise.rollout.engines.slot_decode.REFILL_SHARE", share)
     plain, slotted = make(max_new_tokens=41), make(max_new_tokens=41, slots=True)
     wanted = requests(plain, 60)
@@ -95,7 +148,7 @@ def test_slots_that_were_given_up_half_way_begin_anew() -> None:
     together, expected = sampler.sample(wanted), sampler.sample(wanted[:30])
     decoder = sampler._decoder
     assert decoder is not None
-    given_up: Any = decoder.decode(RequestQueue(wanted[::-1]))
+    given_up: Any = decoder.decode(RequestQueue(wanted[::-1], 64))
     next(given_up)
     given_up.close()
     # The same requests fill the same slots and the same shapes: nothing may differ, to the last bit.
@@ -116,27 +169,25 @@ def test_pools_that_take_turns_share_their_slots() -> None:
     for pool in (many_responses, many_prompts, many_responses, many_prompts):
         sampler.sample(pool)
         decoders.append(sampler._decoder)
-    first, second = decoders[:2]
-    assert first is not None and second is not None
-    assert (first.slots, first.places, second.slots, second.places) == (512, 16, 512, 128)
-    assert decoders[2] is second and decoders[3] is second
+    first = decoders[0]
+    # Blocks of 16 tokens: one for each response, two for each of 16 prompts; 96 responses to as many prompts fit.
+    assert first is not None and (first.size.slots, first.size.blocks) == (512, 512 + 16 * 2)
+    assert all(decoder is first for decoder in decoders)
     assert [len(response.token_ids) for response in sampler.sample(many_responses * 2)] == [3] * 1024
-    assert sampler._decoder is not None
-    assert (sampler._decoder.slots, sampler._decoder.places) == (1024, 128)
+    assert sampler._decoder is not None and sampler._decoder is not first
+    assert (sampler._decoder.size.slots, sampler._decoder.size.blocks) == (1024, 1024 + 16 * 2)
 
 
 @pytest.mark.parametrize("group_size", [1, 3, 40])
 def test_responses_look_back_to_prompts_that_they_share(group_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.MOST_SLOTS", 16)
-    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.FEWEST_ROWS", 4)
+    monkeypatch.setattr("stalewise.rollout.engines.paged_cache.MOST_SLOTS", 16)
+    monkeypatch.setattr("stalewise.rollout.engines.paged_cache.FEWEST_ROWS", 4)
     monkeypatch.setattr("stalewise.rollout.engines.slot_decode.PREFILL_TOKENS", 60)
     plain, slotted = make(), make(slots=True)
     wanted = [Request(request.prompt_ids, 7 * row) for row, request in enumerate(requests(plain, 40))]
     wanted = [Request(wanted[row // group_size].prompt_ids, request.seed) for row, request in enumerate(wanted)]
     found = slotted.sample(wanted)
     assert tokens_of(found) == tokens_of(plain.sample(wanted))
-    assert slotted._decoder is not None
-    assert slotted._decoder.places == {1: 16, 3: 16, 40: 1}[group_size]
     alone = [Request([3], 5)]  # nothing to read
     assert tokens_of(slotted.sample(alone)) == tokens_of(plain.sample(alone))
 
@@ -176,45 +227,77 @@ def test_a_kernel_that_cannot_be_made_is_a_reason_to_do_without_slots() -> None:
     assert "out of shared memory" in slots_problem(model, draw=no_draw)
 
 
-def test_what_is_written_to_the_cache_lies_where_it_was_to_lie() -> None:
-    torch.manual_seed(0)
-    shapes = [(2, 4, 6), (3, 8, 8)]  # heads, and numbers of a head's keys and values, in each layer
-    cache = SlotCache(9, [(torch.empty(1, k, 1, d), torch.empty(1, k, 1, e)) for k, d, e in shapes])
-    assert cache.nbytes == 9 * 4 * (2 * 4 + 2 * 6 + 2 * 3 * 8)
-    for layer, (k, d, e) in enumerate(shapes):
-        prompt = torch.randn(1, k, 3, d), torch.randn(1, k, 3, e)
-        cache.place_R, cache.reads_prompts = torch.tensor([7, 4, 5]), True
-        assert all(x is y for x, y in zip(cache.update(*prompt, layer), prompt, strict=True))
-        new = torch.randn(2, k, 1, d), torch.randn(2, k, 1, e)
-        cache.place_R, cache.reads_prompts = torch.tensor([8, 0]), False
-        for stored, read, written in zip(cache.update(*new, layer), prompt, new, strict=True):
-            expected = torch.zeros_like(stored)
-            expected[[7, 4, 5]] = read[0].transpose(0, 1)
-            expected[[8, 0]] = written[:, :, 0]
-            assert torch.equal(stored, expected)
+@pytest.mark.parametrize("seed", range(4))
+def test_few_blocks_change_no_response(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(seed)
+    block_size, limit, group_size = (1, 3, 8, 16)[seed], int(rng.integers(20, 40)), int(rng.integers(2, 5))
+    plain = make(max_new_tokens=limit)
+    asked = [list(request.prompt_ids) for request in requests(plain, 5)]
+    prompts = [[*chain(*asked[:count])][-int(rng.integers(1, 60)) :] for count in rng.integers(1, 6, 5)]
+    wanted = [Request(prompts[row // group_size], 7 * row) for row in range(5 * group_size)]
+    longest = -(-max(len(prompt) - 1 for prompt in prompts) // 32) * 32
+    least = -(-limit // block_size) + -(-longest // block_size)
+    few_blocks(monkeypatch, block_size=block_size, blocks=least + int(rng.integers(0, 1 + least // 3)), slots=16)
+    monkeypatch.setattr("stalewise.rollout.engines.request_queue.FIRST_GUESS", 2)  # so too many begin
+    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.PREFILL_TOKENS", 60)
+    watch, slotted, counted = Watch(monkeypatch), make(max_new_tokens=limit, slots=True), list[int]()
+    slotted.on_tokens = counted.append
+    expected, found = plain.sample(wanted), slotted.sample(wanted)
+    assert tokens_of(found) == tokens_of(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.logp == pytest.approx(theirs.logp, abs=2e-4)  # such prompts are rare: float32 is 4e-5 from float64
+    assert sum(counted) == sum(len(response.token_ids) for response in found)
+    assert slotted._decoder is not None and slotted._decoder.board.blocks.free == slotted._decoder.size.blocks
+    assert watch.put_back  # otherwise the test shows nothing
 
 
-def test_a_place_is_free_when_the_last_response_to_its_prompt_has_ended() -> None:
-    prompts = [[1, 2, 3], [4, 5], [1, 2, 3], [6], [7, 8, 9]]
-    waiting = RequestQueue([Request(prompt, seed) for seed, prompt in enumerate(prompts)])
-    waiting.set_places(3)
-    read, places = waiting.next_prompts(2)  # tokens: the first prompt has them, but for its last
-    assert read == [(1, 2)] and len(set(places.tolist())) == 1
-    read, more = waiting.next_prompts(100)
-    assert read == [(4,), ()] and waiting.free == []  # room for three
-    assert waiting.next_prompts(100)[0] == []
-    assert waiting.take(3).tolist() == [0, 2, 1]
-    waiting.end(np.array([0]))
-    assert waiting.free == []  # request 2 has the same prompt
-    waiting.end(np.array([1, 2]))
-    assert sorted(waiting.free) == sorted([*places.tolist(), more[0]])
-    assert waiting.next_prompts(100)[0] == [(7, 8)]
-    assert waiting.take(9).tolist() == [3, 4] and not waiting
-    assert waiting.last_P[waiting.prompt_Q].tolist() == [prompt[-1] for prompt in prompts]
+def test_one_response_that_fits_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = make(max_new_tokens=41)
+    wanted = requests(plain, 6)
+    few_blocks(monkeypatch, block_size=8, blocks=6 + 4, slots=8)  # ⌈41 / 8⌉ and ⌈32 / 8⌉
+    watch = Watch(monkeypatch)
+    slotted = make(max_new_tokens=41, slots=True)
+    assert tokens_of(slotted.sample(wanted)) == tokens_of(plain.sample(wanted))
+    assert watch.most <= 10
+    few_blocks(monkeypatch, block_size=8, blocks=9, slots=8)
+    with pytest.raises(
+        ModelError, match=r"max_new_tokens = 41 after a prompt of 32 .* = 40 would fit; lower it"
+    ) as told:
+        make(max_new_tokens=41, slots=True).sample(wanted)
+    assert len(str(told.value).splitlines()) == 1
 
 
-def test_a_prompt_that_is_longer_than_what_is_read_at_once_is_read_alone() -> None:
-    waiting = RequestQueue([Request([1] * 50, 0), Request([2] * 5, 1)])
-    waiting.set_places(2)
-    assert [len(prompt) for prompt in waiting.next_prompts(10)[0]] == [49]
-    assert [len(prompt) for prompt in waiting.next_prompts(10)[0]] == [4]
+def test_memory_follows_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that no response reaches costs nothing."""
+    most = []
+    for limit in (60, 90):
+        few_blocks(monkeypatch, block_size=4, blocks=9999, slots=16)
+        watch, sampler = Watch(monkeypatch), make(max_new_tokens=limit, slots=True)
+        responses = sampler.sample(requests(sampler, 16))
+        assert max(len(response.token_ids) for response in responses) < 60
+        most.append(watch.most)
+    assert most[0] == most[1] < 16 * 60 / 4
+
+
+def test_out_of_memory_is_tried_again_with_half_and_then_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = make(slots=True)
+    wanted = requests(sampler, 40)
+    expected, failures, run = sampler.sample(wanted), [9, 3], SlotDecoder._run
+
+    def fails(decoder: SlotDecoder, rows: int, slots: np.ndarray, steps: int) -> None:
+        if failures:
+            failures[0] -= 1
+            if failures[0] <= 0:
+                failures.pop(0)
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB.\nmore")
+        run(decoder, rows, slots, steps)
+
+    monkeypatch.setattr(SlotDecoder, "_run", fails)
+    assert tokens_of(sampler.sample(wanted)) == tokens_of(expected) and not failures
+    failures.extend([1] * 9)
+    with pytest.raises(
+        ModelError, match=r"Tried to allocate 3 GiB.*64 responses at once .* were tried.*max_new_tokens"
+    ):
+        sampler.sample(wanted)
+    failures.clear()
+    assert tokens_of(sampler.sample(wanted)) == tokens_of(expected)

@@ -24,14 +24,17 @@ from stalewise.models.fused_ops import fuse_norms, fused_rotation
 from stalewise.models.kernels import can_compile, get_ready
 from stalewise.models.loading import context_length, load_model, load_tokenizer, stop_token_ids
 from stalewise.rollout.engines.dynamic_decode import decode_dynamic
+from stalewise.rollout.engines.paged_cache import CACHE_SHARE, GIB, power_of_two
 from stalewise.rollout.engines.quantize import QuantizableWeights
-from stalewise.rollout.engines.slot_decode import FinishedResponses, RequestQueue, SlotDecoder, slots_problem
+from stalewise.rollout.engines.request_queue import LengthHistory, RequestQueue
+from stalewise.rollout.engines.slot_decode import FinishedResponses, SlotDecoder, slots_problem
 from stalewise.rollout.sampler import Request, Response, check_lengths
 from stalewise.types import FinishReason, SamplerSettings
 
 log = logging.getLogger(__name__)
 ROOM_STEP = 32  # prompt room is a multiple of this, so that slots made for one set of prompts mostly fit the next
-POOL = 32_768
+POOL, POOL_TOKENS = 32_768, 1 << 26  # requests; tokens at most, so that long responses are committed now and then
+LEAST_MEMORY = 0.1  # of the free memory: out of it with less than this, nothing helps
 SLEEP_SHARE = 0.1  # of a GPU's memory: larger slot caches are freed while the trainer works
 
 
@@ -61,7 +64,7 @@ class HFSampler:
         """`slots`: None decodes in slots on GPUs; `compiling_pays` decides whether a model on a GPU is compiled."""
         self.settings, self.max_new_tokens, self.on_tokens = settings, max_new_tokens, on_tokens
         # A GPU is fastest with a large pool; on a CPU the batches must not depend on which shards were already there.
-        self.preferred_batch_size = POOL if device.type == "cuda" else 1
+        self.preferred_batch_size = min(POOL, POOL_TOKENS // max_new_tokens) if device.type == "cuda" else 1
         self._device, self._dtype, self._compiling_pays = device, dtype, compiling_pays
         if device.type == "cuda":
             get_ready()
@@ -76,6 +79,8 @@ class HFSampler:
         self.slots_problem = "not loaded"  # empty: responses are decoded in slots
         self._decoder: SlotDecoder | None = None
         self._kernels: dict[str, Any] = {}  # for drawing and rotating in slots
+        self._history = LengthHistory()
+        self._memory = 1.0  # share of the free memory that slots count with; less once it was not enough
 
     def load(self, checkpoint: Path) -> None:
         """Sample from this checkpoint. The first loads a model; later ones only replace its weights."""
@@ -159,13 +164,14 @@ class HFSampler:
 
     def trial(self, requests: Sequence[Request], new_tokens: int) -> list[Response]:
         """Responses of exactly so many tokens at temperature 1, for a comparison; leaves nothing behind."""
-        kept = self.max_new_tokens, self._stop_ids, self.on_tokens, self._decoder
+        kept = self.max_new_tokens, self._stop_ids, self.on_tokens, self._decoder, self._history
         self.max_new_tokens, self._stop_ids, self._decoder = new_tokens, self._stop_ids[:0], None
+        self._history = LengthHistory()
         self.on_tokens = lambda count: None
         try:
             return self.sample(requests, replace(self.settings, temperature=1.0, top_p=1.0, top_k=0))
         finally:
-            self.max_new_tokens, self._stop_ids, self.on_tokens, self._decoder = kept
+            self.max_new_tokens, self._stop_ids, self.on_tokens, self._decoder, self._history = kept
 
     @property
     def model(self) -> Any:
@@ -174,9 +180,7 @@ class HFSampler:
 
     def _decode(self, requests: Sequence[Request], settings: SamplerSettings) -> Iterator[FinishedResponses]:
         if not self.slots_problem:
-            queue = RequestQueue(requests)
-            decoder = self._slot_decoder(queue, settings)
-            yield from decoder.decode(queue, self.on_tokens)
+            yield from self._decode_in_slots(requests, settings)
             return
         # Longest first, ties in order: rows of similar length are together and padding is small.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i].prompt_ids))
@@ -191,20 +195,52 @@ class HFSampler:
         )
         yield FinishedResponses(np.array(order), *decoded)
 
+    def _decode_in_slots(self, requests: Sequence[Request], settings: SamplerSettings) -> Iterator[FinishedResponses]:
+        """All responses; when memory ends, those that are not ended begin anew in half of it."""
+        left = np.arange(len(requests))
+        while len(left):
+            queue = self._queue([requests[i] for i in left.tolist()])
+            is_done, problem = np.zeros(len(left), dtype=bool), ""
+            try:
+                for finished in self._slot_decoder(queue, settings).decode(queue, self.on_tokens):
+                    is_done[finished.requests] = True
+                    yield replace(finished, requests=left[finished.requests])
+                self._history.note(queue.prompts, queue.mean_lengths().tolist())
+            except torch.OutOfMemoryError as error:
+                problem = str(error).splitlines()[0]
+            left = left[~is_done]
+            if problem:  # outside of the handler, which keeps the memory of what failed
+                self._use_less_memory(problem)
+
+    def _queue(self, requests: Sequence[Request]) -> RequestQueue:
+        return RequestQueue(requests, self.max_new_tokens, self._history)
+
+    def _use_less_memory(self, problem: str) -> None:
+        """Count with half of the memory from now on; ModelError if it has been halved too often."""
+        size = self._decoder.size if self._decoder is not None else None
+        self._decoder = None
+        self._memory /= 2
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        if self._memory < LEAST_MEMORY:
+            free = torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0
+            tried = f"; {size} were tried" if size is not None else ""
+            fitting = int(CACHE_SHARE * free - size.row_bytes) // size.token_bytes - size.prompt_room if size else 0
+            raise ModelError(
+                f"out of memory while responses were sampled ({problem}){tried}, {free / GIB:.2f} GiB are free: lower "
+                f"sampler.max_new_tokens = {self.max_new_tokens}"
+                + (f" (one response of {fitting} tokens would fit)" if 0 < fitting < self.max_new_tokens else "")
+                + ", or free memory on the device, or choose a smaller model"
+            )
+        log.warning("out of memory while responses were sampled; again with half as much for them")
+
     def _slot_decoder(self, queue: RequestQueue, settings: SamplerSettings) -> SlotDecoder:
         """A decoder with enough room: the last one if it fits, since making one takes a second."""
         requests, prompts, longest = len(queue.seed_Q), len(queue.prompts), int(queue.prefix_P.max())
         decoder = self._decoder
-        if (
-            decoder is None
-            or decoder.prompt_room < longest
-            or decoder.new_tokens != self.max_new_tokens
-            or _distribution(decoder.settings) != _distribution(settings)
-            or decoder.slots < min(requests, decoder.most_slots)
-            or decoder.places < min(prompts, decoder.slots)
-        ):
+        if decoder is None or not self._fits(decoder, queue, settings):
             if decoder is not None:  # calls alternate between training and evaluation: make room for both
-                requests, prompts = max(requests, decoder.slots), max(prompts, decoder.places)
+                requests, prompts = max(requests, decoder.requests), max(prompts, decoder.prompts)
                 longest = max(longest, decoder.prompt_room)
             self._decoder = decoder = None  # its memory must be free before the next is sized
             if self._device.type == "cuda":
@@ -217,9 +253,22 @@ class HFSampler:
                 new_tokens=self.max_new_tokens,
                 settings=settings,
                 stop_ids=self._stop_ids,
+                expected=self._history.mean,
+                memory=self._memory,
                 **self._kernels,
             )
         return decoder
+
+    def _fits(self, decoder: SlotDecoder, queue: RequestQueue, settings: SamplerSettings) -> bool:
+        """Whether a new decoder would have no more slots or blocks for these requests."""
+        size, requests, prompts = decoder.size, power_of_two(len(queue.seed_Q)), power_of_two(len(queue.prompts))
+        return (
+            size.prompt_room >= queue.prefix_P.max()
+            and size.new_tokens == self.max_new_tokens
+            and _distribution(decoder.settings) == _distribution(settings)
+            and size.slots >= min(requests, size.most_slots)
+            and size.blocks >= min(size.needed(requests, prompts), size.most_blocks)
+        )
 
     def _responses(self, finished: FinishedResponses) -> dict[int, Response]:
         """Responses by number of their request."""

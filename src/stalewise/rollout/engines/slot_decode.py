@@ -1,17 +1,18 @@
 """Continuous batching: a fixed number of slots, each refilled with a new request when its response has ended.
 
-Keys and values are in one block of memory, with room for the longest response in every slot and separate places for
-prompts. A decoding step is thus the same work on the same addresses, and on a GPU it is captured once as a CUDA graph.
-A step samples the next token of each row on the device. The host checks every few steps which responses have ended,
-while the next steps run. Each distinct prompt is prefilled once and shared by its responses.
+Keys and values are in blocks (`paged_cache.py`): a response takes one more when it has filled its last, and gives all
+back when it ends. Which block is where is a table on the device, whose address never changes. A decoding step is thus
+the same work on the same addresses, and on a GPU it is captured once as a CUDA graph. A step samples the next token of
+each row on the device. The host checks every few steps which responses have ended, while the next steps run. Each
+distinct prompt is prefilled once and shared by its responses. When blocks run out, the responses with the fewest tokens
+are put back into the queue; later their tokens are prefilled, and they go on with the random numbers they had.
 
-Axes: S slots, R rows of a step (all slots, or fewer when few responses are left), Q requests, P distinct prompts,
-M tokens of prompts, V vocabulary, N new tokens, T tokens of the cache, K key-value heads, D numbers per head.
+Axes: S slots, R rows of a step (all slots, or fewer when few responses are alive), Q requests, P distinct prompts, M
+tokens that are prefilled, V vocabulary, N new tokens, B blocks of a slot (those of its prompt first).
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,126 +21,33 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
 
 from stalewise.models.attention import PACKED, SLOTS, needs_grids, packed_arguments
 from stalewise.models.graph_capture import recording
-from stalewise.models.kernels import can_compile
 from stalewise.models.transfer import send, to_device, to_host
+from stalewise.rollout.engines import paged_cache
+from stalewise.rollout.engines.paged_cache import (
+    LOGITS_BYTES,
+    RECORD_BYTES,
+    CacheSize,
+    PagedCache,
+    SlotBlocks,
+    cache_size,
+    one_token_states,
+)
+from stalewise.rollout.engines.request_queue import BegunResponse, RequestQueue, admitted
 from stalewise.rollout.sampler import Request
 from stalewise.rollout.token_sampling import device_uniforms, draw, tempered
 from stalewise.types import SamplerSettings
 
 STEPS_PER_CHECK = 2
-REFILL_SHARE = 0.03125  # of the slots; filling a few costs as much as filling many
-PREFILL_TOKENS = 65_536
-FEWEST_ROWS = 64
-MOST_SLOTS = 8192
-MEMORY_SHARE = 0.5  # of a GPU's free memory that slots may take
-LOGITS_BYTES = 12  # per row and token of the vocabulary during sampling
-
-
-class SlotCache(Cache):
-    """Keys and values of all layers. The caller of the model sets `place_R` and `reads_prompts` first."""
-
-    def __init__(self, tokens: int, example: list[tuple[Tensor, Tensor]]) -> None:
-        """`example` holds keys and values of one token in each layer, [1, K, 1, D]."""
-        super().__init__(layer_class_to_replicate=object)  # pyright: ignore[reportArgumentType]
-        self.keys = [key.new_zeros(tokens, key.shape[1], key.shape[3]) for key, _ in example]
-        self.values = [value.new_zeros(tokens, value.shape[1], value.shape[3]) for _, value in example]
-        self.place_R = torch.empty(0, dtype=torch.long)  # where the next tokens are written
-        self.reads_prompts = False
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the cache."""
-        return sum(x.nbytes for x in (*self.keys, *self.values))
-
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Write the new keys and values; returns what attention reads: the whole cache, or a prompt's own tokens."""
-        keys_TKD, values_TKD = self.keys[layer_idx], self.values[layer_idx]
-        new = [x[0].transpose(0, 1) if self.reads_prompts else x[:, :, 0] for x in (key_states, value_states)]
-        if keys_TKD.is_cuda and can_compile():
-            from stalewise.models.kernels.rope import write_on_device  # Triton comes with torch for GPUs alone
-
-            write_on_device(keys_TKD, values_TKD, self.place_R, *new)
-        else:
-            for stored_TKD, new_RKD in zip((keys_TKD, values_TKD), new, strict=True):
-                stored_TKD.index_copy_(0, self.place_R, new_RKD)
-        return (key_states, value_states) if self.reads_prompts else (keys_TKD, values_TKD)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Rows differ in length; positions are always given."""
-        return 0
-
-
-def one_token_states(model: Any) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of one token in each layer."""
-    cache = DynamicCache(config=model.config)
-    before = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    with torch.inference_mode():
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
-    model.set_attn_implementation(before)
-    layers: list[Any] = cache.layers
-    return [(layer.keys, layer.values) for layer in layers]
-
-
-class RequestQueue:
-    """Requests waiting for a slot, grouped by prompt, and where the prompts lie in the cache.
-
-    A prompt is prefilled but for its last token, which is the input of each response's first step.
-    """
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        by_prompt: dict[tuple[int, ...], list[int]] = {}
-        for index, request in enumerate(requests):
-            by_prompt.setdefault(tuple(request.prompt_ids), []).append(index)
-        self.prompts = list(by_prompt)
-        self.members = list(by_prompt.values())
-        self.seed_Q = np.array([request.seed for request in requests], dtype=np.int64)
-        self.prompt_Q = np.empty(len(requests), dtype=np.int64)
-        for prompt, members in enumerate(self.members):
-            self.prompt_Q[members] = prompt
-        self.prefix_P = np.array([len(prompt) - 1 for prompt in self.prompts])
-        self.last_P = np.array([prompt[-1] for prompt in self.prompts])
-        self.place_P = np.full(len(self.prompts), -1)
-        self.open_P = np.array([len(members) for members in self.members])  # requests that have not ended
-        self.unread = 0  # the first prompt that is not prefilled
-        self.read: deque[int] = deque()  # requests whose prompts are prefilled
-        self.free: list[int] = []  # places for prompts
-
-    def __bool__(self) -> bool:
-        return bool(self.read) or self.unread < len(self.prompts)
-
-    def set_places(self, places: int) -> None:
-        """The number of prompts that the cache has room for."""
-        self.free = list(range(places))
-
-    def next_prompts(self, most_tokens: int) -> tuple[list[tuple[int, ...]], np.ndarray]:
-        """The next prompts without their last tokens, and their places; their requests count as `read` from now on.
-
-        As many as free places and `most_tokens` allow, but at least one if a place is free.
-        """
-        first, tokens = self.unread, 0
-        while self.unread < len(self.prompts) and self.free:
-            tokens += int(self.prefix_P[self.unread])
-            if tokens > most_tokens and self.unread > first:
-                break
-            self.place_P[self.unread] = self.free.pop()
-            self.read.extend(self.members[self.unread])
-            self.unread += 1
-        return [prompt[:-1] for prompt in self.prompts[first : self.unread]], self.place_P[first : self.unread]
-
-    def take(self, most: int) -> np.ndarray:
-        """The next requests whose prompts are prefilled."""
-        return np.array([self.read.popleft() for _ in range(min(most, len(self.read)))], dtype=np.int64)
-
-    def end(self, requests: np.ndarray) -> None:
-        """These requests have ended; the places of prompts without open requests become free."""
-        prompts, counts = np.unique(self.prompt_Q[requests], return_counts=True)
-        self.open_P[prompts] -= counts
-        self.free.extend(self.place_P[prompts[self.open_P[prompts] == 0]].tolist())
+REFILL_SHARE = 0.03125  # of the responses alive; filling a few slots costs as much as filling many
+PREFILL_TOKENS, FEWEST_PREFILL_TOKENS = 65_536, 2048
+PREFILL_SHARE = 0.05  # of a GPU's free memory that a prefill's activations may take
+FINE_ROWS = 1024  # new tokens from which on it pays to capture a step for every power of two of rows
+SLACK = (
+    8  # one more free block for each of so many slots when responses are put back: the next are not put back at once
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +60,30 @@ class FinishedResponses:
     lengths: np.ndarray
 
 
+@dataclass(frozen=True, slots=True)
+class PutBack:
+    """Responses that made room, as they were then; on a GPU the copies are complete when the status is."""
+
+    requests: np.ndarray
+    alive: Tensor
+    count: Tensor
+    ids: Tensor
+    logp: Tensor
+
+    def resolve(self, queue: RequestQueue, blocks: SlotBlocks) -> FinishedResponses | None:
+        """Those that were alive wait again; returns the others, whose end the host had not seen."""
+        alive, count = self.alive.numpy(), self.count.numpy()
+        for row in np.flatnonzero(alive):
+            ids, logp = (x[row, : count[row]].numpy().copy() for x in (self.ids, self.logp))
+            queue.put_back(int(self.requests[row]), BegunResponse(ids, logp))
+        ended = np.flatnonzero(~alive)
+        if not len(ended):
+            return None
+        queue.end(self.requests[ended], count[ended], blocks)
+        ids, logp = self.ids.numpy()[ended], self.logp.numpy()[ended]
+        return FinishedResponses(self.requests[ended], ids, logp, count[ended].copy())
+
+
 @dataclass(slots=True)
 class SlotStatus:
     """State of the slots after some steps; on a GPU it is copied to the host while the next steps run."""
@@ -160,6 +92,7 @@ class SlotStatus:
     count_S: Tensor
     filled_S: np.ndarray  # slots that were refilled since
     ended: FinishedResponses | None = None  # copied along with it
+    put_back: PutBack | None = None  # likewise
     copied: torch.cuda.Event | None = None
 
     def wait(self) -> tuple[np.ndarray, np.ndarray]:
@@ -172,8 +105,35 @@ class SlotStatus:
         return self.alive_S.numpy(), self.count_S.numpy()
 
 
+class SlotBoard:
+    """What the host knows of the slots. A response that is alive gets one token in each step, so its count is exact."""
+
+    def __init__(self, size: CacheSize) -> None:
+        self.blocks = SlotBlocks(size.slots, size.own_blocks, size.blocks, size.block_size)
+        self.request_S = np.full(size.slots, -1)  # −1: the slot is empty
+        self.ended_S = np.zeros(size.slots, dtype=bool)  # and waits to be read
+        self.tokens_S = np.zeros(size.slots, dtype=np.int64)  # those of steps under way included
+
+    @property
+    def living(self) -> np.ndarray:
+        """Slots with responses that have not ended, as far as the host knows."""
+        return np.flatnonzero((self.request_S >= 0) & ~self.ended_S)
+
+    def end(self, slots: np.ndarray, count_S: np.ndarray, queue: RequestQueue) -> None:
+        """The responses in these slots have ended: their blocks are free, though the tokens are still to be read."""
+        self.ended_S[slots] = True
+        self.tokens_S[slots] = count_S[slots]
+        self.blocks.release(slots)
+        queue.leave(self.request_S[slots])
+        queue.end(self.request_S[slots], count_S[slots], self.blocks)
+
+    def clear(self, slots: np.ndarray) -> None:
+        """These slots are empty."""
+        self.request_S[slots], self.ended_S[slots], self.tokens_S[slots] = -1, False, 0
+
+
 class SlotDecoder:
-    """Decodes in slots of a fixed size, for one model whose weights may change in place."""
+    """Decodes in slots, for one model whose weights may change in place."""
 
     def __init__(
         self,
@@ -185,54 +145,68 @@ class SlotDecoder:
         new_tokens: int,
         settings: SamplerSettings,
         stop_ids: Tensor,
+        expected: float | None = None,
+        memory: float = 1.0,
         draw: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = draw,
         while_capturing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Room for `requests` slots, or as many as fit the device's memory, and for `prompts` of `prompt_room` tokens.
+        """Slots for `requests`, blocks for them and `prompts` of `prompt_room` tokens, or as many as fit the memory.
 
+        `memory` is the share of a GPU's free memory that is counted with; `expected` the probable length of a response.
         Steps are captured within the context `while_capturing`.
         """
         self.draw, self.while_capturing = draw, while_capturing
         self.model, self.device, self.settings, self.stop_ids = model, model.device, settings, stop_ids
-        self.prompt_room, self.new_tokens = prompt_room, new_tokens
         example = one_token_states(model)
-        token_bytes = sum(x.nbytes for pair in example for x in pair)
-        places = _power_of_two(prompts)
-        self.most_slots = most_slots(model, token_bytes, new_tokens, places, prompt_room)
-        self.slots = slots = max(FEWEST_ROWS, min(_power_of_two(requests), self.most_slots))
-        # No more prompts than slots are in use at once: with a free slot there is a free place or a prefilled request.
-        self.places = min(places, slots)
-        self.cache = SlotCache(slots * new_tokens + self.places * prompt_room, example)
+        free = torch.cuda.mem_get_info(model.device)[0] * memory if self.device.type == "cuda" else None
+        self.size = size = cache_size(
+            free,
+            token_bytes=sum(x.nbytes for pair in example for x in pair),
+            row_bytes=_row_bytes(model, example, prompt_room + new_tokens, new_tokens),
+            requests=requests,
+            prompts=prompts,
+            prompt_room=prompt_room,
+            new_tokens=new_tokens,
+            expected=expected,
+        )
+        self.requests, self.prompts = requests, prompts  # that it was made for
+        self.slots, self.new_tokens, self.prompt_room = size.slots, new_tokens, prompt_room
+        self.prefill_tokens = _prefill_tokens(model, free)
+        self.cache = PagedCache((size.blocks + 1) * size.block_size, example)
+        self.board = SlotBoard(size)
         model.set_attn_implementation(SLOTS)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=self.device)
 
-        self.token_S, self.count_S, self.seed_S = (zeros(slots) for _ in range(3))
-        self.prompt_S, self.prefix_S = (
-            zeros(slots),
-            zeros(slots),
-        )  # where the prompt begins in the cache, and its length
-        self.alive_S = zeros(slots, dtype=torch.bool)
-        self.ids_SN, self.logp_SN = zeros(slots, new_tokens, dtype=torch.int32), zeros(slots, new_tokens).float()
+        self.token_S, self.count_S, self.seed_S, self.prefix_S, self.limit_S = (zeros(size.slots) for _ in range(5))
+        self.block_SB = zeros(size.slots, size.prompt_blocks + size.own_blocks, dtype=torch.int32)
+        self.alive_S = zeros(size.slots, dtype=torch.bool)
+        self.ids_SN = zeros(size.slots, new_tokens, dtype=torch.int32)
+        self.logp_SN = zeros(size.slots, new_tokens, dtype=torch.float32)
         self.stream: torch.cuda.Stream | None = None  # for capturing
         self.graphs: dict[int, tuple[Tensor, Any]] = {}  # by number of rows: the slots of a step, and its graph
 
     def _step(self, slot_R: Tensor) -> None:
         """Sample the next token of each row."""
+        size = self.size
         alive_R, count_R, prefix_R = self.alive_S[slot_R], self.count_S[slot_R], self.prefix_S[slot_R]
-        position_R, own_R = prefix_R + count_R, slot_R * self.new_tokens
-        # A full slot must not be written beyond its end while it waits.
-        self.cache.place_R, self.cache.reads_prompts = own_R + count_R.clamp(max=self.new_tokens - 1), False
+        position_R, own_R = prefix_R + count_R, count_R.clamp(max=self.new_tokens - 1)
+        block_R = self.block_SB[slot_R, size.prompt_blocks + own_R // size.block_size]
+        # A row that has ended holds no blocks any more: it writes to the one that nobody reads.
+        self.cache.place_R = torch.where(alive_R, block_R, 0) * size.block_size + own_R % size.block_size
+        self.cache.reads_prompts = False
         output = self.model(
             input_ids=self.token_S[slot_R].unsqueeze(1),
             position_ids=position_R.unsqueeze(1),
             past_key_values=self.cache,
             use_cache=True,
-            prompt_R=self.prompt_S[slot_R],
+            slot_R=slot_R,
+            block_SB=self.block_SB,
             prefix_R=prefix_R,
-            own_R=own_R,
             length_R=torch.where(alive_R, position_R + 1, 1),  # rows that have ended attend to one key
+            block_size=size.block_size,
+            prompt_blocks=size.prompt_blocks,
             room=self.prompt_room + self.new_tokens,
         )
         logits_RV = tempered(output.logits[:, -1], self.settings)
@@ -243,7 +217,7 @@ class SlotDecoder:
         self.logp_SN[slot_R, place_R] = torch.where(alive_R, logp_R, self.logp_SN[slot_R, place_R])
         self.token_S[slot_R] = token_R
         self.count_S[slot_R] = count_R + alive_R
-        going_on_R = ~torch.isin(token_R, self.stop_ids) & (count_R + 1 < self.new_tokens)
+        going_on_R = ~torch.isin(token_R, self.stop_ids) & (count_R + 1 < self.limit_S[slot_R])
         self.alive_S[slot_R] = alive_R & going_on_R
 
     def _run(self, rows: int, slots: np.ndarray, steps: int) -> None:
@@ -290,56 +264,68 @@ class SlotDecoder:
     ) -> Iterator[FinishedResponses]:
         """All responses, in the order in which they end. The host sees the slots as they were one check before."""
         self.alive_S.zero_()  # left over if an earlier decoding was abandoned
-        request_S = np.full(self.slots, -1)  # −1: the slot is empty
-        queue.set_places(self.places)
+        self.board = board = SlotBoard(self.size)
         nothing_S = np.zeros(self.slots, dtype=bool)
         last = SlotStatus(torch.from_numpy(nothing_S), torch.from_numpy(nothing_S), nothing_S)
-        last.filled_S = self._fill(queue, np.arange(self.slots), request_S)
-        living_S = last.filled_S  # as far as the host knows
+        last.filled_S = self._fill(queue)
         counted, finished = 0, 0
-        while living_S.any():
-            self._run(*self._rows_for(living_S, whole=bool(queue)), STEPS_PER_CHECK)
-            status = self._status()
+        while len(board.living) or last.put_back is not None:
+            put_back = self._make_room(queue)
+            living = board.living
+            self._run(*self._rows_for(living), STEPS_PER_CHECK)
+            board.tokens_S[living] = np.minimum(board.tokens_S[living] + STEPS_PER_CHECK, self.new_tokens)
+            status = self._status(put_back)
             alive_S, count_S = last.wait()
-            if last.ended is not None:
-                yield last.ended
-            known_S = (request_S >= 0) & ~last.filled_S
-            ended = np.flatnonzero(known_S & ~alive_S)
-            living_S = (request_S >= 0) & (alive_S | last.filled_S)
-            now = finished + int(count_S[known_S].sum())
-            on_tokens(now - counted)
-            counted = now
-            if len(ended) and (len(ended) >= REFILL_SHARE * self.slots or not living_S.any()):
-                status.ended = self._collect(ended, request_S[ended], count_S[ended])
-                finished += int(count_S[ended].sum())
-                queue.end(request_S[ended])
-                request_S[ended] = -1
-            empty = np.flatnonzero(request_S < 0)
-            if queue and len(empty) >= REFILL_SHARE * self.slots:
-                status.filled_S = self._fill(queue, empty, request_S)
-                living_S = living_S | status.filled_S
+            known_S = (board.request_S >= 0) & ~last.filled_S & ~board.ended_S
+            board.end(np.flatnonzero(known_S & ~alive_S), count_S, queue)
+            found = [last.ended, last.put_back and last.put_back.resolve(queue, board.blocks)]
+            for one in found:
+                if one is not None:
+                    finished += int(one.lengths.sum())
+                    yield one
+            # Responses that were put back are not counted meanwhile, and once more when they go on.
+            now = finished + int(count_S[known_S | board.ended_S].sum())
+            if now > counted:
+                on_tokens(now - counted)
+                counted = now
+            self._refill(queue, status, count_S)
             if self.device.type == "cuda":
                 status.copied = torch.cuda.Event()
                 status.copied.record()
             last = status
         last.wait()
         if last.ended is not None:
+            on_tokens(finished + int(last.ended.lengths.sum()) - counted)
             yield last.ended
 
-    def _status(self) -> SlotStatus:
-        return SlotStatus(to_host(self.alive_S), to_host(self.count_S), filled_S=np.zeros(self.slots, dtype=bool))
+    def _refill(self, queue: RequestQueue, status: SlotStatus, count_S: np.ndarray) -> None:
+        """Read the slots that have ended, and fill empty ones, if there are enough of them."""
+        board = self.board
+        ended, living = np.flatnonzero(board.ended_S), len(board.living)
+        if len(ended) and (len(ended) >= REFILL_SHARE * living or not living):
+            status.ended = self._collect(ended, board.request_S[ended], count_S[ended])
+            board.clear(ended)
+        if queue and (status.ended is not None or not living):
+            status.filled_S = self._fill(queue)
 
-    def _rows_for(self, living_S: np.ndarray, *, whole: bool) -> tuple[int, np.ndarray]:
-        """Number of rows of a step, and their slots: all, or fewer if no request waits and few are alive.
+    def _status(self, put_back: PutBack | None) -> SlotStatus:
+        nothing_S = np.zeros(self.slots, dtype=bool)
+        return SlotStatus(to_host(self.alive_S), to_host(self.count_S), filled_S=nothing_S, put_back=put_back)
 
-        By factors of 4: rows that have ended cost little, and each number of rows is captured once.
+    def _rows_for(self, living: np.ndarray) -> tuple[int, np.ndarray]:
+        """Number of rows of a step, and their slots: all, or fewer if few are alive.
+
+        Rows that have ended cost little, and each number of rows is captured once: by factors of 4, or of 2 if
+        responses are long.
         """
-        rows, alive = self.slots, int(living_S.sum())
-        while not whole and rows // 4 >= max(alive, FEWEST_ROWS):
-            rows //= 4
+        rows, factor = self.slots, 2 if self.new_tokens >= FINE_ROWS else 4
+        while rows // factor >= max(len(living), paged_cache.FEWEST_ROWS):
+            rows //= factor
         if rows == self.slots:
             return rows, np.arange(self.slots)
-        return rows, np.concatenate([np.flatnonzero(living_S), np.flatnonzero(~living_S)])[:rows]
+        others = np.ones(self.slots, dtype=bool)
+        others[living] = False
+        return rows, np.concatenate([living, np.flatnonzero(others)])[:rows]
 
     def _collect(self, ended: np.ndarray, requests: np.ndarray, lengths: np.ndarray) -> FinishedResponses:
         """Start copying the responses of slots that have ended to the host."""
@@ -347,45 +333,129 @@ class SlotDecoder:
         ids, logp = (to_host(x[index, :longest]).numpy() for x in (self.ids_SN, self.logp_SN))
         return FinishedResponses(requests, ids, logp, lengths)
 
-    def _fill(self, queue: RequestQueue, empty: np.ndarray, request_S: np.ndarray) -> np.ndarray:
+    def _make_room(self, queue: RequestQueue) -> PutBack | None:
+        """Give each response that is alive the blocks of its next steps; returns those that were put back for it."""
+        board, blocks, living = self.board, self.board.blocks, self.board.living
+        wanted = np.minimum(board.tokens_S[living] + STEPS_PER_CHECK, self.new_tokens)
+        lacking, put_back = blocks.lacking(living, wanted), None
+        if lacking.sum() > blocks.free:
+            queue.evict(blocks, int(lacking.sum()))
+        if lacking.sum() > blocks.free:
+            # Most tokens first, which are never put back: so one always ends.
+            order = np.argsort(-wanted, kind="stable")
+            kept = order[: self._kept(living[order], lacking[order])]
+            put_back = self._put_back(queue, np.delete(living, kept))
+            living, wanted = living[kept], wanted[kept]
+            queue.evict(blocks, int(lacking[kept].sum()))
+        slot, column, block = blocks.grow(living, wanted)
+        if len(slot):
+            _, there = send({"slot": slot, "column": column + self.size.prompt_blocks, "block": block}, self.device)
+            self.block_SB[there["slot"], there["column"]] = there["block"]
+        return put_back
+
+    def _kept(self, living: np.ndarray, lacking: np.ndarray) -> int:
+        """How many of these responses stay, so that there are blocks for them, and some for the next steps."""
+        free = self.board.blocks.free + self.board.blocks.held_S[living][::-1].cumsum()[::-1]
+        kept = max(1, len(living) - 1)
+        while kept > 1 and free[kept] < lacking[:kept].sum() + kept // SLACK:
+            kept -= 1
+        return kept
+
+    def _put_back(self, queue: RequestQueue, slots: np.ndarray) -> PutBack:
+        """Start copying these responses to the host, and stop them."""
+        board, index = self.board, to_device(slots, self.device)
+        longest = max(1, int(board.tokens_S[slots].max()))
+        ids, logp = (to_host(x[index, :longest]) for x in (self.ids_SN, self.logp_SN))
+        alive, count = (to_host(x[index]) for x in (self.alive_S, self.count_S))
+        made = PutBack(board.request_S[slots].copy(), alive, count, ids, logp)
+        self.alive_S[index] = False
+        board.blocks.release(slots)
+        queue.leave(board.request_S[slots])
+        board.clear(slots)
+        return made
+
+    def _fill(self, queue: RequestQueue) -> np.ndarray:
         """Put the next requests into empty slots; returns which were filled."""
-        while len(queue.read) < len(empty) and queue.free and self._prefill(queue):
-            pass
-        taken = queue.take(len(empty))
-        slots, prompt = empty[: len(taken)], queue.prompt_Q[taken]
-        request_S[slots] = taken
-        arrays = {
-            "slots": slots,
-            "token": queue.last_P[prompt],
-            "prompt": self._prompt_start(queue.place_P[prompt]),
-            "prefix": queue.prefix_P[prompt],
-            "seed": queue.seed_Q[taken],
-        }
+        board, living = self.board, self.board.living
+        filled_S, empty = np.zeros(self.slots, dtype=bool), np.flatnonzero(board.request_S < 0)
+        running, tokens = board.request_S[living], board.tokens_S[living]
+        expected_P = queue.expected_lengths(running, tokens)
+        requests = queue.next(len(empty), expected_P)
+        state = {"running": running, "tokens": tokens, "expected_P": expected_P}
+        count = admitted(queue, board.blocks, requests, margin=STEPS_PER_CHECK, **state)
+        if count == 0 or (count < REFILL_SHARE * len(living) and count < min(len(requests), len(empty))):
+            return filled_S
+        # In their order: pools that fit as a whole do not depend on what was expected, to the last bit.
+        requests, slots = np.sort(requests[:count]), empty[:count]
+        filled_S[slots] = True
+        new_prompts = queue.prompt_Q[requests[queue.missing(requests)]]
+        for prompt in new_prompts.tolist():
+            needed = -(-int(queue.prefix_P[prompt]) // self.size.block_size)
+            queue.blocks_of[prompt] = board.blocks.take(needed)
+        begun = queue.start(requests)
+        made = np.array([0 if response is None else len(response.ids) for response in begun], dtype=np.int64)
+        board.request_S[slots], board.tokens_S[slots] = requests, made
+        board.blocks.grow(slots, np.minimum(made + STEPS_PER_CHECK, self.new_tokens))
+        self._set_slots(queue, slots, requests, begun)
+        texts = [(queue.prompts[prompt][:-1], self._places(queue.blocks_of[prompt])) for prompt in new_prompts.tolist()]
+        texts += [
+            self._begun_text(queue.prompts[queue.prompt_Q[request]], slot, response)
+            for request, slot, response in zip(requests, slots, begun, strict=True)
+            if response is not None
+        ]
+        self._prefill([text for text in texts if len(text[0])])
+        return filled_S
+
+    def _places(self, blocks: np.ndarray) -> np.ndarray:
+        """The tokens of these blocks in the cache."""
+        return (blocks[:, None].astype(np.int64) * self.size.block_size + np.arange(self.size.block_size)).reshape(-1)
+
+    def _begun_text(
+        self, prompt: tuple[int, ...], slot: int, response: BegunResponse
+    ) -> tuple[Sequence[int], np.ndarray]:
+        """What is prefilled for a response that goes on, but for its last token, and where: its prompt is there."""
+        prefix, made = len(prompt) - 1, len(response.ids)
+        own = self._places(self.board.blocks.own_SB[slot, : self.board.blocks.held_S[slot]])
+        return [*prompt, *response.ids[:-1].tolist()], np.concatenate([np.zeros(prefix, dtype=np.int64), own[:made]])
+
+    def _set_slots(
+        self, queue: RequestQueue, slots: np.ndarray, requests: np.ndarray, begun: list[BegunResponse | None]
+    ) -> None:
+        """Write the state of slots that were filled to the device."""
+        board, prompt = self.board, queue.prompt_Q[requests]
+        block = np.zeros((len(slots), self.block_SB.shape[1]), dtype=np.int32)
+        for row, one in enumerate(prompt.tolist()):
+            own = queue.blocks_of[one]
+            block[row, : len(own)] = own
+        block[:, self.size.prompt_blocks :] = board.blocks.own_SB[slots]
+        token = queue.last_P[prompt]
+        for row, response in enumerate(begun):
+            if response is not None:
+                token[row] = response.ids[-1]
+                for target, source in ((self.ids_SN, response.ids), (self.logp_SN, response.logp)):
+                    target[int(slots[row]), : len(source)] = to_device(source, self.device)
+        arrays = {"slots": slots, "token": token, "count": board.tokens_S[slots], "prefix": queue.prefix_P[prompt]}
+        arrays |= {"seed": queue.seed_Q[requests], "limit": queue.limit_Q[requests], "block": block}
         _, there = send(arrays, self.device)
         index = there["slots"]
         self.token_S[index], self.seed_S[index] = there["token"], there["seed"]
-        self.prompt_S[index], self.prefix_S[index] = there["prompt"], there["prefix"]
-        self.count_S[index] = 0
+        self.count_S[index], self.prefix_S[index] = there["count"], there["prefix"]
+        self.limit_S[index], self.block_SB[index] = there["limit"], there["block"]
         self.alive_S[index] = True
-        filled_S = np.zeros(self.slots, dtype=bool)
-        filled_S[slots] = True
-        return filled_S
 
-    def _prompt_start(self, place: np.ndarray) -> np.ndarray:
-        """Where these places for prompts begin in the cache: after all slots."""
-        return self.slots * self.new_tokens + place * self.prompt_room
+    def _prefill(self, texts: list[tuple[Sequence[int], np.ndarray]]) -> None:
+        """Write keys and values of these tokens to their places in the cache, some texts at a time."""
+        while texts:
+            total = np.cumsum([len(ids) for ids, _ in texts])
+            count = max(1, int(np.searchsorted(total, self.prefill_tokens, side="right")))
+            self._prefill_at_once(texts[:count])
+            texts = texts[count:]
 
-    def _prefill(self, queue: RequestQueue) -> bool:
-        """Write keys and values of the next prompts to their places; False if there are none."""
-        prompts, places = queue.next_prompts(PREFILL_TOKENS)
-        length_P = np.array([len(prompt) for prompt in prompts])
-        if not length_P.any():
-            return bool(prompts)  # of one token each, the input of the first step
-        start_P = np.cumsum(length_P) - length_P
-        place_M = np.arange(length_P.sum()) + np.repeat(self._prompt_start(places) - start_P, length_P)
+    def _prefill_at_once(self, texts: list[tuple[Sequence[int], np.ndarray]]) -> None:
+        length_P = np.array([len(ids) for ids, _ in texts])
+        ids = np.concatenate([np.array(ids, dtype=np.int64) for ids, _ in texts])
+        place_M = np.concatenate([places[: len(ids)] for ids, places in texts])
         self.cache.place_R, self.cache.reads_prompts = to_device(place_M, self.device), True
-        ids = np.concatenate([np.array(prompt, dtype=np.int64) for prompt in prompts])
-        lengths = length_P[length_P > 0]
         grids = needs_grids(self.device, self.model.dtype)
         self.model.set_attn_implementation(PACKED)
         try:
@@ -393,31 +463,28 @@ class SlotDecoder:
                 input_ids=to_device(ids[None], self.device),
                 past_key_values=self.cache,
                 use_cache=True,
-                **packed_arguments(lengths, lengths, np.arange(len(ids)), self.device, grids=grids),
+                **packed_arguments(length_P, length_P, np.arange(len(ids)), self.device, grids=grids),
             )
         finally:
             self.model.set_attn_implementation(SLOTS)
-        return True
 
 
-def _power_of_two(least: int) -> int:
-    """The least power of two that is at least `least`.
-
-    >>> [_power_of_two(count) for count in (0, 1, 3, 4, 5)]
-    [1, 1, 4, 4, 8]
-    """
-    return 1 << max(0, least - 1).bit_length()
+def _row_bytes(model: Any, example: list[tuple[Tensor, Tensor]], room: int, new_tokens: int) -> int:
+    """Memory of a slot besides its blocks: logits, the record of its tokens, and copies of keys for plain attention."""
+    layer = max(sum(x.nbytes for x in pair) for pair in example)
+    copies = 2 * room * layer if model.dtype is torch.float32 else 0
+    return model.get_output_embeddings().weight.shape[0] * LOGITS_BYTES + new_tokens * RECORD_BYTES + copies
 
 
-def most_slots(model: Any, token_bytes: int, new_tokens: int, places: int, prompt_room: int) -> int:
-    """The largest power of two that fits the device's memory, with `places` for prompts (at most one per slot)."""
-    slots = MOST_SLOTS
-    if model.device.type == "cuda":
-        slot_bytes = new_tokens * token_bytes + model.get_output_embeddings().weight.shape[0] * LOGITS_BYTES
-        free = torch.cuda.mem_get_info(model.device)[0] * MEMORY_SHARE
-        while slots > 1 and slots * slot_bytes + min(places, slots) * prompt_room * token_bytes > free:
-            slots //= 2
-    return slots
+def _prefill_tokens(model: Any, free: float | None) -> int:
+    """Tokens that are prefilled at once: fewer for models whose activations would take much of the memory."""
+    if free is None:
+        return PREFILL_TOKENS
+    config = getattr(model.config, "get_text_config", lambda: model.config)()
+    hidden = int(getattr(config, "hidden_size", 0)) or model.get_output_embeddings().weight.shape[1]
+    inner = int(getattr(config, "intermediate_size", None) or 4 * hidden)
+    token_bytes = (8 * hidden + 4 * inner) * model.dtype.itemsize
+    return min(PREFILL_TOKENS, max(FEWEST_PREFILL_TOKENS, int(PREFILL_SHARE * free / token_bytes)))
 
 
 def slots_problem(model: Any, **kernels: Any) -> str:
@@ -432,7 +499,7 @@ def slots_problem(model: Any, **kernels: Any) -> str:
         decoder = SlotDecoder(
             model, requests=1, prompts=1, prompt_room=5, new_tokens=3, settings=settings, stop_ids=nothing, **kernels
         )
-        (ended,) = decoder.decode(RequestQueue([Request(prompt, seed=1)]))
+        (ended,) = decoder.decode(RequestQueue([Request(prompt, seed=1)], new_tokens=3))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # of an architecture, or of a kernel that does not compile for it
