@@ -8,6 +8,7 @@ Without a model it makes one of SmolLM2's shape with random weights.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -29,8 +30,11 @@ from versus.jobs import environment, now
 from stalewise.config import RunConfig, make_config
 from stalewise.models import transfer as host_copies
 from stalewise.models.loading import EMBEDDED
+from stalewise.rollout.engines import paged_cache, request_queue
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.engines.quantize import QuantizableWeights
+from stalewise.rollout.engines.request_queue import RequestQueue
+from stalewise.rollout.engines.slot_decode import SlotDecoder
 from stalewise.rollout.sampler import Request, Response
 from stalewise.store import RolloutColumns
 from stalewise.trainer.logprobs import PLAIN_KERNELS, kernels_for
@@ -230,9 +234,9 @@ def made_up_requests(vocabulary: int) -> list[Request]:
     return [Request(prompt, 100 * i + j) for i, prompt in enumerate(prompts) for j in range(8)]
 
 
-def make_sampler(model: str, dtype: torch.dtype, compiled: bool = False) -> HFSampler:
+def make_sampler(model: str, dtype: torch.dtype, compiled: bool = False, tokens: int = 32) -> HFSampler:
     sampler = HFSampler(
-        SamplerSettings(), max_new_tokens=32, device=CUDA, dtype=dtype, compiling_pays=lambda model: compiled
+        SamplerSettings(), max_new_tokens=tokens, device=CUDA, dtype=dtype, compiling_pays=lambda model: compiled
     )
     sampler.load(Path(model))
     return sampler
@@ -248,9 +252,30 @@ def distances(reference: Any, requests: list[Request], responses: list[Response]
     return torch.cat(found)
 
 
-def check_sampler(model: str, vocabulary: int, dtype: torch.dtype, compiled: bool = False) -> dict[str, Any]:
+def check_few_blocks(model: str, vocabulary: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The same with blocks for a few responses, of which many begin and are put back; programs share their keys."""
+    put_back, count, usual = SlotDecoder._put_back, [0], (paged_cache.MOST_BLOCKS, request_queue.FIRST_GUESS)
+
+    def counted(self: SlotDecoder, queue: RequestQueue, slots: np.ndarray) -> Any:
+        count[0] += len(slots)
+        return put_back(self, queue, slots)
+
+    SlotDecoder._put_back = counted
+    paged_cache.MOST_BLOCKS, request_queue.FIRST_GUESS = 150, 2
+    kernel: Any = importlib.import_module("stalewise.models.kernels.decode_attention")
+    part, kernel.PART = kernel.PART, 64
+    try:
+        return {**check_sampler(model, vocabulary, dtype, tokens=200), "put_back": count[0]}
+    finally:
+        SlotDecoder._put_back, kernel.PART = put_back, part
+        paged_cache.MOST_BLOCKS, request_queue.FIRST_GUESS = usual
+
+
+def check_sampler(
+    model: str, vocabulary: int, dtype: torch.dtype, compiled: bool = False, tokens: int = 32
+) -> dict[str, Any]:
     """Behaviour log-probabilities of the slots against plain passes over the same tokens; seeds."""
-    sampler, requests = make_sampler(model, dtype, compiled), made_up_requests(vocabulary)
+    sampler, requests = make_sampler(model, dtype, compiled, tokens), made_up_requests(vocabulary)
     first, second = sampler.sample(requests), sampler.sample(requests)
     exact, plain = (load(model, kind) for kind in (torch.float32, dtype))
     others = []
@@ -379,6 +404,9 @@ def verdicts(name: str, found: Any) -> dict[str, bool]:
         return {"no worse than those of transformers": found["ours_mean"] < 1.1 * found["transformers_mean"]}
     if name == "sampler_float32":
         return {"slots give those of a plain pass": found["ours_max"] < 2e-3}
+    if name == "sampler_blocks":
+        close = found["ours_mean"] < 1.1 * found["transformers_mean"]
+        return {"responses that are put back and go on are no worse than transformers": close and found["put_back"] > 0}
     if name.startswith("sampler"):
         return {
             "no worse than transformers": found["ours_mean"] < 1.1 * found["transformers_mean"],
@@ -419,6 +447,7 @@ def main() -> int:
             "sampler_float32": lambda: check_sampler(model, vocabulary, torch.float32),
             "sampler_bfloat16": lambda: check_sampler(model, vocabulary, torch.bfloat16),
             "sampler_compiled": lambda: check_sampler(model, vocabulary, torch.bfloat16, compiled=True),
+            "sampler_blocks": lambda: check_few_blocks(model, vocabulary, torch.bfloat16),
             "rounding": lambda: check_rounding(model, vocabulary),
             "token_record": lambda: check_token_record(model, rows),
             "steps": lambda: check_steps(model, rows, vocabulary),

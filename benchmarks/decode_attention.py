@@ -1,11 +1,13 @@
 """Attention of one decoding step by shape of launch (keys at a time, warps, stages of loads), on a GPU.
 
-    python benchmarks/decode_attention.py [--out FILE]
+    python benchmarks/decode_attention.py [--out FILE] [--only long,longest]
 
-Heads are those of SmolLM2-135M: 9 for queries, 3 for keys of 64 numbers, in bfloat16. Eight rows share a prompt, rows
-are in random order, and each has between one key of its own and as many as there is room for. Caches of several layers
-take turns, so that none is still near from the last call. Microseconds a call; what `kernels/decode.py` has is chosen
-by it.
+Heads are those of SmolLM2-135M (9 for queries, 3 for keys of 64 numbers) for short rows, and those of Qwen2.5-1.5B (12,
+2, 128) for long ones, in bfloat16. Eight rows share a prompt, rows and blocks are in random order, and each row has
+between one key of its own and as many as there is room for. Caches of several layers take turns, so that none is still
+near from the last call. Microseconds a call, and the rate at which keys and values are read; `SHORT` and `LONG` of
+`kernels/decode_attention.py` are chosen by it. Launches of long rows end with the keys of a part, if several programs
+share a row.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ import torch
 
 from stalewise.models.kernels import decode_attention as decode
 
-HEADS, KV_HEADS, WIDTH = 9, 3, 64
 GROUP_SIZE = 8
 WARM_UP, CALLS = 4, 24
+SMOLLM2, QWEN = (9, 3, 64), (12, 2, 128)
 
 
 @dataclass(frozen=True)
@@ -34,41 +36,50 @@ class Rows:
     prompt_room: int
     prefix: int
     layers: int
-    launches: tuple[tuple[int, int, int], ...]
+    heads: tuple[int, int, int]  # of queries and of keys, and their width
+    launches: tuple[tuple[int, ...], ...]
+    block_size: int = 64
 
 
 SHORT = ((32, 1, 3), (32, 1, 4), (16, 1, 3), (16, 1, 4), (16, 1, 5), (32, 2, 3))
-LONG = ((64, 2, 3), (32, 1, 3), (64, 4, 3), (128, 4, 3), (64, 2, 4))
+MIDDLE = ((64, 2, 3), (32, 1, 3), (64, 4, 3), (64, 2, 4), (32, 2, 4))
+LONG = ((64, 4, 3, 1024), (64, 4, 4, 1024), (64, 2, 3, 1024), (64, 4, 3, 512), (64, 4, 3, 2048), (64, 4, 3, 1 << 20))
 CASES = {
-    "short": Rows(8192, 64, 64, prefix=36, layers=8, launches=SHORT),
-    "long": Rows(1024, 1024, 128, prefix=100, layers=4, launches=LONG),
-    "few": Rows(64, 4096, 128, prefix=100, layers=4, launches=LONG),
+    "short": Rows(8192, 64, 64, prefix=36, layers=8, heads=SMOLLM2, launches=SHORT),
+    "middle": Rows(2048, 512, 128, prefix=127, layers=4, heads=QWEN, launches=MIDDLE),
+    "long": Rows(256, 4096, 128, prefix=127, layers=4, heads=QWEN, launches=LONG),
+    "longest": Rows(64, 16_384, 128, prefix=127, layers=4, heads=QWEN, launches=LONG),
 }
 
 
-def attention(case: Rows, device: str) -> Callable[[int], object]:
-    """One call, for the layer of that number."""
+def attention(case: Rows, device: str) -> tuple[Callable[[int], object], int]:
+    """One call, for the layer of that number, and the bytes that it reads."""
     torch.manual_seed(0)
+    heads, kv_heads, width = case.heads
+    own_blocks, prompt_blocks = -(-case.own_room // case.block_size), -(-case.prompt_room // case.block_size)
     prompts = case.rows // GROUP_SIZE
-    tokens = case.rows * case.own_room + prompts * case.prompt_room
-    shape = (case.layers, 2, tokens, KV_HEADS, WIDTH)
+    number = torch.randperm(case.rows * own_blocks + prompts * prompt_blocks, device=device).int()
+    own_SB, prompt_PB = number[: case.rows * own_blocks].view(case.rows, -1), number[case.rows * own_blocks :]
+    prompt_S = torch.randperm(case.rows, device=device) // GROUP_SIZE
+    block_SB = torch.cat([prompt_PB.view(prompts, -1)[prompt_S], own_SB], dim=1).contiguous()
+    shape = (case.layers, 2, len(number) * case.block_size, kv_heads, width)
     caches = torch.randn(shape, device=device, dtype=torch.bfloat16)
-    query_RHD = torch.randn(case.rows, HEADS, WIDTH, device=device, dtype=torch.bfloat16)
-    row_R = torch.arange(case.rows, device=device)
-    prompt_R = (
-        case.rows * case.own_room + row_R[torch.randperm(case.rows, device=device)] // GROUP_SIZE * case.prompt_room
-    )
-    prefix_R = torch.full_like(row_R, case.prefix)
+    query_RHD = torch.randn(case.rows, heads, width, device=device, dtype=torch.bfloat16)
+    slot_R = torch.arange(case.rows, device=device)
+    prefix_R = torch.full_like(slot_R, case.prefix)
     length_R = prefix_R + torch.randint(1, case.own_room + 1, (case.rows,), device=device)
-    own_R, room = row_R * case.own_room, case.prompt_room + case.own_room
 
     def call(number: int) -> object:
         key_TKD, value_TKD = caches[number % case.layers]
         return decode.decode_attention(
-            query_RHD, key_TKD, value_TKD, prompt_R, prefix_R, own_R, length_R, room=room, scale=0.125
+            *(query_RHD, key_TKD, value_TKD, slot_R, block_SB, prefix_R, length_R),
+            block_size=case.block_size,
+            prompt_blocks=prompt_blocks,
+            room=case.prompt_room + case.own_room,
+            scale=width**-0.5,
         )
 
-    return call
+    return call, int(length_R.sum()) * kv_heads * width * 2 * 2
 
 
 def microseconds(call: Callable[[int], object]) -> float:
@@ -86,14 +97,18 @@ def microseconds(call: Callable[[int], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON of results")
+    parser.add_argument("--only", default=",".join(CASES))
     arguments = parser.parse_args()
-    found: dict[str, float] = {}
-    for name, case in CASES.items():
-        call = attention(case, "cuda")
-        for launch in case.launches:
-            decode.SHORT = decode.LONG = launch
-            found[f"{name} {launch}"] = microseconds(call)
-            print(f"{name:6} {launch!s:12} {found[f'{name} {launch}']:8.1f} µs", flush=True)
+    found: dict[str, dict[str, float]] = {}
+    usual, decode.MOST_PARTS = decode.PART, 1 << 20
+    for name in arguments.only.split(","):
+        call, read = attention(CASES[name], "cuda")
+        for launch in CASES[name].launches:
+            decode.SHORT = decode.LONG = launch[:3]
+            decode.PART = launch[3] if len(launch) > 3 else usual
+            took = microseconds(call)
+            found[f"{name} {launch}"] = {"microseconds": took, "gigabytes_per_second": read / took / 1e3}
+            print(f"{name:8} {launch!s:20} {took:8.1f} µs {read / took / 1e3:8.0f} GB/s", flush=True)
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 
