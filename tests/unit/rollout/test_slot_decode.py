@@ -18,7 +18,7 @@ from stalewise.errors import ModelError
 from stalewise.models.loading import EMBEDDED, load_model, load_tokenizer, resolve_model
 from stalewise.rollout.engines import paged_cache
 from stalewise.rollout.engines.embedded import HFSampler
-from stalewise.rollout.engines.request_queue import RequestQueue
+from stalewise.rollout.engines.request_queue import LengthHistory, RequestQueue
 from stalewise.rollout.engines.slot_decode import STEPS_PER_CHECK, SlotDecoder, SlotStatus, slots_problem
 from stalewise.rollout.sampler import Request
 from stalewise.types import FinishReason, SamplerSettings
@@ -301,3 +301,28 @@ def test_out_of_memory_is_tried_again_with_half_and_then_said(monkeypatch: pytes
         sampler.sample(wanted)
     failures.clear()
     assert tokens_of(sampler.sample(wanted)) == tokens_of(expected)
+
+
+def test_long_responses_do_not_run_alone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    few_blocks(monkeypatch, block_size=8, blocks=999, slots=4)
+    model: Any = load_model(resolve_model("auto", "arithmetic"), device=torch.device("cpu"))
+    nothing, steps, run = torch.empty(0, dtype=torch.long), [0], SlotDecoder._run
+
+    def counted(self: SlotDecoder, rows: int, slots: np.ndarray, count: int) -> None:
+        steps[0] += count
+        run(self, rows, slots, count)
+
+    monkeypatch.setattr(SlotDecoder, "_run", counted)
+    # Two responses to each prompt, of 8 tokens; those to the last prompt have 48.
+    prompts, limits = [(3, 1 + row // 2) for row in range(16)], [8] * 14 + [48] * 2
+    wanted, history, found = [Request(prompt, row) for row, prompt in enumerate(prompts)], LengthHistory(), list[int]()
+    history.note(sorted(set(prompts)), [8.0] * 7 + [48.0])
+    sizes: dict[str, Any] = {"requests": 16, "prompts": 8, "prompt_room": 32, "new_tokens": 48}
+    for known in (None, history):
+        steps[0] = 0
+        decoder = SlotDecoder(model, **sizes, settings=SamplerSettings(), stop_ids=nothing)
+        ended = list(decoder.decode(RequestQueue(wanted, 48, known, limits)))
+        assert sum(len(one.requests) for one in ended) == 16 and sum(one.lengths.sum() for one in ended) == sum(limits)
+        found.append(steps[0])
+    # In order: 14 × 8 / 4 and then 48 steps. The long ones first: 14 × 8 / 2 beside them. Slots wait for some checks.
+    assert found[0] >= 28 + 48 and found[1] < 28 + 48
