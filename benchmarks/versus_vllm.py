@@ -41,6 +41,7 @@ KINDS = ("fixed", "drawn")
 SPREAD, MEDIAN_SHARE, FEWEST_TOKENS = 0.9, 1 / 6, 4
 WARM_UP_TOKENS = 48
 QUIET = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+PROFILED = 16  # kernels of a profile that are kept
 LAST_WORDS = 15  # lines of a process that failed
 
 
@@ -145,7 +146,7 @@ def make_model(size: str, directory: Path) -> None:
 # ---------------------------------------------------------------- one side in its own process
 
 
-def measure_ours(name: str, part: Part, model: Path, compiled: bool) -> dict[str, Any]:
+def measure_ours(name: str, part: Part, model: Path, compiled: bool, profile: bool) -> dict[str, Any]:
     """Our engine: seconds of each kind of lengths, after one warm-up."""
     import torch
 
@@ -193,6 +194,8 @@ def measure_ours(name: str, part: Part, model: Path, compiled: bool) -> dict[str
 
     found = measured(sample, part, int(tokens))
     peak = torch.cuda.max_memory_allocated() if cuda else None
+    if profile:
+        found["profile"] = profiled(sample, part, int(tokens))
     found |= {"compiled": compiled, "problem": sampler.slots_problem, "peak_bytes": peak, "where": _where()}
     decoder = sampler._decoder
     assert decoder is not None
@@ -257,6 +260,35 @@ def measured(sample: Sample, part: Part, tokens: int) -> dict[str, Any]:
     return found
 
 
+def profiled(sample: Sample, part: Part, tokens: int) -> dict[str, Any]:
+    """What our engine does in a few steps in the middle of responses of fixed length: milliseconds a step by kernel."""
+    from torch.profiler import profile
+
+    from stalewise.rollout.engines.slot_decode import STEPS_PER_CHECK, SlotDecoder
+
+    run, seen, profiler, checks = SlotDecoder._run, [0], profile(), max(1, min(8, tokens // 4 // STEPS_PER_CHECK))
+    first = max(1, tokens // 2 // STEPS_PER_CHECK - checks)
+
+    def watched(self: SlotDecoder, rows: int, slots: np.ndarray, steps: int) -> None:
+        seen[0] += 1
+        if seen[0] in (first, first + checks):
+            _now(self.device.type == "cuda")
+            (profiler.start if seen[0] == first else profiler.stop)()
+        run(self, rows, slots, steps)
+
+    SlotDecoder._run = watched
+    try:
+        sample([min(tokens, STEPS_PER_CHECK * (first + checks + 2))] * part.requests, 9)
+    finally:
+        SlotDecoder._run = run
+    times = {
+        event.key[:80]: event.self_device_time_total or event.self_cpu_time_total for event in profiler.key_averages()
+    }
+    steps = checks * STEPS_PER_CHECK
+    longest = sorted(times, key=lambda name: -times[name])[:PROFILED]
+    return {"at_token": first * STEPS_PER_CHECK, "ms_per_step": {name: times[name] / 1e3 / steps for name in longest}}
+
+
 def _now(cuda: bool) -> float:
     if cuda:
         import torch
@@ -281,7 +313,7 @@ def work(spec: Mapping[str, Any]) -> dict[str, Any]:
         make_model(spec["part"].split("/")[0], model)
         return {}
     if spec["side"] == "ours":
-        return measure_ours(spec["part"], part, model, spec["compiled"])
+        return measure_ours(spec["part"], part, model, spec["compiled"], spec["profile"])
     return measure_vllm(spec["part"], part, model, spec["seqs"], spec["options"])
 
 
@@ -333,14 +365,22 @@ def table(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def jobs(record: Mapping[str, Any], names: Sequence[str], again: bool, compiled: bool) -> list[dict[str, Any]]:
+def jobs(
+    record: Mapping[str, Any],
+    names: Sequence[str],
+    *,
+    again: bool = False,
+    compiled: bool = False,
+    profile: bool = False,
+) -> list[dict[str, Any]]:
     """The processes that are missing for these parts: ours, and vLLM with each `max_num_seqs`."""
     wanted: list[dict[str, Any]] = []
     for name in names:
         part, found = {**PARTS, **TRIAL}[name], record["parts"].get(name, {})
         share = part.seconds / (1 + len(part.seqs))
         if again or not _rate(found.get("ours"), KINDS[-1]):
-            wanted.append({"part": name, "side": "ours", "compiled": compiled, "seconds": share})
+            options = {"compiled": compiled, "profile": profile}
+            wanted.append({"part": name, "side": "ours", "seconds": share, **options})
         for seqs in part.seqs:
             if again or not _rate(found.get("vllm", {}).get(str(seqs)), KINDS[-1]):
                 wanted.append({"part": name, "side": "vllm", "seqs": seqs, "seconds": share})
@@ -353,7 +393,7 @@ def run_job(job: Mapping[str, Any], model: Path, vllm: str, options: Mapping[str
     if job["side"] == "vllm" and vllm:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [vllm, environment.get("PYTHONPATH", "")]))
     with tempfile.TemporaryDirectory() as place:
-        spec = {**job, "model": str(model), "out": f"{place}/found.json", "options": dict(options)}
+        spec = {"profile": False, **job, "model": str(model), "out": f"{place}/found.json", "options": dict(options)}
         command = [sys.executable, str(HERE / "versus_vllm.py"), "--worker", json.dumps(spec)]
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode == 0:
@@ -375,7 +415,11 @@ def main(arguments: argparse.Namespace) -> int:
     names = arguments.parts.split(",") if arguments.parts else list(PARTS)
     if unknown := [name for name in names if name not in {**PARTS, **TRIAL}]:
         raise SystemExit(f"no part is called {unknown[0]}: choose from {', '.join(PARTS)}")
-    wanted = [] if arguments.table else jobs(record, names, arguments.again, arguments.compile)
+    wanted = (
+        []
+        if arguments.table
+        else jobs(record, names, again=arguments.again, compiled=arguments.compile, profile=arguments.profile)
+    )
     for job in (job for job in wanted if arguments.side in ("both", job["side"])):
         if arguments.budget_s and time.monotonic() - begun + job["seconds"] > arguments.budget_s:
             print(f"left for another call: {job['part']} {job['side']} {job.get('seqs', '')}", flush=True)
@@ -407,6 +451,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vllm", default="", help="directory for PYTHONPATH of vLLM's process")
     parser.add_argument("--vllm-options", default="{}", help="more arguments of vllm.LLM, as JSON")
     parser.add_argument("--compile", action="store_true", help="ours with compiled layers, as runs of 512 updates have")
+    parser.add_argument("--profile", action="store_true", help="also which kernels our steps spend their time in")
     parser.add_argument("--again", action="store_true", help="measure what is there once more")
     parser.add_argument("--budget-s", type=float, default=0, help="begin nothing that would end after so many seconds")
     parser.add_argument("--table", action="store_true", help="measure nothing")

@@ -56,13 +56,13 @@ def test_the_ratio_is_to_the_best_of_vllm_and_bars_are_for_fixed_lengths() -> No
 
 def test_only_what_is_missing_is_measured() -> None:
     record: dict[str, Any] = {"parts": {"7b/256": {"ours": side(1, 1), "vllm": {"512": side(1, 1), "1024": {}}}}}
-    wanted = bench.jobs(record, ["7b/256", "7b/4096"], again=False, compiled=False)
+    wanted = bench.jobs(record, ["7b/256", "7b/4096"])
     assert [(job["part"], job["side"], job.get("seqs")) for job in wanted] == [
         ("7b/256", "vllm", 1024),
         ("7b/4096", "ours", None),
         ("7b/4096", "vllm", 128),
     ]
-    assert len(bench.jobs(record, ["7b/256"], again=True, compiled=False)) == 3
+    assert len(bench.jobs(record, ["7b/256"], again=True)) == 3
 
 
 def test_a_side_that_fails_says_why_and_the_others_go_on(
@@ -88,6 +88,8 @@ def test_a_side_that_fails_says_why_and_the_others_go_on(
 def test_our_side_makes_the_lengths_that_are_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_default_dtype", lambda dtype: None)  # it is for a process of its own
     bench.make_model("tiny", tmp_path / "tiny")
-    found = bench.work({"part": "tiny/12", "side": "ours", "model": str(tmp_path / "tiny"), "compiled": False})
+    options = {"compiled": False, "profile": True}
+    found = bench.work({"part": "tiny/12", "side": "ours", "model": str(tmp_path / "tiny"), **options})
+    assert found["profile"]["ms_per_step"]
     assert found["problem"] == "" and found["fixed"]["tokens"] == 24 * 12
     assert found["drawn"]["tokens"] == sum(bench.lengths("drawn", 24, 12)) < 24 * 12
