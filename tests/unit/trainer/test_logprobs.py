@@ -162,7 +162,7 @@ def test_gradients_of_scaled_and_capped_logits_are_those_of_autograd(logit_map: 
     expected = logp.gather(1, target.unsqueeze(1)).squeeze(1)
     wanted = torch.autograd.grad((expected * factor).sum(), [hidden, weight, bias])
     inputs = [x.detach().float().requires_grad_() for x in (hidden, weight, bias)]
-    found: Any = OutputLayerLogp.apply(*inputs, target, rows_at_once, torch.float32, kernels_for(CPU, logit_map))
+    found: Any = OutputLayerLogp.apply(*inputs, target, rows_at_once, torch.float32, kernels_for(CPU, logit_map), False)
     torch.testing.assert_close(found[0].double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1].double(), -(logp.exp() * logp).sum(dim=1), rtol=1e-5, atol=1e-5)
     for one, other in zip(torch.autograd.grad((found[0] * factor).sum(), inputs), wanted, strict=True):
