@@ -37,6 +37,7 @@ from stalewise.rollout.engines.request_queue import RequestQueue
 from stalewise.rollout.engines.slot_decode import SlotDecoder
 from stalewise.rollout.sampler import Request, Response
 from stalewise.store import RolloutColumns
+from stalewise.trainer import moments
 from stalewise.trainer.logprobs import PLAIN_KERNELS, kernels_for
 from stalewise.trainer.trainer import Trainer
 from stalewise.types import SamplerSettings
@@ -141,6 +142,12 @@ def check_gradients(model: str, rows: RolloutColumns, vocabulary: int, compiled:
         "bfloat16_split": {"tokens_per_micro_batch": 1024},
         "bfloat16_graphs": {"compile": "graphs", "tokens_per_micro_batch": 100_000},
         "bfloat16_graphs_split": {"compile": "graphs", "tokens_per_micro_batch": 2048},
+        "bfloat16_recomputed": {"gradient_checkpointing": True, "tokens_per_micro_batch": 2048},
+        "bfloat16_recomputed_graphs": {
+            "gradient_checkpointing": True,
+            "compile": "graphs",
+            "tokens_per_micro_batch": 2048,
+        },
     }
     compiled_kinds: dict[str, dict[str, Any]] = {
         "bfloat16_compiled": {"compile": "always", "tokens_per_micro_batch": 100_000, "graphs": False},
@@ -193,6 +200,28 @@ def check_logits() -> dict[str, float]:
         given = (logits, expected[0], target, gradient)
         wanted = plain.gradient(*given).float()  # first: the other one writes over the logits
         apart["gradient"] = max(apart.get("gradient", 0.0), relative(kernels.gradient(*given).float(), wanted))
+    return apart
+
+
+def check_moments() -> dict[str, float]:
+    """Steps with moments in fewer bits by the kernel, against the same steps in torch on the device."""
+    torch.manual_seed(0)
+    apart: dict[str, float] = {}
+    for kind in ("bfloat16", "int8"):
+        weights = [torch.randn(300, 1000, device=CUDA)] * 2
+        weights = [weight.clone() for weight in weights]
+        held = [moments.new_moments(weight, kind) for weight in weights]
+        start = weights[0].clone()
+        for number in range(1, 11):
+            scalars = torch.tensor([1e-2, 1 - 0.9**number, (1 - 0.999**number) ** 0.5, 1.0], device=CUDA)
+            numbers = moments.StepNumbers(0.9, 0.999, 1e-8, 0.0, scalars, moments.step_key(0, number, 0))
+            gradient = torch.randn(300, 1000, device=CUDA)
+            expected = moments._step_rows(weights[0], gradient, held[0], numbers, 0)
+            square = moments.step(weights[1], gradient, held[1], numbers)
+            apart[f"{kind}_norm"] = max(apart.get(f"{kind}_norm", 0.0), abs(float(square / expected) - 1))
+        apart[f"{kind}_weights"] = relative(weights[1] - start, weights[0] - start)
+        codes = [held[place]["exp_avg_sq"] for place in (0, 1)]
+        apart[f"{kind}_that_differ"] = float((codes[0] != codes[1]).float().mean())
     return apart
 
 
@@ -400,6 +429,8 @@ def verdicts(name: str, found: Any) -> dict[str, bool]:
         return said
     if name == "logits":
         return {"kernels read them as torch does": max(found.values()) < 1e-3}
+    if name == "moments":
+        return {"the kernel takes torch's steps": max(found.values()) < 0.01}
     if name == "log_probabilities":
         return {"no worse than those of transformers": found["ours_mean"] < 1.1 * found["transformers_mean"]}
     if name == "sampler_float32":
@@ -443,6 +474,7 @@ def main() -> int:
             "gradients": lambda: check_gradients(model, rows, vocabulary, compiled=False),
             "gradients_compiled": lambda: check_gradients(model, rows, vocabulary, compiled=True),
             "logits": check_logits,
+            "moments": check_moments,
             "log_probabilities": lambda: check_log_probabilities(model, rows),
             "sampler_float32": lambda: check_sampler(model, vocabulary, torch.float32),
             "sampler_bfloat16": lambda: check_sampler(model, vocabulary, torch.bfloat16),

@@ -123,6 +123,15 @@ def special_cases(ranks: Any, runs: Path, out: Path, kind: str, rows: list[Rollo
         settings = config(runs, SETTING_IDS.index("p3o"))
         learned(make_trainer(settings, runs / name, FRESH, ranks, kind), rows, out / f"{name}-{kind}")
 
+    settings = config(runs, SETTING_IDS.index("p3o"), optimizer={"moments": "int8"})
+    trainer = make_trainer(settings, runs / "untied", FRESH, ranks, kind)
+    trainer.update(rows[0])
+    saved = out / f"int8-{kind}-saved"
+    write_checkpoint(out, 1, save=trainer.save, state=trainer.state()).rename(saved)
+    learned(trainer, rows[1:], out / f"int8-{kind}-2")
+    again = make_trainer(settings, saved, read_state(saved), ranks, kind)
+    learned(again, rows[1:], out / f"int8-{kind}-again")
+
     settings = config(runs, SETTING_IDS.index("decoupled_ppo"))
     gone_on = make_trainer(settings, runs / "one-update", read_state(runs / "one-update"), ranks, kind)
     learned(gone_on, rows[1:], out / f"restored-{kind}")
@@ -265,6 +274,22 @@ def test_half_the_digits_are_the_same_half(made: Path, precision: str, kind: str
     ours, theirs = (load_file(place / "model.safetensors") for place in places)
     assert {tensor.dtype for tensor in ours.values()} == {tensor.dtype for tensor in theirs.values()}
     assert distance(ours, theirs) <= 0.1 * distance(theirs, load_file(made / "start" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_in_8_bits_go_through_files_exactly(made: Path, kind: str) -> None:
+    """Sizes that two ranks cannot split evenly; scales are split like the rows that they belong to."""
+    whole, again = (made / "ranks" / f"int8-{kind}-{name}" for name in ("2", "again"))
+    for file in ("model", "optimizer_exp_avg", "optimizer_exp_avg_sq"):
+        ours, theirs = (load_file(place / f"{file}.safetensors") for place in (again, whole))
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    moments, weights = load_file(whole / "optimizer_exp_avg.safetensors"), load_file(whole / "model.safetensors")
+    for name in (name for name in weights if weights[name].ndim > 1):
+        codes, scale = moments[f"exp_avg.{name}"], moments[f"exp_avg_scale.{name}"]
+        assert codes.dtype is torch.int8 and codes.shape == weights[name].shape
+        assert scale.shape == (len(codes), 1)
+        largest = (codes.float() / 127).square().flatten(1).amax(dim=1) * scale[:, 0]
+        torch.testing.assert_close(largest, scale[:, 0])  # every row has a number of the size of its scale
 
 
 @pytest.mark.parametrize("kind", KINDS)

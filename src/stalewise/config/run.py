@@ -91,7 +91,7 @@ def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
         **_without(record, free),
         "model": _without(record.get("model", {}), ("check",)),
         "sampler": _without(record.get("sampler", {}), engines),
-        "learner": _without(record.get("learner", {}), ("record_tokens", "parallel", "keep_activations")),
+        "learner": _without(record.get("learner", {}), ("record_tokens", "parallel", "keep_activations", "offload")),
     }
 
 

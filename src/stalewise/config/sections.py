@@ -224,6 +224,9 @@ class OptimizerSection(Section):
     epsilon: float = Field(default=1e-8, gt=0, description="AdamW's ε.")
     weight_decay: float = Field(default=0.0, ge=0, description="AdamW's weight decay.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients with a larger norm are scaled down to it.")
+    moments: Literal["float32", "bfloat16", "int8"] = Field(
+        default="float32", description="Precision of AdamW's moments; fewer bits save memory, docs/models.md."
+    )
     step_control: Literal["none", "vcpo"] = Field(
         default="none", description="vcpo: scale each step by the square root of its sequences' effective sample size."
     )
@@ -245,6 +248,10 @@ class LearnerSection(Section):
     parallel: Literal["auto", "replicated", "sharded"] = Field(
         default="auto",
         description="Each rank holds all weights (replicated) or a part (sharded); auto: by device memory.",
+    )
+    offload: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="On a GPU, keep weights and moments in host memory during generation; auto: if it does not fit.",
     )
     record_tokens: bool = Field(
         default=True, description="Record each token's log-probability at its update; the browser shows the ratios."

@@ -11,7 +11,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch import config as functorch_config
 
 from stalewise.config import RunConfig
-from stalewise.models.fused_ops import fuse_norms
+from stalewise.models.fused_ops import fuse_gates, fuse_norms, fuse_training_rotation
 from stalewise.models.kernels import can_compile
 
 Backend = Callable[[Any, Any], Any]
@@ -19,9 +19,16 @@ Backend = Callable[[Any, Any], Any]
 # Smaller models and shorter runs do not earn back the time of compiling.
 WORTHWHILE_PARAMETERS = 50_000_000
 WORTHWHILE_UPDATES = 512
-# Bytes that a trainer holds per parameter before it learns: weights, gradients, moments, a copy, and weights and
-# gradients in bfloat16; for a frozen one, weights. Graphs keep activations, which need about as much again.
-TRAINED_BYTES, FROZEN_BYTES = 24, 6
+# Nor do these: compiled layers of 1.5B run 2% faster than plain ones with fused operators, 3% slower with recomputed
+# activations, and take 28 GB more (benchmarks/results/learner-h200.json).
+LARGEST_COMPILED = 1_000_000_000
+# Bytes that a trainer holds per parameter before it learns: weights, gradients, both in bfloat16, and moments; for a
+# frozen one, weights. Graphs keep activations, which need about as much again.
+TRAINED_BYTES, FROZEN_BYTES = 12, 6
+MOMENT_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2}
+# Logits are kept for the backward pass up to this share of a GPU's memory, if the output layer is as large a share of
+# the parameters: computing them again takes a quarter of its time.
+KEPT_LOGITS, LARGE_OUTPUT = 1 / 16, 0.1
 
 
 def compiling_pays(choice: str, updates: int, model: Any) -> bool:
@@ -31,13 +38,35 @@ def compiling_pays(choice: str, updates: int, model: Any) -> bool:
     return choice in ("always", "layers") or (choice == "auto" and pays)
 
 
-def recording_pays(choice: str, model: Any) -> bool:
+def recording_pays(choice: str, model: Any, moments: str = "float32") -> bool:
     """Whether the trainer's passes are recorded as CUDA graphs; `auto` records if the GPU has the memory."""
     if choice != "auto" or model.device.type != "cuda":
         return choice in ("always", "graphs")
+    return leaves_half(*_counts(model), moments, torch.cuda.get_device_properties(model.device).total_memory)
+
+
+def kept_logits(model: Any, moments: str) -> int:
+    """Up to how many bytes of logits are kept for the backward pass, which computes them again without."""
+    if model.device.type != "cuda":
+        return 0
+    output = model.get_output_embeddings().weight.numel()
+    return most_logits(*_counts(model), output, moments, torch.cuda.get_device_properties(model.device).total_memory)
+
+
+def most_logits(parameters: int, trained: int, output: int, moments: str, memory: int) -> int:
+    """The same for numbers of parameters: all, trained, and of the output layer."""
+    pays = output >= LARGE_OUTPUT * parameters and leaves_half(parameters, trained, moments, memory)
+    return int(KEPT_LOGITS * memory) if pays else 0
+
+
+def leaves_half(parameters: int, trained: int, moments: str, memory: int) -> bool:
+    """Whether what a trainer holds for good leaves half of a GPU's memory to a micro-batch."""
+    return 2 * ((TRAINED_BYTES + MOMENT_BYTES[moments]) * trained + FROZEN_BYTES * (parameters - trained)) <= memory
+
+
+def _counts(model: Any) -> tuple[int, int]:
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    needed = TRAINED_BYTES * trained + FROZEN_BYTES * (_parameters(model) - trained)
-    return 2 * needed <= torch.cuda.get_device_properties(model.device).total_memory
+    return _parameters(model), trained
 
 
 def _parameters(model: Any) -> int:
@@ -45,15 +74,20 @@ def _parameters(model: Any) -> int:
 
 
 def optimize_layers(model: Any, config: RunConfig, *, is_sharded: bool, log: Callable[[str], object]) -> bool:
-    """Compile the layers if that pays, else fuse their norms; returns whether they are compiled."""
+    """Compile the layers if that pays, else fuse some of their operators; returns whether they are compiled."""
     # Layers sharded over ranks stay as they are: the gain was never measured there.
-    compiled = not is_sharded and compiling_pays(config.learner.compile, config.schedule.updates, model)
+    learner = config.learner
+    compiled = not is_sharded and compiling_pays(learner.compile, config.schedule.updates, model)
+    if learner.compile == "auto" and (learner.gradient_checkpointing or _parameters(model) > LARGEST_COMPILED):
+        compiled = False
     if compiled:
         compile_layers(model, config.learner.keep_activations)
     elif config.learner.keep_activations < 1:
         log("learner.keep_activations has no effect: it applies to compiled layers only")
     if model.device.type == "cuda" and not (compiled or is_sharded):
         fuse_norms(model)
+        fuse_gates(model)
+        fuse_training_rotation(model)
     return compiled
 
 

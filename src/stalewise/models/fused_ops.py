@@ -1,7 +1,7 @@
-"""Fused operators for GPUs: one norm operator for transformers' eight, and one rotation kernel for its dozen.
+"""Fused operators for GPUs: one norm operator for transformers' eight, one kernel each for gates and rotations.
 
-Norms are replaced in models whose layers are not compiled, rotations in decoding steps. Names say little about what a
-module computes, so both are compared with the original on test inputs first.
+Norms, gates and the learner's rotations are replaced in models whose layers are not compiled, other rotations in
+decoding steps. Names say little about what a module computes, so all are compared with the original on test inputs.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from stalewise.models.kernels import can_compile
 ROTATION = "apply_rotary_pos_emb"  # in transformers' modeling files
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that the kernel computes in float32 without loss
 PROBE_ROWS = 3
+WIDEST_NORM = 16384  # numbers of a row that the kernel takes
+GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")  # children of a gated layer
 Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -43,7 +45,38 @@ class _FusedNorm:
         weight = self.module.weight
         if hidden_states.dtype is not weight.dtype:  # the module decides the precision of the result
             return type(self.module).forward(self.module, hidden_states)
+        if _is_rounded_next(hidden_states):
+            normed: Any = _Normed.apply(hidden_states, weight, self.epsilon, torch.get_autocast_dtype("cuda"))
+            return normed
         return rms_norm(hidden_states, weight.shape, weight, self.epsilon)
+
+
+def _is_rounded_next(x: Tensor) -> bool:
+    """Whether autocast rounds the norm of these numbers at its first use, and a kernel can do it at once."""
+    low = x.is_cuda and x.dtype is torch.float32 and torch.is_autocast_enabled("cuda")
+    return low and x.shape[-1] <= WIDEST_NORM and can_compile()
+
+
+class _Normed(torch.autograd.Function):
+    """The norm in low precision."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
+        from stalewise.models.kernels.norm import normed_on_device  # Triton comes with torch for GPUs alone
+
+        rows = x.contiguous().view(-1, x.shape[-1])
+        y, factor = normed_on_device(rows, weight, epsilon, dtype)
+        ctx.save_for_backward(x, weight, factor)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        from stalewise.models.kernels.norm import norm_gradients_on_device
+
+        x, weight, factor = ctx.saved_tensors
+        gradient_TH, x_TH = (one.contiguous().view(-1, x.shape[-1]) for one in (gradients[0], x))
+        x_grad, weight_grad = norm_gradients_on_device(gradient_TH, x_TH, weight, factor)
+        return x_grad.view(x.shape), weight_grad.to(weight.dtype), None, None
 
 
 def _epsilon(module: Any) -> float | None:
@@ -64,6 +97,180 @@ def _is_plain(module: Any) -> bool:
     output = module(probe)
     tolerance = 1e-5 if weight.dtype is torch.float32 else 0.02  # bfloat16 rounds twice
     return output.dtype is probe.dtype and torch.allclose(output.float(), exact, rtol=tolerance, atol=tolerance)
+
+
+# ---------------------------------------------------------------- gated layers
+
+
+def fuse_gates(model: Any) -> int:
+    """Let the gated layers of a model compute silu(gate) · up in one kernel; returns their number."""
+    if model.device.type != "cuda" or not can_compile():
+        return 0
+    gated = [module for module in model.modules() if _is_gated(module)]
+    for module in gated:
+        module.forward = _FusedGate(module)
+    return len(gated)
+
+
+class _FusedGate:
+    """Replaces the forward of a gated layer; reads the module's parts at each call."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    def __call__(self, x: Tensor) -> Tensor:
+        module = self.module
+        if (whole := _whole_product(module)) is not None and (product := whole(x)).dtype is not torch.float32:
+            halves: Any = _GatedProduct.apply(product)
+            return module.down_proj(halves)
+        gate, up = module.gate_proj(x), module.up_proj(x)
+        if gate.is_cuda and gate.dtype is up.dtype and gate.dtype is not torch.float32:
+            product: Any = _Gated.apply(gate, up)
+            return module.down_proj(product)
+        return module.down_proj(module.act_fn(gate) * up)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        from stalewise.models.kernels.gated import gated_on_device  # Triton comes with torch for GPUs alone
+
+        ctx.save_for_backward(gate, up)
+        return gated_on_device(gate.flatten(0, -2), up.flatten(0, -2)).view(gate.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        from stalewise.models.kernels.gated import gated_gradients_on_device
+
+        gate, up = ctx.saved_tensors
+        rows = (x.flatten(0, -2) for x in (gradients[0].contiguous(), gate, up))
+        return gated_gradients_on_device(*rows).unflatten(0, gate.shape[:-1]).chunk(2, dim=-1)
+
+
+class _GatedProduct(torch.autograd.Function):
+    """The same for gate and up as halves of one product: their gradients need not be joined."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Tensor) -> Tensor:
+        from stalewise.models.kernels.gated import gated_on_device
+
+        ctx.save_for_backward(product)
+        gate, up = product.flatten(0, -2).chunk(2, dim=1)
+        return gated_on_device(gate, up).unflatten(0, product.shape[:-1])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        from stalewise.models.kernels.gated import gated_gradients_on_device
+
+        (product,) = ctx.saved_tensors
+        halves = product.flatten(0, -2).chunk(2, dim=1)
+        return gated_gradients_on_device(gradients[0].contiguous().flatten(0, -2), *halves).view(product.shape)
+
+
+def _whole_product(module: Any) -> Callable[[Tensor], Tensor] | None:
+    """Gate and up in one product, where they are one layer of equal halves on a GPU (`trainer/fused_linears.py`)."""
+    sizes = getattr(module.gate_proj, "sizes", ())
+    if len(sizes) != 2 or sizes[0] != sizes[1] or not module.gate_proj.weight.is_cuda:
+        return None
+    return module.gate_proj.product
+
+
+@torch.no_grad()
+def _is_gated(module: Any) -> bool:
+    """Whether it computes down(silu(gate(x)) · up(x))."""
+    if not all(isinstance(getattr(module, name, None), torch.nn.Module) for name in GATED) or not hasattr(
+        module.gate_proj, "in_features"
+    ):
+        return False
+    weight = next(module.parameters())
+    probe = torch.linspace(-1, 1, 2 * module.gate_proj.in_features, device=weight.device, dtype=weight.dtype)
+    probe = probe.view(2, -1)
+    try:
+        output = module(probe)
+        expected = module.down_proj(torch.nn.functional.silu(module.gate_proj(probe)) * module.up_proj(probe))
+    except (RuntimeError, TypeError, ValueError):  # other inputs
+        return False
+    return isinstance(output, Tensor) and torch.equal(output, expected)
+
+
+# ---------------------------------------------------------------- rotations
+
+
+def fuse_training_rotation(model: Any) -> bool:
+    """Let the learner rotate the queries and keys of packed tokens by one kernel, if it computes what the model does.
+
+    It replaces a function of the modeling file for good: layers that are recomputed call it in the backward pass.
+    """
+    home = sys.modules[type(model.base_model).__module__]
+    plain, rotate = vars(home).get(ROTATION), _rotate_on(model.device)
+    if getattr(plain, "rotates_packed_tokens", False):
+        return True
+    if rotate is None or not isinstance(plain, FunctionType) or not _agree_in_training(plain, rotate, model):
+        return False
+
+    @wraps(plain)
+    def rotation(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 4 and not kwargs and _is_packed_training(*args):
+            return _RotatedTokens.apply(rotate, *args)
+        return plain(*args, **kwargs)
+
+    vars(rotation)["rotates_packed_tokens"] = True
+    setattr(home, ROTATION, rotation)
+    return True
+
+
+def _is_packed_training(query: Any, key: Any, cos: Any, sin: Any) -> bool:
+    """One row of tokens in low precision with angles, and a gradient to come."""
+    if torch.compiler.is_compiling() or not all(isinstance(x, Tensor) for x in (query, key, cos, sin)):
+        return False
+    low = query.dtype in (torch.bfloat16, torch.float16) and key.dtype is query.dtype
+    shapes = query.ndim == 4 and key.ndim == 4 and query.shape[0] == 1 and query.shape[3] % 2 == 0
+    angles = cos.dtype in (torch.float32, query.dtype) and cos.shape == sin.shape == (1, query.shape[2], query.shape[3])
+    return low and shapes and angles and torch.is_grad_enabled() and query.requires_grad
+
+
+class _RotatedTokens(torch.autograd.Function):
+    """The gradient is rotated back: the angles of both halves change places, and sines their sign."""
+
+    @staticmethod
+    def forward(ctx: Any, rotate: Rotate, *given: Tensor) -> tuple[Tensor, Tensor]:
+        query, key, cos, sin = given
+        ctx.rotate = rotate
+        ctx.save_for_backward(cos, sin)
+        return _rotate_tokens(rotate, query, key, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        back = -sin.roll(sin.shape[-1] // 2, dims=-1)
+        return (None, *_rotate_tokens(ctx.rotate, gradients[0], gradients[1], cos, back), None, None)
+
+
+def _rotate_tokens(
+    rotate: Rotate, query_1HTD: Tensor, key_1KTD: Tensor, cos_1TD: Tensor, sin_1TD: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The kernel for one new token of each row, with the tokens of one row as rows."""
+    query_TH1D, key_TK1D = (x[0].transpose(0, 1).unsqueeze(2) for x in (query_1HTD, key_1KTD))
+    query, key = rotate(query_TH1D, key_TK1D, cos_1TD[0].unsqueeze(1), sin_1TD[0].unsqueeze(1))
+    return query.squeeze(2).transpose(0, 1).unsqueeze(0), key.squeeze(2).transpose(0, 1).unsqueeze(0)
+
+
+def _agree_in_training(plain: Callable[..., Any], rotate: Rotate, model: Any) -> bool:
+    """Whether both give the same, and the same gradients, where every number has its own angle."""
+    try:
+        query, key, cos, sin = _probe(model)  # rows become the tokens of one row
+        angles = [x.float().transpose(0, 1) for x in (cos, sin)]
+        results: list[list[Tensor]] = []
+        for fused in (True, False):
+            given = [x.transpose(0, 2).to(torch.bfloat16).requires_grad_() for x in (query, key)]
+            with torch.enable_grad():
+                turned: Any = _RotatedTokens.apply(rotate, *given, *angles) if fused else plain(*given, *angles)
+                turned = [x.to(torch.bfloat16) for x in turned]
+                loss = torch.cat([(x.float() * x.detach().float().cos()).flatten() for x in turned]).sum()
+            results.append([*turned, *torch.autograd.grad(loss, given)])
+        return all(_is_close(one.detach(), other.detach()) for one, other in zip(*results, strict=True))
+    except Exception:  # other arguments, heads of unknown width, a compiler that fails: the model stays as it is
+        return False
 
 
 @contextlib.contextmanager

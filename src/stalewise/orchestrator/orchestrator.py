@@ -30,7 +30,7 @@ from stalewise.orchestrator.run_log import RunLog
 from stalewise.orchestrator.setup import drift_limits, write_first_checkpoint
 from stalewise.orchestrator.stages import begin_stage, forget_stages
 from stalewise.orchestrator.update_loop import UpdateLoop
-from stalewise.planning.memory import check_memory, pick_parallel
+from stalewise.planning.memory import check_memory, offloads, pick_parallel
 from stalewise.rollout.factory import batch_plan, batch_problem, check_second_policy, make_sampler
 from stalewise.rollout.generate import generate_batch
 from stalewise.rollout.sampler import OffloadableSampler
@@ -74,6 +74,7 @@ class Orchestrator:
         self.tokens = 0  # sampled in the current phase
         # Caches of what is on disk:
         self.trainer: Trainer | None = None
+        self.offloads = False  # whether the trainer waits in host memory while the sampler works
         self.budget: DriftBudget | None = None
         self.states: dict[int, dict[str, Any]] = {}  # of checkpoints whose checksums were compared
         self.open_batches: dict[int, Batch] = {}  # likewise
@@ -104,6 +105,7 @@ class Orchestrator:
         policy = self.newest_policy()
         if self.source.is_own:
             check_second_policy(self.config.sampler.foreign, Path(policy), self.task)
+        self.offloads = self.ranks.world == 1 and offloads(self.config, policy)
         if warning := check_memory(self.config, policy, self.ranks.world, self.ranks.local_world):
             self.callback.log(warning)
 
@@ -237,7 +239,9 @@ class Orchestrator:
         self.callback.log(describe_evaluation(result))
 
     def begin_phase(self, what: str, total: int) -> None:
-        """Tell the callback what begins, with how many rollouts or updates."""
+        """Tell the callback what begins, with how many rollouts or updates; make room on the device for sampling."""
+        if what in ("generate", "evaluate") and self.trainer is not None and self.offloads:
+            self.trainer.sleep()
         self.tokens = 0
         self.callback.begin(what, total)
 

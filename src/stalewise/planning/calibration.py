@@ -62,6 +62,8 @@ def identity_of_config(config: RunConfig) -> CalibrationIdentity:
     kept = {key: record[key] for key in ("model", "task", "optimizer", "batch", "objective", "sampler")}
     kept["model"] = {**model, "lora": record["model"]["lora"]}
     del kept["optimizer"]["learning_rate"]
+    if config.optimizer.moments == "float32":  # a setting that is newer than some calibrations
+        del kept["optimizer"]["moments"]
     kept["sampler"] = {key: record["sampler"][key] for key in SAMPLING}
     return CalibrationIdentity(flat(kept))
 

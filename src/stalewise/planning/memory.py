@@ -1,12 +1,13 @@
 """Estimates the memory a run needs on its device from the model's config, before anything is loaded.
 
-docs/models.md has the formula. Learning and sampling take turns, so the larger of the two counts.
+docs/models.md has the formula. Learning and sampling take turns, so the larger of the two counts. In a pipelined run on
+one device they do not, so both do.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,8 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from stalewise.config import LoraSection, RunConfig
-from stalewise.config.sections import LearnerSection, ModelSection
+from stalewise.config.sections import ModelSection
 from stalewise.errors import ModelError
+from stalewise.models.compilation import MOMENT_BYTES, leaves_half, most_logits
+from stalewise.models.kernels import can_compile
 from stalewise.models.loading import pick_device, pick_precision, pick_weights_dtype
 from stalewise.objectives import get_objective
 from stalewise.trainer.logprobs import CHUNK_ELEMENTS, PLAIN_KERNELS, kernels_for
@@ -28,6 +31,11 @@ GIB = 2**30
 # Bytes that autograd keeps per token and layer, as multiples of H, F and K: counted with saved-tensor hooks on Llama
 # layers of five shapes, exact to 1% (Qwen 3 keeps a fifth more, GPT-2 less), by (autocast, bytes per weight).
 ACTIVATIONS = {(False, 4): (36, 16, 8), (True, 4): (32, 8, 4), (True, 2): (22, 8, 4)}
+# The same with fused norms, gates and rotations, on a GPU. Keys and values are copied for each response to a prompt.
+FUSED_ACTIVATIONS = {(False, 4): (36, 16, 8), (True, 4): (16, 6, 6), (True, 2): (12, 6, 6)}
+ADAPTER_ACTIVATIONS = (12, 2, 0)  # each adapter keeps its own copy of its input
+GRADIENTS_OF_A_LAYER = 0.5  # of a layer's activations: what its backward pass holds besides
+PROCESS_BYTES = 600 << 20  # CUDA's context and libraries in one process, which torch's counters do not show
 FEWEST_ROWS_ON_GPU = 64  # the embedded engine decodes at least these at a time, and more if they fit
 COMFORTABLE = 0.8  # share of a device's memory up to which ranks replicate the policy
 UNKNOWN_PROMPT = 128  # tokens of a prompt, if not measured
@@ -55,6 +63,8 @@ class MemoryEstimate:
     certain: Mapping[str, int]
     learning: Mapping[str, int]
     sampling: Mapping[str, int]
+    waits: int = 0  # bytes that leave the device while sampling: the trainer's state in host memory
+    at_once: bool = False  # learning and sampling at the same time, in two processes
 
     @property
     def least(self) -> int:
@@ -64,16 +74,23 @@ class MemoryEstimate:
     @property
     def total(self) -> int:
         """Bytes needed at most."""
-        return self.least + max(sum(self.learning.values()), sum(self.sampling.values()))
+        learning, sampling = sum(self.learning.values()), sum(self.sampling.values())
+        return self.least + (learning + sampling if self.at_once else max(learning, sampling - self.waits))
+
+    @property
+    def while_sampling(self) -> int:
+        """Bytes needed while sampling if nothing waits in host memory."""
+        return self.least + sum(self.sampling.values())
 
     @property
     def sampling_is_larger(self) -> bool:
         """Whether sampling needs more than learning."""
-        return sum(self.sampling.values()) > sum(self.learning.values())
+        return not self.at_once and sum(self.sampling.values()) - self.waits > sum(self.learning.values())
 
     def __str__(self) -> str:
         trained = "" if self.shape.trained == self.shape.parameters else f", {self.shape.trained / 1e6:,.2f} M trained"
         turns = self.sampling if self.sampling_is_larger else self.learning
+        turns = {**self.learning, **self.sampling} if self.at_once else turns
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in {**self.certain, **turns}.items() if size)
         return (
             f"{self.shape.parameters / 1e6:,.1f} M parameters{trained}: at least {self.least / GIB:.2f} GiB and up to "
@@ -149,47 +166,106 @@ def estimate(
     certain = {
         "weights": shape.parameters * weight // shards + (trained if adapters else 0),
         "gradients": trained,
-        "moments": 2 * trained,
-        "copy for the update's norm": trained,
+        "moments": trained * MOMENT_BYTES[config.optimizer.moments] // 4,
         "proximal policy": trained if get_objective(config.objective.name).needs_proximal else 0,
         "sampler's weights": shape.parameters * precision.itemsize if embedded else 0,
     }
     autocast = precision is torch.bfloat16
-    rows = min(config.sampler.rollouts_per_shard, FEWEST_ROWS_ON_GPU if device.type == "cuda" else 2**31)
     length = longest_prompt + config.sampler.max_new_tokens
     rollouts = config.batch.prompts * config.batch.group_size
+    rows = min(config.sampler.rollouts_per_shard, rollouts * _updates_of_a_batch(config))
+    rows = min(rows, FEWEST_ROWS_ON_GPU) if device.type == "cuda" else rows
     cache = rows * length * shape.layers * 2 * shape.keys * precision.itemsize
+    sampling = {"keys and values": cache if embedded else 0}
+    at_once = embedded and config.schedule.kind == "pipelined" and _generates_on(config) == device
+    if at_once:
+        process = PROCESS_BYTES if device.type == "cuda" else 0
+        sampling |= {"the generator's weights": shape.parameters * precision.itemsize, "its process": process}
+    leaves = config.learner.offload == "always" and device.type == "cuda" and shards == 1 and not at_once
     return MemoryEstimate(
         shape=shape,
         certain=certain,
-        learning=_learning(config.learner, rollouts * length, shape, device, autocast, weight),
-        sampling={"keys and values": cache if embedded else 0},
+        learning=_learning(config, length, shape, device, autocast, weight),
+        sampling=sampling,
+        waits=sum(certain.values()) - certain["sampler's weights"] if leaves else 0,
+        at_once=at_once,
     )
 
 
+def _updates_of_a_batch(config: RunConfig) -> int:
+    """Updates that learn from the largest generation batch."""
+    schedule = config.schedule.schedule()
+    return max(len(schedule.updates_of(batch)) for batch in range(schedule.generation_batches))
+
+
+def _generates_on(config: RunConfig) -> torch.device:
+    return pick_device(config.schedule.generator_device or config.model.device)
+
+
 def _learning(
-    learner: LearnerSection, most_tokens: int, shape: ModelShape, device: torch.device, autocast: bool, weight: int
+    config: RunConfig, length: int, shape: ModelShape, device: torch.device, autocast: bool, weight: int
 ) -> dict[str, int]:
-    tokens = min(learner.tokens_per_micro_batch, most_tokens)
-    of_hidden, of_inner, of_keys = ACTIVATIONS[autocast, weight]
-    layer = tokens * (of_hidden * shape.hidden + of_inner * shape.inner + of_keys * shape.keys)
+    """`length`: of the longest prompt and response."""
+    learner, on_gpu = config.learner, device.type == "cuda"
+    rollouts = config.batch.prompts * config.batch.group_size
+    tokens = min(learner.tokens_per_micro_batch, rollouts * length)
+    if on_gpu:  # packed: prompts count once, and micro-batches are about equally large
+        response = config.sampler.max_new_tokens
+        packed = rollouts * response + config.batch.prompts * (length - response)
+        parts = -(-packed // learner.tokens_per_micro_batch)
+        tokens = min(tokens, -(-packed // parts) + length)
+    fused = on_gpu and can_compile()
+    multiples = (FUSED_ACTIVATIONS if fused else ACTIVATIONS)[autocast, weight]
+    if config.model.trains_adapters:
+        multiples = [sum(pair) for pair in zip(multiples, ADAPTER_ACTIVATIONS, strict=True)]
+    layer = tokens * sum(n * size for n, size in zip(multiples, (shape.hidden, shape.inner, shape.keys), strict=True))
     inputs = shape.layers * tokens * shape.hidden * weight
     kept = inputs + layer if learner.gradient_checkpointing else shape.layers * layer
-    chunk = min(tokens * shape.vocabulary, CHUNK_ELEMENTS.get(device.type, 1 << 24))
-    # Fused kernels hold logits in the precision of the product; plain ones hold four float32 copies besides.
+    kept += int(GRADIENTS_OF_A_LAYER * layer) if fused else 0
+    memory, moments, output = device_memory(device), config.optimizer.moments, shape.hidden * shape.vocabulary
+    leaves_room = on_gpu and leaves_half(shape.parameters, shape.trained, moments, memory)
+    kept_logits = most_logits(shape.parameters, shape.trained, output, moments, memory) if on_gpu else 0
     product = 2 if autocast else 4
-    logits = chunk * ((2 if autocast else 0) + 4 * 4 if kernels_for(device) is PLAIN_KERNELS else product)
+    logits = tokens * shape.vocabulary * product
+    output_gradient = 0 if config.model.trains_adapters or not on_gpu else 4 * output
+    if logits > kept_logits:
+        chunk = min(tokens * shape.vocabulary, CHUNK_ELEMENTS.get(device.type, 1 << 24))
+        # Fused kernels hold logits in the precision of the product; plain ones hold four float32 copies besides.
+        plain = kernels_for(device) is PLAIN_KERNELS
+        logits = chunk * ((2 if autocast else 0) + 4 * 4 if plain else product)
+        output_gradient = output_gradient * 3 // 2  # the product of a chunk besides, in bfloat16
     # Kept for the backward pass, of all layers or of one, besides the gradient of one layer.
     experts = shape.adapted * product * (2 if learner.gradient_checkpointing else shape.layers + 1) // shape.layers
     rounds = autocast and weight == 4
-    records = device.type == "cuda" and learner.compile not in ("never", "layers")
+    records = on_gpu and (learner.compile in ("always", "graphs") or (learner.compile == "auto" and leaves_room))
     return {
         f"activations of {tokens} tokens": kept,
+        "activations in CUDA graphs": kept if records else 0,  # a new size is launched beside them
         "bfloat16 copies of the weights": 2 * shape.parameters if rounds else 0,
         "their gradients": 2 * shape.trained if rounds and records else 0,
         "logits": logits,
+        "gradient of the output layer": output_gradient,
         **({"experts with their adapters": experts} if experts else {}),
     }
+
+
+def device_memory(device: torch.device) -> int:
+    """All memory of a device, or of the machine for a CPU."""
+    if device.type != "cuda":
+        return psutil.virtual_memory().total
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def offloads(config: RunConfig, source: str) -> bool:
+    """Whether the trainer's state waits in host memory while a stage is generated; `auto`: if it would not fit.
+
+    Depends on the device's total memory, not on what is free now.
+    """
+    device = pick_device(config.model.device)
+    if config.learner.offload != "auto" or device.type != "cuda":
+        return config.learner.offload == "always" and device.type == "cuda"
+    needed = estimate(config, source)
+    return needed is not None and not needed.at_once and needed.while_sampling > device_memory(device)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -201,21 +277,59 @@ def ways_out(config: RunConfig, source: str, needed: MemoryEstimate, free: int) 
     """Advice on how to make the run fit, checked against the same estimate."""
     smaller = "choose a smaller model or a larger device"
     if needed.least > free:
-        adapters, lower = "train adapters alone: model.lora.rank = 16", 'model.precision = "bfloat16-only"'
-        rank, precision = {"lora": LoraSection(rank=16)}, {"precision": "bfloat16-only"}
-        changes: dict[str, dict[str, Any]] = {adapters: rank, f"{adapters} with {lower}": rank | precision}
-        if config.model.trains_adapters:  # the base is not trained and loses nothing
-            changes = {f"set {lower}": precision}
-        for change, settings in changes.items():
-            model = config.model.model_copy(update=settings)
-            changed = estimate(config.model_copy(update={"model": model}), source)
-            if changed is not None and changed.least <= free:
-                return f"{smaller}, or {change}"
+        fitting = _fitting(config, source, lambda changed: changed.least <= free)
+        if fitting:
+            return f"{smaller}, or set {', or '.join(fitting)}"
         return smaller if config.model.trains_adapters else f"{smaller}: adapters alone would not fit either"
+    fitting = _fitting(config, source, lambda changed: changed.total <= free)
+    fits = f"; these would fit: {', or '.join(fitting)}" if fitting else ""
     if needed.sampling_is_larger:
-        return f"if it runs out, lower sampler.rollouts_per_shard, or {smaller}"
+        return f"if it runs out, lower sampler.rollouts_per_shard, or {smaller}{fits}"
     save = "" if config.learner.gradient_checkpointing else "set learner.gradient_checkpointing, or "
-    return f"if it runs out, {save}lower learner.tokens_per_micro_batch, or {smaller}"
+    return f"if it runs out, {save}lower learner.tokens_per_micro_batch, or {smaller}{fits}"
+
+
+def _fitting(config: RunConfig, source: str, fits: Callable[[MemoryEstimate], bool]) -> list[str]:
+    """Settings with which the run fits, those that change least first."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for text, changes in _changes(config).items():
+        if any(_includes(changes, other) for other in found.values()):
+            continue
+        sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
+        changed = estimate(config.model_copy(update=sections), source)
+        if changed is not None and fits(changed):
+            found[text] = changes
+    return list(found)
+
+
+def _includes(changes: dict[str, dict[str, Any]], other: dict[str, dict[str, Any]]) -> bool:
+    pairs = ((name, key, value) for name, values in other.items() for key, value in values.items())
+    return all(changes.get(name, {}).get(key) == value for name, key, value in pairs)
+
+
+def _changes(config: RunConfig) -> dict[str, dict[str, dict[str, Any]]]:
+    """Settings that save memory, by how they are written."""
+    lower, learner = {"precision": "bfloat16-only"}, config.learner
+    changes: dict[str, dict[str, dict[str, Any]]] = {}
+    if pick_device(config.model.device).type == "cuda" and learner.offload != "always":
+        changes['learner.offload = "always"'] = {"learner": {"offload": "always"}}
+    if not learner.gradient_checkpointing:
+        changes["learner.gradient_checkpointing = true"] = {"learner": {"gradient_checkpointing": True}}
+    tokens = learner.tokens_per_micro_batch // 4
+    if tokens >= 512:
+        changes[f"learner.tokens_per_micro_batch = {tokens}"] = {"learner": {"tokens_per_micro_batch": tokens}}
+    if config.model.trains_adapters:  # the base is not trained and loses nothing
+        return changes | {'model.precision = "bfloat16-only"': {"model": lower}}
+    if config.optimizer.moments != "int8":
+        int8 = {"optimizer": {"moments": "int8"}}
+        changes['optimizer.moments = "int8"'] = int8
+        if not learner.gradient_checkpointing:
+            both = 'optimizer.moments = "int8" with learner.gradient_checkpointing = true'
+            changes[both] = int8 | {"learner": {"gradient_checkpointing": True}}
+    adapters = {"lora": LoraSection(rank=16)}
+    changes["model.lora.rank = 16, which trains adapters alone"] = {"model": adapters}
+    changes['model.lora.rank = 16 with model.precision = "bfloat16-only"'] = {"model": adapters | lower}
+    return changes
 
 
 def pick_parallel(config: RunConfig, source: str, world: int, local_world: int) -> str:
@@ -229,10 +343,7 @@ def pick_parallel(config: RunConfig, source: str, world: int, local_world: int) 
         return config.learner.parallel
     device = pick_device(config.model.device)
     needed = None if config.model.trains_adapters else estimate(config, source)
-    if device.type == "cuda":
-        memory = torch.cuda.get_device_properties(device).total_memory
-    else:
-        memory = psutil.virtual_memory().total // local_world
+    memory = device_memory(device) // (1 if device.type == "cuda" else local_world)
     return "replicated" if needed is None or needed.total <= COMFORTABLE * memory else "sharded"
 
 

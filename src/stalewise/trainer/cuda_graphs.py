@@ -9,7 +9,7 @@ waits for its next kernel, the other runs. Axes: T tokens with padding, H hidden
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,8 +47,19 @@ class SizeGraphs:
 class GraphedBody:
     """Computes the last hidden states of a packed micro-batch; its backward pass adds to `weights.gradients`."""
 
-    def __init__(self, model: Any, weights: FlatWeights, precision: torch.dtype) -> None:
+    def __init__(
+        self,
+        model: Any,
+        weights: FlatWeights,
+        precision: torch.dtype,
+        *,
+        recomputes: bool = False,
+        log: Callable[[str], object] = lambda text: None,
+    ) -> None:
+        """`recomputes`: the backward pass runs layers again, which must find the weights of the forward pass."""
         self.model, self.weights, self.precision = model, weights, precision
+        self.recomputes, self.log = recomputes, log
+        self.captures = True  # False after a capture that failed
         # The output layer runs outside: a weight of it alone gets no gradient here.
         self.parameters = weights.parameters
         self.anchor = torch.zeros((), device=model.device, requires_grad=True)
@@ -79,9 +90,15 @@ class GraphedBody:
     def _graphs_for(self, part: MicroBatch) -> SizeGraphs | None:
         key = _size(part)
         is_soon = key in self.launched and self.calls - self.launched[key] <= SOON
-        if is_soon and key not in self.captured and len(self.captured) < MOST_GRAPHS:
-            with UNDISTURBED:
-                self.captured[key] = self._capture(part)
+        if self.captures and is_soon and key not in self.captured and len(self.captured) < MOST_GRAPHS:
+            try:
+                with UNDISTURBED:
+                    self.captured[key] = self._capture(part)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:  # an operator that a graph cannot hold: launching it is always possible
+                self.captures = False
+                self.log(f"CUDA graphs are off, since a pass could not be captured: {str(error).splitlines()[0]}")
         return self.captured.get(key)
 
     def _capture(self, part: MicroBatch) -> SizeGraphs:
@@ -150,7 +167,7 @@ class GraphedBody:
         with self._parallel_streams() as streams, torch.autocast("cuda", enabled=False):
             lanes = zip(self.lanes[: len(hidden)], streams[: len(hidden)], hidden, gradients, strict=True)
             for lane, stream, lane_TH, gradient in lanes:
-                with torch.cuda.stream(stream):
+                with torch.cuda.stream(stream), self._same_weights(lane):
                     computed.append(lane.gradients(lane_TH, self.parameters, gradient))
         here = torch.cuda.current_stream()
         for of_lane in computed:  # one after the other, so that sums are reproducible
@@ -159,6 +176,15 @@ class GraphedBody:
                     gradient.record_stream(here)
             reached = [(total, g) for total, g in zip(self.weights.gradients, of_lane, strict=True) if g is not None]
             add_to([total for total, _ in reached], [amount for _, amount in reached])
+
+    @contextlib.contextmanager
+    def _same_weights(self, lane: StreamParameters) -> Iterator[None]:
+        """The weights of the forward pass, where layers run again."""
+        if not self.recomputes:
+            yield
+            return
+        with self.rounded.swapped_in(), lane.swapped_in(model_body(self.model)):
+            yield
 
     @contextlib.contextmanager
     def _parallel_streams(self) -> Iterator[list[torch.cuda.Stream]]:

@@ -19,13 +19,14 @@ from stalewise.config import RunConfig
 from stalewise.config.sections import LearnerSection
 from stalewise.errors import ModelError
 from stalewise.models.attention import PACKED, needs_grids, packs
-from stalewise.models.compilation import optimize_layers, recording_pays
+from stalewise.models.compilation import kept_logits, optimize_layers, recording_pays
 from stalewise.objectives.diagnostics import TokenSums
 from stalewise.trainer.cuda_graphs import GraphedBody
 from stalewise.trainer.logprobs import kernels_for, measure_logit_map, response_logp
 from stalewise.trainer.lora import adapts_parameters
 from stalewise.trainer.micro_batch import Layout, MicroBatch
-from stalewise.trainer.optimizer import adamw
+from stalewise.trainer.offload import Offload
+from stalewise.trainer.optimizer import AdamW
 from stalewise.trainer.parallel import SingleProcess, Sums
 from stalewise.trainer.weights import FlatWeights, SideStream, Weights
 
@@ -56,22 +57,27 @@ class Execution:
         parallel.find_trained()
         # Neither a compiler nor a graph can follow modules that change in the forward pass.
         self.is_plain = not (parallel.is_sharded or adapts_parameters(model))
+        self.keep_bytes = kept_logits(model, config.optimizer.moments)
         self.compiled = optimize_layers(model, config, is_sharded=not self.is_plain, log=log)
-        self.side_stream = SideStream(device)
+        self.side_stream, self.log, self.offload = SideStream(device), log, Offload(device)
         self.graphs: GraphedBody | None = None
         self.weights = Weights(list(parallel.trained))
         if self.packed and self._can_use_graphs():
-            self.weights = FlatWeights(list(parallel.trained), self.side_stream)
-            self.graphs = GraphedBody(model, self.weights, precision)
-        self.optimizer = adamw(parallel.trained, config.optimizer)
-        self.steps = 0
+            self._use_graphs()
+        self.optimizer = AdamW(parallel.trained, config.optimizer, config.seed)
+        self.steps, self.records = 0, False
         self.proximal: dict[str, Tensor] = {}  # weights of the proximal policy, for objectives that have one
 
     def _can_use_graphs(self) -> bool:
-        """Recomputed activations and float32 attention cannot be captured; flat gradients need one dtype."""
+        """Float32 attention cannot be captured; flat gradients need one dtype."""
         fits = self.precision is not torch.float32 and len({weight.dtype for weight in self.parallel.trained}) == 1
-        fits = fits and self.is_plain and not self.config.learner.gradient_checkpointing
-        return self.device.type == "cuda" and fits and recording_pays(self.config.learner.compile, self.model)
+        fits = fits and self.is_plain and self.device.type == "cuda"
+        return fits and recording_pays(self.config.learner.compile, self.model, self.config.optimizer.moments)
+
+    def _use_graphs(self) -> None:
+        recomputes = self.config.learner.gradient_checkpointing
+        self.weights = FlatWeights(list(self.parallel.trained), self.side_stream)
+        self.graphs = GraphedBody(self.model, self.weights, self.precision, recomputes=recomputes, log=self.log)
 
     def layout(self, token_budget: int, pad_id: int) -> Layout:
         """How micro-batches are arranged for this model and device."""
@@ -95,7 +101,8 @@ class Execution:
         cached = not self.parallel.is_sharded  # rounded weights would outlive the gathered ones
         with torch.autocast(self.device.type, dtype=self.precision, enabled=enabled, cache_enabled=cached):
             forward = self.parallel.as_forward(response_logp)
-            return forward(self.model, part, dtype=self.precision, kernels=self.kernels, body=body)
+            keep = self.keep_bytes
+            return forward(self.model, part, dtype=self.precision, kernels=self.kernels, body=body, keep_bytes=keep)
 
     def sum_over_ranks(self, loss: Tensor, nonfinite: Tensor, sums: TokenSums, micro_batches: int) -> Sums:
         """Sum the gradients over ranks, and return loss and sums of the whole update."""
@@ -103,31 +110,50 @@ class Execution:
         return self.parallel.gather_sums(loss, nonfinite, sums, micro_batches)
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scale the gradient down to `max_norm`; returns its norm before. Also starts the copy that `step` compares."""
-        self.weights.snapshot()
+        """Scale the gradient down to `max_norm`; returns its norm before."""
         norm = self.parallel.global_norm(self.weights.gradient_norm())
         self.weights.clip_gradients(max_norm, norm)
         return norm
 
     def step(self, rate: float | Tensor, unusable: Tensor) -> Tensor:
         """Take an optimizer step, none where `unusable`; returns ‖Δθ‖."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        # The attribute by which torch's gradient scaler makes a fused optimizer skip a step.
-        vars(self.optimizer)["found_inf"] = unusable.float()
-        self.side_stream.join()  # it copies the weights
-        self.optimizer.step()
-        self.steps += 1
+        self.optimizer.make_moments()
+        self.steps += 1  # from here on weights change: running out of memory is final
+        length = self.optimizer.step(rate, unusable, self.steps)
         if self.graphs is not None:
             self.graphs.weights_changed()
-        return self.parallel.global_norm(self.weights.update_norm())
+        return self.parallel.global_norm(length)
 
-    def free_memory(self) -> None:
-        """After running out of memory within an update: drop graphs, flat gradients and what the update left."""
+    def sleep(self) -> None:
+        """Let all weights and moments wait in host memory, and drop graphs and gradients; the model cannot be run."""
+        if self.offload.away or self.parallel.is_sharded:
+            return
+        self.records = self.graphs is not None and self.graphs.captures
+        self._drop_graphs()
+        moments = (tensor for state in self.optimizer.state.values() for tensor in state.values())
+        self.offload.leave([*self.model.parameters(), *moments, *self.proximal.values()])
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Undo `sleep`."""
+        if not self.offload.away:
+            return
+        self.offload.come_back()
+        if self.records:
+            self._use_graphs()
+
+    def _drop_graphs(self) -> None:
+        """Drop graphs and gradients."""
         self.graphs = None
         self.side_stream.join()  # it holds activations
         self.weights = Weights(list(self.parallel.trained))
         self.weights.zero_gradients()
+
+    def free_memory(self) -> None:
+        """After running out of memory within an update: drop graphs, flat gradients and what the update left."""
+        self.keep_bytes = 0
+        self._drop_graphs()
         if not self.steps:  # the moments may be half made
             self.optimizer.state.clear()
         torch.cuda.empty_cache()
@@ -154,7 +180,8 @@ def _recomputed(layer: Any, function: Callable[..., Any], *inputs: Any) -> Any:
         finally:
             layer.training = True
 
-    return checkpoint(in_evaluation_mode, *inputs, use_reentrant=False)
+    # Random states are not restored, which a CUDA graph could not hold: in evaluation mode nothing is drawn.
+    return checkpoint(in_evaluation_mode, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 def check_trainable(model: Any, learner: LearnerSection) -> None:

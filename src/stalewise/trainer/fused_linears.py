@@ -34,9 +34,13 @@ class FusedLinear(torch.nn.Module):
         self.input: Tensor | None = None
         self.parts: tuple[Tensor, ...] = ()
 
+    def product(self, x: Tensor) -> Tensor:
+        """Outputs of all layers, side by side."""
+        return linear(x, self.weight, self.bias)
+
     def forward(self, x: Tensor) -> Tensor:
         """Output of the first layer; those of the others are kept for `FusedLinearPart`."""
-        product = linear(x, self.weight, self.bias)
+        product = self.product(x)
         if len(self.sizes) == 1:
             return product
         self.input, self.parts = x, product.split(self.sizes, dim=-1)

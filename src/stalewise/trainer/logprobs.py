@@ -105,11 +105,13 @@ def response_logp(
     dtype: torch.dtype = torch.float32,
     kernels: Kernels = PLAIN_KERNELS,
     body: GraphedBody | None = None,
+    keep_bytes: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities [B, T] of the response tokens with a gradient, and the policy's entropy [B, T] without one.
 
     `dtype` is that of the output layer's product; everything after it is float32. `kernels` are those of the model's
-    `LogitMap`. `body` replaces the model's own.
+    `LogitMap`. `body` replaces the model's own. Logits that take at most `keep_bytes` are kept for the backward pass: a
+    quarter of the output layer's time.
     """
     head = model.get_output_embeddings()
     weight_VH, bias_V = head.weight, head.bias
@@ -117,7 +119,8 @@ def response_logp(
     hidden_NH = hidden_TH[micro_batch.source_N]
     elements = chunk_elements or CHUNK_ELEMENTS.get(hidden_NH.device.type, 1 << 24)
     rows_at_once = max(1, elements // weight_VH.shape[0])
-    settings = rows_at_once, dtype, kernels
+    keep = torch.is_grad_enabled() and hidden_NH.shape[0] * weight_VH.shape[0] * dtype.itemsize <= keep_bytes
+    settings = (max(1, len(hidden_NH)) if keep else rows_at_once), dtype, kernels, keep
     values: Any = OutputLayerLogp.apply(hidden_NH, weight_VH, bias_V, micro_batch.target_N, *settings)
     return micro_batch.to_response_grid(values[0]), micro_batch.to_response_grid(values[1])
 
@@ -129,8 +132,8 @@ class OutputLayerLogp(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, target_N: Tensor, *settings: Any
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, each [N]; `settings` are rows of a chunk, dtype and `Kernels`."""
-        rows_at_once, dtype, kernels = settings
+        """Log-probabilities and entropies, each [N]; `settings` are rows of a chunk, dtype, `Kernels`, keep logits."""
+        rows_at_once, dtype, kernels, keep = settings
         hidden_low, weight_low = hidden_NH.to(dtype), weight_VH.to(dtype)
         out_CV = _chunk_buffer(hidden_low, weight_low, rows_at_once)
         statistics = [
@@ -139,7 +142,7 @@ class OutputLayerLogp(torch.autograd.Function):
         ]
         lse_N, logp_N, entropy_N = map(torch.cat, zip(*statistics, strict=True))
         ctx.save_for_backward(hidden_low, weight_low, bias_V, target_N, lse_N)
-        ctx.rows_at_once, ctx.kernels = rows_at_once, kernels
+        ctx.rows_at_once, ctx.kernels, ctx.logits_NV = rows_at_once, kernels, out_CV if keep else None
         ctx.hidden_dtype, ctx.weight_dtype = hidden_NH.dtype, weight_VH.dtype
         ctx.mark_non_differentiable(entropy_N)
         return logp_N, entropy_N
@@ -151,19 +154,30 @@ class OutputLayerLogp(torch.autograd.Function):
         wants_weight, wants_bias = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
         hidden_grad_NH = torch.empty_like(hidden_NH)
         # Summed in float32, so that the number of chunks changes only rounding.
-        weight_grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight else None
+        several = len(hidden_NH) > ctx.rows_at_once
+        weight_grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight and several else None
         bias_grad_V = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias else None
-        out_CV = _chunk_buffer(hidden_NH, weight_VH, ctx.rows_at_once)
+        kept_NV, ctx.logits_NV = ctx.logits_NV, None  # their gradient overwrites them
+        out_CV = _chunk_buffer(hidden_NH, weight_VH, ctx.rows_at_once) if kept_NV is None else kept_NV
         for chunk in _chunks(len(hidden_NH), ctx.rows_at_once):
-            product_CV = _product(hidden_NH[chunk], weight_VH, bias_V, out_CV)
+            product_CV = _product(hidden_NH[chunk], weight_VH, bias_V, out_CV) if kept_NV is None else kept_NV
             grad_CV = ctx.kernels.gradient(product_CV, lse_N[chunk], target_N[chunk], gradients[0][chunk])
             torch.mm(grad_CV, weight_VH, out=hidden_grad_NH[chunk])
-            if weight_grad_VH is not None:
+            if wants_weight and not several:
+                weight_grad_VH = _float32_product(grad_CV.T, hidden_NH)
+            elif weight_grad_VH is not None:
                 weight_grad_VH += grad_CV.T @ hidden_NH[chunk]
             if bias_grad_V is not None:
                 bias_grad_V += grad_CV.sum(dim=0, dtype=torch.float32)
         weight_grad = None if weight_grad_VH is None else weight_grad_VH.to(ctx.weight_dtype)
-        return hidden_grad_NH.to(ctx.hidden_dtype), weight_grad, bias_grad_V, None, None, None, None
+        return hidden_grad_NH.to(ctx.hidden_dtype), weight_grad, bias_grad_V, *[None] * 5
+
+
+def _float32_product(left: Tensor, right: Tensor) -> Tensor:
+    """The product in float32; a GPU rounds nothing on the way, and writes it once."""
+    if left.is_cuda and left.dtype is not torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(left, right).float()
 
 
 def _chunks(length: int, most: int) -> Iterator[slice]:

@@ -25,6 +25,7 @@ from torch import Tensor
 from stalewise.distributed import Ranks
 from stalewise.objectives.diagnostics import TokenSums
 from stalewise.trainer.batch import RankBatch
+from stalewise.trainer.optimizer import buckets
 from stalewise.trainer.pending_update import to_host
 
 BUCKET = 1 << 25  # numbers in one all-reduce
@@ -125,7 +126,7 @@ class Replicated(SingleProcess):
             if has:
                 weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
                 gradients.append(weight.grad)
-        for bucket in _buckets(gradients):
+        for bucket in buckets(gradients, BUCKET):
             flat = torch.cat([gradient.flatten().float() for gradient in bucket])
             dist.all_reduce(flat)
             for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
@@ -229,9 +230,9 @@ class Sharded(Replicated):
         """Gathered from all ranks."""
         from torch.distributed.tensor import DTensor, Shard
 
-        like = self.split[name]
+        whole = torch.empty(len(self.split[name]), *own.shape[1:], device="meta")  # scales have fewer columns
         return self._on_first_rank(
-            DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False, shape=like.shape, stride=like.stride())
+            DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
         )
 
     def load(self, path: Path, device: torch.device) -> dict[str, Tensor]:
@@ -249,13 +250,3 @@ class Sharded(Replicated):
 
 
 KINDS: dict[str, type[SingleProcess]] = {kind.name: kind for kind in (SingleProcess, Replicated, Sharded)}
-
-
-def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Consecutive tensors with at most BUCKET numbers together, or one larger tensor."""
-    buckets: list[list[Tensor]] = []
-    for tensor in tensors:
-        if not buckets or sum(map(Tensor.numel, buckets[-1])) + tensor.numel() > BUCKET:
-            buckets.append([])
-        buckets[-1].append(tensor)
-    return buckets

@@ -34,7 +34,7 @@ def out_of_memory(token_budget: int) -> ModelError:
     """The error for a device that is too small for the token budget."""
     return ModelError(
         f"out of memory with {token_budget} tokens a micro-batch: lower learner.tokens_per_micro_batch, or set "
-        "learner.gradient_checkpointing"
+        'learner.gradient_checkpointing or optimizer.moments = "int8"'
     )
 
 

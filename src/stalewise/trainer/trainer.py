@@ -111,6 +111,10 @@ class Trainer:
         """The numbers that belong to a checkpoint."""
         return {"steps": self.steps, "drift": self.drift}
 
+    def sleep(self) -> None:
+        """Wait in host memory, from which it can be saved; the next update wakes it."""
+        self.execution.sleep()
+
     # ------------------------------------------------------------ updates
 
     def update(self, rows: RolloutColumns) -> dict[str, float]:
@@ -124,6 +128,7 @@ class Trainer:
 
     def gradient(self, rows: RolloutColumns) -> Tensor:
         """The gradient of an update on these rollouts as one vector, 0 with nothing to learn from; changes nothing."""
+        self.execution.wake()
         batch, weights = self.prepare(rows), self.execution.weights
         weights.zero_gradients()
         if batch.ranks:
@@ -139,6 +144,7 @@ class Trainer:
 
     def enqueue(self, rows: RolloutColumns | UpdateBatch) -> PendingUpdate:
         """Enqueue one update on these rollouts without waiting for the device. Always raises the version by one."""
+        self.execution.wake()
         batch = rows if isinstance(rows, UpdateBatch) else self.prepare(rows)
         statistics = batch.statistics | age_statistics(self.version, torch.from_numpy(batch.version_first))
         self._snapshot_proximal()

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from stalewise.trainer.optimizer import foreach
-
 
 class SideStream:
     """A second CUDA stream. Work within `reading` runs at the same time as what follows it; `join` waits for it.
@@ -52,7 +50,6 @@ class Weights:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
-        self.before: list[Tensor] = []
 
     def zero_gradients(self) -> None:
         """Remove all gradients."""
@@ -66,16 +63,6 @@ class Weights:
     def clip_gradients(self, max_norm: float, norm: Tensor) -> None:
         """Scale the gradient down to `max_norm`, given its norm."""
         clip_grads_with_norm_(self.parameters, max_norm, norm)
-
-    def snapshot(self) -> None:
-        """Copy the weights before a step."""
-        self.before = list(foreach._foreach_mul([parameter.detach() for parameter in self.parameters], 1.0))
-
-    def update_norm(self) -> Tensor:
-        """‖Δθ‖ since `snapshot`, which is used up."""
-        before, self.before = self.before, []
-        foreach._foreach_sub_(before, [parameter.detach() for parameter in self.parameters])
-        return torch.linalg.vector_norm(torch.stack(foreach._foreach_norm(before, 2, dtype=torch.float32)).double())
 
 
 class FlatWeights(Weights):
@@ -105,19 +92,6 @@ class FlatWeights(Weights):
     def clip_gradients(self, max_norm: float, norm: Tensor) -> None:
         """By the same factor as `clip_grads_with_norm_`."""
         self.gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
-
-    def snapshot(self) -> None:
-        """Copy on the side stream, to memory of this one, where it is reused; the step must come after a `join`."""
-        whole, views = self._flat()
-        self.before = [whole, *views]
-        with self.side_stream.reading():
-            foreach._foreach_copy_(views, self.own)
-
-    def update_norm(self) -> Tensor:
-        """One reduction."""
-        (whole, *views), self.before = self.before, []
-        foreach._foreach_sub_(views, self.own)
-        return torch.linalg.vector_norm(whole, dtype=torch.float32).double()
 
     def _flat(self) -> tuple[Tensor, list[Tensor]]:
         """An empty tensor with as many numbers as the weights have, and its views in the shapes of the weights."""

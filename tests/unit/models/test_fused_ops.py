@@ -311,3 +311,99 @@ def test_a_norm_that_does_something_else_is_left_alone(monkeypatch: pytest.Monke
     monkeypatch.delattr(model.model.norm, "variance_epsilon")
     monkeypatch.setattr(type(model.model.norm), "forward", lambda self, x: x * self.weight)
     assert fuse_norms(model) == 0
+
+
+# ---------------------------------------------------------------- packed tokens with a gradient
+
+
+def packed_tokens(width: int = 12) -> list[Tensor]:
+    """Queries and keys of one row of tokens as attention makes them under autocast; halves of the angles differ."""
+    query, key = (random(1, 7, n, width, dtype=torch.bfloat16, seed=n).transpose(1, 2) for n in (4, 2))
+    angle = random(1, 7, width, seed=99)
+    return [query.requires_grad_(), key.requires_grad_(), angle.cos(), angle.sin()]
+
+
+def test_the_gradient_of_a_rotation_is_rotated_back() -> None:
+    found, expected = packed_tokens(), packed_tokens()
+    rotated: Any = rotation._RotatedTokens.apply(halves, *found)
+    plain = [x.to(torch.bfloat16) for x in plain_rotation(*expected)]
+    gradients = [random(*x.shape, seed=3).to(torch.bfloat16) for x in plain]
+    for one, other in zip(rotated, plain, strict=True):
+        torch.testing.assert_close(one, other)
+    for one, other in zip(
+        torch.autograd.grad(rotated, found[:2], gradients),
+        torch.autograd.grad(plain, expected[:2], gradients),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
+
+
+def test_the_learner_rotates_by_the_kernel_only_where_it_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, used = made(), Counted(halves)
+    monkeypatch.setattr(modeling_llama, rotation.ROTATION, plain_rotation)
+    monkeypatch.setattr(rotation, "_rotate_on", lambda device: used)
+    assert rotation.fuse_training_rotation(model) and rotation.fuse_training_rotation(model)
+    calls = used.calls  # of the comparison
+    replaced = modeling_llama.apply_rotary_pos_emb
+    query, key, cos, sin = packed_tokens()
+    assert [x.dtype for x in replaced(query, key, cos, sin)] == [torch.bfloat16] * 2
+    assert used.calls == calls + 1
+    with torch.no_grad():
+        replaced(query, key, cos, sin)
+    replaced(query.float(), key.float(), cos, sin)
+    assert used.calls == calls + 1
+    monkeypatch.setattr(modeling_llama, rotation.ROTATION, interleaved)
+    assert not rotation.fuse_training_rotation(model)
+    assert modeling_llama.apply_rotary_pos_emb is interleaved
+
+
+def test_gated_layers_are_recognised_by_what_they_compute() -> None:
+    layers = [made().model.layers[0].mlp, made("qwen3").model.layers[0].mlp]
+    assert all(rotation._is_gated(layer) for layer in layers)
+    assert not rotation._is_gated(made().model.layers[0].self_attn)
+    layers[0].act_fn = torch.nn.GELU()
+    assert not rotation._is_gated(layers[0])
+
+
+def test_a_fused_gate_computes_what_the_layer_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = made().model.layers[0].mlp
+    x = random(1, 5, layer.gate_proj.in_features)
+    expected = layer(x)
+    layer.forward = rotation._FusedGate(layer)
+    assert torch.equal(layer(x), expected)  # float32 takes the plain way
+
+
+def test_a_gate_and_its_gradients_by_kernels(kernels: Any) -> None:
+    from stalewise.models.kernels import gated
+
+    assert gated is not None
+    gate, up = (random(1, 5, 40, seed=seed).requires_grad_() for seed in (1, 2))
+    expected = torch.nn.functional.silu(gate) * up
+    gradient = random(1, 5, 40, seed=3)
+    found: Any = rotation._Gated.apply(gate, up)
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(
+        torch.autograd.grad(found, (gate, up), gradient),
+        torch.autograd.grad(expected, (gate, up), gradient),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_halves_of_one_product_and_norms_by_kernels(kernels: Any) -> None:
+    product = random(1, 5, 80).requires_grad_()
+    gate, up = product.chunk(2, dim=-1)
+    expected = torch.nn.functional.silu(gate) * up
+    gradient = random(1, 5, 40, seed=3)
+    found: Any = rotation._GatedProduct.apply(product)
+    torch.testing.assert_close(found, expected)
+    (one,), (other,) = (torch.autograd.grad(x, product, gradient) for x in (found, expected))
+    torch.testing.assert_close(one, other)
+    x, weight = random(1, 5, 24).requires_grad_(), random(24, seed=1).requires_grad_()
+    plain = torch.nn.functional.rms_norm(x, (24,), weight, 1e-6)
+    normed: Any = rotation._Normed.apply(x, weight, 1e-6, torch.float32)
+    torch.testing.assert_close(normed, plain)
+    gradient = random(1, 5, 24, seed=5)
+    ours = torch.autograd.grad(normed, (x, weight), gradient)
+    for one, other in zip(ours, torch.autograd.grad(plain, (x, weight), gradient), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

@@ -20,7 +20,7 @@ from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.store import batch_directories, consumed, ledger_path, open_batch, read_ledger
 from stalewise.store.atomic import RunLock, read_jsonl
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
-from stalewise.trainer.trainer import NonFiniteUpdate
+from stalewise.trainer.trainer import NonFiniteUpdate, Trainer
 from stalewise.types import NullCallback
 
 
@@ -70,6 +70,21 @@ def test_the_order_of_things(finished: tuple[RunConfig, Recorder]) -> None:
         "evaluate 16",
     ]
     assert [line.split(":")[0] for line in finished[1].said] == ["version 0", "version 3", "version 6"]
+
+
+def test_a_trainer_that_waits_in_host_memory_learns_the_same(
+    finished: tuple[RunConfig, Recorder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeps: list[int] = []
+    sleep = Trainer.sleep
+    monkeypatch.setattr("stalewise.orchestrator.orchestrator.offloads", lambda config, source: True)
+    monkeypatch.setattr(Trainer, "sleep", lambda trainer: (sleeps.append(trainer.version), sleep(trainer))[1])
+    waiting = config(tmp_path)
+    run(waiting)
+    assert sleeps == [3, 3, 6]  # evaluated, generated, evaluated
+    for name in ("model.safetensors", "optimizer_exp_avg_sq.safetensors"):
+        ours, theirs = (checkpoint_directory(one.directory, 6) / name for one in (waiting, finished[0]))
+        assert ours.read_bytes() == theirs.read_bytes()
 
 
 def test_the_metrics_of_a_run_are_those_of_the_documents(finished: tuple[RunConfig, Recorder]) -> None:

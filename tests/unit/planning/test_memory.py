@@ -16,7 +16,7 @@ from stalewise.config import RunConfig, make_config
 from stalewise.errors import ModelError
 from stalewise.models.attention import PACKED, packed_arguments
 from stalewise.models.loading import EMBEDDED, load_model, pick_device
-from stalewise.planning.memory import GIB, ModelShape, check_memory, estimate, model_shape, ways_out
+from stalewise.planning.memory import GIB, ModelShape, check_memory, estimate, model_shape, offloads, ways_out
 from stalewise.store.checkpoints import versions
 from tiny import call, refused, tiny_record, write_config
 
@@ -90,13 +90,13 @@ def test_adapted_experts_are_held_once_more(tmp_path: Path) -> None:
 def test_the_parts_by_hand(shape: ModelShape) -> None:
     needed = estimate(config(sampler={"max_new_tokens": 20, "rollouts_per_shard": 8}), "x", longest_prompt=30)
     assert needed is not None
-    assert list(needed.certain.values()) == [4e6, 4e6, 8e6, 4e6, 0, 4e6]
+    assert list(needed.certain.values()) == [4e6, 4e6, 8e6, 0, 4e6]
     # 10 tokens × 3 layers × (36·100 + 16·300 + 8·50); logits of 10 × 1000 as float32, four times.
-    assert list(needed.learning.values()) == [10 * 3 * 8800, 0, 0, 10 * 1000 * 16]
+    assert list(needed.learning.values()) == [10 * 3 * 8800, 0, 0, 0, 10 * 1000 * 16, 0]
     # 8 rows × 50 tokens × 3 layers × keys and values of 50 float32 numbers.
     assert list(needed.sampling.values()) == [8 * 50 * 3 * 2 * 50 * 4]
-    assert needed.least == 24e6
-    assert needed.total == 24e6 + 480_000  # sampling: more than 264,000 + 160,000
+    assert needed.least == 20e6
+    assert needed.total == 20e6 + 480_000  # sampling: more than 264,000 + 160,000
     low = estimate(config(model={"precision": "bfloat16"}), "x")
     assert low is not None
     assert low.learning["logits"] == 10 * 1000 * 18  # the product in bfloat16 besides
@@ -117,26 +117,106 @@ def test_precision_adapters_and_objectives_change_the_parts(shape: ModelShape, m
     def parts(**sections: Any) -> list[float]:
         needed = estimate(config(**sections), "x")
         assert needed is not None
-        return [*needed.certain.values(), *list(needed.learning.values())[:2]]
+        return [*needed.certain.values(), *list(needed.learning.values())[:3:2]]
 
     mixed = parts(model={"precision": "bfloat16"})
-    assert mixed == [4e6, 4e6, 8e6, 4e6, 0, 2e6, 10 * 3 * (3200 + 2400 + 200), 2e6]
+    assert mixed == [4e6, 4e6, 8e6, 0, 2e6, 10 * 3 * (3200 + 2400 + 200), 2e6]
     with monkeypatch.context() as there:
         there.setattr("stalewise.planning.memory.pick_device", lambda device: torch.device("cuda"))
+        there.setattr("stalewise.planning.memory.device_memory", lambda device: 10**9)
         for compile, bytes_each in (("auto", 2), ("graphs", 2), ("layers", 0), ("never", 0)):
             settings = {"tokens_per_micro_batch": 10, "compile": compile}
             recorded = estimate(config(model={"precision": "bfloat16"}, learner=settings), "x")
             assert recorded is not None and recorded.learning["their gradients"] == bytes_each * 1e6
+            kept = recorded.learning["activations of 10 tokens"]
+            assert recorded.learning["activations in CUDA graphs"] == (kept if bytes_each else 0)
     pure = parts(model={"precision": "bfloat16-only"})
-    assert pure == [2e6, 2e6, 4e6, 2e6, 0, 2e6, 10 * 3 * (2200 + 2400 + 200), 0]
-    assert parts(objective={"name": "decoupled_ppo"})[4] == 4e6
+    assert pure == [2e6, 2e6, 4e6, 0, 2e6, 10 * 3 * (2200 + 2400 + 200), 0]
+    assert parts(objective={"name": "decoupled_ppo"})[3] == 4e6
+    assert [parts(optimizer={"moments": moments})[2] for moments in ("bfloat16", "int8")] == [4e6, 2e6]
     server = {"engine": "server", "server": {"urls": ["http://localhost:1"]}}
-    assert parts(sampler=server)[5] == 0
+    assert parts(sampler=server)[4] == 0
     adapted = ModelShape(10**6, 1000, layers=3, hidden=100, inner=300, keys=50, vocabulary=1000)
     monkeypatch.setattr("stalewise.planning.memory.model_shape", lambda source, model: adapted)
     # Adapters are float32 beside weights in bfloat16.
     lora = parts(model={"precision": "bfloat16-only", "lora": {"rank": 1}})
-    assert lora[:6] == [2e6 + 4e3, 4e3, 8e3, 4e3, 0, 2e6]
+    assert lora[:5] == [2e6 + 4e3, 4e3, 8e3, 0, 2e6]
+
+
+def test_keys_and_values_are_those_of_the_rollouts_that_there_are(shape: ModelShape) -> None:
+    def cache(**sections: Any) -> int:
+        needed = estimate(config(sampler={"max_new_tokens": 20}, **sections), "x", longest_prompt=30)
+        assert needed is not None
+        return needed.sampling["keys and values"]
+
+    row = 50 * 3 * 2 * 50 * 4
+    few = {"prompts": 2, "group_size": 4}
+    assert cache(batch=few, schedule={"updates": 8, "stages": 4}) == 8 * 2 * row
+    assert cache(batch={"prompts": 512, "group_size": 8}) == 2048 * row  # sampler.rollouts_per_shard
+
+
+def test_on_a_gpu_logits_are_kept_where_there_is_room(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stalewise.planning.memory.pick_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr("stalewise.planning.memory.can_compile", lambda: True)
+    settings = config(model={"precision": "bfloat16"}, learner={"tokens_per_micro_batch": 10, "compile": "never"})
+
+    def learning(memory: int) -> dict[str, int]:
+        monkeypatch.setattr("stalewise.planning.memory.device_memory", lambda device: memory)
+        needed = estimate(settings, "x")
+        assert needed is not None
+        return dict(needed.learning)
+
+    # 20 bytes a parameter, twice: 40 MB. Fused layers keep 16·100 + 6·300 + 6·50 bytes a token, and half a layer more.
+    roomy, tight = learning(40_000_000), learning(39_000_000)
+    assert roomy["activations of 10 tokens"] == tight["activations of 10 tokens"] == 10 * 3.5 * 3700
+    assert roomy["logits"] == 10 * 1000 * 2
+    assert roomy["gradient of the output layer"] == 4 * 100 * 1000
+    assert tight["gradient of the output layer"] == 6 * 100 * 1000
+
+
+def test_micro_batches_of_a_gpu_are_packed_and_about_equally_large(
+    shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stalewise.planning.memory.pick_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr("stalewise.planning.memory.device_memory", lambda device: 10**9)
+    sections = {"batch": {"prompts": 10, "group_size": 8}, "sampler": {"max_new_tokens": 20}}
+    needed = estimate(make_config({"learner": {"tokens_per_micro_batch": 1800}, **sections}), "x", longest_prompt=30)
+    assert needed is not None
+    # 80 responses of 20 and 10 prompts of 30 tokens: 1900, in two parts of 950, which may be over by one rollout.
+    assert "activations of 1000 tokens" in needed.learning
+
+
+def test_a_pipelined_run_on_one_device_needs_both_at_once(shape: ModelShape) -> None:
+    pipelined = {"kind": "pipelined", "updates": 8, "updates_per_generation": 2}
+    needed, turns = estimate(config(schedule=pipelined), "x"), estimate(config(), "x")
+    assert needed is not None and turns is not None
+    learning, sampling = sum(needed.learning.values()), sum(needed.sampling.values())
+    assert needed.sampling["the generator's weights"] == 4e6
+    assert needed.total == needed.least + learning + sampling
+    assert "generator's weights 0.00" in str(needed) and "generator" not in str(turns)
+
+
+def test_what_waits_in_host_memory_is_not_there_while_sampling(
+    shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stalewise.planning.memory.pick_device", lambda device: torch.device("cuda"))
+    long = {"max_new_tokens": 4000, "rollouts_per_shard": 64}
+    memory = [0]
+    monkeypatch.setattr("stalewise.planning.memory.device_memory", lambda device: memory[0])
+
+    def settings(offload: str) -> RunConfig:
+        learner = {"tokens_per_micro_batch": 10, "offload": offload}
+        return config(model={"precision": "bfloat16"}, sampler=long, learner=learner)
+
+    plain, waiting = estimate(settings("never"), "x"), estimate(settings("always"), "x")
+    assert plain is not None and waiting is not None
+    assert waiting.waits == 16e6  # weights, gradients, moments
+    assert plain.sampling_is_larger and plain.total - waiting.total == 16e6
+    # auto: where the device could not hold both.
+    for total, expected in ((plain.total, False), (plain.total - 1, True)):
+        memory[0] = total
+        assert offloads(settings("auto"), "x") is expected
+    assert (offloads(settings("always"), "x"), offloads(settings("never"), "x")) == (True, False)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -215,9 +295,11 @@ def test_a_model_that_is_too_large_is_refused_before_it_is_loaded(
 @pytest.mark.parametrize(
     ("megabytes", "model", "advice"),
     [
-        # 9.5 MB with all weights; with adapters of rank 16 4.7, or 3.1 in bfloat16; of rank 4 3.6, or 2.0.
-        (8, {}, ", or train adapters alone: model.lora.rank = 16"),
-        (4, {}, ', or train adapters alone: model.lora.rank = 16 with model.precision = "bfloat16-only"'),
+        # 7.9 MB with all weights, 5.5 with moments in 8 bits; with adapters of rank 16 4.3, or 2.7 in bfloat16; of rank
+        # 4 3.5, or 1.9.
+        (6, {}, ', or set optimizer.moments = "int8", or model.lora.rank = 16, which trains adapters alone'),
+        (5, {}, ", or set model.lora.rank = 16, which trains adapters alone"),
+        (4, {}, ', or set model.lora.rank = 16 with model.precision = "bfloat16-only"'),
         (1, {}, ": adapters alone would not fit either"),
         (3, {"lora": {"rank": 4}}, ', or set model.precision = "bfloat16-only"'),
         (1, {"lora": {"rank": 4}}, ""),
@@ -237,7 +319,10 @@ def test_no_way_out_is_named_that_does_not_fit(megabytes: float, model: dict[str
     [
         ({}, "if it runs out, set learner.gradient_checkpointing, or lower learner.tokens_per_micro_batch"),
         ({"learner": {"gradient_checkpointing": True}}, "if it runs out, lower learner.tokens_per_micro_batch"),
-        ({"sampler": {"rollouts_per_shard": 2**20}}, "if it runs out, lower sampler.rollouts_per_shard"),
+        (
+            {"sampler": {"rollouts_per_shard": 2**20}, "learner": {"tokens_per_micro_batch": 64}},
+            "if it runs out, lower sampler.rollouts_per_shard",
+        ),
     ],
 )
 def test_what_may_run_out_is_said_and_the_run_goes_on(

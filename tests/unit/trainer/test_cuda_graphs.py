@@ -61,8 +61,16 @@ def model_of(kind: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "biases", "clamped", "partly frozen", "adapters"])
-def test_both_lanes_give_the_gradients_of_a_plain_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "recomputes"),
+    [
+        *((kind, False) for kind in ("tied", "untied", "biases", "clamped", "partly frozen", "adapters")),
+        *((kind, True) for kind in ("tied", "biases", "adapters")),
+    ],
+)
+def test_both_lanes_give_the_gradients_of_a_plain_pass(
+    kind: str, recomputes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("stalewise.trainer.packing.HALVES_RATIO", 1.1)
     model = model_of(kind).eval()
     model.set_attn_implementation(PACKED)
@@ -79,13 +87,40 @@ def test_both_lanes_give_the_gradients_of_a_plain_pass(kind: str, monkeypatch: p
         return [torch.zeros_like(w) if w.grad is None else w.grad.clone() for w in weights]
 
     expected = gradients(None)
+    if recomputes:
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+        model.train()
     monkeypatch.setattr(graphs, "MOST_GRAPHS", 0)
-    body = GraphedBody(model, FlatWeights(weights, SideStream(CPU)), torch.bfloat16)
+    body = GraphedBody(model, FlatWeights(weights, SideStream(CPU)), torch.bfloat16, recomputes=recomputes)
     found = gradients(body)
     assert seen == {1, 2}
     assert all(weight.grad is total for weight, total in zip(weights, body.weights.gradients, strict=True))
     for one, other in zip(found, expected, strict=True):
         assert (one - other).norm() <= 0.03 * other.norm() + 1e-6
+
+
+def test_a_capture_that_fails_is_said_once_and_passes_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, said = model_of("tied"), list[str]()
+    model.set_attn_implementation(PACKED)
+    weights = FlatWeights(list(model.parameters()), SideStream(CPU))
+    body = GraphedBody(model, weights, torch.bfloat16, log=said.append)
+    attempts: list[MicroBatch] = []
+
+    def fail(self: GraphedBody, part: MicroBatch) -> Any:
+        attempts.append(part)
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(GraphedBody, "_capture", fail)
+    (part,) = micro_batches(rollouts(groups=4), Layout(10_000, common_sizes=True), CPU)
+    norms = []
+    for _ in range(3):
+        weights.zero_gradients()
+        body(part).sum().backward()
+        norms.append(weights.gradient_norm().item())
+    assert len(attempts) == 1 and norms[0] > 0 and norms == [norms[0]] * 3
+    assert said == [
+        "CUDA graphs are off, since a pass could not be captured: operation not permitted when stream is capturing"
+    ]
 
 
 def test_streams_are_joined_though_a_pass_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from policies import SIZE
 from stalewise.errors import ModelError
 from stalewise.models.attention import PACKED
 from stalewise.models.loading import load_model, load_tokenizer
+from stalewise.trainer import logprobs
 from stalewise.trainer.logprobs import (
     CHUNK_ELEMENTS,
     PLAIN_KERNELS,
@@ -113,6 +114,18 @@ def test_log_probabilities_of_a_large_vocabulary_equal_a_plain_forward_pass() ->
         assert logp_BT[place, : len(expected)].tolist() == pytest.approx(expected, abs=1e-5, rel=0)
 
 
+def test_kept_logits_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    product = logprobs._product
+    monkeypatch.setattr(logprobs, "_product", lambda *given: (made.append(1), product(*given))[1])
+    plain, _ = gradient_after_update("grpo", 100_000)
+    passes = len(made)
+    monkeypatch.setattr("stalewise.trainer.execution.kept_logits", lambda *_: 1 << 30)
+    kept, _ = gradient_after_update("grpo", 100_000)
+    assert torch.equal(kept, plain)
+    assert len(made) - passes == passes // 2  # no second product in the backward pass
+
+
 def test_chunked_logits_change_gradients_only_by_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, _ = gradient_after_update("grpo", 100_000)
     monkeypatch.setattr("stalewise.trainer.logprobs.response_logp.__kwdefaults__", {"chunk_elements": 90})
@@ -120,9 +133,9 @@ def test_chunked_logits_change_gradients_only_by_rounding(monkeypatch: pytest.Mo
     assert (chunked - whole).norm() <= 2e-4 * whole.norm()
 
 
-@pytest.mark.parametrize("rows_at_once", [1, 4, 100])
+@pytest.mark.parametrize(("rows_at_once", "keep"), [(1, False), (4, False), (100, False), (11, True)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_an_output_layer_in_chunks_is_the_plain_one(with_bias: bool, rows_at_once: int) -> None:
+def test_an_output_layer_in_chunks_is_the_plain_one(with_bias: bool, rows_at_once: int, keep: bool) -> None:
     torch.manual_seed(0)
     hidden, weight, bias = (torch.randn(*shape).requires_grad_() for shape in ((11, 6), (30, 6), (30,)))
     target, factor = torch.randint(30, (11,)), torch.randn(11)
@@ -130,7 +143,7 @@ def test_an_output_layer_in_chunks_is_the_plain_one(with_bias: bool, rows_at_onc
     expected = logp.gather(1, target.unsqueeze(1)).squeeze(1)
     inputs = [hidden, weight, bias] if with_bias else [hidden, weight]
     wanted = torch.autograd.grad((expected * factor).sum(), inputs)
-    given = (hidden, weight, bias if with_bias else None, target, rows_at_once, torch.float32, PLAIN_KERNELS)
+    given = (hidden, weight, bias if with_bias else None, target, rows_at_once, torch.float32, PLAIN_KERNELS, keep)
     found: Any = OutputLayerLogp.apply(*given)
     torch.testing.assert_close(found[0], expected)
     torch.testing.assert_close(found[1], -(logp.exp() * logp).sum(dim=1))
@@ -149,7 +162,7 @@ def test_gradients_of_scaled_and_capped_logits_are_those_of_autograd(logit_map: 
     expected = logp.gather(1, target.unsqueeze(1)).squeeze(1)
     wanted = torch.autograd.grad((expected * factor).sum(), [hidden, weight, bias])
     inputs = [x.detach().float().requires_grad_() for x in (hidden, weight, bias)]
-    found: Any = OutputLayerLogp.apply(*inputs, target, rows_at_once, torch.float32, kernels_for(CPU, logit_map))
+    found: Any = OutputLayerLogp.apply(*inputs, target, rows_at_once, torch.float32, kernels_for(CPU, logit_map), False)
     torch.testing.assert_close(found[0].double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1].double(), -(logp.exp() * logp).sum(dim=1), rtol=1e-5, atol=1e-5)
     for one, other in zip(torch.autograd.grad((found[0] * factor).sum(), inputs), wanted, strict=True):

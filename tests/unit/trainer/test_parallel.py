@@ -69,13 +69,6 @@ def test_adapters_are_not_sharded_and_the_setting_may_change_on_the_way() -> Non
     assert one.identity() == other.identity()
 
 
-def test_buckets_keep_the_order_and_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallel, "BUCKET", 10)
-    tensors = [torch.zeros(size) for size in (4, 6, 1, 20, 3, 7)]
-    assert [[len(tensor) for tensor in bucket] for bucket in parallel._buckets(tensors)] == [[4, 6], [1], [20], [3, 7]]
-    assert parallel._buckets([]) == []
-
-
 def test_other_weights_are_there_for_a_while() -> None:
     alone, model = parallel.SingleProcess(ALONE), torch.nn.Linear(2, 2)
     model.bias.requires_grad_(False)

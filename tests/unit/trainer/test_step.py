@@ -82,10 +82,12 @@ def test_vcpo_shortens_the_step_by_the_root_of_the_sequence_ess() -> None:
     assert metrics["update_norm"] == pytest.approx(metrics["step_factor"] * full["update_norm"], rel=1e-3)
 
 
-def test_a_controlled_rate_is_of_the_kind_that_a_fused_step_reads() -> None:
+def test_a_controlled_rate_is_of_the_kind_that_a_fused_step_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(config(optimizer={"learning_rate": 1e-3, "step_control": "vcpo"}), POLICY)
+    step, rates = trainer.optimizer.step, list[Any]()
+    monkeypatch.setattr(trainer.optimizer, "step", lambda rate, *rest: (rates.append(rate), step(rate, *rest))[1])
     trainer.update(rollouts())
-    assert trainer.optimizer.param_groups[0]["lr"].dtype is torch.float32
+    assert rates[0].dtype is torch.float32
 
 
 def test_non_finite_updates_stop_and_change_nothing() -> None:
@@ -109,16 +111,6 @@ def test_any_ratio_that_is_not_finite_stops_the_step(value: float) -> None:
     assert all(torch.equal(p, b) for p, b in zip(trainer.names, before, strict=True))
 
 
-def test_a_step_waits_for_the_copy_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, order = Trainer(config(), POLICY), list[str]()
-    run = trainer.execution
-    for owner, name in ((run.weights, "snapshot"), (run.side_stream, "join"), (run.optimizer, "step")):
-        does = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *given, n=name, f=does: (order.append(n), f(*given))[1])
-    trainer.update(rollouts())
-    assert order[order.index("snapshot") :] == ["snapshot", "join", "step"]
-
-
 def test_the_numbers_of_an_update_leave_beside_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, held, left = Trainer(config(), POLICY), list[object](), list[bool]()
     within = False
@@ -131,9 +123,9 @@ def test_the_numbers_of_an_update_leave_beside_the_next_one(monkeypatch: pytest.
         within = False
 
     norms = list[torch.Tensor]()
-    moved = trainer.execution.weights.update_norm
+    take = trainer.optimizer.step
     monkeypatch.setattr(trainer.execution.side_stream, "reading", reading)
-    monkeypatch.setattr(trainer.execution.weights, "update_norm", lambda: norms.append(moved()) or norms[0])
+    monkeypatch.setattr(trainer.optimizer, "step", lambda *given: norms.append(take(*given)) or norms[0])
     monkeypatch.setattr("stalewise.trainer.step.to_host", lambda vector: left.append(within) or (lambda: vector))
     trainer.update(rollouts())
     assert left == [True]

@@ -13,6 +13,7 @@ from stalewise.errors import ModelError
 from stalewise.trainer.logprobs import (
     response_logp,
 )
+from stalewise.trainer.optimizer import AdamW
 from stalewise.trainer.trainer import Trainer
 from stalewise.trainer.weights import FlatWeights, Weights
 from trainer_inputs import (
@@ -107,10 +108,10 @@ def test_updates_can_be_prepared_in_another_thread_and_before_memory_runs_out() 
 
 
 def test_out_of_memory_after_the_step_is_not_a_reason_to_take_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(weights: Any) -> Any:
+    def fail(*given: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(Weights, "update_norm", fail)
+    monkeypatch.setattr(AdamW, "_float32_step", fail)
     trainer = Trainer(config(), POLICY)
     with pytest.raises(ModelError, match="out of memory after a step"):
         trainer.update(rollouts())
@@ -119,14 +120,14 @@ def test_out_of_memory_after_the_step_is_not_a_reason_to_take_it_again(monkeypat
 
 def test_memory_that_ends_within_the_first_step_leaves_no_half_made_state(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, plain = Trainer(config(), POLICY), Trainer(config(), POLICY)
-    take = trainer.optimizer.step
+    take = trainer.optimizer.make_moments
 
     def fail_once() -> Any:
-        monkeypatch.setattr(trainer.optimizer, "step", take)
-        trainer.optimizer.state[next(iter(trainer.names))] = {"step": torch.zeros(())}  # as torch leaves it
+        monkeypatch.setattr(trainer.optimizer, "make_moments", take)
+        trainer.optimizer.state[next(iter(trainer.names))] = {"step": torch.zeros(())}  # half made
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(trainer.optimizer, "step", fail_once)
+    monkeypatch.setattr(trainer.optimizer, "make_moments", fail_once)
     trainer.execution.weights = FlatWeights(list(trainer.names), trainer.execution.side_stream)
     assert trainer.update(rollouts())["update_norm"] == pytest.approx(plain.update(rollouts())["update_norm"], rel=1e-3)
     assert trainer.token_budget < plain.token_budget // 2

@@ -1,0 +1,1 @@
+"""Workers and figures of benchmarks/learner.py."""

@@ -1,0 +1,82 @@
+"""RMS norm of float32 numbers with a result in low precision, and its gradients, as Triton kernels of one pass each.
+
+Autocast rounds the result of a norm before every use, in a pass of its own, and widens its gradient in another.
+Axes: T tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+WIDEST = 16384  # numbers of a row, which a program holds at once
+PROGRAMS = 512  # of the backward pass; fixed, so that sums do not depend on the device
+
+
+def normed_on_device(x_TH: Tensor, weight_H: Tensor, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The norm in `dtype`, and the factor of each row [T] in float32."""
+    rows, width = x_TH.shape
+    y_TH = torch.empty(rows, width, dtype=dtype, device=x_TH.device)
+    factor_T = torch.empty(rows, dtype=torch.float32, device=x_TH.device)
+    if rows:
+        size = triton.next_power_of_2(width)
+        _normed[(rows,)](  # pyright: ignore[reportIndexIssue]
+            x_TH, weight_H, y_TH, factor_T, epsilon, WIDTH=width, SIZE=size, num_warps=_warps(size)
+        )
+    return y_TH, factor_T
+
+
+def norm_gradients_on_device(
+    gradient_TH: Tensor, x_TH: Tensor, weight_H: Tensor, factor_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x, in its dtype, and of the weight, in float32."""
+    rows, width = x_TH.shape
+    x_grad_TH = torch.empty_like(x_TH)
+    programs = min(rows, PROGRAMS)
+    partial = torch.empty(programs, width, dtype=torch.float32, device=x_TH.device)
+    if rows:
+        size = triton.next_power_of_2(width)
+        given = gradient_TH, x_TH, weight_H, factor_T, x_grad_TH, partial, rows, programs
+        _norm_gradients[(programs,)](*given, WIDTH=width, SIZE=size, num_warps=_warps(size))  # pyright: ignore[reportIndexIssue]
+    return x_grad_TH, partial.sum(dim=0)
+
+
+def _warps(size: int) -> int:
+    return min(16, max(1, size // 512))
+
+
+@triton.jit
+def _normed(x, weight, y, factor, epsilon, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE)
+    is_there = column < WIDTH
+    value = tl.load(x + row * WIDTH + column, mask=is_there, other=0.0).to(tl.float32)
+    scale = 1 / tl.sqrt(tl.sum(value * value, axis=0) / WIDTH + epsilon)
+    result = value * scale * tl.load(weight + column, mask=is_there, other=0.0).to(tl.float32)
+    tl.store(y + row * WIDTH + column, result.to(y.dtype.element_ty), mask=is_there)
+    tl.store(factor + row, scale)
+
+
+# The code does not depend on these numbers.
+@triton.jit(do_not_specialize=["rows", "programs"])
+def _norm_gradients(
+    gradient, x, weight, factor, x_grad, partial, rows, programs, WIDTH: tl.constexpr, SIZE: tl.constexpr
+):
+    program = tl.program_id(0)
+    column = tl.arange(0, SIZE)
+    is_there = column < WIDTH
+    scale_of = tl.load(weight + column, mask=is_there, other=0.0).to(tl.float32)
+    total = tl.zeros([SIZE], tl.float32)
+    place = program.to(tl.int64) * WIDTH + column
+    for index in range(program, rows, programs):
+        g = tl.load(gradient + place, mask=is_there, other=0.0).to(tl.float32)
+        r = tl.load(factor + index)
+        unit = tl.load(x + place, mask=is_there, other=0.0).to(tl.float32) * r
+        total += g * unit
+        scaled = g * scale_of
+        value = r * (scaled - unit * (tl.sum(scaled * unit, axis=0) / WIDTH))
+        tl.store(x_grad + place, value.to(x_grad.dtype.element_ty), mask=is_there)
+        place += programs * WIDTH
+    tl.store(partial + program * WIDTH + column, total, mask=is_there)

@@ -1,0 +1,75 @@
+"""State that waits in host memory: the data moves, the tensors and all that is computed with them stay the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stalewise.trainer import offload
+from stalewise.trainer.offload import Offload
+from stalewise.trainer.trainer import Trainer
+from stalewise.trainer.weights import FlatWeights, Weights
+from trainer_inputs import POLICY, config, rollouts
+
+CPU = torch.device("cpu")
+
+
+def test_data_moves_and_comes_back() -> None:
+    large, small, turned = torch.randn(2000), torch.randn(3), torch.randn(50, 60).T
+    before = [tensor.clone() for tensor in (large, small, turned)]
+    places = [tensor.data_ptr() for tensor in (large, small, turned)]
+    moved = Offload(CPU)
+    moved.leave([large, small, turned, large])
+    assert [one is large for one in moved.away] == [True]  # once; small ones and views of others stay
+    assert large.data_ptr() != places[0] and [small.data_ptr(), turned.data_ptr()] == places[1:]
+    moved.come_back()
+    assert not moved.away
+    assert all(torch.equal(a, b) for a, b in zip((large, small, turned), before, strict=True))
+
+
+@pytest.mark.parametrize("moments", ["float32", "int8"])
+def test_updates_are_the_same_after_waiting(moments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = config(optimizer={"learning_rate": 1e-3, "moments": moments}, objective={"name": "decoupled_ppo"})
+    plain, waiting = Trainer(settings, POLICY), Trainer(settings, POLICY)
+    sent: list[int] = []
+    to_host = offload.to_host
+    monkeypatch.setattr(
+        offload, "to_host", lambda pairs, device: (sent.append(sum(t.nbytes for t, _ in pairs)), to_host(pairs, device))
+    )
+    for seed in range(3):
+        assert waiting.update(rollouts(seed=seed)) == plain.update(rollouts(seed=seed))
+        waiting.sleep()
+        waiting.sleep()  # it sleeps already
+        assert waiting.execution.offload.away and all(weight.grad is None for weight in waiting.names)
+        for name in ("a", "b"):
+            (tmp_path / f"{name}{seed}").mkdir()
+        waiting.save(tmp_path / f"a{seed}")  # from host memory
+        plain.save(tmp_path / f"b{seed}")
+        for file in sorted((tmp_path / f"b{seed}").glob("*.safetensors")):
+            assert file.read_bytes() == (tmp_path / f"a{seed}" / file.name).read_bytes()
+    # Weights, both moments and the proximal policy, without the smallest.
+    per_weight = 4 + 4 + (8 if moments == "float32" else 2)
+    count = sum(weight.numel() for weight in waiting.names)
+    assert sent[-1] == pytest.approx(per_weight * count, rel=0.05)
+    assert torch.equal(waiting.gradient(rollouts(seed=9)), plain.gradient(rollouts(seed=9)))
+
+
+def test_flat_gradients_are_dropped_and_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(config(), POLICY)
+    execution = trainer.execution
+    made: list[FlatWeights] = []
+
+    def use_graphs() -> None:
+        execution.weights = FlatWeights(list(trainer.names), execution.side_stream)
+        made.append(execution.weights)
+
+    monkeypatch.setattr(execution, "_use_graphs", use_graphs)
+    trainer.sleep()
+    assert type(execution.weights) is Weights
+    execution.records = True  # as it had graphs
+    plain = Trainer(config(), POLICY)
+    expected = plain.update(rollouts())
+    assert trainer.update(rollouts()) == pytest.approx(expected, rel=1e-3, nan_ok=True)
+    assert execution.weights is made[0]
