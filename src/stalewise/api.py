@@ -1,10 +1,11 @@
-"""The public verbs as functions: run, generate, learn, evaluate. The command line calls these and prints the result."""
+"""The public verbs as functions: train, run, generate, learn, evaluate. The command line calls these and prints."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -15,22 +16,24 @@ from stalewise.config import RunConfig, TaskSection, make_config, set_dotted
 from stalewise.config.run_directory import RunResult, is_started, read_config
 from stalewise.distributed import Ranks
 from stalewise.errors import StoreError, TaskError
-from stalewise.models.loading import embedded_policies, resolve_model
+from stalewise.models.loading import embedded_policies, embedded_policy, resolve_model
+from stalewise.orchestrator import python_objects
 from stalewise.orchestrator.contamination import seen_in_training
 from stalewise.orchestrator.evaluation import Evaluation, evaluate_checkpoint
 from stalewise.orchestrator.model_check import check_model
 from stalewise.orchestrator.offline import OfflineRollouts, plan_sources
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.orchestrator.pipelined import BackgroundGeneration
-from stalewise.orchestrator.ranks import run_on_all_ranks
+from stalewise.orchestrator.ranks import join_ranks, run_on_all_ranks
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.orchestrator.setup import check_objective, resolve_learning_rate
 from stalewise.planning.memory import check_sampling_memory
 from stalewise.planning.planner import plan_for_training
+from stalewise.reporting.progress import watching
 from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.workers.coordinator import restore
 from stalewise.store import BatchManifest, atomic, checkpoints
-from stalewise.tasks import Seen, make_evaluation_file, make_task
+from stalewise.tasks import Seen, Task, make_evaluation_file
 from stalewise.tasks.overlap import read_ids
 from stalewise.types import NullCallback, ProgressCallback
 
@@ -73,6 +76,55 @@ def run(config: RunConfig, callback: ProgressCallback | None = None, *, say_plan
             return Orchestrator(resolved, progress, source, ranks=ranks).run()
 
     return run_on_all_ranks(config, train)
+
+
+def train(
+    model: Any,
+    dataset: Any = None,
+    reward: Any = None,
+    *,
+    tokenizer: Any = None,
+    eval_dataset: Any = None,
+    task: Any = None,
+    objective: Any = None,
+    callback: ProgressCallback | None = None,
+    settings: Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> RunResult:
+    """Train on objects of a Python program, from wherever the run directory stands; docs/python.md has examples.
+
+    Args:
+        model: a directory, a hub name, an embedded policy (`embedded:arithmetic`), or a loaded `PreTrainedModel`.
+        dataset: a list of dicts, a `datasets.Dataset`, a file or a hub name. Rows have `prompt` and `answer`, unless
+            `prompt_field` and `answer_field` name others; one row in ten is held out, unless `held_out` says otherwise.
+        reward: a function `(prompt, response, answer, **row)` that returns a number, or a dict with `reward` and
+            further numbers, which are kept; it may be a coroutine function. Or the name of a verifier, as "math".
+        tokenizer: of a loaded model.
+        eval_dataset: rows to evaluate on, instead of held-out ones.
+        task: a name, a class or an object with the methods of `stalewise.tasks.Task`, instead of a data set.
+        objective: a name, or a function registered with `stalewise.objective`.
+        callback: receives the progress; by default it goes to stderr.
+        settings: settings by their dotted names, as in {"checkpoints.every": 8}.
+        keywords: settings by their last names, as `updates`, `stages`, `learning_rate`, `group_size`,
+            `max_new_tokens`, `runs`, `name`; and how rows become prompts: `template`, `chat`, `system`, `id_field`,
+            `split`, `eval_split`, `dataset_config`, `exclude_ids`, `verifier_options`.
+
+    The same call continues a run that was interrupted. One with another function, data set or model is refused.
+    """
+    config = python_objects.config_of(
+        model,
+        dataset,
+        reward,
+        tokenizer=tokenizer,
+        eval_dataset=eval_dataset,
+        task=task,
+        objective=objective,
+        settings=settings,
+        keywords=keywords,
+    )
+    is_first = join_ranks(config.model.device).is_first
+    with contextlib.nullcontext(callback) if callback else watching(config, is_first=is_first) as progress:
+        return run(config, progress)
 
 
 @_accepts_watcher
@@ -162,9 +214,12 @@ def learn(
 
 @_accepts_watcher
 def evaluate(
-    model_or_run: str | Path,
+    model: Any = None,
+    dataset: Any = None,
+    reward: Any = None,
     *,
-    task: str | None = None,
+    tokenizer: Any = None,
+    task: Any = None,
     file: str | Path | None = None,
     options: Mapping[str, Any] | None = None,
     prompts: int | None = None,
@@ -172,40 +227,61 @@ def evaluate(
     max_new_tokens: int | None = None,
     exclude_ids: str | Path | None = None,
     callback: ProgressCallback | None = None,
+    **keywords: Any,
 ) -> Evaluation:
-    """Accuracy on held-out prompts of a model, of a checkpoint, or of a run's newest checkpoint. Nothing is written.
+    """Accuracy on held-out prompts of a model, of a checkpoint, or of a run's newest checkpoint. Nothing is kept.
 
-    A run, or a checkpoint in one, has a task and settings; another model needs `task`, unless it is the embedded policy
-    of one. `file` evaluates on all rows of a JSONL file instead, in the form of a run that was trained on rows. Prompts
-    that training has seen are left out and counted, and so are those whose ids the file `exclude_ids` lists. `unknown`
-    in the result says where the prompts that training has seen are unknown.
+    `model` is a run directory, a checkpoint or a model as in `train`. A run, or a checkpoint in one, has a task and
+    settings; another model needs `task`, unless it is the embedded policy of one. `file` (JSONL) or `dataset`, as in
+    `train`, evaluates on all their rows instead, in the form of a run that was trained on rows; `reward` scores them,
+    and `keywords` say how rows become prompts. Prompts that training has seen are left out and counted, and so are
+    those whose ids the file `exclude_ids` lists. `unknown` in the result says where the prompts that training has seen
+    are unknown.
     """
     callback = callback or NullCallback()
-    policy = _policy(str(model_or_run), "jsonl" if file is not None else task)
-    own = policy.config.task
-    sizes = {"evaluation.prompts": prompts, "evaluation.samples": samples, "sampler.max_new_tokens": max_new_tokens}
-    config = _with_settings(policy.config, task, {} if file is not None else options, sizes)
-    exclude = Seen() if exclude_ids is None else read_ids(exclude_ids)
-    if file is not None:
-        chosen = make_evaluation_file(str(file), **{**_form_of(own), **(options or {})})
-    else:
-        chosen = make_task(config.task.name, seed=config.seed, **config.task.options)
-    check_sampling_memory(config.model, config.sampler.engine, str(policy.checkpoint))
-    with contextlib.closing(make_sampler(config)) as sampler, contextlib.closing(chosen.verifier):
+    model = keywords.pop("model_or_run", model)
+    with tempfile.TemporaryDirectory(prefix="stalewise-evaluate-") as scratch:
+        files = python_objects.RunFiles(Path(scratch))
+        name, file, options = files.to_evaluate(model, tokenizer, dataset, reward, file, options, keywords)
+        chosen = None if task is None or isinstance(task, str) else task
+        policy = _policy(name, "jsonl" if file is not None or chosen is not None else task)
+        own = policy.config.task
+        sizes = {"evaluation.prompts": prompts, "evaluation.samples": samples, "sampler.max_new_tokens": max_new_tokens}
+        named = None if chosen is not None else task
+        config = _with_settings(policy.config, named, {} if file is not None else options, sizes)
+        if file is not None:
+            chosen = make_evaluation_file(str(file), **{**_form_of(own), **(options or {})})
+            sizes["evaluation.prompts"] = prompts or sys.maxsize
         # A task holds its own prompts out, but earlier runs from which the policy comes may have seen them.
-        apart = own if policy.run is not None and file is None and config.task == own else None
+        apart = own if policy.run is not None and chosen is None and config.task == own else None
+        chosen = chosen(seed=config.seed) if isinstance(chosen, type) else chosen or config.make_task()
+        count = sizes["evaluation.prompts"] or config.evaluation.prompts
+        exclude = Seen() if exclude_ids is None else read_ids(exclude_ids)
+        return _evaluate(policy, config, chosen, count, exclude, apart, callback)
+
+
+def _evaluate(
+    policy: _Policy,
+    config: RunConfig,
+    task: Task,
+    prompts: int,
+    exclude: Seen,
+    apart: TaskSection | None,
+    callback: ProgressCallback,
+) -> Evaluation:
+    check_sampling_memory(config.model, config.sampler.engine, str(policy.checkpoint))
+    with contextlib.closing(make_sampler(config)) as sampler, contextlib.closing(task.verifier):
         unknown: list[str] = []
         exclude |= seen_in_training(policy.run or policy.checkpoint, unknown.append, apart=apart)
         for message in unknown:
             callback.log(message)
-        count = config.evaluation.prompts if file is None or prompts is not None else sys.maxsize
-        count = len(chosen.evaluation_prompts(count))
-        check_model(config, policy.checkpoint, chosen, sampler, callback.log, learns=False)
+        count = len(task.evaluation_prompts(prompts))
+        check_model(config, policy.checkpoint, task, sampler, callback.log, learns=False)
         callback.begin("evaluate", count * config.evaluation.samples)
         result = evaluate_checkpoint(
             policy.checkpoint,
             version=policy.version,
-            task=chosen,
+            task=task,
             sampler=sampler,
             prompts=count,
             samples=config.evaluation.samples,
@@ -237,6 +313,7 @@ def _policy(name: str, task: str | None) -> _Policy:
     run = path.resolve().parent.parent
     if (path / "state.json").is_file() and (run / "config.resolved.json").is_file():
         return _Policy(path, checkpoints.read_state(path)["version"], read_config(run), run)
+    name = embedded_policy(name) or name
     if task is None and name not in embedded_policies():
         raise TaskError(f"{name} is no run directory: name the task to evaluate it on, as in --task arithmetic")
     config = make_config({"model": {"path": name}, "task": {"name": task or name}})

@@ -30,7 +30,7 @@ def demo(
 ) -> None:
     """Train the embedded policy in minutes: GRPO against two methods that use a few large stages."""
     from stalewise.cli.demo import main as run_demo
-    from stalewise.cli.progress import watching
+    from stalewise.reporting.progress import watching
 
     with watching() as callback:
         run_demo(as_json=as_json, runs=runs, callback=callback)
@@ -64,9 +64,9 @@ def train(config: ConfigFile, settings: Settings = None, as_json: AsJson = False
 
 
 def _run_and_print(config: RunConfig, train: Callable[[ProgressCallback], RunResult], as_json: bool) -> None:
-    from stalewise.cli.progress import watching
     from stalewise.cli.tables import print_result
     from stalewise.orchestrator.ranks import join_ranks
+    from stalewise.reporting.progress import watching
 
     # Before the trackers, which would start torch.distributed themselves.
     is_first = join_ranks(config.model.device).is_first
@@ -96,7 +96,7 @@ def generate(
         return _work(config, worker, ray, once, settings, as_json)
     checked = read_config_file(Path(config), settings)
     from stalewise.api import generate
-    from stalewise.cli.progress import watching
+    from stalewise.reporting.progress import watching
     from stalewise.store.manifest import manifest_record
 
     with watching(checked) as callback:
@@ -142,8 +142,8 @@ def evaluate(
 ) -> None:
     """Measure avg@k and pass@k on held-out prompts, with intervals; prompts used in training are left out."""
     from stalewise.api import evaluate
-    from stalewise.cli.progress import watching
     from stalewise.cli.tables import print_evaluation
+    from stalewise.reporting.progress import watching
 
     if wrong := [text for text in option or () if "=" not in text]:
         raise ConfigError(f"--option {wrong[0]}: expected key=value, as in path=test.jsonl")
@@ -208,7 +208,7 @@ def doctor(
 
 def _work(source: str, worker: str | None, ray: int | None, once: bool, settings: Any, as_json: bool) -> None:
     """Work until the run is complete, or with `once` until nothing is requested."""
-    from stalewise.cli.progress import watching
+    from stalewise.reporting.progress import watching
 
     # Exit normally, so that the worker signs off and others need not wait for its heartbeat to expire.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))

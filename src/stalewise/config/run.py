@@ -15,8 +15,11 @@ from stalewise.config.schedule_sections import GuardSection, PlanSection, Schedu
 from stalewise.config.sections import SamplerSection, Section
 from stalewise.errors import ConfigError, nearest
 from stalewise.store.atomic import write_json_atomic
+from stalewise.tasks import Task, make_task
 
 FORMAT = "stalewise.run/1"
+HERE = "{run}"  # stands for the run directory, wherever it is
+_FILES = ("path", "evaluation_path")  # of the model and of the task's options
 
 
 class RunConfig(Section):
@@ -75,6 +78,10 @@ class RunConfig(Section):
         """The run's directory."""
         return Path(self.runs) / self.name
 
+    def make_task(self) -> Task:
+        """The task of this config."""
+        return make_task(self.task.name, seed=self.seed, **self.task.options)
+
     def identity(self) -> dict[str, Any]:
         """The settings that must stay the same when a run is resumed; see `identity_of`."""
         return identity_of(self.model_dump(mode="json"))
@@ -85,6 +92,7 @@ def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
     Free to change: directories, trackers, what is recorded or checked, engines (each rollout records its own), devices.
     """
+    record = with_moved_files(record, HERE)
     free = ("format", "name", "runs", "trackers", "plan", "workers", "storage")
     engines = ("engine", *get_args(SamplerSection.model_fields["engine"].annotation))  # and each engine's table
     return {
@@ -92,6 +100,27 @@ def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
         "model": _without(record.get("model", {}), ("check",)),
         "sampler": _without(record.get("sampler", {}), engines),
         "learner": _without(record.get("learner", {}), ("record_tokens", "parallel", "keep_activations", "offload")),
+    }
+
+
+def with_moved_files(record: Mapping[str, Any], directory: str) -> dict[str, Any]:
+    """A resolved config whose files in the run directory (`stalewise.train` writes some) lie in `directory` instead.
+
+    >>> record = {"runs": "runs", "name": "a", "model": {"path": "runs/a/model"}, "task": {"options": {"path": "b"}}}
+    >>> with_moved_files(record, "copied")["model"], with_moved_files(record, "copied")["task"]
+    ({'path': 'copied/model'}, {'options': {'path': 'b'}})
+    """
+    before = str(Path(str(record.get("runs", "runs"))) / str(record.get("name", "run"))) + "/"
+
+    def moved(table: Mapping[str, Any]) -> dict[str, Any]:
+        inside = (key for key in _FILES if isinstance(table.get(key), str) and table[key].startswith(before))
+        return {**table, **{key: f"{directory}/{table[key].removeprefix(before)}" for key in inside}}
+
+    task = record.get("task", {})
+    return {
+        **record,
+        "model": moved(record.get("model", {})),
+        "task": {**task, "options": moved(task.get("options", {}))},
     }
 
 

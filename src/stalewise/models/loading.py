@@ -34,12 +34,20 @@ def embedded_policies() -> list[str]:
     return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
 
 
+def embedded_policy(path: str) -> str:
+    """The name of an embedded policy, written with or without `embedded:`; empty if it is none."""
+    name = path.removeprefix("embedded:")
+    if name != path and name not in embedded_policies():
+        raise ModelError(f"there is no embedded policy {name!r}; {nearest(name, embedded_policies())}")
+    return name if name in embedded_policies() else ""
+
+
 def resolve_model(path: str, task: str = "") -> str:
     """The directory or hub name of `model.path`; `auto` is the embedded policy of the task."""
     if path == "auto" and task not in embedded_policies():
         raise ModelError(f'task {task} has no embedded policy: set model.path = "a directory or a hub name"')
-    if path == "auto" or path in embedded_policies():
-        return str(EMBEDDED / (task if path == "auto" else path))
+    if name := task if path == "auto" else embedded_policy(path):
+        return str(EMBEDDED / name)
     if path == SMOLLM2:
         return str(smollm2_directory())
     if is_gguf(path):

@@ -41,7 +41,6 @@ from stalewise.staleness.spent import SPENT_ESS
 from stalewise.store import Batch, BatchManifest, batch_directory, is_committed, open_batch, rewards_of_updates
 from stalewise.store.atomic import remove_temporaries, write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory, prune, read_state, versions, write_checkpoint
-from stalewise.tasks import make_task
 from stalewise.trainer.lora import base_directory
 from stalewise.trainer.trainer import NonFiniteUpdate, Trainer
 from stalewise.types import ProgressCallback
@@ -68,7 +67,7 @@ class Orchestrator:
         self.guard = CollapseGuard(
             config.guard, self.run_log, evaluated_every=config.evaluation.every, uses_rewards=self.source.is_own
         )
-        self.task = make_task(config.task.name, seed=config.seed, **config.task.options)
+        self.task = config.make_task()
         self.sampler = make_sampler(config, on_tokens=self._count_tokens, log=callback.log)
         self.coordinator = coordinator_of(Coordinator(config, journal.removesuffix(".jsonl"), callback.log), ranks)
         self.tokens = 0  # sampled in the current phase

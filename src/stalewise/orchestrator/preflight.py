@@ -25,7 +25,7 @@ from stalewise.reporting.trackers import check_installed
 from stalewise.rollout.factory import batch_plan, check_second_policy, make_sampler
 from stalewise.rollout.sampler import Request, Sampler
 from stalewise.store.checkpoints import checkpoint_directory, versions
-from stalewise.tasks import Task, make_task
+from stalewise.tasks import Task
 from stalewise.tasks.verifiers.python import PythonVerifier
 from stalewise.trainer.lora import check_adapter, describe_targets, need_peft
 from stalewise.types import Prompt
@@ -203,7 +203,7 @@ class _Preflight:
 
     def _task(self) -> tuple[Status, str]:
         config, schedule = self.config, self.config.schedule.schedule()
-        self.task = task = make_task(config.task.name, seed=config.seed, **config.task.options)
+        self.task = task = config.make_task()
         self.opened.callback(task.verifier.close)
         needed = sum(batch_plan(config, schedule, g).prompts for g in range(schedule.generation_batches))
         held_out = len(task.evaluation_prompts(config.evaluation.prompts))

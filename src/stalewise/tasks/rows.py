@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from stalewise.tasks.overlap import EVALUATION, problem_key
 from stalewise.tasks.verifiers import make_verifier
 from stalewise.types import Prompt
 
+OF_A_PROGRAM = "function"  # the verifier whose functions may name any field of a row
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -27,7 +29,7 @@ class Row:
 
 @dataclass(frozen=True)
 class PromptForm:
-    """Which fields of a row are used, and how they become a prompt."""
+    """Which fields of a row are used, and how they become a prompt. Without an `answer_field` answers are empty."""
 
     problem_field: str = "problem"
     answer_field: str = "answer"
@@ -73,6 +75,7 @@ class _Question:
     problem: str
     answer: str
     where: str
+    row: str = ""  # the whole row as JSON, where the verifier asks for it
 
 
 class RowsTask:
@@ -148,15 +151,19 @@ class RowsTask:
         return kept
 
     def _question(self, row: Row) -> _Question:
-        problem, answer = _text(row, self._form.problem_field), _text(row, self._form.answer_field)
+        problem = _text(row, self._form.problem_field)
+        answer = _text(row, self._form.answer_field) if self._form.answer_field else ""
         named = row.fields.get(self._form.id_field) is not None
         row_id = _text(row, self._form.id_field) if named else content_id(problem, answer)
-        return _Question(row_id, named, problem, answer, row.where)
+        whole = json.dumps(dict(row.fields), ensure_ascii=False) if self._form.verifier == OF_A_PROGRAM else ""
+        return _Question(row_id, named, problem, answer, row.where, whole)
 
     def _prompt(self, question: _Question, prefix: str = "") -> Prompt:
         text, metadata = self._form.apply(question.problem), self._form.metadata
         if text != question.problem:
             metadata = {**metadata, "problem": question.problem}
+        if question.row:
+            metadata = {**metadata, "row": question.row}
         return Prompt(prefix + question.row_id, text, question.answer, metadata)
 
 

@@ -33,7 +33,7 @@ from stalewise.rollout.workers.work_order import WorkOrder
 from stalewise.store import batch_directory
 from stalewise.store.checkpoints import checkpoint_directory, read_state
 from stalewise.store.object_store import DirectoryStore, ObjectStore, open_object_store
-from stalewise.tasks import Task, make_task
+from stalewise.tasks import Task
 from stalewise.types import NullCallback, ProgressCallback
 
 POLL_S = 0.1
@@ -70,7 +70,7 @@ def work(
     callback = callback or NullCallback()
     location = RunLocation.find(str(source), overrides or {}, wait=not once, log=callback.log)
     config, name = location.config, worker or f"{socket.gethostname()}-{os.getpid()}"
-    task = make_task(config.task.name, seed=config.seed, **config.task.options)
+    task = config.make_task()
     with (
         tempfile.TemporaryDirectory(prefix="stalewise-worker-") as scratch,
         WorkerSession(location.object_store, name, lost_after_s=config.workers.lost_after_s) as session,

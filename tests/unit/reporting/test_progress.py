@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from stalewise.cli.progress import Bars, Lines, Several, watching
+from stalewise.reporting.progress import Bars, Lines, Several, watching
 from stalewise.config import make_config
 from stalewise.errors import ConfigError
 from stalewise.store.atomic import read_jsonl
