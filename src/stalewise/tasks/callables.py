@@ -156,12 +156,14 @@ class _Parts:
             self.add(default, f"default {index}")
         for name, default in sorted((function.__kwdefaults__ or {}).items()):
             self.add(default, f"default {name}")
+        assigned = _names(function.__code__, "STORE_GLOBAL", "STORE_DEREF")  # counters and the like change
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
-                self.add(cell.cell_contents, name)
+                if name not in assigned:
+                    self.add(cell.cell_contents, name)
             except ValueError:  # not assigned yet
                 self.uncovered.add(name)
-        for name in sorted(_global_names(function.__code__)):
+        for name in sorted(_names(function.__code__, "LOAD_GLOBAL", "LOAD_NAME") - assigned):
             if name in function.__globals__ and not hasattr(builtins, name):
                 self.add(function.__globals__[name], name)
         if (wrapped := getattr(function, "__wrapped__", None)) is not None:
@@ -226,11 +228,10 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(constant)
 
 
-def _global_names(code: CodeType) -> set[str]:
-    """Names that the code reads from its module, except those that it assigns: counters change."""
-    steps = [step for one in _codes(code) for step in dis.get_instructions(one)]
-    read = {str(step.argval) for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return read - {str(step.argval) for step in steps if step.opname == "STORE_GLOBAL"}
+def _names(code: CodeType, *operations: str) -> set[str]:
+    """The names that operations of the code, and of functions within it, have."""
+    steps = (step for one in _codes(code) for step in dis.get_instructions(one))
+    return {str(step.argval) for step in steps if step.opname in operations}
 
 
 def _code_text(code: CodeType) -> str:

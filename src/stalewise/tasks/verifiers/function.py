@@ -12,7 +12,6 @@ import asyncio
 import inspect
 import json
 import math
-import os
 import queue
 import threading
 import time
@@ -152,8 +151,7 @@ class _EventLoop:
     def __init__(self, function: Any, at_once: int, limit_s: float) -> None:
         self._call, self._at_once, self._limit_s = bind(function), at_once, limit_s
         self._loop = asyncio.new_event_loop()
-        self._owner = os.getpid()
-        _thread(self._loop.run_forever)
+        self._thread = _thread(self._loop.run_forever)
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
         calls = self._score_all(paired(prompts, responses))
@@ -175,5 +173,7 @@ class _EventLoop:
         return list(await asyncio.gather(*(score_one(prompt, response) for prompt, response in items)))
 
     def close(self) -> None:
-        if self._owner == os.getpid():
+        if self._thread.is_alive():  # not in a fork
             self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
