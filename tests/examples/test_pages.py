@@ -1,0 +1,53 @@
+"""The examples of README and of pages run as they are printed, in one namespace and in their order."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stalewise.objectives import registry
+
+ROOT = Path(__file__).parents[2]
+
+
+def blocks(page: str, heading: str = "") -> list[str]:
+    """The python blocks of a page, or of the part under a heading."""
+    text = (ROOT / page).read_text()
+    part = re.split(r"^#+ ", text.partition(f"{heading}\n")[2] if heading else text, flags=re.MULTILINE)
+    found = re.findall(r"^```python\n(.*?)^```", part[0] if heading else text, flags=re.MULTILINE | re.DOTALL)
+    assert found, f"{page} has no examples under {heading!r}"
+    return found
+
+
+def run_blocks(page: str, heading: str = "") -> dict[str, Any]:
+    space: dict[str, Any] = {"__name__": "__main__"}
+    for number, source in enumerate(blocks(page, heading)):
+        name = f"<{page}, example {number}>"
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)  # as a notebook does
+        exec(compile(source, name, "exec"), space)
+    return space
+
+
+@pytest.fixture(autouse=True)
+def _in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_CUSTOM", {})
+
+
+def test_readme_trains_on_a_list_with_a_lambda(tmp_path: Path) -> None:
+    (example,) = blocks("README.md", "### From Python")
+    assert len(example.splitlines()) <= 15
+    result = run_blocks("README.md", "### From Python")["result"]
+    assert result.evaluations[0]["accuracy"]["value"] < 0.5 < result.accuracy  # 0.396 and 0.734 when it was written
+    assert (tmp_path / "runs/sums/checkpoints").is_dir()
+
+
+def test_training_from_python(tmp_path: Path) -> None:
+    space = run_blocks("docs/python.md")
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"sums", "graded", "settings", "mine"}
+    assert space["result"].updates == 2
+    assert space["found"].prompts == 8
