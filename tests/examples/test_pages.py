@@ -15,12 +15,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def blocks(page: str, heading: str = "") -> list[str]:
-    """The python blocks of a page, or of the part under a heading."""
+    """The python blocks of a page, or the first one after a heading."""
     text = (ROOT / page).read_text()
-    part = re.split(r"^#+ ", text.partition(f"{heading}\n")[2] if heading else text, flags=re.MULTILINE)
-    found = re.findall(r"^```python\n(.*?)^```", part[0] if heading else text, flags=re.MULTILINE | re.DOTALL)
+    part = text.partition(f"{heading}\n")[2] if heading else text
+    found = re.findall(r"^```python\n(.*?)^```", part, flags=re.MULTILINE | re.DOTALL)
     assert found, f"{page} has no examples under {heading!r}"
-    return found
+    return found[:1] if heading else found
 
 
 def run_blocks(page: str, heading: str = "") -> dict[str, Any]:

@@ -70,8 +70,10 @@ def print_result(result: RunResult, as_json: bool) -> None:
     """Evaluations, times and directory of a run."""
     if as_json:
         record = {"updates": result.updates, "evaluations": result.evaluations, "seconds": result.seconds}
-        print(json.dumps({"directory": str(result.directory), **record}))
+        print(json.dumps({"directory": str(result.directory), "unscored": result.unscored, **record}))
         return
+    if result.unscored:
+        print_lines(f"{result.unscored:.1%} of the rollouts could not be scored and were left out")
     print_lines(*_accuracies(result.evaluations), _seconds(result.seconds), str(result.directory))
 
 

@@ -98,6 +98,7 @@ def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **_without(record, free),
         "model": _without(record.get("model", {}), ("check",)),
+        "task": _without(record["task"], ("max_unscored",)),
         "sampler": _without(record.get("sampler", {}), engines),
         "learner": _without(record.get("learner", {}), ("record_tokens", "parallel", "keep_activations", "offload")),
     }
@@ -106,14 +107,15 @@ def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
 def with_moved_files(record: Mapping[str, Any], directory: str) -> dict[str, Any]:
     """A resolved config whose files in the run directory (`stalewise.train` writes some) lie in `directory` instead.
 
-    >>> record = {"runs": "runs", "name": "a", "model": {"path": "runs/a/model"}, "task": {"options": {"path": "b"}}}
+    >>> record = {"runs": "runs", "name": "a", "model": {"path": "runs/a/model-1"}, "task": {"options": {"path": "b"}}}
     >>> with_moved_files(record, "copied")["model"], with_moved_files(record, "copied")["task"]
-    ({'path': 'copied/model'}, {'options': {'path': 'b'}})
+    ({'path': 'copied/model-1'}, {'options': {'path': 'b'}})
     """
     before = str(Path(str(record.get("runs", "runs"))) / str(record.get("name", "run"))) + "/"
+    written = (f"{before}data/", f"{before}model-")  # not checkpoints, from which another run may have started
 
     def moved(table: Mapping[str, Any]) -> dict[str, Any]:
-        inside = (key for key in _FILES if isinstance(table.get(key), str) and table[key].startswith(before))
+        inside = (key for key in _FILES if isinstance(table.get(key), str) and table[key].startswith(written))
         return {**table, **{key: f"{directory}/{table[key].removeprefix(before)}" for key in inside}}
 
     task = record.get("task", {})

@@ -14,7 +14,8 @@ from stalewise import __version__
 from stalewise.config.run import FORMAT, HERE, RunConfig, identity_of, make_config, with_moved_files
 from stalewise.errors import StoreError
 from stalewise.store.atomic import read_json, read_jsonl
-from stalewise.store.checkpoints import checkpoint_directory
+from stalewise.store.checkpoints import checkpoint_directory, versions
+from stalewise.store.manifest import batch_directories, is_committed, read_batch_manifest
 
 RESOLVED = "config.resolved.json"
 # Files of a directory that `stalewise export` makes: the record that identifies it, and the run's settings.
@@ -46,6 +47,13 @@ class RunResult:
     def accuracy(self) -> float:
         """Held-out accuracy of the final policy."""
         return self.evaluations[-1]["accuracy"]["value"]
+
+    @property
+    def unscored(self) -> float:
+        """Fraction of the rollouts that could not be scored and were left out; 0 where there are none."""
+        batches = filter(is_committed, batch_directories(self.directory / "rollouts"))
+        manifests = [read_batch_manifest(batch) for batch in batches]
+        return sum(one.verifier_errors for one in manifests) / (sum(one.rows for one in manifests) or 1)
 
     @property
     def checkpoint(self) -> Path:
@@ -96,13 +104,27 @@ def check_identity(config: RunConfig) -> None:
         raise StoreError(f"{path} has format {written}; this release reads {FORMAT}: choose another name")
     if not is_started(config.directory):
         return  # after a failed start, e.g. with a wrong model path, the config may still change
-    if differences := identity_differences(config, recorded):
+    differences = identity_differences(config, recorded)
+    if differences and not reward_was_repaired(config):
         if changed := _changed_in_program(differences):
             raise StoreError(f"{config.directory} was begun with {changed}: {_WAY_ON}")
         raise StoreError(
             f"{config.directory} belongs to another config ({'; '.join(differences[:3])}): choose another name, "
             "or delete the directory to start anew"
         )
+
+
+def reward_was_repaired(config: RunConfig) -> bool:
+    """Whether a run that has no rollouts yet differs from this config in its verifier alone.
+
+    That is so after a reward that failed: it is repaired under the same name, and only evaluations are made again.
+    """
+    directory = config.directory
+    path = directory / "config.resolved.json"
+    if not path.is_file() or any((directory / "rollouts").glob("[!.]*")) or versions(directory) != [0]:
+        return False
+    differences = identity_differences(config, read_json(path))
+    return bool(differences) and all(text.startswith("task.options.verifier") for text in differences)
 
 
 def _changed_in_program(differences: list[str]) -> str:

@@ -87,6 +87,9 @@ class TaskSection(Section):
 
     name: str = Field(default="arithmetic", description="arithmetic[-steps|-chat], jsonl, hf or gym; docs/tasks.md.")
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the task; docs/tasks.md lists them.")
+    max_unscored: float = Field(
+        default=0.2, ge=0, le=1, description="Stop when more than this fraction of responses could not be scored."
+    )
 
 
 class BatchSection(Section):

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stalewise.errors import TaskError
-from stalewise.rollout.generate import sample_for_evaluation
+from stalewise.rollout.generate import ScoreCheck, sample_for_evaluation
 from stalewise.rollout.sampler import Sampler
 from stalewise.statistics import Interval, bootstrap
 from stalewise.tasks import Seen, Task, count_errors
@@ -63,6 +63,7 @@ def evaluate_checkpoint(
     rows_at_once: int = 2048,
     exclude: Seen | None = None,
     on_load: Callable[[float], object] = lambda seconds: None,
+    scores: ScoreCheck | None = None,
 ) -> Evaluation:
     """Sample and score `samples` responses to each of the first `prompts` held-out prompts that are not in `exclude`.
 
@@ -83,6 +84,8 @@ def evaluate_checkpoint(
     texts = [response.text for response in responses]
     rewards = task.verifier.score(repeated, texts)
     errors = count_errors(rewards, repeated, texts)
+    if scores is not None:
+        scores.add(errors)
     if errors.failed == len(rewards):
         raise TaskError(f"the verifier of {task.name} failed on all {len(rewards)} responses: {errors}")
     unmatched = task.verifier.unmatched(held_out) if isinstance(task.verifier, MathVerifier) else []

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from stalewise.config import RunConfig, write_resolved
-from stalewise.config.run_directory import RunResult, check_identity, environment, read_result
+from stalewise.config.run_directory import RunResult, check_identity, environment, read_result, reward_was_repaired
 from stalewise.distributed import ALONE, Ranks
 from stalewise.errors import ModelError, TaskError
 from stalewise.models.loading import device_name
@@ -31,8 +31,8 @@ from stalewise.orchestrator.setup import drift_limits, write_first_checkpoint
 from stalewise.orchestrator.stages import begin_stage, forget_stages
 from stalewise.orchestrator.update_loop import UpdateLoop
 from stalewise.planning.memory import check_memory, offloads, pick_parallel
-from stalewise.rollout.factory import batch_plan, batch_problem, check_second_policy, make_sampler
-from stalewise.rollout.generate import generate_batch
+from stalewise.rollout.factory import batch_plan, batch_problem, check_second_policy, make_sampler, unscored_problem
+from stalewise.rollout.generate import ScoreCheck, generate_batch
 from stalewise.rollout.sampler import OffloadableSampler
 from stalewise.rollout.workers.coordinator import Coordinator, is_being_written
 from stalewise.rollout.workers.rank_workers import coordinator_of
@@ -71,6 +71,7 @@ class Orchestrator:
         self.sampler = make_sampler(config, on_tokens=self._count_tokens, log=callback.log)
         self.coordinator = coordinator_of(Coordinator(config, journal.removesuffix(".jsonl"), callback.log), ranks)
         self.tokens = 0  # sampled in the current phase
+        self.scores = ScoreCheck()  # of the current phase
         # Caches of what is on disk:
         self.trainer: Trainer | None = None
         self.offloads = False  # whether the trainer waits in host memory while the sampler works
@@ -141,6 +142,8 @@ class Orchestrator:
         self.source.check_directory(self.directory)
         remove_temporaries(self.directory, spare=is_being_written)
         check_identity(self.config)
+        if reward_was_repaired(self.config):
+            self.run_log.forget_evaluations()
         write_resolved(self.config, self.directory / "config.resolved.json")
         here = environment(device_name(self.config.model.device), torch.get_num_threads(), self.ranks.world)
         write_json_atomic(self.directory / "environment.json", here)
@@ -231,6 +234,7 @@ class Orchestrator:
             prompts=settings.prompts,
             samples=settings.samples,
             rows_at_once=self.config.sampler.rollouts_per_shard,
+            scores=self.scores,
         )
         self.run_log.log_evaluation(result.record())
         self.run_log.log_event("evaluate", result.seconds, version=version)
@@ -241,13 +245,17 @@ class Orchestrator:
         """Tell the callback what begins, with how many rollouts or updates; make room on the device for sampling."""
         if what in ("generate", "evaluate") and self.trainer is not None and self.offloads:
             self.trainer.sleep()
-        self.tokens = 0
+        self.tokens, self.scores = 0, ScoreCheck(self.config.task.max_unscored, self.callback.log)
         self.callback.begin(what, total)
 
     def _count_tokens(self, count: int) -> None:
         self.tokens += count
         self.coordinator.check()
-        self.callback.advance(0, f"{self.tokens:,} tokens")
+        self._advance(0)
+
+    def _advance(self, rollouts: int) -> None:
+        tokens = f"{self.tokens:,} tokens" if self.tokens else ""
+        self.callback.advance(rollouts, "  ".join(filter(None, (tokens, self.scores.note))))
 
     def generate(self, generation_batch: int, checkpoint: Path | None = None) -> BatchManifest:
         """Generate what is missing of a batch, with the policy at `checkpoint` or with this run's own."""
@@ -262,8 +270,9 @@ class Orchestrator:
                 rollouts=self.directory / "rollouts",
                 task=self.task,
                 sampler=self.sampler,
-                on_shard=self.callback.advance,
+                on_shard=self._advance,
                 source=queue,
+                check=self.scores,
             )
             notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens, **self.coordinator.complete_batch(queue)}
         self._check_batch(open_batch(self.batch_directory(generation_batch), verify=False))
@@ -271,11 +280,17 @@ class Orchestrator:
 
     def _check_batch(self, batch: Batch) -> None:
         """Warn about rollouts from which nothing can be learned; raise where that is so from the start."""
+        self._check_scores(batch)
         problem = batch_problem(batch)
         if problem and versions(self.directory)[-1:] == [0]:
             raise TaskError(f"nothing can be learned from {self.task.name}: {problem}; the rollouts are kept")
         if problem:
             self.callback.log(f"{batch.directory.name}: {problem}")
+
+    def _check_scores(self, batch: Batch) -> None:
+        """Raise where too many rollouts have no score: those that have one are a selection."""
+        if self.source.is_own and (unscored := unscored_problem(batch, self.config.task.max_unscored)):
+            raise TaskError(f"{batch.directory.name}: {unscored}; the rollouts are kept")
 
     def _train(self, version: int, stop: int) -> None:
         """Train up to `stop`, or until the rollouts are spent, and write a checkpoint."""
@@ -285,6 +300,7 @@ class Orchestrator:
             trainer, batch = self._trainer_at(version), self._batch_at(version)
             if version == 0:  # the process that generated it may have been killed before it checked
                 self._check_batch(batch)
+            self._check_scores(batch)
             if self.budget is None:
                 self.budget = DriftBudget(drift_limits(self.config), self.callback.log, self.run_log.budget_used())
             per_update, bound = self.config.batch.prompts, self.config.schedule.spent_ess or SPENT_ESS

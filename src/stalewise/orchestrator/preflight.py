@@ -26,6 +26,7 @@ from stalewise.rollout.factory import batch_plan, check_second_policy, make_samp
 from stalewise.rollout.sampler import Request, Sampler
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.tasks import Task
+from stalewise.tasks.verifiers.function import FunctionVerifier
 from stalewise.tasks.verifiers.python import PythonVerifier
 from stalewise.trainer.lora import check_adapter, describe_targets, need_peft
 from stalewise.types import Prompt
@@ -261,7 +262,7 @@ def _verifier(task: Task) -> tuple[Status, str]:
             return "bad", f"it fails on {what}: {reward.error}"
         if reward.value != 1:
             # A function of the user's may want more than the bare answer.
-            status: Status = "warning" if isinstance(task.verifier, PythonVerifier) else "bad"
+            status: Status = "warning" if isinstance(task.verifier, PythonVerifier | FunctionVerifier) else "bad"
             return status, f"it gives {reward.value:g} to {what}, its own gold answer"
     return "ok", f"gives 1 to the gold answers of {len(prompts)} prompts"
 

@@ -85,6 +85,11 @@ class RunLog:
         append_line(self.evaluations_path, record)
         self.evaluations.append(record)
 
+    def forget_evaluations(self) -> None:
+        """Drop all evaluations: they were scored by another reward."""
+        truncate_jsonl(self.evaluations_path, lambda record: False)
+        self.evaluations = []
+
     def drop_updates(self, first: int) -> None:
         """Drop the records of updates from `first` on: they are taken again."""
         truncate_jsonl(self.metrics_path, lambda record: record["update"] < first)

@@ -82,7 +82,7 @@ def test_the_result_is_evaluated_in_the_same_program_and_in_another_only_with_a_
     monkeypatch.setattr(callables, "_REGISTERED", {})  # as in another program
     with pytest.raises(TaskError, match=r"the reward function lambda exists only in the program that called"):
         stalewise.evaluate(trained.directory)
-    assert stalewise.evaluate(trained.directory, ROWS, exact, samples=1).prompts == 6
+    assert stalewise.evaluate(trained.directory, ROWS, exact, samples=1).prompts == 52  # training saw 8
 
 
 def test_every_form_of_a_data_set_gives_the_same_rows(tmp_path: Path) -> None:
@@ -278,3 +278,56 @@ def test_evaluate_refuses_what_it_cannot_use(tmp_path: Path) -> None:
             stalewise.evaluate(**arguments)
     with pytest.raises(ModelError, match="a loaded model needs its tokenizer"):
         stalewise.evaluate(AutoModelForCausalLM.from_pretrained(ARITHMETIC), ROWS, exact)
+
+
+class Recorder(NullCallback):
+    """What a run says."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.notes: list[str] = []
+
+    def log(self, message: str) -> None:
+        self.said.append(message)
+
+    def advance(self, amount: int, note: str = "") -> None:
+        self.notes.append(note)
+
+
+def test_a_reward_that_mostly_fails_stops_the_run_at_once_and_is_repaired_under_the_same_name(tmp_path: Path) -> None:
+    settings = {**SMALL, "runs": str(tmp_path), "name": "own", "evaluation": {"prompts": 6, "samples": 16}}
+    first: Any = {**settings, "callback": Recorder()}
+
+    def broken(response: str, answer: str, level: int) -> float:
+        return 1.0 if level else exact(response, answer) / 0
+
+    line = broken.__code__.co_firstlineno + 1
+    with pytest.raises(TaskError, match=rf"task.max_unscored is 0.2; the first error was raised in .*, line {line}: "):
+        stalewise.train("embedded:arithmetic", ROWS, broken, **first)
+    (told,) = [text for text in first["callback"].said if "Traceback" in text or "ZeroDivisionError" in text]
+    assert f'File "{__file__}", line {line}, in broken' in told  # once, with file and line
+    assert not (tmp_path / "own/rollouts").exists()
+    repaired = stalewise.train("embedded:arithmetic", ROWS, exact, **settings)
+    assert (repaired.updates, repaired.unscored) == (2, 0.0)
+    assert "equal" in (tmp_path / "own/python/reward.py").read_text()
+
+
+def test_a_few_failures_are_on_the_progress_line_and_in_the_result(tmp_path: Path) -> None:
+    def sometimes(response: str, answer: str) -> float:
+        return exact(response, answer) if answer != "33" else 1 / 0
+
+    settings = {**SMALL, "runs": str(tmp_path), "callback": (said := Recorder())}
+    settings |= {"batch": {"prompts": 32, "group_size": 4}, "sampler": {"max_new_tokens": 4, "rollouts_per_shard": 64}}
+    result = stalewise.train("embedded:arithmetic", ROWS, sometimes, name="a", **settings)
+    assert 0 < result.unscored <= 0.2
+    assert any(note.endswith("% unscored") for note in said.notes)
+    told = [text for text in said.said if "could not be scored: " in text]
+    assert told
+    assert all(text.endswith("ZeroDivisionError: division by zero") for text in told)
+    settings |= {"max_unscored": 0.0, "evaluation": {"prompts": 1, "samples": 1}}
+    with pytest.raises(TaskError, match=r"that is \d+%, and task\.max_unscored is 0: |max_unscored is 0; the first"):
+        stalewise.train("embedded:arithmetic", ROWS, sometimes, name="b", **settings)
+    rollouts = list((tmp_path / "b/rollouts").rglob("shard-*.parquet"))
+    settings |= {"max_unscored": 0.2}  # is no part of the run's identity
+    assert stalewise.train("embedded:arithmetic", ROWS, sometimes, name="b", **settings).unscored > 0
+    assert all(path.is_file() for path in rollouts)
