@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import linecache
 import re
+import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from stalewise.config import make_config
 from stalewise.objectives import registry
+from tiny import call
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +36,16 @@ def run_blocks(page: str, heading: str = "") -> dict[str, Any]:
     return space
 
 
+def run_commands(page: str) -> int:
+    """Run the lines of shell blocks that call stalewise; returns how many."""
+    shell = re.findall(r"^```sh\n(.*?)^```", (ROOT / page).read_text(), flags=re.MULTILINE | re.DOTALL)
+    commands = [line for block in shell for line in block.splitlines() if line.startswith("stalewise ")]
+    for command in commands:
+        result = call(*shlex.split(command, comments=True)[1:])
+        assert result.exit_code == 0, (command, result.stderr)
+    return len(commands)
+
+
 @pytest.fixture(autouse=True)
 def _in_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -51,3 +65,12 @@ def test_training_from_python(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"sums", "graded", "settings", "mine"}
     assert space["result"].updates == 2
     assert space["found"].prompts == 8
+
+
+def test_evaluation(tmp_path: Path) -> None:
+    (table,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/evaluation.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert [suite.label for suite in make_config(tomllib.loads(table)).evaluation.suite] == ["greedy", "test"]
+    space = run_blocks("docs/evaluation.md")
+    assert set(space["result"].suites) == {"greedy", "test"}
+    assert space["found"]["greedy"].accuracy.value == space["result"].suites["greedy"]["accuracy"]["value"]
+    assert run_commands("docs/evaluation.md") == 5

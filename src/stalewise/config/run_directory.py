@@ -49,6 +49,11 @@ class RunResult:
         return self.evaluations[-1]["accuracy"]["value"]
 
     @property
+    def suites(self) -> dict[str, dict[str, Any]]:
+        """The last evaluation on each suite, by its name: records of suites.jsonl."""
+        return {record["suite"]: record for record in read_jsonl(self.directory / "suites.jsonl")}
+
+    @property
     def unscored(self) -> float:
         """Fraction of the rollouts that could not be scored and were left out; 0 where there are none."""
         batches = filter(is_committed, batch_directories(self.directory / "rollouts"))

@@ -17,6 +17,7 @@ import torch
 
 from stalewise.config import RunConfig, write_resolved
 from stalewise.config.run_directory import RunResult, check_identity, environment, read_result, reward_was_repaired
+from stalewise.config.sections import SuiteSection
 from stalewise.distributed import ALONE, Ranks
 from stalewise.errors import ModelError, TaskError
 from stalewise.models.loading import device_name
@@ -29,6 +30,7 @@ from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.orchestrator.setup import drift_limits, write_first_checkpoint
 from stalewise.orchestrator.stages import begin_stage, forget_stages
+from stalewise.orchestrator.suites import Suites, definition_of
 from stalewise.orchestrator.update_loop import UpdateLoop
 from stalewise.planning.memory import check_memory, offloads, pick_parallel
 from stalewise.rollout.factory import batch_plan, batch_problem, check_second_policy, make_sampler, unscored_problem
@@ -70,6 +72,7 @@ class Orchestrator:
         self.task = config.make_task()
         self.sampler = make_sampler(config, on_tokens=self._count_tokens, log=callback.log)
         self.coordinator = coordinator_of(Coordinator(config, journal.removesuffix(".jsonl"), callback.log), ranks)
+        self.suites = Suites(config, callback.log)
         self.tokens = 0  # sampled in the current phase
         self.scores = ScoreCheck()  # of the current phase
         # Caches of what is on disk:
@@ -97,6 +100,7 @@ class Orchestrator:
         self.coordinator.close()
         self.sampler.close()
         self.task.verifier.close()
+        self.suites.close()
 
     def check_memory(self) -> None:
         """Raise before anything is loaded where the model is too large, or a foreign policy does not fit it."""
@@ -179,6 +183,8 @@ class Orchestrator:
         version = versions(self.directory)[-1]
         if self._evaluation_is_due(version):
             self._evaluate(version)
+        elif suite := self.suites.due(version, self.schedule.updates, self.run_log.suites):
+            self._evaluate_suite(suite, version)
         elif self.guard.is_on and (assessment := self._assess(version)).degradation is not None:
             self._roll_back(assessment.degradation, assessment)
         elif version == self.schedule.updates:
@@ -220,7 +226,8 @@ class Orchestrator:
     def _next_stop(self, version: int) -> int:
         """The version of the next checkpoint: the end of the stage, a multiple of `every`, or an evaluation."""
         end = self.schedule.updates_of(self.schedule.at(version).generation_batch).stop
-        periods = filter(None, (self.config.checkpoints.every, self.config.evaluation.every))
+        every = (self.config.checkpoints.every, self.config.evaluation.every, *self.suites.periods())
+        periods = filter(None, every)
         return min([end, *((version // every + 1) * every for every in periods)])
 
     def _evaluate(self, version: int) -> None:
@@ -239,6 +246,14 @@ class Orchestrator:
         self.run_log.log_evaluation(result.record())
         self.run_log.log_event("evaluate", result.seconds, version=version)
         self.callback.advance(result.prompts * result.samples)
+        self.callback.log(describe_evaluation(result))
+
+    def _evaluate_suite(self, suite: SuiteSection, version: int) -> None:
+        self.begin_phase("evaluate", self.suites.responses(suite))
+        result = self.suites.evaluate(suite, self._checkpoint(version), version, self.sampler, self.scores)
+        self.run_log.log_suite({**result.record(), "definition": definition_of(suite)})
+        self.run_log.log_event("evaluate", result.seconds, version=version, suite=suite.label)
+        self.callback.advance((result.prompts + result.excluded) * result.samples)
         self.callback.log(describe_evaluation(result))
 
     def begin_phase(self, what: str, total: int) -> None:
