@@ -303,7 +303,7 @@ def _evaluate(
     exclude: Seen,
     callback: ProgressCallback,
 ) -> list[Evaluation]:
-    """Evaluate on the suites of a config; `tasks`: of each its task, number of prompts, and the task that held it out."""
+    """Evaluate on the suites of a config; `tasks`: of each its task, number of prompts, and what held it out."""
     check_sampling_memory(config.model, config.sampler.engine, str(policy.checkpoint))
     results: list[Evaluation] = []
     with contextlib.closing(make_sampler(config)) as sampler, contextlib.ExitStack() as opened:
