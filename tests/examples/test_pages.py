@@ -74,3 +74,13 @@ def test_evaluation(tmp_path: Path) -> None:
     assert set(space["result"].suites) == {"greedy", "test"}
     assert space["found"]["greedy"].accuracy.value == space["result"].suites["greedy"]["accuracy"]["value"]
     assert run_commands("docs/evaluation.md") == 5
+
+
+def test_templates(tmp_path: Path) -> None:
+    (table,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/templates.md").read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "train.jsonl").write_text("".join(f'{{"problem": "{n}?", "answer": "{n}"}}\n' for n in range(20)))
+    assert make_config(tomllib.loads(table)).make_task().size == 18
+    run_blocks("docs/templates.md")
+    shown = call("doctor", "runs/templates").stdout
+    assert re.search(r"first prompt +\d+ tokens: 0;12\+13=;25;\d\d\+\d\d=;#", shown), shown
+    assert run_commands("docs/templates.md") == 2

@@ -195,17 +195,21 @@ def inspect(
 
 @app.command()
 def doctor(
-    config: Annotated[Path | None, typer.Argument(help="Config to check; default: the built-in one.")] = None,
+    config: Annotated[Path | None, typer.Argument(help="Config or run directory; default: built in.")] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
     """Check a config on this machine. Exit status 1 if a check fails."""
     from stalewise.cli.tables import print_checks
     from stalewise.config import RunConfig
+    from stalewise.config.run_directory import read_config
 
     checked, problem = RunConfig(), ""
     try:
-        checked = read_config_file(config, settings) if config is not None else checked
+        if config is not None and config.is_dir():
+            checked = read_config(config)
+        elif config is not None:
+            checked = read_config_file(config, settings)
     except ConfigError as error:
         problem = str(error)
     if not print_checks(checked, problem, as_json):

@@ -24,7 +24,10 @@ SET_BY_US = frozenset(
 _SECRETS = ("secret", "password", "token", "key", "credential", "connection_string")
 
 # Options of tasks over rows that say how a row becomes a prompt and is scored.
-_FORM = ("problem_field", "answer_field", "id_field", "template", "chat", "system", "verifier", "verifier_options")
+_FORM = (
+    *("problem_field", "answer_field", "id_field", "template", "chat", "system", "prefill", "few_shot"),
+    *("chat_template_kwargs", "verifier", "verifier_options"),
+)
 
 
 class Section(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -238,12 +239,36 @@ def encode_prompts(prompts: list[Prompt], tokenizer: Any) -> list[list[int]]:
     return encoded
 
 
+def describe_prompt(prompt_ids: Sequence[int], tokenizer: Any) -> str:
+    """What the policy sees: the text of the tokens, with special tokens in «»."""
+    special, text, plain = set(tokenizer.all_special_ids), "", list[int]()
+    special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    for token in [*prompt_ids, None]:
+        if token is not None and token not in special:
+            plain.append(token)
+            continue
+        text += tokenizer.decode(plain, skip_special_tokens=False, clean_up_tokenization_spaces=False) if plain else ""
+        text += "" if token is None else f"«{tokenizer.convert_ids_to_tokens(token)}»"
+        plain = []
+    return text
+
+
 def _chat_text(prompt: Prompt, tokenizer: Any) -> str:
     """The prompt within the chat template, and its prefill, if any."""
     system = [{"role": "system", "content": prompt.metadata["system"]}] if "system" in prompt.metadata else []
-    messages = [*system, {"role": "user", "content": prompt.text}]
+    history, variables = (
+        json.loads(prompt.metadata.get(key, "[]")) for key in ("history", "template")
+    )  # a list, a table
+    messages = [*system, *history, {"role": "user", "content": prompt.text}]
+    if unused := [name for name in variables if name not in str(tokenizer.chat_template)]:
+        raise ModelError(
+            f"the chat template of {tokenizer.name_or_path} has no variable {unused[0]}, so chat_template_kwargs would "
+            "change nothing: correct the name, or leave it out"
+        )
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **dict(variables)
+        )
     except (TemplateError, TypeError, ValueError) as error:  # templates are programs that may refuse or fail
         remedy = "leave out the task's option system, or use" if "system" in prompt.metadata else "use"
         raise ModelError(

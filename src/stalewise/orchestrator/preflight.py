@@ -17,7 +17,14 @@ from packaging.requirements import Requirement
 from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import check_identity
 from stalewise.errors import StalewiseError
-from stalewise.models.loading import encode_prompts, load_tokenizer, pick_device, pick_precision, resolve_model
+from stalewise.models.loading import (
+    describe_prompt,
+    encode_prompts,
+    load_tokenizer,
+    pick_device,
+    pick_precision,
+    resolve_model,
+)
 from stalewise.orchestrator.model_check import check_model
 from stalewise.orchestrator.setup import check_objective, write_first_checkpoint
 from stalewise.planning.memory import GIB, ModelShape, estimate, free_bytes, ways_out
@@ -33,6 +40,7 @@ from stalewise.types import Prompt
 
 Status = Literal["ok", "warning", "bad"]
 PROMPTS = 256  # training prompts that are checked
+SHOWN = 1200  # characters of a prompt
 WEIGHT_BYTES, MOMENT_BYTES = 4, 8  # per weight, and per trained weight
 TOKEN_BYTES = 6  # of a stored token: an id and a log-probability, compressed
 
@@ -105,6 +113,7 @@ class _Preflight:
         if task is None or (sampler := self.sampler) is None:
             return
         yield self._run("prompts", lambda: self._prompts(task, sampler))
+        yield self._run("first prompt", lambda: _first_prompt(task, sampler))
         if self.config.sampler.foreign.share:
             yield self._run("foreign policy", lambda: self._foreign(task))
         yield self._run("sampling", lambda: _sampling(task, sampler))
@@ -271,6 +280,15 @@ def gold_response(task: Task, prompt: Prompt) -> str:
     """The task's worked-out solution where it has one, else the gold answer."""
     solution = getattr(task, "solution", None)
     return prompt.answer if solution is None else solution(prompt)
+
+
+def _first_prompt(task: Task, sampler: Sampler) -> tuple[Status, str]:
+    """What the policy sees of the first prompt, with its special tokens; a long one without its middle."""
+    (ids,) = encode_prompts(task.prompts(0, 1), sampler.tokenizer)
+    text = describe_prompt(ids, sampler.tokenizer)
+    half = SHOWN // 2
+    shown = text if len(text) <= SHOWN else f"{text[:half]} … {text[-half:]}"
+    return "ok", f"{len(ids)} tokens: {shown}"
 
 
 def _sampling(task: Task, sampler: Sampler) -> tuple[Status, str]:

@@ -34,7 +34,16 @@ from stalewise.tasks.verifiers import VERIFIERS
 ROW_KEYWORDS = frozenset(
     {
         *("prompt_field", "answer_field", "id_field", "template", "chat", "system", "verifier_options"),
-        *("held_out", "exclude_ids", "dataset_config", "split", "eval_split"),
+        *(
+            "prefill",
+            "few_shot",
+            "chat_template_kwargs",
+            "held_out",
+            "exclude_ids",
+            "dataset_config",
+            "split",
+            "eval_split",
+        ),
     }
 )
 EVALUATE_KEYWORDS = ROW_KEYWORDS | {"prompts", "samples", "max_new_tokens", "dataset", "reward", "task", "file"}
