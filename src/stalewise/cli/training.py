@@ -157,15 +157,16 @@ def evaluate(
         common: dict[str, Any] = {"exclude_ids": exclude_ids, "callback": callback}
         if len(tasks) + len(files) + len(suites) <= 1 and not suites:
             one = {"task": tasks[0] if tasks else None, "file": files[0] if files else None, "options": options}
-            result = api.evaluate(model_or_run, prompts=prompts, **one, **sampling, **common)
-            results = None
+            alone = api.evaluate(model_or_run, prompts=prompts, **one, **sampling, **common)
+            results: dict[str, Any] = {}
         else:
+            alone = None
             given = {**sampling, "options": options, "prompts": prompts or 0}
             tables = [{"task": name, **given} for name in tasks] + [{"file": str(path), **given} for path in files]
             named = None if "all" in suites and not tables else [name for name in suites if name != "all"]
             results = api.evaluate_suites(model_or_run, None if named is None else [*named, *tables], **common)
-    if results is None:
-        return print_json(result.record()) if as_json else print_evaluation(result)
+    if alone is not None:
+        return print_json(alone.record()) if as_json else print_evaluation(alone)
     records = [one.record() for one in results.values()]
     print_json(records) if as_json else print_lines(suite_table(records))
 

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -171,7 +172,7 @@ def register_objective(function: Callable[..., Any] | None = None, *, name: str 
     built-in objective cannot be replaced.
     """
     if function is None:
-        return lambda decorated: register_objective(decorated, name=name, **prescribed)
+        return partial(register_objective, name=name, **prescribed)
     own = name or function.__name__
     if not own.isidentifier() or own in OBJECTIVES:
         raise ValueError(f"{own!r} cannot name an objective: {'it is built in' if own in OBJECTIVES else 'no name'}")

@@ -136,7 +136,8 @@ def test_a_function_of_a_module_runs_in_processes(tmp_path: Path, monkeypatch: p
 
 
 def test_bad_limits_and_unknown_functions_are_refused() -> None:
-    for options in ({"limit_s": 0.0}, {"workers": 0}, {"limit_s": math.inf}):
+    bad: list[dict[str, Any]] = [{"limit_s": 0.0}, {"workers": 0}, {"limit_s": math.inf}]
+    for options in bad:
         with pytest.raises(TaskError, match="workers ≥ 1 and a finite limit_s"):
             FunctionVerifier("a@b", **options)
     unknown = FunctionVerifier("lambda@b")  # as a report or an evaluation of other rows makes it
