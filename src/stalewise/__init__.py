@@ -1,10 +1,10 @@
 """stalewise: reinforcement-learning post-training of language models on stale rollouts.
 
-    config = stalewise.load_config("config.toml")
-    result = stalewise.run(config)
+    result = stalewise.train(model="…", dataset=rows, reward=function, updates=64)
+    result = stalewise.run(stalewise.load_config("config.toml"))
 
-`run`, `generate`, `learn`, `evaluate` and `report` are functions. `import stalewise` does not import torch: a name is
-loaded when it is first used.
+`train`, `run`, `generate`, `learn`, `evaluate` and `report` are functions, `objective` is a decorator. `import
+stalewise` does not import torch: a name is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stalewise.api import evaluate, generate, learn, run
+    from stalewise.api import evaluate, evaluate_suites, generate, learn, run, train
     from stalewise.config import RunConfig, load_config, make_config
     from stalewise.config.run_directory import RunResult
+    from stalewise.objectives.registry import register_objective as objective
     from stalewise.reporting.render import write_report as report
 
 __version__ = "0.1.0"
 
 __all__ = ["RunConfig", "RunResult", "__version__", "load_config", "make_config"]
-__all__ += ["evaluate", "generate", "learn", "report", "run"]
+__all__ += ["evaluate", "evaluate_suites", "generate", "learn", "objective", "report", "run", "train"]
 
-_MODULES: dict[str, str] = dict.fromkeys(("evaluate", "generate", "learn", "run"), "api")
+_MODULES: dict[str, str] = dict.fromkeys(("evaluate", "evaluate_suites", "generate", "learn", "run", "train"), "api")
 _MODULES |= dict.fromkeys(("RunConfig", "load_config", "make_config"), "config")
-_MODULES |= {"RunResult": "config.run_directory", "report": "reporting.render"}
+_MODULES |= {"RunResult": "config.run_directory", "objective": "objectives.registry", "report": "reporting.render"}
+_CALLED = {"objective": "register_objective", "report": "write_report"}  # what their modules call them
 
 
 def __getattr__(name: str) -> object:
@@ -37,7 +39,7 @@ def __getattr__(name: str) -> object:
             return old
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f"{__name__}.{_MODULES[name]}")
-    value = globals()[name] = getattr(module, "write_report" if name == "report" else name)
+    value = globals()[name] = getattr(module, _CALLED.get(name, name))
     return value
 
 

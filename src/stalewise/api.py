@@ -1,36 +1,40 @@
-"""The public verbs as functions: run, generate, learn, evaluate. The command line calls these and prints the result."""
+"""The public verbs as functions: train, run, generate, learn, evaluate. The command line calls these and prints."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import sys
+import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from stalewise.config import RunConfig, TaskSection, make_config, set_dotted
+from stalewise.config import RunConfig, TaskSection, make_config
 from stalewise.config.run_directory import RunResult, is_started, read_config
 from stalewise.distributed import Ranks
-from stalewise.errors import StoreError, TaskError
-from stalewise.models.loading import embedded_policies, resolve_model
+from stalewise.errors import ConfigError, StoreError, TaskError, nearest
+from stalewise.models.loading import embedded_policies, embedded_policy, resolve_model
+from stalewise.orchestrator import python_objects
 from stalewise.orchestrator.contamination import seen_in_training
-from stalewise.orchestrator.evaluation import Evaluation, evaluate_checkpoint
+from stalewise.orchestrator.evaluation import Evaluation
 from stalewise.orchestrator.model_check import check_model
 from stalewise.orchestrator.offline import OfflineRollouts, plan_sources
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.orchestrator.pipelined import BackgroundGeneration
-from stalewise.orchestrator.ranks import run_on_all_ranks
+from stalewise.orchestrator.ranks import join_ranks, run_on_all_ranks
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.orchestrator.setup import check_objective, resolve_learning_rate
+from stalewise.orchestrator.suites import evaluate_suite
 from stalewise.planning.memory import check_sampling_memory
 from stalewise.planning.planner import plan_for_training
+from stalewise.reporting.progress import watching
 from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.workers.coordinator import restore
 from stalewise.store import BatchManifest, atomic, checkpoints
-from stalewise.tasks import Seen, make_evaluation_file, make_task
+from stalewise.tasks import Seen, Task, make_evaluation_file
 from stalewise.tasks.overlap import read_ids
 from stalewise.types import NullCallback, ProgressCallback
 
@@ -73,6 +77,55 @@ def run(config: RunConfig, callback: ProgressCallback | None = None, *, say_plan
             return Orchestrator(resolved, progress, source, ranks=ranks).run()
 
     return run_on_all_ranks(config, train)
+
+
+def train(
+    model: Any,
+    dataset: Any = None,
+    reward: Any = None,
+    *,
+    tokenizer: Any = None,
+    eval_dataset: Any = None,
+    task: Any = None,
+    objective: Any = None,
+    callback: ProgressCallback | None = None,
+    settings: Mapping[str, Any] | None = None,
+    **keywords: Any,
+) -> RunResult:
+    """Train on objects of a Python program, from wherever the run directory stands; docs/python.md has examples.
+
+    Args:
+        model: a directory, a hub name, an embedded policy (`embedded:arithmetic`), or a loaded `PreTrainedModel`.
+        dataset: a list of dicts, a `datasets.Dataset`, a file or a hub name. Rows have `prompt` and `answer`, unless
+            `prompt_field` and `answer_field` name others; one row in ten is held out, unless `held_out` says otherwise.
+        reward: a function `(prompt, response, answer, **row)` that returns a number, or a dict with `reward` and
+            further numbers, which are kept; it may be a coroutine function. Or the name of a verifier, as "math".
+        tokenizer: of a loaded model.
+        eval_dataset: rows to evaluate on, instead of held-out ones.
+        task: a name, a class or an object with the methods of `stalewise.tasks.Task`, instead of a data set.
+        objective: a name, or a function registered with `stalewise.objective`.
+        callback: receives the progress; by default it goes to stderr.
+        settings: settings by their dotted names, as in {"checkpoints.every": 8}.
+        keywords: settings by their last names, as `updates`, `stages`, `learning_rate`, `group_size`,
+            `max_new_tokens`, `runs`, `name`; and how rows become prompts: `template`, `chat`, `system`, `id_field`,
+            `split`, `eval_split`, `dataset_config`, `exclude_ids`, `verifier_options`.
+
+    The same call continues a run that was interrupted. One with another function, data set or model is refused.
+    """
+    config = python_objects.config_of(
+        model,
+        dataset,
+        reward,
+        tokenizer=tokenizer,
+        eval_dataset=eval_dataset,
+        task=task,
+        objective=objective,
+        settings=settings,
+        keywords=keywords,
+    )
+    is_first = join_ranks(config.model.device).is_first
+    with contextlib.nullcontext(callback) if callback else watching(config, is_first=is_first) as progress:
+        return run(config, progress)
 
 
 @_accepts_watcher
@@ -162,58 +215,121 @@ def learn(
 
 @_accepts_watcher
 def evaluate(
-    model_or_run: str | Path,
+    model: Any = None,
+    dataset: Any = None,
+    reward: Any = None,
     *,
-    task: str | None = None,
+    tokenizer: Any = None,
+    task: Any = None,
     file: str | Path | None = None,
     options: Mapping[str, Any] | None = None,
     prompts: int | None = None,
     samples: int | None = None,
     max_new_tokens: int | None = None,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
     exclude_ids: str | Path | None = None,
     callback: ProgressCallback | None = None,
+    **keywords: Any,
 ) -> Evaluation:
-    """Accuracy on held-out prompts of a model, of a checkpoint, or of a run's newest checkpoint. Nothing is written.
+    """Accuracy on held-out prompts of a model, of a checkpoint, or of a run's newest checkpoint. Nothing is kept.
 
-    A run, or a checkpoint in one, has a task and settings; another model needs `task`, unless it is the embedded policy
-    of one. `file` evaluates on all rows of a JSONL file instead, in the form of a run that was trained on rows. Prompts
-    that training has seen are left out and counted, and so are those whose ids the file `exclude_ids` lists. `unknown`
-    in the result says where the prompts that training has seen are unknown.
+    `model` is a run directory, a checkpoint or a model as in `train`. A run, or a checkpoint in one, has a task and
+    settings; another model needs `task`, unless it is the embedded policy of one. `file` (JSONL) or `dataset`, as in
+    `train`, evaluates on all their rows instead, in the form of a run that was trained on rows; `reward` scores them,
+    and `keywords` say how rows become prompts. Prompts that training has seen are left out and counted, and so are
+    those whose ids the file `exclude_ids` lists. `unknown` in the result says where the prompts that training has seen
+    are unknown. Temperature 0 is greedy, with one sample.
     """
-    callback = callback or NullCallback()
-    policy = _policy(str(model_or_run), "jsonl" if file is not None else task)
-    own = policy.config.task
-    sizes = {"evaluation.prompts": prompts, "evaluation.samples": samples, "sampler.max_new_tokens": max_new_tokens}
-    config = _with_settings(policy.config, task, {} if file is not None else options, sizes)
-    exclude = Seen() if exclude_ids is None else read_ids(exclude_ids)
-    if file is not None:
-        chosen = make_evaluation_file(str(file), **{**_form_of(own), **(options or {})})
-    else:
-        chosen = make_task(config.task.name, seed=config.seed, **config.task.options)
-    check_sampling_memory(config.model, config.sampler.engine, str(policy.checkpoint))
-    with contextlib.closing(make_sampler(config)) as sampler, contextlib.closing(chosen.verifier):
+    model = keywords.pop("model_or_run", model)
+    with tempfile.TemporaryDirectory(prefix="stalewise-evaluate-") as scratch:
+        files = python_objects.RunFiles(Path(scratch))
+        name, file, options = files.to_evaluate(model, tokenizer, dataset, reward, file, options, keywords)
+        chosen = None if task is None or isinstance(task, str) else task
+        policy = _policy(name, "jsonl" if file is not None or chosen is not None else task)
+        own = policy.config.task
+        named = None if chosen is not None else task
+        sampling = {"temperature": temperature, "top_p": top_p, "samples": samples, "max_new_tokens": max_new_tokens}
+        sampling["samples"] = samples or (policy.config.evaluation.samples if temperature else 1)
+        config = _with_suites(policy.config, named, {} if file is not None else options, [sampling])
+        if file is not None:
+            chosen = make_evaluation_file(str(file), **{**own.form, **(options or {})})
         # A task holds its own prompts out, but earlier runs from which the policy comes may have seen them.
-        apart = own if policy.run is not None and file is None and config.task == own else None
-        unknown: list[str] = []
-        exclude |= seen_in_training(policy.run or policy.checkpoint, unknown.append, apart=apart)
-        for message in unknown:
-            callback.log(message)
-        count = config.evaluation.prompts if file is None or prompts is not None else sys.maxsize
-        count = len(chosen.evaluation_prompts(count))
-        check_model(config, policy.checkpoint, chosen, sampler, callback.log, learns=False)
-        callback.begin("evaluate", count * config.evaluation.samples)
-        result = evaluate_checkpoint(
-            policy.checkpoint,
-            version=policy.version,
-            task=chosen,
-            sampler=sampler,
-            prompts=count,
-            samples=config.evaluation.samples,
-            rows_at_once=config.sampler.rollouts_per_shard,
-            exclude=exclude,
-        )
-    callback.advance((result.prompts + result.excluded) * result.samples)
-    return replace(result, unknown=unknown)
+        apart = own if policy.run is not None and chosen is None and config.task == own else None
+        chosen = chosen(seed=config.seed) if isinstance(chosen, type) else chosen or config.make_task()
+        count = prompts or (sys.maxsize if file is not None else config.evaluation.prompts)
+        exclude = Seen() if exclude_ids is None else read_ids(exclude_ids)
+        (result,) = _evaluate(policy, config, [(chosen, count, apart)], exclude, callback or NullCallback())
+        return replace(result, suite="", settings=result.settings if temperature != 1 or top_p != 1 else {})
+
+
+def evaluate_suites(
+    model: str | Path,
+    suites: Sequence[Mapping[str, Any] | str] | None = None,
+    *,
+    exclude_ids: str | Path | None = None,
+    callback: ProgressCallback | None = None,
+) -> dict[str, Evaluation]:
+    """Evaluate a model, a checkpoint or a run's newest checkpoint on several suites; results by their names.
+
+    A suite is a table of settings as in `[[evaluation.suite]]`, or the name of one of the run's own. Without `suites`,
+    all of the run's own are evaluated. Nothing is written.
+    """
+    wanted = [one for one in suites or () if not isinstance(one, str)]
+    task = next((str(one["task"]) for one in wanted if one.get("task")), "jsonl" if wanted else None)
+    policy = _policy(str(model), task)
+    own = {suite.label: suite.model_dump(mode="json") for suite in policy.config.evaluation.suite}
+    for name in [one for one in suites or () if isinstance(one, str) and one not in own]:
+        known = nearest(name, own) if own else "it has none"
+        raise ConfigError(f"{model} has no suite {name!r}; {known}")
+    tables = list(own.values()) if suites is None else [own[one] if isinstance(one, str) else one for one in suites]
+    if not tables:
+        raise ConfigError(f"{model} has no suites: pass some, or add [[evaluation.suite]] to its config")
+    config = _with_suites(policy.config, None, {}, tables)
+    chosen: list[tuple[Task, int, TaskSection | None]] = []
+    for suite in config.evaluation.suite:
+        is_own = policy.run is not None and not suite.file and not suite.task and not suite.options
+        count = suite.prompts or (sys.maxsize if suite.file else config.evaluation.prompts)
+        chosen.append((config.make_suite(suite), count, config.task if is_own else None))
+    exclude = Seen() if exclude_ids is None else read_ids(exclude_ids)
+    results = _evaluate(policy, config, chosen, exclude, callback or NullCallback())
+    return {result.suite: result for result in results}
+
+
+def _evaluate(
+    policy: _Policy,
+    config: RunConfig,
+    tasks: Sequence[tuple[Task, int, TaskSection | None]],
+    exclude: Seen,
+    callback: ProgressCallback,
+) -> list[Evaluation]:
+    """Evaluate on the suites of a config; `tasks`: of each its task, number of prompts, and what held it out."""
+    check_sampling_memory(config.model, config.sampler.engine, str(policy.checkpoint))
+    results: list[Evaluation] = []
+    with contextlib.closing(make_sampler(config)) as sampler, contextlib.ExitStack() as opened:
+        for suite, (task, prompts, apart) in zip(config.evaluation.suite, tasks, strict=True):
+            opened.callback(task.verifier.close)
+            unknown: list[str] = []
+            seen = exclude | seen_in_training(policy.run or policy.checkpoint, unknown.append, apart=apart)
+            for message in unknown if not results else ():
+                callback.log(message)
+            count = len(task.evaluation_prompts(prompts))
+            if not results:
+                check_model(config, policy.checkpoint, task, sampler, callback.log, learns=False)
+            callback.begin("evaluate", count * suite.responses)
+            result = evaluate_suite(
+                suite,
+                policy.checkpoint,
+                version=policy.version,
+                task=task,
+                sampler=sampler,
+                prompts=count,
+                exclude=seen,
+                rows_at_once=config.sampler.rollouts_per_shard,
+            )
+            callback.advance((result.prompts + result.excluded) * result.samples)
+            results.append(replace(result, unknown=unknown))
+    return results
 
 
 class _Policy(NamedTuple):
@@ -237,26 +353,20 @@ def _policy(name: str, task: str | None) -> _Policy:
     run = path.resolve().parent.parent
     if (path / "state.json").is_file() and (run / "config.resolved.json").is_file():
         return _Policy(path, checkpoints.read_state(path)["version"], read_config(run), run)
+    name = embedded_policy(name) or name
     if task is None and name not in embedded_policies():
         raise TaskError(f"{name} is no run directory: name the task to evaluate it on, as in --task arithmetic")
     config = make_config({"model": {"path": name}, "task": {"name": task or name}})
     return _Policy(Path(resolve_model(name)), 0, config, None)
 
 
-def _form_of(task: TaskSection) -> dict[str, Any]:
-    """How a run's task makes prompts of rows, where it does: another file is read in the same way."""
-    form = ("problem_field", "answer_field", "id_field", "template", "chat", "system", "verifier", "verifier_options")
-    return {key: task.options[key] for key in form if task.name in ("jsonl", "hf") and key in task.options}
-
-
-def _with_settings(
-    config: RunConfig, task: str | None, options: Mapping[str, Any] | None, sizes: Mapping[str, int | None]
+def _with_suites(
+    config: RunConfig, task: str | None, options: Mapping[str, Any] | None, suites: Sequence[Mapping[str, Any]]
 ) -> RunConfig:
+    """The config with another task or options of it, and with these suites."""
     record = config.model_dump(mode="json")
     if task is not None and task != config.task.name:
         record["task"] = {"name": task, "options": {}}
     record["task"]["options"] |= dict(options or {})
-    for key, value in sizes.items():
-        if value is not None:
-            set_dotted(record, key, value)
+    record["evaluation"]["suite"] = [dict(suite) for suite in suites]
     return make_config(record, source="evaluate")

@@ -48,6 +48,7 @@ class Reward:
     value: float
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     error: str = ""
+    traceback: str = field(default="", compare=False, repr=False)  # of a judge that raised; not stored
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,8 @@ def test_a_model_is_evaluated_on_the_task_that_is_named(tiny_run: RunConfig, tmp
     assert (other.task, other.prompts, other.accuracy.value) == ("rows", 2, 0)
 
 
-PUBLIC = ["RunConfig", "RunResult", "evaluate", "generate", "learn", "load_config", "make_config", "report", "run"]
+PUBLIC = ["RunConfig", "RunResult", "evaluate", "evaluate_suites", "generate", "learn", "load_config", "make_config"]
+PUBLIC += ["objective", "report", "run", "train"]
 
 
 def test_the_package_shows_its_public_interface_and_nothing_else() -> None:

@@ -32,9 +32,9 @@ def probe(
     """Measure update norms, rewards, speed, memory and disk use in a short run."""
     checked = read_config_file(config, settings)
     from stalewise.api import run
-    from stalewise.cli.progress import watching
     from stalewise.cli.tables import print_probe
     from stalewise.planning.probe import probe
+    from stalewise.reporting.progress import watching
 
     with watching() as callback:
         result = probe(checked, train=run, updates=updates, callback=callback)
@@ -58,10 +58,10 @@ def sweep(
 ) -> None:
     """Find the staleness and learning rates at which runs collapse, and fit the law."""
     checked = read_config_file(config, settings)
-    from stalewise.cli.progress import watching
     from stalewise.cli.tables import print_sweep
     from stalewise.planning.calibration import CollapseRule
     from stalewise.planning.sweep import sweep
+    from stalewise.reporting.progress import watching
 
     with watching() as callback:
         result = sweep(

@@ -62,6 +62,23 @@ def watch(
 
 
 @app.command()
+def flips(
+    run: RunDirectory,
+    before: Annotated[int | None, typer.Option(help="Version; default: the first that was evaluated.")] = None,
+    after: Annotated[int | None, typer.Option(help="Version; default: the last that was evaluated.")] = None,
+    suite: Annotated[str, typer.Option(help="Suite; default: the run's own evaluation.")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show which held-out prompts one version solves and another does not."""
+    _check_runs(run)
+    from stalewise.cli.tables import print_flips
+    from stalewise.reporting.compare import flips
+
+    record = flips(run, before, after, suite)
+    print_json(record) if as_json else print_flips(record)
+
+
+@app.command()
 def compare(
     runs: Annotated[list[Path] | None, typer.Argument(help="Two run directories: A, then B.")] = None,
     a: Annotated[list[Path] | None, typer.Option("--a", help="A run of side A; repeat for each seed.")] = None,

@@ -22,6 +22,7 @@ from stalewise.reporting.compare import RunComparison
 from stalewise.reporting.inspection import visible
 from stalewise.reporting.status import RunPhase, RunStatus
 from stalewise.reporting.summary import count_noun, format_interval, format_value
+from stalewise.reporting.trackers import measures_of
 from stalewise.statistics import format_duration
 
 WIDE = 200  # columns if stdout is not a terminal, so that scripts get whole cells
@@ -70,18 +71,20 @@ def print_result(result: RunResult, as_json: bool) -> None:
     """Evaluations, times and directory of a run."""
     if as_json:
         record = {"updates": result.updates, "evaluations": result.evaluations, "seconds": result.seconds}
+        record |= {"unscored": result.unscored, "suites": result.suites}
         print(json.dumps({"directory": str(result.directory), **record}))
         return
+    if result.suites:
+        print_lines(suite_table(list(result.suites.values())))
+    if result.unscored:
+        print_lines(f"{result.unscored:.1%} of the rollouts could not be scored and were left out")
     print_lines(*_accuracies(result.evaluations), _seconds(result.seconds), str(result.directory))
 
 
 def print_evaluation(result: Any) -> None:
     """avg@k and pass@k of one policy."""
-    record = asdict(result)
     table = make_table(("measure", "value", "95% interval"), left=("measure",))
-    measures = {f"avg@{result.samples}": record["accuracy"]}
-    measures |= {f"pass@{k}": value for k, value in record["pass_at"].items()}
-    for name, measure in measures.items():
+    for name, measure in measures_of(asdict(result)).items():
         table.add_row(name, f"{measure['value']:.3f}", f"{measure['low']:.3f} – {measure['high']:.3f}")
     print_lines(
         f"{result.task}, version {result.version}: {result.prompts} prompts, {result.samples} samples each",
@@ -100,6 +103,41 @@ def print_evaluation(result: Any) -> None:
             f"{result.unmatched} gold answer(s) are not accepted as an answer, since only a part is read: {names}"
         )
     print_lines(*_unparsed(result.unparsed, result.unparsed_examples))
+
+
+def suite_table(records: Sequence[Mapping[str, Any]]) -> Table:
+    """Evaluations on several suites, one row each."""
+    columns = ("suite", "version", "prompts", "k", "avg@k", "pass@k", "majority@k", "truncated", "left out")
+    table = make_table(columns, left=("suite",))
+    for one in records:
+        passed, majority = list(one["pass_at"].values())[-1], one.get("majority")
+        table.add_row(
+            Text(visible(one["suite"])),
+            *(str(one[key]) for key in ("version", "prompts", "samples")),
+            *(format_interval(interval) for interval in (one["accuracy"], passed)),
+            format_interval(majority) if majority else "–",
+            f"{one['truncated_fraction']:.1%}",
+            str(one.get("excluded", 0)),
+        )
+    return table
+
+
+def print_flips(record: Mapping[str, Any]) -> None:
+    """Which prompts were solved by one version and not by the other."""
+    before, after = record["before"], record["after"]
+    counts = f"{len(record['gained'])} gained, {len(record['lost'])} lost, {record['same']} as before"
+    name = f"{visible(record['suite'])}: " if record["suite"] else ""
+    print_lines(
+        f"{name}version {before} → {after}, {record['prompts']} prompts: {counts} (p = {record['p_value']:.3g})"
+    )
+    for which in ("gained", "lost"):
+        if record[which]:
+            table = make_table((which, f"score of {before}", f"score of {after}", "prompt"), left=(which, "prompt"))
+            for one in record[which]:
+                text = one["text"] if one["text"] is not None else "unknown"
+                scores = (f"{one[key]:.2f}" for key in ("score_before", "score_after"))
+                table.add_row(Text(visible(one["prompt_id"])), *scores, Text(visible(text)[:100]))
+            print_lines(table)
 
 
 def _unparsed(count: int, examples: Sequence[Mapping[str, str]]) -> list[str]:

@@ -30,7 +30,7 @@ def demo(
 ) -> None:
     """Train the embedded policy in minutes: GRPO against two methods that use a few large stages."""
     from stalewise.cli.demo import main as run_demo
-    from stalewise.cli.progress import watching
+    from stalewise.reporting.progress import watching
 
     with watching() as callback:
         run_demo(as_json=as_json, runs=runs, callback=callback)
@@ -64,9 +64,9 @@ def train(config: ConfigFile, settings: Settings = None, as_json: AsJson = False
 
 
 def _run_and_print(config: RunConfig, train: Callable[[ProgressCallback], RunResult], as_json: bool) -> None:
-    from stalewise.cli.progress import watching
     from stalewise.cli.tables import print_result
     from stalewise.orchestrator.ranks import join_ranks
+    from stalewise.reporting.progress import watching
 
     # Before the trackers, which would start torch.distributed themselves.
     is_first = join_ranks(config.model.device).is_first
@@ -96,7 +96,7 @@ def generate(
         return _work(config, worker, ray, once, settings, as_json)
     checked = read_config_file(Path(config), settings)
     from stalewise.api import generate
-    from stalewise.cli.progress import watching
+    from stalewise.reporting.progress import watching
     from stalewise.store.manifest import manifest_record
 
     with watching(checked) as callback:
@@ -131,37 +131,44 @@ def learn(
 @app.command(name="eval")
 def evaluate(
     model_or_run: Annotated[str, typer.Argument(help="Run directory, checkpoint, model directory or hub name.")],
-    task: Annotated[str | None, typer.Option(help="Task to evaluate on; default: the run's own.")] = None,
-    file: Annotated[Path | None, typer.Option(help="JSONL file to evaluate on instead, with all its rows.")] = None,
+    task: Annotated[list[str] | None, typer.Option(help="Task to evaluate on; default: the run's own.")] = None,
+    file: Annotated[list[Path] | None, typer.Option(help="JSONL file to evaluate on instead, all rows.")] = None,
+    suite: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Suite of the run; all: each.")] = None,
     option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the task.")] = None,
     exclude_ids: Annotated[Path | None, typer.Option(help="Ids to leave out, one per line or in JSON.")] = None,
     prompts: Annotated[int | None, typer.Option(min=1, help="Held-out prompts; default: all of a file.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Responses per prompt.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Largest number of tokens per response.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0: greedy.")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=1e-6, max=1, help="Nucleus sampling.")] = 1.0,
     as_json: AsJson = False,
 ) -> None:
-    """Measure avg@k and pass@k on held-out prompts, with intervals; prompts used in training are left out."""
-    from stalewise.api import evaluate
-    from stalewise.cli.progress import watching
-    from stalewise.cli.tables import print_evaluation
+    """Measure avg@k, pass@k and majority@k on held-out prompts, with intervals; tasks and files may be repeated."""
+    from stalewise import api
+    from stalewise.cli.tables import print_evaluation, print_lines, suite_table
+    from stalewise.reporting.progress import watching
 
     if wrong := [text for text in option or () if "=" not in text]:
         raise ConfigError(f"--option {wrong[0]}: expected key=value, as in path=test.jsonl")
-    if file is not None and task is not None:
-        raise ConfigError("--file and --task both choose the prompts: give one of them")
+    options, tasks, files, suites = overrides(option), task or [], file or [], suite or []
+    sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
+    sampling |= {"samples": samples}
     with watching() as callback:
-        result = evaluate(
-            model_or_run,
-            task=task,
-            file=file,
-            options=overrides(option),
-            exclude_ids=exclude_ids,
-            prompts=prompts,
-            samples=samples,
-            max_new_tokens=max_new_tokens,
-            callback=callback,
-        )
-    print_json(result.record()) if as_json else print_evaluation(result)
+        common: dict[str, Any] = {"exclude_ids": exclude_ids, "callback": callback}
+        if len(tasks) + len(files) + len(suites) <= 1 and not suites:
+            one = {"task": tasks[0] if tasks else None, "file": files[0] if files else None, "options": options}
+            alone = api.evaluate(model_or_run, prompts=prompts, **one, **sampling, **common)
+            results: dict[str, Any] = {}
+        else:
+            alone = None
+            given = {**sampling, "options": options, "prompts": prompts or 0}
+            tables = [{"task": name, **given} for name in tasks] + [{"file": str(path), **given} for path in files]
+            named = None if "all" in suites and not tables else [name for name in suites if name != "all"]
+            results = api.evaluate_suites(model_or_run, None if named is None else [*named, *tables], **common)
+    if alone is not None:
+        return print_json(alone.record()) if as_json else print_evaluation(alone)
+    records = [one.record() for one in results.values()]
+    print_json(records) if as_json else print_lines(suite_table(records))
 
 
 @app.command()
@@ -189,17 +196,21 @@ def inspect(
 
 @app.command()
 def doctor(
-    config: Annotated[Path | None, typer.Argument(help="Config to check; default: the built-in one.")] = None,
+    config: Annotated[Path | None, typer.Argument(help="Config or run directory; default: built in.")] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
     """Check a config on this machine. Exit status 1 if a check fails."""
     from stalewise.cli.tables import print_checks
     from stalewise.config import RunConfig
+    from stalewise.config.run_directory import read_config
 
     checked, problem = RunConfig(), ""
     try:
-        checked = read_config_file(config, settings) if config is not None else checked
+        if config is not None and config.is_dir():
+            checked = read_config(config)
+        elif config is not None:
+            checked = read_config_file(config, settings)
     except ConfigError as error:
         problem = str(error)
     if not print_checks(checked, problem, as_json):
@@ -208,7 +219,7 @@ def doctor(
 
 def _work(source: str, worker: str | None, ray: int | None, once: bool, settings: Any, as_json: bool) -> None:
     """Work until the run is complete, or with `once` until nothing is requested."""
-    from stalewise.cli.progress import watching
+    from stalewise.reporting.progress import watching
 
     # Exit normally, so that the worker signs off and others need not wait for its heartbeat to expire.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))

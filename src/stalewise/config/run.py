@@ -12,11 +12,14 @@ from pydantic.fields import FieldInfo
 
 from stalewise.config import sections
 from stalewise.config.schedule_sections import GuardSection, PlanSection, ScheduleSection, with_recipe
-from stalewise.config.sections import SamplerSection, Section
+from stalewise.config.sections import LEAST_VLLM_TEMPERATURE, SamplerSection, Section
 from stalewise.errors import ConfigError, nearest
 from stalewise.store.atomic import write_json_atomic
+from stalewise.tasks import Task, make_evaluation_file, make_task
 
 FORMAT = "stalewise.run/1"
+HERE = "{run}"  # stands for the run directory, wherever it is
+_FILES = ("path", "evaluation_path")  # of the model and of the task's options
 
 
 class RunConfig(Section):
@@ -62,6 +65,9 @@ class RunConfig(Section):
                 f'guard.action is "{self.guard.action}", but after a rollback of a pipelined run the policies that '
                 'generated ahead are gone: use "halve" or "stop"'
             )
+        least = LEAST_VLLM_TEMPERATURE if self.sampler.engine != "hf" else 0.0
+        if low := [suite.label for suite in self.evaluation.suite if 0 < suite.temperature < least]:
+            yield f"evaluation.suite {low[0]}: vLLM samples at no temperature below {least}, except 0 (greedy)"
         if self.learner.parallel == "sharded" and self.model.trains_adapters:
             yield 'learner.parallel is "sharded", but adapters need "replicated": change one of the two'
         if self.sampler.rollouts_per_shard % self.batch.group_size:
@@ -75,6 +81,18 @@ class RunConfig(Section):
         """The run's directory."""
         return Path(self.runs) / self.name
 
+    def make_task(self) -> Task:
+        """The task of this config."""
+        return make_task(self.task.name, seed=self.seed, **self.task.options)
+
+    def make_suite(self, suite: sections.SuiteSection) -> Task:
+        """The prompts and the verifier of a suite; the run's own where it names neither a task nor a file."""
+        if suite.file:
+            return make_evaluation_file(suite.file, **{**self.task.form, **suite.options})
+        if suite.task:
+            return make_task(suite.task, seed=self.seed, **suite.options)
+        return make_task(self.task.name, seed=self.seed, **{**self.task.options, **suite.options})
+
     def identity(self) -> dict[str, Any]:
         """The settings that must stay the same when a run is resumed; see `identity_of`."""
         return identity_of(self.model_dump(mode="json"))
@@ -85,13 +103,38 @@ def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
     Free to change: directories, trackers, what is recorded or checked, engines (each rollout records its own), devices.
     """
+    record = with_moved_files(record, HERE)
     free = ("format", "name", "runs", "trackers", "plan", "workers", "storage")
     engines = ("engine", *get_args(SamplerSection.model_fields["engine"].annotation))  # and each engine's table
     return {
         **_without(record, free),
         "model": _without(record.get("model", {}), ("check",)),
+        "task": _without(record["task"], ("max_unscored",)),
+        "evaluation": _without(record.get("evaluation", {}), ("suite",)),
         "sampler": _without(record.get("sampler", {}), engines),
         "learner": _without(record.get("learner", {}), ("record_tokens", "parallel", "keep_activations", "offload")),
+    }
+
+
+def with_moved_files(record: Mapping[str, Any], directory: str) -> dict[str, Any]:
+    """A resolved config whose files in the run directory (`stalewise.train` writes some) lie in `directory` instead.
+
+    >>> record = {"runs": "runs", "name": "a", "model": {"path": "runs/a/model-1"}, "task": {"options": {"path": "b"}}}
+    >>> with_moved_files(record, "copied")["model"], with_moved_files(record, "copied")["task"]
+    ({'path': 'copied/model-1'}, {'options': {'path': 'b'}})
+    """
+    before = str(Path(str(record.get("runs", "runs"))) / str(record.get("name", "run"))) + "/"
+    written = (f"{before}data/", f"{before}model-")  # not checkpoints, from which another run may have started
+
+    def moved(table: Mapping[str, Any]) -> dict[str, Any]:
+        inside = (key for key in _FILES if isinstance(table.get(key), str) and table[key].startswith(written))
+        return {**table, **{key: f"{directory}/{table[key].removeprefix(before)}" for key in inside}}
+
+    task = record.get("task", {})
+    return {
+        **record,
+        "model": moved(record.get("model", {})),
+        "task": {**task, "options": moved(task.get("options", {}))},
     }
 
 
@@ -168,8 +211,9 @@ def _explain(problem: Any) -> str:
     key = ".".join(map(str, problem["loc"])) or "the whole"
     if problem["type"] == "extra_forbidden":
         model: Any = RunConfig
-        for section in problem["loc"][:-1]:
-            model = model.model_fields[str(section)].annotation
+        for section in [name for name in problem["loc"][:-1] if isinstance(name, str)]:  # not places in a list
+            model = model.model_fields[section].annotation
+            model = next(iter(get_args(model)), model)
         return f"{key} is no setting; {nearest(str(problem['loc'][-1]), model.model_fields)}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":

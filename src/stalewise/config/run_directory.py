@@ -11,15 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from stalewise import __version__
-from stalewise.config.run import FORMAT, RunConfig, identity_of, make_config
+from stalewise.config.run import FORMAT, HERE, RunConfig, identity_of, make_config, with_moved_files
 from stalewise.errors import StoreError
 from stalewise.store.atomic import read_json, read_jsonl
+from stalewise.store.checkpoints import checkpoint_directory, versions
+from stalewise.store.manifest import batch_directories, is_committed, read_batch_manifest
 
 RESOLVED = "config.resolved.json"
 # Files of a directory that `stalewise export` makes: the record that identifies it, and the run's settings.
 EXPORT_FORMAT = "stalewise.export/1"
 EXPORT_RECORD = "stalewise.json"
 EXPORT_CONFIG = "training_config.toml"
+# Settings that stand for objects of a program.
+_OF_PROGRAMS = {
+    "task.options.verifier_options.function": "reward function (the run's own is in python/reward.py)",
+    "task.options.path": "data set (the run's own is in data/)",
+    "task.options.evaluation_path": "evaluation data set (the run's own is in data/)",
+    "task.options.task": "task (the run's own is in python/task.py)",
+    "objective.name": "objective (the run's own is in python/objective.py)",
+    "model.path": "model",
+}
+_WAY_ON = "restore it to continue, or choose another name=… for a new run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +48,23 @@ class RunResult:
         """Held-out accuracy of the final policy."""
         return self.evaluations[-1]["accuracy"]["value"]
 
+    @property
+    def suites(self) -> dict[str, dict[str, Any]]:
+        """The last evaluation on each suite, by its name: records of suites.jsonl."""
+        return {record["suite"]: record for record in read_jsonl(self.directory / "suites.jsonl")}
+
+    @property
+    def unscored(self) -> float:
+        """Fraction of the rollouts that could not be scored and were left out; 0 where there are none."""
+        batches = filter(is_committed, batch_directories(self.directory / "rollouts"))
+        manifests = [read_batch_manifest(batch) for batch in batches]
+        return sum(one.verifier_errors for one in manifests) / (sum(one.rows for one in manifests) or 1)
+
+    @property
+    def checkpoint(self) -> Path:
+        """The directory of the final policy, which transformers loads."""
+        return checkpoint_directory(self.directory, self.updates)
+
 
 def read_result(directory: Path, updates: int) -> RunResult:
     """Read the result of a finished run from its directory."""
@@ -50,7 +79,7 @@ def read_config(directory: str | Path) -> RunConfig:
     """The config of a run directory."""
     record = read_resolved(directory)
     del record["format"]
-    return make_config(record, source=str(Path(directory) / RESOLVED))
+    return make_config(with_moved_files(record, str(Path(directory))), source=str(Path(directory) / RESOLVED))
 
 
 def read_resolved(directory: str | Path) -> dict[str, Any]:
@@ -80,11 +109,34 @@ def check_identity(config: RunConfig) -> None:
         raise StoreError(f"{path} has format {written}; this release reads {FORMAT}: choose another name")
     if not is_started(config.directory):
         return  # after a failed start, e.g. with a wrong model path, the config may still change
-    if differences := identity_differences(config, recorded):
+    differences = identity_differences(config, recorded)
+    if differences and not reward_was_repaired(config):
+        if changed := _changed_in_program(differences):
+            raise StoreError(f"{config.directory} was begun with {changed}: {_WAY_ON}")
         raise StoreError(
             f"{config.directory} belongs to another config ({'; '.join(differences[:3])}): choose another name, "
             "or delete the directory to start anew"
         )
+
+
+def reward_was_repaired(config: RunConfig) -> bool:
+    """Whether a run that has no rollouts yet differs from this config in its verifier alone.
+
+    That is so after a reward that failed: it is repaired under the same name, and only evaluations are made again.
+    """
+    directory = config.directory
+    path = directory / "config.resolved.json"
+    if not path.is_file() or any((directory / "rollouts").glob("[!.]*")) or versions(directory) != [0]:
+        return False
+    differences = identity_differences(config, read_json(path))
+    return bool(differences) and all(text.startswith("task.options.verifier") for text in differences)
+
+
+def _changed_in_program(differences: list[str]) -> str:
+    """Which object of a program differs from that of the run, if nothing else does; see `stalewise.train`."""
+    keys = {text.partition(" ")[0] for text in differences if "@" in text or HERE in text}
+    found = [what for key, what in _OF_PROGRAMS.items() if key in keys]
+    return f"another {' and another '.join(found)}" if len(found) == len(differences) else ""
 
 
 def identity_differences(config: RunConfig, recorded: dict[str, Any], but: Container[str] = ()) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
@@ -21,6 +22,12 @@ SET_BY_US = frozenset(
 )
 # Parts of the names of client arguments that hold secrets, which a run directory must not keep.
 _SECRETS = ("secret", "password", "token", "key", "credential", "connection_string")
+
+# Options of tasks over rows that say how a row becomes a prompt and is scored.
+_FORM = (
+    *("problem_field", "answer_field", "id_field", "template", "chat", "system", "prefill", "few_shot"),
+    *("chat_template_kwargs", "verifier", "verifier_options"),
+)
 
 
 class Section(BaseModel):
@@ -87,6 +94,14 @@ class TaskSection(Section):
 
     name: str = Field(default="arithmetic", description="arithmetic[-steps|-chat], jsonl, hf or gym; docs/tasks.md.")
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the task; docs/tasks.md lists them.")
+    max_unscored: float = Field(
+        default=0.2, ge=0, le=1, description="Stop when more than this fraction of responses could not be scored."
+    )
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """How the task makes prompts of rows, where it does: another file is read in the same way."""
+        return {key: self.options[key] for key in _FORM if self.name in ("jsonl", "hf") and key in self.options}
 
 
 class BatchSection(Section):
@@ -265,12 +280,53 @@ class CheckpointSection(Section):
     keep: int = Field(default=2, ge=1, description="Newest checkpoints to keep; the final one is always kept.")
 
 
+class SuiteSection(Section):
+    """One [[evaluation.suite]]: a held-out set with its own sampling; docs/evaluation.md."""
+
+    name: str = Field(default="", description="Name in tables; default: the task, or the file without its ending.")
+    task: str = Field(default="", description="A task, as in task.name; default: the run's own.")
+    file: str = Field(default="", description="JSONL file to evaluate on instead, in the form of the run's rows.")
+    options: dict[str, Any] = Field(default_factory=dict, description="Options of the task or the file.")
+    prompts: int = Field(default=0, ge=0, description="Prompts; 0: all of a file, evaluation.prompts of a task.")
+    samples: int | None = Field(default=None, ge=1, description="Responses per prompt; default: 4, or 1 if greedy.")
+    temperature: float = Field(default=1.0, ge=0, description="Sampling temperature; 0: greedy.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling.")
+    max_new_tokens: int | None = Field(default=None, ge=1, description="Limit; default: sampler.max_new_tokens.")
+    every: int = Field(default=0, ge=0, description="Updates between evaluations; 0: only at the start and the end.")
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.task and self.file:
+            yield "task and file both choose the prompts: give one of them"
+        if self.temperature == 0 and (self.samples or 1) > 1:
+            yield f"samples is {self.samples}, but greedy responses (temperature = 0) are all the same: remove one"
+        if self.temperature == 0 and self.top_p < 1:
+            yield "top_p has no meaning at temperature 0: remove it"
+
+    @property
+    def label(self) -> str:
+        """Its name in tables."""
+        return self.name or self.task or (PurePath(self.file).stem if self.file else "own task")
+
+    @property
+    def responses(self) -> int:
+        """Responses per prompt."""
+        return self.samples or (1 if self.temperature == 0 else 4)
+
+
 class EvaluationSection(Section):
     """How held-out accuracy is measured."""
 
     every: int = Field(default=0, ge=0, description="Updates between evaluations; 0: only at the start and the end.")
     prompts: int = Field(default=128, ge=1, description="Held-out prompts.")
     samples: int = Field(default=4, ge=1, description="Sampled responses per prompt, at temperature 1.")
+    suite: list[SuiteSection] = Field(
+        default_factory=list[SuiteSection], description="Further held-out sets, each a [[evaluation.suite]]."
+    )
+
+    def _contradictions(self) -> Iterator[str]:
+        labels = [suite.label for suite in self.suite]
+        if twice := next((label for label in labels if labels.count(label) > 1), ""):
+            yield f"two suites are called {twice!r}: give each a name"
 
 
 class WorkersSection(Section):

@@ -71,6 +71,9 @@ def _settings(prefix: str, model: type[BaseModel], suggested: dict[str, Any]) ->
 
 def _setting(prefix: str, key: str, field: FieldInfo, suggested: dict[str, Any]) -> list[str]:
     default = field.get_default(call_default_factory=True)
+    item = next(iter(get_args(field.annotation)), None)
+    if isinstance(item, type) and issubclass(item, BaseModel):  # a list of tables, which `key = []` would close
+        return [f"# {field.description}", f"# {key} = []  # settings of each: {', '.join(item.model_fields)}"]
     value = suggested.get(prefix + key, default)
     assert value is not PydanticUndefined, f"{prefix}{key} has no default"
     choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()

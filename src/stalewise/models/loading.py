@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,20 @@ def embedded_policies() -> list[str]:
     return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
 
 
+def embedded_policy(path: str) -> str:
+    """The name of an embedded policy, written with or without `embedded:`; empty if it is none."""
+    name = path.removeprefix("embedded:")
+    if name != path and name not in embedded_policies():
+        raise ModelError(f"there is no embedded policy {name!r}; {nearest(name, embedded_policies())}")
+    return name if name in embedded_policies() else ""
+
+
 def resolve_model(path: str, task: str = "") -> str:
     """The directory or hub name of `model.path`; `auto` is the embedded policy of the task."""
     if path == "auto" and task not in embedded_policies():
         raise ModelError(f'task {task} has no embedded policy: set model.path = "a directory or a hub name"')
-    if path == "auto" or path in embedded_policies():
-        return str(EMBEDDED / (task if path == "auto" else path))
+    if name := task if path == "auto" else embedded_policy(path):
+        return str(EMBEDDED / name)
     if path == SMOLLM2:
         return str(smollm2_directory())
     if is_gguf(path):
@@ -230,12 +239,36 @@ def encode_prompts(prompts: list[Prompt], tokenizer: Any) -> list[list[int]]:
     return encoded
 
 
+def describe_prompt(prompt_ids: Sequence[int], tokenizer: Any) -> str:
+    """What the policy sees: the text of the tokens, with special tokens in «»."""
+    special, text, plain = set(tokenizer.all_special_ids), "", list[int]()
+    special |= {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    for token in [*prompt_ids, None]:
+        if token is not None and token not in special:
+            plain.append(token)
+            continue
+        text += tokenizer.decode(plain, skip_special_tokens=False, clean_up_tokenization_spaces=False) if plain else ""
+        text += "" if token is None else f"«{tokenizer.convert_ids_to_tokens(token)}»"
+        plain = []
+    return text
+
+
 def _chat_text(prompt: Prompt, tokenizer: Any) -> str:
     """The prompt within the chat template, and its prefill, if any."""
     system = [{"role": "system", "content": prompt.metadata["system"]}] if "system" in prompt.metadata else []
-    messages = [*system, {"role": "user", "content": prompt.text}]
+    history, variables = (
+        json.loads(prompt.metadata.get(key, "[]")) for key in ("history", "template")
+    )  # a list, a table
+    messages = [*system, *history, {"role": "user", "content": prompt.text}]
+    if unused := [name for name in variables if name not in str(tokenizer.chat_template)]:
+        raise ModelError(
+            f"the chat template of {tokenizer.name_or_path} has no variable {unused[0]}, so chat_template_kwargs would "
+            "change nothing: correct the name, or leave it out"
+        )
     try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **dict(variables)
+        )
     except (TemplateError, TypeError, ValueError) as error:  # templates are programs that may refuse or fail
         remedy = "leave out the task's option system, or use" if "system" in prompt.metadata else "use"
         raise ModelError(

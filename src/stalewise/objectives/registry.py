@@ -6,7 +6,11 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import torch
+from torch import Tensor
 
 from stalewise.errors import nearest
 from stalewise.objectives import surrogates
@@ -44,6 +48,7 @@ class Objective:
     advantage: AdvantageKind = "group"
     drops_degenerate_groups: bool = False
     constant_denominator: bool = False
+    is_custom: bool = False  # registered by a program
 
     def parameters(self) -> dict[str, tuple[Any, Any]]:
         """Type and default of each parameter, from the function's signature."""
@@ -74,7 +79,8 @@ class Objective:
     def second_pass(self, tokens: Tokens, batch: Mergeable | None, settings: Settings) -> TokenLoss:
         """Phase two on one micro-batch, given the merged results of phase one."""
         self._check_proximal(tokens)
-        return self.token_loss(tokens, batch, **settings)
+        result = self.token_loss(tokens, batch, **settings)
+        return _checked_loss(result, tokens, self.name) if self.is_custom else result
 
     def _check_proximal(self, tokens: Tokens) -> None:
         if self.needs_proximal and tokens.proximal_logp_BT is None:
@@ -137,8 +143,65 @@ _ROWS = (
 OBJECTIVES: Mapping[str, Objective] = {row.name: row for row in _ROWS}
 
 
+_CUSTOM: dict[str, Objective] = {}
+
+
 def get_objective(name: str) -> Objective:
-    """The objective with this name; an unknown name is a ValueError that lists similar ones."""
-    if name not in OBJECTIVES:
-        raise ValueError(f"no objective is called {name!r}; {nearest(name, OBJECTIVES)}")
-    return OBJECTIVES[name]
+    """The objective with this name; an unknown name is a ValueError that lists similar ones.
+
+    A name may carry the fingerprint of a program's function, as in `mine@0123456789ab`, which is not compared here.
+    """
+    plain = name.partition("@")[0]
+    known = {**_CUSTOM, **OBJECTIVES}
+    if plain not in known:
+        where = " in this program: register it with @stalewise.objective, then start the run" if "@" in name else ""
+        raise ValueError(f"no objective is called {plain!r}{where}; {nearest(plain, known)}")
+    return known[plain]
+
+
+def register_objective(function: Callable[..., Any] | None = None, *, name: str = "", **prescribed: Any) -> Any:
+    """Register a function `(tokens, batch, *, parameters)` as an objective; a decorator, with or without arguments.
+
+        @stalewise.objective
+        def reinforce(tokens, batch, *, scale: float = 1.0):
+            return -scale * tokens.advantage_BT * tokens.logp_BT
+
+    It returns the loss of each token [B, T], unreduced, or a `TokenLoss` that also says which tokens were clipped. The
+    parameters are keyword-only numbers with defaults. `prescribed` are fields of `Objective`, such as
+    `reduction="sequence"` or `advantage="mean"`. The name is that of the function. Registering it again replaces it; a
+    built-in objective cannot be replaced.
+    """
+    if function is None:
+        return partial(register_objective, name=name, **prescribed)
+    own = name or function.__name__
+    if not own.isidentifier() or own in OBJECTIVES:
+        raise ValueError(f"{own!r} cannot name an objective: {'it is built in' if own in OBJECTIVES else 'no name'}")
+    if unknown := sorted(prescribed.keys() - set(Objective.__dataclass_fields__)):
+        raise ValueError(
+            f"an objective has no field {unknown[0]!r}; {nearest(unknown[0], Objective.__dataclass_fields__)}"
+        )
+    made = Objective(name=own, token_loss=function, is_custom=True, **prescribed)
+    try:
+        made.settings()
+    except KeyError as error:
+        raise ValueError(f"objective {own}: annotate its parameter {error}, as in beta: float = 0.1") from None
+    if without := [key for key, (_, default) in made.parameters().items() if default is inspect.Parameter.empty]:
+        raise ValueError(f"objective {own}: its parameter {without[0]!r} needs a default")
+    _CUSTOM[own] = made
+    vars(function)["objective_name"] = own
+    return function
+
+
+def _checked_loss(result: Any, tokens: Tokens, name: str) -> TokenLoss:
+    """What a program's objective returned, as a TokenLoss; it must have one loss per token, with a gradient."""
+    if not isinstance(result, TokenLoss):
+        if not isinstance(result, Tensor):
+            raise ValueError(f"objective {name} returned {type(result).__name__}: expected a tensor or a TokenLoss")
+        nothing = torch.zeros_like(tokens.mask_BT, dtype=torch.bool)
+        result = TokenLoss(result, nothing, nothing)
+    if result.loss_BT.shape != tokens.logp_BT.shape:
+        expected, found = list(tokens.logp_BT.shape), list(result.loss_BT.shape)
+        raise ValueError(f"objective {name} returned a loss of shape {found}: expected {expected}, one per token")
+    if tokens.logp_BT.requires_grad and not result.loss_BT.requires_grad:
+        raise ValueError(f"objective {name} returned a loss without a gradient: it must depend on tokens.logp_BT")
+    return TokenLoss(result.loss_BT * tokens.mask_BT, result.clipped_BT, result.vetoed_BT, result.trigger_BT)

@@ -83,6 +83,7 @@ class Rollbacks:
             (self.run_log.metrics_path, "update", to_version),
             (ledger_path(self.directory), "update", to_version),
             (self.run_log.evaluations_path, "version", to_version + 1),
+            (self.run_log.suites_path, "version", to_version + 1),
             (self.run_log.stages_path, "first_update", to_version),
         ):
             lines = [line for line in atomic.read_jsonl(path) if line[key] >= first]
@@ -107,7 +108,8 @@ class Rollbacks:
             checkpoints.remove_after(self.directory, last)
             self.run_log.tokens.truncate(last, keep=directory / "tokens")
             self.run_log.drop_updates(first=last)
-            atomic.truncate_jsonl(self.run_log.evaluations_path, lambda line, last=last: line["version"] <= last)
+            for path in (self.run_log.evaluations_path, self.run_log.suites_path):
+                atomic.truncate_jsonl(path, lambda line, last=last: line["version"] <= last)
             atomic.truncate_jsonl(self.run_log.stages_path, lambda line, last=last: line["first_update"] <= last)
             self.run_log.reload()
             events = [line for line in atomic.read_jsonl(self.run_log.journal_path) if line["event"] == "rollback"]

@@ -10,10 +10,10 @@ from stalewise.config import RunConfig, TaskSection, load_config
 from stalewise.config.run_directory import EXPORT_CONFIG, EXPORT_FORMAT, EXPORT_RECORD, read_config
 from stalewise.errors import StalewiseError
 from stalewise.models.gguf import is_gguf
-from stalewise.models.loading import embedded_policies
+from stalewise.models.loading import embedded_policy
 from stalewise.models.smollm2 import NAME as SMOLLM2
 from stalewise.store import atomic, batch_directories, is_committed, open_batch
-from stalewise.tasks import Seen, make_task
+from stalewise.tasks import Seen
 from stalewise.tasks.overlap import named_ids, seen
 
 Log = Callable[[str], object]
@@ -61,7 +61,8 @@ def _origins(run: Path) -> list[Path]:
     if checkpoint := sources.get("checkpoint"):
         return [Path(checkpoint)]
     model = read_config(run).model
-    paths = [path for path in (model.path, model.adapter) if path not in ("", "auto", SMOLLM2, *embedded_policies())]
+    paths = [path for path in (model.path, model.adapter) if path not in ("", "auto", SMOLLM2)]
+    paths = [path for path in paths if not embedded_policy(path)]
     return [Path(path).expanduser() for path in paths if not is_gguf(path)]
 
 
@@ -94,7 +95,7 @@ def _seen_in(directory: Path, log: Log, apart: TaskSection | None) -> Seen:
 
 
 def _training_prompts(config: RunConfig) -> Seen:
-    task = make_task(config.task.name, seed=config.seed, **config.task.options)
+    task = config.make_task()
     try:
         count = config.schedule.updates * config.batch.prompts
         return seen(task.prompts(0, count if task.size is None else min(count, task.size)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from stalewise.errors import TaskError
-from stalewise.rollout.generate import sample_for_evaluation
+from stalewise.rollout.generate import ScoreCheck, sample_for_evaluation
 from stalewise.rollout.sampler import Sampler
 from stalewise.statistics import Interval, bootstrap
-from stalewise.tasks import Seen, Task, count_errors
+from stalewise.tasks import Seen, Task, Verifier, count_errors
 from stalewise.tasks.verifiers.error_counts import LISTED
 from stalewise.tasks.verifiers.math import MathVerifier
-from stalewise.types import FinishReason
+from stalewise.types import FinishReason, SamplerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,9 @@ class Evaluation:
     unmatched: int = 0  # gold answers that their verifier rejects, see `MathVerifier.unmatched`
     unmatched_prompts: list[str] = field(default_factory=list)  # ids of some
     unknown: list[str] | None = None  # why prompts that training has seen may be unknown; None: not checked
+    majority: Interval | None = None  # majority@k over all samples; None: the verifier names no answers
+    suite: str = ""  # empty: the run's own evaluation
+    settings: dict[str, Any] = field(default_factory=dict)  # temperature, top_p and max_new_tokens of a suite
 
     def record(self) -> dict[str, Any]:
         """The line in `eval.jsonl`."""
@@ -63,6 +67,8 @@ def evaluate_checkpoint(
     rows_at_once: int = 2048,
     exclude: Seen | None = None,
     on_load: Callable[[float], object] = lambda seconds: None,
+    scores: ScoreCheck | None = None,
+    settings: SamplerSettings | None = None,
 ) -> Evaluation:
     """Sample and score `samples` responses to each of the first `prompts` held-out prompts that are not in `exclude`.
 
@@ -78,11 +84,13 @@ def evaluate_checkpoint(
         why = f": training has seen all {excluded}, or they are excluded by their ids" if excluded else ""
         raise TaskError(f"task {task.name} has no held-out prompts left to evaluate on{why}")
     repeated, responses = sample_for_evaluation(
-        held_out, samples=samples, seed=seed, sampler=sampler, rows_at_once=rows_at_once
+        held_out, samples=samples, seed=seed, sampler=sampler, rows_at_once=rows_at_once, settings=settings
     )
     texts = [response.text for response in responses]
     rewards = task.verifier.score(repeated, texts)
     errors = count_errors(rewards, repeated, texts)
+    if scores is not None:
+        scores.add(errors)
     if errors.failed == len(rewards):
         raise TaskError(f"the verifier of {task.name} failed on all {len(rewards)} responses: {errors}")
     unmatched = task.verifier.unmatched(held_out) if isinstance(task.verifier, MathVerifier) else []
@@ -103,6 +111,7 @@ def evaluate_checkpoint(
         unmatched=len(unmatched),
         unmatched_prompts=[prompt.prompt_id for prompt in unmatched[:LISTED]],
         by_prompt=scores_by_prompt([prompt.prompt_id for prompt in held_out], score_PK),
+        majority=majority_of(score_PK, answers_of(task.verifier, texts)),
     )
 
 
@@ -138,10 +147,40 @@ def pass_at_k(score_PK: npt.NDArray[np.float64], k: int) -> Interval:
     return bootstrap(1 - missed_P)
 
 
+def answers_of(verifier: Verifier, texts: Sequence[str]) -> list[str | None] | None:
+    """The answer that each response gives, where the verifier can name them; None for a response without one."""
+    name: Callable[[str], str | None] | None = getattr(verifier, "answer", None)
+    return None if name is None else [name(text) for text in texts]
+
+
+def majority_of(score_PK: npt.NDArray[np.float64], answers: Sequence[str | None] | None) -> Interval | None:
+    """majority@k: the score of the answer that most of the k samples give, averaged over answers that tie for it.
+
+    Samples without an answer have no vote; a prompt where none votes scores 0. None if answers are unknown.
+    """
+    if answers is None:
+        return None
+    prompts, samples = score_PK.shape
+    return bootstrap(
+        np.array([_winning_score(score_PK[p], answers[p * samples : (p + 1) * samples]) for p in range(prompts)])
+    )
+
+
+def _winning_score(score_K: npt.NDArray[np.float64], answers: Sequence[str | None]) -> float:
+    votes = Counter(answer for answer in answers if answer is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    winners = [answer for answer, count in votes.items() if count == most]
+    scores = [[score for score, own in zip(score_K, answers, strict=True) if own == winner] for winner in winners]
+    return float(np.mean([np.mean(np.nan_to_num(np.array(group))) for group in scores]))
+
+
 def describe_evaluation(result: Evaluation) -> str:
     """One line for the log."""
     accuracy = result.accuracy
-    line = f"version {result.version}: accuracy {accuracy.value:.3f} [{accuracy.low:.3f}, {accuracy.high:.3f}]"
+    named = f"{result.suite} at " if result.suite else ""
+    line = f"{named}version {result.version}: accuracy {accuracy.value:.3f} [{accuracy.low:.3f}, {accuracy.high:.3f}]"
     notes = {
         f"{result.truncated_fraction:.0%} truncated": result.truncated_fraction > 0.5,
         f"{result.excluded} prompts left out": result.excluded,

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from stalewise.config import RunConfig, write_resolved
-from stalewise.config.run_directory import RunResult, check_identity, environment, read_result
+from stalewise.config.run_directory import RunResult, check_identity, environment, read_result, reward_was_repaired
+from stalewise.config.sections import SuiteSection
 from stalewise.distributed import ALONE, Ranks
 from stalewise.errors import ModelError, TaskError
 from stalewise.models.loading import device_name
@@ -29,10 +30,11 @@ from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.orchestrator.setup import drift_limits, write_first_checkpoint
 from stalewise.orchestrator.stages import begin_stage, forget_stages
+from stalewise.orchestrator.suites import Suites, definition_of
 from stalewise.orchestrator.update_loop import UpdateLoop
 from stalewise.planning.memory import check_memory, offloads, pick_parallel
-from stalewise.rollout.factory import batch_plan, batch_problem, check_second_policy, make_sampler
-from stalewise.rollout.generate import generate_batch
+from stalewise.rollout.factory import batch_plan, batch_problem, check_second_policy, make_sampler, unscored_problem
+from stalewise.rollout.generate import ScoreCheck, generate_batch
 from stalewise.rollout.sampler import OffloadableSampler
 from stalewise.rollout.workers.coordinator import Coordinator, is_being_written
 from stalewise.rollout.workers.rank_workers import coordinator_of
@@ -41,7 +43,6 @@ from stalewise.staleness.spent import SPENT_ESS
 from stalewise.store import Batch, BatchManifest, batch_directory, is_committed, open_batch, rewards_of_updates
 from stalewise.store.atomic import remove_temporaries, write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory, prune, read_state, versions, write_checkpoint
-from stalewise.tasks import make_task
 from stalewise.trainer.lora import base_directory
 from stalewise.trainer.trainer import NonFiniteUpdate, Trainer
 from stalewise.types import ProgressCallback
@@ -68,10 +69,12 @@ class Orchestrator:
         self.guard = CollapseGuard(
             config.guard, self.run_log, evaluated_every=config.evaluation.every, uses_rewards=self.source.is_own
         )
-        self.task = make_task(config.task.name, seed=config.seed, **config.task.options)
+        self.task = config.make_task()
         self.sampler = make_sampler(config, on_tokens=self._count_tokens, log=callback.log)
         self.coordinator = coordinator_of(Coordinator(config, journal.removesuffix(".jsonl"), callback.log), ranks)
+        self.suites = Suites(config, callback.log)
         self.tokens = 0  # sampled in the current phase
+        self.scores = ScoreCheck()  # of the current phase
         # Caches of what is on disk:
         self.trainer: Trainer | None = None
         self.offloads = False  # whether the trainer waits in host memory while the sampler works
@@ -97,6 +100,7 @@ class Orchestrator:
         self.coordinator.close()
         self.sampler.close()
         self.task.verifier.close()
+        self.suites.close()
 
     def check_memory(self) -> None:
         """Raise before anything is loaded where the model is too large, or a foreign policy does not fit it."""
@@ -142,6 +146,8 @@ class Orchestrator:
         self.source.check_directory(self.directory)
         remove_temporaries(self.directory, spare=is_being_written)
         check_identity(self.config)
+        if reward_was_repaired(self.config):
+            self.run_log.forget_evaluations()
         write_resolved(self.config, self.directory / "config.resolved.json")
         here = environment(device_name(self.config.model.device), torch.get_num_threads(), self.ranks.world)
         write_json_atomic(self.directory / "environment.json", here)
@@ -177,6 +183,8 @@ class Orchestrator:
         version = versions(self.directory)[-1]
         if self._evaluation_is_due(version):
             self._evaluate(version)
+        elif suite := self.suites.due(version, self.schedule.updates, self.run_log.suites):
+            self._evaluate_suite(suite, version)
         elif self.guard.is_on and (assessment := self._assess(version)).degradation is not None:
             self._roll_back(assessment.degradation, assessment)
         elif version == self.schedule.updates:
@@ -218,7 +226,8 @@ class Orchestrator:
     def _next_stop(self, version: int) -> int:
         """The version of the next checkpoint: the end of the stage, a multiple of `every`, or an evaluation."""
         end = self.schedule.updates_of(self.schedule.at(version).generation_batch).stop
-        periods = filter(None, (self.config.checkpoints.every, self.config.evaluation.every))
+        every = (self.config.checkpoints.every, self.config.evaluation.every, *self.suites.periods())
+        periods = filter(None, every)
         return min([end, *((version // every + 1) * every for every in periods)])
 
     def _evaluate(self, version: int) -> None:
@@ -232,23 +241,36 @@ class Orchestrator:
             prompts=settings.prompts,
             samples=settings.samples,
             rows_at_once=self.config.sampler.rollouts_per_shard,
+            scores=self.scores,
         )
         self.run_log.log_evaluation(result.record())
         self.run_log.log_event("evaluate", result.seconds, version=version)
         self.callback.advance(result.prompts * result.samples)
         self.callback.log(describe_evaluation(result))
 
+    def _evaluate_suite(self, suite: SuiteSection, version: int) -> None:
+        self.begin_phase("evaluate", self.suites.responses(suite))
+        result = self.suites.evaluate(suite, self._checkpoint(version), version, self.sampler, self.scores)
+        self.run_log.log_suite({**result.record(), "definition": definition_of(suite)})
+        self.run_log.log_event("evaluate", result.seconds, version=version, suite=suite.label)
+        self.callback.advance((result.prompts + result.excluded) * result.samples)
+        self.callback.log(describe_evaluation(result))
+
     def begin_phase(self, what: str, total: int) -> None:
         """Tell the callback what begins, with how many rollouts or updates; make room on the device for sampling."""
         if what in ("generate", "evaluate") and self.trainer is not None and self.offloads:
             self.trainer.sleep()
-        self.tokens = 0
+        self.tokens, self.scores = 0, ScoreCheck(self.config.task.max_unscored, self.callback.log)
         self.callback.begin(what, total)
 
     def _count_tokens(self, count: int) -> None:
         self.tokens += count
         self.coordinator.check()
-        self.callback.advance(0, f"{self.tokens:,} tokens")
+        self._advance(0)
+
+    def _advance(self, rollouts: int) -> None:
+        tokens = f"{self.tokens:,} tokens" if self.tokens else ""
+        self.callback.advance(rollouts, "  ".join(filter(None, (tokens, self.scores.note))))
 
     def generate(self, generation_batch: int, checkpoint: Path | None = None) -> BatchManifest:
         """Generate what is missing of a batch, with the policy at `checkpoint` or with this run's own."""
@@ -263,8 +285,9 @@ class Orchestrator:
                 rollouts=self.directory / "rollouts",
                 task=self.task,
                 sampler=self.sampler,
-                on_shard=self.callback.advance,
+                on_shard=self._advance,
                 source=queue,
+                check=self.scores,
             )
             notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens, **self.coordinator.complete_batch(queue)}
         self._check_batch(open_batch(self.batch_directory(generation_batch), verify=False))
@@ -272,11 +295,17 @@ class Orchestrator:
 
     def _check_batch(self, batch: Batch) -> None:
         """Warn about rollouts from which nothing can be learned; raise where that is so from the start."""
+        self._check_scores(batch)
         problem = batch_problem(batch)
         if problem and versions(self.directory)[-1:] == [0]:
             raise TaskError(f"nothing can be learned from {self.task.name}: {problem}; the rollouts are kept")
         if problem:
             self.callback.log(f"{batch.directory.name}: {problem}")
+
+    def _check_scores(self, batch: Batch) -> None:
+        """Raise where too many rollouts have no score: those that have one are a selection."""
+        if self.source.is_own and (unscored := unscored_problem(batch, self.config.task.max_unscored)):
+            raise TaskError(f"{batch.directory.name}: {unscored}; the rollouts are kept")
 
     def _train(self, version: int, stop: int) -> None:
         """Train up to `stop`, or until the rollouts are spent, and write a checkpoint."""
@@ -286,6 +315,7 @@ class Orchestrator:
             trainer, batch = self._trainer_at(version), self._batch_at(version)
             if version == 0:  # the process that generated it may have been killed before it checked
                 self._check_batch(batch)
+            self._check_scores(batch)
             if self.budget is None:
                 self.budget = DriftBudget(drift_limits(self.config), self.callback.log, self.run_log.budget_used())
             per_update, bound = self.config.batch.prompts, self.config.schedule.spent_ess or SPENT_ESS

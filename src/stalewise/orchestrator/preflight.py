@@ -17,7 +17,14 @@ from packaging.requirements import Requirement
 from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import check_identity
 from stalewise.errors import StalewiseError
-from stalewise.models.loading import encode_prompts, load_tokenizer, pick_device, pick_precision, resolve_model
+from stalewise.models.loading import (
+    describe_prompt,
+    encode_prompts,
+    load_tokenizer,
+    pick_device,
+    pick_precision,
+    resolve_model,
+)
 from stalewise.orchestrator.model_check import check_model
 from stalewise.orchestrator.setup import check_objective, write_first_checkpoint
 from stalewise.planning.memory import GIB, ModelShape, estimate, free_bytes, ways_out
@@ -25,13 +32,15 @@ from stalewise.reporting.trackers import check_installed
 from stalewise.rollout.factory import batch_plan, check_second_policy, make_sampler
 from stalewise.rollout.sampler import Request, Sampler
 from stalewise.store.checkpoints import checkpoint_directory, versions
-from stalewise.tasks import Task, make_task
+from stalewise.tasks import Task
+from stalewise.tasks.verifiers.function import FunctionVerifier
 from stalewise.tasks.verifiers.python import PythonVerifier
 from stalewise.trainer.lora import check_adapter, describe_targets, need_peft
 from stalewise.types import Prompt
 
 Status = Literal["ok", "warning", "bad"]
 PROMPTS = 256  # training prompts that are checked
+SHOWN = 1200  # characters of a prompt
 WEIGHT_BYTES, MOMENT_BYTES = 4, 8  # per weight, and per trained weight
 TOKEN_BYTES = 6  # of a stored token: an id and a log-probability, compressed
 
@@ -104,6 +113,7 @@ class _Preflight:
         if task is None or (sampler := self.sampler) is None:
             return
         yield self._run("prompts", lambda: self._prompts(task, sampler))
+        yield self._run("first prompt", lambda: _first_prompt(task, sampler))
         if self.config.sampler.foreign.share:
             yield self._run("foreign policy", lambda: self._foreign(task))
         yield self._run("sampling", lambda: _sampling(task, sampler))
@@ -203,7 +213,7 @@ class _Preflight:
 
     def _task(self) -> tuple[Status, str]:
         config, schedule = self.config, self.config.schedule.schedule()
-        self.task = task = make_task(config.task.name, seed=config.seed, **config.task.options)
+        self.task = task = config.make_task()
         self.opened.callback(task.verifier.close)
         needed = sum(batch_plan(config, schedule, g).prompts for g in range(schedule.generation_batches))
         held_out = len(task.evaluation_prompts(config.evaluation.prompts))
@@ -261,7 +271,7 @@ def _verifier(task: Task) -> tuple[Status, str]:
             return "bad", f"it fails on {what}: {reward.error}"
         if reward.value != 1:
             # A function of the user's may want more than the bare answer.
-            status: Status = "warning" if isinstance(task.verifier, PythonVerifier) else "bad"
+            status: Status = "warning" if isinstance(task.verifier, PythonVerifier | FunctionVerifier) else "bad"
             return status, f"it gives {reward.value:g} to {what}, its own gold answer"
     return "ok", f"gives 1 to the gold answers of {len(prompts)} prompts"
 
@@ -270,6 +280,15 @@ def gold_response(task: Task, prompt: Prompt) -> str:
     """The task's worked-out solution where it has one, else the gold answer."""
     solution = getattr(task, "solution", None)
     return prompt.answer if solution is None else solution(prompt)
+
+
+def _first_prompt(task: Task, sampler: Sampler) -> tuple[Status, str]:
+    """What the policy sees of the first prompt, with its special tokens; a long one without its middle."""
+    (ids,) = encode_prompts(task.prompts(0, 1), sampler.tokenizer)
+    text = describe_prompt(ids, sampler.tokenizer)
+    half = SHOWN // 2
+    shown = text if len(text) <= SHOWN else f"{text[:half]} … {text[-half:]}"
+    return "ok", f"{len(ids)} tokens: {shown}"
 
 
 def _sampling(task: Task, sampler: Sampler) -> tuple[Status, str]:

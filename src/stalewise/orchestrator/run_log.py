@@ -42,6 +42,7 @@ class RunLog:
         self.journal_path = directory / journal
         self.metrics_path = directory / "metrics.jsonl"
         self.evaluations_path = directory / "eval.jsonl"
+        self.suites_path = directory / "suites.jsonl"
         self.stages_path = directory / "ledger" / "stages.jsonl"
         self.tokens = TokenLog(directory)
         self.reload()
@@ -50,6 +51,7 @@ class RunLog:
         """Read the files again."""
         self.updates = [_summary(record) for record in read_jsonl(self.metrics_path)]
         self.evaluations = read_jsonl(self.evaluations_path)
+        self.suites = read_jsonl(self.suites_path)
 
     def log_event(self, event: str, seconds: float, **notes: Any) -> None:
         """Append a line to the journal."""
@@ -84,6 +86,17 @@ class RunLog:
         """Append an evaluation."""
         append_line(self.evaluations_path, record)
         self.evaluations.append(record)
+
+    def log_suite(self, record: dict[str, Any]) -> None:
+        """Append an evaluation on a suite."""
+        append_line(self.suites_path, record)
+        self.suites.append(record)
+
+    def forget_evaluations(self) -> None:
+        """Drop all evaluations: they were scored by another reward."""
+        for path in (self.evaluations_path, self.suites_path):
+            truncate_jsonl(path, lambda record: False)
+        self.evaluations, self.suites = [], []
 
     def drop_updates(self, first: int) -> None:
         """Drop the records of updates from `first` on: they are taken again."""

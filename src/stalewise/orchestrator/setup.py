@@ -17,6 +17,7 @@ from stalewise.objectives import get_objective
 from stalewise.planning.planner import budget_limits, law_learning_rate, rests_on_collapses, rounded_down
 from stalewise.store import atomic, checkpoints
 from stalewise.tasks import Task
+from stalewise.tasks.callables import fingerprint
 from stalewise.trainer.execution import check_trainable
 from stalewise.trainer.lora import save_first
 
@@ -85,6 +86,13 @@ def write_first_checkpoint(config: RunConfig, source: str, task: Task, log: Call
 def check_objective(objective: ObjectiveSection) -> Mapping[str, Any]:
     """The objective's parameters with defaults filled in; ConfigError for an unknown name or value."""
     try:
-        return get_objective(objective.name).settings(objective.params)
+        found = get_objective(objective.name)
+        settings = found.settings(objective.params)
     except ValueError as error:
         raise ConfigError(f"objective: {error}") from error
+    _, _, digest = objective.name.partition("@")
+    if digest and digest != fingerprint(found.token_loss).digest:
+        raise ConfigError(
+            f"objective: {found.name} was changed since the run began: restore it, or choose another name"
+        )
+    return settings

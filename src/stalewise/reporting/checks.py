@@ -91,7 +91,12 @@ EVALUATION = RecordSchema(
         "accuracy": is_interval,
         "pass_at": dict_of(is_interval),
     },
-    optional={"verifier_error_kinds": is_counts, "by_prompt": is_by_prompt},
+    optional={
+        "verifier_error_kinds": is_counts,
+        "by_prompt": is_by_prompt,
+        "majority": is_interval,
+        "settings": is_table,
+    },
 )
 STAGE = RecordSchema({"generation_batch": is_whole}, optional={"planned_updates": is_whole, "ended": is_table})
 ROLLBACK = RecordSchema(

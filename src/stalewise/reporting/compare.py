@@ -5,6 +5,7 @@ A side is one run, or several runs with different seeds. Axis: R runs of a side.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
@@ -15,9 +16,11 @@ import numpy as np
 import numpy.typing as npt
 
 from stalewise import statistics
-from stalewise.errors import StoreError
-from stalewise.reporting.read import UNIMPORTANT, Run, differing_keys, read_runs
+from stalewise.config.run_directory import read_config
+from stalewise.errors import StalewiseError, StoreError, nearest
+from stalewise.reporting.read import UNIMPORTANT, Run, differing_keys, read_run, read_runs
 
+MOST_TEXTS = 4096  # held-out prompts of a task without an end
 FEWEST_PROMPTS = 2  # in common; with fewer it is another task
 NORMAL_95 = 1.96  # half-width of a 95% interval in standard errors
 FEWEST_EVALUATIONS = 3  # of a curve of accuracy against time
@@ -206,6 +209,65 @@ def prompt_scores(record: Mapping[str, Any]) -> dict[str, float]:
     return {prompt: score / scored for prompt, score, scored in rows if scored}
 
 
+def flips(directory: Path, before: int | None = None, after: int | None = None, suite: str = "") -> dict[str, Any]:
+    """Held-out prompts that one version solves and another does not: their mean score crosses one half.
+
+    By default the versions are the first and the last that were evaluated. `p_value` is that of an exact sign test of
+    gained against lost prompts.
+    """
+    run = read_run(directory)
+    records = [one for one in run.suites if one["suite"] == suite] if suite else run.evaluations
+    if suite and not records:
+        known = nearest(suite, {one["suite"] for one in run.suites}) if run.suites else "the run has none"
+        raise StoreError(f"{directory} has no evaluation on a suite {suite!r}; {known}")
+    scores = {record["version"]: prompt_scores(record) for record in records if record.get("by_prompt")}
+    if len(scores) < 2:
+        raise StoreError(f"{directory} was evaluated by prompt at versions {sorted(scores)}: two versions are needed")
+    chosen = min(scores) if before is None else before, max(scores) if after is None else after
+    if missing := [version for version in chosen if version not in scores]:
+        raise StoreError(f"version {missing[0]} of {directory} was not evaluated; evaluated: {sorted(scores)}")
+    old, new = (scores[version] for version in chosen)
+    common, texts = [prompt for prompt in old if prompt in new], _prompt_texts(directory, suite)
+
+    def listed(first: Mapping[str, float], second: Mapping[str, float]) -> list[dict[str, Any]]:
+        found = [prompt for prompt in common if first[prompt] < 0.5 <= second[prompt]]
+        return [{"prompt_id": p, "score_before": old[p], "score_after": new[p], "text": texts.get(p)} for p in found]
+
+    gained, lost = listed(old, new), listed(new, old)
+    return {
+        "suite": suite,
+        "before": chosen[0],
+        "after": chosen[1],
+        "prompts": len(common),
+        "gained": gained,
+        "lost": lost,
+        "same": len(common) - len(gained) - len(lost),
+        "p_value": sign_test(len(gained), len(lost)),
+    }
+
+
+def _prompt_texts(directory: Path, suite: str) -> dict[str, str]:
+    """The texts of held-out prompts by id, where their task can still be made."""
+    try:
+        config = read_config(directory)
+        named = next((one for one in config.evaluation.suite if one.label == suite), None)
+        task = config.make_task() if named is None else config.make_suite(named)
+        task.verifier.close()
+        return {prompt.prompt_id: prompt.text for prompt in task.evaluation_prompts(MOST_TEXTS)}
+    except StalewiseError:
+        return {}
+
+
+def sign_test(gained: int, lost: int) -> float:
+    """Two-sided exact p-value of a fair coin that fell this often on each side.
+
+    >>> sign_test(6, 0), sign_test(0, 0)
+    (0.03125, 1.0)
+    """
+    number, fewer = gained + lost, min(gained, lost)
+    return min(1.0, 2 * sum(math.comb(number, k) for k in range(fewer + 1)) / 2**number)
+
+
 def _speed(a: Sequence[Run], b: Sequence[Run], names: Sequence[str], margin: float) -> tuple[list[float | None], str]:
     """When each side reached A's final accuracy less `margin`, and that as a sentence."""
     unknown = "speed at equal accuracy is unknown"
@@ -258,7 +320,8 @@ def _notes(run: Run) -> list[str]:
 
 
 def _common_notes(runs: Sequence[Run]) -> list[str]:
-    settings = [{k: v for k, v in run.config.items() if k.startswith("task.") and v not in (None, {})} for run in runs]
+    of_task = {key for run in runs for key in run.config if key.startswith("task.") and key not in UNIMPORTANT}
+    settings = [{k: v for k, v in run.config.items() if k in of_task and v not in (None, {})} for run in runs]
     keys = differing_keys(settings)
     notes = [f"the runs differ in {', '.join(keys)}: make sure that their task is the same"] if keys else []
     if len({run.environment.get("device") for run in runs}) > 1:

@@ -16,14 +16,25 @@ from stalewise.config import ScheduleSection
 from stalewise.config.run_directory import RESOLVED, read_resolved
 from stalewise.errors import StoreError
 from stalewise.reporting import timeline
-from stalewise.reporting.checks import EVALUATION, JOURNAL, METRIC, ROLLBACK, STAGE, RecordSchema, is_counts, is_sources
+from stalewise.reporting.checks import (
+    EVALUATION,
+    JOURNAL,
+    METRIC,
+    ROLLBACK,
+    STAGE,
+    RecordSchema,
+    is_counts,
+    is_sources,
+    is_text,
+)
 from stalewise.reporting.timeline import Column, StageSeconds
 from stalewise.staleness.schedule import Schedule
 from stalewise.store import BatchManifest, batch_directories, committed_shards, read_batch_manifest
 from stalewise.store.atomic import read_json, read_jsonl
 from stalewise.store.manifest import BATCH_MANIFEST
 
-UNIMPORTANT = frozenset({"format", "name", "runs", "trackers"})  # config keys that do not change the results
+# Config keys that do not change the results.
+UNIMPORTANT = frozenset({"format", "name", "runs", "trackers", "task.max_unscored", "evaluation.suite"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +70,7 @@ class Run:
     clock: Column  # seconds of training until the end of each recorded update
     committed: int  # updates covered by the newest checkpoint, according to the journal
     notes: list[str] = field(default_factory=list)  # what was left out while reading
+    suites: list[dict[str, Any]] = field(default_factory=list)  # evaluations on suites, by suite and version
 
     @property
     def updates(self) -> int:
@@ -194,6 +206,7 @@ def read_run(directory: Path, label: str | None = None) -> Run:
         clock=timeline.update_clock(journal, metrics, committed),
         committed=committed,
         notes=notes,
+        suites=read_suites(directory / "suites.jsonl", notes),
     )
 
 
@@ -246,6 +259,14 @@ def read_evaluations(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Evaluations by version; the last record of a version counts."""
     by_version = {record["version"]: record for record in read_records(path, EVALUATION, notes)}
     return [by_version[version] for version in sorted(by_version)]
+
+
+def read_suites(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Evaluations on suites, in the order in which suites appear, then by version; the last record of both counts."""
+    records = [record for record in read_records(path, EVALUATION, notes) if is_text(record.get("suite"))]
+    last = {(record["suite"], record["version"]): record for record in records}
+    names = list(dict.fromkeys(record["suite"] for record in records))
+    return [last[key] for key in sorted(last, key=lambda key: (names.index(key[0]), key[1]))]
 
 
 def read_rollbacks(root: Path, journal: Sequence[Mapping[str, Any]], notes: list[str]) -> list[Rollback]:

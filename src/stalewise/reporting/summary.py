@@ -185,7 +185,9 @@ def _rollout_warnings(run: Run) -> Iterator[str]:
         yield f"In an evaluation {evaluated:.0%} of the responses are truncated at {limit} tokens."
     if errors := verifier_errors(run):
         kinds = ", ".join(f"{kind} ({count})" for kind, count in errors.most_common(5))
-        yield f"The verifier failed on {count_noun(errors.total(), 'response')}: {kinds}; they have no score."
+        failed = sum(batch.verifier_errors for batch in run.batches) / rows if rows else 0.0
+        share = f" ({failed:.1%} of the rollouts)" if failed else ""
+        yield f"The verifier failed on {count_noun(errors.total(), 'response')}{share}: {kinds}; they have no score."
     count, prompts = unparsed(run)
     if count:
         where = f", for example at {', '.join(prompts[:3])}" if prompts else ""

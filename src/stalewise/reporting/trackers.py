@@ -5,7 +5,7 @@ accelerate imports torch, so it is imported when a tracker is used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ class Trackers(NullCallback):
 
     def __init__(self, config: RunConfig) -> None:
         self._evaluations = config.directory / "eval.jsonl"
+        self._suites = config.directory / "suites.jsonl"
         self._logged = len(read_jsonl(self._evaluations))  # by an earlier process
+        self._logged_suites = len(read_jsonl(self._suites))
         check_installed(config.trackers)
         self._trackers: list[Any] = [_tracker(name, config.name, config.directory) for name in config.trackers]
         settings = flat(config.model_dump(mode="json"))
@@ -48,6 +50,11 @@ class Trackers(NullCallback):
             passed = {f"evaluation/pass@{k}": interval["value"] for k, interval in record["pass_at"].items()}
             self._log({"evaluation/accuracy": record["accuracy"]["value"], **passed}, record["version"])
         self._logged = len(records)
+        suites = read_jsonl(self._suites)
+        for record in suites[self._logged_suites :]:
+            named = {f"suites/{record['suite']}/{name}": one["value"] for name, one in measures_of(record).items()}
+            self._log(named, record["version"])
+        self._logged_suites = len(suites)
 
     def close(self) -> None:
         """Flush and end the trackers."""
@@ -57,6 +64,14 @@ class Trackers(NullCallback):
     def _log(self, values: dict[str, Any], step: int) -> None:
         for tracker in self._trackers:
             tracker.log(values, step=step)
+
+
+def measures_of(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """The measures of an evaluation by their usual names: avg@k, pass@k for each k, majority@k; each an interval."""
+    samples = record["samples"]
+    measures = {f"avg@{samples}": record["accuracy"]}
+    measures |= {f"pass@{k}": interval for k, interval in record["pass_at"].items()}
+    return measures | ({f"majority@{samples}": record["majority"]} if record.get("majority") else {})
 
 
 def check_installed(names: Iterable[str]) -> None:

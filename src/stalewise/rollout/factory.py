@@ -18,7 +18,7 @@ from stalewise.rollout.mixed_policy import MixedPolicySampler, check_tokenizers
 from stalewise.rollout.sampler import Sampler
 from stalewise.staleness.schedule import Schedule
 from stalewise.store import Batch
-from stalewise.tasks import Task
+from stalewise.tasks import ErrorCounts, Task
 from stalewise.types import SamplerSettings
 
 
@@ -77,6 +77,12 @@ def check_second_policy(section: ForeignSection, own: Path, task: Task) -> None:
     if section.share:
         prompts = task.prompts(0, min(PROMPTS_TO_COMPARE, task.size or PROMPTS_TO_COMPARE))
         check_tokenizers(section.path, own, prompts)
+
+
+def unscored_problem(batch: Batch, limit: float) -> str:
+    """Why a generation batch has too few scores, or an empty string."""
+    manifest = batch.manifest
+    return ErrorCounts.of_record(manifest.extra, manifest.rows).over(limit) if manifest.verifier_errors else ""
 
 
 def batch_problem(batch: Batch) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stalewise import store
+from stalewise.errors import TaskError
 from stalewise.models.loading import encode_prompts
 from stalewise.rollout.mixed_policy import check_tokenizers
 from stalewise.rollout.sampler import Request, Response, Sampler
@@ -18,6 +19,7 @@ from stalewise.rollout.token_sampling import rollout_seed
 from stalewise.tasks import ErrorCounts, Task, count_errors
 from stalewise.types import Prompt, SamplerSettings
 
+ENOUGH_RESPONSES = 64  # before the fraction without a score is judged
 PROMPTS_TO_COMPARE = 256  # that the tokenizers of two policies must encode alike
 
 
@@ -50,6 +52,28 @@ class ShardSource:
 
     def wait(self) -> None:
         """Wait a moment for other processes."""
+
+
+class ScoreCheck:
+    """Counts the responses of a batch that could not be scored, shows the first traceback, and stops above a limit."""
+
+    def __init__(self, limit: float = 1.0, log: Callable[[str], object] = lambda text: None) -> None:
+        self.counts = ErrorCounts()
+        self._limit, self._log = limit, log
+
+    def add(self, counts: ErrorCounts) -> None:
+        """Count the responses of a shard; TaskError above the limit, before the shard is committed."""
+        is_first = not self.counts.failed
+        self.counts += counts
+        if is_first and counts.failed:
+            self._log("\n".join(filter(None, (str(counts), counts.traceback))))
+        if self.counts.total >= ENOUGH_RESPONSES and (problem := self.counts.over(self._limit)):
+            raise TaskError(f"{problem}; these responses are not kept, and the same command samples them again")
+
+    @property
+    def note(self) -> str:
+        """For the progress line."""
+        return f"{self.counts.failed / self.counts.total:.1%} unscored" if self.counts.failed else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +114,13 @@ def generate_batch(
     sampler: Sampler,
     on_shard: Callable[[int], object] = lambda rollouts: None,
     source: ShardSource | None = None,
+    check: ScoreCheck | None = None,
 ) -> store.BatchManifest:
     """Make the missing shards of a generation batch and commit it; returns when all shards are there."""
     directory = store.batch_directory(rollouts, version=plan.version, generation_batch=plan.generation_batch)
     if store.is_committed(directory):
         return store.read_batch_manifest(directory)
-    make_shards(plan, checkpoint, directory, task, sampler, source or ShardSource(directory), on_shard)
+    make_shards(plan, checkpoint, directory, task, sampler, source or ShardSource(directory), on_shard, check)
     return commit_shards(plan, directory, task.name)
 
 
@@ -116,6 +141,7 @@ def make_shards(
     sampler: Sampler,
     source: ShardSource,
     on_shard: Callable[[int], object],
+    check: ScoreCheck | None = None,
 ) -> None:
     """Make the shards that fall to this process, then wait for those of the others."""
     present: set[int] = set()
@@ -142,7 +168,7 @@ def make_shards(
             if pending is not None:
                 pending.result()
             if asked:
-                details = sampler.settings, asked, responses, start, source
+                details = sampler.settings, asked, responses, start, source, check or ScoreCheck()
                 writing = writer.submit(_write_shards, plan, directory, task, *details)
             elif not missing:
                 return
@@ -188,6 +214,7 @@ def _write_shards(
     responses: Iterator[Response],
     start: float,
     source: ShardSource,
+    check: ScoreCheck,
 ) -> None:
     """Verify and write shards; `start` is when their sampling began."""
     settings_of = {policy: replace(settings, policy=policy) for policy in ("", plan.foreign)}
@@ -195,6 +222,8 @@ def _write_shards(
         answered = list(islice(responses, len(one.requests)))
         texts = [response.text for response in answered]
         rewards = task.verifier.score(one.prompts, texts)
+        counts = count_errors(rewards, one.prompts, texts)
+        check.add(counts)
         first = plan.prompt_range(one.shard).start * plan.group_size
         rollout_ids = range(first, first + len(answered))
         columns = {
@@ -214,7 +243,7 @@ def _write_shards(
             "seed": [request.seed for request in one.requests],
             "text": texts,
         }
-        extra = {**source.provenance, **count_errors(rewards, one.prompts, texts).record()}
+        extra = {**source.provenance, **counts.record()}
         table = store.table_from_columns(columns)
         seconds = (time.perf_counter() - start) / len(asked)
         try:

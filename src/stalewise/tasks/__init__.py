@@ -19,11 +19,12 @@ TASKS = {
     "hf": "stalewise.tasks.hf_datasets:HuggingFaceTask",
     "jsonl": "stalewise.tasks.jsonl:JsonlTask",
 }
+OF_PROGRAMS = {"python": "stalewise.tasks.callables:registered_task"}  # what `stalewise.train` names, not a file
 
 
 def make_task(name: str, *, seed: int = 0, **options: Any) -> Task:
     """Make a task by name; the options are those of its class. An unknown name or option is a TaskError."""
-    return build("task", name, TASKS, {"seed": seed, **options})
+    return build("task", name, TASKS | OF_PROGRAMS if name in OF_PROGRAMS else TASKS, {"seed": seed, **options})
 
 
 def make_evaluation_file(path: str, **options: Any) -> Task:

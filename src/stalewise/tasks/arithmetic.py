@@ -45,6 +45,10 @@ class AnswerVerifier(LocalVerifier):
         correct = float(answer == prompt.answer)
         return Reward(correct, {"correct": correct, "format": float(answer.isascii() and answer.isdigit())})
 
+    def answer(self, response: str) -> str | None:
+        """The response, for a vote among responses."""
+        return response.strip() or None
+
 
 class StepsVerifier(LocalVerifier):
     """The text after the last marker must be the answer; the steps before it are not checked.
@@ -58,6 +62,10 @@ class StepsVerifier(LocalVerifier):
         _, marker, answer = text.rpartition(MARKER)
         correct = float(bool(marker) and answer == prompt.answer)
         return Reward(correct, {"correct": correct, "format": float(_STEPS.fullmatch(text) is not None)})
+
+    def answer(self, response: str) -> str | None:
+        """The text after the last marker, for a vote among responses."""
+        return response.strip().rpartition(MARKER)[2] if MARKER in response else None
 
 
 class Addition:

@@ -22,8 +22,9 @@ from stalewise.types import Prompt, Reward
 CHAT: Mapping[str, str] = {"format": "chat"}
 """Metadata of a prompt whose text is a user message: the generator applies the chat template.
 
-Optional keys: "system" is the system message, "prefill" the beginning of the reply, "problem" what was inserted into a
-task's template. The text of a prompt without "format" goes to the tokenizer as it is.
+Optional keys: "system" is the system message, "history" the messages between it and the text (JSON), "prefill" the
+beginning of the reply, "template" variables of the chat template (JSON), "problem" what was inserted into a task's
+template. The text of a prompt without "format" goes to the tokenizer as it is.
 """
 
 Item = TypeVar("Item")

@@ -44,12 +44,16 @@ class GymTask:
         template: str = "{problem}",
         chat: bool = False,
         system: str = "",
+        prefill: str = "",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         workers: int | None = None,
         limit_s: float = 5.0,
     ):
         need("reasoning_gym", "gym", "the task gym")
         self.name, self.seed = f"gym-{dataset}", seed
-        self._form = PromptForm(template=template, chat=chat, system=system)
+        self._form = PromptForm(
+            template=template, chat=chat, system=system, prefill=prefill, chat_template_kwargs=chat_template_kwargs
+        )
         options = {"dataset": dataset, "parameters": dict(parameters or {})}
         _check(**options)
         self._source = _Source(**options)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from stalewise.errors import TaskError, nearest
 from stalewise.tasks.base import need
+from stalewise.tasks.jsonl import read_jsonl
 from stalewise.tasks.rows import Row, RowsTask, takes_row_options
 
 COPIES = "STALEWISE_DATASETS"  # a directory with copies of datasets under their names, for machines without network
@@ -58,6 +60,43 @@ def read_dataset(path: str, config: str | None, split: str) -> Iterator[Row]:
         raise TaskError(f"cannot load the split {split!r} of {path}: {type(problem).__name__}: {message}") from problem
     for number, fields in enumerate(dataset):
         yield Row(f"{path}, split {split}, row {number}", fields)
+
+
+def rows_of(dataset: Any, *, config: str | None = None, split: str = "train") -> list[dict[str, Any]]:
+    """The rows of a data set that a program has: a list of dicts, a `datasets.Dataset`, a file or a hub name."""
+    if isinstance(dataset, str | os.PathLike):
+        path = os.fspath(dataset)
+        is_lines = Path(path).suffix == ".jsonl" and Path(path).is_file()
+        rows = [row.fields for row in (read_jsonl(path) if is_lines else _named(path, config, split))]
+    elif isinstance(dataset, Mapping):
+        names = ", ".join(map(str, dataset))
+        raise TaskError(f"the data set is a dict with {names}: pass one split, as in dataset[{split!r}]")
+    elif isinstance(dataset, Iterable):
+        rows = list(dataset)
+    else:
+        raise TaskError(f"a data set is a list of dicts, a datasets.Dataset, a file or a name, not {dataset!r:.80}")
+    if not rows:
+        raise TaskError("the data set has no rows")
+    return [_plain_row(number, row) for number, row in enumerate(rows)]
+
+
+def _named(path: str, config: str | None, split: str) -> Iterator[Row]:
+    need("datasets", "datasets", f"the data set {path}")
+    return read_dataset(path, config, split)
+
+
+def _plain_row(number: int, row: Any) -> dict[str, Any]:
+    """A row as JSON has it; numpy's numbers and arrays become Python's."""
+    if not isinstance(row, Mapping):
+        raise TaskError(f"row {number} of the data set is {row!r:.80}: expected a dict with prompt and answer")
+    plain = {str(key): value.tolist() if hasattr(value, "tolist") else value for key, value in row.items()}
+    for key, value in plain.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            problem = f"field {key!r} of row {number} holds what JSON cannot ({error})"
+            raise TaskError(f"{problem}: remove the column, or turn it into text or numbers") from None
+    return plain
 
 
 def _load(path: str, config: str | None, split: str) -> Any:

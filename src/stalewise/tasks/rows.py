@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -14,6 +15,7 @@ from stalewise.tasks.overlap import EVALUATION, problem_key
 from stalewise.tasks.verifiers import make_verifier
 from stalewise.types import Prompt
 
+OF_A_PROGRAM = "function"  # the verifier whose functions may name any field of a row
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -27,7 +29,12 @@ class Row:
 
 @dataclass(frozen=True)
 class PromptForm:
-    """Which fields of a row are used, and how they become a prompt."""
+    """Which fields of a row are used, and how they become a prompt. Without an `answer_field` answers are empty.
+
+    `few_shot` are rows, or a JSONL file of them, that every prompt shows with their answers (or with their field
+    `response`, if they have one): as earlier turns of a chat, or as text before the problem. `prefill` begins the reply
+    of a chat. `chat_template_kwargs` are variables of the chat template, such as `enable_thinking`.
+    """
 
     problem_field: str = "problem"
     answer_field: str = "answer"
@@ -35,19 +42,62 @@ class PromptForm:
     template: str = "{problem}"
     chat: bool = False
     system: str = ""
+    prefill: str = ""
+    few_shot: str | Sequence[Mapping[str, Any]] = ()
+    chat_template_kwargs: Mapping[str, Any] | None = None
     metadata: Mapping[str, str] = field(init=False)
+    chat_metadata: Mapping[str, str] = field(init=False)  # of a row whose prompt is a list of messages
+    shown: frozenset[str] = field(init=False)  # problems of the few-shot rows
+    before: str = field(init=False)  # text of the few-shot rows, without a chat
 
     def __post_init__(self) -> None:
         if "{problem}" not in self.template:
             raise TaskError(f"template {self.template!r} must contain {{problem}}, where the problem goes")
-        if self.system and not self.chat:
-            raise TaskError("a system text needs chat=true; without a chat, write it into the template")
-        chat = {**CHAT, "system": self.system} if self.system else dict(CHAT)
-        object.__setattr__(self, "metadata", chat if self.chat else {})
+        if (self.system or self.prefill) and not self.chat:
+            name = "system" if self.system else "prefill"
+            raise TaskError(f"a {name} text needs chat=true; without a chat, write it into the template")
+        if self.chat_template_kwargs and not self.chat:
+            raise TaskError("chat_template_kwargs need chat=true: without a chat there is no chat template")
+        shots = [self._shot(row) for row in _few_shot_rows(self.few_shot)]
+        turns = [
+            {"role": role, "content": text}
+            for problem, answer in shots
+            for role, text in (("user", self.insert(problem)), ("assistant", answer))
+        ]
+        chat = {**CHAT, "system": self.system, "prefill": self.prefill}
+        chat |= {"history": json.dumps(turns, ensure_ascii=False)} if turns else {}
+        chat |= {"template": json.dumps(dict(self.chat_template_kwargs))} if self.chat_template_kwargs else {}
+        values = {
+            "chat_metadata": {key: value for key, value in chat.items() if value},
+            "shown": frozenset(problem_key(problem) for problem, _ in shots),
+            "before": "" if self.chat else "".join(f"{self.insert(problem)}{answer}\n\n" for problem, answer in shots),
+        }
+        values["metadata"] = values["chat_metadata"] if self.chat else {}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     def apply(self, problem: str) -> str:
+        """The text of a problem's prompt: after the few-shot rows, if there is no chat, and in the template."""
+        return self.before + self.insert(problem)
+
+    def insert(self, problem: str) -> str:
         """Insert a problem into the template. Not by str.format: problems are full of braces."""
         return self.template.replace("{problem}", problem)
+
+    def _shot(self, row: Row) -> tuple[str, str]:
+        return _text(row, self.problem_field), _text(row, "response" if "response" in row.fields else self.answer_field)
+
+
+def _few_shot_rows(given: str | Sequence[Mapping[str, Any]]) -> list[Row]:
+    if isinstance(given, str) and given:
+        from stalewise.tasks.jsonl import read_jsonl  # here, since that module imports this one
+
+        return list(read_jsonl(given))
+    if wrong := [row for row in given if not isinstance(row, Mapping)]:
+        raise TaskError(
+            f"few_shot has {wrong[0]!r:.60}: expected rows with the fields of the data, or the name of a file"
+        )
+    return [Row(f"few_shot, row {number}", row) for number, row in enumerate(given) if isinstance(row, Mapping)]
 
 
 @dataclass(frozen=True)
@@ -73,6 +123,8 @@ class _Question:
     problem: str
     answer: str
     where: str
+    row: str = ""  # the whole row as JSON, where the verifier asks for it
+    turns: tuple[Mapping[str, str], ...] | None = None  # messages before the last, of a row whose prompt is a list
 
 
 class RowsTask:
@@ -142,22 +194,55 @@ class RowsTask:
                 raise TaskError(f"{question.where}: id {question.row_id!r} was already used by {first.where}")
         if not questions:
             raise TaskError(f"{self.name} has no rows")
-        kept = [question for question in questions.values() if question.row_id not in excluded]
+        shown = self._form.shown
+        kept = [one for one in questions.values() if one.row_id not in excluded]
+        kept = [one for one in kept if problem_key(one.problem) not in shown]
         if not kept:
-            raise TaskError(f"{self.name}: exclude_ids leaves none of its {len(questions)} rows")
+            which = "few_shot" if shown else "exclude_ids"
+            raise TaskError(f"{self.name}: {which} leaves none of its {len(questions)} rows")
         return kept
 
     def _question(self, row: Row) -> _Question:
-        problem, answer = _text(row, self._form.problem_field), _text(row, self._form.answer_field)
+        is_list = isinstance(row.fields.get(self._form.problem_field), list)
+        messages = _messages(row, self._form.problem_field) if is_list else []
+        problem = messages[-1]["content"] if is_list else _text(row, self._form.problem_field)
+        answer = _text(row, self._form.answer_field) if self._form.answer_field else ""
         named = row.fields.get(self._form.id_field) is not None
-        row_id = _text(row, self._form.id_field) if named else content_id(problem, answer)
-        return _Question(row_id, named, problem, answer, row.where)
+        whole_problem = json.dumps(messages) if len(messages) > 1 else problem
+        row_id = _text(row, self._form.id_field) if named else content_id(whole_problem, answer)
+        turns = tuple(messages[:-1]) if is_list else None
+        whole = json.dumps(dict(row.fields), ensure_ascii=False) if self._form.verifier == OF_A_PROGRAM else ""
+        return _Question(row_id, named, problem, answer, row.where, whole, turns)
 
     def _prompt(self, question: _Question, prefix: str = "") -> Prompt:
-        text, metadata = self._form.apply(question.problem), self._form.metadata
+        text, metadata = self._form.apply(question.problem), dict(self._form.metadata)
+        if question.turns is not None:
+            text, metadata = self._form.insert(question.problem), dict(self._form.chat_metadata)
+            system = [turn["content"] for turn in question.turns if turn["role"] == "system"]
+            metadata |= {"system": "\n\n".join(system)} if system else {}
+            own = [turn for turn in question.turns if turn["role"] != "system"]
+            turns = [*json.loads(metadata.get("history", "[]")), *own]
+            metadata |= {"history": json.dumps(turns, ensure_ascii=False)} if turns else {}
         if text != question.problem:
             metadata = {**metadata, "problem": question.problem}
+        if question.row:
+            metadata = {**metadata, "row": question.row}
         return Prompt(prefix + question.row_id, text, question.answer, metadata)
+
+
+def _messages(row: Row, name: str) -> list[dict[str, str]]:
+    """Read a field that holds the messages of a chat, of which the last is the user's."""
+    messages = row.fields[name]
+    plain = [
+        {"role": one["role"], "content": one["content"]}
+        for one in messages
+        if isinstance(one, Mapping) and all(isinstance(one.get(key), str) for key in ("role", "content"))
+    ]
+    if len(plain) < len(messages) or not plain or plain[-1]["role"] != "user" or not plain[-1]["content"].strip():
+        raise TaskError(
+            f"{row.where}: field {name!r} is a list: expected messages with role and content, the last one the user's"
+        )
+    return plain
 
 
 def _text(row: Row, name: str) -> str:

@@ -294,7 +294,9 @@ def test_a_verifier_that_always_fails(tmp_path: Path, monkeypatch: pytest.Monkey
         "the verifier of rows failed on all 8 responses: "
         "8 of 8 responses could not be scored: 8 × ValueError (no judge today)"
     )
-    assert "failed on all 32 responses: ValueError (32)" in refused("generate", config)
+    assert "32 of 32 responses could not be scored: 32 × ValueError (no judge today); that is 100%" in refused(
+        "generate", config
+    )
     missing = {**options, "verifier_options": {"function": "no_such_judge:judge"}}
     assert "there is no module 'no_such_judge'" in refused(
         "train", config_file(tmp_path, **rows_task(tmp_path, sums(), **missing))

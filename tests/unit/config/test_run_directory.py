@@ -79,3 +79,20 @@ def test_the_result_sums_up_the_journal(tmp_path: Path) -> None:
 
 def test_nested_tables_become_dotted_keys() -> None:
     assert flat({"a": {"b": {"c": 1}}, "d": [2]}) == {"a.b.c": 1, "d": [2]}
+
+
+def test_files_in_the_run_directory_move_with_it(tmp_path: Path) -> None:
+    own = str(tmp_path / "runs" / "a")
+    record = {"runs": str(tmp_path / "runs"), "name": "a", "model": {"path": f"{own}/model-1"}}
+    record |= {"task": {"name": "jsonl", "options": {"path": f"{own}/data/1/rows.jsonl", "evaluation_path": "else"}}}
+    config = make_config(record)
+    write_resolved(config, config.directory / "config.resolved.json")
+    copied = tmp_path / "copied"
+    (tmp_path / "runs" / "a").rename(copied)
+    moved = read_config(copied)
+    assert moved.model.path == str(copied / "model-1")
+    assert moved.task.options == {"path": str(copied / "data/1/rows.jsonl"), "evaluation_path": "else"}
+    again = make_config({**record, "runs": str(tmp_path), "name": "copied", "model": {"path": str(copied / "model-1")}})
+    assert identity_differences(again, json.loads((copied / "config.resolved.json").read_text())) == [
+        f"task.options.path was '{{run}}/data/1/rows.jsonl' and is '{own}/data/1/rows.jsonl'"
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import socket
 from pathlib import Path
@@ -9,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from stalewise.errors import ModelError
-from stalewise.models.loading import EMBEDDED, encode_prompts, load_tokenizer, resolve_model
+from stalewise.errors import ModelError, TaskError
+from stalewise.models.loading import EMBEDDED, describe_prompt, encode_prompts, load_tokenizer, resolve_model
 from stalewise.tasks import make_task
 from stalewise.types import Prompt
 
@@ -71,3 +72,87 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
     # Without a network, what is in the cache of the hub's library is used.
     monkeypatch.setattr("stalewise.models.loading.try_to_load_from_cache", lambda name, file: str(tmp_path / file))
     assert resolve_model("nobody/has-this") == "nobody/has-this"
+
+
+def seen(tokenizer: Any, task: Any) -> str:
+    """What the policy sees of the first prompt, without the spaces between the tokens of this tokenizer."""
+    (ids,) = encode_prompts(task.prompts(0, 1), tokenizer)
+    return tokenizer.decode(ids).replace(" ", "")
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> dict[str, Any]:
+    lines = [f'{{"problem": "5+{term}", "answer": "{5 + term}"}}\n' for term in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    return {"path": str(tmp_path / "rows.jsonl")}
+
+
+def test_few_shot_rows_are_turns_of_the_chat_or_text_before_the_problem(
+    tokenizer: Any, tmp_path: Path, rows: dict[str, Any]
+) -> None:
+    shots = [{"problem": "1+1", "answer": "2"}, {"problem": "2+2", "answer": "4", "response": "2+2=4"}]
+    chat = make_task("jsonl", **rows, chat=True, few_shot=shots, system="9", prefill="8")
+    assert seen(tokenizer, chat).startswith("#9;1+1;2;2+2;2+2=4;5+")
+    assert seen(tokenizer, chat).endswith(";=8")
+    (tmp_path / "shots.jsonl").write_text("".join(json.dumps(shot) + "\n" for shot in shots))
+    same = make_task("jsonl", **rows, chat=True, few_shot=str(tmp_path / "shots.jsonl"), system="9", prefill="8")
+    assert same.prompts(0, 3) == chat.prompts(0, 3)
+    plain = make_task("jsonl", **rows, few_shot=shots[:1], template="{problem}=")
+    assert plain.prompts(0, 1)[0].text.startswith("1+1=2\n\n5+")
+    assert plain.prompts(0, 1)[0].metadata["problem"].startswith("5+")  # what is compared with other files
+    shown = make_task("jsonl", **rows, few_shot=[{"problem": "5 + 3", "answer": "8"}])
+    assert shown.size == 17  # of 20: one is shown, two are held out
+    assert "5+3" not in {prompt.metadata["problem"] for prompt in shown.prompts(0, 17)}
+
+
+def test_variables_of_the_template_reach_it_and_an_unknown_one_is_refused(
+    tokenizer: Any, tmp_path: Path, rows: dict[str, Any]
+) -> None:
+    tokenizer.chat_template = TEMPLATE + "{% if enable_thinking %}#{% endif %}"
+    on, off = (
+        make_task("jsonl", **rows, chat=True, chat_template_kwargs={"enable_thinking": value})
+        for value in (True, False)
+    )
+    assert seen(tokenizer, on) == seen(tokenizer, off) + "#"
+    wrong = make_task("jsonl", **rows, chat=True, chat_template_kwargs={"enable_thinkng": True})
+    with pytest.raises(ModelError, match="has no variable enable_thinkng, so chat_template_kwargs would change"):
+        seen(tokenizer, wrong)
+
+
+def test_a_prompt_may_be_a_list_of_messages(tokenizer: Any, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+    system = {"role": "system", "content": "9"}
+
+    def task(prompts: list[Any], **options: Any) -> Any:
+        lines = (json.dumps({"problem": prompt, "answer": str(number)}) for number, prompt in enumerate(prompts))
+        (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+        return make_task("jsonl", path=str(tmp_path / "chats.jsonl"), held_out=0.0, **options)
+
+    assert seen(tokenizer, task([turns])) == "1;2;3;="
+    assert seen(tokenizer, task([turns[-1:]])) == "3;="
+    assert seen(tokenizer, task([[system, *turns]], chat=True, system="8", template="{problem}+")) == "#9;1;2;3+;="
+    assert seen(tokenizer, task([turns], chat=True, system="8")) == "#8;1;2;3;="
+    assert task([turns, turns[-1:], [system, *turns]]).size == 3
+    for wrong in ([], turns[:2], [{"role": "user"}], ["text"]):
+        with pytest.raises(TaskError, match="expected messages with role and content, the last one the user's"):
+            task([wrong])
+
+
+def test_special_tokens_are_visible(tokenizer: Any) -> None:
+    special = tokenizer.eos_token
+    ids = [*tokenizer("3+4")["input_ids"], tokenizer.eos_token_id, *tokenizer("7")["input_ids"]]
+    assert describe_prompt(ids, tokenizer).replace(" ", "") == f"3+4«{special}»7"
+    assert describe_prompt([], tokenizer) == ""
+
+
+def test_what_needs_a_chat_says_so(rows: dict[str, Any]) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"prefill": "a"}, "a prefill text needs chat=true"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs need chat=true"),
+        ({"few_shot": [3]}, "few_shot has 3: expected rows"),
+        ({"few_shot": [{"problem": "1"}]}, "few_shot, row 0: there is no field 'answer'"),
+        ({"few_shot": "missing.jsonl"}, "there is no file missing.jsonl"),
+    ]
+    for options, message in cases:
+        with pytest.raises(TaskError, match=message):
+            make_task("jsonl", **rows, **options)

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+from stalewise.objectives import evaluate, registry
 from stalewise.objectives.reduce import constant_denominator
-from stalewise.objectives.registry import OBJECTIVES, get_objective
+from stalewise.objectives.registry import OBJECTIVES, get_objective, register_objective
+from stalewise.objectives.tokens import Tokens
 
 
 def test_the_table_holds_the_objectives_of_the_methods_page() -> None:
@@ -100,3 +105,75 @@ def test_constant_denominator() -> None:
     for sequences, max_tokens in ((0, 7), (3, 0)):
         with pytest.raises(ValueError, match=f"are {sequences} and {max_tokens}; expected at least 1"):
             constant_denominator(sequences, max_tokens)
+
+
+@pytest.fixture
+def _no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_CUSTOM", {})
+
+
+@pytest.mark.usefixtures("_no_others")
+def test_a_program_registers_its_own() -> None:
+    @register_objective(reduction="sequence", advantage="mean")
+    def mine(tokens: Tokens, batch: None, *, scale: float = 2.0) -> Tensor:
+        return -scale * tokens.advantage_BT * tokens.logp_BT
+
+    row = get_objective("mine@0123456789ab")
+    assert (row.name, row.reduction, row.advantage, dict(row.settings())) == (
+        "mine",
+        "sequence",
+        "mean",
+        {"scale": 2.0},
+    )
+    assert "mine" not in OBJECTIVES
+    batch: dict[str, Any] = {
+        "behaviour_logp": torch.zeros(1, 2),
+        "advantage": torch.ones(1),
+        "mask": torch.tensor([[True, False]]),
+    }
+    logp = torch.full((1, 2), -0.5, requires_grad=True)
+    result = evaluate("mine", logp=logp, params={"scale": 3.0}, **batch)
+    assert result.loss.item() == pytest.approx(1.5)  # 3 · 0.5; the second token is masked
+    result.loss.backward()
+    assert logp.grad is not None
+    assert logp.grad.tolist() == [[-3.0, 0.0]]
+
+
+@pytest.mark.usefixtures("_no_others")
+def test_what_cannot_be_an_objective_is_refused() -> None:
+    def loss(tokens: Tokens, batch: None) -> Tensor:
+        return tokens.logp_BT
+
+    def without_default(tokens: Tokens, batch: None, *, scale: float) -> Tensor:
+        return tokens.logp_BT
+
+    def without_type(tokens, batch, *, scale=1.0):  # type: ignore[no-untyped-def]
+        return tokens.logp_BT
+
+    for function, options, message in (
+        (loss, {"name": "grpo"}, "it is built in"),
+        (loss, {"name": "a-b"}, "cannot name an objective"),
+        (loss, {"reductoin": "token"}, "no field 'reductoin'; did you mean reduction"),
+        (without_default, {}, "its parameter 'scale' needs a default"),
+        (without_type, {}, "annotate its parameter 'scale', as in beta: float"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            register_objective(function, **options)
+    with pytest.raises(ValueError, match="no objective is called 'gone' in this program: register it"):
+        get_objective("gone@0123456789ab")
+
+
+@pytest.mark.usefixtures("_no_others")
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda tokens: tokens.logp_BT.sum(), r"a loss of shape \[\]: expected \[1, 2\], one per token"),
+        (lambda tokens: 3, "returned int: expected a tensor or a TokenLoss"),
+        (lambda tokens: tokens.logp_BT.detach(), "a loss without a gradient"),
+    ],
+)
+def test_a_loss_of_another_form_is_refused(returned: Any, message: str) -> None:
+    register_objective(lambda tokens, batch: returned(tokens), name="mine")
+    inputs: dict[str, Any] = {"behaviour_logp": torch.zeros(1, 2), "advantage": torch.ones(1), "mask": torch.ones(1, 2)}
+    with pytest.raises(ValueError, match=message):
+        evaluate("mine", logp=torch.zeros(1, 2, requires_grad=True), **inputs)

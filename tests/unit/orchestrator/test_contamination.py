@@ -267,7 +267,7 @@ def test_the_command_line(trained: RunConfig, tmp_path: Path) -> None:
     assert record["excluded"] == overlapping + 1
     text = call(*words).stdout
     assert f"{overlapping + 1} prompts left out: they were used in training, or their ids are excluded" in text
-    assert "give one of them" in refused(*words, "--task", "jsonl")
+    assert "task jsonl needs the option 'path'" in refused(*words, "--task", "jsonl")  # both are evaluated
     everything = write(tmp_path / "all.jsonl", [{"id": f"sum-{a}"} for a in range(60)])
     assert "no held-out prompts left" in refused(*words[:-1], everything)
 

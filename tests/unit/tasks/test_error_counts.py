@@ -60,3 +60,18 @@ def test_a_record_gives_the_counts_back_and_lists_are_bounded() -> None:
     assert counts.failed == LISTED + 5 and len(counts.prompts["E"]) == LISTED
     assert ErrorCounts.of_record(counts.record(), counts.total) == counts
     assert str(ErrorCounts.of_record({}, 3)) == "all 3 responses were scored"
+
+
+def test_a_limit_is_a_fraction_of_all_and_the_message_names_the_first_line() -> None:
+    trace = '  File "rewards.py", line 3, in outer\n    f()\n  File "rewards.py", line 7, in f\n    1 / 0\nError: x'
+    bad = Reward(math.nan, error="ZeroDivisionError: x", traceback=trace)
+    counts = count_errors([bad, Reward(1.0), Reward(1.0), Reward(0.0)]) + count_errors([Reward(1.0)])
+    assert counts.traceback == trace
+    assert counts.over(0.2) == ""  # 1 of 5 is no more than 0.2
+    assert counts.over(0.19) == (
+        "1 of 5 responses could not be scored: 1 × ZeroDivisionError (x); that is 20%, and task.max_unscored is 0.19; "
+        "the first error was raised in rewards.py, line 7: repair the verifier, or raise task.max_unscored to go on "
+        "without these responses"
+    )
+    assert count_errors([Reward(1.0)]).over(0.0) == ""
+    assert "the first error" not in count_errors([Reward(math.nan, error="timeout after 5 s")]).over(0.5)

@@ -61,7 +61,10 @@ def model_card(run: Run, config: RunConfig, version: int, base: BasePolicy, *, a
         sentence=sentence,
         evaluations=seen.evaluations,
         pass_at=_largest_k(seen.evaluations),
-        parameters=get_objective(config.objective.name).settings(config.objective.params),
+        # An objective of a program is known to that program alone; the config has what was set.
+        parameters=config.objective.params
+        if "@" in config.objective.name
+        else get_objective(config.objective.name).settings(config.objective.params),
         optimizer={key: getattr(config.optimizer, key) for key in OPTIMIZER},
         schedule=describe_schedule(seen, config.schedule.kind),
         stages=stage_rows(seen),

@@ -26,12 +26,21 @@ class TokenDecoder:
 
     def __init__(self, run: Path) -> None:
         tokenizer = load_tokenizer(run)
+        added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
+        self._special = {token for token, one in added.items() if one.special}
         self._decode = None if tokenizer is None else lru_cache(maxsize=None)(partial(_decode_one, tokenizer))
 
     @property
     def has_tokenizer(self) -> bool:
         """Whether the run has a tokenizer."""
         return self._decode is not None
+
+    def prompt(self, ids: Sequence[int]) -> str:
+        """What the policy saw, for a page: special tokens are in «»."""
+        if not self.has_tokenizer:
+            return f"token ids {list(ids)}"
+        marked = zip(ids, map(printable, self.texts(ids)), strict=True)
+        return "".join(f"«{text}»" if token in self._special else text for token, text in marked)
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """The text of each token."""
@@ -56,7 +65,6 @@ def describe_group(index: RolloutIndex, batch: str, group: int, decoder: TokenDe
     rollouts, logged, problems = _read(index, location, rows)
     first = next(iter(rollouts.values()), None)
     prompt = [] if first is None else list(first.prompt_ids)
-    text = "".join(map(printable, decoder.texts(prompt))) if decoder.has_tokenizer else f"token ids {prompt}"
     return {
         "batch": batch,
         "rollback": location.rollback,
@@ -64,7 +72,7 @@ def describe_group(index: RolloutIndex, batch: str, group: int, decoder: TokenDe
         "directory": location.directory.name,
         "group": group,
         "prompt_id": visible(index.table.column("prompt_id")[int(rows[0])].as_py()),
-        "prompt": text,
+        "prompt": decoder.prompt(prompt),
         "degenerate": bool(index.column("degenerate")[int(rows[0])]),
         "responses": [describe_response(index, int(row), rollouts, logged, decoder) for row in rows],
         "problems": problems,

@@ -25,7 +25,7 @@ from stalewise.rollout.workers.coordinator import Coordinator
 from stalewise.rollout.workers.shard_queue import POLL_S, ShardQueue
 from stalewise.rollout.workers.work_order import WorkOrder, config_digest
 from stalewise.rollout.workers.worker import RolloutWorker, RunLocation
-from stalewise.tasks import Task, make_task
+from stalewise.tasks import Task
 from stalewise.types import NullCallback
 
 ENGINE = "hf"  # the others use several devices by themselves
@@ -126,7 +126,7 @@ class RolloutRank:
         config = make_config(record["config"], source="the first rank's config")
         if config.model.threads:
             torch.set_num_threads(config.model.threads)
-        self.task = self.task or make_task(config.task.name, seed=config.seed, **config.task.options)
+        self.task = self.task or config.make_task()
         self.sampler = self.sampler or make_sampler(config, on_tokens=lambda count: self.check())
         location = RunLocation.of_config(config)
         name, role = f"rank {self.ranks.rank} on {socket.gethostname()}", f"{record['role']}.rank-{self.ranks.rank}"

@@ -22,7 +22,7 @@ from stalewise.config import FORMAT, RunConfig, load_config, make_config, set_do
 from stalewise.config.run_directory import identity_differences
 from stalewise.errors import StoreError
 from stalewise.rollout.factory import make_sampler
-from stalewise.rollout.generate import commit_shards, make_shards
+from stalewise.rollout.generate import ScoreCheck, commit_shards, make_shards
 from stalewise.rollout.sampler import Sampler
 from stalewise.rollout.workers import work_order
 from stalewise.rollout.workers.claims import WorkerSession
@@ -33,7 +33,7 @@ from stalewise.rollout.workers.work_order import WorkOrder
 from stalewise.store import batch_directory
 from stalewise.store.checkpoints import checkpoint_directory, read_state
 from stalewise.store.object_store import DirectoryStore, ObjectStore, open_object_store
-from stalewise.tasks import Task, make_task
+from stalewise.tasks import Task
 from stalewise.types import NullCallback, ProgressCallback
 
 POLL_S = 0.1
@@ -70,7 +70,7 @@ def work(
     callback = callback or NullCallback()
     location = RunLocation.find(str(source), overrides or {}, wait=not once, log=callback.log)
     config, name = location.config, worker or f"{socket.gethostname()}-{os.getpid()}"
-    task = make_task(config.task.name, seed=config.seed, **config.task.options)
+    task = config.make_task()
     with (
         tempfile.TemporaryDirectory(prefix="stalewise-worker-") as scratch,
         WorkerSession(location.object_store, name, lost_after_s=config.workers.lost_after_s) as session,
@@ -211,7 +211,8 @@ class RolloutWorker:
         queue.processes, queue.check = self.processes, self.check
         self.callback.begin("generate", plan.prompts * plan.group_size)
         try:
-            make_shards(plan, checkpoint, directory, self.task, self.sampler, queue, self.callback.advance)
+            check = ScoreCheck(self.location.config.task.max_unscored, self.callback.log)
+            make_shards(plan, checkpoint, directory, self.task, self.sampler, queue, self.callback.advance, check)
             if self.location.run is not None:
                 commit_shards(plan, directory, self.task.name)
                 work_order.withdraw_order(self.object_store, order.name)

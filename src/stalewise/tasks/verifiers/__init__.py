@@ -11,6 +11,7 @@ __all__ = ["VERIFIERS", "ErrorCounts", "count_errors", "make_verifier"]
 
 VERIFIERS = {
     "exact": "stalewise.tasks.verifiers.exact:ExactVerifier",
+    "function": "stalewise.tasks.verifiers.function:FunctionVerifier",
     "math": "stalewise.tasks.verifiers.math:MathVerifier",
     "number": "stalewise.tasks.verifiers.number:NumberVerifier",
     "python": "stalewise.tasks.verifiers.python:PythonVerifier",
@@ -18,5 +19,5 @@ VERIFIERS = {
 
 
 def make_verifier(name: str, **options: Any) -> Verifier:
-    """Make a verifier by name: exact, math, number or python."""
+    """Make a verifier by name: exact, math, number or python; function is for `stalewise.train`."""
     return build("verifier", name, VERIFIERS, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from stalewise.types import Prompt, Reward
 
 LISTED = 20  # prompts and responses of each kind that are listed; all are counted
 _EXCERPT = 200
+_PLACE = re.compile(r'^  File "(.+)", line (\d+)', re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class ErrorCounts:
     prompts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # prompt ids by kind
     unparsed: int = 0
     unparsed_examples: tuple[tuple[str, str], ...] = ()  # prompt id and response, or the end of it
+    traceback: str = ""  # of the first error that has one; not recorded
 
     @property
     def failed(self) -> int:
@@ -46,6 +49,7 @@ class ErrorCounts:
             prompts,
             self.unparsed + other.unparsed,
             (*self.unparsed_examples, *other.unparsed_examples)[:LISTED],
+            self.traceback or other.traceback,
         )
 
     def __str__(self) -> str:
@@ -54,6 +58,17 @@ class ErrorCounts:
         most_first = sorted(self.kinds.items(), key=lambda pair: (-pair[1], pair[0]))
         shown = (f"{count} × {kind}{self._detail(kind)}" for kind, count in most_first)
         return f"{self.failed} of {self.total} responses could not be scored: {', '.join(shown)}"
+
+    def over(self, limit: float) -> str:
+        """Why a run should stop, if more than this fraction of the responses failed; else an empty string."""
+        if not self.failed or self.failed <= limit * self.total:
+            return ""
+        places = _PLACE.findall(self.traceback)
+        where = f"; the first error was raised in {places[-1][0]}, line {places[-1][1]}" if places else ""
+        return (
+            f"{self}; that is {self.failed / self.total:.0%}, and task.max_unscored is {limit:g}{where}: repair the "
+            "verifier, or raise task.max_unscored to go on without these responses"
+        )
 
     def record(self) -> dict[str, Any]:
         """The record in manifests and evaluations, as JSON."""
@@ -89,11 +104,13 @@ def count_errors(
     total, unparsed, kinds, examples = 0, 0, Counter[str](), dict[str, str]()
     listed: dict[str, dict[str, None]] = {}
     unparsed_examples: list[tuple[str, str]] = []
+    traceback = ""
     for reward, prompt, response in zip_longest(rewards, prompts, responses):
         total += 1
         if reward.error:
             kind = reward.error.partition(":")[0]
             kinds[kind] += 1
+            traceback = traceback or reward.traceback
             examples.setdefault(kind, reward.error)
             if prompt is not None and len(listed.setdefault(kind, {})) < LISTED:
                 listed[kind][prompt.prompt_id] = None
@@ -104,4 +121,4 @@ def count_errors(
                 text = response if len(response) <= _EXCERPT else "…" + response[-_EXCERPT:]
                 unparsed_examples.append((prompt.prompt_id, text))
     by_kind = {kind: tuple(ids) for kind, ids in listed.items()}
-    return ErrorCounts(total, dict(kinds), examples, by_kind, unparsed, tuple(unparsed_examples))
+    return ErrorCounts(total, dict(kinds), examples, by_kind, unparsed, tuple(unparsed_examples), traceback)

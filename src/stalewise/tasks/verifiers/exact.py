@@ -12,3 +12,7 @@ class ExactVerifier(LocalVerifier):
     def judge(self, prompt: Prompt, response: str) -> Reward:
         """Score one response."""
         return Reward(float(response.strip() == prompt.answer.strip()))
+
+    def answer(self, response: str) -> str | None:
+        """The response, for a vote among responses."""
+        return response.strip() or None

@@ -8,8 +8,10 @@ from __future__ import annotations
 import faulthandler
 import math
 import os
+import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import SupportsFloat, SupportsIndex
 
 from stalewise.tasks.base import load
@@ -19,6 +21,8 @@ Judge = Callable[[Prompt, str], object]
 """Returns a Reward, a number, or a mapping of numbers with the key "reward"; may raise."""
 
 _LONGEST_ERROR = 300
+_FRAMES = 8  # of a traceback: the innermost
+_PACKAGE = str(Path(__file__).parents[2])
 
 
 def main(descriptor: int) -> None:
@@ -42,7 +46,7 @@ def main(descriptor: int) -> None:
                 faulthandler.dump_traceback_later(2 * limit + 1, exit=True, file=nowhere)
                 reward = judged(judge, prompt, response)
                 faulthandler.cancel_dump_traceback_later()
-                connection.send((reward.value, dict(reward.parts), reward.error))
+                connection.send((reward.value, dict(reward.parts), reward.error, reward.traceback))
     except (EOFError, OSError):
         return  # the parent has ended or closed the pool
 
@@ -52,7 +56,16 @@ def judged(judge: Judge, prompt: Prompt, response: str) -> Reward:
     try:
         return reward_of(judge(prompt, response))
     except BaseException as problem:  # sys.exit in a judge must not end the worker
-        return Reward(math.nan, error=describe(problem))
+        return failed(problem)
+
+
+def failed(problem: BaseException) -> Reward:
+    """The Reward of a judge that raised: no value, and the traceback from the judge's own first line on."""
+    frames = traceback.extract_tb(problem.__traceback__)
+    own = next((number for number, frame in enumerate(frames) if not frame.filename.startswith(_PACKAGE)), 0)
+    shown = traceback.StackSummary.from_list(frames[own:][-_FRAMES:]).format()
+    error = describe(problem)
+    return Reward(math.nan, error=error, traceback="".join(shown) + error)
 
 
 def reward_of(result: object) -> Reward:

@@ -10,6 +10,7 @@ from typing import Any
 
 from stalewise.tasks.base import need
 from stalewise.tasks.verifiers.judge_process import Judge
+from stalewise.tasks.verifiers.number import number_in
 from stalewise.tasks.verifiers.pool import ProcessVerifier
 from stalewise.types import Prompt, Reward
 
@@ -35,6 +36,28 @@ class MathVerifier(ProcessVerifier):
         rewards = self.score(list(new.values()), [rf"The answer is \boxed{{{answer}}}." for answer in new])
         self._matches |= {answer: reward.value != 0 for answer, reward in zip(new, rewards, strict=True)}
         return [prompt for prompt in prompts if not self._matches[prompt.answer]]
+
+    def answer(self, response: str) -> str | None:
+        """The last boxed text, or the last number, for a vote among responses; 1/2 and 0.5 are two answers here."""
+        if boxed := last_boxed(response):
+            return boxed
+        found = number_in(response)
+        return None if found is None else str(found)
+
+
+def last_boxed(text: str) -> str:
+    r"""What is in the last \boxed{…}, without white space; empty if there is none that is closed.
+
+    >>> last_boxed(r"so \boxed{1}, no: \boxed{\frac{1}{ 2 }}.")
+    '\\frac{1}{2}'
+    """
+    _, found, rest = text.rpartition(r"\boxed{")
+    depth = 1
+    for place, character in enumerate(rest if found else ""):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth == 0:
+            return "".join(rest[:place].split())
+    return ""
 
 
 def load_judge() -> Judge:

@@ -47,6 +47,11 @@ class NumberVerifier(LocalVerifier):
         found = number_in(response, which=self.which)
         return Reward(float(found == gold), {"parsed": float(found is not None)})
 
+    def answer(self, response: str) -> str | None:
+        """The number that counts, for a vote among responses."""
+        found = number_in(response, which=self.which)
+        return None if found is None else str(found)
+
 
 def number_in(text: str, *, which: Literal["first", "last"] = "last") -> Fraction | None:
     """Read the first or the last number of a text.

@@ -176,8 +176,7 @@ class ProcessVerifier:
             worker.ready = True
             return None
         worker.item = None
-        value, parts, error = message
-        return Reward(value, parts, error)
+        return Reward(*message)
 
     def _check_time(self, worker: _Worker) -> Reward | None:
         if time.monotonic() < worker.deadline:

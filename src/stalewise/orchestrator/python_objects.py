@@ -1,0 +1,270 @@
+"""A run described by objects of a Python program: a model, a data set, a reward function, a task, an objective.
+
+Each becomes what a config can name. Rows and a loaded model are written into the run directory, under a name made of
+their content. Functions and classes stay in the program and are registered under their fingerprint. So the config
+identifies all of them, and the commands that read run directories work as with any other run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from stalewise.config import RunConfig, make_config
+from stalewise.config.keywords import settings_record
+from stalewise.config.run_directory import check_identity, is_started
+from stalewise.errors import ConfigError, ModelError, StoreError, TaskError, nearest
+from stalewise.models.loading import embedded_policy
+from stalewise.objectives.registry import Objective, get_objective, register_objective
+from stalewise.orchestrator.setup import resolve_learning_rate
+from stalewise.store import atomic
+from stalewise.tasks import callables
+from stalewise.tasks.hf_datasets import rows_of
+from stalewise.tasks.verifiers import VERIFIERS
+
+# Keywords that say how rows become prompts; all others are settings.
+ROW_KEYWORDS = frozenset(
+    {
+        *("prompt_field", "answer_field", "id_field", "template", "chat", "system", "verifier_options"),
+        *(
+            "prefill",
+            "few_shot",
+            "chat_template_kwargs",
+            "held_out",
+            "exclude_ids",
+            "dataset_config",
+            "split",
+            "eval_split",
+        ),
+    }
+)
+EVALUATE_KEYWORDS = ROW_KEYWORDS | {"prompts", "samples", "max_new_tokens", "dataset", "reward", "task", "file"}
+_OF_THE_SOURCE = ("dataset_config", "split", "eval_split")
+PIECES_BYTES = 1 << 26  # of a weight that are hashed at a time
+
+
+def config_of(
+    model: Any,
+    dataset: Any,
+    reward: Any,
+    *,
+    tokenizer: Any,
+    eval_dataset: Any,
+    task: Any,
+    objective: Any,
+    settings: Mapping[str, Any] | None,
+    keywords: Mapping[str, Any],
+) -> RunConfig:
+    """The config of a run, whose objects are registered or written into its directory.
+
+    A directory that belongs to other objects is refused before anything is written.
+    """
+    of_rows = {key: value for key, value in keywords.items() if key in ROW_KEYWORDS}
+    record = settings_record({key: value for key, value in keywords.items() if key not in ROW_KEYWORDS}, settings)
+    if objective is not None:
+        record.setdefault("objective", {})["name"] = objective_name(objective)
+    frame = make_config({**record, "model": {}, "task": {}}, source="stalewise.train")  # for its directory
+    directory = frame.directory
+    files = RunFiles(directory)
+    if task is not None or dataset is None:
+        if of_rows or eval_dataset is not None or reward is not None:
+            odd = next(iter(of_rows), "reward" if reward is not None else "eval_dataset")
+            raise ConfigError(f"{odd} goes with dataset=…: a task has its own prompts and its own verifier")
+        record["task"] = _task_table(task, record.get("task", {}), files)
+    else:
+        record["task"] = {**record.get("task", {}), **files.rows_task(dataset, eval_dataset, reward, of_rows)}
+    record["model"] = {**record.get("model", {}), "path": files.model_path(model, tokenizer)}
+    config = make_config(record, source="stalewise.train")
+    if config.schedule.kind == "pipelined" and (name := files.only_here):
+        raise ConfigError(
+            f"a pipelined run generates in another process, which does not have {name}: define it in a module that "
+            'Python finds, or use kind = "staged"'
+        )
+    if is_started(directory):
+        check_identity(resolve_learning_rate(config))
+    files.write(record.get("objective", {}).get("name", ""))
+    return config
+
+
+def _task_table(task: Any, table: Mapping[str, Any], files: RunFiles) -> dict[str, Any]:
+    if task is None or isinstance(task, str):
+        return {**table, **({"name": task} if task else {})}
+    for method in ("prompts", "evaluation_prompts"):
+        if not callable(getattr(task, method, None)):
+            raise TaskError(f"task={task!r:.60} has no method {method}: see the protocol stalewise.tasks.Task")
+    if isinstance(task, type) and "seed" not in inspect.signature(task).parameters:
+        raise TaskError(f"the class {task.__name__} takes no seed: add it to __init__, or pass an object")
+    return {"name": "python", "options": {"task": files.keep("task", task, callables.fingerprint_of_task(task))}}
+
+
+def objective_name(objective: Any) -> str:
+    """The name of an objective in a config: a built-in one, or a registered function with its fingerprint."""
+    if callable(objective):
+        objective = getattr(objective, "objective_name", None) or register_objective(objective).objective_name
+    found: Objective = get_objective(str(objective).partition("@")[0])
+    if not found.is_custom:
+        return found.name
+    return f"{found.name}@{callables.fingerprint(found.token_loss).digest}"
+
+
+class RunFiles:
+    """What a program's objects become in a run directory; written when the directory is known to be theirs."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.only_here = ""  # name of a function that no other process has
+        self._texts: dict[str, str] = {}
+        self._model: tuple[Path, Any, Any] | None = None
+
+    def keep(self, what: str, value: Any, found: callables.Fingerprint) -> str:
+        """Register a function or class, and note its source."""
+        self._texts[f"python/{what}.py"] = found.describe()
+        if ":" not in found.name:
+            self.only_here = self.only_here or f"the {what} {found.name}"
+        return callables.register(value, found)
+
+    def rows_task(self, dataset: Any, eval_dataset: Any, reward: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """The table `task` for rows."""
+        options = {key: value for key, value in keywords.items() if key not in _OF_THE_SOURCE}
+        options["problem_field"] = options.pop("prompt_field", "prompt")
+        source = {"config": keywords.get("dataset_config"), "split": keywords.get("split", "train")}
+        rows = rows_of(dataset, **source)
+        options["path"] = self._rows(dataset, rows)
+        if "eval_split" in keywords:
+            if eval_dataset is not None:
+                raise ConfigError("eval_split and eval_dataset both say what to evaluate on: give one of them")
+            eval_dataset, source = dataset, {**source, "split": keywords["eval_split"]}
+        if eval_dataset is not None:
+            options["evaluation_path"] = self._rows(eval_dataset, rows_of(eval_dataset, **source))
+        return {"name": "jsonl", "options": options | self.reward_options(reward, rows[0], options)}
+
+    def to_evaluate(
+        self,
+        model: Any,
+        tokenizer: Any,
+        dataset: Any,
+        reward: Any,
+        file: str | Path | None,
+        options: Mapping[str, Any] | None,
+        keywords: Mapping[str, Any],
+    ) -> tuple[str, str | Path | None, Mapping[str, Any] | None]:
+        """Model, file and options of an evaluation on objects, which are written here."""
+        if model is None:
+            raise ConfigError("evaluate needs a model: a run directory, a checkpoint, a name, or a loaded model")
+        if unknown := sorted(keywords.keys() - ROW_KEYWORDS):
+            raise ConfigError(f"evaluate has no argument {unknown[0]!r}; {nearest(unknown[0], EVALUATE_KEYWORDS)}")
+        if dataset is None and (reward is not None or keywords):
+            raise ConfigError(f"{next(iter(keywords), 'reward')} goes with dataset=…: a task has its own verifier")
+        if dataset is not None:
+            if file is not None:
+                raise ConfigError("file and dataset both say what to evaluate on: give one of them")
+            table = self.rows_task(dataset, None, reward, keywords)["options"]
+            if reward is None:  # as in the run, or `number`
+                of_the_run = ("verifier",) if keywords.get("verifier_options") else ("verifier", "verifier_options")
+                table = {key: value for key, value in table.items() if key not in of_the_run}
+            if "prompt_field" not in keywords and is_run(model):
+                table.pop("problem_field")
+            file, options = table.pop("path"), {**table, **(options or {})}
+        name = self.model_path(model, tokenizer)
+        self.write("")
+        return name, file, options
+
+    def reward_options(self, reward: Any, row: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options `verifier` and `verifier_options` of a reward: a callable, or the name of a verifier."""
+        given = dict(options.get("verifier_options") or {})
+        if reward is None or isinstance(reward, str):
+            if reward is not None and reward not in VERIFIERS:
+                raise TaskError(f"reward={reward!r} is no verifier: pass a function, or {', '.join(VERIFIERS)}")
+            return {"verifier": reward or "number", "verifier_options": given}
+        if not callable(reward):
+            raise TaskError(
+                f"reward={reward!r:.60} is no function: expected (prompt, response, answer, **row) → number"
+            )
+        callables.check_parameters(reward, row)
+        function = self.keep("reward", reward, callables.fingerprint(reward))
+        more = {} if "answer_field" in options or "answer" in row else {"answer_field": ""}
+        return {"verifier": "function", "verifier_options": {**given, "function": function}, **more}
+
+    def _rows(self, dataset: Any, rows: Iterable[Mapping[str, Any]]) -> str:
+        text = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
+        digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[: callables.DIGITS]
+        name = Path(dataset).stem if isinstance(dataset, str | Path) else "rows"
+        path = f"data/{digest}/{name or 'rows'}.jsonl"
+        self._texts[path] = text
+        return str(self.directory / path)
+
+    def model_path(self, model: Any, tokenizer: Any) -> str:
+        """`model.path` of a directory, a name, or a loaded model with its tokenizer."""
+        if isinstance(model, str | Path):
+            if tokenizer is not None:
+                raise ConfigError("tokenizer=… goes with a loaded model: a directory or a name has its own")
+            return embedded_policy(str(model)) or str(model)
+        check_loaded(model, tokenizer)
+        path = self.directory / f"model-{digest_of_model(model, tokenizer)}"
+        self._model = path, model, tokenizer
+        return str(path)
+
+    def write(self, objective: str) -> None:
+        """Write what is missing."""
+        if "@" in objective:
+            found = callables.fingerprint(get_objective(objective.partition("@")[0]).token_loss)
+            self._texts["python/objective.py"] = found.describe()
+        for name, text in self._texts.items():
+            path = self.directory / name
+            if not path.is_file() or name.startswith("python/"):
+                atomic.make_directory(path.parent)
+                atomic.write_atomic(path, text)
+        if self._model is not None and not self._model[0].is_dir():
+            save_loaded(*self._model)
+
+
+def is_run(model: Any) -> bool:
+    """Whether this is the path of a run directory, or of a checkpoint in one."""
+    path = Path(model).expanduser() if isinstance(model, str | Path) else Path()
+    return any((place / "config.resolved.json").is_file() for place in (path, path.resolve().parent.parent))
+
+
+def check_loaded(model: Any, tokenizer: Any) -> None:
+    """Refuse what is no loaded model of transformers with its tokenizer."""
+    if hasattr(model, "peft_config"):
+        raise ModelError("the model has PEFT adapters: call merge_and_unload() first, or name them in adapter=…")
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(f"model is a {type(model).__name__}: expected a directory, a name, or a PreTrainedModel")
+    if tokenizer is None or not hasattr(tokenizer, "save_pretrained"):
+        raise ModelError("a loaded model needs its tokenizer: pass tokenizer=AutoTokenizer.from_pretrained(…)")
+
+
+def digest_of_model(model: PreTrainedModel, tokenizer: Any) -> str:
+    """A fingerprint of the weights, the config and the vocabulary."""
+    digest = hashlib.sha256(model.config.to_json_string().encode())
+    template = getattr(tokenizer, "chat_template", None)
+    digest.update(json.dumps([sorted(tokenizer.get_vocab().items()), template, str(tokenizer)]).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        for piece in weight.detach().reshape(-1).split(PIECES_BYTES):
+            digest.update(piece.contiguous().view(torch.uint8).cpu().numpy().tobytes() if len(piece) else b"")
+    return digest.hexdigest()[: callables.DIGITS]
+
+
+def save_loaded(path: Path, model: Any, tokenizer: Any) -> None:
+    """Write a loaded model and its tokenizer to a new directory."""
+    temporary = atomic.temporary_name(path)
+    atomic.make_directory(temporary.parent)
+    try:
+        with atomic.explain_write_errors(path, 0):
+            model.save_pretrained(temporary)
+            tokenizer.save_pretrained(temporary)
+        atomic.commit_directory(temporary, path)
+    except StoreError:
+        if not path.is_dir():  # another rank may have written the same
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
