@@ -7,7 +7,7 @@ random numbers, so its tokens depend neither on the batch nor on the way of deco
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -119,6 +119,20 @@ class HFSampler:
                 raise ModelError(f"{weights} is for another model: {wrong[0]} has shape {list(shapes[wrong[0]])}")
             for name in self._replaceable:
                 state[name].copy_(file.get_tensor(name))
+
+    @torch.no_grad()
+    def take(self, weights: Mapping[str, torch.Tensor], key: object) -> bool:
+        """Copy weights from memory into the model; False where only a checkpoint can be loaded."""
+        if self._loaded == (key,):
+            return True
+        if self._model is None or not self._replaceable or not self._replaceable <= weights.keys():
+            return False
+        self._loaded = None
+        state: dict[str, torch.Tensor] = self._model.state_dict()
+        for name in self._replaceable:
+            state[name].copy_(weights[name])
+        self._weights, self._loaded = QuantizableWeights(self._model), (key,)
+        return True
 
     def close(self) -> None:
         """Free the model and its cache."""
