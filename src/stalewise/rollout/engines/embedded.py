@@ -23,7 +23,7 @@ from stalewise.models.compilation import compile_pieces
 from stalewise.models.fused_ops import fuse_norms, fused_rotation
 from stalewise.models.kernels import can_compile, get_ready
 from stalewise.models.loading import context_length, load_model, load_tokenizer, stop_token_ids
-from stalewise.rollout.engines.dynamic_decode import decode_dynamic
+from stalewise.rollout.engines.dynamic_decode import decode_within_memory, rows_that_fit
 from stalewise.rollout.engines.quantize import QuantizableWeights
 from stalewise.rollout.engines.slot_decode import FinishedResponses, RequestQueue, SlotDecoder, slots_problem
 from stalewise.rollout.sampler import Request, Response, check_lengths
@@ -194,16 +194,19 @@ class HFSampler:
             return
         # Longest first, ties in order: rows of similar length are together and padding is small.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i].prompt_ids))
-        decoded = decode_dynamic(
+        decoded = decode_within_memory(
             self._model,
             [requests[i] for i in order],
             settings,
+            rows=rows_that_fit(self._model, requests, self.max_new_tokens),
             new_tokens=self.max_new_tokens,
             stop_ids=self._stop_ids,
             pad_id=self._tokenizer.pad_token_id,
             on_tokens=self.on_tokens,
+            log=log.warning,
         )
-        yield FinishedResponses(np.array(order), *decoded)
+        for places, arrays in decoded:
+            yield FinishedResponses(np.array(order)[list(places)], *arrays)
 
     def _slot_decoder(self, queue: RequestQueue, settings: SamplerSettings) -> SlotDecoder:
         """A decoder with enough room: the last one if it fits, since making one takes a second."""
