@@ -7,9 +7,10 @@ Policies have random weights in the shapes of Qwen2.5 (as Llama, without biases)
 token in 500 ends a response, and rewards are a coin's. `copy` measures what blocks at least: the copy of weights and
 moments to the host, into new memory and into memory that was used before, and the sampler's copy of the weights on the
 device. `run` makes whole runs of equal updates that differ in µ alone. A switch is everything from the last update on a
-generation batch to the next generation, and from there to the next update: checkpoint, waiting for its commit, opening
-the next batch. The start of a run (first checkpoint, first learner) is given apart. `background_s` is what the thread
-that writes took.
+generation batch to the next generation, and from there to the next update: checkpoint, waiting for its commit, the
+sampler's new weights, opening the next batch. With `--engine vllm`, on the learner's GPU, the sampler's part is waking
+vLLM and reloading from the checkpoint, which must be committed first; putting it to sleep counts to the next learner.
+The start of a run (first checkpoint, first learner) is given apart. `background_s` is what the thread that writes took.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from stalewise.api import run
 from stalewise.config import make_config
 from stalewise.models.transfer import HostBuffers
-from stalewise.store.atomic import read_jsonl, write_json_atomic
+from stalewise.store.atomic import read_json, read_jsonl, write_json_atomic
 from stalewise.tasks import TASKS
 from stalewise.tasks.base import LocalVerifier
 from stalewise.types import Prompt, Reward
@@ -50,6 +51,7 @@ VOCABULARY = {"tiny": 512}
 ONE_IN = {"tiny": 20}  # tokens end a response, else 500
 FORMAT = "stalewise.switches/1"
 ROUNDS = 3
+VLLM = {"gpu_memory_utilization": 0.4, "max_model_len": 2048, "copies": 1}
 TASKS["coin"] = f"{__name__}:Coin"
 
 
@@ -166,7 +168,7 @@ def measure_run(options: Mapping[str, Any], work: Path) -> dict[str, Any]:
             "model": {"path": str(work / size)},
             "schedule": {"kind": "synchronous", "updates": updates, "updates_per_generation": mu},
             "batch": {"prompts": options["prompts"], "group_size": 8},
-            "sampler": {"max_new_tokens": options["tokens"]},
+            "sampler": {"max_new_tokens": options["tokens"], "engine": options["engine"], "vllm": VLLM},
             "objective": {"name": "mu_grpo"},
             "optimizer": {"learning_rate": 1e-7},
             "checkpoints": {"every": updates, "keep": 1},
@@ -184,10 +186,10 @@ def measure_run(options: Mapping[str, Any], work: Path) -> dict[str, Any]:
 def summary(journal: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Seconds of a run by what it did; blocking seconds of a switch without those of the start."""
     spent = {"generate": 0.0, "learn": 0.0, "switch": 0.0, "start": 0.0}
-    reasons: dict[str, list[float]] = {"checkpoint": [], "commit": [], "learner": []}
+    reasons: dict[str, list[float]] = {"checkpoint": [], "commit": [], "learner": [], "sampler": []}
     for record in journal:
         event, reason, seconds = record["event"], record.get("reason", ""), float(record["seconds"])
-        if reason == "first checkpoint" or (reason == "learner" and not spent["learn"]):
+        if reason == "first checkpoint" or (reason in ("learner", "sampler") and not spent["learn"]):
             spent["start"] += seconds
         elif event in spent:
             spent[event] += seconds
@@ -245,6 +247,9 @@ def machine() -> dict[str, Any]:
 def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     sizes, parts = arguments.sizes.split(","), arguments.parts.split(",")
     result: dict[str, Any] = {"format": FORMAT, "machine": machine(), "copy": {}, "runs": {}}
+    if arguments.out and arguments.out.is_file():  # further sizes or µ of the same machine
+        before = read_json(arguments.out)
+        result |= before if before["machine"] == result["machine"] else {}
     began = time.monotonic()
     for size in sizes:
         if "copy" in parts:
@@ -255,8 +260,10 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
             options = {"size": size, "mu": mu, "updates": arguments.updates, "prompts": arguments.prompts}
             if mu > arguments.updates or time.monotonic() - began > arguments.deadline_s:
                 continue
-            found = in_a_process("run", {**options, "tokens": arguments.tokens}, work)
-            result["runs"][f"{size}/{mu}"] = found
+            more = {"tokens": arguments.tokens, "engine": arguments.engine}
+            found = in_a_process("run", {**options, **more}, work)
+            name = size if arguments.engine == "hf" else f"{size}-{arguments.engine}"
+            result["runs"][f"{name}/{mu}"] = found
             print(size, mu, json.dumps(found), flush=True)
             result["headline"] = headline({k: run for k, run in result["runs"].items() if "error" not in run})
             if arguments.out:
@@ -275,6 +282,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=256)
     parser.add_argument("--prompts", type=int, default=16, help="of an update, with 8 responses each")
     parser.add_argument("--tokens", type=int, default=256, help="of a response at most")
+    parser.add_argument("--engine", default="hf", choices=("hf", "vllm"), help="vllm: on the learner's GPU, sleeping")
     parser.add_argument("--moment-bytes", type=int, choices=(1, 2, 4), default=4, help="of a number in `copy`")
     parser.add_argument("--deadline-s", type=float, default=1e9, help="after which no further run is begun")
     parser.add_argument("--work", type=Path, help="where models and runs go; a temporary directory by default")

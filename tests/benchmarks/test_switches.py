@@ -15,6 +15,7 @@ from benchmarks import switches  # noqa: E402
 
 def test_a_tiny_run_tells_what_a_switch_blocks(tmp_path: Path) -> None:
     options = {"part": "run", "size": "tiny", "mu": 2, "updates": 4, "prompts": 2, "tokens": 8}
+    options["engine"] = "hf"
     found = switches.one(options, tmp_path)
     assert found["switches"] == 2 and found["checkpoint_bytes"] > 3 * 4 * 512 * 64
     assert 0 < found["blocking_s_per_switch"] < found["wall_s"]

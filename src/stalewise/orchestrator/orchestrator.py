@@ -30,11 +30,11 @@ from stalewise.orchestrator.model_check import check_model, report_problem, stag
 from stalewise.orchestrator.ranks import make_trainer
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.orchestrator.run_log import RunLog
-from stalewise.orchestrator.setup import drift_limits, write_first_checkpoint
+from stalewise.orchestrator.setup import check_vllm_room, drift_limits, write_first_checkpoint
 from stalewise.orchestrator.stages import begin_stage, forget_stages
 from stalewise.orchestrator.update_loop import UpdateLoop
 from stalewise.planning.memory import check_memory, pick_parallel
-from stalewise.rollout.factory import batch_plan, batch_problem, check_second_policy, make_sampler
+from stalewise.rollout.factory import batch_plan, batch_problem, check_engine_devices, check_second_policy, make_sampler
 from stalewise.rollout.generate import BatchPlan, DeferredShards, generate_batch
 from stalewise.rollout.sampler import LiveSampler, OffloadableSampler
 from stalewise.rollout.workers.coordinator import Coordinator, is_being_written
@@ -118,7 +118,9 @@ class Orchestrator:
         """Raise before anything is loaded where the model is too large, or a foreign policy does not fit it."""
         if versions(self.directory)[-1:] == [self.schedule.updates]:
             return
+        check_engine_devices(self.config)
         policy = self.newest_policy()
+        check_vllm_room(self.config, policy)
         if self.source.is_own:
             check_second_policy(self.config.sampler.foreign, Path(policy), self.task)
         if warning := check_memory(self.config, policy, self.ranks.world, self.ranks.local_world):
@@ -286,7 +288,7 @@ class Orchestrator:
                 sampler=self.sampler,
                 on_shard=self.callback.advance,
                 source=queue,
-                load=self._load,
+                load=self._load_for_generation,
             )
             ordered = queue.source if isinstance(queue, DeferredShards) else queue
             assert ordered is not None
@@ -309,6 +311,10 @@ class Orchestrator:
         takes = isinstance(self.sampler, LiveSampler) and self.config.workers.learner == "shares"
         is_new = not committed_shards(self.batch_directory(plan.generation_batch))
         return DeferredShards(order) if alone and takes and is_new else order()
+
+    def _load_for_generation(self, checkpoint: Path) -> None:
+        with self.run_log.timed("switch", reason="sampler"):
+            self._load(checkpoint)
 
     def _load(self, checkpoint: Path) -> None:
         """Load a policy into the sampler: from the trainer's memory where the trainer is at that version."""

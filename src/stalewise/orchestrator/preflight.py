@@ -19,10 +19,10 @@ from stalewise.config.run_directory import check_identity
 from stalewise.errors import StalewiseError
 from stalewise.models.loading import encode_prompts, load_tokenizer, pick_device, pick_precision, resolve_model
 from stalewise.orchestrator.model_check import check_model
-from stalewise.orchestrator.setup import check_objective, write_first_checkpoint
+from stalewise.orchestrator.setup import check_objective, check_vllm_room, write_first_checkpoint
 from stalewise.planning.memory import GIB, ModelShape, estimate, free_bytes, ways_out
 from stalewise.reporting.trackers import check_installed
-from stalewise.rollout.factory import batch_plan, check_second_policy, make_sampler
+from stalewise.rollout.factory import batch_plan, check_engine_devices, check_second_policy, make_sampler
 from stalewise.rollout.sampler import Request, Sampler
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.tasks import Task, make_task
@@ -133,6 +133,7 @@ class _Preflight:
     def _device(self) -> tuple[Status, str]:
         model = self.config.model
         device = pick_device(model.device)
+        check_engine_devices(self.config)
         precision = str(pick_precision(model.precision, device)).removeprefix("torch.")
         if model.precision == "bfloat16-only" and not model.trains_adapters:
             advice = "small updates are lost to rounding: use bfloat16, which keeps float32 weights, where they fit"
@@ -153,6 +154,7 @@ class _Preflight:
         if needed is None:
             return "warning", f"unknown: the config of {self.source} does not say how large the model is"
         self.shape = needed.shape
+        check_vllm_room(self.config, self.source)
         free = free_bytes(pick_device(self.config.model.device))
         figures = f"{needed}; {free / GIB:.2f} GiB are free"
         if needed.total <= free:

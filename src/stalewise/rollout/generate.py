@@ -197,7 +197,9 @@ def make_shards(
                 loaded = True
             asked = [_shard_requests(plan, shard, task, sampler) for shard in shards]
             responses = _responses(plan, [request for one in asked for request in one.requests], sampler)
+            sampled = time.perf_counter()
             source.settle()
+            start += time.perf_counter() - sampled  # the shards took no longer for it
             pending, writing = writing, None
             if pending is not None:
                 pending.result()
