@@ -320,8 +320,8 @@ class Orchestrator:
         """Load a policy into the sampler: from the trainer's memory where the trainer is at that version."""
         trainer, pending = self.trainer, self.writer.version
         if trainer is not None and checkpoint == checkpoint_directory(self.directory, trainer.version):
-            live = isinstance(self.sampler, LiveSampler) and not self.ranks.others
-            if live and self.sampler.take(trainer.policy(), (self.trainer_key, trainer.version)):
+            key, alone = (self.trainer_key, trainer.version), not self.ranks.others
+            if alone and isinstance(self.sampler, LiveSampler) and self.sampler.take(trainer.policy(), key):
                 return
         if pending is not None and checkpoint == checkpoint_directory(self.directory, pending):
             self.writer.join()

@@ -103,9 +103,9 @@ def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for name in names:
-        data = tensors[name].contiguous().view(-1).view(torch.uint8).numpy() if tensors[name].numel() else b""
+        data = tensors[name].contiguous().view(-1).view(torch.uint8).numpy()
         for start in range(0, len(data), PIECE):
-            yield memoryview(data[start : start + PIECE])
+            yield data[start : start + PIECE].data
 
 
 def stored_names(checkpoint: Path, weights: Collection[str]) -> frozenset[str]:

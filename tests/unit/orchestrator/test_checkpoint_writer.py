@@ -104,7 +104,7 @@ class Held(NullCallback):
         if what == "learn":
             self.sampled.clear()
 
-    def advance(self, steps: int, note: str = "") -> None:
+    def advance(self, amount: int, note: str = "") -> None:
         if "tokens" in note:
             self.sampled.set()
 
