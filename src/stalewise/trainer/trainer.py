@@ -93,13 +93,14 @@ class Trainer:
         """
         files = self._content()
         if not self.stored:  # under other names or in several files: transformers knows how
-            policy = host_copies(files.pop(POLICY))[0] if self.adapters is None else self.adapters.merged()
-            self.model.save_pretrained(directory, state_dict=policy)
+            policy = files.pop(POLICY)
+            on_host = host_copies(policy)[0] if self.adapters is None else self.adapters.merged()
+            self.model.save_pretrained(directory, state_dict=on_host)
         self._save_small_files(directory)
-        on_host = self.device.type == "cpu"
         digests: dict[str, str] = {}
         for name, file in files.items():
-            digests[name] = write_tensors(directory / name, dict(file) if on_host else HostBuffers().copy(name, file))
+            tensors = dict(file) if self.device.type == "cpu" else HostBuffers().copy(name, file)
+            digests[name] = write_tensors(directory / name, tensors)
         return digests
 
     def snapshot(self, buffers: HostBuffers) -> Snapshot | None:
