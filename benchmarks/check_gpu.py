@@ -383,7 +383,7 @@ def load(model: str, dtype: torch.dtype) -> Any:
 def check_saving(model: str, rows: RolloutColumns) -> dict[str, float]:
     """Numbers of a saved policy and its moments that are not those on the device, nor a sampler's that takes it over.
 
-    In large pieces and in small ones.
+    In large pieces and in small ones, from files and from memory.
     """
     trainer, differ = Trainer(settings(model), Path(model)), 0.0
     trainer.update(rows)
@@ -402,6 +402,10 @@ def check_saving(model: str, rows: RolloutColumns) -> dict[str, float]:
         taken = sampler._model.state_dict()
         differ += sum((taken[name] != w.bfloat16()).sum().item() for w, name in trainer.names.items())
     host_copies.PIECE = usual
+    trainer.update(rows)
+    assert sampler.take(trainer.policy(), object()), "the sampler does not take weights from memory"
+    taken = sampler._model.state_dict()
+    differ += sum((taken[name] != w.bfloat16()).sum().item() for w, name in trainer.names.items())
     return {"numbers": float(sum(tensor.numel() for tensor in expected.values())), "that_differ": differ}
 
 

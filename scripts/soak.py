@@ -1,10 +1,12 @@
 """Kill a run with SIGKILL again and again, and see that nothing is lost.
 
-    python scripts/soak.py [--kills 200] [--seed 0] [--objective p3o] [--rank 0] [--kind staged]
+    python scripts/soak.py [--kills 200] [--seed 0] [--objective p3o] [--rank 0] [--kind staged] [--slow-writer 0]
 
 A reference run is never stopped. The victim, with the same config, is killed at random moments (every other time within
 a commit: before one of its fsyncs) and started again, until it is done. Then weights must be equal to the bit, metrics,
-ledger and evaluations equal but for times, and no committed shard may ever have been written again.
+ledger and evaluations equal but for times, and no committed shard may ever have been written again. Nor may a committed
+shard or evaluation ever be of a version without a checkpoint: with `--slow-writer` each checkpoint is committed up to
+that many seconds later, and every third kill comes just before that, while the run is ahead of its checkpoint.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any
 
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
+from stalewise.store import checkpoints
 from stalewise.store.atomic import read_jsonl
 from stalewise.store.checkpoints import checkpoint_directory, versions
 
@@ -64,14 +67,21 @@ def tiny_config(runs: Path, name: str, objective: str, rank: int = 0, kind: str 
     )
 
 
-def start(config: RunConfig, fsyncs_to_live: int | None = None) -> int:
-    """Run in a forked child, which may kill itself before its n-th fsync; its process id."""
+def start(
+    config: RunConfig, fsyncs_to_live: int | None = None, delay: float = 0.0, commits_to_live: int | None = None
+) -> int:
+    """Run in a forked child, which may kill itself before its n-th fsync or the commit of a checkpoint; its process id.
+
+    Each checkpoint of the child is committed `delay` seconds later.
+    """
     child = os.fork()
     if child:
         return child
     import torch
 
     torch.set_num_threads(1)
+    if delay:
+        _delay_commits(delay, commits_to_live)
     if fsyncs_to_live is not None:
         _kill_before_fsync(fsyncs_to_live)
     status = 1
@@ -94,6 +104,34 @@ def _kill_before_fsync(count: int) -> None:
         real(descriptor)
 
     os.fsync = fsync
+
+
+def _delay_commits(seconds: float, commits_to_live: int | None) -> None:
+    real, left = checkpoints.commit_directory, [-1 if commits_to_live is None else commits_to_live]
+
+    def commit_directory(temporary: Path, final: Path) -> None:
+        time.sleep(seconds)
+        left[0] -= 1
+        if left[0] == -1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(temporary, final)
+
+    checkpoints.commit_directory = commit_directory
+
+
+def check_commits(directory: Path) -> bool:
+    """Whether the process was killed while a checkpoint was being written and the run was ahead of it.
+
+    AssertionError where something is committed that depends on a version without a checkpoint.
+    """
+    made = versions(directory)
+    newest = made[-1] if made else -1
+    for shard in directory.glob("rollouts/g*/shard-*.json"):
+        version = json.loads(shard.read_text())["version_last"]
+        assert version <= newest, f"{shard} is of version {version}, and the newest checkpoint is {newest}"
+    evaluated = [record["version"] for record in read_jsonl(directory / "eval.jsonl", on_torn=str)]
+    assert all(version <= newest for version in evaluated), f"version {max(evaluated)} was evaluated, not written"
+    return newest >= 0 and bool(list(directory.glob("checkpoints/.v*.tmp-*")))
 
 
 def wait_for_learning(child: int, config: RunConfig) -> None:
@@ -141,7 +179,16 @@ def _timeless(record: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in TIMES}
 
 
-def soak(runs: Path, *, kills: int, seed: int, objective: str, rank: int = 0, kind: str = "staged") -> dict[str, Any]:
+def soak(
+    runs: Path,
+    *,
+    kills: int,
+    seed: int,
+    objective: str,
+    rank: int = 0,
+    kind: str = "staged",
+    slow_writer: float = 0.0,
+) -> dict[str, Any]:
     """Run reference and victims; AssertionError where they differ. A victim that is done makes way for another."""
     rng = random.Random(seed)
     reference = tiny_config(runs, "reference", objective, rank, kind)
@@ -151,20 +198,25 @@ def soak(runs: Path, *, kills: int, seed: int, objective: str, rank: int = 0, ki
     longest = whole / 4 if kind == "pipelined" else whole  # of a pipelined run from its first checkpoint on
     expected = outcome(reference)
     done = victims = 0
-    killed_at: list[int] = []  # newest checkpoint when a sitting was killed
+    killed_at: list[int] = []  # newest checkpoint when a process was killed
+    killed_writing = 0
     while done < kills:
         victims += 1
         victim = tiny_config(runs, f"victim-{victims}", objective, rank, kind)
         finished, seen = False, set()
         while not finished:
             last_chance = done >= kills
-            within_commit = not last_chance and done % 2 == 1
-            child = start(victim, rng.randrange(FSYNCS) if within_commit else None)
+            before_commit = slow_writer > 0 and not last_chance and done % 3 == 0
+            within_commit = before_commit or (not last_chance and done % 2 == 1)
+            delay = 0.0 if last_chance else rng.uniform(0, slow_writer)
+            fsyncs = rng.randrange(FSYNCS) if within_commit and not before_commit else None
+            child = start(victim, fsyncs, delay, rng.randrange(1, 4) if before_commit else None)
             if kind == "pipelined" and not within_commit and not last_chance:
                 wait_for_learning(child, victim)  # its second process takes long to start
             finished = wait(child, None if last_chance or within_commit else rng.uniform(0, longest))
             done += not finished
             killed_at.append((versions(victim.directory) or [0])[-1] if not finished else 0)
+            killed_writing += check_commits(victim.directory)
             now = committed_shards(victim.directory)
             assert seen <= now, "a committed shard was lost or written again"
             seen = now
@@ -175,6 +227,7 @@ def soak(runs: Path, *, kills: int, seed: int, objective: str, rank: int = 0, ki
         "kills": done,
         "victims": victims,
         "kills_after_learning_began": sum(version > 0 for version in killed_at),
+        "kills_while_writing": killed_writing,
         "rollbacks": len(list(reference.directory.glob("rollbacks/*"))),
         "generation_batches": len(list(reference.directory.glob("rollouts/g*"))),
         "seconds_of_one_run": round(whole, 2),
@@ -189,6 +242,7 @@ def main() -> None:
     parser.add_argument("--objective", default="p3o")
     parser.add_argument("--rank", type=int, default=0, help="of adapters; 0: all weights are trained")
     parser.add_argument("--kind", choices=sorted(KINDS), default="staged", help="of run to kill")
+    parser.add_argument("--slow-writer", type=float, default=0.0, help="seconds by which checkpoints are delayed")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as runs:
         figures = soak(Path(runs), **vars(arguments))

@@ -90,7 +90,7 @@ def journal_clock(journal: Sequence[Mapping[str, Any]], first_update: float = 0.
         event, seconds = record["event"], float(record["seconds"])
         if event == "evaluate":
             excluded["evaluate"] += seconds
-        elif event == "switch" and record.get("reason") == "checkpoint" and version not in needed:
+        elif event == "switch" and record.get("reason") in ("checkpoint", "commit") and version not in needed:
             excluded["evaluation_checkpoints"] += seconds
         else:
             spent[event] = spent.get(event, 0.0) + seconds - aside.pop(event, 0.0)

@@ -174,7 +174,11 @@ def journal_clock(journal: Sequence[Record], start: float, stage_ends: Sequence[
         elif record["event"] == "evaluate":
             without_loading = evaluations[-1] if record is evaluations[0] else record
             excluded["evaluate"] += min(float(record["seconds"]), float(without_loading["seconds"]))
-        elif record["event"] == "switch" and record.get("reason") == "checkpoint" and version not in stage_ends:
+        elif (
+            record["event"] == "switch"
+            and record.get("reason") in ("checkpoint", "commit")
+            and version not in stage_ends
+        ):
             excluded["evaluation_checkpoints"] += float(record["seconds"])
         counted = float(record["seconds"]) - (sum(excluded.values()) - before)
         event = "switch" if record["event"] == "evaluate" else record["event"]

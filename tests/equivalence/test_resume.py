@@ -44,7 +44,7 @@ def soaked(out: Path, settings: dict[str, Any]) -> None:
 def test_killed_runs_end_as_if_they_had_never_been_stopped(
     tmp_path: Path, kind: str, objective: str, kills: int
 ) -> None:
-    settings = {"kills": kills, "seed": 1, "objective": objective, "kind": kind}
+    settings = {"kills": kills, "seed": 1, "objective": objective, "kind": kind, "slow_writer": 0.2}
     process = CONTEXT.Process(target=soaked, args=(tmp_path, settings))
     process.start()
     process.join()
@@ -55,5 +55,6 @@ def test_killed_runs_end_as_if_they_had_never_been_stopped(
     # A kill before the first checkpoint of the learner only starts the run anew: enough must come later, on a machine
     # whose other load moves them about.
     assert figures["kills_after_learning_began"] >= (1 if kind == "pipelined" else kills // 6)
+    assert figures["kills_while_writing"] > 0  # while the run was ahead of its checkpoint
     assert (figures["rollbacks"] > 0) == (kind == "collapsing")
     assert figures["generation_batches"] > (3 if kind in ("spent", "pipelined") else 2)

@@ -19,6 +19,7 @@ ALIGNMENT = 64  # bytes, so that kernels can use wide loads
 UNDISTURBED = threading.Lock()  # held while a CUDA graph is captured: no other thread may call the driver
 PIECE = 2**24  # bytes
 THREADS = 8
+AT_ONCE = 2**30  # bytes of tensors that are held on the device until they are copied
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -77,6 +78,41 @@ def host_copies(*files: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     for device in {tensor.device for tensor in there.values()}:
         fetch([(tensor, here[key]) for key, tensor in there.items() if tensor.device == device], device)
     return copies
+
+
+class HostBuffers:
+    """Host memory for the tensors of some files, reused from one copy to the next.
+
+    The system must map and clear every new page, which takes longer than the copy from a device.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def copy(self, file: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a file as they are now, until the file is copied again. They may be made one by one."""
+        copies: dict[str, Tensor] = {}
+        waiting: list[tuple[Tensor, Tensor]] = []
+        for name, tensor in tensors.items():
+            buffer = self._buffers.get((file, name))
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                self._buffers[file, name] = buffer = torch.empty(tensor.shape, dtype=tensor.dtype)
+            copies[name] = buffer
+            if tensor.is_cuda:
+                waiting.append((tensor.detach().contiguous(), buffer))
+                if sum(pair[1].nbytes for pair in waiting) > AT_ONCE:
+                    fetch(waiting, tensor.device)
+                    waiting = []
+            else:
+                buffer.copy_(tensor.detach())
+        if waiting:
+            fetch(waiting, waiting[0][0].device)
+        return copies
 
 
 def fetch(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:

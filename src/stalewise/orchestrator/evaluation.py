@@ -69,13 +69,14 @@ def evaluate_checkpoint(
     on_load: Callable[[float], object] = lambda seconds: None,
     scores: ScoreCheck | None = None,
     settings: SamplerSettings | None = None,
+    load: Callable[[Path], object] | None = None,
 ) -> Evaluation:
     """Sample and score `samples` responses to each of the first `prompts` held-out prompts that are not in `exclude`.
 
-    The seeds do not depend on the checkpoint.
+    The seeds do not depend on the checkpoint. `load` is called instead of the sampler's own method.
     """
     start = time.perf_counter()
-    sampler.load(checkpoint)
+    (load or sampler.load)(checkpoint)
     on_load(time.perf_counter() - start)
     candidates = task.evaluation_prompts(prompts)
     held_out = [prompt for prompt in candidates if exclude is None or prompt not in exclude]

@@ -2,14 +2,15 @@
 
 The orchestrator keeps no state of its own. What is next follows from the newest checkpoint: evaluate it if that is due;
 roll back if the run collapsed; obtain the generation batches that it needs; train up to the next checkpoint. Each of
-these commits its result. After `kill -9` the same command continues, on a CPU to bit-identical weights.
+these commits its result, a checkpoint in the background, before anything that depends on it. After `kill -9` the same
+command continues, on a CPU to bit-identical weights.
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from stalewise.config.sections import SuiteSection
 from stalewise.distributed import ALONE, Ranks
 from stalewise.errors import ModelError, TaskError
 from stalewise.models.loading import device_name
+from stalewise.models.transfer import HostBuffers
+from stalewise.orchestrator.checkpoint_writer import CheckpointWriter, fits_beside
 from stalewise.orchestrator.collapse_guard import CollapseGuard
 from stalewise.orchestrator.drift_budget import DriftBudget
 from stalewise.orchestrator.evaluation import describe_evaluation, evaluate_checkpoint
@@ -28,19 +31,36 @@ from stalewise.orchestrator.model_check import check_model, report_problem, stag
 from stalewise.orchestrator.ranks import make_trainer
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.orchestrator.run_log import RunLog
-from stalewise.orchestrator.setup import drift_limits, write_first_checkpoint
+from stalewise.orchestrator.setup import check_vllm_room, drift_limits, write_first_checkpoint
 from stalewise.orchestrator.stages import begin_stage, forget_stages
 from stalewise.orchestrator.suites import Suites, definition_of
 from stalewise.orchestrator.update_loop import UpdateLoop
 from stalewise.planning.memory import check_memory, offloads, pick_parallel
-from stalewise.rollout.factory import batch_plan, batch_problem, check_second_policy, make_sampler, unscored_problem
-from stalewise.rollout.generate import ScoreCheck, generate_batch
-from stalewise.rollout.sampler import OffloadableSampler
+from stalewise.rollout.factory import (
+    batch_plan,
+    batch_problem,
+    check_engine_devices,
+    check_second_policy,
+    make_sampler,
+    unscored_problem,
+)
+from stalewise.rollout.generate import BatchPlan, DeferredShards, ScoreCheck, generate_batch
+from stalewise.rollout.sampler import LiveSampler, OffloadableSampler
 from stalewise.rollout.workers.coordinator import Coordinator, is_being_written
 from stalewise.rollout.workers.rank_workers import coordinator_of
+from stalewise.rollout.workers.shard_queue import ShardQueue
 from stalewise.staleness.collapse import Assessment, Degradation
+from stalewise.staleness.schedule import Schedule
 from stalewise.staleness.spent import SPENT_ESS
-from stalewise.store import Batch, BatchManifest, batch_directory, is_committed, open_batch, rewards_of_updates
+from stalewise.store import (
+    Batch,
+    BatchManifest,
+    batch_directory,
+    committed_shards,
+    is_committed,
+    open_batch,
+    rewards_of_updates,
+)
 from stalewise.store.atomic import remove_temporaries, write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory, prune, read_state, versions, write_checkpoint
 from stalewise.trainer.lora import base_directory
@@ -75,8 +95,10 @@ class Orchestrator:
         self.suites = Suites(config, callback.log)
         self.tokens = 0  # sampled in the current phase
         self.scores = ScoreCheck()  # of the current phase
+        self.writer, self.buffers = CheckpointWriter(self.run_log), HostBuffers()
         # Caches of what is on disk:
         self.trainer: Trainer | None = None
+        self.trainer_key = object()
         self.offloads = False  # whether the trainer waits in host memory while the sampler works
         self.budget: DriftBudget | None = None
         self.states: dict[int, dict[str, Any]] = {}  # of checkpoints whose checksums were compared
@@ -89,14 +111,16 @@ class Orchestrator:
             self.prepare()
             while self.step():
                 pass
+            self.writer.finish()
             self.coordinator.complete()
             return read_result(self.directory, self.schedule.updates)
         finally:
             self.close()
 
     def close(self) -> None:
-        """End the processes of rollout source, verifier and sampler."""
+        """Finish the checkpoint in the background; end the processes of rollout source, verifier and sampler."""
         self.source.stop()
+        self.writer.close(self.callback.log)
         self.coordinator.close()
         self.sampler.close()
         self.task.verifier.close()
@@ -106,7 +130,9 @@ class Orchestrator:
         """Raise before anything is loaded where the model is too large, or a foreign policy does not fit it."""
         if versions(self.directory)[-1:] == [self.schedule.updates]:
             return
+        check_engine_devices(self.config)
         policy = self.newest_policy()
+        check_vllm_room(self.config, policy)
         if self.source.is_own:
             check_second_policy(self.config.sampler.foreign, Path(policy), self.task)
         self.offloads = self.ranks.world == 1 and offloads(self.config, policy)
@@ -178,9 +204,14 @@ class Orchestrator:
             self.open_batches = {generation_batch: self.source.open(self, generation_batch)}
         return self.open_batches[generation_batch]
 
+    def newest_version(self) -> int:
+        """The version of the newest checkpoint, which may still be being written."""
+        return versions(self.directory)[-1] if self.writer.version is None else self.writer.version
+
     def step(self) -> bool:
         """Do the next thing. False: the run is complete."""
-        version = versions(self.directory)[-1]
+        self.writer.check()
+        version = self.newest_version()
         if self._evaluation_is_due(version):
             self._evaluate(version)
         elif suite := self.suites.due(version, self.schedule.updates, self.run_log.suites):
@@ -242,14 +273,17 @@ class Orchestrator:
             samples=settings.samples,
             rows_at_once=self.config.sampler.rollouts_per_shard,
             scores=self.scores,
+            load=self._load,
         )
-        self.run_log.log_evaluation(result.record())
         self.run_log.log_event("evaluate", result.seconds, version=version)
+        self.writer.join()  # no record of a version that does not exist
+        self.run_log.log_evaluation(result.record())
         self.callback.advance(result.prompts * result.samples)
         self.callback.log(describe_evaluation(result))
 
     def _evaluate_suite(self, suite: SuiteSection, version: int) -> None:
         self.begin_phase("evaluate", self.suites.responses(suite))
+        self.writer.join()  # suites read the policy from its files
         result = self.suites.evaluate(suite, self._checkpoint(version), version, self.sampler, self.scores)
         self.run_log.log_suite({**result.record(), "definition": definition_of(suite)})
         self.run_log.log_event("evaluate", result.seconds, version=version, suite=suite.label)
@@ -265,6 +299,7 @@ class Orchestrator:
 
     def _count_tokens(self, count: int) -> None:
         self.tokens += count
+        self.writer.check()
         self.coordinator.check()
         self._advance(0)
 
@@ -278,7 +313,7 @@ class Orchestrator:
         self.begin_phase("generate", plan.prompts * plan.group_size)
         with self.run_log.timed("generate", generation_batch=generation_batch, version=plan.version) as notes:
             checkpoint = checkpoint or self._checkpoint(plan.version)
-            queue = self.coordinator.order_batch(plan, checkpoint)
+            queue = self._order(plan, checkpoint)
             manifest = generate_batch(
                 plan,
                 checkpoint=checkpoint,
@@ -288,10 +323,44 @@ class Orchestrator:
                 on_shard=self._advance,
                 source=queue,
                 check=self.scores,
+                load=self._load_for_generation,
             )
-            notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens, **self.coordinator.complete_batch(queue)}
+            ordered = queue.source if isinstance(queue, DeferredShards) else queue
+            assert ordered is not None
+            notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens, **self.coordinator.complete_batch(ordered)}
         self._check_batch(open_batch(self.batch_directory(generation_batch), verify=False))
         return manifest
+
+    def _order(self, plan: BatchPlan, checkpoint: Path) -> ShardQueue | DeferredShards[ShardQueue]:
+        """The shards of a batch. Those of a policy that is still being written are ordered when it is committed."""
+        if self.writer.version != plan.version:
+            return self.coordinator.order_batch(plan, checkpoint)
+
+        def order(taken: Sequence[int] = ()) -> ShardQueue:
+            self.writer.join()
+            return self.coordinator.order_batch(plan, checkpoint, taken)
+
+        # Other ranks, workers and engines read the policy from the directory or the object store; a foreign policy is
+        # compared with its files; shards that exist already are compared with it.
+        alone = not (self.ranks.others or self.config.storage.url or plan.foreign_places)
+        takes = isinstance(self.sampler, LiveSampler) and self.config.workers.learner == "shares"
+        is_new = not committed_shards(self.batch_directory(plan.generation_batch))
+        return DeferredShards(order) if alone and takes and is_new else order()
+
+    def _load_for_generation(self, checkpoint: Path) -> None:
+        with self.run_log.timed("switch", reason="sampler"):
+            self._load(checkpoint)
+
+    def _load(self, checkpoint: Path) -> None:
+        """Load a policy into the sampler: from the trainer's memory where the trainer is at that version."""
+        trainer, pending = self.trainer, self.writer.version
+        if trainer is not None and checkpoint == checkpoint_directory(self.directory, trainer.version):
+            key, alone = (self.trainer_key, trainer.version), not self.ranks.others
+            if alone and isinstance(self.sampler, LiveSampler) and self.sampler.take(trainer.policy(), key):
+                return
+        if pending is not None and checkpoint == checkpoint_directory(self.directory, pending):
+            self.writer.join()
+        self.sampler.load(checkpoint)
 
     def _check_batch(self, batch: Batch) -> None:
         """Warn about rollouts from which nothing can be learned; raise where that is so from the start."""
@@ -337,13 +406,36 @@ class Orchestrator:
             return
         stop = trainer.version
         self.run_log.log_event("learn", time.perf_counter() - start, first=version, stop=stop)
-        with self.run_log.timed("switch", reason="checkpoint") as notes:
-            state = trainer.state() | ({"spent": spent} if spent else {})
-            self.run_log.tokens.commit(stop)
-            write_checkpoint(self.directory, stop, save=trainer.save, state=state, notes=notes)
-            self.states[stop] = {"version": stop, **state}  # just written, so its checksums are right
-            prune(self.directory, keep=self.config.checkpoints.keep, needed=self._needed_versions(stop))
+        with self.run_log.timed("switch", reason="checkpoint", version=stop):
+            self._save(trainer, trainer.state() | ({"spent": spent} if spent else {}))
+
+    def _save(self, trainer: Trainer, state: dict[str, Any]) -> None:
+        """Copy the trainer's state to the host and write it in the background; at once where memory is short."""
+        self.writer.finish()  # its buffers are used again
+        version, schedule, write_tokens = trainer.version, self.schedule, self.run_log.tokens.detach(trainer.version)
+        size = trainer.checkpoint_bytes()
+        fits = fits_beside(size - self.buffers.nbytes)
+        snapshot = trainer.snapshot(self.buffers) if fits else None
+
+        def commit() -> dict[str, Any]:
+            notes: dict[str, Any] = {}
+            write_tokens()
+            save = trainer.save if snapshot is None else snapshot.write
+            write_checkpoint(self.directory, version, save=save, state=state, notes=notes, size=size)
+            if self.config.storage.url:  # workers elsewhere wait for it
+                clean_up()
+            return notes
+
+        def clean_up() -> None:
+            prune(self.directory, keep=self.config.checkpoints.keep, needed=self._needed_versions(schedule, version))
             self.coordinator.publish()
+
+        self.states[version] = {"version": version, **state}  # its checksums are made as it is written
+        if snapshot is None:
+            commit()
+            clean_up()
+        else:
+            self.writer.begin(version, commit, (lambda: None) if self.config.storage.url else clean_up)
 
     def _check_update(self, metrics: Mapping[str, float]) -> None:
         """Stop, before anything is saved, where the learner is not the policy that sampled an update's rollouts."""
@@ -353,6 +445,7 @@ class Orchestrator:
     def _trainer_at(self, version: int) -> Trainer:
         """The trainer at this version: the current one, or one made from the checkpoint."""
         if self.trainer is None or self.trainer.version != version:
+            self.writer.join()
             checkpoint = self._checkpoint(version)
             if self.config.model.trains_adapters:
                 base_directory(checkpoint)
@@ -364,22 +457,24 @@ class Orchestrator:
             what = (self.config, checkpoint, self.states[version], self.ranks, kind)
             rate_factor = self.guard.rollbacks.learning_rate_factor
             self.trainer = make_trainer(*what, rate_factor=rate_factor, log=self.callback.log)
+            self.trainer_key = object()  # with the version, it identifies the weights that a sampler has taken
         return self.trainer
 
-    def _needed_versions(self, version: int) -> set[int]:
+    def _needed_versions(self, schedule: Schedule, version: int) -> set[int]:
         """Checkpoints to keep: those that make current and coming batches, and those to which a run may roll back."""
-        needed = self.guard.needed_versions(self.schedule, version)
+        needed = self.guard.needed_versions(schedule, version)
         if self.config.model.trains_adapters:
             needed.add(0)  # the base of the adapters
-        if version < self.schedule.updates and self.source.is_own:
-            first = self.schedule.at(version).generation_batch  # should it get damaged, it is made again
-            last = min(first + self.schedule.lag, self.schedule.generation_batches - 1)
-            makers = {self.schedule.version_of(g) for g in range(first, last + 1)}
+        if version < schedule.updates and self.source.is_own:
+            first = schedule.at(version).generation_batch  # should it get damaged, it is made again
+            last = min(first + schedule.lag, schedule.generation_batches - 1)
+            makers = {schedule.version_of(g) for g in range(first, last + 1)}
             needed |= {maker for maker in makers if maker <= version}
         return needed
 
     def _roll_back(self, why: Degradation, assessment: Assessment) -> None:
         """Go back to the last good policy and continue from there as the config says."""
+        self.writer.finish()
         self.source.stop()  # it must not write to batches that are moved away
         self.coordinator.withdraw()  # nor may workers
         to_version = self.guard.roll_back(self.schedule, why, assessment)

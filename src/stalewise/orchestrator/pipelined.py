@@ -75,6 +75,7 @@ class BackgroundGeneration(RolloutSource):
         run.begin_phase("wait", total)
         shown = 0
         with run.run_log.timed("wait", generation_batch=generation_batch):
+            run.writer.join()  # the generator may be waiting for it; and a failure to write it must end the run
             while not is_committed(directory):
                 if self.process is not None and self.process.poll() is not None:
                     lines = self.log_path.read_text(errors="replace").strip().splitlines()

@@ -25,11 +25,12 @@ from stalewise.models.loading import (
     pick_precision,
     resolve_model,
 )
+from stalewise.orchestrator.checkpoint_writer import fits_beside
 from stalewise.orchestrator.model_check import check_model
-from stalewise.orchestrator.setup import check_objective, write_first_checkpoint
+from stalewise.orchestrator.setup import check_objective, check_vllm_room, write_first_checkpoint
 from stalewise.planning.memory import GIB, ModelShape, estimate, free_bytes, ways_out
 from stalewise.reporting.trackers import check_installed
-from stalewise.rollout.factory import batch_plan, check_second_policy, make_sampler
+from stalewise.rollout.factory import batch_plan, check_engine_devices, check_second_policy, make_sampler
 from stalewise.rollout.sampler import Request, Sampler
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.tasks import Task
@@ -105,6 +106,7 @@ class _Preflight:
             yield (memory := self._run("memory", self._memory))
             if (shape := self.shape) is not None:
                 yield self._run("disk", lambda: self._disk(shape))
+                yield self._run("host memory", lambda: _host_memory(checkpoint_bytes(shape)))
             if self.config.model.trains_adapters:
                 yield self._run("adapters", self._adapters)
             yield self._run("tokenizer", self._tokenizer)
@@ -143,6 +145,7 @@ class _Preflight:
     def _device(self) -> tuple[Status, str]:
         model = self.config.model
         device = pick_device(model.device)
+        check_engine_devices(self.config)
         precision = str(pick_precision(model.precision, device)).removeprefix("torch.")
         if model.precision == "bfloat16-only" and not model.trains_adapters:
             advice = "small updates are lost to rounding: use bfloat16, which keeps float32 weights, where they fit"
@@ -163,6 +166,7 @@ class _Preflight:
         if needed is None:
             return "warning", f"unknown: the config of {self.source} does not say how large the model is"
         self.shape = needed.shape
+        check_vllm_room(self.config, self.source)
         free = free_bytes(pick_device(self.config.model.device))
         figures = f"{needed}; {free / GIB:.2f} GiB are free"
         if needed.total <= free:
@@ -174,8 +178,7 @@ class _Preflight:
         config, schedule = self.config, self.config.schedule.schedule()
         rollouts = schedule.updates * config.batch.prompts * config.batch.group_size
         checkpoints = config.checkpoints.keep + schedule.lag + 2  # for coming batches, and one being written
-        checkpoint = shape.parameters * WEIGHT_BYTES + shape.trained * MOMENT_BYTES
-        needed = checkpoints * checkpoint + rollouts * config.sampler.max_new_tokens * TOKEN_BYTES
+        needed = checkpoints * checkpoint_bytes(shape) + rollouts * config.sampler.max_new_tokens * TOKEN_BYTES
         directory = config.directory.absolute()
         existing = next(parent for parent in (directory, *directory.parents) if parent.exists())
         free = shutil.disk_usage(existing).free
@@ -259,6 +262,18 @@ class _Preflight:
             config = make_config(self.config.model_dump(mode="json") | {"runs": directory})
             write_first_checkpoint(config, self.source, task, lambda text: None)
             yield checkpoint_directory(config.directory, 0)
+
+
+def checkpoint_bytes(shape: ModelShape) -> int:
+    """Bytes of weights and moments in a checkpoint."""
+    return shape.parameters * WEIGHT_BYTES + shape.trained * MOMENT_BYTES
+
+
+def _host_memory(checkpoint: int) -> tuple[Status, str]:
+    figures = f"the copy of a checkpoint that is being written takes {checkpoint / GIB:.2f} GiB of host memory"
+    if fits_beside(checkpoint):
+        return "ok", figures
+    return "warning", f"{figures}, and too little is free: each checkpoint is written while the run waits for it"
 
 
 def _verifier(task: Task) -> tuple[Status, str]:

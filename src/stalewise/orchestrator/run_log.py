@@ -45,6 +45,7 @@ class RunLog:
         self.suites_path = directory / "suites.jsonl"
         self.stages_path = directory / "ledger" / "stages.jsonl"
         self.tokens = TokenLog(directory)
+        self._within: list[tuple[str, float, dict[str, Any]]] | None = None  # timed blocks within the present one
         self.reload()
 
     def reload(self) -> None:
@@ -59,11 +60,25 @@ class RunLog:
 
     @contextlib.contextmanager
     def timed(self, event: str, **notes: Any) -> Iterator[dict[str, Any]]:
-        """Log the block with its duration; it may add notes to the mapping it gets."""
+        """Log the block with its duration; it may add notes to the mapping it gets.
+
+        A timed block within another counts for itself: it is logged as if it had come before the rest of the other one.
+        """
         more: dict[str, Any] = {}
-        start = time.perf_counter()
-        yield more
-        self.log_event(event, time.perf_counter() - start, **notes, **more)
+        outer, self._within = self._within, []
+        began, start = time.time(), time.perf_counter()
+        try:
+            yield more
+        finally:
+            inner, self._within = self._within or [], outer
+        seconds = time.perf_counter() - start
+        if outer is not None:
+            outer.append((event, seconds, {**notes, **more}))
+            return
+        for name, its_seconds, its_notes in inner:
+            began, seconds = began + its_seconds, seconds - its_seconds
+            append_line(self.journal_path, {"time": began, "event": name, "seconds": its_seconds, **its_notes})
+        self.log_event(event, seconds, **notes, **more)
 
     def log_world_size(self, world_size: int, parallel: str) -> str:
         """Log how many ranks train, unless it was always one; a message where that changed, else an empty string."""

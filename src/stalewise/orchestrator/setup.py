@@ -12,8 +12,9 @@ from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import is_started, read_config
 from stalewise.config.sections import ObjectiveSection
 from stalewise.errors import CalibrationError, ConfigError
-from stalewise.models.loading import encode_prompts, load_model, load_tokenizer
+from stalewise.models.loading import encode_prompts, load_model, load_tokenizer, pick_device
 from stalewise.objectives import get_objective
+from stalewise.planning.memory import GIB, estimate
 from stalewise.planning.planner import budget_limits, law_learning_rate, rests_on_collapses, rounded_down
 from stalewise.store import atomic, checkpoints
 from stalewise.tasks import Task
@@ -22,6 +23,7 @@ from stalewise.trainer.execution import check_trainable
 from stalewise.trainer.lora import save_first
 
 FORMAT = "stalewise.limits/1"
+LEAST_ROOM = 0.05  # of a GPU, below which no vLLM is advised
 FILE = "limits.json"  # in the run directory
 
 
@@ -81,6 +83,28 @@ def write_first_checkpoint(config: RunConfig, source: str, task: Task, log: Call
     state = {"steps": 0, "drift": 0.0, "source": config.model.path}
     checkpoints.write_checkpoint(config.directory, 0, save=save, state=state)
     return {"version": 0, **state}
+
+
+def check_vllm_room(config: RunConfig, source: str) -> None:
+    """Refuse a learner and a vLLM on one GPU that do not fit there together: what the learner holds stays beside vLLM.
+
+    vLLM itself would notice only when it wakes up after the first stage.
+    """
+    device, section = pick_device(config.model.device), config.sampler.vllm
+    if config.sampler.engine != "vllm" or device.type != "cuda":
+        return
+    needed, total = estimate(config, source), torch.cuda.mem_get_info(device)[1]
+    if needed is None or needed.least + section.gpu_memory_utilization * total <= total:
+        return
+    room = 1 - needed.least / total
+    what = f"of the {total / GIB:.1f} GiB of {device} sampler.vllm takes {section.gpu_memory_utilization:.0%}"
+    fits = (
+        f"set sampler.vllm.gpu_memory_utilization to {int(100 * room) / 100:g} or less, " if room >= LEAST_ROOM else ""
+    )
+    raise ConfigError(
+        f"{what}, and the learner holds {needed.least / GIB:.1f} GiB of them while vLLM samples: {fits}"
+        "train adapters (model.lora.rank), or choose a smaller model or a larger device"
+    )
 
 
 def check_objective(objective: ObjectiveSection) -> Mapping[str, Any]:

@@ -165,13 +165,15 @@ def generation_costs(journal: Sequence[dict[str, Any]], least: dict[int, float])
 def switching_costs(journal: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Cost of one switch, and of the start: the first checkpoint and the first trainer."""
     switches = [record for record in journal if record["event"] == "switch"]
-    first, trainer, checkpoint = (
+    first, trainer, checkpoint, commit, sampler = (
         [record["seconds"] for record in switches if record.get("reason") == reason]
-        for reason in ("first checkpoint", "learner", "checkpoint")
+        for reason in ("first checkpoint", "learner", "checkpoint", "commit", "sampler")
     )
     later = _mean(trainer[1:] or trainer)
     start = sum(first[:1]) + max(0.0, trainer[0] - later)
-    return {"seconds_per_switch": later + _mean(checkpoint), "seconds_to_start": start}
+    waited = sum(commit) / len(checkpoint)  # for checkpoints that were not written before they were needed
+    loading = _mean(sampler[1:] or sampler or [0.0])
+    return {"seconds_per_switch": later + _mean(checkpoint) + waited + loading, "seconds_to_start": start}
 
 
 def _mean(values: Any) -> float:

@@ -7,9 +7,11 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from stalewise.config import RunConfig
 from stalewise.config.sections import ForeignSection
+from stalewise.errors import ConfigError
 from stalewise.models.compilation import compiling_pays
 from stalewise.models.loading import pick_device, pick_precision
 from stalewise.rollout.engines.embedded import HFSampler
@@ -60,7 +62,8 @@ def make_sampler(
     if section.engine == "vllm":
         from stalewise.rollout.engines.vllm import VllmSampler
 
-        return VllmSampler(settings, max_new_tokens=limit, options=section.vllm, on_tokens=on_tokens)
+        options = section.vllm
+        return VllmSampler(settings, max_new_tokens=limit, options=options, device=device, on_tokens=on_tokens)
     if is_server:
         from stalewise.rollout.engines.server import ServerSampler
 
@@ -70,6 +73,32 @@ def make_sampler(
     embedded = partial(HFSampler, settings, max_new_tokens=limit, device=device, dtype=precision)
     embedded = partial(embedded, on_tokens=on_tokens, compiling_pays=compiles)
     return MixedPolicySampler(embedded(), embedded()) if section.foreign.share else embedded()
+
+
+def check_engine_devices(config: RunConfig) -> None:
+    """Refuse a pipelined run in which two processes of vLLM would claim one GPU: the generator's, and evaluation's."""
+    count = torch.cuda.device_count()
+    if config.sampler.engine != "vllm" or config.schedule.kind != "pipelined" or not count:
+        return
+    from stalewise.rollout.engines.vllm import gpu_numbers
+
+    section = config.sampler.vllm
+    places = {"model.device": config.model.device, "schedule.generator_device": config.schedule.generator_device}
+    taken: dict[str, set[int]] = {}
+    for setting, name in places.items():
+        if not name or not name.startswith("cuda:"):
+            raise ConfigError(
+                f"{setting} is {name or 'not set'}: with sampler.engine = vllm a pipelined run has two engines, and "
+                f"each needs its own GPUs: set model.device and schedule.generator_device to two of cuda:0 … "
+                f"cuda:{count - 1}, or use the engine hf"
+            )
+        taken[setting] = set(gpu_numbers(section.copies, section.tensor_parallel, torch.device(name), count))
+    if both := set.intersection(*taken.values()):
+        raise ConfigError(
+            f"model.device = {places['model.device']} and schedule.generator_device = "
+            f"{places['schedule.generator_device']} would put two vLLM engines on GPU {min(both)} (sampler.vllm: "
+            f"tensor_parallel {section.tensor_parallel}, copies {section.copies or 1}): choose GPUs further apart"
+        )
 
 
 def check_second_policy(section: ForeignSection, own: Path, task: Task) -> None:

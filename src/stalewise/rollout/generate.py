@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from stalewise import store
 from stalewise.errors import TaskError
@@ -52,6 +52,60 @@ class ShardSource:
 
     def wait(self) -> None:
         """Wait a moment for other processes."""
+
+    def settle(self) -> None:
+        """Return when the policy is committed: before that, nothing it has sampled may be."""
+
+
+Source = TypeVar("Source", bound=ShardSource)
+
+
+class DeferredShards(ShardSource, Generic[Source]):
+    """The shards of a policy that is still being written: the first are sampled at once, and committed after it.
+
+    `order` waits for the policy and returns the source of its shards, of which this process has the given ones.
+    """
+
+    def __init__(self, order: Callable[[list[int]], Source]) -> None:
+        self._order = order
+        self._first: list[int] = []
+        self.source: Source | None = None
+
+    @property
+    def provenance(self) -> Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """That of the source."""
+        return {} if self.source is None else self.source.provenance
+
+    def present(self) -> set[int]:
+        """None before the policy is committed."""
+        return set() if self.source is None else self.source.present()
+
+    def take(self, missing: list[int], most: int) -> list[int]:
+        """Any, before other processes know of them."""
+        if self.source is not None:
+            return self.source.take(missing, most)
+        self._first = missing[:most]
+        return self._first
+
+    def settle(self) -> None:
+        """Wait for the policy."""
+        if self.source is None:
+            self.source = self._order(self._first)
+
+    def made(self, shard: int) -> None:
+        """This process has committed a shard."""
+        assert self.source is not None
+        self.source.made(shard)
+
+    def too_late(self, shard: int) -> None:
+        """Another process committed a shard that this one has made, too."""
+        assert self.source is not None
+        self.source.too_late(shard)
+
+    def wait(self) -> None:
+        """Wait a moment for other processes."""
+        assert self.source is not None
+        self.source.wait()
 
 
 class ScoreCheck:
@@ -115,12 +169,16 @@ def generate_batch(
     on_shard: Callable[[int], object] = lambda rollouts: None,
     source: ShardSource | None = None,
     check: ScoreCheck | None = None,
+    load: Callable[[Path], object] | None = None,
 ) -> store.BatchManifest:
-    """Make the missing shards of a generation batch and commit it; returns when all shards are there."""
+    """Make the missing shards of a generation batch and commit it; returns when all shards are there.
+
+    `load` is called instead of the sampler's own method where the policy may be in memory.
+    """
     directory = store.batch_directory(rollouts, version=plan.version, generation_batch=plan.generation_batch)
     if store.is_committed(directory):
         return store.read_batch_manifest(directory)
-    make_shards(plan, checkpoint, directory, task, sampler, source or ShardSource(directory), on_shard, check)
+    make_shards(plan, checkpoint, directory, task, sampler, source or ShardSource(directory), on_shard, check, load)
     return commit_shards(plan, directory, task.name)
 
 
@@ -142,6 +200,7 @@ def make_shards(
     source: ShardSource,
     on_shard: Callable[[int], object],
     check: ScoreCheck | None = None,
+    load: Callable[[Path], object] | None = None,
 ) -> None:
     """Make the shards that fall to this process, then wait for those of the others."""
     present: set[int] = set()
@@ -160,10 +219,13 @@ def make_shards(
                 if plan.foreign_places:
                     prompts = task.prompts(plan.first_prompt, min(plan.prompts, PROMPTS_TO_COMPARE))
                     check_tokenizers(plan.foreign, checkpoint, prompts)
-                sampler.load(checkpoint)
+                (load or sampler.load)(checkpoint)
                 loaded = True
             asked = [_shard_requests(plan, shard, task, sampler) for shard in shards]
             responses = _responses(plan, [request for one in asked for request in one.requests], sampler)
+            sampled = time.perf_counter()
+            source.settle()
+            start += time.perf_counter() - sampled  # the shards took no longer for it
             pending, writing = writing, None
             if pending is not None:
                 pending.result()

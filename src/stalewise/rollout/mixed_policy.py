@@ -23,7 +23,7 @@ class MixedPolicySampler:
     def __init__(self, own: HFSampler, second: HFSampler) -> None:
         self.settings, self.max_new_tokens = own.settings, own.max_new_tokens
         self.preferred_batch_size = own.preferred_batch_size
-        self.load, self.check_lengths = own.load, own.check_lengths
+        self.load, self.take, self.check_lengths = own.load, own.take, own.check_lengths
         self.own, self._second = own, second
         self._loaded = ""  # path of the second policy in memory
 

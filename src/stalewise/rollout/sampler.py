@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -78,3 +78,12 @@ class OffloadableSampler(Protocol):
 
     def sleep(self) -> None:
         """Release the memory until the next `load`."""
+
+
+@runtime_checkable
+class LiveSampler(Protocol):
+    """An engine in the trainer's process: it can take weights from the trainer's memory."""
+
+    def take(self, weights: Mapping[str, Any], key: object) -> bool:
+        """Sample from these weights, which `key` identifies, from now on; False: it must `load` a checkpoint."""
+        ...

@@ -53,26 +53,25 @@ def write_checkpoint(
     save: Callable[[Path], object],
     state: Mapping[str, Any],
     notes: dict[str, Any] | None = None,
+    size: int = 0,
 ) -> Path:
     """Let `save` fill a directory, add `state` and the manifest, and commit it.
 
-    `notes` receives the bytes written and the seconds of writing, of checksums with flushing, and of the commit.
+    `save` may return the SHA-256 of files that it knows. `size` is how many bytes it will write, for the error of a
+    full disk. `notes` receives the bytes written and the seconds of writing, of checksums with flushing, and of the
+    commit.
     """
     final = checkpoint_directory(run, version)
     temporary = temporary_name(final)
     make_directory(temporary)
     marks = [time.perf_counter()]
     try:
-        with explain_write_errors(final, 0):
-            save(temporary)
+        with explain_write_errors(final, size):
+            known = save(temporary)
         _write_index(temporary)
         write_json_atomic(temporary / "state.json", {"version": version, **state})
         marks.append(time.perf_counter())
-        paths = sorted(path for path in temporary.rglob("*") if path.is_file())
-        files = {
-            path.relative_to(temporary).as_posix(): {"bytes": path.stat().st_size, "sha256": digest}
-            for path, digest in zip(paths, _digests(paths, flushing=True), strict=True)
-        }
+        files = _describe_files(temporary, known if isinstance(known, Mapping) else {})
         write_json_atomic(temporary / "manifest.json", {"format": FORMAT, "version": version, "files": files})
         marks.append(time.perf_counter())
         commit_directory(temporary, final)
@@ -87,14 +86,22 @@ def write_checkpoint(
     return final
 
 
-def _digests(paths: list[Path], *, flushing: bool = False) -> list[str]:
-    """SHA-256 of each file, in parallel; empty for a missing one. `flushing` writes them to the disk meanwhile."""
+def _describe_files(directory: Path, known: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Bytes and SHA-256 of every file, and all of them on the disk."""
+    paths = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
     with ThreadPoolExecutor() as threads:
-        flushed = [threads.submit(fsync_directory, path) for path in paths] if flushing else []
-        digests = list(threads.map(lambda path: sha256_file(path) if path.is_file() else "", paths))
+        flushed = [threads.submit(fsync_directory, path) for path in paths.values()]
+        new = [name for name in paths if name not in known]
+        digests = {**known, **dict(zip(new, _digests([paths[name] for name in new]), strict=True))}
         for future in flushed:
             future.result()
-    return digests
+    return {name: {"bytes": path.stat().st_size, "sha256": digests[name]} for name, path in paths.items()}
+
+
+def _digests(paths: list[Path]) -> list[str]:
+    """SHA-256 of each file, in parallel; empty for a missing one."""
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(lambda path: sha256_file(path) if path.is_file() else "", paths))
 
 
 def _write_index(directory: Path) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,12 +70,20 @@ class TokenLog:
 
     def commit(self, stop: int) -> Path | None:
         """Write the added records; `stop` is the version whose checkpoint is written next."""
-        if not self._waiting:
-            return None
-        path = self.directory / f"u{min(self._waiting):06d}-u{stop - 1:06d}.parquet"
-        write_atomic(path, _parquet(_table(self._waiting)))
-        self._waiting = {}
-        return path
+        return self.detach(stop)()
+
+    def detach(self, stop: int) -> Callable[[], Path | None]:
+        """A function that writes the records added so far, which may run in another thread."""
+        records, self._waiting = self._waiting, {}
+
+        def write() -> Path | None:
+            if not records:
+                return None
+            path = self.directory / f"u{min(records):06d}-u{stop - 1:06d}.parquet"
+            write_atomic(path, _parquet(_table(records)))
+            return path
+
+        return write
 
     def truncate(self, before: int, keep: Path | None = None) -> int:
         """Drop the files from version `before` on, or move them to `keep`; return how many. Used on resume."""

@@ -14,7 +14,7 @@ import gc
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from filecmp import cmp
@@ -106,28 +106,27 @@ class Adapters:
             parameter.data.copy_(tensors[name])
 
     def merged(self) -> dict[str, Tensor]:
-        """The weights of the merged policy; the model itself does not change."""
-        own, inside = (tuple(f"{name}.{part}" for name in self.layers) for part in ("lora_", "base_layer."))
-        state: dict[str, Tensor] = {
-            key.replace(".base_layer", "") if key.startswith(inside) else key: value
-            for key, value in self.model.state_dict().items()
-            if not key.startswith(own)
-        }
-        for name, layer in self.layers.items():
-            # Adapters of two parameters of one module are one within the other.
-            key = f"{name.replace('.base_layer', '')}.{getattr(layer, 'parameter_name', 'weight')}"
-            weight = state[key]
-            with torch.no_grad():  # to the host, since the device may not hold a second model
-                delta = layer.get_delta_weight("default")
-                state[key] = (weight.float() + delta.float()).to(weight.dtype).cpu()
-        return state
+        """The weights of the merged policy in host memory; the model itself does not change."""
+        return {name: tensor.cpu() for name, tensor in MergedWeights(self).items()}
+
+    @property
+    def file(self) -> str:
+        """The file of the adapter's tensors, within a checkpoint."""
+        return f"{ADAPTER}/{_WEIGHTS}"
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The adapter's weights by their names in PEFT's file."""
+        return {name: parameter.detach().contiguous() for name, parameter in self.weights.items()}
 
     def save(self, directory: Path) -> None:
         """Write the merged policy and the adapter."""
         self.model.save_pretrained(directory, state_dict=self.merged())
+        self.save_config(directory)
+        save_file(self.tensors(), directory / self.file, metadata={"format": "pt"})
+
+    def save_config(self, directory: Path) -> None:
+        """Write PEFT's config of the adapter."""
         (directory / ADAPTER).mkdir()
-        tensors = {name: parameter.detach().contiguous() for name, parameter in self.weights.items()}
-        save_file(tensors, directory / ADAPTER / _WEIGHTS, metadata={"format": "pt"})
         saved = copy(self.peft_config)
         saved.inference_mode = True  # as PEFT writes it
         if isinstance(saved.target_modules, set):
@@ -135,6 +134,39 @@ class Adapters:
         if isinstance(saved.target_parameters, set):
             saved.target_parameters = sorted(saved.target_parameters)
         saved.save_pretrained(str(directory / ADAPTER))
+
+
+class MergedWeights(Mapping[str, Tensor]):
+    """The weights of the merged policy by name, each computed when it is read: a device may not hold a second model."""
+
+    def __init__(self, adapters: Adapters, names: Container[str] | None = None) -> None:
+        """`names`: only these."""
+        # Adapters of two parameters of one module are one within the other.
+        self._layers = {
+            f"{name.replace('.base_layer', '')}.{getattr(layer, 'parameter_name', 'weight')}": layer
+            for name, layer in adapters.layers.items()
+        }
+        own, inside = (tuple(f"{name}.{part}" for name in adapters.layers) for part in ("lora_", "base_layer."))
+        whole: dict[str, Tensor] = {
+            key.replace(".base_layer", "") if key.startswith(inside) else key: tensor
+            for key, tensor in adapters.model.state_dict().items()
+            if not key.startswith(own)
+        }
+        self._state = whole if names is None else {name: whole[name] for name in whole if name in names}
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self._state[name]
+        if name not in self._layers:
+            return weight
+        with torch.no_grad():
+            delta = self._layers[name].get_delta_weight("default")
+            return (weight.float() + delta.float()).to(weight.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        return len(self._state)
 
 
 def save_first(

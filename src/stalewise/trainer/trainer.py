@@ -5,31 +5,30 @@ One update is in `step.py`. All state is in the checkpoint, so that training res
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from stalewise.config import RunConfig
 from stalewise.distributed import ALONE
 from stalewise.errors import ModelError
 from stalewise.models.loading import load_tokenizer, pick_device, pick_precision
-from stalewise.models.transfer import host_copies
+from stalewise.models.transfer import HostBuffers, host_copies
 from stalewise.objectives import get_objective
 from stalewise.objectives.diagnostics import age_statistics
 from stalewise.store import RolloutColumns
 from stalewise.trainer.batch import RankBatch, UpdateBatch, make_update_batch
 from stalewise.trainer.execution import Execution
-from stalewise.trainer.lora import load_policy
+from stalewise.trainer.lora import MergedWeights, load_policy
 from stalewise.trainer.micro_batch import Layout
 from stalewise.trainer.optimizer import learning_rate, moments_by_file, restore_moments
 from stalewise.trainer.parallel import SingleProcess
 from stalewise.trainer.pending_update import NonFiniteUpdate, PendingUpdate, Read, out_of_memory, step_metrics
+from stalewise.trainer.snapshot import POLICY, Snapshot, save_model_config, stored_names, write_tensors
 from stalewise.trainer.step import UpdateRule, compute_gradients, update
 
 
@@ -60,6 +59,9 @@ class Trainer:
         # A policy that is sharded may be too large for one device.
         load_to = torch.device("cpu") if parallel.is_sharded else self.device
         self.model, self.adapters = load_policy(config.model, checkpoint, load_to)
+        self.stored = stored_names(
+            checkpoint, MergedWeights(self.adapters) if self.adapters else self.model.state_dict()
+        )
         self.tokenizer = load_tokenizer(str(checkpoint))
         self.execution = Execution(self.model, config, parallel, self.device, self.precision, log)
         self.names, self.optimizer = parallel.trained, self.execution.optimizer
@@ -84,20 +86,57 @@ class Trainer:
         if (checkpoint / "proximal.safetensors").is_file():
             self.execution.proximal = self.parallel.load(checkpoint / "proximal.safetensors", self.device)
 
-    def save(self, directory: Path) -> None:
-        """Write policy, tokenizer and optimizer state; the caller commits the directory."""
+    def save(self, directory: Path) -> dict[str, str]:
+        """Write policy, tokenizer and optimizer state; the caller commits the directory.
+
+        One file after the other is copied to the host. Returns the SHA-256 of files that hold tensors, as far as known.
+        """
+        files = self._content()
+        if not self.stored:  # under other names or in several files: transformers knows how
+            policy = files.pop(POLICY)
+            on_host = host_copies(policy)[0] if self.adapters is None else self.adapters.merged()
+            self.model.save_pretrained(directory, state_dict=on_host)
+        self._save_small_files(directory)
+        digests: dict[str, str] = {}
+        for name, file in files.items():
+            tensors = dict(file) if self.device.type == "cpu" else HostBuffers().copy(name, file)
+            digests[name] = write_tensors(directory / name, tensors)
+        return digests
+
+    def snapshot(self, buffers: HostBuffers) -> Snapshot | None:
+        """What `save` would write now, in memory of these buffers; None where only transformers can write it."""
+        if not self.stored:
+            return None
+        copies = {name: buffers.copy(name, tensors) for name, tensors in self._content().items()}
+        return Snapshot(copies, self._save_small_files)
+
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint's tensors."""
+        own = [*self.model.parameters(), *self.execution.proximal.values()]
+        own += [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        return sum(tensor.nbytes for tensor in own) * (self.parallel.ranks.world if self.parallel.is_sharded else 1)
+
+    def _content(self) -> dict[str, Mapping[str, Tensor]]:
+        """The tensors of a checkpoint by file."""
         has_moments = self.steps > 0
         self.parallel.ranks.send_to_all("save", has_moments=has_moments)
         policy, files = self.gather(has_moments)
-        policy, *others = host_copies({} if self.adapters else policy, *files.values())
-        with ThreadPoolExecutor() as threads:  # each file is as large as the policy
-            written = threads.map(save_file, others, [directory / name for name in files])
-            if self.adapters is None:
-                self.model.save_pretrained(directory, state_dict=policy)
-            else:
-                self.adapters.save(directory)
-            self.tokenizer.save_pretrained(directory)
-            list(written)  # raises what went wrong
+        names = self.stored or policy.keys()
+        if self.adapters is None:
+            return {POLICY: {name: policy[name] for name in policy if name in names}, **files}
+        merged = MergedWeights(self.adapters, self.stored or None)
+        return {POLICY: merged, self.adapters.file: self.adapters.tensors(), **files}
+
+    def _save_small_files(self, directory: Path) -> None:
+        if self.stored:
+            save_model_config(self.model, directory)
+        if self.adapters is not None:
+            self.adapters.save_config(directory)
+        self.tokenizer.save_pretrained(directory)
+
+    def policy(self) -> Mapping[str, Tensor]:
+        """The weights to sample from, on the device; merged with the adapters one by one as they are read."""
+        return self.parallel.full_state() if self.adapters is None else MergedWeights(self.adapters)
 
     def gather(self, has_moments: bool) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
         """Weights and further files, on the first rank; all ranks must call it."""

@@ -38,7 +38,7 @@ def test_generation_and_learning_run_side_by_side(runs: Path) -> None:
     ours, theirs = (read_jsonl(config.directory / name) for name in ("journal.jsonl", "journal-generator.jsonl"))
     assert {"learn", "wait"} <= {record["event"] for record in ours}
     assert "generate" not in {record["event"] for record in ours}
-    assert {record["event"] for record in theirs} == {"generate", "wait"}
+    assert {record["event"] for record in theirs} == {"generate", "wait", "switch"}
     assert result.seconds["wait"] > 0
     assert [record["age_max"] for record in read_jsonl(config.directory / "metrics.jsonl")] == [0, 1, 2, 3, 2, 3]
 

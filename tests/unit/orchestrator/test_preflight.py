@@ -15,7 +15,7 @@ from tiny import tiny_record
 def test_a_config_that_will_run_passes_every_check(runs: Path) -> None:
     checks = {check.name: check for check in examine(make_config(tiny_record(runs)))}
     names = ["objective", "run directory", "task", "verifier", "device", "model directory", "memory", "disk"]
-    names += ["tokenizer", "model", "prompts", "first prompt", "sampling", "learning"]
+    names += ["host memory", "tokenizer", "model", "prompts", "first prompt", "sampling", "learning"]
     assert list(checks) == ["installation", *names]
     assert {check.status for check in checks.values()} == {"ok"}
     assert checks["run directory"].detail.endswith("tiny: a new run")
@@ -52,3 +52,10 @@ def test_a_gold_response_is_the_answer_or_the_solution() -> None:
     task = make_task("arithmetic", seed=0)
     (prompt,) = task.prompts(0, 1)
     assert gold_response(task, prompt) == prompt.answer
+
+
+def test_a_checkpoint_that_host_memory_does_not_hold_is_a_warning(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stalewise.orchestrator.preflight.fits_beside", lambda nbytes: False)
+    checks = {check.name: check for check in examine(make_config(tiny_record(runs)))}
+    assert checks["host memory"].status == "warning"
+    assert "each checkpoint is written while the run waits for it" in checks["host memory"].detail

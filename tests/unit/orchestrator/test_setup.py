@@ -5,13 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from callbacks import Listener
 from stalewise.api import run
 from stalewise.config import make_config
 from stalewise.config.sections import ObjectiveSection
 from stalewise.errors import ConfigError
-from stalewise.orchestrator.setup import check_objective, drift_limits
+from stalewise.models.loading import EMBEDDED
+from stalewise.orchestrator import setup as module
+from stalewise.orchestrator.setup import check_objective, check_vllm_room, drift_limits
 from stalewise.store.atomic import write_json_atomic
 from tiny import tiny_record
 
@@ -49,3 +52,24 @@ def test_drift_limits_stay_as_they_were_when_training_began(runs: Path) -> None:
     assert drift_limits(config) is None  # no calibration
     write_json_atomic(config.directory / "limits.json", {"format": "stalewise.limits/1", "limits": [0.5, 2.0]})
     assert drift_limits(config) == (0.5, 2.0)
+
+
+def test_a_learner_and_vllm_that_do_not_fit_on_one_gpu_are_refused(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = str(EMBEDDED / "arithmetic")
+    needed = module.estimate(make_config(tiny_record(runs, sampler={"engine": "vllm"})), policy)
+    assert needed is not None
+    monkeypatch.setattr(module, "pick_device", lambda device: torch.device("cuda:0"))
+    monkeypatch.setattr(module, "estimate", lambda config, source: needed)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 2 * needed.least))
+
+    def check(share: float) -> None:
+        sampler = {"engine": "vllm", "vllm": {"gpu_memory_utilization": share}}
+        check_vllm_room(make_config(tiny_record(runs, sampler=sampler)), policy)
+
+    check(0.5)
+    with pytest.raises(ConfigError, match=r"takes 60%.* set sampler.vllm.gpu_memory_utilization to 0.5 or less"):
+        check(0.6)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, needed.least))
+    with pytest.raises(ConfigError, match=r"while vLLM samples: train adapters"):
+        check(0.1)
+    check_vllm_room(make_config(tiny_record(runs)), policy)

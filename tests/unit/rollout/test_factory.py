@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from stalewise.config import make_config
-from stalewise.errors import EngineError
+from stalewise.errors import ConfigError, EngineError
 from stalewise.rollout.engines import http as endpoint
 from stalewise.rollout.engines.server import ServerSampler
-from stalewise.rollout.factory import make_sampler
+from stalewise.rollout.factory import check_engine_devices, make_sampler
 from tiny import tiny_record
 
 
@@ -28,3 +29,37 @@ def test_the_engine_of_the_config_is_the_one_that_is_made(runs: Path) -> None:
     assert (sampler.settings.name, sampler.settings.precision) == ("server", "bfloat16")
     with pytest.raises(EngineError, match="vLLM is not installed"):
         make_sampler(make_config(tiny_record(runs, sampler={"engine": "vllm"})))
+
+
+@pytest.mark.parametrize(
+    ("learner", "generator", "tensor_parallel", "message"),
+    [
+        ("cuda:0", "cuda:1", 1, ""),
+        ("cuda:2", "cuda:0", 2, ""),
+        ("auto", "cuda:1", 1, "model.device is auto: with sampler.engine = vllm a pipelined run has two engines"),
+        ("cuda:0", None, 1, "schedule.generator_device is not set"),
+        ("cuda:1", "cuda:1", 1, "would put two vLLM engines on GPU 1"),
+        ("cuda:1", "cuda:0", 2, "would put two vLLM engines on GPU 1"),
+    ],
+)
+def test_two_engines_never_claim_one_gpu(
+    learner: str,
+    generator: str | None,
+    tensor_parallel: int,
+    message: str,
+    runs: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    record = tiny_record(runs, sampler={"engine": "vllm", "vllm": {"tensor_parallel": tensor_parallel}})
+    schedule = {"kind": "pipelined", "updates": 4, "updates_per_generation": 2, "generator_device": generator}
+    config = make_config({**record, "model": {"device": learner}, "schedule": schedule})
+    if message:
+        with pytest.raises(ConfigError, match=message):
+            check_engine_devices(config)
+    else:
+        check_engine_devices(config)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    check_engine_devices(config)  # vLLM on CPUs claims no GPU
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    check_engine_devices(make_config({**record, "model": {"device": learner}}))  # one engine alone

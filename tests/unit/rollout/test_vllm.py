@@ -218,6 +218,21 @@ def test_more_copies_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
         device_groups(0, 4)
 
 
+def test_vllm_begins_at_the_gpu_of_model_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert device_groups(0, 1, torch.device("cuda:2")) == [["2"]]
+    assert device_groups(0, 2, torch.device("cuda:2")) == [["2", "3"]]
+    assert device_groups(3, 1, torch.device("cuda:1")) == [["1"], ["2"], ["3"]]
+    assert device_groups(0, 2, torch.device("cuda")) == [["0", "1"], ["2", "3"]]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "9,5,7,8")
+    assert device_groups(0, 1, torch.device("cuda:1")) == [["5"]]
+    with pytest.raises(ConfigError, match="needs 1 copies on 2 GPUs each from cuda:3 on, and there are 4"):
+        device_groups(0, 2, torch.device("cuda:3"))
+    with pytest.raises(ConfigError, match=r"samples on a GPU, and model\.device is cpu"):
+        device_groups(0, 1, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("while_learning", ["sleep", "close", "stay"])
 def test_what_the_engine_does_while_the_learner_works(
     while_learning: str, make: Make, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,11 +1,13 @@
 """Decoding with a growing cache: for CPUs, and for architectures whose cache is more than keys and values.
 
-Requests are padded on the left; rows that have ended leave the batch. Axes: R rows, V vocabulary, N new tokens.
+Requests are padded on the left; rows that have ended leave the batch. On a GPU as many rows are decoded together as
+memory holds, by an estimate; where that was too many, half as many from there on. Axes: R rows, V vocabulary, N new
+tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from inspect import signature
 from typing import Any
 
@@ -15,12 +17,18 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from stalewise.errors import ModelError
 from stalewise.rollout.sampler import Request
 from stalewise.rollout.token_sampling import draw, tempered, uniforms
 from stalewise.types import SamplerSettings
 
 DROP_SHARE = 0.25  # of the batch that must have ended before rows are dropped, which copies the cache
 GROWTH = 1.5  # of the length needed, when the memory of a cache is too small
+SHARE = 0.8  # of the free memory that a batch may take by the estimate
+LOGITS = 16  # bytes per row and token of the vocabulary: logits, their float32 copies and a sum
+ACTIVATIONS = 16  # numbers that a prefill holds per token and unit of width
+GIB = 2**30
+Decoded = tuple[np.ndarray, np.ndarray, np.ndarray]  # token ids and log-probabilities [R, N], lengths [R]
 
 
 class PreallocatedLayer(DynamicLayer):
@@ -55,6 +63,67 @@ def _append(buffer: Tensor | None, held: Tensor, new: Tensor) -> tuple[Tensor, T
     return buffer, buffer[..., :length, :]
 
 
+def row_bytes(model: Any, prompt: int, new_tokens: int) -> int:
+    """Memory of one row at most: a cache that has just grown beside the one before, prefill and logits."""
+    config, itemsize = model.config.get_text_config(), model.dtype.itemsize
+    heads = int(getattr(config, "num_attention_heads", 1))
+    keys = int(getattr(config, "num_key_value_heads", None) or heads)
+    head = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    cache = int((GROWTH + 1) * (prompt + new_tokens) * config.num_hidden_layers * 2 * keys * head * itemsize)
+    prefill = prompt * (prompt + ACTIVATIONS * config.hidden_size * itemsize)
+    return cache + prefill + LOGITS * config.vocab_size
+
+
+def rows_that_fit(model: Any, requests: Sequence[Request], new_tokens: int) -> int:
+    """Rows that may be decoded together: all of them on a CPU; at least 1."""
+    device = model.device
+    if device.type != "cuda":
+        return len(requests)
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + cached
+    longest = max(len(request.prompt_ids) for request in requests)
+    return max(1, min(len(requests), int(SHARE * free) // row_bytes(model, longest, new_tokens)))
+
+
+def decode_within_memory(
+    model: Any,
+    requests: Sequence[Request],
+    settings: SamplerSettings,
+    *,
+    rows: int,
+    on_tokens: Callable[[int], object],
+    log: Callable[[str], object],
+    **options: Any,
+) -> Iterator[tuple[range, Decoded]]:
+    """Decode at most `rows` requests together, and half as many from where memory runs out; positions and results."""
+    start = 0
+    while start < len(requests):
+        part, counted = requests[start : start + rows], [0]
+
+        def count(tokens: int, counted: list[int] = counted) -> None:
+            counted[0] += tokens
+            on_tokens(tokens)
+
+        try:
+            yield range(start, start + len(part)), decode_dynamic(model, part, settings, on_tokens=count, **options)
+            start += len(part)
+            continue
+        except torch.OutOfMemoryError:
+            pass  # handled below: within the handler, the traceback would keep the memory
+        on_tokens(-counted[0])
+        longest, new_tokens = max(len(request.prompt_ids) for request in part), options["new_tokens"]
+        if len(part) == 1:
+            raise ModelError(
+                f"out of memory while sampling one response: a prompt of {longest} tokens with sampler.max_new_tokens "
+                f"= {new_tokens} needs about {row_bytes(model, longest, new_tokens) / GIB:.2f} GiB beside the model: "
+                "lower max_new_tokens, or choose a smaller model or a larger device"
+            )
+        rows = len(part) // 2
+        log(f"out of memory with {len(part)} responses at a time: from here on at most {rows}")
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
 @torch.inference_mode()
 def decode_dynamic(
     model: Any,
@@ -65,7 +134,7 @@ def decode_dynamic(
     stop_ids: Tensor,
     pad_id: int,
     on_tokens: Callable[[int], object],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> Decoded:
     """Token ids (int32) and log-probabilities [R, N] and lengths [R] of all responses, in the order of `requests`."""
     rows, device = len(requests), model.device
     uniform_RN = torch.from_numpy(uniforms([request.seed for request in requests], new_tokens)).to(device)

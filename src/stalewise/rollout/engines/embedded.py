@@ -7,7 +7,7 @@ random numbers, so its tokens depend neither on the batch nor on the way of deco
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,7 @@ from stalewise.models.compilation import compile_pieces
 from stalewise.models.fused_ops import fuse_norms, fused_rotation
 from stalewise.models.kernels import can_compile, get_ready
 from stalewise.models.loading import context_length, load_model, load_tokenizer, stop_token_ids
-from stalewise.rollout.engines.dynamic_decode import decode_dynamic
+from stalewise.rollout.engines.dynamic_decode import decode_within_memory, rows_that_fit
 from stalewise.rollout.engines.paged_cache import CACHE_SHARE, GIB, power_of_two
 from stalewise.rollout.engines.quantize import QuantizableWeights
 from stalewise.rollout.engines.request_queue import LengthHistory, RequestQueue
@@ -125,6 +125,20 @@ class HFSampler:
             for name in self._replaceable:
                 state[name].copy_(file.get_tensor(name))
 
+    @torch.no_grad()
+    def take(self, weights: Mapping[str, torch.Tensor], key: object) -> bool:
+        """Copy weights from memory into the model; False where only a checkpoint can be loaded."""
+        if self._loaded == (key,):
+            return True
+        if self._model is None or not self._replaceable or not self._replaceable <= weights.keys():
+            return False
+        self._loaded = None
+        state: dict[str, torch.Tensor] = self._model.state_dict()
+        for name in self._replaceable:
+            state[name].copy_(weights[name])
+        self._weights, self._loaded = QuantizableWeights(self._model), (key,)
+        return True
+
     def close(self) -> None:
         """Free the model and its cache."""
         self._model, self._decoder, self._weights, self._loaded = None, None, None, None
@@ -184,16 +198,19 @@ class HFSampler:
             return
         # Longest first, ties in order: rows of similar length are together and padding is small.
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i].prompt_ids))
-        decoded = decode_dynamic(
+        decoded = decode_within_memory(
             self._model,
             [requests[i] for i in order],
             settings,
+            rows=rows_that_fit(self._model, requests, self.max_new_tokens),
             new_tokens=self.max_new_tokens,
             stop_ids=self._stop_ids,
             pad_id=self._tokenizer.pad_token_id,
             on_tokens=self.on_tokens,
+            log=log.warning,
         )
-        yield FinishedResponses(np.array(order), *decoded)
+        for places, arrays in decoded:
+            yield FinishedResponses(np.array(order)[list(places)], *arrays)
 
     def _decode_in_slots(self, requests: Sequence[Request], settings: SamplerSettings) -> Iterator[FinishedResponses]:
         """All responses; when memory ends, those that are not ended begin anew in half of it."""

@@ -117,13 +117,16 @@ class VllmSampler(ExternalSampler):
         *,
         max_new_tokens: int,
         options: VllmSection,
+        device: torch.device | None = None,
         on_tokens: Callable[[int], object] = lambda count: None,
     ) -> None:
+        """`device` is the learner's: vLLM begins at its GPU, and uses all GPUs where it has no number."""
         if importlib.util.find_spec("vllm") is None:
             raise EngineError("vLLM is not installed: pip install 'stalewise[vllm]', or choose sampler.engine = hf")
         super().__init__(settings, max_new_tokens, on_tokens, options.max_model_len)
         self.preferred_batch_size = REQUESTS_PER_REPLICA
         self._options = options
+        self._groups = device_groups(options.copies, options.tensor_parallel, device)
         self._replicas: list[VllmReplica] = []
         self._check = PolicyCheck(settings.precision, options.max_model_len)
         self._running: PolicyFiles | None = None  # the policy of the processes
@@ -168,7 +171,7 @@ class VllmSampler(ExternalSampler):
             **self._options.options,
         }
         try:
-            for devices in device_groups(self._options.copies, self._options.tensor_parallel):
+            for devices in self._groups:
                 self._replicas.append(VllmReplica(devices))
             self.preferred_batch_size = REQUESTS_PER_REPLICA * len(self._replicas)
             self._call("start", str(policy.checkpoint), arguments, self._options.while_learning == "sleep")
@@ -231,20 +234,33 @@ class VllmSampler(ExternalSampler):
                 yield index, self._replicas[index].receive()
 
 
-def device_groups(copies: int, tensor_parallel: int) -> list[list[str]]:
+def device_groups(copies: int, tensor_parallel: int, device: torch.device | None = None) -> list[list[str]]:
     """GPUs of each replica, as in CUDA_VISIBLE_DEVICES; empty lists on a machine without GPUs."""
     visible, count = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count()
     if count == 0:
         return [[] for _ in range(copies or 1)]
-    names = visible.split(",")[:count] if visible else [str(number) for number in range(count)]
-    firsts = range(0, len(names) - tensor_parallel + 1, tensor_parallel)
-    groups = [names[first : first + tensor_parallel] for first in firsts]
-    if len(groups) < (copies or 1):
+    device = device or torch.device("cuda")
+    if device.type == "cpu":
         raise ConfigError(
-            f"sampler.vllm needs {copies or 1} copies on {tensor_parallel} GPUs each, and there are {count}: lower "
-            "copies or tensor_parallel"
+            "sampler.engine is vllm, which samples on a GPU, and model.device is cpu: name a GPU, or use the engine hf"
         )
-    return groups[: copies or len(groups)]
+    names = visible.split(",")[:count] if visible else [str(number) for number in range(count)]
+    numbers = gpu_numbers(copies, tensor_parallel, device, count)
+    if len(numbers) < tensor_parallel * (copies or 1):
+        first = f" from {device} on" if device.index is not None else ""
+        raise ConfigError(
+            f"sampler.vllm needs {copies or 1} copies on {tensor_parallel} GPUs each{first}, and there are {count}: "
+            "lower copies or tensor_parallel"
+        )
+    firsts = range(0, len(numbers), tensor_parallel)
+    return [[names[number] for number in numbers[first : first + tensor_parallel]] for first in firsts]
+
+
+def gpu_numbers(copies: int, tensor_parallel: int, device: torch.device, count: int) -> list[int]:
+    """GPUs that an engine takes, of `count`: all of them, or from the device's number on one copy if none are given."""
+    first = device.index or 0
+    copies = copies or (1 if device.index is not None else max(1, (count - first) // tensor_parallel))
+    return list(range(first, min(count, first + copies * tensor_parallel)))
 
 
 def reloads_tied_layers() -> bool:

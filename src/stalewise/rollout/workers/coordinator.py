@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ class Coordinator:
         self.session: WorkerSession | None = None
         self._may_publish = False  # after a comparison with what is in the object store
 
-    def order_batch(self, plan: BatchPlan, checkpoint: Path) -> ShardQueue:
-        """Order a generation batch; returns the queue of shards for this process."""
+    def order_batch(self, plan: BatchPlan, checkpoint: Path, taken: Sequence[int] = ()) -> ShardQueue:
+        """Order a generation batch; returns the queue of shards for this process, which has `taken` some already."""
         directory = batch_directory(self.run / "rollouts", version=plan.version, generation_batch=plan.generation_batch)
         if self.session is None:
             worker = f"{self.role or 'learner'} on {socket.gethostname()}"
@@ -58,9 +58,11 @@ class Coordinator:
         if self.sync is not None:
             for index in self.sync.drop_misfits(directory.name, order.fits):
                 self.log(f"shard {index} of {directory.name} was made for a withdrawn order: it is made again")
-        work_order.place_order(self.object_store, order)
         takes = self.config.workers.learner == "shares"
-        return ShardQueue(order, directory, self.session, sync=self.sync, collects=True, takes=takes, log=self.log)
+        queue = ShardQueue(order, directory, self.session, sync=self.sync, collects=True, takes=takes, log=self.log)
+        queue.take(list(taken), len(taken))  # before others see the order
+        work_order.place_order(self.object_store, order)
+        return queue
 
     def check(self) -> None:
         """Raise if generating must end; a single process never has to."""

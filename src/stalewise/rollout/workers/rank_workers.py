@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,9 @@ class RankCoordinator(Coordinator):
         self.made: dict[int, int] = {}  # shards of the present batch, by rank that has reported
         self._has_warned = False
 
-    def order_batch(self, plan: BatchPlan, checkpoint: Path) -> ShardQueue:
+    def order_batch(self, plan: BatchPlan, checkpoint: Path, taken: Sequence[int] = ()) -> ShardQueue:
         """Order a generation batch of all ranks."""
-        queue = super().order_batch(plan, checkpoint)
+        queue = super().order_batch(plan, checkpoint, taken)
         queue.processes, queue.check = self.ranks.world, self.check
         queue.present()  # removes shards of another order before the other ranks see them
         self._warn_of_few_shards(plan)

@@ -1,0 +1,305 @@
+"""What a run waits for between generating and learning: seconds per switch, staged and with µ = 4, 16, 64, 256.
+
+    python benchmarks/switches.py [--sizes 0.5b] [--updates 256] [--mu 4,16,64,256] [--parts copy,run] [--out FILE]
+    python benchmarks/switches.py --quick        # a tiny model, in a minute, on a CPU
+
+Policies have random weights in the shapes of Qwen2.5 (as Llama, without biases) and a tokenizer of made-up words; one
+token in 500 ends a response, and rewards are a coin's. `copy` measures what blocks at least: the copy of weights and
+moments to the host, into new memory and into memory that was used before, and the sampler's copy of the weights on the
+device. `run` makes whole runs of equal updates that differ in µ alone. A switch is everything from the last update on a
+generation batch to the next generation, and from there to the next update: checkpoint, waiting for its commit, the
+sampler's new weights, opening the next batch. With `--engine vllm`, on the learner's GPU, the sampler's part is waking
+vLLM and reloading from the checkpoint, which must be committed first; putting it to sleep counts to the next learner.
+The start of a run (first checkpoint, first learner) is given apart. `background_s` is what the thread that writes took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from stalewise.api import run
+from stalewise.config import make_config
+from stalewise.models.transfer import HostBuffers
+from stalewise.store.atomic import read_json, read_jsonl, write_json_atomic
+from stalewise.tasks import TASKS
+from stalewise.tasks.base import LocalVerifier
+from stalewise.types import Prompt, Reward
+
+# Width, inner width, layers, heads, heads of keys and values, tied embeddings.
+SHAPES: dict[str, tuple[int, int, int, int, int, bool]] = {
+    "tiny": (64, 128, 2, 4, 2, True),
+    "0.5b": (896, 4864, 24, 14, 2, True),
+    "1.5b": (1536, 8960, 28, 12, 2, True),
+    "7b": (3584, 18944, 28, 28, 4, False),
+}
+VOCABULARY = {"tiny": 512}
+ONE_IN = {"tiny": 20}  # tokens end a response, else 500
+FORMAT = "stalewise.switches/1"
+ROUNDS = 3
+VLLM = {"gpu_memory_utilization": 0.4, "max_model_len": 2048, "copies": 1}
+TASKS["coin"] = f"{__name__}:Coin"
+
+
+class Heads(LocalVerifier):
+    """The parity of a checksum of prompt and response."""
+
+    def judge(self, prompt: Prompt, response: str) -> Reward:
+        return Reward(float(zlib.crc32(f"{prompt.prompt_id} {response}".encode()) & 1))
+
+
+class Coin:
+    """Prompts of 16 words."""
+
+    name, size = "coin", None
+
+    def __init__(self, seed: int = 0) -> None:
+        self.verifier = Heads()
+
+    def prompts(self, start: int, count: int) -> list[Prompt]:
+        return [self._prompt(i) for i in range(start, start + count)]
+
+    def evaluation_prompts(self, count: int) -> list[Prompt]:
+        return [self._prompt(-1 - i) for i in range(count)]
+
+    @staticmethod
+    def _prompt(index: int) -> Prompt:
+        words = [zlib.crc32(f"{index} {place}".encode()) % 400 for place in range(16)]
+        return Prompt(f"coin/{index}", " ".join(f"t{word}" for word in words), "")
+
+
+def model_config(size: str) -> LlamaConfig:
+    width, inner, layers, heads, keys, tied = SHAPES[size]
+    vocabulary = VOCABULARY.get(size, 151_936 if size != "7b" else 152_064)
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        tie_word_embeddings=tied,
+        max_position_embeddings=4096,
+        eos_token_id=vocabulary - 1,
+    )
+
+
+def write_model(size: str, directory: Path) -> None:
+    """A policy with random weights, made on the device where there is one."""
+    config = model_config(size)
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model: Any = LlamaForCausalLM(config)
+    vocabulary = config.vocab_size
+    model.generation_config.eos_token_id = list(range(vocabulary - vocabulary // ONE_IN.get(size, 500), vocabulary))
+    model.to(torch.bfloat16).save_pretrained(directory)
+    words = {f"t{i}": i for i in range(vocabulary - 1)} | {"<end>": vocabulary - 1}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="t0", eos_token="<end>", unk_token="t0")
+    wrapped.save_pretrained(directory)
+
+
+def measure_copy(size: str, moment_bytes: int) -> dict[str, Any]:
+    """Seconds of copying weights and moments to the host, and weights in bfloat16 on the device."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with torch.device("meta"):
+        shapes = {name: weight.shape for name, weight in LlamaForCausalLM(model_config(size)).named_parameters()}
+    weights = {name: torch.ones(shape, device=device) for name, shape in shapes.items()}
+    sampled = {name: torch.ones(shape, device=device, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    dtype = {4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}[moment_bytes]
+    files = {"model": weights}
+    for moment in ("first", "second"):
+        files[moment] = {name: torch.ones(shape, device=device, dtype=dtype) for name, shape in shapes.items()}
+    buffers, seconds = HostBuffers(), list[float]()
+    for _ in range(ROUNDS):
+        _wait(device)
+        start = time.perf_counter()
+        for name, tensors in files.items():
+            buffers.copy(name, tensors)
+        seconds.append(time.perf_counter() - start)
+    taken: list[float] = []
+    for _ in range(ROUNDS):
+        _wait(device)
+        start = time.perf_counter()
+        for name, tensor in weights.items():
+            sampled[name].copy_(tensor)
+        _wait(device)
+        taken.append(time.perf_counter() - start)
+    return {
+        "bytes": buffers.nbytes,
+        "moment_bytes": moment_bytes,
+        "new_memory_s": seconds[0],
+        "used_memory_s": statistics.median(seconds[1:]),
+        "gb_per_s": buffers.nbytes / statistics.median(seconds[1:]) / 1e9,
+        "sampler_takes_s": statistics.median(taken[1:]),
+    }
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure_run(options: Mapping[str, Any], work: Path) -> dict[str, Any]:
+    """One run; its seconds from the journal."""
+    size, mu, updates = options["size"], options["mu"], options["updates"]
+    name = f"{size}-mu{mu}"
+    settings = make_config(
+        {
+            "name": name,
+            "runs": str(work),
+            "task": {"name": "coin"},
+            "model": {"path": str(work / size)},
+            "schedule": {"kind": "synchronous", "updates": updates, "updates_per_generation": mu},
+            "batch": {"prompts": options["prompts"], "group_size": 8},
+            "sampler": {"max_new_tokens": options["tokens"], "engine": options["engine"], "vllm": VLLM},
+            "objective": {"name": "mu_grpo"},
+            "optimizer": {"learning_rate": 1e-7},
+            "checkpoints": {"every": updates, "keep": 1},
+            "evaluation": {"prompts": 8, "samples": 1},
+        }
+    )
+    start = time.perf_counter()
+    run(settings)
+    seconds = time.perf_counter() - start
+    journal = read_jsonl(settings.directory / "journal.jsonl")
+    shutil.rmtree(settings.directory)
+    return {"mu": mu, "updates": updates, "wall_s": seconds, **summary(journal)}
+
+
+def summary(journal: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Seconds of a run by what it did; blocking seconds of a switch without those of the start."""
+    spent = {"generate": 0.0, "learn": 0.0, "switch": 0.0, "start": 0.0}
+    reasons: dict[str, list[float]] = {"checkpoint": [], "commit": [], "learner": [], "sampler": []}
+    for record in journal:
+        event, reason, seconds = record["event"], record.get("reason", ""), float(record["seconds"])
+        if reason == "first checkpoint" or (reason in ("learner", "sampler") and not spent["learn"]):
+            spent["start"] += seconds
+        elif event in spent:
+            spent[event] += seconds
+            if event == "switch":
+                reasons[reason].append(seconds)
+    written = [record for record in journal if "bytes" in record]
+    keys = ("writing_s", "checksums_s", "committing_s")
+    switches = len(reasons["checkpoint"])
+    return {
+        "switches": switches,
+        "blocking_s_per_switch": spent["switch"] / max(1, switches),
+        "median_s": {reason: statistics.median(values) for reason, values in reasons.items() if values},
+        "checkpoint_bytes": max((record["bytes"] for record in written), default=0),
+        "background_s": statistics.median([sum(record[key] for key in keys) for record in written])
+        if written
+        else None,
+        "seconds": spent,
+    }
+
+
+def headline(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Blocking seconds of a switch, and how much faster than µ = 4 each µ is, by size and µ."""
+    blocking = {name: run["blocking_s_per_switch"] for name, run in runs.items() if run.get("switches")}
+    total = {name: sum(v for k, v in run["seconds"].items() if k != "start") for name, run in runs.items()}
+    gains = {
+        name: total[f"{name.partition('/')[0]}/4"] / seconds
+        for name, seconds in total.items()
+        if f"{name.partition('/')[0]}/4" in total and seconds
+    }
+    return {"blocking_s_per_switch": blocking, "times_faster_than_mu_4": gains}
+
+
+def in_a_process(part: str, options: Mapping[str, Any], work: Path) -> dict[str, Any]:
+    """A measurement in a process of its own: device memory is free again after it."""
+    command = [sys.executable, __file__, "--work", str(work), "--one", json.dumps({"part": part, **options})]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        return {"error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else str(done.returncode)}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def one(options: dict[str, Any], work: Path) -> dict[str, Any]:
+    if options["part"] == "copy":
+        return measure_copy(options["size"], options["moment_bytes"])
+    if not (work / options["size"]).is_dir():
+        write_model(options["size"], work / options["size"])
+    return measure_run(options, work)
+
+
+def machine() -> dict[str, Any]:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {"device": gpu, "torch": torch.__version__}
+
+
+def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    sizes, parts = arguments.sizes.split(","), arguments.parts.split(",")
+    result: dict[str, Any] = {"format": FORMAT, "machine": machine(), "copy": {}, "runs": {}}
+    if arguments.out and arguments.out.is_file():  # further sizes or µ of the same machine
+        before = read_json(arguments.out)
+        result |= before if before["machine"] == result["machine"] else {}
+    began = time.monotonic()
+    for size in sizes:
+        if "copy" in parts:
+            options = {"size": size, "moment_bytes": arguments.moment_bytes}
+            result["copy"][size] = in_a_process("copy", options, work)
+            print(size, "copy", json.dumps(result["copy"][size]), flush=True)
+        for mu in map(int, arguments.mu.split(",")) if "run" in parts else ():
+            options = {"size": size, "mu": mu, "updates": arguments.updates, "prompts": arguments.prompts}
+            if mu > arguments.updates or time.monotonic() - began > arguments.deadline_s:
+                continue
+            more = {"tokens": arguments.tokens, "engine": arguments.engine}
+            found = in_a_process("run", {**options, **more}, work)
+            name = size if arguments.engine == "hf" else f"{size}-{arguments.engine}"
+            result["runs"][f"{name}/{mu}"] = found
+            print(size, mu, json.dumps(found), flush=True)
+            result["headline"] = headline({k: run for k, run in result["runs"].items() if "error" not in run})
+            if arguments.out:
+                write_json_atomic(arguments.out, result)
+        shutil.rmtree(work / size, ignore_errors=True)
+    if arguments.out:
+        write_json_atomic(arguments.out, result)
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="0.5b")
+    parser.add_argument("--parts", default="copy,run")
+    parser.add_argument("--mu", default="256,64,16,4", help="updates per generation; the largest is the staged run")
+    parser.add_argument("--updates", type=int, default=256)
+    parser.add_argument("--prompts", type=int, default=16, help="of an update, with 8 responses each")
+    parser.add_argument("--tokens", type=int, default=256, help="of a response at most")
+    parser.add_argument("--engine", default="hf", choices=("hf", "vllm"), help="vllm: on the learner's GPU, sleeping")
+    parser.add_argument("--moment-bytes", type=int, choices=(1, 2, 4), default=4, help="of a number in `copy`")
+    parser.add_argument("--deadline-s", type=float, default=1e9, help="after which no further run is begun")
+    parser.add_argument("--work", type=Path, help="where models and runs go; a temporary directory by default")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(one(json.loads(arguments.one), arguments.work)))
+        return
+    if arguments.quick:
+        arguments.sizes, arguments.mu, arguments.updates = "tiny", "8,4", 8
+        arguments.prompts, arguments.tokens = 2, 64
+    with tempfile.TemporaryDirectory() as temporary:
+        result = measure(arguments, arguments.work or Path(temporary))
+    print(json.dumps(result.get("headline", {}), indent=2))
+
+
+if __name__ == "__main__":
+    main()

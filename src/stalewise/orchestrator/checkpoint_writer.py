@@ -1,0 +1,92 @@
+"""Commits checkpoints in a thread while the run goes on.
+
+The next stage is generated, or the next updates are taken, while the last policy is still being written. What depends
+on it is committed only after it: rollouts of a version and its evaluation wait for `join`. So a process that is killed
+in between leaves what a process that was killed before the checkpoint leaves, and the same command continues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import psutil
+
+from stalewise.errors import StalewiseError, StoreError
+from stalewise.orchestrator.run_log import RunLog
+
+SHARE = 0.5  # of the free host memory that the copy of a checkpoint may take
+
+Notes = dict[str, Any]  # for the journal
+
+
+class CheckpointWriter:
+    """One checkpoint at a time. `version` is that of a checkpoint which is not known to be committed; None: all are."""
+
+    def __init__(self, run_log: RunLog) -> None:
+        self.run_log = run_log
+        self.version: int | None = None
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._commit: Future[Notes] | None = None
+        self._rest: Future[None] | None = None
+
+    def begin(self, version: int, commit: Callable[[], Notes], afterwards: Callable[[], object]) -> None:
+        """Commit a checkpoint in the background, then do what nobody waits for; both must not touch the trainer."""
+        self.finish()
+        self.version = version
+        committed = self._commit = self._threads.submit(commit)
+
+        def rest() -> None:
+            if committed.exception() is None:
+                afterwards()
+
+        self._rest = self._threads.submit(rest)
+
+    def check(self) -> None:
+        """Raise the error of a checkpoint that has failed; waits for nothing."""
+        if self._commit is not None and self._commit.done() and self._commit.exception() is not None:
+            self.join()
+
+    def join(self) -> None:
+        """Return when the checkpoint is committed; raises what went wrong, once."""
+        if self._commit is None:
+            return
+        commit, version = self._commit, self.version
+        with self.run_log.timed("switch", reason="commit", version=version) as notes:
+            try:
+                notes |= commit.result()
+            except StalewiseError:
+                self._forget()
+                raise
+            except Exception as error:
+                self._forget()
+                raise StoreError(
+                    f"the checkpoint of version {version} could not be written: {type(error).__name__}: {error}; the "
+                    "run goes on from the one before: run the same command again"
+                ) from error
+            self._commit = self.version = None
+
+    def finish(self) -> None:
+        """Return when nothing is left to do in the background."""
+        self.join()
+        if self._rest is not None:
+            rest, self._rest = self._rest, None
+            rest.result()
+
+    def close(self, log: Callable[[str], object]) -> None:
+        """End the thread when its work is done. An error is logged, since another may be the reason to end."""
+        try:
+            self.finish()
+        except StalewiseError as error:
+            log(str(error))
+        finally:
+            self._threads.shutdown()
+
+    def _forget(self) -> None:
+        self._commit = self._rest = self.version = None
+
+
+def fits_beside(nbytes: int) -> bool:
+    """Whether host memory holds this many bytes more, with as much left for everything else."""
+    return nbytes <= SHARE * psutil.virtual_memory().available

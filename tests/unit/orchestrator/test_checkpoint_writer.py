@@ -1,0 +1,169 @@
+"""Checkpoints in the background: their order, their errors, and what waits for them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stalewise.api import run
+from stalewise.config import RunConfig, make_config
+from stalewise.errors import StoreError
+from stalewise.orchestrator import orchestrator as module
+from stalewise.orchestrator.checkpoint_writer import CheckpointWriter, fits_beside
+from stalewise.orchestrator.run_log import RunLog
+from stalewise.store import batch_directories, checkpoints
+from stalewise.store.atomic import read_jsonl
+from stalewise.store.checkpoints import versions
+from stalewise.types import NullCallback
+
+WAIT_S = 60
+
+
+def test_a_checkpoint_is_pending_until_it_is_joined(tmp_path: Path) -> None:
+    writer, done, go = CheckpointWriter(RunLog(tmp_path)), list[str](), threading.Event()
+
+    def commit() -> dict[str, Any]:
+        assert go.wait(WAIT_S)
+        done.append("commit")
+        return {"bytes": 5}
+
+    writer.begin(3, commit, lambda: done.append("clean up"))
+    writer.check()
+    assert writer.version == 3 and done == []
+    go.set()
+    writer.join()
+    assert writer.version is None and done[0] == "commit"
+    writer.finish()
+    assert done == ["commit", "clean up"]
+    (record,) = read_jsonl(tmp_path / "journal.jsonl")
+    assert (record["event"], record["reason"], record["version"], record["bytes"]) == ("switch", "commit", 3, 5)
+    writer.close(pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (StoreError("disk full while writing x: free 7 bytes"), "^disk full while writing x: free 7 bytes$"),
+        (MemoryError("no"), "the checkpoint of version 3 could not be written: MemoryError: no; the run goes on from"),
+    ],
+)
+def test_an_error_is_raised_once_and_nothing_is_cleaned_up(tmp_path: Path, error: Exception, message: str) -> None:
+    writer = CheckpointWriter(RunLog(tmp_path))
+
+    def fail() -> dict[str, Any]:
+        raise error
+
+    writer.begin(3, fail, lambda: pytest.fail("the checkpoint before must stay"))
+    with pytest.raises(StoreError, match=message):
+        writer.finish()
+    writer.join()
+    writer.begin(3, fail, lambda: None)
+    told: list[str] = []
+    writer.close(told.append)  # another error may be the reason to end
+    assert len(told) == 1
+
+
+def test_half_of_the_free_memory_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Memory:
+        available = 100
+
+    monkeypatch.setattr("stalewise.orchestrator.checkpoint_writer.psutil.virtual_memory", Memory)
+    assert fits_beside(50) and not fits_beside(51)
+
+
+def config(runs: Path, **sections: Any) -> RunConfig:
+    record = {
+        "runs": str(runs),
+        "schedule": {"kind": "staged", "updates": 4, "stages": 2},
+        "batch": {"prompts": 4, "group_size": 4},
+        "sampler": {"max_new_tokens": 6, "rollouts_per_shard": 16},
+        "evaluation": {"prompts": 8, "samples": 1},
+    }
+    return make_config({**record, **sections})
+
+
+class Held(NullCallback):
+    """Holds each checkpoint in the background back until the run has sampled the next stage, or ended its last."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.sampled, self.held = threading.Event(), 0
+        real = checkpoints.commit_directory
+
+        def commit_directory(temporary: Path, final: Path) -> None:
+            if threading.current_thread().name.startswith("checkpoint"):
+                self.held += 1
+                assert self.sampled.wait(WAIT_S), "the run waits for the checkpoint before it samples"
+            real(temporary, final)
+
+        patch.setattr(checkpoints, "commit_directory", commit_directory)
+
+    def begin(self, what: str, total: int) -> None:
+        if what == "learn":
+            self.sampled.clear()
+
+    def advance(self, amount: int, note: str = "") -> None:
+        if "tokens" in note:
+            self.sampled.set()
+
+
+def test_the_next_stage_is_sampled_while_the_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, loads = Held(monkeypatch), list[str]()
+    real = module.make_sampler
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        sampler = real(*arguments, **options)
+        load = sampler.load
+        monkeypatch.setattr(sampler, "load", lambda path: [loads.append(path.name), load(path)])
+        return sampler
+
+    monkeypatch.setattr(module, "make_sampler", counting)
+    plain = config(tmp_path / "plain")
+    run(config(tmp_path / "held"), held)
+    assert held.held == 2
+    assert set(loads) == {"v000000"}  # the other versions were taken from the trainer
+    monkeypatch.setattr(module, "fits_beside", lambda nbytes: False)
+    run(plain)
+    for settings in (plain, config(tmp_path / "held")):
+        assert versions(settings.directory) == [2, 4]
+    shards = [sorted(settings.directory.rglob("shard-*.parquet")) for settings in (plain, config(tmp_path / "held"))]
+    assert [path.read_bytes() for path in shards[0]] == [path.read_bytes() for path in shards[1]]
+
+
+def test_a_full_disk_in_the_background_is_one_message_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, real = config(tmp_path), checkpoints.commit_directory
+
+    def full(temporary: Path, final: Path) -> None:
+        if final.name == "v000002":
+            raise StoreError(f"disk full while writing {final}: free 5 bytes; run the same command again")
+        real(temporary, final)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "commit_directory", full)
+        with pytest.raises(StoreError, match=r"^disk full while writing .*v000002: free 5 bytes; run the same command"):
+            run(settings)
+    assert versions(settings.directory) == [0]
+    names = [directory.name for directory in batch_directories(settings.directory / "rollouts")]
+    assert names == ["g000000-v000000"] and not list(settings.directory.glob("checkpoints/.*"))
+    run(settings)
+    whole = config(tmp_path / "whole")
+    run(whole)
+    final = [one.directory / "checkpoints" / "v000004" / "model.safetensors" for one in (settings, whole)]
+    assert final[0].read_bytes() == final[1].read_bytes()
+
+
+def test_every_commit_is_in_the_journal_and_no_time_counts_twice(tmp_path: Path) -> None:
+    settings = config(tmp_path, schedule={"kind": "synchronous", "updates": 4, "updates_per_generation": 1})
+    run(settings)
+    journal = read_jsonl(settings.directory / "journal.jsonl")
+    commits = [record["version"] for record in journal if record.get("reason") == "commit"]
+    assert commits == [1, 2, 3, 4]
+    begun = [record["time"] - record["seconds"] for record in journal]
+    ends = [record["time"] for record in journal]
+    assert all(start >= end - 1e-3 for start, end in zip(begun[1:], ends, strict=False))

@@ -1,0 +1,98 @@
+"""The content of a checkpoint: its bytes, and that it is what the trainer held when it was taken."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from stalewise.errors import StoreError
+from stalewise.models.loading import load_model, load_tokenizer
+from stalewise.models.transfer import HostBuffers
+from stalewise.store.checkpoints import write_checkpoint
+from stalewise.trainer import snapshot as module
+from stalewise.trainer.lora import save_first
+from stalewise.trainer.snapshot import DTYPES, POLICY, stored_names, write_tensors
+from stalewise.trainer.trainer import Trainer
+from trainer_inputs import POLICY as EMBEDDED
+from trainer_inputs import config, rollouts
+
+
+def test_a_file_has_the_bytes_that_safetensors_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PIECE", 16)
+    torch.manual_seed(0)
+    drawn = {f"{name}{i}": (10 * torch.randn(5, 3)).to(d) for i, d in enumerate(DTYPES) for name in ("z", "a.b", "é")}
+    tensors = {**drawn, "scalar": torch.tensor(3.0), "empty": torch.zeros(0, 4), "turned": torch.randn(3, 2).T}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs", {"format": "pt"})
+    digest = write_tensors(tmp_path / POLICY, tensors)
+    ours = (tmp_path / POLICY).read_bytes()
+    assert ours == (tmp_path / "theirs").read_bytes()
+    assert digest == hashlib.sha256(ours).hexdigest()
+
+
+def test_a_dtype_that_we_do_not_know_is_left_to_safetensors(tmp_path: Path) -> None:
+    tensors = {"complex": torch.tensor([1 + 2j])}
+    digest = write_tensors(tmp_path / "x.safetensors", tensors)
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["complex"], tensors["complex"])
+    assert digest == hashlib.sha256((tmp_path / "x.safetensors").read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_what_is_written_later_is_the_policy_as_it_was(rank: int, tmp_path: Path) -> None:
+    settings, start = config(model={"lora": {"rank": rank}}), make(tmp_path / "checkpoints" / "v000000")
+    model = load_model(str(EMBEDDED), device=torch.device("cpu"))
+    save_first(settings.model, 0, model, str(EMBEDDED), start)
+    load_tokenizer(str(EMBEDDED)).save_pretrained(start)
+    (start / "manifest.json").write_text("{}")
+    trainer = Trainer(settings, start)
+    trainer.update(rollouts(seed=0))
+    trainer.save(make(tmp_path / "at once"))
+    taken = trainer.snapshot(HostBuffers())
+    assert taken is not None
+    trainer.update(rollouts(seed=1))
+    digests = taken.write(make(tmp_path / "later"))
+    written = {path.relative_to(tmp_path / "later"): path for path in (tmp_path / "later").rglob("*") if path.is_file()}
+    assert Path("optimizer_exp_avg.safetensors") in written and Path("config.json") in written
+    for name, path in written.items():
+        assert path.read_bytes() == (tmp_path / "at once" / name).read_bytes(), name
+    for name, digest in digests.items():
+        assert digest == hashlib.sha256((tmp_path / "later" / name).read_bytes()).hexdigest()
+    assert taken.nbytes <= trainer.checkpoint_bytes() * (2 if rank else 1)
+
+
+def test_the_files_are_those_of_save_pretrained(tmp_path: Path) -> None:
+    trainer = Trainer(config(), EMBEDDED)
+    trainer.save(make(tmp_path / "ours"))
+    trainer.model.save_pretrained(tmp_path / "theirs")
+    for path in (tmp_path / "theirs").iterdir():
+        assert (tmp_path / "ours" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_weights_under_other_names_are_left_to_transformers(tmp_path: Path) -> None:
+    trainer = Trainer(config(), EMBEDDED)
+    assert trainer.stored
+    assert stored_names(EMBEDDED, ["other"]) == stored_names(tmp_path, ["other"]) == frozenset()
+    trainer.stored = frozenset()
+    assert trainer.snapshot(HostBuffers()) is None
+    trainer.save(make(tmp_path / "a"))
+    assert load_file(tmp_path / "a" / POLICY).keys() == load_file(EMBEDDED / POLICY).keys()
+
+
+def test_a_directory_that_is_gone_is_one_message(tmp_path: Path) -> None:
+    taken = Trainer(config(), EMBEDDED).snapshot(HostBuffers())
+    assert taken is not None
+
+    def save(directory: Path) -> None:
+        directory.rmdir()
+        write_tensors(directory / POLICY, taken.files[POLICY])
+
+    with pytest.raises(StoreError, match=r"cannot write .*v000003: No such file or directory"):
+        write_checkpoint(tmp_path, 3, save=save, state={})
+
+
+def make(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    return directory
