@@ -251,7 +251,8 @@ def evaluate(
         named = None if chosen is not None else task
         sampling = {"temperature": temperature, "top_p": top_p, "samples": samples, "max_new_tokens": max_new_tokens}
         sampling["samples"] = samples or (policy.config.evaluation.samples if temperature else 1)
-        config = _with_suites(policy.config, named, {} if file is not None else options, [sampling])
+        policy = _with_suites(policy, named, {} if file is not None else options, [sampling])
+        config = policy.config
         if file is not None:
             chosen = make_evaluation_file(str(file), **{**own.form, **(options or {})})
         # A task holds its own prompts out, but earlier runs from which the policy comes may have seen them.
@@ -259,7 +260,7 @@ def evaluate(
         chosen = chosen(seed=config.seed) if isinstance(chosen, type) else chosen or config.make_task()
         count = prompts or (sys.maxsize if file is not None else config.evaluation.prompts)
         exclude = Seen() if exclude_ids is None else read_ids(exclude_ids)
-        (result,) = _evaluate(policy, config, [(chosen, count, apart)], exclude, callback or NullCallback())
+        (result,) = _evaluate(policy, [(chosen, count, apart)], exclude, callback or NullCallback())
         return replace(result, suite="", settings=result.settings if temperature != 1 or top_p != 1 else {})
 
 
@@ -285,25 +286,26 @@ def evaluate_suites(
     tables = list(own.values()) if suites is None else [own[one] if isinstance(one, str) else one for one in suites]
     if not tables:
         raise ConfigError(f"{model} has no suites: pass some, or add [[evaluation.suite]] to its config")
-    config = _with_suites(policy.config, None, {}, tables)
+    policy = _with_suites(policy, None, {}, tables)
+    config = policy.config
     chosen: list[tuple[Task, int, TaskSection | None]] = []
     for suite in config.evaluation.suite:
         is_own = policy.run is not None and not suite.file and not suite.task and not suite.options
         count = suite.prompts or (sys.maxsize if suite.file else config.evaluation.prompts)
         chosen.append((config.make_suite(suite), count, config.task if is_own else None))
     exclude = Seen() if exclude_ids is None else read_ids(exclude_ids)
-    results = _evaluate(policy, config, chosen, exclude, callback or NullCallback())
+    results = _evaluate(policy, chosen, exclude, callback or NullCallback())
     return {result.suite: result for result in results}
 
 
 def _evaluate(
     policy: _Policy,
-    config: RunConfig,
     tasks: Sequence[tuple[Task, int, TaskSection | None]],
     exclude: Seen,
     callback: ProgressCallback,
 ) -> list[Evaluation]:
     """Evaluate on the suites of a config; `tasks`: of each its task, number of prompts, and what held it out."""
+    config = policy.config
     check_sampling_memory(config.model, config.sampler.engine, str(policy.checkpoint))
     results: list[Evaluation] = []
     with contextlib.closing(make_sampler(config)) as sampler, contextlib.ExitStack() as opened:
@@ -361,12 +363,12 @@ def _policy(name: str, task: str | None) -> _Policy:
 
 
 def _with_suites(
-    config: RunConfig, task: str | None, options: Mapping[str, Any] | None, suites: Sequence[Mapping[str, Any]]
-) -> RunConfig:
-    """The config with another task or options of it, and with these suites."""
-    record = config.model_dump(mode="json")
-    if task is not None and task != config.task.name:
+    policy: _Policy, task: str | None, options: Mapping[str, Any] | None, suites: Sequence[Mapping[str, Any]]
+) -> _Policy:
+    """The policy with a config of another task or options of it, and with these suites."""
+    record = policy.config.model_dump(mode="json")
+    if task is not None and task != policy.config.task.name:
         record["task"] = {"name": task, "options": {}}
     record["task"]["options"] |= dict(options or {})
     record["evaluation"]["suite"] = [dict(suite) for suite in suites]
-    return make_config(record, source="evaluate")
+    return policy._replace(config=make_config(record, source="evaluate"))
