@@ -19,7 +19,7 @@ from stalewise.errors import ConfigError, StoreError, TaskError, nearest
 from stalewise.models.loading import embedded_policies, embedded_policy, resolve_model
 from stalewise.orchestrator import python_objects
 from stalewise.orchestrator.contamination import seen_in_training
-from stalewise.orchestrator.evaluation import Evaluation
+from stalewise.orchestrator.evaluation import Evaluation, evaluate_suite
 from stalewise.orchestrator.model_check import check_model
 from stalewise.orchestrator.offline import OfflineRollouts, plan_sources
 from stalewise.orchestrator.orchestrator import Orchestrator
@@ -27,7 +27,6 @@ from stalewise.orchestrator.pipelined import BackgroundGeneration
 from stalewise.orchestrator.ranks import join_ranks, run_on_all_ranks
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.orchestrator.setup import check_objective, resolve_learning_rate
-from stalewise.orchestrator.suites import evaluate_suite
 from stalewise.planning.memory import check_sampling_memory
 from stalewise.planning.planner import plan_for_training
 from stalewise.reporting.progress import watching

@@ -62,7 +62,7 @@ class _Normed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
-        from stalewise.models.kernels.norm import normed_on_device  # Triton comes with torch for GPUs alone
+        from stalewise.models.kernels.elementwise import normed_on_device  # Triton comes with torch for GPUs alone
 
         rows = x.contiguous().view(-1, x.shape[-1])
         y, factor = normed_on_device(rows, weight, epsilon, dtype)
@@ -71,7 +71,7 @@ class _Normed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        from stalewise.models.kernels.norm import norm_gradients_on_device
+        from stalewise.models.kernels.elementwise import norm_gradients_on_device
 
         x, weight, factor = ctx.saved_tensors
         gradient_TH, x_TH = (one.contiguous().view(-1, x.shape[-1]) for one in (gradients[0], x))
@@ -133,14 +133,14 @@ class _FusedGate:
 class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        from stalewise.models.kernels.gated import gated_on_device  # Triton comes with torch for GPUs alone
+        from stalewise.models.kernels.elementwise import gated_on_device  # Triton comes with torch for GPUs alone
 
         ctx.save_for_backward(gate, up)
         return gated_on_device(gate.flatten(0, -2), up.flatten(0, -2)).view(gate.shape)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        from stalewise.models.kernels.gated import gated_gradients_on_device
+        from stalewise.models.kernels.elementwise import gated_gradients_on_device
 
         gate, up = ctx.saved_tensors
         rows = (x.flatten(0, -2) for x in (gradients[0].contiguous(), gate, up))
@@ -152,7 +152,7 @@ class _GatedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, product: Tensor) -> Tensor:
-        from stalewise.models.kernels.gated import gated_on_device
+        from stalewise.models.kernels.elementwise import gated_on_device
 
         ctx.save_for_backward(product)
         gate, up = product.flatten(0, -2).chunk(2, dim=1)
@@ -160,7 +160,7 @@ class _GatedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        from stalewise.models.kernels.gated import gated_gradients_on_device
+        from stalewise.models.kernels.elementwise import gated_gradients_on_device
 
         (product,) = ctx.saved_tensors
         halves = product.flatten(0, -2).chunk(2, dim=1)

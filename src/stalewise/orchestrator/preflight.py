@@ -34,8 +34,7 @@ from stalewise.rollout.factory import batch_plan, check_engine_devices, check_se
 from stalewise.rollout.sampler import Request, Sampler
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.tasks import Task
-from stalewise.tasks.verifiers.function import FunctionVerifier
-from stalewise.tasks.verifiers.python import PythonVerifier
+from stalewise.tasks.verifiers.python import FunctionVerifier, PythonVerifier
 from stalewise.trainer.lora import check_adapter, describe_targets, need_peft
 from stalewise.types import Prompt
 

@@ -19,17 +19,22 @@ from stalewise.config import RunConfig
 from stalewise.errors import StoreError
 from stalewise.reporting.figures import (
     BUCKETS,
+    FEWEST_BARS,
     LONGEST_CURVE,
+    MOST_BARS,
     MOST_STAGE_LINES,
     MetricSeries,
+    TimeBar,
     bucket_width,
+    draw_bars,
     draw_charts,
+    group_stages,
+    run_bars,
     series_of,
     style_of,
 )
 from stalewise.reporting.read import UNIMPORTANT, Run, differing_keys, flatten, read_runs
 from stalewise.reporting.summary import format_interval, format_value, join_names, ranking, summarize
-from stalewise.reporting.time_bars import FEWEST_BARS, MOST_BARS, TimeBar, draw_bars, group_stages, run_bars
 from stalewise.reporting.timeline import ACTIVITIES, IDLE
 from stalewise.reporting.wording import CHARTS, METRICS, Chart
 from stalewise.store.atomic import write_atomic

@@ -24,9 +24,16 @@ from stalewise.store.manifest import (
     read_batch_manifest,
     shard_path,
 )
-from stalewise.store.reader import Batch, open_batch, verify_shard
+from stalewise.store.reader import (
+    Batch,
+    deal,
+    mean_reward,
+    open_batch,
+    rewards_of_updates,
+    rollouts_of_updates,
+    verify_shard,
+)
 from stalewise.store.schema import FORMAT, SCHEMA, rollouts_from_table, table_from_columns, table_from_rollouts
-from stalewise.store.select import deal, mean_reward, rewards_of_updates, rollouts_of_updates
 from stalewise.store.token_log import TokenLog, TokenRecord, read_tokens, token_files, token_log_directory
 from stalewise.store.writer import AlreadyCommitted, commit_batch, next_shard, write_shard
 

@@ -374,9 +374,9 @@ def test_a_fused_gate_computes_what_the_layer_does(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_gate_and_its_gradients_by_kernels(kernels: Any) -> None:
-    from stalewise.models.kernels import gated
+    from stalewise.models.kernels import elementwise
 
-    assert gated is not None
+    assert elementwise is not None
     gate, up = (random(1, 5, 40, seed=seed).requires_grad_() for seed in (1, 2))
     expected = torch.nn.functional.silu(gate) * up
     gradient = random(1, 5, 40, seed=3)

@@ -16,8 +16,7 @@ from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import read_result
 from stalewise.config.sections import SuiteSection
 from stalewise.errors import ConfigError
-from stalewise.orchestrator.evaluation import majority_of
-from stalewise.orchestrator.suites import Suites, definition_of, sampling_of
+from stalewise.orchestrator.evaluation import Suites, definition_of, majority_of, sampling_of
 from stalewise.reporting.read import read_run
 from stalewise.reporting.render import render
 from stalewise.store.atomic import read_jsonl

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from stalewise.planning.sweep import fit_sweep
-from stalewise.planning.sweep_map import draw_map, write_map
+from stalewise.planning.sweep import draw_map, fit_sweep, write_map
 from sweeps import RULE, simulated_runs
 
 

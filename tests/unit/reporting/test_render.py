@@ -14,6 +14,7 @@ from rundirs import add_evaluation, figures_of, metrics, write_run
 from stalewise.config import make_config, write_resolved
 from stalewise.errors import StoreError
 from stalewise.reporting.figures import (
+    BAR_COLOURS,
     COLOURS,
     LIMIT_COLOUR,
     STAGE_COLOUR,
@@ -28,7 +29,6 @@ from stalewise.reporting.render import (
     render,
     write_report,
 )
-from stalewise.reporting.time_bars import BAR_COLOURS
 from stalewise.reporting.wording import CHARTS, METRICS
 from stalewise.store.atomic import append_line, write_json_atomic
 

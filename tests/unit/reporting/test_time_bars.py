@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from rundirs import figures_of, write_run
+from stalewise.reporting.figures import FEWEST_BARS, MOST_BARS, group_stages, run_bars, shorten
 from stalewise.reporting.read import read_run, read_runs
 from stalewise.reporting.render import render, write_report
-from stalewise.reporting.time_bars import FEWEST_BARS, MOST_BARS, group_stages, run_bars, shorten
 from stalewise.store.atomic import append_line
 
 

@@ -16,7 +16,7 @@ import pytest
 from stalewise.errors import TaskError
 from stalewise.tasks.callables import fingerprint, register
 from stalewise.tasks.verifiers import make_verifier
-from stalewise.tasks.verifiers.function import MOST_LEFT_BEHIND, FunctionVerifier
+from stalewise.tasks.verifiers.python import MOST_LEFT_BEHIND, FunctionVerifier
 from stalewise.types import Prompt, Reward
 
 PROMPTS = [Prompt(str(n), f"{n}?", str(n), {"row": f'{{"level": {n}}}'}) for n in range(6)]

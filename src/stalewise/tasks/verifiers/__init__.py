@@ -11,7 +11,7 @@ __all__ = ["VERIFIERS", "ErrorCounts", "count_errors", "make_verifier"]
 
 VERIFIERS = {
     "exact": "stalewise.tasks.verifiers.exact:ExactVerifier",
-    "function": "stalewise.tasks.verifiers.function:FunctionVerifier",
+    "function": "stalewise.tasks.verifiers.python:FunctionVerifier",
     "math": "stalewise.tasks.verifiers.math:MathVerifier",
     "number": "stalewise.tasks.verifiers.number:NumberVerifier",
     "python": "stalewise.tasks.verifiers.python:PythonVerifier",

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import inspect
+import json
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from stalewise.errors import TaskError
-from stalewise.tasks.base import load
-from stalewise.tasks.verifiers.judge_process import Judge
+from stalewise.tasks.base import load, paired
+from stalewise.tasks.callables import bind, importable_name, registered
+from stalewise.tasks.verifiers.judge_process import Judge, failed, judged, reward_of
 from stalewise.tasks.verifiers.pool import ProcessVerifier
+from stalewise.types import Prompt, Reward
 
 
 class PythonVerifier(ProcessVerifier):
@@ -32,3 +43,159 @@ def load_judge(function: str) -> Judge:
     if not callable(judge):
         raise TypeError(f"{function} is not a function")
     return judge
+
+
+MOST_LEFT_BEHIND = 8  # calls that did not return; more would use up the machine
+CALLS_AT_ONCE = 64  # of a coroutine function
+
+
+class FunctionVerifier:
+    """The function that `function` refers to (`stalewise.tasks.callables`), called with what it names of the row.
+
+    `limit_s` are the seconds that one call may take, `workers` the calls at once. By default these are one per CPU (at
+    most 8) in processes, 1 in threads, since a function need not be safe for threads, and 64 in an event loop.
+    """
+
+    def __init__(self, function: str, *, workers: int | None = None, limit_s: float = 5.0):
+        if (workers is not None and workers < 1) or not 0 < limit_s < math.inf:
+            raise TaskError(f"a verifier needs workers ≥ 1 and a finite limit_s > 0, not {workers=}, {limit_s=}")
+        self.function, self.workers, self.limit_s = function, workers, float(limit_s)
+        self._verifier: ProcessVerifier | _Threads | _EventLoop | None = None
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
+        """Score `responses[i]` as an answer to `prompts[i]`; results in the same order."""
+        if self._verifier is None:
+            self._verifier = self._make()
+        return self._verifier.score(prompts, responses)
+
+    def close(self) -> None:
+        """End processes and threads. Scoring again starts new ones."""
+        if self._verifier is not None:
+            self._verifier.close()
+            self._verifier = None
+
+    def _make(self) -> ProcessVerifier | _Threads | _EventLoop:
+        found = registered(self.function, "reward function")
+        if _is_async(found):
+            return _EventLoop(found, self.workers or CALLS_AT_ONCE, self.limit_s)
+        if name := importable_name(found):
+            options = {"function": name}
+            return ProcessVerifier(
+                f"{__name__}:load_function_judge", options, workers=self.workers, limit_s=self.limit_s
+            )
+        return _Threads(make_judge(found), self.workers or 1, self.limit_s)
+
+
+def _is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def arguments(prompt: Prompt, response: str) -> dict[str, Any]:
+    """What a reward function may name: the fields of the row, and `prompt`, `response` and `answer`."""
+    row = json.loads(prompt.metadata.get("row", "{}"))
+    return {**row, "prompt": prompt.metadata.get("problem", prompt.text), "response": response, "answer": prompt.answer}
+
+
+def make_judge(function: Any) -> Judge:
+    """A judge that calls the function with what it names."""
+    call = bind(function)
+    return lambda prompt, response: call(arguments(prompt, response))
+
+
+def load_function_judge(function: str) -> Judge:
+    """Import the function; runs in a worker process."""
+    return make_judge(load(function))
+
+
+class _Threads:
+    """Calls in threads. One that is over its limit keeps its thread, and another thread takes its place."""
+
+    def __init__(self, judge: Judge, workers: int, limit_s: float) -> None:
+        self._judge, self._workers, self._limit_s = judge, workers, limit_s
+        self._left_behind = 0
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
+        items = paired(prompts, responses)
+        rewards: list[Reward | None] = [None] * len(items)
+        waiting, running = list(reversed(range(len(items)))), dict[int, float]()  # index: when it began
+        answers: queue.SimpleQueue[tuple[int, Reward]] = queue.SimpleQueue()
+        tasks: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+
+        def work() -> None:
+            while (index := tasks.get()) is not None:
+                answers.put((index, judged(self._judge, *items[index])))
+
+        threads = [_thread(work) for _ in range(min(self._workers, len(items)))]
+        while waiting or running:
+            while waiting and len(running) < self._workers:
+                running[waiting[-1]] = time.monotonic()
+                tasks.put(waiting.pop())
+            patience = min(running.values()) + self._limit_s - time.monotonic()
+            try:
+                index, reward = answers.get(timeout=max(0.0, patience))
+            except queue.Empty:
+                for index in self._late(running):
+                    running.pop(index)
+                    rewards[index] = Reward(math.nan, error=f"timeout after {self._limit_s} s")
+                    threads.append(_thread(work))
+            else:
+                if running.pop(index, None) is not None:  # None: it was late, and its place is taken
+                    rewards[index] = reward
+        for _ in threads:
+            tasks.put(None)
+        return [reward for reward in rewards if reward is not None]
+
+    def _late(self, running: dict[int, float]) -> list[int]:
+        now = time.monotonic()
+        late = [index for index, began in running.items() if now - began >= self._limit_s]
+        self._left_behind += len(late)
+        if self._left_behind > MOST_LEFT_BEHIND:
+            raise TaskError(
+                f"{self._left_behind} calls of the reward function did not return within {self._limit_s:g} s. A "
+                "function of a program runs in its threads, which cannot be ended: put it into a module, so that it "
+                "runs in worker processes, or raise limit_s in verifier_options"
+            )
+        return late
+
+    def close(self) -> None:
+        """Do nothing: threads end when they have nothing to do."""
+
+
+def _thread(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, name="stalewise-reward", daemon=True)
+    thread.start()
+    return thread
+
+
+class _EventLoop:
+    """Calls of a coroutine function in one event loop, which lives in a thread as long as the verifier."""
+
+    def __init__(self, function: Any, at_once: int, limit_s: float) -> None:
+        self._call, self._at_once, self._limit_s = bind(function), at_once, limit_s
+        self._loop = asyncio.new_event_loop()
+        self._thread = _thread(self._loop.run_forever)
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
+        calls = self._score_all(paired(prompts, responses))
+        return asyncio.run_coroutine_threadsafe(calls, self._loop).result()
+
+    async def _score_all(self, items: list[tuple[Prompt, str]]) -> list[Reward]:
+        places = asyncio.Semaphore(self._at_once)
+
+        async def score_one(prompt: Prompt, response: str) -> Reward:
+            async with places:
+                try:
+                    result = await asyncio.wait_for(self._call(arguments(prompt, response)), self._limit_s)
+                    return reward_of(result)
+                except TimeoutError:
+                    return Reward(math.nan, error=f"timeout after {self._limit_s} s")
+                except Exception as problem:
+                    return failed(problem)
+
+        return list(await asyncio.gather(*(score_one(prompt, response) for prompt, response in items)))
+
+    def close(self) -> None:
+        if self._thread.is_alive():  # not in a fork
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()

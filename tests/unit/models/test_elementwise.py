@@ -11,15 +11,15 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU, and no TRITON_INTERPRET=1", allow_module_level=True)
 
-from stalewise.models.kernels import norm
-from stalewise.models.kernels.norm import norm_gradients_on_device, normed_on_device
+from stalewise.models.kernels import elementwise
+from stalewise.models.kernels.elementwise import norm_gradients_on_device, normed_on_device
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.parametrize(("rows", "width"), [(5, 24), (7, 600)])
 def test_the_norm_and_its_gradients(rows: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm, "PROGRAMS", 3)  # each sums several rows
+    monkeypatch.setattr(elementwise, "PROGRAMS", 3)  # each sums several rows
     torch.manual_seed(0)
     x, weight = torch.randn(rows, width, device=DEVICE) * 0.02, torch.randn(width, device=DEVICE)
     x.requires_grad_()
