@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from stalewise.config import RunConfig
+from stalewise.config.sections import ModelSection
 from stalewise.errors import ModelError, StalewiseError
 from stalewise.models.loading import (
     context_length,
@@ -62,13 +63,13 @@ def check_model(
         problem = _problem(config, checkpoint, wrong[0])
         if wrong[0].error:  # the run would end with it, too
             raise ModelError(problem)
-        report_problem(config, problem, log)
+        report_problem(config.model.check, problem, log)
     return "; ".join(map(str, found)) or "nothing is decoded or trained in this process"
 
 
-def report_problem(config: RunConfig, problem: str, log: Log) -> None:
+def report_problem(check: str, problem: str, log: Log) -> None:
     """Raise it as a ModelError, or log it, as `model.check` says."""
-    if config.model.check == "refuse":
+    if check == "refuse":
         raise ModelError(f'{problem}; model.check = "warn" goes on regardless')
     log(f"warning: {problem}")
 
@@ -92,7 +93,7 @@ def agreements(
         responses, values = [one.token_ids for one in decoded], [one.logp for one in decoded]
     plain = _plain_model(config, checkpoint, engine)
     expected, spread = _plain_values(plain, requests, responses)
-    allowed = tolerance(_precision(config), layer_count(plain), spread)
+    allowed = tolerance(_precision(config.model), layer_count(plain), spread)
     found = []
     if values:
         with_weights = expected
@@ -127,8 +128,8 @@ def _random_responses(requests: Sequence[Request]) -> list[np.ndarray]:
     return list(np.random.default_rng(0).choice(tokens, (len(requests), NEW_TOKENS)))
 
 
-def _precision(config: RunConfig) -> torch.dtype:
-    return pick_precision(config.model.precision, pick_device(config.model.device))
+def _precision(model: ModelSection) -> torch.dtype:
+    return pick_precision(model.precision, pick_device(model.device))
 
 
 def _plain_model(config: RunConfig, checkpoint: Path, engine: Sampler | None) -> Any:
@@ -231,7 +232,7 @@ def stage_problem(config: RunConfig, metrics: Mapping[str, float]) -> str:
     mean, largest = metrics.get("mismatch_mean", math.nan), metrics.get("mismatch_max", math.nan)
     if config.model.check == "off" or sampler.foreign.share or not is_plain or math.isnan(mean):
         return ""
-    exact = _precision(config) is torch.float32 and (
+    exact = _precision(config.model) is torch.float32 and (
         sampler.engine != "server" or sampler.server.precision == "float32"
     )
     most_mean, most = FLOAT32_LIMITS if exact else HALF_LIMITS

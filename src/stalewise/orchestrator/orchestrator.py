@@ -439,7 +439,7 @@ class Orchestrator:
     def _check_update(self, metrics: Mapping[str, float]) -> None:
         """Stop, before anything is saved, where the learner is not the policy that sampled an update's rollouts."""
         if self.source.is_own and (problem := stage_problem(self.config, metrics)):
-            report_problem(self.config, problem, self.callback.log)
+            report_problem(self.config.model.check, problem, self.callback.log)
 
     def _trainer_at(self, version: int) -> Trainer:
         """The trainer at this version: the current one, or one made from the checkpoint."""

@@ -24,6 +24,7 @@ from stalewise.models.compilation import MOMENT_BYTES, leaves_half, most_logits
 from stalewise.models.kernels import can_compile
 from stalewise.models.loading import pick_device, pick_precision, pick_weights_dtype
 from stalewise.objectives import get_objective
+from stalewise.staleness.schedule import Schedule
 from stalewise.trainer.logprobs import CHUNK_ELEMENTS, PLAIN_KERNELS, kernels_for
 from stalewise.trainer.lora import find_targets
 
@@ -173,11 +174,12 @@ def estimate(
     autocast = precision is torch.bfloat16
     length = longest_prompt + config.sampler.max_new_tokens
     rollouts = config.batch.prompts * config.batch.group_size
-    rows = min(config.sampler.rollouts_per_shard, rollouts * _updates_of_a_batch(config))
+    rows = min(config.sampler.rollouts_per_shard, rollouts * _updates_of_a_batch(config.schedule.schedule()))
     rows = min(rows, FEWEST_ROWS_ON_GPU) if device.type == "cuda" else rows
     cache = rows * length * shape.layers * 2 * shape.keys * precision.itemsize
     sampling = {"keys and values": cache if embedded else 0}
-    at_once = embedded and config.schedule.kind == "pipelined" and _generates_on(config) == device
+    generator = pick_device(config.schedule.generator_device or config.model.device)
+    at_once = embedded and config.schedule.kind == "pipelined" and generator == device
     if at_once:
         process = PROCESS_BYTES if device.type == "cuda" else 0
         sampling |= {"the generator's weights": shape.parameters * precision.itemsize, "its process": process}
@@ -192,14 +194,9 @@ def estimate(
     )
 
 
-def _updates_of_a_batch(config: RunConfig) -> int:
+def _updates_of_a_batch(schedule: Schedule) -> int:
     """Updates that learn from the largest generation batch."""
-    schedule = config.schedule.schedule()
     return max(len(schedule.updates_of(batch)) for batch in range(schedule.generation_batches))
-
-
-def _generates_on(config: RunConfig) -> torch.device:
-    return pick_device(config.schedule.generator_device or config.model.device)
 
 
 def _learning(

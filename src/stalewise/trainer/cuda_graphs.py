@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from stalewise.models.graph_capture import recording
+from stalewise.models.compilation import recording
 from stalewise.models.loading import model_body
 from stalewise.models.transfer import UNDISTURBED, in_buffer
 from stalewise.trainer.fused_linears import RoundedWeights, StreamParameters

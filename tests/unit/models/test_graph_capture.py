@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from stalewise.errors import ModelError
-from stalewise.models.graph_capture import recording
+from stalewise.models.compilation import recording
 
 
 class Graph:

@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton  # pyright: ignore[reportMissingImports]
-import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 from stalewise.models.kernels import can_compile
@@ -45,7 +43,7 @@ def sum_copies(
     grads = key_grad_MKD.contiguous(), value_grad_MKD.contiguous()
     # The kernel takes keys and values together, which nearly always have one shape.
     if key_grad_MKD.is_cuda and can_compile() and key_grad_MKD.shape == value_grad_MKD.shape:
-        from stalewise.models.kernels.gather import sum_on_device  # Triton comes with torch for GPUs alone
+        from stalewise.models.kernels.segment_sum import sum_on_device  # Triton comes with torch for GPUs alone
 
         return sum_on_device(*grads, copy_M, copy_start)
     key_TKD, value_TKD = (
@@ -103,39 +101,3 @@ def _backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _gather_keys.register_autograd(_backward, setup_context=_keep)
-
-
-def sum_on_device(key_MKD: Tensor, value_MKD: Tensor, copy_M: Tensor, copy_start: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum over each token's copies in float32, rounded once; both [T, K, D]. Inputs: contiguous, one shape."""
-    tokens, (_, heads, width) = copy_start.shape[0] - 1, key_MKD.shape
-    key_TKD, value_TKD = (
-        torch.empty(tokens, heads, width, dtype=x.dtype, device=x.device) for x in (key_MKD, value_MKD)
-    )
-    numbers = heads * width
-    _sum[(tokens,)](  # pyright: ignore[reportIndexIssue]
-        key_MKD,
-        value_MKD,
-        key_TKD,
-        value_TKD,
-        copy_M,
-        copy_start,
-        NUMBERS=numbers,
-        BLOCK=triton.next_power_of_2(numbers),
-        num_warps=2,
-    )
-    return key_TKD, value_TKD
-
-
-@triton.jit
-def _sum(key, value, key_sum, value_sum, copy, start, NUMBERS: tl.constexpr, BLOCK: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    is_there = place < NUMBERS
-    key_total = tl.zeros([BLOCK], tl.float32)
-    value_total = tl.zeros([BLOCK], tl.float32)
-    for i in range(tl.load(start + token), tl.load(start + token + 1)):
-        source = tl.load(copy + i) * NUMBERS + place
-        key_total += tl.load(key + source, mask=is_there, other=0.0).to(tl.float32)
-        value_total += tl.load(value + source, mask=is_there, other=0.0).to(tl.float32)
-    tl.store(key_sum + token * NUMBERS + place, key_total.to(key_sum.dtype.element_ty), mask=is_there)
-    tl.store(value_sum + token * NUMBERS + place, value_total.to(value_sum.dtype.element_ty), mask=is_there)

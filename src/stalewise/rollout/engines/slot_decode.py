@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from stalewise.models.attention import PACKED, SLOTS, needs_grids, packed_arguments
-from stalewise.models.graph_capture import recording
+from stalewise.models.compilation import recording
 from stalewise.models.transfer import send, to_device, to_host
 from stalewise.rollout.engines import paged_cache
 from stalewise.rollout.engines.paged_cache import (
