@@ -186,10 +186,10 @@ def measure_run(options: Mapping[str, Any], work: Path) -> dict[str, Any]:
 def summary(journal: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Seconds of a run by what it did; blocking seconds of a switch without those of the start."""
     spent = {"generate": 0.0, "learn": 0.0, "switch": 0.0, "start": 0.0}
-    reasons: dict[str, list[float]] = {"checkpoint": [], "commit": [], "learner": [], "sampler": []}
+    reasons: dict[str, list[float]] = {"checkpoint": [], "commit": [], "learner": [], "sampler": [], "check": []}
     for record in journal:
         event, reason, seconds = record["event"], record.get("reason", ""), float(record["seconds"])
-        if reason == "first checkpoint" or (reason in ("learner", "sampler") and not spent["learn"]):
+        if reason == "first checkpoint" or (reason in ("learner", "sampler", "check") and not spent["learn"]):
             spent["start"] += seconds
         elif event in spent:
             spent[event] += seconds

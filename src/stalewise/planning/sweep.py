@@ -186,7 +186,7 @@ class SweepProcesses:
                 process.wait()
 
 
-STABLE, COLLAPSED = "#2e9e6b", "#d1495b"
+STABLE_COLOUR, COLLAPSED_COLOUR = "#2e9e6b", "#d1495b"
 BATCH, HORIZON = "#3b82d6", "#e07b1f"
 BEYOND = 1.5  # the map extends by this factor beyond what was tried
 
@@ -215,7 +215,7 @@ def draw_map(sweep: Sweep) -> go.Figure:
         _add_line(figure, "R_batch / (S·G)", sweep.fit.batch_radius, staleness, staleness * norm, BATCH)
         whole = np.full(2, updates * norm)
         _add_line(figure, f"R_crit / (T·G), T = {updates}", sweep.fit.critical_radius, staleness, whole, HORIZON)
-    for name, colour, symbol in (("survived", STABLE, "circle"), ("collapsed", COLLAPSED, "x")):
+    for name, colour, symbol in (("survived", STABLE_COLOUR, "circle"), ("collapsed", COLLAPSED_COLOUR, "x")):
         runs = [run for run in sweep.runs if (run.collapsed_at is not None) == (name == "collapsed")]
         figure.add_scatter(
             x=[run.staleness * 1.03**run.seed for run in runs],  # shifted, so that seeds do not hide each other

@@ -27,6 +27,7 @@ COMMANDS = [
     "watch",
     "serve",
     "compare",
+    "flips",
     "export",
     "push",
     "probe",

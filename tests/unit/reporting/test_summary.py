@@ -83,7 +83,7 @@ def test_truncation_and_verifier_errors_are_said(tmp_path: Path) -> None:
     found = warnings(read_run(run))
     assert "54% of the rollouts are truncated at sampler.max_new_tokens = 16; raise it." in found
     assert "In an evaluation 75% of the responses are truncated at 16 tokens." in found
-    assert "failed on 7 responses: timeout (6), of no recorded kind (1)" in found
+    assert "failed on 7 responses (0.2% of the rollouts): timeout (6), of no recorded kind (1)" in found
     assert verifier_errors(read_run(run)).total() == 7
     assert "No answer was found" not in found
 
