@@ -10,6 +10,12 @@ import torch
 # Tests interrupt children: with a handler here, a child starts with the default disposition.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+if find_spec("hypothesis"):  # not in the environments of engines
+    from hypothesis import settings
+
+    settings.register_profile("no deadline", deadline=None)  # of one example: a busy machine would decide
+    settings.load_profile("no deadline")
+
 # Stand-ins for packages must not be found by others; the tests of engines, verl and Ray have packages of their own.
 ELSEWHERE = {"engines": "vllm", "in_verl": "verl", "on_ray": "ray"}
 collect_ignore = ["fakes", *(tests for tests, package in ELSEWHERE.items() if not find_spec(package))]
