@@ -49,7 +49,7 @@ types: install
 unit: install
 	$(PYTEST) $(TWO)
 
-# Longer forms of tests of `make unit`: more kills, more ranks, more seeds. About 15 minutes.
+# Longer forms of tests of `make unit`: more kills, more ranks, more seeds.
 nightly: install
 	$(PYTEST) $(TWO) -m nightly
 

@@ -2,7 +2,7 @@
 
 
 def __getattr__(name: str) -> object:
-    if name != "resolve_model":  # in stalewise.models.loading, as documents of release 0.1.0 did not say
+    if name != "resolve_model":  # documents of release 0.1.0 import it from here
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from stalewise.models.loading import resolve_model
 

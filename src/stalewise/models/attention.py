@@ -268,7 +268,7 @@ def packs(model: Any, precision: torch.dtype = torch.float32) -> bool:
             packed = model(input_ids=ids, use_cache=False, **arguments).logits[0].float()
         except torch.OutOfMemoryError:
             raise
-        except (NotImplementedError, ValueError, TypeError, RuntimeError):
+        except (NotImplementedError, ValueError, TypeError, RuntimeError):  # as architectures refuse our attention
             return False
         finally:
             model.set_attn_implementation(before)
