@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,26 @@ def test_the_next_stage_is_sampled_while_the_checkpoint_is_written(
         assert versions(settings.directory) == [2, 4]
     shards = [sorted(settings.directory.rglob("shard-*.parquet")) for settings in (plain, config(tmp_path / "held"))]
     assert [path.read_bytes() for path in shards[0]] == [path.read_bytes() for path in shards[1]]
+
+
+def test_an_evaluation_is_recorded_after_the_checkpoint_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, real, log = config(tmp_path), checkpoints.commit_directory, RunLog.log_evaluation
+    there: list[bool] = []
+
+    def slow(temporary: Path, final: Path) -> None:
+        time.sleep(0.5 if threading.current_thread().name.startswith("checkpoint") else 0.0)
+        real(temporary, final)
+
+    def logged(self: RunLog, record: dict[str, Any]) -> None:
+        there.append(record["version"] in versions(settings.directory))
+        log(self, record)
+
+    monkeypatch.setattr(checkpoints, "commit_directory", slow)
+    monkeypatch.setattr(RunLog, "log_evaluation", logged)
+    run(settings)
+    assert there == [True, True]
 
 
 def test_a_full_disk_in_the_background_is_one_message_and_loses_nothing(
