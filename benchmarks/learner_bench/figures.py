@@ -70,6 +70,8 @@ class Part:
             learner["tokens_per_micro_batch"] = 8192
         adapters = {"precision": "bfloat16-only", "lora": {"rank": 16}} if "lora" in self.kind else {}
         large = self.size == "7b" and not adapters  # with moments in float32 it does not fit
+        if self.kind == "lora-stage":
+            learner["offload"] = "always"  # as `auto` decides on a device of 40 GB
         return {"learner": learner, "model": adapters, "optimizer": {"moments": "int8"} if large else {}}
 
 

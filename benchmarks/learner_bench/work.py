@@ -125,6 +125,8 @@ def config_of(settings: Settings, part: Part, work: Path) -> RunConfig:
         "sampler": {"max_new_tokens": settings.max_new_tokens},
         "optimizer": {"learning_rate": 1e-8},  # the cost is measured, not the policy
     }
+    if "stage" in part.kind:  # all of it in one call
+        record["sampler"]["rollouts_per_shard"] = settings.stage_updates * ROLLOUTS[part.size]
     for changes in (json.loads(settings.changes), part.changes):
         for table, values in changes.items():
             record[table] = record.get(table, {}) | values
@@ -172,13 +174,14 @@ def measure_stage(settings: Settings, part: Part, work: Path, rates: dict[str, f
         "tokens_generated": int(made.response_offsets[-1]),
         "update_seconds": seconds,
         **_work_done(held, updates[:2], 2 * seconds, rates),
-        "estimate_bytes": None if foreseen is None else foreseen.total,
+        "estimate_bytes": None if foreseen is None else foreseen.peak,
         "estimate": None if foreseen is None else {**foreseen.certain, **foreseen.learning, **foreseen.sampling},
         "last_metrics": last,
     }
     for key in ("peak_bytes", "peak_reserved_bytes"):
         found[key] = max((one[key] or 0 for one in phases.values()), default=0) or None
-    found["estimate_ratio"] = found["estimate_bytes"] / found["peak_bytes"] if found["peak_bytes"] else None
+    reserved = found["peak_reserved_bytes"]  # what CUDA graphs keep is not "allocated" after their capture
+    found["estimate_ratio"] = found["estimate_bytes"] / reserved if reserved and foreseen else None
     return found
 
 
@@ -284,8 +287,7 @@ def memory_figures(foreseen: MemoryEstimate | None) -> dict[str, Any]:
         **measured,
         "estimate": {**certain, **foreseen.learning},
         "estimate_bytes": expected,
-        "estimate_ratio": None if actual is None else expected / actual,
-        "estimate_ratio_reserved": None if actual is None else expected / (measured["peak_reserved_bytes"] or 1),
+        "estimate_ratio": None if actual is None else expected / (measured["peak_reserved_bytes"] or 1),
     }
 
 

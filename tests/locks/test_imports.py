@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "reporting": BASE | {"staleness", "store", "config"},
     "rollout": DATA | {"models", "distributed"},
     "trainer": DATA | {"models", "distributed"},
-    "planning": DATA | {"models", "trainer"},
+    "planning": DATA | {"models", "rollout", "trainer"},
     "orchestrator": DATA | {"models", "distributed", "reporting", "rollout", "trainer", "planning"},
     "integrations": DATA | {"models", "distributed", "reporting", "trainer"},
     "api": DATA | {"models", "distributed", "reporting", "rollout", "trainer", "planning", "orchestrator"},

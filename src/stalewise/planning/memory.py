@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,13 @@ from stalewise.models.compilation import MOMENT_BYTES, leaves_half, most_logits
 from stalewise.models.kernels import can_compile
 from stalewise.models.loading import pick_device, pick_precision, pick_weights_dtype
 from stalewise.objectives import get_objective
+from stalewise.rollout.engines.paged_cache import (
+    FEWEST_ROWS,
+    LOGITS_BYTES,
+    RECORD_BYTES,
+    SLEEP_SHARE,
+    cache_size,
+)
 from stalewise.staleness.schedule import Schedule
 from stalewise.trainer.logprobs import CHUNK_ELEMENTS, PLAIN_KERNELS, kernels_for
 from stalewise.trainer.lora import find_targets
@@ -37,7 +44,6 @@ FUSED_ACTIVATIONS = {(False, 4): (36, 16, 8), (True, 4): (16, 6, 6), (True, 2): 
 ADAPTER_ACTIVATIONS = (12, 2, 0)  # each adapter keeps its own copy of its input
 GRADIENTS_OF_A_LAYER = 0.5  # of a layer's activations: what its backward pass holds besides
 PROCESS_BYTES = 600 << 20  # CUDA's context and libraries in one process, which torch's counters do not show
-FEWEST_ROWS_ON_GPU = 64  # the embedded engine decodes at least these at a time, and more if they fit
 COMFORTABLE = 0.8  # share of a device's memory up to which ranks replicate the policy
 UNKNOWN_PROMPT = 128  # tokens of a prompt, if not measured
 
@@ -66,6 +72,8 @@ class MemoryEstimate:
     sampling: Mapping[str, int]
     waits: int = 0  # bytes that leave the device while sampling: the trainer's state in host memory
     at_once: bool = False  # learning and sampling at the same time, in two processes
+    spare: int = 0  # bytes of further keys and values, which the embedded engine takes where they are free
+    stays: int = 0  # bytes of keys and values that are kept while learning
 
     @property
     def least(self) -> int:
@@ -74,8 +82,16 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Bytes needed at most."""
-        learning, sampling = sum(self.learning.values()), sum(self.sampling.values())
+        """Bytes with which the run certainly works."""
+        return self._bytes(0, 0)
+
+    @property
+    def peak(self) -> int:
+        """Bytes that the run takes on a device where nothing else runs."""
+        return self._bytes(self.spare, self.stays)
+
+    def _bytes(self, spare: int, stays: int) -> int:
+        learning, sampling = sum(self.learning.values()) + stays, sum(self.sampling.values()) + spare
         return self.least + (learning + sampling if self.at_once else max(learning, sampling - self.waits))
 
     @property
@@ -92,10 +108,11 @@ class MemoryEstimate:
         trained = "" if self.shape.trained == self.shape.parameters else f", {self.shape.trained / 1e6:,.2f} M trained"
         turns = self.sampling if self.sampling_is_larger else self.learning
         turns = {**self.learning, **self.sampling} if self.at_once else turns
+        more = f"; {self.peak / GIB:.2f} where more rollouts at once fit" if self.peak > self.total else ""
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in {**self.certain, **turns}.items() if size)
         return (
             f"{self.shape.parameters / 1e6:,.1f} M parameters{trained}: at least {self.least / GIB:.2f} GiB and up to "
-            f"{self.total / GIB:.2f} ({parts})"
+            f"{self.total / GIB:.2f} ({parts}){more}"
         )
 
 
@@ -175,16 +192,16 @@ def estimate(
     length = longest_prompt + config.sampler.max_new_tokens
     rollouts = config.batch.prompts * config.batch.group_size
     rows = min(config.sampler.rollouts_per_shard, rollouts * _updates_of_a_batch(config.schedule.schedule()))
-    rows = min(rows, FEWEST_ROWS_ON_GPU) if device.type == "cuda" else rows
-    cache = rows * length * shape.layers * 2 * shape.keys * precision.itemsize
-    sampling = {"keys and values": cache if embedded else 0}
+    token_bytes = shape.layers * 2 * shape.keys * precision.itemsize
+    fewest = min(rows, FEWEST_ROWS) if device.type == "cuda" else rows
+    sampling = {"keys and values": fewest * length * token_bytes if embedded else 0}
     generator = pick_device(config.schedule.generator_device or config.model.device)
     at_once = embedded and config.schedule.kind == "pipelined" and generator == device
     if at_once:
         process = PROCESS_BYTES if device.type == "cuda" else 0
         sampling |= {"the generator's weights": shape.parameters * precision.itemsize, "its process": process}
     leaves = config.learner.offload == "always" and device.type == "cuda" and shards == 1 and not at_once
-    return MemoryEstimate(
+    needed = MemoryEstimate(
         shape=shape,
         certain=certain,
         learning=_learning(config, length, shape, device, autocast, weight),
@@ -192,6 +209,23 @@ def estimate(
         waits=sum(certain.values()) - certain["sampler's weights"] if leaves else 0,
         at_once=at_once,
     )
+    if not embedded or device.type != "cuda":
+        return needed
+    asked = {"requests": rows, "prompts": -(-rows // config.batch.group_size), "prompt_room": longest_prompt}
+    slots = _slot_bytes(needed, token_bytes, new_tokens=config.sampler.max_new_tokens, **asked)
+    kept = slots <= SLEEP_SHARE * device_memory(device) and not at_once
+    return replace(needed, spare=max(0, slots - sampling["keys and values"]), stays=slots if kept else 0)
+
+
+def _slot_bytes(needed: MemoryEstimate, token_bytes: int, *, new_tokens: int, **asked: int) -> int:
+    """Bytes that the embedded engine takes for its slots on a GPU: as many rollouts at once as there are or fit."""
+    held = needed.least - needed.waits + (sum(needed.learning.values()) if needed.at_once else 0)
+    row_bytes = needed.shape.vocabulary * LOGITS_BYTES + new_tokens * RECORD_BYTES
+    sizes = {"token_bytes": token_bytes, "row_bytes": row_bytes, "new_tokens": new_tokens, **asked}
+    try:
+        return cache_size(max(0, device_memory(torch.device("cuda")) - held), **sizes).nbytes
+    except ModelError:  # not even one fits, which `total` shows
+        return 0
 
 
 def _updates_of_a_batch(schedule: Schedule) -> int:

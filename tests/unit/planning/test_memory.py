@@ -16,7 +16,16 @@ from stalewise.config import RunConfig, make_config
 from stalewise.errors import ModelError
 from stalewise.models.attention import PACKED, packed_arguments
 from stalewise.models.loading import EMBEDDED, load_model, pick_device
-from stalewise.planning.memory import GIB, ModelShape, check_memory, estimate, model_shape, offloads, ways_out
+from stalewise.planning.memory import (
+    GIB,
+    MemoryEstimate,
+    ModelShape,
+    check_memory,
+    estimate,
+    model_shape,
+    offloads,
+    ways_out,
+)
 from stalewise.store.checkpoints import versions
 from tiny import call, refused, tiny_record, write_config
 
@@ -184,6 +193,35 @@ def test_micro_batches_of_a_gpu_are_packed_and_about_equally_large(
     assert needed is not None
     # 80 responses of 20 and 10 prompts of 30 tokens: 1900, in two parts of 950, which may be over by one rollout.
     assert "activations of 1000 tokens" in needed.learning
+
+
+def test_on_a_gpu_the_engine_takes_more_rollouts_at_once_where_they_fit(
+    shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stalewise.planning.memory.pick_device", lambda device: torch.device("cuda"))
+    sections = {
+        "batch": {"prompts": 32, "group_size": 8},
+        "sampler": {"max_new_tokens": 64},
+        "schedule": {"updates": 1},
+    }
+
+    def needed(memory: int) -> MemoryEstimate:
+        monkeypatch.setattr("stalewise.planning.memory.device_memory", lambda device: memory)
+        found = estimate(config(model={"precision": "bfloat16"}, **sections), "x", longest_prompt=64)
+        assert found is not None
+        return found
+
+    # 256 responses and 32 prompts of one block of 64 tokens each, one block that nobody reads; logits and records.
+    token = 3 * 2 * 50 * 2
+    slots = (256 + 32 + 1) * 64 * token + 256 * (12 * 1000 + 8 * 64)
+    roomy = needed(10**9)
+    assert roomy.sampling["keys and values"] == 64 * 128 * token
+    assert roomy.spare == slots - 64 * 128 * token
+    assert roomy.stays == slots  # less than a tenth of the device
+    assert roomy.peak == roomy.least + max(sum(roomy.learning.values()) + slots, slots)
+    assert "where more rollouts at once fit" in str(roomy)
+    tight = needed(roomy.least + 3 * slots // 2)
+    assert tight.total == roomy.total and 0 < tight.spare < roomy.spare and tight.stays == 0
 
 
 def test_a_pipelined_run_on_one_device_needs_both_at_once(shape: ModelShape) -> None:

@@ -24,7 +24,7 @@ from stalewise.models.fused_ops import fuse_norms, fused_rotation
 from stalewise.models.kernels import can_compile, get_ready
 from stalewise.models.loading import context_length, load_model, load_tokenizer, stop_token_ids
 from stalewise.rollout.engines.dynamic_decode import decode_within_memory, rows_that_fit
-from stalewise.rollout.engines.paged_cache import CACHE_SHARE, GIB, power_of_two
+from stalewise.rollout.engines.paged_cache import CACHE_SHARE, GIB, SLEEP_SHARE, power_of_two
 from stalewise.rollout.engines.quantize import QuantizableWeights
 from stalewise.rollout.engines.request_queue import LengthHistory, RequestQueue
 from stalewise.rollout.engines.slot_decode import FinishedResponses, SlotDecoder, slots_problem
@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 ROOM_STEP = 32  # prompt room is a multiple of this, so that slots made for one set of prompts mostly fit the next
 POOL, POOL_TOKENS = 32_768, 1 << 26  # requests; tokens at most, so that long responses are committed now and then
 LEAST_MEMORY = 0.1  # of the free memory: out of it with less than this, nothing helps
-SLEEP_SHARE = 0.1  # of a GPU's memory: larger slot caches are freed while the trainer works
 
 
 def tensor_names(weights: Path) -> frozenset[str]:

@@ -24,6 +24,7 @@ MOST_BLOCKS = 1 << 40  # tests set it lower
 FIRST_GUESS = 1024  # tokens of a response, when nothing is known of earlier ones
 SLOT_SHARE = 0.5  # of a GPU's free memory that so many slots would fill with responses of the expected length
 CACHE_SHARE = 0.8  # that logits, keys and values may take in all
+SLEEP_SHARE = 0.1  # of a GPU's memory: larger slot caches are freed while the trainer works
 LOGITS_BYTES = 12  # per row and token of the vocabulary during sampling
 RECORD_BYTES = 8  # per token of a response: its id and its log-probability
 GIB = 2**30
