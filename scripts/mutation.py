@@ -45,6 +45,7 @@ PACKAGE = Path("src/stalewise")  # in the snapshot, which is the working directo
 OBJECTIVES = (
     *("surrogates", "batch_statistics", "tokens", "registry", "diagnostics", "loss", "reduce", "oracle", "advantages"),
     *("../../equivalence/test_splits.py", "../../properties/test_objective_properties.py"),
+    "../../parity/test_feynrl.py",
 )
 FURTHER = {
     "staleness/law.py": ("plan",),

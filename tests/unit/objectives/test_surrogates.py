@@ -365,3 +365,22 @@ def test_the_learner_can_give_the_exact_entropy() -> None:
 def test_every_objective_of_the_table_is_a_surrogate() -> None:
     functions = {name for name, value in vars(surrogates).items() if inspect.isfunction(value) and name[0] != "_"}
     assert {objective.token_loss.__name__ for objective in OBJECTIVES.values()} == functions - {"harmful", "dataclass"}
+
+
+def test_a_token_without_advantage_is_neither_vetoed_nor_weighted() -> None:
+    # TOPR: A = 0 has weight 1 like A > 0. A ratio of 3 would be capped, and counted as clipped, for A < 0 alone.
+    clipped = [
+        loss_and_gradient("topr", ratio=[[3.0]], logp=[[-1.0]], advantage=[advantage])[2]["clip_fraction"]
+        for advantage in (1.0, 0.0, -1.0)
+    ]
+    assert clipped == [0, 0, 1]
+
+
+def test_a_ratio_of_exactly_kappa_is_no_trigger() -> None:
+    at = math.log(0.05)
+    logp_BT = torch.tensor([[at, math.nextafter(at, -math.inf)]], dtype=torch.float64)
+    sure_BT, every_BT = torch.zeros_like(logp_BT), torch.ones_like(logp_BT)
+    advantage_B = torch.tensor([-1.0], dtype=torch.float64)
+    tokens = make_tokens(logp=logp_BT, behaviour_logp=sure_BT, advantage=advantage_B, mask=every_BT)
+    found = surrogates.mu_grpo(tokens, None, kappa=0.05)
+    assert found.trigger_BT is not None and found.trigger_BT.tolist() == [[False, True]]

@@ -88,3 +88,10 @@ def test_why_a_stage_ends_is_given_with_its_numbers() -> None:
     assert schedule.spent([1.0, 0.8, 0.7], 2.0, 0.9) == {"reason": "effective sample size", "ess": 0.8, **numbers}
     drifted = {"reason": "drift", "ess": 0.95, **numbers, "batch_budget": 1.0}
     assert schedule.spent([1.0, 0.95, 0.9], 1.0, 0.9) == drifted
+
+
+def test_the_newest_stage_decides_whether_one_continues() -> None:
+    schedule = StageSchedule(100, 100, stages=(Stage(0, 0, 8, 0), Stage(1, 8, 8, 32)))
+    assert schedule.begin_stage(10, was_spent=False, per_update=4) is None  # within the second
+    begun = schedule.begin_stage(16, was_spent=False, per_update=4)
+    assert begun is not None and begun[0].stages[-1].first_update == 16
