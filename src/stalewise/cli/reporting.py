@@ -131,7 +131,7 @@ def export(
     if rollouts and (adapter or version is not None):
         raise ConfigError("--rollouts exports the rollouts of all versions: omit --version and --adapter")
     from stalewise.integrations.hub import export_policy, export_rollouts
-    from stalewise.integrations.hub.provenance import RECORD
+    from stalewise.integrations.hub.card import RECORD
     from stalewise.store.atomic import read_json
 
     if rollouts:

@@ -15,8 +15,7 @@ from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import read_config
 from stalewise.errors import StoreError
 from stalewise.integrations.hub import export_policy, export_rollouts
-from stalewise.integrations.hub.card import model_card, size_category
-from stalewise.integrations.hub.provenance import BasePolicy
+from stalewise.integrations.hub.card import BasePolicy, model_card, size_category
 from stalewise.reporting.read import read_run
 from stalewise.store.atomic import read_jsonl, write_json_atomic
 from tiny import called_json, refused, tiny_record

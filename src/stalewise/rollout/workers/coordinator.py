@@ -19,8 +19,7 @@ from stalewise.config.run_directory import identity_differences
 from stalewise.errors import StoreError
 from stalewise.rollout.generate import BatchPlan
 from stalewise.rollout.workers import work_order
-from stalewise.rollout.workers.claims import WorkerSession
-from stalewise.rollout.workers.shard_queue import ShardQueue
+from stalewise.rollout.workers.shard_queue import ShardQueue, WorkerSession
 from stalewise.rollout.workers.sync import PolicySync, policy_digest, policy_folder
 from stalewise.store import batch_directory, is_committed
 from stalewise.store.atomic import commit_directory, remove_temporaries, temporary_name, write_atomic

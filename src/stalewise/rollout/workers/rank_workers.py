@@ -21,9 +21,8 @@ from stalewise.errors import RankError, StalewiseError, StoppedByFirst
 from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.generate import BatchPlan
 from stalewise.rollout.sampler import OffloadableSampler, Sampler
-from stalewise.rollout.workers.claims import WorkerSession
 from stalewise.rollout.workers.coordinator import Coordinator
-from stalewise.rollout.workers.shard_queue import POLL_S, ShardQueue
+from stalewise.rollout.workers.shard_queue import POLL_S, ShardQueue, WorkerSession
 from stalewise.rollout.workers.work_order import WorkOrder, config_digest
 from stalewise.rollout.workers.worker import RolloutWorker, RunLocation
 from stalewise.tasks import Task

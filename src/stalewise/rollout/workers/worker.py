@@ -25,9 +25,8 @@ from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.generate import ScoreCheck, commit_shards, make_shards
 from stalewise.rollout.sampler import Sampler
 from stalewise.rollout.workers import work_order
-from stalewise.rollout.workers.claims import WorkerSession
 from stalewise.rollout.workers.coordinator import CONFIG
-from stalewise.rollout.workers.shard_queue import OrderWithdrawn, ShardQueue
+from stalewise.rollout.workers.shard_queue import OrderWithdrawn, ShardQueue, WorkerSession
 from stalewise.rollout.workers.sync import PolicySync, policy_digest
 from stalewise.rollout.workers.work_order import WorkOrder
 from stalewise.store import batch_directory
