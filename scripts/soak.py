@@ -27,7 +27,7 @@ from typing import Any
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
 from stalewise.store import checkpoints
-from stalewise.store.atomic import read_jsonl
+from stalewise.store.json_lines import read_jsonl
 from stalewise.store.checkpoints import checkpoint_directory, versions
 
 TIMES = {"seconds", "time"}

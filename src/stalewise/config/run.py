@@ -177,7 +177,7 @@ def make_config(record: Mapping[str, Any], *, source: str = "config") -> RunConf
 
 def write_resolved(config: RunConfig, path: str | Path) -> None:
     """Write the config with all defaults filled in. JSON, since TOML has no null."""
-    write_json_atomic(path, {"format": FORMAT, **config.model_dump(mode="json")})
+    write_json_atomic(path, {"format": FORMAT, **config.model_dump(mode="json")}, sealed=True)
 
 
 def parse_override(text: str) -> tuple[str, Any]:

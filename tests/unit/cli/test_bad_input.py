@@ -19,8 +19,9 @@ from stalewise.models.loading import EMBEDDED, vocabulary_size
 from stalewise.planning.calibration import fingerprint
 from stalewise.rollout.policy_files import read_policy_files
 from stalewise.store import batch_directories, shard_path
-from stalewise.store.atomic import RunLock, read_json, read_jsonl, write_json_atomic
+from stalewise.store.atomic import RunLock, read_json, write_json_atomic
 from stalewise.store.checkpoints import versions
+from stalewise.store.json_lines import read_jsonl
 from tiny import call, refused, tiny_record, write_config
 
 

@@ -18,7 +18,8 @@ from stalewise.integrations.hub import export_policy, export_rollouts
 from stalewise.integrations.hub.card import model_card, size_category
 from stalewise.integrations.hub.provenance import BasePolicy
 from stalewise.reporting.read import read_run
-from stalewise.store.atomic import read_jsonl, write_json_atomic
+from stalewise.store.atomic import write_json_atomic
+from stalewise.store.json_lines import read_jsonl
 from tiny import called_json, refused, tiny_record
 
 

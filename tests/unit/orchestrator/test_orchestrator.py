@@ -18,8 +18,9 @@ from stalewise.errors import StoreError, TaskError
 from stalewise.models.loading import load_tokenizer
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.store import batch_directories, consumed, ledger_path, open_batch, read_ledger
-from stalewise.store.atomic import RunLock, read_jsonl
+from stalewise.store.atomic import RunLock
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
+from stalewise.store.json_lines import read_jsonl
 from stalewise.trainer.trainer import NonFiniteUpdate, Trainer
 from stalewise.types import NullCallback
 

@@ -14,7 +14,8 @@ from stalewise.errors import CalibrationError, StoreError
 from stalewise.planning.calibration import CollapseRule
 from stalewise.planning.grid import GridCell, find_collapse_of_run, outcome, rate_name, resolution_of
 from stalewise.planning.sweep import sweep
-from stalewise.store.atomic import append_line, write_json_atomic
+from stalewise.store.atomic import write_json_atomic
+from stalewise.store.json_lines import append_line
 from sweeps import RULE, grid, tiny_config
 from tiny import refused, tiny_record, write_config
 
