@@ -27,8 +27,8 @@ from typing import Any
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
 from stalewise.store import checkpoints
-from stalewise.store.json_lines import read_jsonl
 from stalewise.store.checkpoints import checkpoint_directory, versions
+from stalewise.store.json_lines import read_jsonl
 
 TIMES = {"seconds", "time"}
 FSYNCS = 160  # a run makes some more: a kill before one of them falls into any part of it

@@ -42,13 +42,22 @@ def stdout_console() -> Console:
 def print_lines(*lines: str | Table | Text) -> None:
     """Print lines and tables. Plain strings have no markup, and long ones are not wrapped."""
     console = stdout_console()
-    for line in lines:
+    for given in lines:
+        line = "\n".join(map(visible, given.split("\n"))) if isinstance(given, str) else given
         console.print(line, markup=False, soft_wrap=not isinstance(line, Table))
+
+
+class PlainTable(Table):
+    """A table whose cells are text: neither markup nor control characters in names have an effect."""
+
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        """Add a row."""
+        super().add_row(*(Text(visible(cell)) if isinstance(cell, str) else cell for cell in cells), **options)
 
 
 def make_table(columns: Iterable[str], *, left: Sequence[str] = (), title: str | None = None) -> Table:
     """A table whose columns are aligned to the right, except those in `left`."""
-    table = Table(title=title)
+    table = PlainTable(title=None if title is None else visible(title))
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right")
     return table

@@ -10,6 +10,7 @@ from typing import Any
 from stalewise import store
 from stalewise.config.run_directory import read_config, read_result
 from stalewise.errors import StoreError
+from stalewise.errors import visible as visible  # where the other modules of this room look for it
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.store.records import EVALUATION, SOURCES, read_record, read_records
 from stalewise.types import Rollout
@@ -141,8 +142,3 @@ def load_tokenizer(run: Path) -> Any:
             if path.is_file():
                 return Tokenizer.from_file(str(path))
     return None
-
-
-def visible(text: str) -> str:
-    """Text with control characters and other unprintable characters as escapes."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

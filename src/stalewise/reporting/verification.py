@@ -133,10 +133,13 @@ def verify_run(directory: str | Path, *, thorough: bool = True) -> Verification:
     return found
 
 
-def check_run(directory: str | Path) -> Verification:
-    """Raise a StoreError where something is damaged that a run goes on from; hashes no weights and no rollouts."""
+def check_run(directory: str | Path, *, everything: bool = False) -> Verification:
+    """Raise a StoreError where something is damaged that a run goes on from; hashes no weights and no rollouts.
+
+    With `everything` also where something is damaged that a run does not need any more.
+    """
     found = verify_run(directory, thorough=False)
-    if stops := [one for one in found.damaged if one.stops]:
+    if stops := [one for one in found.damaged if one.stops or everything]:
         first, more = stops[0], f" and {len(stops) - 1} more" if len(stops) > 1 else ""
         what = f"{found.directory / first.file}{more} is damaged: {first.problem}"
         raise StoreError(f"{what}; made again: {first.again}; `stalewise verify {directory}` has all of it")
@@ -192,7 +195,9 @@ def _verify_lines(found: Verification, run: Path) -> list[LedgerEntry]:
 def _verify_line_file(found: Verification, path: Path, schema: RecordSchema, depends: str, again: str) -> None:
     found.count("records", path)
     try:
-        lines = scan_lines(path, lambda text: None)
+        torn: list[str] = []
+        lines = scan_lines(path, torn.append)
+        found.not_covered += [f"{_name(found, path)}: its end is torn, as by a crash; it is left out" for _ in torn]
     except StoreError as error:
         return _add(found, path, error, depends, again)
     problems = [(line.number, line.problem or schema.problem(line.record)) for line in lines]
@@ -263,7 +268,7 @@ def _verify_batches(found: Verification, root: Path, ledger: list[LedgerEntry], 
         again = f"only from a copy: the checkpoint of version {version} is gone"
         if exists:
             again = "move it away: `stalewise train` or `generate` makes it again from its seeds, where it is needed"
-        _verify_batch(found, directory, depends, again, thorough)
+        _verify_batch(found, directory, depends, again, thorough, is_used=bool(used))
     if names or not (found.directory / "sources.json").is_file():
         there = {parse_batch_name(directory).generation_batch for directory in names}
         newest = (versions(found.directory) or [0])[-1]
@@ -271,13 +276,17 @@ def _verify_batches(found: Verification, root: Path, ledger: list[LedgerEntry], 
             _add(found, root, f"generation batch {number} is missing", "updates that learned from it", "", stops=False)
 
 
-def _verify_batch(found: Verification, directory: Path, depends: str, again: str, thorough: bool) -> None:
+def _verify_batch(
+    found: Verification, directory: Path, depends: str, again: str, thorough: bool, *, is_used: bool = False
+) -> None:
     path, listed = directory / BATCH_MANIFEST, dict[int, ShardManifest]()
     try:
         if path.is_file():
             found.count("manifests", path)
             listed = {shard.index: shard for shard in read_batch_manifest(directory).shards}
             _note_coverage(found, path)
+        elif is_used:
+            _add(found, path, "missing", depends, "`stalewise generate` writes it anew from the shards", stops=False)
     except StoreError as error:
         _add(found, path, error, depends, "delete it: `stalewise train` or `generate` writes it anew from the shards")
     try:

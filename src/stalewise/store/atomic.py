@@ -42,6 +42,7 @@ _TEMPORARY = ".tmp-"
 TRIES = 100
 CHECKSUM = "checksum"  # the last key of a record: 64 bits, against damage and not against forgery
 RESTORE = "restore it from a copy; `stalewise verify` says what depends on it"
+_ANY_SEAL = re.compile(rb',\n  "[^"\n]{0,12}": "[0-9a-f]{16}"\n\}\s*\Z')
 _SEALED_JSON = re.compile(rb',\n  "checksum": "([0-9a-f]{16})"\n\}\s*\Z')
 
 
@@ -150,7 +151,9 @@ def parse_json(content: bytes, where: str) -> dict[str, Any]:
         raise StoreError(f"{where} is corrupt: {error}; {RESTORE}") from error
     if not isinstance(record, dict):
         raise StoreError(f"{where} is corrupt: it should hold a JSON object, not a {type(record).__name__}")
-    if record.pop(CHECKSUM, None) is not None and not has_seal(content):
+    # A checksum under another name is one whose name was damaged.
+    is_sealed = record.pop(CHECKSUM, None) is not None or _ANY_SEAL.search(content, max(0, len(content) - 64))
+    if is_sealed and not has_seal(content):
         raise StoreError(f"{where} was changed after it was written: its checksum does not fit; {RESTORE}")
     return record
 
@@ -189,6 +192,8 @@ def make_directory(path: str | Path) -> None:
     path = Path(path)
     if path.is_dir():
         return
+    for lock in list(_held_locks):
+        lock.check_not_moved(path)
     make_directory(path.parent)
     path.mkdir(exist_ok=True)
     fsync_directory(path.parent)
@@ -244,14 +249,27 @@ def commit_directory(temporary: str | Path, final: str | Path) -> None:
 
 @contextlib.contextmanager
 def explain_write_errors(path: str | Path, size: int) -> Iterator[None]:
-    """Turn an OSError of the block into a StoreError that says what could not be written and what to do."""
+    """Turn an error of the system in the block into a StoreError: what could not be written, and what to do."""
     try:
         yield
-    except OSError as error:
-        if error.errno in _DISK_FULL:
+    except StoreError:
+        raise
+    except Exception as error:
+        number = _system_error(error)
+        if number is None:
+            raise
+        if number in _DISK_FULL:
             message = f"disk full while writing {path}: free {size:,} bytes; run the same command again"
             raise StoreError(message) from error
-        raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+        raise StoreError(f"cannot write {str(path)[:200]}: {os.strerror(number) if number else error}") from error
+
+
+def _system_error(error: Exception) -> int | None:
+    """The errno of an error, also of one that safetensors or tokenizers raise; None: it is none of the system's."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    told = re.search(r"\(os error (\d+)\)", str(error))
+    return int(told[1]) if told else errno.EINVAL if "embedded null byte" in str(error) else None
 
 
 # One process at a time.
@@ -308,6 +326,25 @@ class RunLock:
             os.close(self._descriptor)
             self._descriptor = None
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the directory was moved or deleted since it was locked."""
+        try:
+            return self._descriptor is not None and not os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
+        except OSError:
+            return True
+
+    def check_not_moved(self, path: Path) -> None:
+        """Raise before `path`, in a directory that was moved away, is made anew."""
+        own = os.path.abspath(self.directory)
+        inside = f"{os.path.abspath(path)}{os.sep}".startswith(f"{own}{os.sep}")
+        if inside and self._descriptor is not None and self.is_gone:
+            raise StoreError(self._moved_message())
+
+    def _moved_message(self) -> str:
+        what = f"{self.directory} was moved or deleted during the run"
+        return f"{what}: put it back, or name its new place, and run the same command again; nothing else was written"
+
     def _busy_message(self, descriptor: int) -> str:
         holder = "another process"
         for _ in range(20):  # the holder writes its name a moment after it got the lock
@@ -322,8 +359,11 @@ class RunLock:
         self.acquire()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        is_gone = self.is_gone
         self.release()
+        if is_gone and isinstance(error, Exception):  # whatever was missed first
+            raise StoreError(self._moved_message()) from error
 
 
 def _drop_inherited_locks() -> None:

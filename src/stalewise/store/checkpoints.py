@@ -67,7 +67,8 @@ def write_checkpoint(
     """
     final = checkpoint_directory(run, version)
     temporary = temporary_name(final)
-    make_directory(temporary)
+    with explain_write_errors(temporary, size):
+        make_directory(temporary)
     marks = [time.perf_counter()]
     try:
         with explain_write_errors(final, size):

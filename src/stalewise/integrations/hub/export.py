@@ -67,7 +67,7 @@ def export_rollouts(run: str | Path, directory: str | Path, *, force: bool = Fal
     """
     run, directory = Path(run), Path(directory).expanduser()
     config = read_config(run)
-    check_run(run)
+    check_run(run, everything=True)
     batches = [path for path in batch_directories(run / "rollouts") if is_committed(path)]
     if not batches:
         others = " (it learned from those of other runs: name these)" if (run / "sources.json").is_file() else ""
