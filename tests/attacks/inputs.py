@@ -9,6 +9,8 @@ import math
 import random
 import traceback
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,8 @@ VALUES: list[Any] = [
     *([], [1], ["a"], [[1]], [None], {}, {"a": 1}, {"problem": "p", "answer": "a"}, [{"problem": "p", "answer": "1"}]),
     *((), ("a",), {"verifier": "exact"}, datetime.date(2026, 1, 1), datetime.time(1), b"bytes", object()),
 ]
+Attack = Callable[[int, int, Path], dict[str, Any]]
+FIELDS = ["problem", "answer", "id", "response", "x"]
 LISTED = {"verifier": ["number", "exact", "python", "math", "function"], "chat": [True], "split": ["train"]}
 
 
@@ -119,14 +123,13 @@ def attack_options(count: int, seed: int, folder: Path) -> dict[str, Any]:
         options = {key: rng.choice(LISTED.get(key, [None])) if rng.random() < 0.2 else value(rng) for key in picked}
         if "path" in fields and rng.random() < 0.8:
             options["path"] = str(rows)
-        if name == "hf" and "path" in options:  # never a name on the hub
-            options["path"] = str(rows) if rng.random() < 0.5 or "/" not in str(options["path"]) else options["path"]
+        if name == "hf" and "/" not in str(options.get("path", "/")):
+            options["path"] = str(rows)  # never a name on the hub
         if kind == "task":
-            outcome.of(lambda name=name, options=options: _use(name, options), f"{name} {options!r:.200}")
+            outcome.of(partial(_use, name, options), f"{name} {options!r:.200}")
         else:
-            outcome.of(
-                lambda name=name, options=options: make_verifier(name, **options).close(), f"{name} {options!r:.200}"
-            )
+            make = partial(make_verifier, name, **options)
+            outcome.of(lambda make=make: make().close(), f"{name} {options!r:.200}")
     return outcome.record(count)
 
 
@@ -135,35 +138,32 @@ def attack_rows(count: int, seed: int, folder: Path) -> dict[str, Any]:
     rng, outcome = random.Random(seed), _Outcome()
     for number in range(count):
         path = folder / "attacked.jsonl"
-        lines: list[bytes] = []
-        for _ in range(rng.randint(1, 6)):
-            row = {
-                key: value(rng) for key in rng.sample(["problem", "answer", "id", "response", "x"], rng.randint(1, 5))
-            }
-            line = json.dumps(row, default=str).encode()
-            if rng.random() < 0.2:
-                changed = bytearray(line)
-                changed[rng.randrange(len(changed))] = rng.randrange(256)
-                line = bytes(changed)
-            lines.append(line)
-        path.write_bytes(rng.choice([b"\n", b"\r\n", b"\r", b"\n\n"]).join(lines))
-        options = {
-            "path": str(path),
-            "held_out": 0,
-            "chat": rng.random() < 0.5,
-            "verifier": rng.choice(["exact", "number"]),
-        }
-        outcome.of(lambda options=options: _use("jsonl", options), f"rows {number}: {path.read_bytes()[:300]!r}")
+        path.write_bytes(rng.choice([b"\n", b"\r\n", b"\r", b"\n\n"]).join(_lines(rng)))
+        options = {"path": str(path), "held_out": 0, "chat": rng.random() < 0.5}
+        options["verifier"] = rng.choice(["exact", "number"])
+        outcome.of(partial(_use, "jsonl", options), f"rows {number}: {path.read_bytes()[:300]!r}")
     return outcome.record(count)
+
+
+def _lines(rng: random.Random) -> list[bytes]:
+    lines: list[bytes] = []
+    for _ in range(rng.randint(1, 6)):
+        keys = rng.sample(FIELDS, rng.randint(1, 5)) if rng.random() < 0.3 else FIELDS[:2]
+        row = {key: value(rng) if rng.random() < 0.2 else str(rng.randrange(99)) for key in keys}
+        line = bytearray(json.dumps(row, default=str).encode())
+        if rng.random() < 0.1:
+            line[rng.randrange(len(line))] = rng.randrange(256)
+        lines.append(bytes(line))
+    return lines
 
 
 def _use(name: str, options: dict[str, Any]) -> None:
     task = make_task(name, **options)
     try:
-        prompts = [*task.prompts(0, 2), *task.evaluation_prompts(1)]
-        if isinstance(options.get("verifier", "number"), str) and name in ("jsonl", "hf"):
-            if options.get("verifier", "number") in ("number", "exact"):
-                task.verifier.score(prompts, ["1"] * len(prompts))
+        held_out = [] if options.get("held_out") == 0 else task.evaluation_prompts(1)
+        prompts = [*task.prompts(0, 2), *held_out]
+        if name in ("jsonl", "hf") and options.get("verifier", "number") in ("number", "exact"):
+            task.verifier.score(prompts, ["1"] * len(prompts))
     finally:
         task.verifier.close()
 
