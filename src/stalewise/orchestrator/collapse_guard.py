@@ -119,6 +119,10 @@ class Rollbacks:
             directory = self.root / f"r{index:03d}"
             if (directory / DONE).exists():
                 continue
+            events = [line for line in read_records(self.run_log.journal_path, JOURNAL) if line["event"] == "rollback"]
+            if index in [line.get("rollback") for line in events]:  # carried out: what came after it must stay
+                atomic.write_json_atomic(directory / DONE, {"time": time.time()}, sealed=True)
+                continue
             atomic.make_directory(directory / "rollouts")
             for name in record["batches"]:
                 if (source := self.directory / "rollouts" / name).exists():
@@ -132,9 +136,7 @@ class Rollbacks:
                 json_lines.truncate_jsonl(path, lambda line, last=last: line["version"] <= last)
             json_lines.truncate_jsonl(self.run_log.stages_path, lambda line, last=last: line["first_update"] <= last)
             self.run_log.reload()
-            events = [line for line in read_records(self.run_log.journal_path, JOURNAL) if line["event"] == "rollback"]
-            if index not in [line.get("rollback") for line in events]:
-                self.run_log.log_event("rollback", 0.0, rollback=index, to_version=last, reason=record["reason"])
+            self.run_log.log_event("rollback", 0.0, rollback=index, to_version=last, reason=record["reason"])
             atomic.write_json_atomic(directory / DONE, {"time": time.time()}, sealed=True)
 
 

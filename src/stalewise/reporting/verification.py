@@ -117,10 +117,12 @@ def verify_run(directory: str | Path, *, thorough: bool = True) -> Verification:
     began, found = time.perf_counter(), Verification(Path(directory))
     run = found.directory
     _verify_config(found)
-    for name, what in DOCUMENTS.items():
-        if (run / name).is_file():
-            _verify_document(found, run / name, *what)
     ledger = _verify_lines(found, run)
+    for name, (schema, depends, again) in DOCUMENTS.items():
+        if (run / name).is_file():
+            _verify_document(found, run / name, schema, depends, again)
+        elif _is_lost(found, name, ledger):
+            _add(found, run / name, "missing", depends, again, stops=name != "environment.json")
     _verify_checkpoints(found, thorough)
     _verify_updates(found, ledger)
     _verify_batches(found, run / "rollouts", ledger, thorough)
@@ -169,6 +171,12 @@ def _verify_document(found: Verification, path: Path, schema: RecordSchema, depe
         return False
     _note_coverage(found, path)
     return True
+
+
+def _is_lost(found: Verification, name: str, ledger: list[LedgerEntry]) -> bool:
+    """Whether a document that does not exist must have existed: runs of earlier releases had fewer."""
+    is_covered = (found.directory / RECORDS).is_file() and bool(ledger)
+    return is_covered and (name != "sources.json" or not batch_directories(found.directory / "rollouts"))
 
 
 def _verify_lines(found: Verification, run: Path) -> list[LedgerEntry]:
@@ -342,6 +350,10 @@ def _verify_rollback(found: Verification, rollback: Path, thorough: bool) -> Non
         _verify_document(found, rollback / "rollback.json", ROLLBACK, "the learning rate and seeds since", again)
     else:
         _add(found, rollback / "rollback.json", "missing", "the learning rate and seeds since", again)
+    if (rollback / "done.json").is_file():
+        _verify_document(found, rollback / "done.json", RecordSchema({}), depends, "`stalewise train` writes it")
+    else:
+        _add(found, rollback / "done.json", "missing", depends, "`stalewise train` finishes the rollback", stops=False)
     for name, (schema, _, _) in RECORD_FILES.items():
         path = rollback / Path(name).name
         if path.is_file() or path.name in _ends_or_none(rollback):

@@ -82,6 +82,11 @@ class RunServer(ThreadingHTTPServer):
                 with contextlib.suppress(OSError):
                     connection.shutdown(socket.SHUT_RDWR)
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the traceback of a bug; a client that went away is none."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
     @property
     def url(self) -> str:
         """The address of the report; the browser's is `rollouts` below it."""
