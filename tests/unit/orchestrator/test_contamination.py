@@ -188,7 +188,7 @@ def test_where_the_line_cannot_be_followed_it_is_said(trained: RunConfig, tmp_pa
     assert "copied is a checkpoint whose run does not exist: what it was trained on is unknown" in told(copied)
     gone = started_from(trained, tmp_path / "from_gone", tmp_path / "gone")
     assert "gone, where training began, does not exist" in told(gone)
-    batch = {"directory": str(tmp_path / "no" / "rollouts" / "g000000")}
+    batch = {"updates": 2, "directory": str(tmp_path / "no" / "rollouts" / "g000000")}
     learned = started_from(trained, tmp_path / "learned", Path("arithmetic"), checkpoint=None, batches=[batch])
     assert "g000000 was learned from and does not exist: its prompts are unknown; exclude with" in told(learned)
 

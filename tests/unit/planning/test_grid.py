@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rundirs import add_evaluation
 from stalewise.config import make_config
 from stalewise.errors import CalibrationError, StoreError
 from stalewise.planning.calibration import CollapseRule
@@ -97,7 +98,7 @@ def ended_run(cell: GridCell, accuracies: list[float], updates: int, norm: float
     """The records of a run of the grid that moved by `norm`·η in each of so many updates."""
     step = norm * cell.config.optimizer.learning_rate
     for record in curve(*accuracies, every=cell.config.evaluation.every):
-        append_line(cell.directory / "eval.jsonl", record)
+        add_evaluation(cell.directory, record["version"], record["accuracy"]["value"])
     for update in range(updates):
         append_line(cell.directory / "metrics.jsonl", {"update": update, "drift": (update + 1) * step})
     return cell
