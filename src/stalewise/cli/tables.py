@@ -23,6 +23,7 @@ from stalewise.reporting.inspection import visible
 from stalewise.reporting.status import RunPhase, RunStatus
 from stalewise.reporting.summary import count_noun, format_interval, format_value
 from stalewise.reporting.trackers import measures_of
+from stalewise.reporting.verification import Verification
 from stalewise.statistics import format_duration
 
 WIDE = 200  # columns if stdout is not a terminal, so that scripts get whole cells
@@ -41,16 +42,37 @@ def stdout_console() -> Console:
 def print_lines(*lines: str | Table | Text) -> None:
     """Print lines and tables. Plain strings have no markup, and long ones are not wrapped."""
     console = stdout_console()
-    for line in lines:
+    for given in lines:
+        line = "\n".join(map(visible, given.split("\n"))) if isinstance(given, str) else given
         console.print(line, markup=False, soft_wrap=not isinstance(line, Table))
+
+
+class PlainTable(Table):
+    """A table whose cells are text: neither markup nor control characters in names have an effect."""
+
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        """Add a row."""
+        super().add_row(*(Text(visible(cell)) if isinstance(cell, str) else cell for cell in cells), **options)
 
 
 def make_table(columns: Iterable[str], *, left: Sequence[str] = (), title: str | None = None) -> Table:
     """A table whose columns are aligned to the right, except those in `left`."""
-    table = Table(title=title)
+    table = PlainTable(title=None if title is None else visible(title))
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right")
     return table
+
+
+def print_verification(found: Verification) -> None:
+    """Print what is damaged, what depends on it and what can be made again; then what was compared."""
+    lines: list[str] = []
+    for one in found.damaged:
+        lines += [f"damaged: {one.file}: {one.problem}", f"  depends on it: {one.depends}", f"  again: {one.again}"]
+    lines += [f"not covered: {text}" for text in found.not_covered]
+    compared = ", ".join(f"{count} {kind}" for kind, count in found.files.items())
+    size = f"{found.bytes / MIB:,.1f} MiB in {found.seconds:.1f} s"
+    verdict = f"{len(found.damaged)} damaged" if found.damaged else "none is damaged"
+    print_lines(*map(visible, [*lines, f"compared with their checksums: {compared} ({size}); {verdict}"]))
 
 
 def _percent(part: float, whole: float) -> str:

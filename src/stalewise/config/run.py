@@ -25,7 +25,9 @@ _FILES = ("path", "evaluation_path")  # of the model and of the task's options
 class RunConfig(Section):
     """Everything that determines a run."""
 
-    name: str = Field(default="run", description="Directory under `runs`.", min_length=1, pattern=r"^\w[\w.\-]*$")
+    name: str = Field(
+        default="run", description="Directory under `runs`.", min_length=1, max_length=120, pattern=r"^\w[\w.\-]*$"
+    )
     runs: str = Field(default="runs", description="Directory of all runs.")
     seed: int = Field(default=0, ge=0, description="Determines prompts, sampling and the order of batches.")
     recipe: Literal["none", "auto"] = Field(
@@ -169,15 +171,28 @@ def read_toml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> d
 
 def make_config(record: Mapping[str, Any], *, source: str = "config") -> RunConfig:
     """Check a nested mapping; a ConfigError lists every problem with its key, its value and what to do."""
+    if key := _with_nul(record):
+        raise ConfigError(f"{source}: {key} has a NUL character, which no path and no text may have: remove it")
     try:
         return RunConfig.model_validate(dict(record))
     except ValidationError as error:
         raise ConfigError(f"{source}: " + "; ".join(map(_explain, error.errors()))) from None
 
 
+def _with_nul(value: Any, key: str = "") -> str:
+    """The dotted key of the first text with a NUL character; empty: there is none."""
+    if isinstance(value, str):
+        return key if "\0" in value else ""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    names = [(name, item) for name, item in items]
+    if any("\0" in str(name) for name, _ in names):
+        return f"{key or 'a key'}"
+    return next(filter(None, (_with_nul(item, f"{key}.{name}".lstrip(".")) for name, item in names)), "")
+
+
 def write_resolved(config: RunConfig, path: str | Path) -> None:
     """Write the config with all defaults filled in. JSON, since TOML has no null."""
-    write_json_atomic(path, {"format": FORMAT, **config.model_dump(mode="json")})
+    write_json_atomic(path, {"format": FORMAT, **config.model_dump(mode="json")}, sealed=True)
 
 
 def parse_override(text: str) -> tuple[str, Any]:

@@ -13,9 +13,10 @@ from typing import Any
 from stalewise import __version__
 from stalewise.config.run import FORMAT, HERE, RunConfig, identity_of, make_config, with_moved_files
 from stalewise.errors import StoreError
-from stalewise.store.atomic import read_json, read_jsonl
+from stalewise.store.atomic import read_json
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.store.manifest import batch_directories, is_committed, read_batch_manifest
+from stalewise.store.records import EVALUATION, JOURNAL, SUITE, read_records
 
 RESOLVED = "config.resolved.json"
 # Files of a directory that `stalewise export` makes: the record that identifies it, and the run's settings.
@@ -51,7 +52,7 @@ class RunResult:
     @property
     def suites(self) -> dict[str, dict[str, Any]]:
         """The last evaluation on each suite, by its name: records of suites.jsonl."""
-        return {record["suite"]: record for record in read_jsonl(self.directory / "suites.jsonl")}
+        return {record["suite"]: record for record in read_records(self.directory / "suites.jsonl", SUITE)}
 
     @property
     def unscored(self) -> float:
@@ -69,10 +70,10 @@ class RunResult:
 def read_result(directory: Path, updates: int) -> RunResult:
     """Read the result of a finished run from its directory."""
     seconds: dict[str, float] = {"generate": 0.0, "learn": 0.0, "switch": 0.0, "evaluate": 0.0}
-    for record in read_jsonl(directory / "journal.jsonl"):
+    for record in read_records(directory / "journal.jsonl", JOURNAL):
         if record["event"] != "ranks":  # a record of the world size, without a duration
             seconds[record["event"]] = seconds.get(record["event"], 0.0) + record["seconds"]
-    return RunResult(directory, updates, read_jsonl(directory / "eval.jsonl"), seconds)
+    return RunResult(directory, updates, read_records(directory / "eval.jsonl", EVALUATION), seconds)
 
 
 def read_config(directory: str | Path) -> RunConfig:
@@ -103,6 +104,8 @@ def check_identity(config: RunConfig) -> None:
     """Refuse a run directory that was made with another config or another format."""
     path = config.directory / RESOLVED
     if not path.exists():
+        if versions(config.directory):
+            raise StoreError(f"{path} is missing, though the run has begun: restore it, or choose another name")
         return
     recorded = read_json(path)
     if (written := recorded.get("format")) != FORMAT:

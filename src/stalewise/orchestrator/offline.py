@@ -29,6 +29,7 @@ from stalewise.models.loading import load_tokenizer, resolve_model, vocabulary_s
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.staleness.schedule import BatchSpan, ListedSchedule, Schedule
 from stalewise.store import atomic, checkpoints
+from stalewise.store.records import SOURCES, read_record
 
 if TYPE_CHECKING:
     from stalewise.orchestrator.orchestrator import Orchestrator
@@ -112,10 +113,10 @@ class OfflineRollouts(RolloutSource):
         if is_started(directory):
             if not path.exists():
                 raise StoreError(f"{directory} is a run with rollouts of its own: {RENAME}")
-            if _without_directories(atomic.read_json(path)) != _without_directories(record):
+            if _without_directories(read_record(path, SOURCES)) != _without_directories(record):
                 other = "other rollouts or from another checkpoint"
                 raise StoreError(f"{directory} learned from {other} (see {path}): {RENAME}")
-        atomic.write_json_atomic(path, record)
+        atomic.write_json_atomic(path, record, sealed=True)
 
     def first_policy(self, model: ModelSection, task: str) -> str:
         """The directory of the model that becomes version 0, once its checksums and its tokenizer were checked."""

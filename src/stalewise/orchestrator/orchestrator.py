@@ -35,6 +35,7 @@ from stalewise.orchestrator.setup import check_vllm_room, drift_limits, write_fi
 from stalewise.orchestrator.stages import begin_stage, forget_stages
 from stalewise.orchestrator.update_loop import UpdateLoop
 from stalewise.planning.memory import check_memory, offloads, pick_parallel
+from stalewise.reporting.verification import check_run
 from stalewise.rollout.factory import (
     batch_plan,
     batch_problem,
@@ -112,6 +113,7 @@ class Orchestrator:
                 pass
             self.writer.finish()
             self.coordinator.complete()
+            self.run_log.commit()
             return read_result(self.directory, self.schedule.updates)
         finally:
             self.close()
@@ -147,10 +149,22 @@ class Orchestrator:
         newest = versions(self.directory)[-1]
         if newest == 0:
             self._check_model(is_new=is_new, learns=learns)
+        if not is_new:
+            self._verify(newest)
         self.run_log.drop_updates(first=newest)
         self.schedule = forget_stages(self.schedule, self.run_log.stages_path, newest)
         self.coordinator.publish()
         self.source.start(self)
+
+    def _verify(self, newest: int) -> None:
+        """Refuse to go on from damaged records or weights."""
+        start = time.perf_counter()
+        found = check_run(self.directory)
+        size = sum(file.stat().st_size for file in self._checkpoint(newest).rglob("*") if file.is_file())
+        seconds = time.perf_counter() - start
+        what = f"checked version {newest} and the records: {(found.bytes + size) / 1e6:,.1f} MB in {seconds:.1f} s"
+        left = f"; not covered: {len(found.not_covered)} files of an earlier release" if found.not_covered else ""
+        self.callback.log(f"{what}, undamaged{left}")
 
     def _check_model(self, *, is_new: bool, learns: bool) -> None:
         """Compare decoding and learning with plain forward passes; where they differ, leave no run behind."""
@@ -175,7 +189,7 @@ class Orchestrator:
             self.run_log.forget_evaluations()
         write_resolved(self.config, self.directory / "config.resolved.json")
         here = environment(device_name(self.config.model.device), torch.get_num_threads(), self.ranks.world)
-        write_json_atomic(self.directory / "environment.json", here)
+        write_json_atomic(self.directory / "environment.json", here, sealed=True)
         self.guard.rollbacks.finish()
 
     def newest_policy(self) -> str:
@@ -277,6 +291,7 @@ class Orchestrator:
         self.run_log.log_event("evaluate", result.seconds, version=version)
         self.writer.join()  # no record of a version that does not exist
         self.run_log.log_evaluation(result.record())
+        self.run_log.commit()
         self.callback.advance(result.prompts * result.samples)
         self.callback.log(describe_evaluation(result))
 
@@ -286,6 +301,7 @@ class Orchestrator:
         result = self.suites.evaluate(suite, self._checkpoint(version), version, self.sampler, self.scores)
         self.run_log.log_suite({**result.record(), "definition": definition_of(suite)})
         self.run_log.log_event("evaluate", result.seconds, version=version, suite=suite.label)
+        self.run_log.commit()
         self.callback.advance((result.prompts + result.excluded) * result.samples)
         self.callback.log(describe_evaluation(result))
 
@@ -411,6 +427,7 @@ class Orchestrator:
     def _save(self, trainer: Trainer, state: dict[str, Any]) -> None:
         """Copy the trainer's state to the host and write it in the background; at once where memory is short."""
         self.writer.finish()  # its buffers are used again
+        self.run_log.commit()  # before the checkpoint: no record that led to it can be lost unnoticed
         version, schedule, write_tokens = trainer.version, self.schedule, self.run_log.tokens.detach(trainer.version)
         size = trainer.checkpoint_bytes()
         fits = fits_beside(size - self.buffers.nbytes)

@@ -17,6 +17,7 @@ from stalewise.objectives import get_objective
 from stalewise.planning.memory import GIB, estimate
 from stalewise.planning.planner import budget_limits, law_learning_rate, rests_on_collapses, rounded_down
 from stalewise.store import atomic, checkpoints
+from stalewise.store.records import LIMITS, read_record
 from stalewise.tasks import Task
 from stalewise.tasks.callables import fingerprint
 from stalewise.trainer.execution import check_trainable
@@ -63,8 +64,8 @@ def drift_limits(config: RunConfig) -> tuple[float, float] | None:
     """
     path = config.directory / FILE
     if not path.is_file():
-        atomic.write_json_atomic(path, {"format": FORMAT, "limits": budget_limits(config)})
-    limits = atomic.read_json(path)["limits"]
+        atomic.write_json_atomic(path, {"format": FORMAT, "limits": budget_limits(config)}, sealed=True)
+    limits = read_record(path, LIMITS).get("limits")
     return None if limits is None else (limits[0], limits[1])
 
 

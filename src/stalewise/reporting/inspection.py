@@ -10,8 +10,9 @@ from typing import Any
 from stalewise import store
 from stalewise.config.run_directory import read_config, read_result
 from stalewise.errors import StoreError
-from stalewise.store.atomic import read_json, read_jsonl
+from stalewise.errors import visible as visible  # where the other modules of this room look for it
 from stalewise.store.checkpoints import checkpoint_directory, versions
+from stalewise.store.records import EVALUATION, SOURCES, read_record, read_records
 from stalewise.types import Rollout
 
 
@@ -33,7 +34,7 @@ def inspect_run(directory: str | Path, *, verify: bool = False) -> dict[str, Any
         "updates_not_committed": len([e for e in ledger if not checkpoints or e.update >= checkpoints[-1]]),
         "checkpoints": checkpoints,
         "batches": [_batch(index, path, ledger, verify) for index, path in numbered_batches(directory)],
-        "evaluations": read_jsonl(directory / "eval.jsonl"),
+        "evaluations": read_records(directory / "eval.jsonl", EVALUATION),
         "seconds": read_result(directory, updates).seconds,
     }
 
@@ -41,7 +42,7 @@ def inspect_run(directory: str | Path, *, verify: bool = False) -> dict[str, Any
 def _sources(directory: Path) -> list[dict[str, Any]]:
     """The batches of other runs that `stalewise learn` was given."""
     path = directory / "sources.json"
-    return read_json(path)["batches"] if path.is_file() else []
+    return read_record(path, SOURCES)["batches"] if path.is_file() else []
 
 
 def numbered_batches(directory: Path) -> list[tuple[int, Path]]:
@@ -95,6 +96,7 @@ def _inspect(directory: Path, column: str, wanted: int, what: str) -> list[dict[
     for path in committed:
         batch = store.open_batch(path, verify=False)
         if (batch.column(column) == wanted).any():
+            store.open_batch(path)  # what is shown was compared with its checksums
             rollouts = [rollout for rollout in batch.iter_rollouts() if getattr(rollout, column) == wanted]
             return [describe_rollout(directory, rollout, path) for rollout in rollouts]
     shards = [shard for path in committed for shard in store.read_batch_manifest(path).shards]
@@ -140,8 +142,3 @@ def load_tokenizer(run: Path) -> Any:
             if path.is_file():
                 return Tokenizer.from_file(str(path))
     return None
-
-
-def visible(text: str) -> str:
-    """Text with control characters and other unprintable characters as escapes."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from stalewise.reporting.checks import is_table, is_text, is_whole
 from stalewise.reporting.read import Run, verifier_errors
 from stalewise.reporting.timeline import total_seconds
 from stalewise.statistics import format_duration
+from stalewise.store.records import is_table, is_text, is_whole
 
 # Rules of thumb, as in docs/metrics.md.
 LOW_ESS = 0.1

@@ -23,6 +23,7 @@ COMMANDS = [
     "learn",
     "eval",
     "inspect",
+    "verify",
     "report",
     "watch",
     "serve",

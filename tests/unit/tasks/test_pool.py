@@ -45,7 +45,7 @@ def test_unknown_verifier_or_option_names_the_nearest() -> None:
         make_verifier("exact", x=1)
     with pytest.raises(TaskError, match="verifier python needs the option 'function'"):
         make_verifier("python")
-    with pytest.raises(TaskError, match='must be "first" or "last"'):
+    with pytest.raises(TaskError, match="input should be 'first' or 'last'"):
         make_verifier("number", which="middle")
     with pytest.raises(TaskError, match="workers ≥ 1"):
         make_verifier("math", workers=0)

@@ -22,6 +22,7 @@ from stalewise.config.template import toml
 from stalewise.errors import StoreError
 from stalewise.models.gguf import is_gguf
 from stalewise.models.smollm2 import NAME as SMOLLM2
+from stalewise.reporting.inspection import visible
 from stalewise.reporting.read import Run
 from stalewise.reporting.render import describe_stage_end
 from stalewise.reporting.summary import count_noun, findings, format_interval, format_value, time_shares, verdict_of
@@ -257,6 +258,19 @@ def _common(run: Run, config: RunConfig, base: BasePolicy, config_name: str) -> 
     }
 
 
+class _Code(str):
+    """Text that a card shows as code, where `<` is no tag."""
+
+    __slots__ = ()
+
+
+def _plain(value: Any) -> Any:
+    """Text from a config or a run, as a card may show it: no tag, no control character, no end of a code block."""
+    if isinstance(value, _Code):
+        return visible(value).replace("`", "'")
+    return visible(value).replace("&", "&amp;").replace("<", "&lt;") if isinstance(value, str) else value
+
+
 @cache
 def _template(name: str) -> Any:
     environment = Environment(
@@ -265,8 +279,9 @@ def _template(name: str) -> Any:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
+        finalize=_plain,
     )
-    environment.filters |= {"interval": format_interval, "value": format_value}
+    environment.filters |= {"interval": format_interval, "value": format_value, "code": _Code}
     environment.filters["cell"] = lambda value: format_value(value).replace("|", "\\|").replace("\n", " ")
     return environment.get_template(name)
 

@@ -20,6 +20,7 @@ from stalewise.integrations.hub.card import (
     place_file,
 )
 from stalewise.reporting.read import read_run
+from stalewise.reporting.verification import check_run
 from stalewise.store import batch_directories, is_committed, open_batch
 from stalewise.store.atomic import read_json
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
@@ -48,6 +49,7 @@ def export_policy(
     """
     run, directory = Path(run), Path(directory).expanduser()
     config = read_config(run)
+    check_run(run)  # no figure of the card is of a damaged record
     version = _version(run, version)
     checkpoint = checkpoint_directory(run, version)
     if adapter and not config.model.trains_adapters:
@@ -73,6 +75,7 @@ def export_rollouts(run: str | Path, directory: str | Path, *, force: bool = Fal
     """
     run, directory = Path(run), Path(directory).expanduser()
     config = read_config(run)
+    check_run(run, everything=True)
     batches = [path for path in batch_directories(run / "rollouts") if is_committed(path)]
     if not batches:
         others = " (it learned from those of other runs: name these)" if (run / "sources.json").is_file() else ""

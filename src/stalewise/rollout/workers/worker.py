@@ -6,7 +6,6 @@ It needs only the run directory or the URL of the run's object store. Workers ma
 from __future__ import annotations
 
 import copy
-import json
 import os
 import shutil
 import socket
@@ -30,6 +29,7 @@ from stalewise.rollout.workers.shard_queue import OrderWithdrawn, ShardQueue, Wo
 from stalewise.rollout.workers.sync import PolicySync, policy_digest
 from stalewise.rollout.workers.work_order import WorkOrder
 from stalewise.store import batch_directory
+from stalewise.store.atomic import parse_json
 from stalewise.store.checkpoints import checkpoint_directory, read_state
 from stalewise.store.object_store import DirectoryStore, ObjectStore, open_object_store
 from stalewise.tasks import Task
@@ -145,9 +145,9 @@ def _read_config(object_store: ObjectStore, wait: bool, log: Callable[[str], obj
         time.sleep(POLL_S if isinstance(object_store, DirectoryStore) else REMOTE_POLL_S)
         content = object_store.read(CONFIG)
     try:
-        record = json.loads(content)
+        record = parse_json(content, f"{where}/{CONFIG}")
         format_there = record.get("format")
-    except (ValueError, AttributeError):
+    except StoreError:
         raise StoreError(f"{where}/{CONFIG} is half written or no config: start the trainer again") from None
     if format_there != FORMAT:
         raise StoreError(f"{where} has format {format_there}; this release reads {FORMAT}: use the trainer's release")

@@ -30,7 +30,7 @@ class PythonVerifier(ProcessVerifier):
 
     def __init__(self, function: str, *, workers: int | None = None, limit_s: float = 5.0):
         module, colon, name = function.partition(":")
-        if not (module and colon and name.isidentifier()):
+        if not (colon and all(part.isidentifier() for part in (*module.split("."), name))):
             raise TaskError(f"verifier python: function={function!r} must look like 'module:function'")
         if importlib.util.find_spec(module.partition(".")[0]) is None:
             raise TaskError(f"verifier python: there is no module {module!r} on the Python path")
