@@ -65,6 +65,20 @@ class RunConfig(Section):
                 f'guard.action is "{self.guard.action}", but after a rollback of a pipelined run the policies that '
                 'generated ahead are gone: use "halve" or "stop"'
             )
+        if self.batch.without_variance == "skip" and self.objective.regularizes_loss:
+            yield (
+                'batch.without_variance is "skip", which leaves the gradient as it is, but objective.kl in the loss '
+                'and objective.entropy_bonus also act on groups of equal rewards: use "keep" or "drop"'
+            )
+        if self.objective.overlong_tokens > self.sampler.max_new_tokens:
+            yield (
+                f"objective.overlong_tokens is {self.objective.overlong_tokens}, more than sampler.max_new_tokens "
+                f"{self.sampler.max_new_tokens}: every response would be penalised"
+            )
+        if self.objective.reference == "base" and not self.model.trains_adapters:
+            yield 'objective.reference is "base", but no adapter is trained: use "initial"'
+        if self.task.difficulty and self.storage.url:
+            yield "task.difficulty needs a run directory that all workers share: remove storage.url"
         least = LEAST_VLLM_TEMPERATURE if self.sampler.engine != "hf" else 0.0
         if low := [suite.label for suite in self.evaluation.suite if 0 < suite.temperature < least]:
             yield f"evaluation.suite {low[0]}: vLLM samples at no temperature below {least}, except 0 (greedy)"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stalewise.objectives.batch_statistics import WeightSums, behaviour_weights, harmful, sequence_weights
+from stalewise.objectives.regularizers import kl_estimate
 from stalewise.objectives.tokens import Tokens, host_list
 
 # By the name of each mean: a sum and the count it is divided by.
@@ -22,6 +23,7 @@ MEANS = {
     "kl_behaviour_policy": ("kl_behaviour_policy", "tokens_finite"),
     "kl_policy_behaviour": ("kl_policy_behaviour", "tokens_finite"),
     "log_ratio_mean_abs": ("log_ratio_abs", "tokens_finite"),
+    "kl_reference": ("kl_reference", "tokens_reference"),
     "entropy": ("entropy", "tokens_entropy"),
     "response_length": ("tokens", "responses"),
 }
@@ -86,6 +88,7 @@ def token_sums(
 
     Both divergences are estimated with samples of the behaviour policy b, with r = policy / b:
     KL(b‖policy) = E_b[r − 1 − log r] and KL(policy‖b) = E_b[r log r − r + 1]; neither estimator is ever negative.
+    KL(policy‖reference) is estimated with k3, without weights; where there is no reference, of no tokens.
     Entropy of the policy: exact if `entropy_BT` is given, else the unbiased estimate E_b[−r·ℓ].
     """
     log_ratio_BT = tokens.log_ratio_BT.detach()
@@ -102,6 +105,7 @@ def token_sums(
     vetoed_BT = nothing_BT if vetoed_BT is None else vetoed_BT
     entropy_BT = -ratio_BT * tokens.logp_BT.detach() if entropy_BT is None else entropy_BT.detach()
     entropy_finite_BT = finite_BT & entropy_BT.isfinite()
+    reference_BT, referred_BT = _divergence(tokens)
 
     amounts: dict[str, Tensor] = {
         "tokens": _count(tokens.mask_BT),
@@ -120,6 +124,8 @@ def token_sums(
         "kl_behaviour_policy": _total(excess_BT - log_ratio_BT, finite_BT),
         "kl_policy_behaviour": _total(ratio_BT * log_ratio_BT - excess_BT, finite_BT),
         "log_ratio_abs": _total(log_ratio_BT.abs(), finite_BT),
+        "kl_reference": _total(reference_BT, referred_BT),
+        "tokens_reference": _count(referred_BT),
         "entropy": _total(entropy_BT, entropy_finite_BT),
         "tokens_entropy": _count(entropy_finite_BT),
     }
@@ -134,6 +140,14 @@ def token_sums(
         token_weights=behaviour_weights(tokens),
         sequence_weights=sequence_weights(tokens),
     )
+
+
+def _divergence(tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """KL(policy‖reference) of each token, and where it is known."""
+    if tokens.reference_logp_BT is None:
+        return torch.zeros_like(tokens.log_ratio_BT), torch.zeros_like(tokens.mask_BT)
+    divergence_BT = kl_estimate(tokens.logp_BT.detach(), tokens.reference_logp_BT)
+    return divergence_BT, tokens.mask_BT & divergence_BT.isfinite()
 
 
 def _count(where: Tensor) -> Tensor:

@@ -133,6 +133,11 @@ class OfflineRollouts(RolloutSource):
         """None: all of them exist."""
         return range(0)
 
+    def name_of(self, batch: store.Batch) -> str:
+        """The name of a batch in this run: those of several runs may have the same name."""
+        place = next(n for n, source in enumerate(self.sources) if source.directory == batch.directory.resolve())
+        return f"{place:03d}-{batch.directory.name}"
+
     def open(self, run: Orchestrator, generation_batch: int) -> store.Batch:
         """Open a batch of another run and compare its files with their checksums."""
         return OfflineBatch(self.sources[generation_batch])

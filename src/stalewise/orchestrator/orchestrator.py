@@ -63,6 +63,7 @@ from stalewise.store import (
 from stalewise.store.atomic import remove_temporaries, write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory, prune, read_state, versions, write_checkpoint
 from stalewise.trainer.lora import base_directory
+from stalewise.trainer.reference import Reference, check_reference
 from stalewise.trainer.trainer import NonFiniteUpdate, Trainer
 from stalewise.types import ProgressCallback
 
@@ -102,6 +103,7 @@ class Orchestrator:
         self.budget: DriftBudget | None = None
         self.states: dict[int, dict[str, Any]] = {}  # of checkpoints whose checksums were compared
         self.open_batches: dict[int, Batch] = {}  # likewise
+        self._reference: Reference | None = None
 
     def run(self) -> RunResult:
         """Do what is next until the run is complete."""
@@ -132,6 +134,7 @@ class Orchestrator:
         check_engine_devices(self.config)
         policy = self.newest_policy()
         check_vllm_room(self.config, policy)
+        check_reference(self.config.objective, self.config.model, self.config.task.name, policy)
         if self.source.is_own:
             check_second_policy(self.config.sampler.foreign, Path(policy), self.task)
         self.offloads = self.ranks.world == 1 and offloads(self.config, policy)
@@ -200,7 +203,7 @@ class Orchestrator:
         """The generation batch that this version learns from, whose checksums are compared once."""
         generation_batch = self.schedule.at(version).generation_batch
         if generation_batch not in self.open_batches:
-            self.open_batches = {generation_batch: self.source.open(self, generation_batch)}
+            self.open_batches = {generation_batch: self._with_columns(self.source.open(self, generation_batch))}
         return self.open_batches[generation_batch]
 
     def newest_version(self) -> int:
@@ -243,7 +246,40 @@ class Orchestrator:
         """The first generation batch that this version needs and that is not committed."""
         self._begin_stage(version)
         needed = self.source.batches_needed(self.schedule, version)
-        return next((g for g in needed if not is_committed(self.batch_directory(g))), None)
+        return next((g for g in needed if not self.has_batch(g)), None)
+
+    def has_batch(self, generation_batch: int) -> bool:
+        """Whether a generation batch of this run is committed, with the columns that learning needs."""
+        directory = self.batch_directory(generation_batch)
+        if not is_committed(directory) or self.reference is None:
+            return is_committed(directory)
+        column = self.reference.column(directory.name)
+        return all(map(column.has, committed_shards(directory)))
+
+    @property
+    def reference(self) -> Reference | None:
+        """The policy from which the objective measures a divergence; None where it measures none."""
+        if self.config.objective.kl and self._reference is None:
+            section, model = self.config.objective, self.config.model
+            self._reference = Reference(section, model, self.config.task.name, self.directory)
+        return self._reference
+
+    def _with_columns(self, batch: Batch, *, computes: bool = True) -> Batch:
+        """The batch with what learning reads besides its shards; what is missing of it is computed now."""
+        batch.weights = self.config.objective.reward_weights
+        if not computes or self.reference is None:
+            return batch
+        batch.reference = self.reference.column(self.source.name_of(batch))
+        if all(map(batch.reference.has, batch.manifest.shards)):
+            return batch
+        if isinstance(self.sampler, OffloadableSampler):
+            self.sampler.sleep()  # the reference takes its place
+        if self.trainer is not None and self.offloads:
+            self.trainer.sleep()
+        with self.run_log.timed("switch", reason="reference") as notes:
+            budget = self.config.learner.tokens_per_micro_batch
+            notes["tokens"] = self.reference.compute(batch, batch.reference, budget, self.callback.log)
+        return batch
 
     def _begin_stage(self, version: int) -> None:
         def spent() -> dict[str, Any] | None:
@@ -308,6 +344,7 @@ class Orchestrator:
 
     def generate(self, generation_batch: int, checkpoint: Path | None = None) -> BatchManifest:
         """Generate what is missing of a batch, with the policy at `checkpoint` or with this run's own."""
+        is_here = checkpoint is None  # else version 0 may not be, under which a reference column would be computed
         plan = batch_plan(self.config, self.schedule, generation_batch, self.guard.rollbacks.attempt(generation_batch))
         self.begin_phase("generate", plan.prompts * plan.group_size)
         with self.run_log.timed("generate", generation_batch=generation_batch, version=plan.version) as notes:
@@ -327,7 +364,8 @@ class Orchestrator:
             ordered = queue.source if isinstance(queue, DeferredShards) else queue
             assert ordered is not None
             notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens, **self.coordinator.complete_batch(ordered)}
-        self._check_batch(open_batch(self.batch_directory(generation_batch), verify=False))
+        batch = open_batch(self.batch_directory(generation_batch), verify=False)
+        self._check_batch(self._with_columns(batch, computes=is_here))
         return manifest
 
     def _order(self, plan: BatchPlan, checkpoint: Path) -> ShardQueue | DeferredShards[ShardQueue]:
@@ -464,6 +502,8 @@ class Orchestrator:
         needed = self.guard.needed_versions(schedule, version)
         if self.config.model.trains_adapters:
             needed.add(0)  # the base of the adapters
+        if self.reference is not None and self.reference.name == "initial":
+            needed.add(0)
         if version < schedule.updates and self.source.is_own:
             first = schedule.at(version).generation_batch  # should it get damaged, it is made again
             last = min(first + schedule.lag, schedule.generation_batches - 1)

@@ -1,6 +1,6 @@
 """Rollouts on disk: Parquet shards, manifests written last, and the ledger of consumed rollouts. Imports no torch."""
 
-from stalewise.store.columns import RolloutColumns, concatenate
+from stalewise.store.columns import RolloutColumns, TokenColumn, concatenate
 from stalewise.store.ledger import (
     LedgerEntry,
     Ranges,
@@ -37,7 +37,7 @@ from stalewise.store.schema import FORMAT, SCHEMA, rollouts_from_table, table_fr
 from stalewise.store.token_log import TokenLog, TokenRecord, read_tokens, token_files, token_log_directory
 from stalewise.store.writer import AlreadyCommitted, commit_batch, next_shard, write_shard
 
-__all__ = ["RolloutColumns", "concatenate"]
+__all__ = ["RolloutColumns", "TokenColumn", "concatenate"]
 __all__ += ["LedgerEntry", "Ranges", "append_entry", "consumed", "from_ranges", "ledger_path"]
 __all__ += ["read_ledger", "to_ranges", "truncate_ledger"]
 __all__ += ["BatchManifest", "BatchName", "ShardManifest", "batch_directories", "batch_directory", "committed_shards"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,15 @@ import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError, nearest
 from stalewise.store.atomic import sha256_file
-from stalewise.store.columns import ROW_COLUMNS, RolloutColumns, column_range, concatenate, numbers, rows_from_table
+from stalewise.store.columns import (
+    ROW_COLUMNS,
+    RolloutColumns,
+    TokenColumn,
+    column_range,
+    concatenate,
+    numbers,
+    rows_from_table,
+)
 from stalewise.store.manifest import (
     BatchManifest,
     ShardManifest,
@@ -25,6 +34,8 @@ from stalewise.store.manifest import (
 )
 from stalewise.store.schema import FORMAT_KEY, LIGHT_COLUMNS, SCHEMA, rollouts_from_table
 from stalewise.types import Rollout
+
+_OF_REWARDS = ("reward", "reward_parts")
 
 
 def open_batch(directory: str | Path, verify: bool = True) -> Batch:
@@ -65,6 +76,10 @@ class Batch:
         self.directory = directory
         self.manifest = manifest
         self.rollouts_by_update: dict[int, list[npt.NDArray[np.int64]]] = {}  # a cache of `rollouts_of_updates`
+        self.reference: TokenColumn | None = (
+            None  # log-probabilities under a reference policy, where they were computed
+        )
+        self.weights: Mapping[str, float] = {}  # of the parts of rewards; the reward is then their weighted sum
         self._footers: dict[int, pq.FileMetaData] = {}
         self._first = np.array([shard.rollout_first for shard in manifest.shards], np.int64)  # increasing
 
@@ -94,10 +109,18 @@ class Batch:
         for table in self.iter_tables(ROW_COLUMNS):
             yield rows_from_table(table)
 
+    def rows_of(self, shard: ShardManifest) -> RolloutColumns:
+        """All rollouts of one shard, in their order."""
+        with self._open(shard) as file:
+            groups = range(file.num_row_groups)
+            return concatenate([rows_from_table(_decode(file, group, list(ROW_COLUMNS))) for group in groups])
+
     def column(self, name: str) -> npt.NDArray[Any]:
         """One light column of all rollouts as a numpy array, without reading tokens (null rewards are NaN)."""
         if name not in LIGHT_COLUMNS:
             raise StoreError(f"{name} is not a light column ({nearest(name, LIGHT_COLUMNS)}): use take or iter_tables")
+        if name == "reward" and self.weights:
+            return np.concatenate([self._weighted(table) for table in self.iter_tables(_OF_REWARDS)])
         column = pa.chunked_array([c for t in self.iter_tables([name]) for c in t.column(name).chunks])
         if pa.types.is_string(column.type):
             return column.to_numpy()
@@ -128,8 +151,34 @@ class Batch:
                     first, last = column_range(file.metadata, row_group, SCHEMA.get_field_index("rollout_id"))
                     here = wanted[np.searchsorted(wanted, first) : np.searchsorted(wanted, last, side="right")]
                     if len(here):
-                        rows = rows_from_table(_decode(file, row_group, list(ROW_COLUMNS)))
+                        rows = self._read_rows(file, row_group, shard)
                         yield rows.take(np.flatnonzero(np.isin(rows.rollout_id, here, assume_unique=True)))
+
+    def _read_rows(self, file: pq.ParquetFile, row_group: int, shard: ShardManifest) -> RolloutColumns:
+        """The rows of a row group, with the columns that this batch has besides its shards'."""
+        table = _decode(file, row_group, [*ROW_COLUMNS, *(_OF_REWARDS if self.weights else ())])
+        rows = rows_from_table(table)
+        if self.weights:
+            rows = replace(rows, reward=self._weighted(table))
+        if self.reference is not None:
+            before = (_decode(file, group, ["response_length"]) for group in range(row_group))
+            first = sum(int(numbers(one["response_length"], np.int64).sum()) for one in before)
+            rows = replace(rows, reference_logp=self.reference.read(shard, first, len(rows.response_ids)).copy())
+        return rows
+
+    def _weighted(self, table: pa.Table) -> npt.NDArray[np.float64]:
+        """The weighted sums of the parts of rewards; NaN where the verifier failed."""
+        reward = numbers(table["reward"], np.float64)
+        for row, parts in enumerate(table["reward_parts"].to_pylist()):
+            if not np.isnan(reward[row]):
+                named = {part["name"]: part["value"] for part in parts}
+                if missing := [name for name in self.weights if name not in named]:
+                    raise StoreError(
+                        f"{self.directory}: a reward has no part {missing[0]!r}, which objective.reward_weights names; "
+                        f"its parts are {', '.join(named) or 'none'}"
+                    )
+                reward[row] = sum(weight * named[name] for name, weight in self.weights.items())
+        return reward
 
     @contextlib.contextmanager
     def _open(self, shard: ShardManifest) -> Iterator[pq.ParquetFile]:
