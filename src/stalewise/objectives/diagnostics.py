@@ -63,11 +63,16 @@ class TokenSums:
         return cls(sums, maxima, WeightSums.unpack(token_weights), WeightSums.unpack(sequence_weights))
 
     def summary(self) -> dict[str, float]:
-        """The diagnostics by name, with one read from the device; NaN for a mean of nothing."""
+        """The diagnostics by name, with one read from the device; NaN for a mean of nothing.
+
+        `kl_reference` is there only with a reference.
+        """
         on_host = TokenSums.unpack(self.pack().cpu())
         sums = dict(zip(SUMS, host_list(on_host.sums), strict=True))
         maxima = dict(zip(MAXIMA, host_list(on_host.maxima), strict=True))
         means = {name: sums[a] / sums[b] if sums[b] else math.nan for name, (a, b) in MEANS.items()}
+        if not sums["tokens_reference"]:
+            del means["kl_reference"]  # most runs have no reference
         return {
             "ess": on_host.token_weights.effective_sample_size().item(),
             "ess_sequence": on_host.sequence_weights.effective_sample_size().item(),
@@ -88,7 +93,6 @@ def token_sums(
 
     Both divergences are estimated with samples of the behaviour policy b, with r = policy / b:
     KL(b‖policy) = E_b[r − 1 − log r] and KL(policy‖b) = E_b[r log r − r + 1]; neither estimator is ever negative.
-    KL(policy‖reference) is estimated with k3, without weights; where there is no reference, of no tokens.
     Entropy of the policy: exact if `entropy_BT` is given, else the unbiased estimate E_b[−r·ℓ].
     """
     log_ratio_BT = tokens.log_ratio_BT.detach()
@@ -105,7 +109,6 @@ def token_sums(
     vetoed_BT = nothing_BT if vetoed_BT is None else vetoed_BT
     entropy_BT = -ratio_BT * tokens.logp_BT.detach() if entropy_BT is None else entropy_BT.detach()
     entropy_finite_BT = finite_BT & entropy_BT.isfinite()
-    reference_BT, referred_BT = _divergence(tokens)
 
     amounts: dict[str, Tensor] = {
         "tokens": _count(tokens.mask_BT),
@@ -124,8 +127,7 @@ def token_sums(
         "kl_behaviour_policy": _total(excess_BT - log_ratio_BT, finite_BT),
         "kl_policy_behaviour": _total(ratio_BT * log_ratio_BT - excess_BT, finite_BT),
         "log_ratio_abs": _total(log_ratio_BT.abs(), finite_BT),
-        "kl_reference": _total(reference_BT, referred_BT),
-        "tokens_reference": _count(referred_BT),
+        **_divergence(tokens),
         "entropy": _total(entropy_BT, entropy_finite_BT),
         "tokens_entropy": _count(entropy_finite_BT),
     }
@@ -142,12 +144,14 @@ def token_sums(
     )
 
 
-def _divergence(tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """KL(policy‖reference) of each token, and where it is known."""
+def _divergence(tokens: Tokens) -> dict[str, Tensor]:
+    """KL(policy‖reference) by the estimator k3, without weights: the sum over tokens, and their number."""
     if tokens.reference_logp_BT is None:
-        return torch.zeros_like(tokens.log_ratio_BT), torch.zeros_like(tokens.mask_BT)
+        nothing = tokens.log_ratio_BT.new_zeros((), dtype=torch.float64)
+        return {"kl_reference": nothing, "tokens_reference": nothing}
     divergence_BT = kl_estimate(tokens.logp_BT.detach(), tokens.reference_logp_BT)
-    return divergence_BT, tokens.mask_BT & divergence_BT.isfinite()
+    known_BT = tokens.mask_BT & divergence_BT.isfinite()
+    return {"kl_reference": _total(divergence_BT, known_BT), "tokens_reference": _count(known_BT)}
 
 
 def _count(where: Tensor) -> Tensor:

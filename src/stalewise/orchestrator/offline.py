@@ -171,6 +171,9 @@ def plan_sources(
                 raise StoreError(f"{directory} lies in no run, whose ledger would say which of its rollouts were used")
             left_out = store.consumed(store.read_ledger(store.ledger_path(run)), batch.manifest.generation_batch)
         fresh = ~np.isin(batch.column("rollout_id"), store.from_ranges(left_out))
+        if config.batch.without_variance in ("drop", "refill"):  # fewer updates, each on as many groups with variance
+            batch.weights = config.objective.reward_weights
+            fresh &= batch.informative()
         groups = len(np.unique(batch.column("group")[fresh]))
         possible += groups // config.batch.prompts
         updates = min(groups // config.batch.prompts, config.schedule.updates - total)
@@ -181,7 +184,10 @@ def plan_sources(
             total += updates
     if not sources:
         left = " that its run has not learned from" if unused else ""
-        raise ConfigError(f"batch.prompts is {config.batch.prompts}, more than the groups{left} of any batch: lower it")
+        kind = "" if config.batch.without_variance in ("keep", "skip") else " with variance"
+        raise ConfigError(
+            f"batch.prompts is {config.batch.prompts}, more than the groups{kind}{left} of any batch: lower it"
+        )
     if total < possible:
         log(f"these rollouts would serve {possible} updates: {total} are taken, as schedule.updates says")
     schedule = {"kind": "staged", "updates": total, "stages": len(sources)}

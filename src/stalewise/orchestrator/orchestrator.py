@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from stalewise.distributed import ALONE, Ranks
 from stalewise.errors import ModelError, TaskError
 from stalewise.models.loading import device_name
 from stalewise.models.transfer import HostBuffers
+from stalewise.objectives.regularizers import overlong_penalty
 from stalewise.orchestrator.checkpoint_writer import CheckpointWriter, fits_beside
 from stalewise.orchestrator.collapse_guard import CollapseGuard
 from stalewise.orchestrator.drift_budget import DriftBudget
@@ -43,7 +45,7 @@ from stalewise.rollout.factory import (
     make_sampler,
     unscored_problem,
 )
-from stalewise.rollout.generate import BatchPlan, DeferredShards, ScoreCheck, generate_batch
+from stalewise.rollout.generate import BatchPlan, DeferredShards, Refill, ScoreCheck, generate_batch
 from stalewise.rollout.sampler import LiveSampler, OffloadableSampler
 from stalewise.rollout.workers.coordinator import Coordinator, is_being_written
 from stalewise.rollout.workers.rank_workers import coordinator_of
@@ -54,6 +56,7 @@ from stalewise.staleness.spent import SPENT_ESS
 from stalewise.store import (
     Batch,
     BatchManifest,
+    Selection,
     batch_directory,
     committed_shards,
     is_committed,
@@ -203,7 +206,9 @@ class Orchestrator:
         """The generation batch that this version learns from, whose checksums are compared once."""
         generation_batch = self.schedule.at(version).generation_batch
         if generation_batch not in self.open_batches:
-            self.open_batches = {generation_batch: self._with_columns(self.source.open(self, generation_batch))}
+            self.open_batches = {
+                generation_batch: self._with_columns(self.source.open(self, generation_batch), generation_batch)
+            }
         return self.open_batches[generation_batch]
 
     def newest_version(self) -> int:
@@ -264,9 +269,11 @@ class Orchestrator:
             self._reference = Reference(section, model, self.config.task.name, self.directory)
         return self._reference
 
-    def _with_columns(self, batch: Batch, *, computes: bool = True) -> Batch:
+    def _with_columns(self, batch: Batch, generation_batch: int, *, computes: bool = True) -> Batch:
         """The batch with what learning reads besides its shards; what is missing of it is computed now."""
         batch.weights = self.config.objective.reward_weights
+        if self.config.batch.without_variance in ("drop", "refill"):
+            batch.selection = self._selection(generation_batch)
         if not computes or self.reference is None:
             return batch
         batch.reference = self.reference.column(self.source.name_of(batch))
@@ -286,7 +293,7 @@ class Orchestrator:
             self._checkpoint(version)
             return self.states[version].get("spent")
 
-        path, per_update = self.run_log.stages_path, self.config.batch.prompts
+        path, per_update = self.run_log.stages_path, self.config.batch.reserved
         self.schedule = begin_stage(self.schedule, path, version, spent=spent, per_update=per_update)
 
     def _next_stop(self, version: int) -> int:
@@ -360,13 +367,46 @@ class Orchestrator:
                 source=queue,
                 check=self.scores,
                 load=self._load_for_generation,
+                refill=(refill := self._refill(plan, checkpoint, queue)),
             )
             ordered = queue.source if isinstance(queue, DeferredShards) else queue
             assert ordered is not None
+            if refill is not None:
+                ordered = refill.last or ordered
+                if refill.prompts:  # 0: the batch was complete already
+                    notes |= {"refilled_prompts": refill.prompts - plan.prompts}
+                    self.callback.log(f"generation batch {generation_batch}: {refill.describe(plan.prompts, manifest)}")
             notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens, **self.coordinator.complete_batch(ordered)}
         batch = open_batch(self.batch_directory(generation_batch), verify=False)
-        self._check_batch(self._with_columns(batch, computes=is_here))
+        self._check_batch(self._with_columns(batch, generation_batch, computes=is_here))
         return manifest
+
+    def _refill(
+        self, plan: BatchPlan, checkpoint: Path, first: ShardQueue | DeferredShards[ShardQueue]
+    ) -> Refill | None:
+        """What makes a batch longer until each update has enough groups with variance; None where nothing does."""
+        if not plan.most_prompts:
+            return None
+
+        def order(longer: BatchPlan) -> ShardQueue:
+            before = first.source if isinstance(first, DeferredShards) else first
+            self.coordinator.end_order(refill.last or before)
+            refill.last = self.coordinator.order_batch(longer, checkpoint)
+            return refill.last
+
+        refill = Refill(
+            plan.prompts, self.config.objective.reward_weights, self._selection(plan.generation_batch), order
+        )
+        return refill
+
+    def _selection(self, generation_batch: int) -> Selection:
+        """How informative groups are found and dealt to the updates of a batch."""
+        section, limit = self.config.objective, self.config.sampler.max_new_tokens
+        penalty = partial(
+            overlong_penalty, max_tokens=limit, margin=section.overlong_tokens, factor=section.overlong_penalty
+        )
+        updates = len(self.schedule.prompts_of(generation_batch, 1))
+        return Selection(updates, penalty) if section.overlong_tokens else Selection(updates)
 
     def _order(self, plan: BatchPlan, checkpoint: Path) -> ShardQueue | DeferredShards[ShardQueue]:
         """The shards of a batch. Those of a policy that is still being written are ordered when it is committed."""
