@@ -16,6 +16,7 @@ from stalewise.config.sections import LEAST_VLLM_TEMPERATURE, SamplerSection, Se
 from stalewise.errors import ConfigError, nearest
 from stalewise.store.atomic import write_json_atomic
 from stalewise.tasks import Task, make_evaluation_file, make_task
+from stalewise.tasks.difficulty import COPY, ChosenPrompts, read_table
 
 FORMAT = "stalewise.run/1"
 HERE = "{run}"  # stands for the run directory, wherever it is
@@ -96,8 +97,18 @@ class RunConfig(Section):
         return Path(self.runs) / self.name
 
     def make_task(self) -> Task:
-        """The task of this config."""
-        return make_task(self.task.name, seed=self.seed, **self.task.options)
+        """The task of this config; with the prompts that its table of pass rates chooses."""
+        task = make_task(self.task.name, seed=self.seed, **self.task.options)
+        if not self.task.difficulty:
+            return task
+        (low, high), by = self.task.pass_rates, self.task.by_pass_rate
+        return ChosenPrompts(task, read_table(self.difficulty_path), low=low, high=high, by=by, seed=self.seed)
+
+    @property
+    def difficulty_path(self) -> Path:
+        """The table of pass rates: a run that has begun keeps its own copy."""
+        copy = self.directory / COPY
+        return copy if copy.is_file() and (self.directory / "checkpoints").is_dir() else Path(self.task.difficulty)
 
     def make_suite(self, suite: sections.SuiteSection) -> Task:
         """The prompts and the verifier of a suite; the run's own where it names neither a task nor a file."""

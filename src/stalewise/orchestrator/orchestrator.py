@@ -63,8 +63,9 @@ from stalewise.store import (
     open_batch,
     rewards_of_updates,
 )
-from stalewise.store.atomic import remove_temporaries, write_json_atomic
+from stalewise.store.atomic import remove_temporaries, write_atomic, write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory, prune, read_state, versions, write_checkpoint
+from stalewise.tasks.difficulty import COPY
 from stalewise.trainer.lora import base_directory
 from stalewise.trainer.reference import Reference, check_reference
 from stalewise.trainer.trainer import NonFiniteUpdate, Trainer
@@ -179,6 +180,8 @@ class Orchestrator:
         check_identity(self.config)
         if reward_was_repaired(self.config):
             self.run_log.forget_evaluations()
+        if self.config.task.difficulty and not versions(self.directory):
+            write_atomic(self.directory / COPY, Path(self.config.task.difficulty).read_bytes())
         write_resolved(self.config, self.directory / "config.resolved.json")
         here = environment(device_name(self.config.model.device), torch.get_num_threads(), self.ranks.world)
         write_json_atomic(self.directory / "environment.json", here)

@@ -237,8 +237,8 @@ def generate_batch(
     make = partial(make_shards, on_shard=on_shard, check=check, load=load)
     make(plan, checkpoint, directory, task, sampler, source or ShardSource(directory))
     while refill is not None and (longer := refill.longer(plan, directory)) is not None:
-        plan = longer
-        make(plan, checkpoint, directory, task, sampler, refill.order(plan))
+        before, plan = plan.shards, longer
+        make(plan, checkpoint, directory, task, sampler, refill.order(plan), before=before)
     return commit_shards(plan, directory, task.name)
 
 
@@ -261,15 +261,18 @@ def make_shards(
     on_shard: Callable[[int], object],
     check: ScoreCheck | None = None,
     load: Callable[[Path], object] | None = None,
+    before: int = 0,
 ) -> None:
-    """Make the shards that fall to this process, then wait for those of the others."""
-    present: set[int] = set()
+    """Make the shards that fall to this process, then wait for those of the others; the first `before` are there."""
+    present = set(range(before))
     loaded = False
     # One thread verifies and writes the last shards while the next are sampled.
     with ThreadPoolExecutor(max_workers=1) as writer:
         writing: Future[None] | None = None
         while True:
             for shard in source.present() - present:
+                if shard >= plan.shards:
+                    continue  # of a later round, before the batch was interrupted
                 on_shard(len(plan.prompt_range(shard)) * plan.group_size)
                 present.add(shard)
             missing = [shard for shard in range(plan.shards) if shard not in present]
