@@ -33,10 +33,14 @@ def settings(runs: Path, name: str, arm: str, seed: int, arguments: argparse.Nam
         "runs": str(runs),
         "seed": seed,
         "schedule": {"updates": arguments.updates, "stages": arguments.stages},
-        "batch": {"prompts": arguments.prompts, "group_size": 8, "without_variance": RULES.get(arm, arm)},
+        "batch": {
+            "prompts": arguments.prompts,
+            "group_size": arguments.group_size,
+            "without_variance": RULES.get(arm, arm),
+        },
         "sampler": {"max_new_tokens": 8},
         "optimizer": {"learning_rate": arguments.learning_rate},
-        "evaluation": {"every": arguments.every, "prompts": 256, "samples": 4},
+        "evaluation": {"every": arguments.every, "prompts": 256, "samples": 2},
     }
     for text in arguments.set or ():
         set_dotted(record, *parse_override(text))
@@ -81,8 +85,9 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--every", type=int, default=8)
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
-    parser.add_argument("--target", type=float, default=0.8)
+    parser.add_argument("--group-size", type=int, default=4)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--target", type=float, default=0.9)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
     parser.add_argument("--set", action="append", metavar="KEY=VALUE")
     arguments = parser.parse_args()
