@@ -29,7 +29,7 @@ from stalewise.objectives.regularizers import overlong_penalty
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what TRL and its dependencies warn of at import is theirs
-    from trl.rewards import get_soft_overlong_punishment
+    from trl.rewards.other_rewards import get_soft_overlong_punishment
     from trl.trainer.grpo_trainer import GRPOTrainer
 
 MAX_TOKENS = 32

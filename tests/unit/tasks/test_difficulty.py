@@ -34,7 +34,7 @@ def test_prompts_that_are_solved_or_hopeless_are_left_out() -> None:
     first = ids(task, 0, 8)
     assert ids(chosen, 0, 5) == [first[1], first[3], first[4], first[5], first[6]]
     assert ids(chosen, 3, 2) == [first[5], first[6]]
-    assert task.size is not None and chosen.size == task.size - 2
+    assert task.size is not None and chosen.size is not None and chosen.size == task.size - 2
     # Also in the next epoch, where the order is another.
     later = ids(chosen, chosen.size, chosen.size)
     assert sorted(later) == sorted(ids(chosen, 0, chosen.size)) and first[0] not in later

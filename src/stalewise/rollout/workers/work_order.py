@@ -86,9 +86,8 @@ def open_orders(object_store: ObjectStore) -> list[WorkOrder]:
 
 def read_plan(record: Mapping[str, Any]) -> BatchPlan:
     """A plan from its JSON form, which has lists for tuples."""
-    return BatchPlan(
-        **{field.name: record[field.name] for field in fields(BatchPlan)} | {"rounds": tuple(record["rounds"])}
-    )
+    values: dict[str, Any] = {field.name: record[field.name] for field in fields(BatchPlan)}
+    return BatchPlan(**{**values, "rounds": tuple(values["rounds"])})
 
 
 def _read(content: bytes, where: str) -> WorkOrder:
