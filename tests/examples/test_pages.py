@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import linecache
 import re
 import shlex
@@ -84,3 +85,29 @@ def test_templates(tmp_path: Path) -> None:
     shown = call("doctor", "runs/templates").stdout
     assert re.search(r"first prompt +\d+ tokens: 0;12\+13=;25;\d\d\+\d\d=;#", shown), shown
     assert run_commands("docs/templates.md") == 2
+
+
+def test_regularizers(tmp_path: Path) -> None:
+    (table,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/regularizers.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert make_config(tomllib.loads(table)).objective.reward_weights == {"correct": 1.0, "format": 0.1}
+    run_blocks("docs/regularizers.md")
+    records = [json.loads(line) for line in (tmp_path / "runs/regularized/metrics.jsonl").read_text().splitlines()]
+    assert records[0]["kl_reference"] == 0 < records[-1]["kl_reference"]
+    assert (
+        "0.1 · KL to the initial policy (k3) in the loss; entropy bonus 0.01"
+        in call("doctor", "runs/regularized").stdout
+    )
+    assert run_commands("docs/regularizers.md") == 2
+
+
+def test_informative_groups(tmp_path: Path) -> None:
+    page = "docs/informative_groups.md"
+    (table,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert make_config(tomllib.loads(table)).batch.reserved == 96
+    first, second = blocks(page)
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(first, page, "exec"), space)
+    assert run_commands(page) == 3
+    exec(compile(second, page, "exec"), space)
+    assert json.loads((tmp_path / "runs/second/difficulty.json").read_text())["prompts"]
+    assert space["second"].updates == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -29,6 +30,7 @@ from stalewise.statistics import format_duration
 WIDE = 200  # columns if stdout is not a terminal, so that scripts get whole cells
 MIB, GIB = 2**20, 2**30
 MOST_WARNINGS = 5
+SHOWN_PROMPTS = 10
 STATE_STYLES = {"running": "bold green", "finished": "green", "stopped": "bold yellow", "not started": "yellow"}
 UNITS = {"generate": "rollouts", "learn": "updates of the stage", "evaluate": "responses"}
 
@@ -466,3 +468,16 @@ def _cluster_cells(outcome: ScheduleOutcome) -> tuple[str, ...]:
         *(f"{idle:.1%}" for idle in (outcome.learner_idle, outcome.generator_idle)),
         *(f"{size / GIB:,.0f} GiB" for size in (outcome.network_bytes_per_day, outcome.disk_bytes_per_day)),
     )
+
+
+def print_difficulty(record: Mapping[str, Any], prompts: Mapping[str, Any], output: Path | None) -> None:
+    """Print how many prompts pass how often, and the first ones that are between."""
+    added = f", {record['added']} of them new" if record["added"] else ""
+    print_lines(f"{record['prompts']:,} prompts, {record['rollouts']:,} rollouts, {record['batches']} batches{added}")
+    print_lines(f"never passed {record['never']:,}, always {record['always']:,}, between {record['between']:,}")
+    print_lines(f"pass rate from {record['low']:g} to {record['high']:g}: {record['in_range']:,} prompts")
+    hardest = sorted(prompts.items(), key=lambda item: (item[1].rate, -item[1].rollouts, item[0]))
+    for name, counts in [item for item in hardest if 0 < item[1].rate < 1][:SHOWN_PROMPTS]:
+        print_lines(f"  {counts.rate:6.1%}  {counts.passed:>4}/{counts.rollouts:<4} {name}")
+    if output is not None:
+        print_lines(str(output))

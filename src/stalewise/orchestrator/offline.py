@@ -134,6 +134,11 @@ class OfflineRollouts(RolloutSource):
         """None: all of them exist."""
         return range(0)
 
+    def name_of(self, batch: store.Batch) -> str:
+        """The name of a batch in this run: those of several runs may have the same name."""
+        place = next(n for n, source in enumerate(self.sources) if source.directory == batch.directory.resolve())
+        return f"{place:03d}-{batch.directory.name}"
+
     def open(self, run: Orchestrator, generation_batch: int) -> store.Batch:
         """Open a batch of another run and compare its files with their checksums."""
         return OfflineBatch(self.sources[generation_batch])
@@ -167,6 +172,9 @@ def plan_sources(
                 raise StoreError(f"{directory} lies in no run, whose ledger would say which of its rollouts were used")
             left_out = store.consumed(store.read_ledger(store.ledger_path(run)), batch.manifest.generation_batch)
         fresh = ~np.isin(batch.column("rollout_id"), store.from_ranges(left_out))
+        if config.batch.without_variance in ("drop", "refill"):  # fewer updates, each on as many groups with variance
+            batch.weights = config.objective.reward_weights
+            fresh &= batch.informative()
         groups = len(np.unique(batch.column("group")[fresh]))
         possible += groups // config.batch.prompts
         updates = min(groups // config.batch.prompts, config.schedule.updates - total)
@@ -177,7 +185,10 @@ def plan_sources(
             total += updates
     if not sources:
         left = " that its run has not learned from" if unused else ""
-        raise ConfigError(f"batch.prompts is {config.batch.prompts}, more than the groups{left} of any batch: lower it")
+        kind = "" if config.batch.without_variance in ("keep", "skip") else " with variance"
+        raise ConfigError(
+            f"batch.prompts is {config.batch.prompts}, more than the groups{kind}{left} of any batch: lower it"
+        )
     if total < possible:
         log(f"these rollouts would serve {possible} updates: {total} are taken, as schedule.updates says")
     schedule = {"kind": "staged", "updates": total, "stages": len(sources)}

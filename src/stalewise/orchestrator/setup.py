@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +108,7 @@ def check_vllm_room(config: RunConfig, source: str) -> None:
     )
 
 
-def check_objective(objective: ObjectiveSection) -> Mapping[str, Any]:
+def check_objective(objective: ObjectiveSection, without_variance: str = "keep") -> Mapping[str, Any]:
     """The objective's parameters with defaults filled in; ConfigError for an unknown name or value."""
     try:
         found = get_objective(objective.name)
@@ -120,4 +120,22 @@ def check_objective(objective: ObjectiveSection) -> Mapping[str, Any]:
         raise ConfigError(
             f"objective: {found.name} was changed since the run began: restore it, or choose another name"
         )
+    if without_variance == "skip" and not found.ignores_zero_advantages:
+        raise ConfigError(
+            f'batch.without_variance is "skip", which leaves the gradient as it is, but {found.name} also learns from '
+            'tokens with advantage 0: use "keep" or "drop"'
+        )
     return settings
+
+
+def describe_regularizers(section: ObjectiveSection) -> Iterator[str]:
+    """What is added to the objective, in words."""
+    if section.kl:
+        what = "the initial policy" if section.reference == "initial" else section.reference
+        yield f"{section.kl:g} · KL to {what} ({section.kl_estimator}) in the {section.kl_in}"
+    if section.entropy_bonus:
+        yield f"entropy bonus {section.entropy_bonus:g}"
+    if section.reward_weights:
+        yield "reward = " + " + ".join(f"{weight:g} · {name}" for name, weight in section.reward_weights.items())
+    if section.overlong_tokens:
+        yield f"up to {section.overlong_penalty:g} less within {section.overlong_tokens} tokens of the limit"

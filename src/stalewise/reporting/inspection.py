@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -142,3 +144,25 @@ def load_tokenizer(run: Path) -> Any:
             if path.is_file():
                 return Tokenizer.from_file(str(path))
     return None
+
+
+def pass_counts(
+    run: Path, *, stage: str = "all", passing: float = 1.0
+) -> Iterator[tuple[str, str, dict[str, tuple[int, int]]]]:
+    """Of each generation batch: a checksum, its name, and by prompt id how many rollouts passed, of how many.
+
+    `stage` is `all`, `first` or `last`; a rollout passes with a reward of at least `passing`, and one without a reward
+    does not count.
+    """
+    batches = list(filter(store.is_committed, store.batch_directories(run / "rollouts")))
+    if not batches:
+        raise StoreError(f"{run} has no committed generation batch: `stalewise generate` makes one")
+    for directory in {"all": batches, "first": batches[:1], "last": batches[-1:]}[stage]:
+        batch = store.open_batch(directory)
+        counts: dict[str, tuple[int, int]] = {}
+        known = (record for record in batch.iter_records(["prompt_id", "reward"]) if record["reward"] is not None)
+        for record in known:
+            passed, total = counts.get(record["prompt_id"], (0, 0))
+            counts[record["prompt_id"]] = passed + (record["reward"] >= passing), total + 1
+        shards = "".join(shard.sha256 for shard in batch.manifest.shards)
+        yield hashlib.sha256(shards.encode()).hexdigest()[:16], f"{run.name}/{directory.name}", counts

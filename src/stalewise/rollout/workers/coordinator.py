@@ -70,6 +70,10 @@ class Coordinator:
         """A batch is committed here: commit it in the object store, remove the order; returns notes for the journal."""
         if self.sync is not None:
             self.sync.publish_batch(queue.directory)
+        return self.end_order(queue)
+
+    def end_order(self, queue: ShardQueue) -> dict[str, Any]:
+        """All shards of an order are there: remove it; returns notes for the journal."""
         work_order.withdraw_order(self.object_store, queue.order.name)
         return {}
 

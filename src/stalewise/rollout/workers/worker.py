@@ -212,7 +212,7 @@ class RolloutWorker:
         try:
             check = ScoreCheck(self.location.config.task.max_unscored, self.callback.log)
             make_shards(plan, checkpoint, directory, self.task, self.sampler, queue, self.callback.advance, check)
-            if self.location.run is not None:
+            if self.location.run is not None and not plan.most_prompts:  # one that may grow is the trainer's to commit
                 commit_shards(plan, directory, self.task.name)
                 work_order.withdraw_order(self.object_store, order.name)
         except OrderWithdrawn:
