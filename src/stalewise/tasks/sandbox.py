@@ -49,8 +49,9 @@ class Limits:
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
-            if not value > 0 and not (name == "wall_seconds" and value == 0):
-                raise TaskError(f"a sandbox's limit {name} is {value}: it must be above 0")
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 <= value < 1e9 or (value == 0 and name != "wall_seconds"):
+                raise TaskError(f"a sandbox's limit {name} is {value!r}: it must be a number above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def run_python(
 
     It may import the standard library, and with `packages` what is installed in this environment. A `peer` is a second
     program in another process of the same sandbox: descriptor 3 of each is one end of a socket between them, the peer
-    has no output, and all ends with the first program. May be called from several threads at once.
+    has no output, and all ends with the first program (of at most 100 kB). May be called from several threads at once.
 
     Raises a TaskError where nothing can isolate the program, unless `unsafe_without_sandbox`: then only limits and the
     end of all its processes are enforced.
@@ -180,6 +181,8 @@ def _run(
         own = folder if mechanism in ("landlock", "none") else sandbox_process.WORK
         # No site module: it would run the .pth files of an environment.
         commands = [[interpreter(), "-S", "-s", "-B", "-X", "utf8", name] for name in programs]
+        if len(programs) > 1:  # the peer must not change the first program, nor what that imports
+            commands[0][-1:] = ["-P", "-c", programs[_PROGRAM]]
         spec = {
             "mechanism": mechanism,
             "commands": commands,

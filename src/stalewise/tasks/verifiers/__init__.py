@@ -10,6 +10,7 @@ from stalewise.tasks.verifiers.error_counts import ErrorCounts, count_errors
 __all__ = ["VERIFIERS", "ErrorCounts", "count_errors", "make_verifier"]
 
 VERIFIERS = {
+    "code": "stalewise.tasks.verifiers.code:CodeVerifier",
     "exact": "stalewise.tasks.verifiers.exact:ExactVerifier",
     "function": "stalewise.tasks.verifiers.python:FunctionVerifier",
     "math": "stalewise.tasks.verifiers.math:MathVerifier",
@@ -19,5 +20,5 @@ VERIFIERS = {
 
 
 def make_verifier(name: str, **options: Any) -> Verifier:
-    """Make a verifier by name: exact, math, number or python; function is for `stalewise.train`."""
+    """Make a verifier by name: code, exact, judge, math, number or python; function is for `stalewise.train`."""
     return build("verifier", name, VERIFIERS, options)
