@@ -147,6 +147,7 @@ print("done")
 """
 
 
+@cache
 def probe(mechanism: str) -> str:
     """Why a mechanism does not work here; empty if a program in it could not get out."""
     if sys.platform != "linux":
@@ -249,6 +250,9 @@ class Child:
 
     def stop(self) -> None:
         """Ask for the end of all processes, and wait for it."""
+        if sys.platform != "linux":  # nothing watches them, but they have a group
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: the latter for zombies
+                os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
         try:
@@ -256,6 +260,15 @@ class Child:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+    def why(self) -> str:
+        """Close the report; the limit that ended the program, if one did. After `stop`."""
+        if self.report < 0:
+            return ""
+        with os.fdopen(self.report, "rb") as report:
+            told = json.loads(report.read() or b"{}")
+        self.report = -1
+        return "" if told.get("end") == "stopped" else str(told.get("end", ""))
 
 
 def launch(spec: Mapping[str, Any], **pipes: Any) -> Child:
