@@ -13,6 +13,7 @@ VERIFIERS = {
     "code": "stalewise.tasks.verifiers.code:CodeVerifier",
     "exact": "stalewise.tasks.verifiers.exact:ExactVerifier",
     "function": "stalewise.tasks.verifiers.python:FunctionVerifier",
+    "judge": "stalewise.tasks.verifiers.judge:JudgeVerifier",
     "math": "stalewise.tasks.verifiers.math:MathVerifier",
     "number": "stalewise.tasks.verifiers.number:NumberVerifier",
     "python": "stalewise.tasks.verifiers.python:PythonVerifier",
