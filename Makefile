@@ -17,7 +17,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest
 # be idle.
 TWO    := -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/browser --ignore tests/on_ray
 
-.PHONY: install quick test lint types unit nightly browser test-kernels test-engines test-verl test-ray test-architectures demo soak mutation benchmark clean smollm2 reproduce
+.PHONY: install quick test lint types unit nightly browser test-kernels test-engines test-verl test-ray test-architectures demo soak attack attack-hostile mutation benchmark clean smollm2 reproduce
 
 install: $(STAMP)
 
@@ -120,6 +120,11 @@ mutation: install
 # A run is killed 200 times and must end as if it never had been.
 soak: install
 	$(BIN)/python scripts/soak.py --kills 200
+
+# Programs, verifiers, chat templates and model repositories that try to get out of where they run. SEED and COUNT change it.
+attack: attack-hostile
+attack-hostile: install
+	cd tests && OMP_NUM_THREADS=1 PYTHONPATH=.:.. ../$(BIN)/python -m attacks.hostile --seed $(or $(SEED),0) --count $(or $(COUNT),300)
 
 # The claims of the papers: `make reproduce-clipping-dilemma`, or `make reproduce` for all; on a GPU with SETTING=real.
 SETTING := lab

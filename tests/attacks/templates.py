@@ -3,6 +3,10 @@
 `REFUSED` must end in one clear error; `HARMLESS` may render, but never what it is after.
 """
 
+import shutil
+from pathlib import Path
+from typing import Any
+
 REFUSED: dict[str, str] = {
     "loops without end": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
     "{% endfor %}{% endfor %}{% endfor %}",
@@ -44,3 +48,12 @@ HARMLESS: dict[str, str] = {
     "the clock": "{{ strftime_now('%Y') if strftime_now is defined else '' }}",
     "special tokens": "{{ messages[-1].content }}",
 }
+
+
+def with_template(directory: Path, template: str) -> Any:
+    """A tokenizer with this chat template, in a copy of an embedded policy."""
+    from stalewise.models.loading import EMBEDDED, load_tokenizer
+
+    shutil.copytree(EMBEDDED / "arithmetic", directory)
+    (directory / "chat_template.jinja").write_text(template)
+    return load_tokenizer(str(directory))

@@ -1,16 +1,14 @@
 """Hostile chat templates end in one error, within limits, and reach nothing."""
 
-import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from attacks.templates import HARMLESS, REFUSED
+from attacks.templates import HARMLESS, REFUSED, with_template
 from stalewise.errors import ModelError
 from stalewise.models import loading
-from stalewise.models.loading import EMBEDDED, encode_prompts, load_tokenizer
+from stalewise.models.loading import encode_prompts
 from stalewise.tasks.base import CHAT
 from stalewise.types import Prompt
 
@@ -21,12 +19,6 @@ PROMPTS = [Prompt(str(number), "3+4", "7", CHAT) for number in range(2)]
 def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "TEMPLATE_S", 1.0)
     monkeypatch.setattr(loading, "LONGEST_CHAT", 1 << 20)
-
-
-def with_template(directory: Path, template: str) -> Any:
-    shutil.copytree(EMBEDDED / "arithmetic", directory)
-    (directory / "chat_template.jinja").write_text(template)
-    return load_tokenizer(str(directory))
 
 
 @pytest.mark.parametrize("name", REFUSED)

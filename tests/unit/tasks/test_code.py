@@ -2,10 +2,12 @@
 
 import json
 import math
+import random
 from typing import Any
 
 import pytest
 
+from attacks.references import score_references, with_one_change
 from stalewise.errors import TaskError
 from stalewise.tasks import count_errors
 from stalewise.tasks.verifiers import make_verifier
@@ -165,10 +167,18 @@ def test_which_block_is_the_program() -> None:
 def test_options_are_checked() -> None:
     with pytest.raises(TaskError, match="limit seconds is 0"):
         make_verifier("code", seconds=0)
-    with pytest.raises(TaskError, match="limit memory_mb is 'x'"):
+    with pytest.raises(TaskError, match="memory_mb is 'x'"):
         make_verifier("code", memory_mb="x")
     with pytest.raises(TaskError, match="workers is 0"):
         make_verifier("code", workers=0)
+
+
+def test_references_score_one_and_wrong_programs_zero() -> None:
+    rows = [row | {"id": str(number)} for number, row in enumerate((MBPP, HUMANEVAL))]
+    found = score_references(rows, 0, CodeVerifier())
+    assert found["as they are"] == {"score 1": 2, "timed out": 0, "errors": [], "wrong": []}
+    assert found["other values"] == {"score 1": 0, "timed out": 0, "errors": [], "wrong": []}
+    assert with_one_change("def f(x):\n    return x + 1", random.Random(0)) != "def f(x):\n    return x + 1"
 
 
 def test_it_refuses_where_nothing_isolates(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from attacks.running import processes_with
+from attacks.hostile import VERIFIERS, attack_by_verifier
 from stalewise.errors import TaskError
 from stalewise.tasks import make_verifier
 from stalewise.tasks.sandbox import probe
@@ -153,37 +153,10 @@ def test_a_hanging_worker_ends_even_when_its_parent_was_killed(judges: str, tmp_
     wait_until_gone(worker)
 
 
-DRASTIC = {  # what a hostile judge does: what becomes of the response
-    "setsid": "",
-    "daemon": "",
-    "kill the watcher": "",
-    "pickle": "worker died",
-    "hang with a child": "timeout",
-    "half an answer": "timeout",
-    "die with a child": "worker died: exit code 3",
-    "fork many": "worker died: its processes exceeded the limit on processes",
-    "memory": "worker died: its processes exceeded the limit on memory",
-    "flood of answers": "worker died",
-    "not JSON": "worker died",
-    "JSON bomb": "worker died",
-    "forged answer": "worker died",
-    "answer of another kind": "worker died",
-}
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the watching process is for Linux")
-@pytest.mark.parametrize("act", DRASTIC)
+@pytest.mark.parametrize("act", VERIFIERS)
 def test_a_hostile_judge_costs_its_own_response(act: str, tmp_path: Path) -> None:
-    mark = f"stalewise-judge-{os.getpid()}-{time.monotonic_ns()}"
-    given = json.dumps({"folder": str(tmp_path), "mark": mark})
-    options: dict[str, Any] = {"memory_mb": 500, "processes": 8, "limit_s": 1.0 if DRASTIC[act] == "timeout" else 20.0}
-    verifier = make_verifier("python", function="attacks.judges:judge", workers=1, **options)
-    before, hostile, after = score(verifier, "ok", act, "ok", answer=given)
-    verifier.close()
-    assert hostile.error.startswith(DRASTIC[act]) and bool(hostile.error) == bool(DRASTIC[act]), hostile
-    assert before.value == after.value == 0.25, "others are scored"
-    assert processes_with(mark) == [], "nothing is left"
-    assert list(tmp_path.iterdir()) == [], "neither unpickled nor killed"
+    assert attack_by_verifier(act, tmp_path) == []
 
 
 def test_a_judge_sees_no_secrets_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +182,7 @@ def test_a_judge_in_a_sandbox_has_no_network_and_reads_nothing_outside(tmp_path:
 def test_confinement_is_checked() -> None:
     for options, message in (
         ({"memory_mb": 0}, "memory_mb"),
-        ({"environment": "HF_TOKEN"}, "list of names"),
+        ({"environment": "HF_TOKEN"}, "environment"),
         ({"sandbox": 1}, "true or false"),
     ):
         with pytest.raises(TaskError, match=message):
