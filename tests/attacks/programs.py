@@ -1,8 +1,8 @@
 """Programs that try to get out of a sandbox, to outlive it, to use the machine up, or to deceive what reads them.
 
 Each gets a JSON object on standard input: `outside` is a file that it must not read or change, `port` a server on this
-machine that must see no connection, `pid` the process that started the sandbox, `mark` a text that its children carry
-in their command line. A program that succeeds prints ESCAPED. What grows is bounded by the
+machine that must see no connection, `home` the home directory, `pid` the process that started the sandbox, `mark` a
+text that its children carry in their command line. A program that succeeds prints ESCAPED. What grows is bounded by the
 program itself: a sandbox that does not hold must cost a test and not the machine.
 """
 
@@ -38,7 +38,8 @@ PROGRAMS: dict[str, tuple[str, set[str]]] = {
         ORDINARY,
     ),
     "reads passwords and keys": (
-        "for path in ('/etc/passwd', '/etc/shadow', '/root/.ssh', '/root/.netrc', '/root/.bashrc',\n"
+        "home = given['home']\n"
+        "for path in ('/etc/passwd', '/etc/shadow', home + '/.ssh', home + '/.netrc', home + '/.bashrc',\n"
         "             '/run', '/var', '/proc/self/environ'):\n"
         "    if attempt(lambda: os.listdir(path) if os.path.isdir(path) else open(path).read()): escaped(path)",
         ORDINARY,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 from attacks.programs import BEGIN, PROGRAMS
 from stalewise.tasks import sandbox
@@ -33,6 +35,7 @@ class Surroundings:
         port = self.server.getsockname()[1]
         unix = self.unix.getsockname()
         given = {"outside": str(self.outside), "port": port, "pid": os.getpid(), "mark": self.mark, "unix": unix}
+        given["home"] = str(Path.home())
         return json.dumps(given)
 
     def findings(self) -> list[str]:
@@ -101,8 +104,9 @@ def attack(name: str, mechanism: str, folder: Path) -> tuple[SandboxResult, list
     if mechanism == "bubblewrap" and "without end" in name:
         allowed = allowed | {"ok"}  # it has no limit on the number of files, only on their size
     mark = f"stalewise-attack-{os.getpid()}-{time.monotonic_ns()}"
-    before = set(Path("/tmp").glob("stalewise-sandbox-*"))
-    with surroundings(folder, mark) as around:
+    temporary = folder / "temporary"
+    temporary.mkdir()
+    with surroundings(folder, mark) as around, patch.object(tempfile, "tempdir", str(temporary)):
         result = sandbox._run(mechanism, {"program.py": BEGIN + text}, around.told(), {}, limits)
         found = around.findings()
     if "ESCAPED" in result.stdout:
@@ -111,6 +115,6 @@ def attack(name: str, mechanism: str, folder: Path) -> tuple[SandboxResult, list
         found.append(f"it ended as {result.status}, expected {sorted(allowed)}: {result.stderr[-300:]}")
     if len(result.stdout) > LIMITS.output_kb << 10 or len(result.stderr) > LIMITS.output_kb << 10:
         found.append("its output is longer than the limit")
-    if mechanism == "namespaces" and (left := set(Path("/tmp").glob("stalewise-sandbox-*")) - before):
+    if left := list(temporary.iterdir()):
         found.append(f"{left} is left")
     return result, found
