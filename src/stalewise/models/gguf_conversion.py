@@ -236,7 +236,7 @@ def _load(header: GGUFHeader, directory: Path) -> tuple[Any, Any]:
     try:
         with _converting, _quiet():
             with _quick(header, with_vocabulary=False):
-                config: Any = AutoConfig.from_pretrained(str(alone), gguf_file=link.name)
+                config: Any = AutoConfig.from_pretrained(str(alone), gguf_file=link.name, trust_remote_code=False)
                 config.get_text_config().vocab_size = header.rows
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     str(alone),
@@ -245,9 +245,10 @@ def _load(header: GGUFHeader, directory: Path) -> tuple[Any, Any]:
                     dtype=torch.float32,
                     quantization_config=GgufConfig(dequantize=True),
                     output_loading_info=True,
+                    trust_remote_code=False,
                 )
             with _quick(header, with_vocabulary=True):
-                tokenizer = AutoTokenizer.from_pretrained(str(alone), gguf_file=link.name)
+                tokenizer = AutoTokenizer.from_pretrained(str(alone), gguf_file=link.name, trust_remote_code=False)
     except Exception as error:  # transformers and gguf fail in many ways on a file of another kind
         problem = " ".join(str(error).split())[:200]
         raise ModelError(
@@ -458,7 +459,7 @@ def _check_saved(directory: Path, made: Any, header: GGUFHeader) -> None:
     """Compare the tokenizer, as it will be loaded, with what the file says."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(directory))
+    tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=False)
     path, metadata, tokens = header.path, header.metadata, header.metadata["tokenizer.ggml.tokens"]
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     problem = ""

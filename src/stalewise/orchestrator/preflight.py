@@ -214,7 +214,7 @@ class _Preflight:
         from transformers import AutoTokenizer
 
         tokenizer = load_tokenizer(self.source)
-        own: Any = AutoTokenizer.from_pretrained(self.source)
+        own: Any = AutoTokenizer.from_pretrained(self.source, trust_remote_code=False)
         note = "" if own.pad_token_id is not None else ", having no token for it"
         return "ok", f"ends with {tokenizer.eos_token!r}, pads with {tokenizer.pad_token!r}{note}"
 

@@ -87,7 +87,8 @@ def fingerprint(source: str) -> str:
     from stalewise.models.loading import loading_error
 
     try:
-        return str(AutoConfig.from_pretrained(source)._commit_hash)  # pyright: ignore[reportPrivateUsage]
+        described = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        return str(described._commit_hash)  # pyright: ignore[reportPrivateUsage]
     except (OSError, ValueError) as error:
         raise loading_error(source, "has no config that transformers can load", error) from error
 

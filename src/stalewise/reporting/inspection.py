@@ -75,6 +75,7 @@ def _batch(index: int, path: Path, ledger: list[store.LedgerEntry], verify: bool
         "reward": manifest.reward_mean,
         "verifier_error_kinds": dict(manifest.extra.get("verifier_error_kinds", {})),
         "unparsed": manifest.extra.get("unparsed", 0),
+        "timed_out": manifest.extra.get("timed_out", 0),
         "unparsed_examples": list(manifest.extra.get("unparsed_examples", ())),
         "samplers": [asdict(sampler) for sampler in manifest.samplers],
         "bytes": sum(shard.bytes for shard in manifest.shards),

@@ -16,7 +16,7 @@ from stalewise.tasks.verifiers import make_verifier
 from stalewise.types import Prompt
 
 MOST_CHARACTERS = 2**22  # of a text: some million tokens
-OF_A_PROGRAM = "function"  # the verifier whose functions may name any field of a row
+WHOLE_ROW = ("code", "function", "judge")  # verifiers that may use any field of a row
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -217,7 +217,7 @@ class RowsTask:
         whole_problem = json.dumps(messages) if len(messages) > 1 else problem
         row_id = _text(row, self._form.id_field) if named else content_id(whole_problem, answer)
         turns = tuple(messages[:-1]) if is_list else None
-        whole = _json(dict(row.fields), row.where) if self._form.verifier == OF_A_PROGRAM else ""
+        whole = _json(dict(row.fields), row.where) if self._form.verifier in WHOLE_ROW else ""
         return _Question(row_id, named, problem, answer, row.where, whole, turns)
 
     def _prompt(self, question: _Question, prefix: str = "") -> Prompt:
