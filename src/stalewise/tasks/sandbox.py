@@ -195,7 +195,7 @@ def _run(
             "descriptors": [],
         }
         with _memory_file(stdin.encode("utf-8", "surrogatepass")) as given:
-            child = launch(spec, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            child = launch(spec, stdin=given, piped=True)
             return _result(child, mechanism, limits)
 
 
@@ -271,8 +271,9 @@ class Child:
         return "" if told.get("end") == "stopped" else str(told.get("end", ""))
 
 
-def launch(spec: Mapping[str, Any], **pipes: Any) -> Child:
-    """Start the process that isolates and watches what the spec describes."""
+def launch(spec: Mapping[str, Any], *, stdin: int, piped: bool = False) -> Child:
+    """Start the process that isolates and watches what the spec describes; `piped`: its output comes here."""
+    out = subprocess.PIPE if piped else None
     whole = {"interpreter": interpreter(), "bubblewrap": shutil.which("bwrap") or "", "parent": os.getpid()}
     whole |= {"root": os.geteuid() == 0, **spec}
     report, writes = os.pipe()
@@ -280,7 +281,9 @@ def launch(spec: Mapping[str, Any], **pipes: Any) -> Child:
         with _memory_file(json.dumps(whole).encode()) as described:
             command = [interpreter(), "-I", "-S", _SCRIPT, str(described), str(writes)]
             passed = [described, writes, *spec["descriptors"]]
-            process = subprocess.Popen(command, pass_fds=passed, env={}, cwd="/", start_new_session=True, **pipes)
+            process = subprocess.Popen(
+                command, stdin=stdin, stdout=out, stderr=out, pass_fds=passed, env={}, cwd="/", start_new_session=True
+            )
     except BaseException:
         os.close(report)
         raise

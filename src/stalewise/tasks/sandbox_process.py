@@ -425,7 +425,7 @@ def supervise(spec_fd: int, report_fd: int) -> int:
     """Run the spec, end everything that it started, and write the report. Returns the program's wait status."""
     for descriptor in (spec_fd, report_fd):
         os.set_inheritable(descriptor, False)
-    spec = read_spec(spec_fd) | {"self": spec_fd}
+    spec: dict[str, Any] = {**read_spec(spec_fd), "self": spec_fd}
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, signal.SIGTERM})
     call("prctl", PR_SET_SUBREAPER, 1, 0, 0, 0)
     die_with_parent(signal.SIGTERM)

@@ -99,6 +99,13 @@ def test_responses_without_an_answer_are_said(tmp_path: Path) -> None:
     assert "No answer was found in 7 responses, for example at a, b, c; they count as wrong." in found
 
 
+def test_programs_that_took_too_long_are_said(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    add_batch(run, 0, 0, extra={"timed_out": 3})
+    add_evaluation(run, 8, 0.8, timed_out=1)
+    assert "4 programs took too long; they count as wrong." in warnings(read_run(run))
+
+
 def test_a_run_that_learned_from_the_rollouts_of_others(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", updates=8, schedule={"updates": 128})
     shutil.rmtree(run / "rollouts")

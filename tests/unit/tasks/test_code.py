@@ -25,7 +25,7 @@ HUMANEVAL = {
     "tests": "def check(candidate):\n    assert abs(candidate(1.0) - 3.1415926) < 1e-6\n    assert candidate(0) == 0\n",
     "entry_point": "area",
 }
-PAIRS = {
+PAIRS: dict[str, Any] = {
     "problem": "Read numbers and print their sum.",
     "answer": "print(sum(map(int, input().split())))",
     "tests": [{"input": "1 2\n", "output": "3"}, {"input": "5 5 5", "output": "15\n"}],
@@ -62,7 +62,8 @@ def test_humaneval_form_as_continuation_and_as_whole_function() -> None:
 
 
 def test_pairs_of_input_and_output() -> None:
-    rows = PAIRS, PAIRS | {"tests": {"inputs": ["1 2\n", "5 5 5"], "outputs": ["3", ["15"]]}}
+    lists: dict[str, Any] = {"tests": {"inputs": ["1 2\n", "5 5 5"], "outputs": ["3", ["15"]]}}
+    rows: list[dict[str, Any]] = [PAIRS, PAIRS | lists]
     for row in rows:
         right, wrong, broken = scored(row, fenced(row["answer"]), fenced("print(3)  "), fenced("print("))
         assert right.value == 1
