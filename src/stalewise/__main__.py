@@ -4,11 +4,11 @@ import _signal  # `signal` itself takes a moment to import, in which Ctrl-C woul
 
 
 def main() -> None:
-    """Run the command line. Ctrl-C while it is being imported ends the process without a word."""
-    before = _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
+    """Run the command line. Ctrl-C ends the process without a word until a command has begun."""
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:  # not where it is ignored
+        _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
     from stalewise.cli import main as run
 
-    _signal.signal(_signal.SIGINT, before)
     run()
 
 

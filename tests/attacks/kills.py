@@ -47,6 +47,6 @@ def attack_commands(count: int, seed: int, folder: Path, longest: float = 4.0) -
         process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=120)
         statuses.append(process.returncode)
-        if "Traceback" in told and "stalewise" in told:  # not of Python's own start
+        if "Traceback" in told and ("__main__.py" in told or "/cli/" in told):  # before that, Python itself starts
             wrong.append(f"{words[0]} after {wait:.2f} s: {told[-600:]}")
     return {"interrupts": count, "ended_by_them": sum(status != 0 for status in statuses), "wrong": wrong}

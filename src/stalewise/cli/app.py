@@ -46,13 +46,14 @@ def _noting_interrupts(group: Group) -> Iterator[None]:
         yield
         return
     before = signal.getsignal(signal.SIGINT)
+    handler = signal.default_int_handler if before is signal.SIG_DFL else before  # see `stalewise.__main__`
 
     def interrupt(number: int, frame: Any) -> None:
         group.was_interrupted = True
-        if callable(before):
-            before(number, frame)
+        if callable(handler):
+            handler(number, frame)
 
-    signal.signal(signal.SIGINT, interrupt if callable(before) else before)
+    signal.signal(signal.SIGINT, before if before is signal.SIG_IGN else interrupt)
     try:
         yield
     finally:

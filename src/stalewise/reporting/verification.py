@@ -358,9 +358,18 @@ def _verify_rollback(found: Verification, rollback: Path, thorough: bool) -> Non
         path = rollback / Path(name).name
         if path.is_file() or path.name in _ends_or_none(rollback):
             _verify_line_file(found, path, schema, depends, again)
+    used = _batches_used(rollback / "updates.jsonl")
     for directory in batch_directories(rollback / "rollouts"):
-        _verify_batch(found, directory, depends, again, thorough)
+        is_used = parse_batch_name(directory).generation_batch in used
+        _verify_batch(found, directory, depends, again, thorough, is_used=is_used)
     _verify_tokens(found, rollback / "tokens", thorough)
+
+
+def _batches_used(ledger: Path) -> set[int]:
+    try:
+        return {entry.generation_batch for entry in read_ledger(ledger)}
+    except StoreError:  # named already
+        return set()
 
 
 def _ends_or_none(directory: Path) -> dict[str, tuple[int, str]]:
