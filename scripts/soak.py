@@ -64,7 +64,8 @@ def tiny_config(runs: Path, name: str, objective: str, rank: int = 0, kind: str 
     settings = KINDS[kind]
     if kind == "verifier":
         options = {**settings["task"]["options"], "path": str(_write_rows(runs))}
-        settings = {**settings, "task": {**settings["task"], "options": options}}
+        model = {"path": "arithmetic", "lora": {"rank": rank}}
+        settings = {**settings, "model": model, "task": {**settings["task"], "options": options}}
     return make_config(
         {
             "name": name,
