@@ -64,7 +64,8 @@ def tiny_config(runs: Path, name: str, objective: str, rank: int = 0, kind: str 
     settings = KINDS[kind]
     if kind == "verifier":
         options = {**settings["task"]["options"], "path": str(_write_rows(runs))}
-        settings = {**settings, "task": {**settings["task"], "options": options}}
+        model = {"path": "arithmetic", "lora": {"rank": rank}}
+        settings = {**settings, "model": model, "task": {**settings["task"], "options": options}}
     return make_config(
         {
             "name": name,
@@ -86,7 +87,7 @@ def _write_rows(folder: Path) -> Path:
     """The rows of a run with a verifier of its own, and the module of that verifier, where Python finds it."""
     rows, module = folder / "rows.jsonl", folder / "soak_judge.py"
     if not rows.exists():
-        lines = [{"problem": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 10) for b in range(1, 10)]
+        lines = [{"problem": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 50) for b in (11, 23, 37)]
         rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
         module.write_text("def judge(prompt, response):\n    return float(response.strip() == prompt.answer)\n")
     if str(folder) not in sys.path:

@@ -35,6 +35,7 @@ COMMANDS = [
     "sweep",
     "plan",
     "doctor",
+    "difficulty",
 ]
 
 
