@@ -197,7 +197,7 @@ def check_logits() -> dict[str, float]:
             ("lse", "logp", "entropy"), kernels.statistics(logits, target), expected, strict=True
         ):
             apart[name] = max(apart.get(name, 0.0), float((one - other).abs().max()))
-        given = (logits, expected[0], target, gradient)
+        given = (logits, expected[0], target, gradient, None)
         wanted = plain.gradient(*given).float()  # first: the other one writes over the logits
         apart["gradient"] = max(apart.get("gradient", 0.0), relative(kernels.gradient(*given).float(), wanted))
     return apart

@@ -20,7 +20,8 @@ from typing import Any
 from stalewise.api import run
 from stalewise.config import make_config, parse_override, set_dotted
 from stalewise.reporting.inspection import pass_counts
-from stalewise.store.atomic import read_jsonl, write_json_atomic
+from stalewise.store.atomic import write_json_atomic
+from stalewise.store.json_lines import read_jsonl
 from stalewise.tasks.difficulty import DifficultyTable, PassCounts
 
 ARMS = ("keep", "skip", "drop", "refill", "table")

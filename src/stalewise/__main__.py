@@ -1,6 +1,7 @@
 """`python -m stalewise` is `stalewise`."""
 
-import _signal  # `signal` itself takes a moment to import, in which Ctrl-C would be a traceback
+# `signal` itself takes a moment to import, in which Ctrl-C would be a traceback.
+import _signal  # pyright: ignore[reportMissingImports]
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ def batch(deviation: float) -> dict[str, Tensor]:
     }
 
 
-def loss_and_gradient(name: str, given: dict[str, Tensor], **params: Any) -> tuple[float, Tensor, float]:
+def loss_and_gradient(name: str, given: dict[str, Any], **params: Any) -> tuple[float, Tensor, float]:
     logp = given["logp"].clone().requires_grad_()
     result = evaluate(name, **{**given, "logp": logp}, params=params, denominator=1.0)
     result.loss.backward()

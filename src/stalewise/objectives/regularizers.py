@@ -68,8 +68,8 @@ def kl_of_responses(
     logp: np.ndarray, reference_logp: np.ndarray, offsets: np.ndarray, estimator: KLEstimator = "k1"
 ) -> np.ndarray:
     """Σ_t of the estimate over the tokens of each response [R]; response i has tokens `offsets[i] : offsets[i + 1]`."""
-    given = (torch.from_numpy(np.asarray(values, dtype=np.float64)) for values in (logp, reference_logp))
-    totals = np.concatenate([[0.0], np.cumsum(kl_estimate(*given, estimator).numpy())])
+    policy, reference = (torch.tensor(values.tolist(), dtype=torch.float64) for values in (logp, reference_logp))
+    totals = np.concatenate([[0.0], np.cumsum(kl_estimate(policy, reference, estimator).tolist())])
     return totals[offsets[1:]] - totals[offsets[:-1]]
 
 

@@ -409,7 +409,8 @@ class Orchestrator:
 
         def order(longer: BatchPlan) -> ShardQueue:
             before = first.source if isinstance(first, DeferredShards) else first
-            self.coordinator.end_order(refill.last or before)
+            if (latest := refill.last or before) is not None:
+                self.coordinator.end_order(latest)
             refill.last = self.coordinator.order_batch(longer, checkpoint)
             return refill.last
 

@@ -25,7 +25,9 @@ def test_loss_and_gradient_equal_the_oracle(case: dict[str, Any], dtype: torch.d
     params = dict(case["params"])
     if "clip" in params:
         params["clip_low"], params["clip_high"] = params.pop("clip")
-    inputs = {name: torch.tensor(case[name], dtype=dtype) for name in ("logp", "behaviour_logp", "advantage", "mask")}
+    inputs: dict[str, Any] = {
+        name: torch.tensor(case[name], dtype=dtype) for name in ("logp", "behaviour_logp", "advantage", "mask")
+    }
     logp = inputs["logp"].requires_grad_()
     expected_gradient = torch.tensor(case["grad_logp"], dtype=dtype)
 

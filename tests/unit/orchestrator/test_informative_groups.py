@@ -17,7 +17,7 @@ from stalewise.errors import ConfigError
 from stalewise.rollout.generate import BatchPlan
 from stalewise.rollout.workers.worker import work
 from stalewise.store import batch_directories, open_batch, read_ledger
-from stalewise.store.atomic import read_jsonl
+from stalewise.store.json_lines import read_jsonl
 from stalewise.store.ledger import from_ranges, ledger_path
 from stalewise.store.reader import deal_informative, has_variance
 from tiny import tiny_record

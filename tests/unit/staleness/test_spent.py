@@ -94,4 +94,4 @@ def test_the_newest_stage_decides_whether_one_continues() -> None:
     schedule = StageSchedule(100, 100, stages=(Stage(0, 0, 8, 0), Stage(1, 8, 8, 32)))
     assert schedule.begin_stage(10, was_spent=False, per_update=4) is None  # within the second
     begun = schedule.begin_stage(16, was_spent=False, per_update=4)
-    assert begun is not None and begun[0].stages[-1].first_update == 16
+    assert begun is not None and isinstance(begun[1], Stage) and begun[1].first_update == 16

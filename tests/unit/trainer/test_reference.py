@@ -19,7 +19,7 @@ from stalewise.config import RunConfig, make_config
 from stalewise.config.sections import ModelSection, ObjectiveSection
 from stalewise.errors import ConfigError, ModelError, StalewiseError
 from stalewise.store import batch_directories, open_batch
-from stalewise.store.atomic import read_jsonl
+from stalewise.store.json_lines import read_jsonl
 from stalewise.trainer.reference import LoadedReference, check_reference
 from stalewise.trainer.trainer import Trainer
 from tiny import tiny_record
