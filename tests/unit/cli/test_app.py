@@ -34,6 +34,7 @@ COMMANDS = [
     "probe",
     "sweep",
     "plan",
+    "difficulty",
     "doctor",
     "difficulty",
 ]
