@@ -1,4 +1,4 @@
-"""The public verbs as functions: train, run, generate, learn, evaluate. The command line calls these and prints."""
+"""The public verbs as functions: train, run, fork, generate, learn, evaluate; the command line prints their results."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from stalewise.models.loading import embedded_policies, embedded_policy, resolve
 from stalewise.orchestrator import python_objects
 from stalewise.orchestrator.contamination import seen_in_training
 from stalewise.orchestrator.evaluation import Evaluation, evaluate_suite
+from stalewise.orchestrator.fork import fork
 from stalewise.orchestrator.model_check import check_model
 from stalewise.orchestrator.offline import OfflineRollouts, plan_sources
 from stalewise.orchestrator.orchestrator import Orchestrator
@@ -36,6 +37,8 @@ from stalewise.store import BatchManifest, atomic, checkpoints
 from stalewise.tasks import Seen, Task, make_evaluation_file
 from stalewise.tasks.overlap import read_ids
 from stalewise.types import NullCallback, ProgressCallback
+
+__all__ = ["evaluate", "evaluate_suites", "fork", "generate", "learn", "run", "train"]
 
 P = ParamSpec("P")
 R = TypeVar("R")

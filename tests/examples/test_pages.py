@@ -76,6 +76,14 @@ def test_evaluation(tmp_path: Path) -> None:
     assert run_commands("docs/evaluation.md") == 5
 
 
+def test_forks(tmp_path: Path) -> None:
+    space = run_blocks("docs/fork.md", "tests/examples/test_pages.py`.\n")
+    assert run_commands("docs/fork.md") == 5
+    exec(blocks("docs/fork.md")[1], space)
+    assert space["result"].updates == 4
+    assert [path.name for path in sorted((tmp_path / "runs").iterdir())] == ["first", "longer", "lower", "warm"]
+
+
 def test_templates(tmp_path: Path) -> None:
     (table,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/templates.md").read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "train.jsonl").write_text("".join(f'{{"problem": "{n}?", "answer": "{n}"}}\n' for n in range(20)))

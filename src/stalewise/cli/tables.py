@@ -21,7 +21,7 @@ from stalewise.planning.sweep import SweepResult
 from stalewise.reporting.compare import RunComparison
 from stalewise.reporting.inspection import visible
 from stalewise.reporting.status import RunPhase, RunStatus
-from stalewise.reporting.summary import count_noun, format_interval, format_value
+from stalewise.reporting.summary import count_noun, describe_fork, format_changes, format_interval, format_value
 from stalewise.reporting.trackers import measures_of
 from stalewise.statistics import format_duration
 
@@ -170,6 +170,11 @@ def print_run(record: dict[str, Any]) -> None:
     print_lines(
         record["directory"],
         f"{record['objective']} on {record['task']}, model {record['model']}, {record['schedule']}",
+        *(visible(line) for line in describe_fork(record["fork"])),
+        *(
+            visible(f"at version {line['version']} was changed: {format_changes(line['changes'])}")
+            for line in record["config_changes"]
+        ),
         f"{record['updates_done']} of {record['updates']} updates{lost}",
         f"checkpoints: {', '.join(map(str, record['checkpoints'])) or 'none'}",
         _batches(record["batches"]),

@@ -1,4 +1,4 @@
-"""Commands that train or examine one run: demo, init, train, generate, learn, eval, inspect, doctor."""
+"""Commands that train or examine one run: demo, init, train, fork, generate, learn, eval, inspect, doctor."""
 
 from __future__ import annotations
 
@@ -74,6 +74,29 @@ def _run_and_print(config: RunConfig, train: Callable[[ProgressCallback], RunRes
         result = train(callback)
     if is_first:
         print_result(result, as_json)
+
+
+@app.command()
+def fork(
+    run: RunDirectory,
+    at: Annotated[int | None, typer.Option(metavar="VERSION", help="Checkpoint; default: the newest.")] = None,
+    settings: Settings = None,
+    unset: Annotated[list[str] | None, typer.Option(metavar="KEY", help="Give a setting its default.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the new run; default: RUN-vVERSION.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a new run that starts from a checkpoint of another one, with its optimizer and the rollouts that fit."""
+    from stalewise.api import fork
+    from stalewise.config.run_directory import read_fork
+
+    changes = overrides(settings)
+    config = fork(
+        run, at=at, settings=changes, unset=unset or (), name=name, log=lambda text: typer.echo(text, err=True)
+    )
+    if as_json:
+        return print_json({"directory": str(config.directory), **read_fork(config.directory)})
+    typer.echo(str(config.directory))
+    typer.echo(f"next: stalewise train {config.directory}", err=True)
 
 
 @app.command()

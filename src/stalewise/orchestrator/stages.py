@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stalewise.config import ScheduleSection
+from stalewise.config.run_directory import schedule_of
 from stalewise.staleness.schedule import Schedule
 from stalewise.staleness.spent import Stage, StageSchedule
 from stalewise.store.atomic import append_line, read_jsonl, truncate_jsonl
@@ -21,7 +22,7 @@ from stalewise.store.atomic import append_line, read_jsonl, truncate_jsonl
 def read_schedule(section: ScheduleSection, stages_path: Path) -> Schedule:
     """The schedule of a run, with the stages that have begun where it finds them itself."""
     if section.end == "count":
-        return section.schedule()
+        return schedule_of(section, stages_path.parent.parent)
     names = [field.name for field in fields(Stage)]
     stages = [Stage(**{name: record[name] for name in names}) for record in read_jsonl(stages_path)]
     return StageSchedule(section.updates, section.updates, stages=tuple(s for s in stages if s.planned_updates))

@@ -103,4 +103,8 @@ ROLLBACK = RecordSchema(
     {"time": is_number, "from_version": is_whole, "to_version": is_whole, "reason": is_text},
     optional={"learning_rate_factor": is_number},
 )
+_ORIGIN = RecordSchema(
+    {"run": is_text, "version": is_whole, "changes": dict_of(lambda pair: isinstance(pair, list) and len(pair) == 2)}
+)
+FORKED = RecordSchema({**_ORIGIN.required, "ancestors": list_of(_ORIGIN.accepts)})
 HOLDER = RecordSchema({"pid": is_whole, "host": is_text, "since": is_text})

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stalewise import store
-from stalewise.config.run_directory import read_config, read_result
+from stalewise.config.run_directory import read_config, read_fork, read_result
 from stalewise.errors import StoreError
 from stalewise.store.atomic import read_json, read_jsonl
 from stalewise.store.checkpoints import checkpoint_directory, versions
@@ -35,6 +35,8 @@ def inspect_run(directory: str | Path, *, verify: bool = False) -> dict[str, Any
         "batches": [_batch(index, path, ledger, verify) for index, path in numbered_batches(directory)],
         "evaluations": read_jsonl(directory / "eval.jsonl"),
         "seconds": read_result(directory, updates).seconds,
+        "fork": {key: value for key, value in read_fork(directory).items() if key not in ("format", "schedule")},
+        "config_changes": [line for line in read_jsonl(directory / "journal.jsonl") if line["event"] == "config"],
     }
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from stalewise.config import ScheduleSection
-from stalewise.config.run_directory import RESOLVED, read_resolved
+from stalewise.config.run_directory import FORK, NOTES, RESOLVED, read_fork, read_resolved, schedule_of
 from stalewise.errors import StoreError
 from stalewise.reporting import timeline
 from stalewise.reporting.checks import (
     EVALUATION,
+    FORKED,
     JOURNAL,
     METRIC,
     ROLLBACK,
@@ -71,6 +72,8 @@ class Run:
     committed: int  # updates covered by the newest checkpoint, according to the journal
     notes: list[str] = field(default_factory=list)  # what was left out while reading
     suites: list[dict[str, Any]] = field(default_factory=list)  # evaluations on suites, by suite and version
+    fork: dict[str, Any] = field(default_factory=dict)  # fork.json: what the run was forked from
+    config_changes: list[dict[str, Any]] = field(default_factory=list)  # journal records of settings changed in place
 
     @property
     def updates(self) -> int:
@@ -178,6 +181,8 @@ def read_run(directory: Path, label: str | None = None) -> Run:
         planned = min(update, schedule.updates - 1) // schedule.updates_per_generation
         return int(batch) if np.isfinite(batch) else planned
 
+    config_changes = [line for line in journal if line["event"] == "config" and isinstance(line.get("changes"), dict)]
+    journal = [line for line in journal if line["event"] not in NOTES]
     spent = timeline.seconds_by_stage(journal, stage_of)
     timeline.add_uncommitted(spent, metrics, committed, stage_of)
     generator = read_records(directory / "journal-generator.jsonl", JOURNAL, notes)
@@ -207,12 +212,25 @@ def read_run(directory: Path, label: str | None = None) -> Run:
         committed=committed,
         notes=notes,
         suites=read_suites(directory / "suites.jsonl", notes),
+        fork=_fork(directory, notes),
+        config_changes=config_changes,
     )
+
+
+def _fork(directory: Path, notes: list[str]) -> dict[str, Any]:
+    try:
+        record = read_fork(directory)
+        if record and not FORKED.accepts(record):
+            raise StoreError(f"{directory / FORK} lacks {', '.join(FORKED.required)}")
+        return record
+    except (StoreError, OSError) as error:
+        notes.append(f"what the run was forked from is unknown: {error}")
+        return {}
 
 
 def _schedule(config: Mapping[str, Any], directory: Path) -> Schedule:
     try:
-        return ScheduleSection.model_validate(config["schedule"]).schedule()
+        return schedule_of(ScheduleSection.model_validate(config["schedule"]), directory)
     except (KeyError, ValueError) as error:
         what = f"{directory / RESOLVED} has no usable schedule ({' '.join(str(error).split())})"
         raise StoreError(f"{what}: restore it from a copy") from error

@@ -44,7 +44,33 @@ class RunSummary:
 def summarize(run: Run) -> RunSummary:
     """Verdict, sentences and warnings of one run."""
     verdict, accuracy = verdict_of(run)
-    return RunSummary(verdict, accuracy, f"{describe_progress(run)} {describe_cost(run)}", warnings_of(run))
+    cost = " ".join(filter(None, (describe_progress(run), describe_lineage(run), describe_cost(run))))
+    return RunSummary(verdict, accuracy, cost, warnings_of(run))
+
+
+def describe_lineage(run: Run) -> str:
+    """What the run was forked from, and the settings that were changed then and in place; empty if nothing was."""
+    sentences = [f"{words}." for words in describe_fork(run.fork)]
+    for record in run.config_changes:
+        sentences.append(f"At version {record.get('version', 0)} was changed: {format_changes(record['changes'])}.")
+    return " ".join(sentences)
+
+
+def describe_fork(record: Mapping[str, Any]) -> list[str]:
+    """The runs that a run was forked from, the last one first."""
+    lines = [record, *record.get("ancestors", ())] if record else []
+    return [
+        f"{'Forked' if index == 0 else 'which was forked'} from {one['run']} at version {one['version']}"
+        + (f" with {format_changes(one['changes'])}" if one["changes"] else " without a change")
+        for index, one in enumerate(lines)
+    ]
+
+
+def format_changes(changes: Mapping[str, Sequence[Any]]) -> str:
+    """Settings with their values before and after."""
+    return ", ".join(
+        f"{key} = {format_value(after)} ({format_value(before)})" for key, (before, after) in changes.items()
+    )
 
 
 def verdict_of(run: Run) -> tuple[str, str]:

@@ -129,14 +129,15 @@ def shareable(config: RunConfig) -> dict[str, Any]:
     record["plan"] |= {"learning_rate": "given", "calibration": ""}
     server = record["sampler"]["server"]
     server |= {"urls": [f"http://localhost:{8000 + i}" for i in range(len(server["urls"]))], "paths": {}}
-    return _without_paths(record)
+    return without_paths(record)
 
 
-def _without_paths(value: Any) -> Any:
+def without_paths(value: Any) -> Any:
+    """A value without nulls in tables, and with file names instead of absolute paths."""
     if isinstance(value, Mapping):
-        return {key: _without_paths(item) for key, item in value.items() if item is not None}
+        return {key: without_paths(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_without_paths(item) for item in value]
+        return [without_paths(item) for item in value]
     is_path = isinstance(value, str) and value.startswith(("/", "~")) and not any(map(str.isspace, value))
     return Path(value).name if is_path else value
 
