@@ -84,6 +84,14 @@ def test_forks(tmp_path: Path) -> None:
     assert [path.name for path in sorted((tmp_path / "runs").iterdir())] == ["first", "longer", "lower", "warm"]
 
 
+def test_rescoring(tmp_path: Path) -> None:
+    space = run_blocks("docs/rescore.md", "tests/examples/test_pages.py`.\n")
+    assert run_commands("docs/rescore.md") == 4
+    assert {path.name for path in (tmp_path / "runs/first/rewards").iterdir()} == {"with-format", "last-number"}
+    exec(blocks("docs/rescore.md")[1], space)
+    assert space["made"].record["mean_after"] > space["made"].record["mean_before"]
+
+
 def test_templates(tmp_path: Path) -> None:
     (table,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/templates.md").read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "train.jsonl").write_text("".join(f'{{"problem": "{n}?", "answer": "{n}"}}\n' for n in range(20)))

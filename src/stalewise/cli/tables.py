@@ -21,7 +21,14 @@ from stalewise.planning.sweep import SweepResult
 from stalewise.reporting.compare import RunComparison
 from stalewise.reporting.inspection import visible
 from stalewise.reporting.status import RunPhase, RunStatus
-from stalewise.reporting.summary import count_noun, describe_fork, format_changes, format_interval, format_value
+from stalewise.reporting.summary import (
+    count_noun,
+    describe_fork,
+    describe_rewards,
+    format_changes,
+    format_interval,
+    format_value,
+)
 from stalewise.reporting.trackers import measures_of
 from stalewise.statistics import format_duration
 
@@ -179,6 +186,8 @@ def print_run(record: dict[str, Any]) -> None:
         f"checkpoints: {', '.join(map(str, record['checkpoints'])) or 'none'}",
         _batches(record["batches"]),
         *_unparsed(sum(batch["unparsed"] for batch in committed), examples),
+        *(visible(f"rewards {describe_rewards(one, one['name'])}") for one in record["rewards"]),
+        *([f"learned from the rewards {', '.join(used)}"] if (used := record["rewards_used"]) != ["first"] else []),
         *_accuracies(record["evaluations"]),
         _seconds(record["seconds"]),
     )
@@ -213,6 +222,7 @@ def print_rollout(record: dict[str, Any]) -> None:
         "prompt": f"{record['prompt_id']}  {_text(record['prompt'])}",
         "response": _text(record["text"]),
         "reward": _reward(record),
+        **{f"  {name}": _reward(one) for name, one in record["rewards"].items()},
         "finished": f"{record['finish_reason']}, versions {record['version_first']} to {record['version_last']}",
         "sampler": ", ".join(f"{key} {value}" for key, value in settings if value != ""),
         "consumed": f"at {', '.join(map(str, record['consumed_at'])) or 'no update yet'}",

@@ -73,6 +73,20 @@ def format_changes(changes: Mapping[str, Sequence[Any]]) -> str:
     )
 
 
+def describe_rewards(record: Mapping[str, Any], name: str) -> str:
+    """One line: how many rewards changed, and their mean before and after."""
+    before, after = (
+        "unknown" if record[key] is None else f"{record[key]:.4f}" for key in ("mean_before", "mean_after")
+    )
+    share = record["changed"] / record["rollouts"]
+    unscored = f"; without a score {record['unscored_before']:,} → {record['unscored_after']:,}"
+    return (
+        f"{name}: {record['changed']:,} of {record['rollouts']:,} rewards changed ({share:.1%}; {record['raised']:,} "
+        f"higher, {record['lowered']:,} lower), mean {before} → {after}"
+        + (unscored if record["unscored_before"] or record["unscored_after"] else "")
+    )
+
+
 def verdict_of(run: Run) -> tuple[str, str]:
     """A verdict of a few words, and a sentence with its numbers."""
     if not run.evaluations:
