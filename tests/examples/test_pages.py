@@ -92,6 +92,16 @@ def test_rescoring(tmp_path: Path) -> None:
     assert space["made"].record["mean_after"] > space["made"].record["mean_before"]
 
 
+def test_mixtures(tmp_path: Path) -> None:
+    (table,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/mixtures.md").read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "mixed.toml").write_text(table)
+    exec(blocks("docs/mixtures.md")[0], {})
+    assert run_commands("docs/mixtures.md") == 3
+    space = run_blocks("docs/mixtures.md", "in any other run.\n")
+    by_task = space["result"].evaluations[-1]["by_task"]
+    assert {label: one["prompts"] for label, one in by_task.items()} == {"arithmetic": 12, "small": 4}
+
+
 def test_templates(tmp_path: Path) -> None:
     (table,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/templates.md").read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "train.jsonl").write_text("".join(f'{{"problem": "{n}?", "answer": "{n}"}}\n' for n in range(20)))

@@ -71,7 +71,11 @@ def _seconds(seconds: Mapping[str, float]) -> str:
 
 
 def _accuracies(evaluations: Iterable[Mapping[str, Any]]) -> list[str]:
-    return [f"version {one['version']}: accuracy {format_interval(one['accuracy'])}" for one in evaluations]
+    return [
+        f"version {one['version']}: accuracy {format_interval(one['accuracy'])}"
+        + "".join(f"; {visible(task)} {format_interval(of['accuracy'])}" for task, of in one.get("by_task", {}).items())
+        for one in evaluations
+    ]
 
 
 def print_result(result: RunResult, as_json: bool) -> None:
@@ -99,6 +103,8 @@ def print_evaluation(result: Any) -> None:
         f"{result.response_length:.1f} tokens per response, {result.truncated_fraction:.1%} truncated, "
         f"{result.seconds:.1f} s",
     )
+    for label, one in result.by_task.items():
+        print_lines(visible(f"{label}: accuracy {format_interval(one['accuracy'])} on {one['prompts']} prompts"))
     if result.excluded:
         print_lines(f"{result.excluded} prompts left out: they were used in training, or their ids are excluded")
     for kind, count in result.verifier_error_kinds.items():

@@ -92,7 +92,9 @@ class ModelSection(Section):
 class TaskSection(Section):
     """The task to train on."""
 
-    name: str = Field(default="arithmetic", description="arithmetic[-steps|-chat], jsonl, hf or gym; docs/tasks.md.")
+    name: str = Field(
+        default="arithmetic", description="arithmetic[-steps|-chat], jsonl, hf, gym or mixture; docs/tasks.md."
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the task; docs/tasks.md lists them.")
     max_unscored: float = Field(
         default=0.2, ge=0, le=1, description="Stop when more than this fraction of responses could not be scored."

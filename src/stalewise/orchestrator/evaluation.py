@@ -23,9 +23,11 @@ from stalewise.rollout.generate import ScoreCheck, sample_for_evaluation
 from stalewise.rollout.sampler import Sampler
 from stalewise.statistics import Interval, bootstrap
 from stalewise.tasks import Seen, Task, Verifier, count_errors
+from stalewise.tasks.mixture import MixtureVerifier
+from stalewise.tasks.overlap import task_of
 from stalewise.tasks.verifiers.error_counts import LISTED
 from stalewise.tasks.verifiers.math import MathVerifier
-from stalewise.types import FinishReason, SamplerSettings
+from stalewise.types import FinishReason, Prompt, SamplerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Evaluation:
     majority: Interval | None = None  # majority@k over all samples; None: the verifier names no answers
     suite: str = ""  # empty: the run's own evaluation
     settings: dict[str, Any] = field(default_factory=dict)  # temperature, top_p and max_new_tokens of a suite
+    by_task: dict[str, dict[str, Any]] = field(default_factory=dict)  # of a mixture: prompts and measures of each task
 
     def record(self) -> dict[str, Any]:
         """The line in `eval.jsonl`."""
@@ -117,7 +120,8 @@ def evaluate_checkpoint(
         unmatched=len(unmatched),
         unmatched_prompts=[prompt.prompt_id for prompt in unmatched[:LISTED]],
         by_prompt=scores_by_prompt([prompt.prompt_id for prompt in held_out], score_PK),
-        majority=majority_of(score_PK, answers_of(task.verifier, texts)),
+        majority=majority_of(score_PK, answers_of(task.verifier, repeated, texts)),
+        by_task=measures_by_task(task.verifier, repeated, texts, score_PK),
     )
 
 
@@ -153,8 +157,31 @@ def pass_at_k(score_PK: npt.NDArray[np.float64], k: int) -> Interval:
     return bootstrap(1 - missed_P)
 
 
-def answers_of(verifier: Verifier, texts: Sequence[str]) -> list[str | None] | None:
+def measures_by_task(
+    verifier: Verifier, repeated: Sequence[Prompt], texts: Sequence[str], score_PK: npt.NDArray[np.float64]
+) -> dict[str, dict[str, Any]]:
+    """Number of prompts, accuracy, pass@k and majority@k of each task of a mixture; empty for another task."""
+    samples = score_PK.shape[1]
+    task_P = np.array([task_of(prompt.prompt_id) for prompt in repeated[::samples]])
+    measures: dict[str, dict[str, Any]] = {}
+    for label in dict.fromkeys(task_P.tolist()):
+        if label:
+            own = np.flatnonzero(np.repeat(task_P == label, samples)).tolist()
+            answers = answers_of(verifier, [repeated[i] for i in own], [texts[i] for i in own])
+            own_PK = score_PK[task_P == label]
+            measures[label] = {
+                "prompts": len(own_PK),
+                "accuracy": asdict(average(own_PK)),
+                "pass_at": {samples: asdict(pass_at_k(own_PK, samples))},
+                "majority": None if (majority := majority_of(own_PK, answers)) is None else asdict(majority),
+            }
+    return measures
+
+
+def answers_of(verifier: Verifier, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[str | None] | None:
     """The answer that each response gives, where the verifier can name them; None for a response without one."""
+    if isinstance(verifier, MixtureVerifier):
+        return verifier.answers(prompts, texts)
     name: Callable[[str], str | None] | None = getattr(verifier, "answer", None)
     return None if name is None else [name(text) for text in texts]
 
@@ -187,7 +214,8 @@ def describe_evaluation(result: Evaluation) -> str:
     accuracy = result.accuracy
     named = f"{result.suite} at " if result.suite else ""
     line = f"{named}version {result.version}: accuracy {accuracy.value:.3f} [{accuracy.low:.3f}, {accuracy.high:.3f}]"
-    notes = {
+    notes = {f"{label} {one['accuracy']['value']:.3f}": True for label, one in result.by_task.items()}
+    notes |= {
         f"{result.truncated_fraction:.0%} truncated": result.truncated_fraction > 0.5,
         f"{result.excluded} prompts left out": result.excluded,
         f"no answer found in {result.unparsed} responses": result.unparsed > 0.5 * result.prompts * result.samples,

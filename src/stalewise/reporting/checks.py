@@ -96,6 +96,9 @@ EVALUATION = RecordSchema(
         "by_prompt": is_by_prompt,
         "majority": is_interval,
         "settings": is_table,
+        "by_task": dict_of(
+            lambda one: is_table(one) and is_whole(one.get("prompts")) and is_interval(one.get("accuracy"))
+        ),
     },
 )
 STAGE = RecordSchema({"generation_batch": is_whole}, optional={"planned_updates": is_whole, "ended": is_table})

@@ -122,6 +122,22 @@ class Run:
         batch, update = self.column("generation_batch"), self.column("update")
         return update[1:][np.diff(batch) != 0].astype(int).tolist() if len(batch) else []
 
+    @property
+    def tasks(self) -> list[str]:
+        """Labels of the tasks of a mixture; none for another task."""
+        named = [key.removeprefix("reward/") for key in self.metrics if key.startswith("reward/")]
+        return list(
+            dict.fromkeys([*named, *(task for record in self.evaluations for task in record.get("by_task") or ())])
+        )
+
+    def task_rewards(self, task: str) -> tuple[float, float]:
+        """Mean reward of a task of a mixture over the first and the last tenth of the updates; NaN where unknown."""
+        values = self.column(f"reward/{task}")
+        count = max(1, len(values) // 10)
+        known = [part[np.isfinite(part)] for part in (values[:count], values[len(values) - count :])]
+        first, last = (float(part.mean()) if len(part) else float("nan") for part in known)
+        return first, last
+
     def column(self, key: str) -> Column:
         """The values of one metric; empty where no record has it."""
         return self.metrics.get(key, np.empty(0))
