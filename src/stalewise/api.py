@@ -105,7 +105,8 @@ def train(
         dataset: a list of dicts, a `datasets.Dataset`, a file or a hub name. Rows have `prompt` and `answer`, unless
             `prompt_field` and `answer_field` name others; one row in ten is held out, unless `held_out` says otherwise.
         reward: a function `(prompt, response, answer, **row)` that returns a number, or a dict with `reward` and
-            further numbers, which are kept; it may be a coroutine function. Or the name of a verifier, as "math".
+            further numbers, which are kept; it may be a coroutine function. Or a list of such functions, whose rewards
+            are added and kept by their names; or the name of a verifier, as "math".
         tokenizer: of a loaded model.
         eval_dataset: rows to evaluate on, instead of held-out ones.
         task: a name, a class or an object with the methods of `stalewise.tasks.Task`, instead of a data set.

@@ -62,7 +62,7 @@ def test_readme_trains_on_a_list_with_a_lambda(tmp_path: Path) -> None:
 
 def test_training_from_python(tmp_path: Path) -> None:
     space = run_blocks("docs/python.md")
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"sums", "graded", "settings", "mine"}
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"sums", "graded", "both", "settings", "mine"}
     assert space["result"].updates == 2
     assert space["found"].prompts == 8
 

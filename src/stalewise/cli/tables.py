@@ -103,6 +103,8 @@ def print_evaluation(result: Any) -> None:
         f"{result.response_length:.1f} tokens per response, {result.truncated_fraction:.1%} truncated, "
         f"{result.seconds:.1f} s",
     )
+    if result.majority is None and result.samples > 1:
+        print_lines('majority@k is unavailable: the reward names no answers (a dict with "answer" would)')
     for label, one in result.by_task.items():
         print_lines(visible(f"{label}: accuracy {format_interval(one['accuracy'])} on {one['prompts']} prompts"))
     if result.excluded:

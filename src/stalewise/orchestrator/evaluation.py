@@ -27,7 +27,7 @@ from stalewise.tasks.mixture import MixtureVerifier
 from stalewise.tasks.overlap import task_of
 from stalewise.tasks.verifiers.error_counts import LISTED
 from stalewise.tasks.verifiers.math import MathVerifier
-from stalewise.types import FinishReason, Prompt, SamplerSettings
+from stalewise.types import FinishReason, Prompt, Reward, SamplerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,8 @@ def evaluate_checkpoint(
         unmatched=len(unmatched),
         unmatched_prompts=[prompt.prompt_id for prompt in unmatched[:LISTED]],
         by_prompt=scores_by_prompt([prompt.prompt_id for prompt in held_out], score_PK),
-        majority=majority_of(score_PK, answers_of(task.verifier, repeated, texts)),
-        by_task=measures_by_task(task.verifier, repeated, texts, score_PK),
+        majority=majority_of(score_PK, answers_of(task.verifier, repeated, texts, rewards)),
+        by_task=measures_by_task(task.verifier, repeated, texts, rewards, score_PK),
     )
 
 
@@ -158,7 +158,11 @@ def pass_at_k(score_PK: npt.NDArray[np.float64], k: int) -> Interval:
 
 
 def measures_by_task(
-    verifier: Verifier, repeated: Sequence[Prompt], texts: Sequence[str], score_PK: npt.NDArray[np.float64]
+    verifier: Verifier,
+    repeated: Sequence[Prompt],
+    texts: Sequence[str],
+    rewards: Sequence[Reward],
+    score_PK: npt.NDArray[np.float64],
 ) -> dict[str, dict[str, Any]]:
     """Number of prompts, accuracy, pass@k and majority@k of each task of a mixture; empty for another task."""
     samples = score_PK.shape[1]
@@ -167,7 +171,7 @@ def measures_by_task(
     for label in dict.fromkeys(task_P.tolist()):
         if label:
             own = np.flatnonzero(np.repeat(task_P == label, samples)).tolist()
-            answers = answers_of(verifier, [repeated[i] for i in own], [texts[i] for i in own])
+            answers = answers_of(verifier, *([column[i] for i in own] for column in (repeated, texts, rewards)))
             own_PK = score_PK[task_P == label]
             measures[label] = {
                 "prompts": len(own_PK),
@@ -178,12 +182,22 @@ def measures_by_task(
     return measures
 
 
-def answers_of(verifier: Verifier, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[str | None] | None:
-    """The answer that each response gives, where the verifier can name them; None for a response without one."""
-    if isinstance(verifier, MixtureVerifier):
-        return verifier.answers(prompts, texts)
-    name: Callable[[str], str | None] | None = getattr(verifier, "answer", None)
-    return None if name is None else [name(text) for text in texts]
+def answers_of(
+    verifier: Verifier, prompts: Sequence[Prompt], texts: Sequence[str], rewards: Sequence[Reward]
+) -> list[str | None] | None:
+    """The answer that each response gives: as its verifier reads it, or as the reward function returned it.
+
+    None for a response without one; None for all if there is a verifier that does neither.
+    """
+    verifiers = [verifier.of(prompt) if isinstance(verifier, MixtureVerifier) else verifier for prompt in prompts]
+    silent = {id(one) for one in verifiers if not hasattr(one, "answer")}
+    speaking = {id(one) for one, reward in zip(verifiers, rewards, strict=True) if reward.answer is not None}
+    if silent - speaking:
+        return None
+    return [
+        reward.answer if id(one) in silent else getattr(one, "answer")(text)  # noqa: B009  an optional method
+        for one, text, reward in zip(verifiers, texts, rewards, strict=True)
+    ]
 
 
 def majority_of(score_PK: npt.NDArray[np.float64], answers: Sequence[str | None] | None) -> Interval | None:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from stalewise.errors import TaskError, nearest
-from stalewise.tasks.base import Task, check_range, paired, shuffled, stream
+from stalewise.tasks.base import Task, Verifier, check_range, paired, shuffled, stream
 from stalewise.tasks.overlap import IN_MIXTURE, MIXTURE, task_of
 from stalewise.types import Prompt, Reward
 
@@ -107,15 +107,9 @@ class MixtureVerifier:
             )
         return [rewards[place] for place in range(len(items))]
 
-    def answers(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[str | None] | None:
-        """The answer that each response gives, for a vote; None where a verifier of these prompts names none."""
-        answers: list[str | None] = []
-        for prompt, response in paired(prompts, responses):
-            name = getattr(self._tasks[task_of(prompt.prompt_id)].verifier, "answer", None)
-            if name is None:
-                return None
-            answers.append(name(response))
-        return answers
+    def of(self, prompt: Prompt) -> Verifier:
+        """The verifier of a prompt's task."""
+        return self._tasks[task_of(prompt.prompt_id)].verifier
 
     def close(self) -> None:
         """End the verifiers' processes."""

@@ -17,6 +17,7 @@ import stalewise
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import TaskError
 from stalewise.orchestrator.contamination import seen_in_training
+from stalewise.orchestrator.evaluation import answers_of
 from stalewise.reporting.read import read_run
 from stalewise.reporting.trackers import Trackers
 from stalewise.store import batch_directories, open_batch
@@ -25,7 +26,7 @@ from stalewise.store.checkpoints import checkpoint_directory
 from stalewise.tasks import make_task
 from stalewise.tasks.mixture import LARGEST_BLOCK, MixtureTask, block_counts, split
 from stalewise.tasks.overlap import own_id, task_of
-from stalewise.types import NullCallback
+from stalewise.types import NullCallback, Reward
 from tiny import call, called_json, tiny_record
 
 TASKS = [{"name": "arithmetic", "weight": 3}, {"name": "arithmetic-steps", "options": {"most_terms": 6}}]
@@ -88,7 +89,7 @@ def test_each_response_is_scored_by_its_task_in_order() -> None:
     assert [reward.value for reward in task.verifier.score(prompts, right)] == [1.0] * 8
     swapped = [f"#{p.answer}" if task_of(p.prompt_id) == "arithmetic" else p.answer for p in prompts]
     assert [reward.value for reward in task.verifier.score(prompts, swapped)] == [0.0] * 8
-    assert task.verifier.answers(prompts, right) == [p.answer for p in prompts]
+    assert answers_of(task.verifier, prompts, right, [Reward(1.0)] * 8) == [p.answer for p in prompts]
     stranger = make_task("arithmetic").prompts(0, 1)
     with pytest.raises(TaskError, match="which the mixture does not have"):
         task.verifier.score(stranger, ["1"])

@@ -10,6 +10,7 @@ import math
 import os
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import SupportsFloat, SupportsIndex
@@ -46,7 +47,7 @@ def main(descriptor: int) -> None:
                 faulthandler.dump_traceback_later(2 * limit + 1, exit=True, file=nowhere)
                 reward = judged(judge, prompt, response)
                 faulthandler.cancel_dump_traceback_later()
-                connection.send((reward.value, dict(reward.parts), reward.error, reward.traceback))
+                connection.send((reward.value, dict(reward.parts), reward.error, reward.traceback, reward.answer))
     except (EOFError, OSError):
         return  # the parent has ended or closed the pool
 
@@ -77,12 +78,15 @@ def reward_of(result: object) -> Reward:
     Reward(value=0.5, parts={'length': 12.0}, error='')
     """
     if isinstance(result, Reward):
-        return result if result.error else _finite(result.value, result.parts)
+        return result if result.error else replace(_finite(result.value, result.parts), answer=result.answer)
     if not isinstance(result, Mapping):
         return _finite(result, {})
     if "reward" not in result:
         return Reward(math.nan, error='no reward: a dict from a verifier must have the key "reward"')
-    return _finite(result["reward"], {str(name): value for name, value in result.items() if name != "reward"})
+    answer = result.get("answer")
+    is_part = not isinstance(answer, str | None)  # a number may be both
+    parts = {str(name): value for name, value in result.items() if name != "reward" and (name != "answer" or is_part)}
+    return replace(_finite(result["reward"], parts), answer=None if answer is None else str(answer))
 
 
 def _finite(value: object, parts: Mapping[str, object]) -> Reward:
