@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from stalewise.config import RunConfig, make_config, set_dotted, write_resolved
+from stalewise.config.run import with_moved_files
 from stalewise.config.run_directory import (
     FORK,
     FORK_FORMAT,
@@ -158,8 +159,6 @@ def _remove(record: dict[str, Any], key: str) -> None:
 
 def _with_files(record: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """The record with its files in the run directory (see `with_moved_files`) in the new one."""
-    from stalewise.config.run import with_moved_files
-
     old = {**record, "name": before["name"], "runs": before["runs"]}
     moved = with_moved_files(old, str(Path(record["runs"]) / record["name"]))
     return {**moved, "name": record["name"], "runs": record["runs"]}
@@ -181,9 +180,9 @@ class _Fork:
 
     def fill(self, log: Callable[[str], object]) -> None:
         """Link and write everything but the config."""
-        self._link_policy()
         past, ahead = past_batches(self.ledger), self._batches_ahead()
         fits = self._new_schedule_agrees() and self._has_all(ahead)
+        self._link_policy(with_earlier=fits and self.config.guard.action != "off")
         used = {batch.generation_batch for batch in past}
         for directory in filter(is_committed, batch_directories(self.run / "rollouts")):
             if parse_batch_name(directory).generation_batch in used or (fits and directory.name in ahead):
@@ -200,11 +199,12 @@ class _Fork:
             self._write_lines(self.log.stages_path, lines)
         self._write_lineage(forked, ahead if fits else ())
 
-    def _link_policy(self) -> None:
+    def _link_policy(self, *, with_earlier: bool) -> None:
+        """Link the checkpoint and what belongs to it; earlier ones where a guard may roll back to them."""
         names = {self.version}
         if self.recorded.model.trains_adapters:
             names.add(0)  # the base of the adapters
-        if self.config.guard.action != "off":  # it may roll back to these
+        if with_earlier:
             names |= {found for found in checkpoints.versions(self.run) if found <= self.version}
         for found in names:
             self._link(checkpoints.checkpoint_directory(self.run, found))
@@ -358,6 +358,3 @@ def link_tree(source: Path, target: Path) -> None:
             raise
         except OSError:  # another file system, or one without links
             shutil.copyfile(path, to)
-
-
-__all__ = ["fork", "link_tree", "past_batches"]

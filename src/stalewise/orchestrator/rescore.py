@@ -99,11 +99,11 @@ def rescore(
     check_new_name(run, name)
     repaired = _answers(answers)
     scores = weights is None or verifier is not None or bool(options) or bool(repaired)
-    task = _task(run, verifier, dict(options or {})) if scores else None
+    scorer = _task(run, verifier, dict(options or {})) if scores else None
     change, counts = ScoreChange(), ErrorCounts()
     with contextlib.ExitStack() as closing:
-        if task is not None:
-            closing.callback(task.verifier.close)
+        if scorer is not None:
+            closing.callback(scorer[1].close)
         writer = closing.enter_context(new_version(run, name))
         callback.begin("rescore", sum(store.read_batch_manifest(path).rows for path in batches))
         used: set[str] = set()
@@ -111,7 +111,7 @@ def rescore(
             batch = store.open_batch(path)
             ids, rewards = list[int](), list[Reward]()
             for rows, before in _recorded(batch):
-                after = before if task is None else _scored(task, rows, repaired, used, f"{run}, {path.name}")
+                after = before if scorer is None else _scored(*scorer, rows, repaired, used, f"{run}, {path.name}")
                 counts += count_errors(after)
                 after = after if weights is None else [_weighted(one, weights, change.parts) for one in after]
                 for pair in zip(before, after, strict=True):
@@ -134,32 +134,25 @@ def _next_name(run: Path) -> str:
     return f"r{number}"
 
 
-def _task(run: Path, verifier: str | None, options: dict[str, Any]) -> Task:
-    """The run's task with its own verifier or another one."""
+def _task(run: Path, verifier: str | None, options: dict[str, Any]) -> tuple[Task, Verifier]:
+    """The run's task, and its own verifier or another one."""
     record = read_config(run).model_dump(mode="json")
     if verifier is None and not options:
-        return make_config(record, source=str(run)).make_task()
+        task = make_config(record, source=str(run)).make_task()
+        return task, task.verifier
     if record["task"]["name"] in ROWS_TASKS:
         own = record["task"]["options"]
         if verifier is not None and verifier != own.get("verifier", "number"):
             own |= {"verifier": verifier, "verifier_options": options}
         else:
             own["verifier_options"] = {**(own.get("verifier_options") or {}), **options}
-        return make_config(record, source=str(run)).make_task()
+        task = make_config(record, source=str(run)).make_task()
+        return task, task.verifier
     if verifier is None:
         raise ConfigError(f"options of a verifier need its name: {record['task']['name']} has a verifier of its own")
-    return _Rescored(make_config(record, source=str(run)).make_task(), make_verifier(verifier, **options))
-
-
-class _Rescored:
-    """A task with another verifier."""
-
-    def __init__(self, task: Task, verifier: Verifier) -> None:
-        task.verifier.close()
-        self._task, self.verifier = task, verifier
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._task, name)
+    task = make_config(record, source=str(run)).make_task()
+    task.verifier.close()
+    return task, make_verifier(verifier, **options)
 
 
 def _answers(given: str | Path | Mapping[str, str] | None) -> dict[str, str]:
@@ -188,7 +181,12 @@ def _reward_columns(table: pa.Table) -> tuple[list[float], list[dict[str, float]
 
 
 def _scored(
-    task: Task, rows: Mapping[str, list[Any]], answers: Mapping[str, str], used: set[str], where: str
+    task: Task,
+    verifier: Verifier,
+    rows: Mapping[str, list[Any]],
+    answers: Mapping[str, str],
+    used: set[str],
+    where: str,
 ) -> list[Reward]:
     """Score rollouts; a group is the number of its prompt in the task's order."""
     first, last = min(rows["group"]), max(rows["group"])
@@ -205,7 +203,7 @@ def _scored(
             used.add(prompt_id)
             prompt = replace(prompt, answer=answers[prompt_id])
         asked.append(prompt)
-    return task.verifier.score(asked, rows["text"])
+    return verifier.score(asked, rows["text"])
 
 
 def _weighted(reward: Reward, weights: Mapping[str, float], parts: set[str]) -> Reward:

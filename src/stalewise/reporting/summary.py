@@ -93,6 +93,8 @@ def verdict_of(run: Run) -> tuple[str, str]:
         return "Not evaluated", "No policy of this run has been evaluated."
     first, last = run.evaluations[0], run.evaluations[-1]
     how = f"mean of {last['samples']} samples on each of {last['prompts']} held-out prompts, 95% intervals"
+    if (first["prompts"], first["samples"]) != (last["prompts"], last["samples"]):  # changed in place
+        how += f"; version {first['version']}: {first['samples']} samples on each of {first['prompts']}"
     before, after = first["accuracy"], last["accuracy"]
     if len(run.evaluations) == 1:
         value = f"{format_interval(before)} ({how})"
