@@ -17,7 +17,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest
 # be idle.
 TWO    := -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/browser --ignore tests/on_ray
 
-.PHONY: install quick test lint types unit nightly browser test-kernels test-engines test-verl test-ray test-architectures demo soak mutation benchmark clean smollm2 reproduce
+.PHONY: install quick test lint types unit nightly browser test-kernels test-engines test-verl test-ray test-architectures demo soak attack attack-hostile mutation benchmark clean smollm2 reproduce
 
 install: $(STAMP)
 
@@ -120,6 +120,17 @@ mutation: install
 # A run is killed 200 times and must end as if it never had been.
 soak: install
 	$(BIN)/python scripts/soak.py --kills 200
+
+# Kills, damaged files, mutated configs, options and rows, then programs, verifiers, chat templates and repositories that
+# try to get out of where they run; at most half an hour on two cores. SEED, SCALE and COUNT change it.
+SEED  := 0
+SCALE := 1
+COUNT := 300
+attack: attack-hostile
+	cd tests && OMP_NUM_THREADS=1 PYTHONPATH=.:.. ../$(BIN)/python -m attacks --seed $(SEED) --scale $(SCALE)
+
+attack-hostile: install
+	cd tests && OMP_NUM_THREADS=1 PYTHONPATH=.:.. ../$(BIN)/python -m attacks.hostile --seed $(SEED) --count $(COUNT)
 
 # The claims of the papers: `make reproduce-clipping-dilemma`, or `make reproduce` for all; on a GPU with SETTING=real.
 SETTING := lab

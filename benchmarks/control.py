@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stalewise.store import batch_directories, read_batch_manifest
-from stalewise.store.atomic import read_jsonl
+from stalewise.store.json_lines import read_jsonl
 
 BASE: dict[str, Any] = {
     "task.name": "arithmetic",

@@ -50,7 +50,7 @@ def measure(arguments: argparse.Namespace, kind: str, seed: int, runs: str) -> d
     """Run it; rewards by update and accuracies."""
     from stalewise.api import run
     from stalewise.config import make_config
-    from stalewise.store.atomic import read_jsonl
+    from stalewise.store.json_lines import read_jsonl
 
     config, start = make_config(config_record(arguments, kind, seed, runs)), time.perf_counter()
     run(config)

@@ -35,7 +35,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from stalewise.api import run
 from stalewise.config import make_config
 from stalewise.models.transfer import HostBuffers
-from stalewise.store.atomic import read_json, read_jsonl, write_json_atomic
+from stalewise.store.atomic import read_json, write_json_atomic
+from stalewise.store.json_lines import read_jsonl
 from stalewise.tasks import TASKS
 from stalewise.tasks.base import LocalVerifier
 from stalewise.types import Prompt, Reward

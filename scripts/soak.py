@@ -27,8 +27,8 @@ from typing import Any
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
 from stalewise.store import checkpoints
-from stalewise.store.atomic import read_jsonl
 from stalewise.store.checkpoints import checkpoint_directory, versions
+from stalewise.store.json_lines import read_jsonl
 
 TIMES = {"seconds", "time"}
 FSYNCS = 160  # a run makes some more: a kill before one of them falls into any part of it
@@ -39,6 +39,17 @@ KINDS: dict[str, dict[str, Any]] = {
     "staged": {"schedule": {"kind": "staged", "updates": 12, "stages": 3}},
     "pipelined": {"schedule": {"kind": "pipelined", "updates": 12, "updates_per_generation": 3, "lag": 2}},
     "spent": {"schedule": {"updates": 24, "end": "spent", "spent_ess": 0.995}},
+    "verifier": {  # rewards from worker processes, and rows from a file
+        "schedule": {"kind": "staged", "updates": 12, "stages": 3},
+        "task": {
+            "name": "jsonl",
+            "options": {
+                "path": "rows.jsonl",
+                "verifier": "python",
+                "verifier_options": {"function": "soak_judge:judge", "workers": 1, "limit_s": 60.0},
+            },
+        },
+    },
     "collapsing": {
         "schedule": {"kind": "staged", "updates": 12, "stages": 3},
         "optimizer": {"learning_rate": 2e-2},
@@ -50,6 +61,10 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def tiny_config(runs: Path, name: str, objective: str, rank: int = 0, kind: str = "staged") -> RunConfig:
     """A run of a few seconds that does everything a run can do, several times."""
+    settings = KINDS[kind]
+    if kind == "verifier":
+        options = {**settings["task"]["options"], "path": str(_write_rows(runs))}
+        settings = {**settings, "task": {**settings["task"], "options": options}}
     return make_config(
         {
             "name": name,
@@ -62,9 +77,21 @@ def tiny_config(runs: Path, name: str, objective: str, rank: int = 0, kind: str 
             "learner": {"tokens_per_micro_batch": 60},
             "checkpoints": {"every": 2},
             "evaluation": {"every": 4, "prompts": 8, "samples": 2},
-            **KINDS[kind],
+            **settings,
         }
     )
+
+
+def _write_rows(folder: Path) -> Path:
+    """The rows of a run with a verifier of its own, and the module of that verifier, where Python finds it."""
+    rows, module = folder / "rows.jsonl", folder / "soak_judge.py"
+    if not rows.exists():
+        lines = [{"problem": f"{a}+{b}=", "answer": str(a + b)} for a in range(1, 10) for b in range(1, 10)]
+        rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        module.write_text("def judge(prompt, response):\n    return float(response.strip() == prompt.answer)\n")
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    return rows
 
 
 def start(

@@ -9,7 +9,7 @@ import sys
 from html import escape
 from pathlib import Path
 
-from stalewise.store.atomic import read_jsonl
+from stalewise.store.json_lines import read_jsonl
 
 COLOURS = {"generate": "#4c78a8", "learn": "#54a24b", "switch": "#e45756"}
 WIDTH, LEFT, RIGHT, ROW, BAR = 960, 90, 150, 46, 26

@@ -9,10 +9,10 @@ from stalewise.planning.cluster.hardware import (
     FailureRates,
     GenerationRates,
     LearningRates,
+    ResponseLengths,
     ScheduleSettings,
     TransferRates,
 )
-from stalewise.planning.cluster.lengths import ResponseLengths
 
 SMALL = Cluster(
     devices=4,

@@ -27,7 +27,8 @@ from stalewise.store import (
     to_ranges,
     write_shard,
 )
-from stalewise.store.atomic import append_line, write_json_atomic
+from stalewise.store.atomic import write_json_atomic
+from stalewise.store.json_lines import append_line
 from stalewise.types import FinishReason, Rollout, SamplerSettings, TokenFlag
 
 GROUP_SIZE = 4

@@ -10,7 +10,7 @@ import pytest
 
 from stalewise.api import generate
 from stalewise.config import RunConfig, make_config
-from stalewise.rollout.workers.claims import WorkerSession
+from stalewise.rollout.workers.shard_queue import WorkerSession
 from stalewise.rollout.workers.work_order import WorkOrder, open_orders
 from stalewise.store.object_store import open_object_store
 from tiny import tiny_record

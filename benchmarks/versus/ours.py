@@ -22,7 +22,7 @@ from stalewise.api import generate, run
 from stalewise.config import RunConfig
 from stalewise.models.loading import load_model
 from stalewise.store import Batch, RolloutColumns, batch_directories, open_batch, rollouts_of_updates
-from stalewise.store.atomic import read_jsonl
+from stalewise.store.json_lines import read_jsonl
 from stalewise.store.checkpoints import checkpoint_directory
 from stalewise.trainer.pending_update import PendingUpdate, updates_ahead
 from stalewise.trainer.trainer import Trainer

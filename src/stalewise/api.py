@@ -71,7 +71,7 @@ def run(config: RunConfig, callback: ProgressCallback | None = None, *, say_plan
     progress = callback or NullCallback()
 
     def train(ranks: Ranks) -> RunResult:
-        check_objective(config.objective)  # before anything is loaded
+        check_objective(config.objective, config.batch.without_variance)  # before anything is loaded
         resolved = resolve_learning_rate(config, progress.log)
         if (say_plan or resolved.plan.strict) and not is_started(resolved.directory):
             plan = plan_for_training(resolved)  # raises where plan.strict is set and the run is not known to be safe
@@ -213,7 +213,7 @@ def learn(
     progress = callback or NullCallback()
 
     def train(ranks: Ranks) -> RunResult:
-        check_objective(config.objective)  # before anything is loaded
+        check_objective(config.objective, config.batch.without_variance)  # before anything is loaded
         resolved = resolve_learning_rate(config, progress.log)
         planned, sources = plan_sources(resolved, paths, start, unused=unused, rewards=rewards, log=progress.log)
         with atomic.RunLock(planned.directory):

@@ -12,7 +12,7 @@ from rundirs import metrics, write_run
 from stalewise.reporting.browser import RunServer
 from stalewise.reporting.render import write_report
 from stalewise.reporting.wording import ACCURACY, CHARTS
-from stalewise.store.atomic import append_line
+from stalewise.store.json_lines import append_line
 
 UPDATES = 8
 DRAWN = "() => [...document.querySelectorAll('[data-figure]')].every((plot) => plot.querySelector('.main-svg'))"

@@ -21,7 +21,7 @@ from stalewise.distributed import Launch, Ranks, join
 from stalewise.rollout.workers.coordinator import Coordinator
 from stalewise.rollout.workers.rank_workers import coordinator_of
 from stalewise.store import read_batch_manifest
-from stalewise.store.atomic import read_jsonl
+from stalewise.store.json_lines import read_jsonl
 from tiny import call, tiny_record, write_config
 from working import judged_record
 

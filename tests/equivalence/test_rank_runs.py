@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 from ranks import finish, launch, printed
 from stalewise.distributed import join
 from stalewise.errors import RankError
-from stalewise.store.atomic import read_json, read_jsonl
+from stalewise.store.atomic import read_json
+from stalewise.store.json_lines import read_jsonl
 from tiny import call, called_json, tiny_record, write_config
 
 pytestmark = pytest.mark.slow

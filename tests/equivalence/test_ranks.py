@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ def config(runs: Path, setting: int, **changes: Any) -> RunConfig:
     steps = {"learning_rate": 1e-2, "epsilon": 1e-2, "step_control": "vcpo" if name == "grpo" else "none"}
     changes["optimizer"] = steps | changes.get("optimizer", {})
     changes.setdefault("learner", {"tokens_per_micro_batch": 1000 if name in ("p3o_two_anchor", "dapo") else 60})
-    return make_config(tiny_record(runs, "made", batch={"prompts": PROMPTS, "group_size": GROUP}, **changes))
+    changes["batch"] = {"prompts": PROMPTS, "group_size": GROUP} | changes.get("batch", {})
+    return make_config(tiny_record(runs, "made", **changes))
 
 
 def updates_of(runs: Path) -> list[RolloutColumns]:
@@ -122,6 +124,7 @@ def special_cases(ranks: Any, runs: Path, out: Path, kind: str, rows: list[Rollo
     for name in OTHERS:
         settings = config(runs, SETTING_IDS.index("p3o"))
         learned(make_trainer(settings, runs / name, FRESH, ranks, kind), rows, out / f"{name}-{kind}")
+    regularized(ranks, runs, rows, out / f"regularized-{kind}", kind)
 
     settings = config(runs, SETTING_IDS.index("p3o"), optimizer={"moments": "int8"})
     trainer = make_trainer(settings, runs / "untied", FRESH, ranks, kind)
@@ -146,6 +149,14 @@ def special_cases(ranks: Any, runs: Path, out: Path, kind: str, rows: list[Rollo
     unchanged = out / f"unchanged-{kind}"
     unchanged.mkdir()
     trainer.save(unchanged)
+
+
+def regularized(ranks: Any, runs: Path, rows: list[RolloutColumns], place: Path, kind: str) -> None:
+    """All that can be added to an objective, with a reference that differs from the policy."""
+    added = {"kl": 0.3, "entropy_bonus": 0.2, "overlong_tokens": 4, "truncated": "mask", "advantage": "batch"}
+    settings = config(runs, 0, objective={"name": "grpo", **added}, batch={"without_variance": "drop"})
+    referred = [replace(one, reference_logp=one.behaviour_logp - np.float32(0.1)) for one in rows]
+    learned(make_trainer(settings, runs / "start", FRESH, ranks, kind), referred, place)
 
 
 def other_models() -> tuple[Any, Any]:
@@ -213,6 +224,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
         settings = config(runs, SETTING_IDS.index("p3o"))
         learned(make_trainer(settings, runs / name, FRESH, ALONE, "alone"), rows, runs / "alone" / name)
     learned(before, rows[1:], runs / "alone" / "restored")
+    regularized(ALONE, runs, rows, runs / "alone" / "regularized", "alone")
     grpo = make_trainer(config(runs, SETTING_IDS.index("grpo")), runs / "start", FRESH, ALONE, "alone")
     learned(grpo, [few(rows[0])], runs / "alone" / "few")
     cases = QUICK if "not nightly" in str(request.config.getoption("markexpr")) else CASES
@@ -296,6 +308,13 @@ def test_moments_in_8_bits_go_through_files_exactly(made: Path, kind: str) -> No
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_architectures_are_split_as_well(made: Path, name: str, kind: str) -> None:
     assert_same(made / "ranks" / f"{name}-{kind}", made / "alone" / name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_add_the_same_regularizers(made: Path, kind: str) -> None:
+    assert_same(made / "ranks" / f"regularized-{kind}", made / "alone" / "regularized")
+    metrics = json.loads((made / "alone" / "regularized" / "record.json").read_text())["metrics"]
+    assert all(one["kl_reference"] > 1e-3 for one in metrics)
 
 
 @pytest.mark.parametrize("kind", KINDS)

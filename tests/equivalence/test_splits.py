@@ -14,6 +14,7 @@ from batches import SETTING_IDS, SETTINGS, random_batch
 from ranks import finish, start
 from stalewise.distributed import merge_over_ranks
 from stalewise.objectives import (
+    Regularizers,
     Tokens,
     get_objective,
     make_tokens,
@@ -23,17 +24,26 @@ from stalewise.objectives import (
 )
 
 WIDTH = 5  # parameters of the toy policy
+ADDED = Regularizers(kl=0.3, estimator="k3", entropy=0.2)
 
 
 def policy_tokens(batch: dict[str, Any], parameters: Tensor, rows: Tensor) -> Tokens:
     """A policy whose log-probabilities are linear in its parameters, on some rows of the batch."""
     features = torch.linspace(-1, 1, batch["logp"].numel() * WIDTH).reshape(*batch["logp"].shape, WIDTH)
-    part = {name: value[rows] for name, value in batch.items()}
+    part = {name: value[rows] for name, value in batch.items()} | {
+        "reference_logp": batch["behaviour_logp"][rows] - 0.1
+    }
     return make_tokens(**(part | {"logp": part["logp"] + 0.1 * features[rows] @ parameters}))
 
 
 def gradient_over(
-    name: str, params: dict[str, Any], batch: dict[str, Tensor], splits: list[Tensor], *, over_ranks: bool = False
+    name: str,
+    params: dict[str, Any],
+    batch: dict[str, Tensor],
+    splits: list[Tensor],
+    *,
+    over_ranks: bool = False,
+    regularizers: Regularizers = ADDED,
 ) -> tuple[Tensor, dict[str, float]]:
     """Both phases over the given micro-batches (of this rank)."""
     objective = get_objective(name)
@@ -50,9 +60,11 @@ def gradient_over(
     all_sums = []
     for rows in splits:
         tokens = policy_tokens(batch, parameters, rows)
-        loss, token_loss = micro_batch_loss(objective, tokens, statistics, settings, denominator)
+        entropy_BT = tokens.logp_BT.sin() + 2.0  # some function of the parameters
+        added = regularizers, entropy_BT
+        loss, token_loss = micro_batch_loss(objective, tokens, statistics, settings, denominator, *added)
         loss.backward()
-        all_sums.append(micro_batch_sums(tokens, token_loss))
+        all_sums.append(micro_batch_sums(tokens, token_loss, entropy_BT))
     sums = reduce(lambda a, b: a.merge(b), all_sums)
     gradient = parameters.grad
     assert gradient is not None
@@ -74,6 +86,15 @@ def test_micro_batches_in_any_order_give_one_gradient(name: str, params: dict[st
             gradient, stats = gradient_over(name, params, batch, list(order.chunk(count)))
             torch.testing.assert_close(gradient, whole, rtol=2e-5, atol=2e-6)
             assert stats == pytest.approx(whole_stats, rel=1e-5, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    "added", [Regularizers(kl=0.3), Regularizers(kl=0.3, estimator="k1"), Regularizers(entropy=0.2)]
+)
+def test_regularizers_change_the_gradient(added: Regularizers) -> None:
+    batch, rows = random_batch(sequences=16, dtype=torch.float32), torch.arange(16)
+    plain, _ = gradient_over("grpo", {}, batch, [rows], regularizers=Regularizers())
+    assert (gradient_over("grpo", {}, batch, [rows], regularizers=added)[0] - plain).abs().max() > 1e-3
 
 
 def rank_main(rank: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import linecache
 import re
 import shlex
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from judge_server import judge_server
 from stalewise.config import make_config
 from stalewise.objectives import registry
 from tiny import call
@@ -27,9 +29,10 @@ def blocks(page: str, heading: str = "") -> list[str]:
     return found[:1] if heading else found
 
 
-def run_blocks(page: str, heading: str = "") -> dict[str, Any]:
+def run_blocks(page: str, heading: str = "", replaced: tuple[str, str] = ("", "")) -> dict[str, Any]:
     space: dict[str, Any] = {"__name__": "__main__"}
-    for number, source in enumerate(blocks(page, heading)):
+    for number, printed in enumerate(blocks(page, heading)):
+        source = printed.replace(*replaced) if replaced[0] else printed
         name = f"<{page}, example {number}>"
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)  # as a notebook does
         exec(compile(source, name, "exec"), space)
@@ -110,3 +113,68 @@ def test_templates(tmp_path: Path) -> None:
     shown = call("doctor", "runs/templates").stdout
     assert re.search(r"first prompt +\d+ tokens: 0;12\+13=;25;\d\d\+\d\d=;#", shown), shown
     assert run_commands("docs/templates.md") == 2
+
+
+def test_regularizers(tmp_path: Path) -> None:
+    (table,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/regularizers.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert make_config(tomllib.loads(table)).objective.reward_weights == {"correct": 1.0, "format": 0.1}
+    run_blocks("docs/regularizers.md")
+    records = [json.loads(line) for line in (tmp_path / "runs/regularized/metrics.jsonl").read_text().splitlines()]
+    assert records[0]["kl_reference"] == 0 < records[-1]["kl_reference"]
+    assert (
+        "0.1 · KL to the initial policy (k3) in the loss; entropy bonus 0.01"
+        in call("doctor", "runs/regularized").stdout
+    )
+    assert run_commands("docs/regularizers.md") == 2
+
+
+def test_informative_groups(tmp_path: Path) -> None:
+    page = "docs/informative_groups.md"
+    (table,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert make_config(tomllib.loads(table)).batch.reserved == 96
+    first, second = blocks(page)
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(first, page, "exec"), space)
+    assert run_commands(page) == 3
+    exec(compile(second, page, "exec"), space)
+    assert json.loads((tmp_path / "runs/second/difficulty.json").read_text())["prompts"]
+    assert space["second"].updates == 4
+
+
+def printed_in_comments(page: str) -> list[str]:
+    """What the lines of a page's examples that print say that they print."""
+    lines = [
+        line for block in blocks(page) for line in block.splitlines() if line.startswith("print(") and "  # " in line
+    ]
+    return [line.rpartition("  # ")[2] for line in lines]
+
+
+def test_code_rewards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/code_rewards.md").read_text()
+    (table,) = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    row = '{"problem": "%s", "answer": "x = 1", "tests": ["assert x == 1"]}\n'
+    (tmp_path / "mbpp.jsonl").write_text("".join(row % number for number in range(20)))
+    for source in (table, (ROOT / "configs/mbpp.toml").read_text()):
+        task = make_config(tomllib.loads(source)).make_task()
+        assert task.verifier.score(task.prompts(0, 1), ["```python\nx = 2\n```"])[0].value == 0
+    run_blocks("docs/code_rewards.md")
+    told = printed_in_comments("docs/code_rewards.md")
+    shown = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert told[4] == "bubblewrap, namespaces or landlock" and shown[4] in told[4]
+    assert [told[:4], told[5:]] == [shown[:4], shown[5:]]
+
+
+def test_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/judge.md").read_text()
+    (table,), (rubric,) = (
+        re.findall(rf"^```{kind}\n(.*?)^```", text, re.MULTILINE | re.DOTALL) for kind in ("toml", "text")
+    )
+    (tmp_path / "rubric.txt").write_text(rubric)
+    rows = "".join(f'{{"problem": "{n}?", "answer": "{n}", "level": "hard"}}\n' for n in range(20))
+    (tmp_path / "train.jsonl").write_text(rows)
+    with judge_server(lambda text, number: "Score: 4" if "level hard" in text else "Mostly right.\nScore: 8") as server:
+        replaced = ("http://localhost:8000/v1", server.url)
+        task = make_config(tomllib.loads(table.replace(*replaced))).make_task()
+        assert task.verifier.score(task.prompts(0, 1), ["x"])[0].value == 0.75
+        run_blocks("docs/judge.md", replaced=replaced)
+    assert capsys.readouterr().out == "0.8 {'score': 8.0}\nMostly right.\nScore: 8\n"

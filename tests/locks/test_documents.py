@@ -133,7 +133,15 @@ def test_every_metric_is_documented_and_no_other() -> None:
         # What the learner and the conductor add; tests/unit/test_run.py compares a real run with the page.
         *("update", "generation_batch", "rollouts", "reward", "truncated_fraction", "degenerate_fraction"),
         *("verifier_error_fraction", "taken", "loss", "grad_norm", "learning_rate", "step_factor", "seconds"),
-        *("mismatch_mean", "mismatch_max", "reward_error", "batch_drift", "batch_budget", "horizon_budget"),
+        *(
+            "kl_reference",
+            "mismatch_mean",
+            "mismatch_max",
+            "reward_error",
+            "batch_drift",
+            "batch_budget",
+            "horizon_budget",
+        ),
     }
     assert set(first_two_cells((ROOT / "docs/metrics.md").read_text())) == reported
 

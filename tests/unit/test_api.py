@@ -22,8 +22,9 @@ from stalewise.models.loading import EMBEDDED
 from stalewise.store import (
     batch_directories,
 )
-from stalewise.store.atomic import read_jsonl, sha256_file
+from stalewise.store.atomic import sha256_file
 from stalewise.store.checkpoints import checkpoint_directory, versions
+from stalewise.store.json_lines import read_jsonl
 from stalewise.types import NullCallback
 from tiny import tiny_record
 

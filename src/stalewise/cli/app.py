@@ -5,9 +5,13 @@ Commands import what they need when they run, so that `stalewise --help` is quic
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +19,7 @@ import typer
 from typer.core import TyperGroup
 
 from stalewise import __version__
-from stalewise.errors import StalewiseError, StoppedByFirst
+from stalewise.errors import StalewiseError, StoppedByFirst, visible
 
 if TYPE_CHECKING:
     from stalewise.config import RunConfig
@@ -28,8 +32,37 @@ OUT_OF_MEMORY = (
 )
 
 
+EXPLAINED = (errno.ENAMETOOLONG, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of any file, wherever it is written
+
+
+def _print_error(message: str) -> None:
+    """One line, whose control characters do not reach the terminal."""
+    typer.echo(f"error: {visible(' '.join(message.split()))}", err=True)
+
+
+@contextlib.contextmanager
+def _noting_interrupts(group: Group) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # where signals cannot be handled
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def interrupt(number: int, frame: Any) -> None:
+        group.was_interrupted = True
+        if callable(before):
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, interrupt if callable(before) else before)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Group(TyperGroup):
     """Prints a StalewiseError as one line; other exceptions are bugs and keep their traceback."""
+
+    was_interrupted = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Keep the arguments, to print the command after Ctrl-C."""
@@ -38,13 +71,28 @@ class Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
+        self.was_interrupted = False
+        with _noting_interrupts(self):
+            return self._invoke(ctx)
+
+    def _invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except Exception as error:  # a library that was being imported may turn Ctrl-C into an error of its own
+                if self.was_interrupted and not isinstance(error, StalewiseError | typer.Exit):
+                    raise KeyboardInterrupt from error
+                raise
         except StoppedByFirst as error:  # the first rank has printed the reason
             raise typer.Exit(error.exit_code) from error
         except StalewiseError as error:
-            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            _print_error(str(error))
             raise typer.Exit(error.exit_code) from error
+        except OSError as error:
+            if error.errno not in EXPLAINED:
+                raise
+            _print_error(f"{str(error.filename)[:200]}: {error.strerror}")
+            raise typer.Exit(StalewiseError.exit_code) from error
         except RuntimeError as error:
             if type(error).__name__ != "OutOfMemoryError":  # torch's; importing torch for this would be slow
                 raise

@@ -18,7 +18,7 @@ from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import RunResult
 from stalewise.orchestrator.evaluation import Evaluation, describe_evaluation
 from stalewise.reporting.render import write_report
-from stalewise.store.atomic import read_jsonl
+from stalewise.store.records import METRIC, read_records
 from stalewise.types import NullCallback, ProgressCallback
 
 UPDATES = 384
@@ -72,7 +72,7 @@ def summary_of(result: RunResult) -> dict[str, Any]:
     seconds = result.seconds
     interval = result.evaluations[-1]["accuracy"]
     # Of the last update taken: skipped ones, whose groups have no variance, measure nothing.
-    ess = [record["ess"] for record in read_jsonl(result.directory / "metrics.jsonl") if record["taken"]]
+    ess = [record["ess"] for record in read_records(result.directory / "metrics.jsonl", METRIC) if record["taken"]]
     return {
         "accuracy": result.accuracy,
         "accuracy_low": interval["low"],

@@ -79,6 +79,38 @@ def flips(
 
 
 @app.command()
+def difficulty(
+    runs: Annotated[list[Path] | None, typer.Argument(help="Run directories whose rollouts are counted.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Table to write; one that exists is added to.")] = None,
+    stage: Annotated[str, typer.Option(help="Which generation batches count: all, first or last.")] = "all",
+    passing: Annotated[float, typer.Option(help="Least reward that passes.")] = 1.0,
+    low: Annotated[float, typer.Option(min=0, max=1, help="Least pass rate of the range that is counted.")] = 0.1,
+    high: Annotated[float, typer.Option(min=0, max=1, help="Largest pass rate of that range.")] = 0.9,
+    as_json: AsJson = False,
+) -> None:
+    """Count how often each prompt passed, in a table that `task.difficulty` reads to choose prompts."""
+    if stage not in ("all", "first", "last"):
+        raise ConfigError(f"--stage is {stage!r}: expected all, first or last")
+    if not runs and (output is None or not output.exists()):
+        raise ConfigError("name the run directories to count, or with --output a table that exists")
+    _check_runs(*(runs or ()))
+    from stalewise.cli.tables import print_difficulty
+    from stalewise.reporting.inspection import pass_counts
+    from stalewise.store.atomic import write_json_atomic
+    from stalewise.tasks.difficulty import DifficultyTable, PassCounts, read_table
+
+    table = read_table(output) if output is not None and output.exists() else DifficultyTable()
+    added = 0
+    for run in runs or ():
+        for batch, name, counts in pass_counts(run, stage=stage, passing=passing):
+            added += table.add(batch, name, {prompt: PassCounts(*one) for prompt, one in counts.items()})
+    if output is not None and added:
+        write_json_atomic(output, table.record())
+    record = {"added": added, **table.summary(low, high), "low": low, "high": high}
+    print_json(record) if as_json else print_difficulty(record, table.prompts, output)
+
+
+@app.command()
 def compare(
     runs: Annotated[list[Path] | None, typer.Argument(help="Two run directories: A, then B.")] = None,
     a: Annotated[list[Path] | None, typer.Option("--a", help="A run of side A; repeat for each seed.")] = None,
@@ -131,7 +163,7 @@ def export(
     if rollouts and (adapter or version is not None):
         raise ConfigError("--rollouts exports the rollouts of all versions: omit --version and --adapter")
     from stalewise.integrations.hub import export_policy, export_rollouts
-    from stalewise.integrations.hub.provenance import RECORD
+    from stalewise.integrations.hub.card import RECORD
     from stalewise.store.atomic import read_json
 
     if rollouts:

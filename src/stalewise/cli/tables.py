@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -30,11 +31,13 @@ from stalewise.reporting.summary import (
     format_value,
 )
 from stalewise.reporting.trackers import measures_of
+from stalewise.reporting.verification import Verification
 from stalewise.statistics import format_duration
 
 WIDE = 200  # columns if stdout is not a terminal, so that scripts get whole cells
 MIB, GIB = 2**20, 2**30
 MOST_WARNINGS = 5
+SHOWN_PROMPTS = 10
 STATE_STYLES = {"running": "bold green", "finished": "green", "stopped": "bold yellow", "not started": "yellow"}
 UNITS = {"generate": "rollouts", "learn": "updates of the stage", "evaluate": "responses"}
 
@@ -48,16 +51,37 @@ def stdout_console() -> Console:
 def print_lines(*lines: str | Table | Text) -> None:
     """Print lines and tables. Plain strings have no markup, and long ones are not wrapped."""
     console = stdout_console()
-    for line in lines:
+    for given in lines:
+        line = "\n".join(map(visible, given.split("\n"))) if isinstance(given, str) else given
         console.print(line, markup=False, soft_wrap=not isinstance(line, Table))
+
+
+class PlainTable(Table):
+    """A table whose cells are text: neither markup nor control characters in names have an effect."""
+
+    def add_row(self, *cells: RenderableType | None, **options: Any) -> None:
+        """Add a row."""
+        super().add_row(*(Text(visible(cell)) if isinstance(cell, str) else cell for cell in cells), **options)
 
 
 def make_table(columns: Iterable[str], *, left: Sequence[str] = (), title: str | None = None) -> Table:
     """A table whose columns are aligned to the right, except those in `left`."""
-    table = Table(title=title)
+    table = PlainTable(title=None if title is None else visible(title))
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right")
     return table
+
+
+def print_verification(found: Verification) -> None:
+    """Print what is damaged, what depends on it and what can be made again; then what was compared."""
+    lines: list[str] = []
+    for one in found.damaged:
+        lines += [f"damaged: {one.file}: {one.problem}", f"  depends on it: {one.depends}", f"  again: {one.again}"]
+    lines += [f"not covered: {text}" for text in found.not_covered]
+    compared = ", ".join(f"{count} {kind}" for kind, count in found.files.items())
+    size = f"{found.bytes / MIB:,.1f} MiB in {found.seconds:.1f} s"
+    verdict = f"{len(found.damaged)} damaged" if found.damaged else "none is damaged"
+    print_lines(*map(visible, [*lines, f"compared with their checksums: {compared} ({size}); {verdict}"]))
 
 
 def _percent(part: float, whole: float) -> str:
@@ -467,3 +491,16 @@ def _cluster_cells(outcome: ScheduleOutcome) -> tuple[str, ...]:
         *(f"{idle:.1%}" for idle in (outcome.learner_idle, outcome.generator_idle)),
         *(f"{size / GIB:,.0f} GiB" for size in (outcome.network_bytes_per_day, outcome.disk_bytes_per_day)),
     )
+
+
+def print_difficulty(record: Mapping[str, Any], prompts: Mapping[str, Any], output: Path | None) -> None:
+    """Print how many prompts pass how often, and the first ones that are between."""
+    added = f", {record['added']} of them new" if record["added"] else ""
+    print_lines(f"{record['prompts']:,} prompts, {record['rollouts']:,} rollouts, {record['batches']} batches{added}")
+    print_lines(f"never passed {record['never']:,}, always {record['always']:,}, between {record['between']:,}")
+    print_lines(f"pass rate from {record['low']:g} to {record['high']:g}: {record['in_range']:,} prompts")
+    hardest = sorted(prompts.items(), key=lambda item: (item[1].rate, -item[1].rollouts, item[0]))
+    for name, counts in [item for item in hardest if 0 < item[1].rate < 1][:SHOWN_PROMPTS]:
+        print_lines(f"  {counts.rate:6.1%}  {counts.passed:>4}/{counts.rollouts:<4} {name}")
+    if output is not None:
+        print_lines(str(output))

@@ -253,6 +253,18 @@ def inspect(
 
 
 @app.command()
+def verify(run: RunDirectory, as_json: AsJson = False) -> None:
+    """Compare every file of a run with its checksum. Exit status 1 if one is damaged."""
+    from stalewise.cli.tables import print_verification
+    from stalewise.reporting.verification import verify_run
+
+    found = verify_run(run)
+    print_json(found.record()) if as_json else print_verification(found)
+    if found.damaged:
+        raise typer.Exit(1)
+
+
+@app.command()
 def doctor(
     config: Annotated[Path | None, typer.Argument(help="Config or run directory; default: built in.")] = None,
     settings: Settings = None,

@@ -16,6 +16,7 @@ from stalewise.config.sections import LEAST_VLLM_TEMPERATURE, SamplerSection, Se
 from stalewise.errors import ConfigError, nearest
 from stalewise.store.atomic import write_json_atomic
 from stalewise.tasks import Task, make_evaluation_file, make_task
+from stalewise.tasks.difficulty import COPY, ChosenPrompts, read_table
 
 FORMAT = "stalewise.run/1"
 HERE = "{run}"  # stands for the run directory, wherever it is
@@ -25,7 +26,9 @@ _FILES = ("path", "evaluation_path")  # of the model and of the task's options
 class RunConfig(Section):
     """Everything that determines a run."""
 
-    name: str = Field(default="run", description="Directory under `runs`.", min_length=1, pattern=r"^\w[\w.\-]*$")
+    name: str = Field(
+        default="run", description="Directory under `runs`.", min_length=1, max_length=120, pattern=r"^\w[\w.\-]*$"
+    )
     runs: str = Field(default="runs", description="Directory of all runs.")
     seed: int = Field(default=0, ge=0, description="Determines prompts, sampling and the order of batches.")
     recipe: Literal["none", "auto"] = Field(
@@ -65,6 +68,20 @@ class RunConfig(Section):
                 f'guard.action is "{self.guard.action}", but after a rollback of a pipelined run the policies that '
                 'generated ahead are gone: use "halve" or "stop"'
             )
+        if self.batch.without_variance == "skip" and self.objective.regularizes_loss:
+            yield (
+                'batch.without_variance is "skip", which leaves the gradient as it is, but objective.kl in the loss '
+                'and objective.entropy_bonus also act on groups of equal rewards: use "keep" or "drop"'
+            )
+        if self.objective.overlong_tokens > self.sampler.max_new_tokens:
+            yield (
+                f"objective.overlong_tokens is {self.objective.overlong_tokens}, more than sampler.max_new_tokens "
+                f"{self.sampler.max_new_tokens}: every response would be penalised"
+            )
+        if self.objective.reference == "base" and not self.model.trains_adapters:
+            yield 'objective.reference is "base", but no adapter is trained: use "initial"'
+        if self.task.difficulty and self.storage.url:
+            yield "task.difficulty needs a run directory that all workers share: remove storage.url"
         least = LEAST_VLLM_TEMPERATURE if self.sampler.engine != "hf" else 0.0
         if low := [suite.label for suite in self.evaluation.suite if 0 < suite.temperature < least]:
             yield f"evaluation.suite {low[0]}: vLLM samples at no temperature below {least}, except 0 (greedy)"
@@ -82,8 +99,18 @@ class RunConfig(Section):
         return Path(self.runs) / self.name
 
     def make_task(self) -> Task:
-        """The task of this config."""
-        return make_task(self.task.name, seed=self.seed, **self.task.options)
+        """The task of this config; with the prompts that its table of pass rates chooses."""
+        task = make_task(self.task.name, seed=self.seed, **self.task.options)
+        if not self.task.difficulty:
+            return task
+        (low, high), by = self.task.pass_rates, self.task.by_pass_rate
+        return ChosenPrompts(task, read_table(self.difficulty_path), low=low, high=high, by=by, seed=self.seed)
+
+    @property
+    def difficulty_path(self) -> Path:
+        """The table of pass rates: a run that has begun keeps its own copy."""
+        copy = self.directory / COPY
+        return copy if copy.is_file() and (self.directory / "checkpoints").is_dir() else Path(self.task.difficulty)
 
     def make_suite(self, suite: sections.SuiteSection) -> Task:
         """The prompts and the verifier of a suite; the run's own where it names neither a task nor a file."""
@@ -169,15 +196,28 @@ def read_toml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> d
 
 def make_config(record: Mapping[str, Any], *, source: str = "config") -> RunConfig:
     """Check a nested mapping; a ConfigError lists every problem with its key, its value and what to do."""
+    if key := _with_nul(record):
+        raise ConfigError(f"{source}: {key} has a NUL character, which no path and no text may have: remove it")
     try:
         return RunConfig.model_validate(dict(record))
     except ValidationError as error:
         raise ConfigError(f"{source}: " + "; ".join(map(_explain, error.errors()))) from None
 
 
+def _with_nul(value: Any, key: str = "") -> str:
+    """The dotted key of the first text with a NUL character; empty: there is none."""
+    if isinstance(value, str):
+        return key if "\0" in value else ""
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    names = [(name, item) for name, item in items]
+    if any("\0" in str(name) for name, _ in names):
+        return f"{key or 'a key'}"
+    return next(filter(None, (_with_nul(item, f"{key}.{name}".lstrip(".")) for name, item in names)), "")
+
+
 def write_resolved(config: RunConfig, path: str | Path) -> None:
     """Write the config with all defaults filled in. JSON, since TOML has no null."""
-    write_json_atomic(path, {"format": FORMAT, **config.model_dump(mode="json")})
+    write_json_atomic(path, {"format": FORMAT, **config.model_dump(mode="json")}, sealed=True)
 
 
 def parse_override(text: str) -> tuple[str, Any]:

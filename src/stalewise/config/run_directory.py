@@ -17,9 +17,10 @@ from stalewise.config.schedule_sections import ScheduleSection
 from stalewise.config.template import toml
 from stalewise.errors import StoreError
 from stalewise.staleness.schedule import ForkedSchedule, PastBatch, Schedule
-from stalewise.store.atomic import read_json, read_jsonl
+from stalewise.store.atomic import read_json
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.store.manifest import batch_directories, committed_shards, is_committed, read_batch_manifest
+from stalewise.store.records import EVALUATION, JOURNAL, SUITE, read_records
 
 RESOLVED = "config.resolved.json"
 # Files of a directory that `stalewise export` makes: the record that identifies it, and the run's settings.
@@ -65,7 +66,7 @@ class RunResult:
     @property
     def suites(self) -> dict[str, dict[str, Any]]:
         """The last evaluation on each suite, by its name: records of suites.jsonl."""
-        return {record["suite"]: record for record in read_jsonl(self.directory / "suites.jsonl")}
+        return {record["suite"]: record for record in read_records(self.directory / "suites.jsonl", SUITE)}
 
     @property
     def unscored(self) -> float:
@@ -83,10 +84,10 @@ class RunResult:
 def read_result(directory: Path, updates: int) -> RunResult:
     """Read the result of a finished run from its directory."""
     seconds: dict[str, float] = {"generate": 0.0, "learn": 0.0, "switch": 0.0, "evaluate": 0.0}
-    for record in read_jsonl(directory / "journal.jsonl"):
+    for record in read_records(directory / "journal.jsonl", JOURNAL):
         if record["event"] not in NOTES:
             seconds[record["event"]] = seconds.get(record["event"], 0.0) + record["seconds"]
-    return RunResult(directory, updates, read_jsonl(directory / "eval.jsonl"), seconds)
+    return RunResult(directory, updates, read_records(directory / "eval.jsonl", EVALUATION), seconds)
 
 
 def read_config(directory: str | Path) -> RunConfig:
@@ -126,6 +127,8 @@ def check_identity(config: RunConfig) -> None:
     """Refuse a run directory that was made with another config or another format."""
     path = config.directory / RESOLVED
     if not path.exists():
+        if versions(config.directory):
+            raise StoreError(f"{path} is missing, though the run has begun: restore it, or choose another name")
         return
     recorded = read_json(path)
     if (written := recorded.get("format")) != FORMAT:

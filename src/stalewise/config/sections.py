@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
@@ -10,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 
 Url = Annotated[str, StringConstraints(pattern=r"^https?://[^/\s]+(/\S*)?$")]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 
 # vLLM silently raises a lower temperature to this one; the recorded temperature must be the real one.
 LEAST_VLLM_TEMPERATURE = 0.01
@@ -44,6 +46,10 @@ class Section(BaseModel):
         for problem in self._contradictions():
             raise ValueError(problem)
         return self
+
+
+def _default(section: BaseModel, name: str) -> Any:
+    return type(section).model_fields[name].default
 
 
 class LoraSection(Section):
@@ -96,9 +102,28 @@ class TaskSection(Section):
         default="arithmetic", description="arithmetic[-steps|-chat], jsonl, hf, gym or mixture; docs/tasks.md."
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the task; docs/tasks.md lists them.")
+    difficulty: str = Field(
+        default="", description="Table of pass rates (`stalewise difficulty`) that chooses prompts; empty: all prompts."
+    )
+    pass_rates: tuple[Fraction, Fraction] = Field(
+        default=(0.1, 0.9),
+        strict=False,
+        description="With difficulty: train on prompts with a pass rate in this range.",
+    )
+    by_pass_rate: Literal["range", "sample"] = Field(
+        default="range",
+        description="With difficulty: prompts in the range alike, or more often the nearer their pass rate is to half.",
+    )
     max_unscored: float = Field(
         default=0.2, ge=0, le=1, description="Stop when more than this fraction of responses could not be scored."
     )
+
+    def _contradictions(self) -> Iterator[str]:
+        changed = {name for name in ("pass_rates", "by_pass_rate") if getattr(self, name) != _default(self, name)}
+        if changed and not self.difficulty:
+            yield f"{min(changed)} has no meaning without difficulty: name a table or remove it"
+        if self.pass_rates[0] >= self.pass_rates[1]:
+            yield f"pass_rates is {list(self.pass_rates)}: expected two numbers from 0 to 1, the first one smaller"
 
     @property
     def form(self) -> dict[str, Any]:
@@ -111,6 +136,23 @@ class BatchSection(Section):
 
     prompts: int = Field(default=32, ge=1, description="Prompts per update.")
     group_size: int = Field(default=8, ge=2, description="Rollouts per prompt.")
+    without_variance: Literal["keep", "skip", "drop", "refill"] = Field(
+        default="keep",
+        description="Groups of equal rewards: compute, skip (the same gradient), drop, or generate others instead.",
+    )
+    refill_limit: float | None = Field(
+        default=None, gt=1, description="For refill: generate at most this many times the prompts; default: 3."
+    )
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.refill_limit is not None and self.without_variance != "refill":
+            yield 'refill_limit has no meaning without without_variance = "refill": remove it'
+
+    @property
+    def reserved(self) -> int:
+        """Prompts that an update may need: its own, and those that replace groups without variance."""
+        factor = (self.refill_limit or 3.0) if self.without_variance == "refill" else 1.0
+        return math.ceil(self.prompts * factor)
 
 
 class VllmSection(Section):
@@ -220,7 +262,7 @@ class ObjectiveSection(Section):
 
     name: str = Field(default="mu_grpo", description="A name from docs/objectives.md.")
     params: dict[str, Any] = Field(default_factory=dict, description="Parameters of the objective; others: defaults.")
-    advantage: Literal["auto", "group", "mean", "leave_one_out"] = Field(
+    advantage: Literal["auto", "group", "mean", "leave_one_out", "batch"] = Field(
         default="auto", description="Baseline and scale of advantages; auto: as the objective prescribes."
     )
     truncated: Literal["keep", "zero", "mask"] = Field(
@@ -229,6 +271,46 @@ class ObjectiveSection(Section):
     proximal_every: int = Field(
         default=8, ge=1, description="Updates between snapshots of the proximal policy, for objectives that have one."
     )
+    kl: float = Field(
+        default=0.0,
+        ge=0,
+        description="Coefficient of the KL divergence from the reference; 0: none. docs/regularizers.md",
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = Field(
+        default="k3", description="Estimator of that divergence; k1 where it is in the reward."
+    )
+    kl_in: Literal["loss", "reward"] = Field(
+        default="loss", description="Where the divergence counts: per token in the loss, or per response in the reward."
+    )
+    reference: str = Field(
+        default="initial", description="initial: version 0; base: the model without its adapter; or another model."
+    )
+    entropy_bonus: float = Field(
+        default=0.0, ge=0, description="Coefficient of the policy's entropy, which the loss rewards; 0: none."
+    )
+    reward_weights: dict[str, float] = Field(
+        default_factory=dict,
+        description="Weights of a reward's named parts, whose weighted sum is then the reward; empty: its own value.",
+    )
+    overlong_tokens: int = Field(
+        default=0, ge=0, description="Penalise responses that end within this many tokens of the limit; 0: none."
+    )
+    overlong_penalty: float = Field(default=1.0, gt=0, description="The penalty at the limit, in units of reward.")
+
+    def _contradictions(self) -> Iterator[str]:
+        if not self.kl and (self.reference != "initial" or self.kl_in != "loss" or self.kl_estimator != "k3"):
+            yield "reference, kl_in and kl_estimator have no meaning without kl: set kl above 0 or remove them"
+        if self.overlong_penalty != 1.0 and not self.overlong_tokens:
+            yield "overlong_penalty has no meaning without overlong_tokens: set them or remove it"
+        if self.reward_weights and not any(self.reward_weights.values()):
+            yield "reward_weights are all 0, so every reward would be 0: give one part a weight"
+        if not self.reference.strip():
+            yield 'reference is empty: write "initial", "base" or the directory or name of a model'
+
+    @property
+    def regularizes_loss(self) -> bool:
+        """Whether the loss has terms that do not depend on advantages."""
+        return bool(self.entropy_bonus or (self.kl and self.kl_in == "loss"))
 
 
 class OptimizerSection(Section):

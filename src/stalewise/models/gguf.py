@@ -13,8 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from stalewise.errors import ModelError, StoreError
-from stalewise.models.gguf_conversion import convert
-from stalewise.models.gguf_header import INSTALL, MAGIC, read_header
+from stalewise.models.gguf_conversion import INSTALL, MAGIC, convert, read_header
 from stalewise.store.atomic import (
     commit_directory,
     explain_write_errors,

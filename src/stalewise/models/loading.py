@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+import os
+import resource
+import selectors
+import signal
+import time
+import warnings
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,9 +19,8 @@ from urllib.request import Request, urlopen
 
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
-from jinja2 import TemplateError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 from transformers.utils import logging as transformers_logging
 
 from stalewise.errors import ModelError, nearest
@@ -28,6 +34,14 @@ HUB_S = 5.0  # seconds in which a hub must answer
 
 # They would break our own progress bars.
 transformers_logging.disable_progress_bar()
+# A model's own code is never run. Where `trust_remote_code` is not given, transformers would ask on standard input, and
+# take `yes |` for an answer; without time for one it refuses.
+dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+
+TEMPLATE_S = 10.0  # in which chat templates must be rendered, and a hundredth of a second more for each prompt
+LONGEST_TEMPLATE = 1 << 18  # characters
+LONGEST_CHAT = 1 << 22  # characters of one rendered prompt, beyond its messages
+TEMPLATE_MEMORY = 1 << 29  # bytes that rendering may take
 
 
 def embedded_policies() -> list[str]:
@@ -123,9 +137,11 @@ def load_model(path: str, *, device: torch.device, dtype: torch.dtype = torch.fl
     """A causal language model with weights in `dtype`, in evaluation mode."""
     _check_weights(path)
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         # transformers would initialise missing weights at random, with only a warning.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False
+        )
         model, report = loaded
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise loading_error(path, "does not load as a causal language model", error) from error
@@ -169,7 +185,7 @@ def _check_causal(model: Any, path: str) -> None:
 def load_model_config(path: str) -> Any:
     """The config of a model, without its weights."""
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise loading_error(path, "has no config that transformers can load", error) from error
 
@@ -203,7 +219,7 @@ def load_tokenizer(path: str) -> Any:
 def _load_tokenizer(path: str, files: tuple[tuple[str, int, int], ...]) -> Any:
     """`files` identify the tokenizer: another may be at the same path later."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise loading_error(path, "has no tokenizer that transformers can load", error) from error
     if tokenizer.eos_token_id is None:
@@ -230,8 +246,8 @@ def encode_prompts(prompts: list[Prompt], tokenizer: Any) -> list[list[int]]:
             f"the task asks for a chat template and the tokenizer of {tokenizer.name_or_path} has none: choose an "
             "instruct model, or add a chat_template.jinja to it"
         )
-    both = zip(prompts, chat, strict=True)
-    texts = [_chat_text(prompt, tokenizer) if is_chat else prompt.text for prompt, is_chat in both]
+    rendered = iter(_chat_texts([prompt for prompt, is_chat in zip(prompts, chat, strict=True) if is_chat], tokenizer))
+    texts = [next(rendered) if is_chat else prompt.text for prompt, is_chat in zip(prompts, chat, strict=True)]
     # A chat template writes its own special tokens; a second beginning-of-sequence would be wrong.
     encoded: list[list[int]] = tokenizer(texts, add_special_tokens=not any(chat))["input_ids"]
     if empty := [prompt.prompt_id for prompt, ids in zip(prompts, encoded, strict=True) if not ids]:
@@ -253,29 +269,109 @@ def describe_prompt(prompt_ids: Sequence[int], tokenizer: Any) -> str:
     return text
 
 
-def _chat_text(prompt: Prompt, tokenizer: Any) -> str:
-    """The prompt within the chat template, and its prefill, if any."""
+def _chat_texts(prompts: list[Prompt], tokenizer: Any) -> list[str]:
+    """Each prompt within the chat template, and its prefill, if any."""
+    if not prompts:
+        return []
+    if len(str(tokenizer.chat_template)) > LONGEST_TEMPLATE:
+        raise _template_error(tokenizer, f"is longer than {LONGEST_TEMPLATE:,} characters")
+    for name in {name for prompt in prompts for name in json.loads(prompt.metadata.get("template", "{}"))}:
+        if name not in str(tokenizer.chat_template):
+            raise ModelError(
+                f"the chat template of {tokenizer.name_or_path} has no variable {name}, so chat_template_kwargs would "
+                "change nothing: correct the name, or leave it out"
+            )
+    answer = call_limited(
+        lambda: [_render(prompt, tokenizer) for prompt in prompts],
+        seconds=TEMPLATE_S + 0.01 * len(prompts),
+        memory=TEMPLATE_MEMORY,
+        longest=len(prompts) * 6 * LONGEST_CHAT,
+    )
+    if isinstance(answer, str):
+        raise _template_error(tokenizer, f"could not be rendered within its limits: {answer}")
+    for prompt, (text, error) in zip(prompts, answer, strict=True):
+        if error:
+            remedy = "leave out the task's option system, or use" if "system" in prompt.metadata else "use"
+            raise ModelError(
+                f"the chat template of {tokenizer.name_or_path} does not accept prompt {prompt.prompt_id}: "
+                f"{error}: {remedy} another template (chat_template.jinja) or model"
+            )
+        whole = len(prompt.text) + sum(map(len, prompt.metadata.values()))
+        if len(text) > LONGEST_CHAT + 8 * whole:
+            raise _template_error(tokenizer, f"makes {len(text):,} characters of prompt {prompt.prompt_id}")
+    texts = [text for text, _ in answer]
+    return [text + prompt.metadata.get("prefill", "") for text, prompt in zip(texts, prompts, strict=True)]
+
+
+def _template_error(tokenizer: Any, problem: str) -> ModelError:
+    name = tokenizer.name_or_path
+    return ModelError(f"the chat template of {name} {problem}: use another template (chat_template.jinja) or model")
+
+
+def _render(prompt: Prompt, tokenizer: Any) -> tuple[str, str]:
+    """A prompt within the chat template, and why that failed, if it did. Runs in a child, within jinja's sandbox."""
     system = [{"role": "system", "content": prompt.metadata["system"]}] if "system" in prompt.metadata else []
-    history, variables = (
-        json.loads(prompt.metadata.get(key, "[]")) for key in ("history", "template")
-    )  # a list, a table
+    history, variables = json.loads(prompt.metadata.get("history", "[]")), prompt.metadata.get("template", "{}")
     messages = [*system, *history, {"role": "user", "content": prompt.text}]
-    if unused := [name for name in variables if name not in str(tokenizer.chat_template)]:
-        raise ModelError(
-            f"the chat template of {tokenizer.name_or_path} has no variable {unused[0]}, so chat_template_kwargs would "
-            "change nothing: correct the name, or leave it out"
-        )
     try:
         text: str = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **dict(variables)
+            messages, tokenize=False, add_generation_prompt=True, **json.loads(variables)
         )
-    except (TemplateError, TypeError, ValueError) as error:  # templates are programs that may refuse or fail
-        remedy = "leave out the task's option system, or use" if "system" in prompt.metadata else "use"
-        raise ModelError(
-            f"the chat template of {tokenizer.name_or_path} does not accept prompt {prompt.prompt_id}: "
-            f"{_first_line(error)}: {remedy} another template (chat_template.jinja) or model"
-        ) from error
-    return text + prompt.metadata.get("prefill", "")
+        return text, ""
+    except Exception as error:  # templates are programs that may refuse or fail
+        return "", (_first_line(error) or type(error).__name__)[:500]
+
+
+def call_limited(function: Callable[[], Any], *, seconds: float, memory: int, longest: int) -> Any:
+    """What a function returns, as JSON, or why it did not. It runs in a forked child with limits on time and memory.
+
+    Only for functions that use no GPU, no threads and no locks of others: after a fork these are not there.
+    """
+    reads, writes = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork in a process with threads
+        pid = os.fork()
+    if pid == 0:
+        _answer_limited(function, writes, seconds, memory)
+    os.close(writes)
+    read, deadline = bytearray(), time.monotonic() + seconds
+    try:
+        with open(reads, "rb", buffering=0) as pipe, selectors.DefaultSelector() as selector:
+            selector.register(pipe, selectors.EVENT_READ)
+            while len(read) <= longest:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    return f"it took more than {seconds:.0f} s"
+                if not (chunk := pipe.read(1 << 16)):
+                    break
+                read += chunk
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        _, status = os.waitpid(pid, 0)
+    if len(read) > longest:
+        return "it makes too long a text"
+    try:
+        return json.loads(read)
+    except ValueError:
+        return f"its process ended ({signal.strsignal(os.WTERMSIG(status)) if os.WIFSIGNALED(status) else status})"
+
+
+def _answer_limited(function: Callable[[], Any], writes: int, seconds: float, memory: int) -> None:
+    """The child of `call_limited`: does not return."""
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with contextlib.suppress(OSError, ValueError):  # not on every system
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
+        resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 2))
+        try:
+            answer = function()
+        except (MemoryError, RecursionError) as problem:
+            answer = type(problem).__name__
+        with open(writes, "wb") as pipe:
+            pipe.write(json.dumps(answer).encode())
+    finally:
+        os._exit(0)
 
 
 def context_length(model_config: Any) -> int | None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stalewise.objectives.tokens import host_list
 
-AdvantageKind = Literal["group", "mean", "leave_one_out"]
+AdvantageKind = Literal["group", "mean", "leave_one_out", "batch"]
 TruncatedRule = Literal["keep", "zero", "mask"]
 
 STD_EPSILON = 1e-6
@@ -42,7 +42,8 @@ def group_advantages(
     """Advantage of each rollout against its group.
 
     `group`: (R − mean) / (std + 1e-6) with the population std; `mean`: R − mean (Dr. GRPO); `leave_one_out`: R − mean
-    of the others (RLOO). A group with equal rewards, or of one rollout, has advantage exactly 0.
+    of the others (RLOO); `batch`: (R − mean) / (std of all rewards of the batch + 1e-6). A group with equal rewards, or
+    of one rollout, has advantage exactly 0.
 
     Truncated responses count in the group's mean under every rule. `keep` trains on them as on others, `zero` sets
     their advantage to 0 (their tokens stay in the denominator), `mask` removes their tokens from the loss.
@@ -74,6 +75,8 @@ def group_advantages(
     if kind == "group":
         variance_P = reward_N.new_zeros(groups).index_add(0, group_N, centred_N.square()) / size_P
         advantage_N = centred_N / (variance_P.sqrt() + STD_EPSILON)[group_N]
+    elif kind == "batch":
+        advantage_N = centred_N / (reward_N.std(correction=0) + STD_EPSILON)
     elif kind == "leave_one_out":
         advantage_N = centred_N * (size_P / (size_P - 1).clamp(min=1))[group_N]
     else:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from stalewise.objectives.batch_statistics import WeightSums, behaviour_weights, harmful, sequence_weights
+from stalewise.objectives.regularizers import kl_estimate
 from stalewise.objectives.tokens import Tokens, host_list
 
 # By the name of each mean: a sum and the count it is divided by.
@@ -22,6 +23,7 @@ MEANS = {
     "kl_behaviour_policy": ("kl_behaviour_policy", "tokens_finite"),
     "kl_policy_behaviour": ("kl_policy_behaviour", "tokens_finite"),
     "log_ratio_mean_abs": ("log_ratio_abs", "tokens_finite"),
+    "kl_reference": ("kl_reference", "tokens_reference"),
     "entropy": ("entropy", "tokens_entropy"),
     "response_length": ("tokens", "responses"),
 }
@@ -61,11 +63,16 @@ class TokenSums:
         return cls(sums, maxima, WeightSums.unpack(token_weights), WeightSums.unpack(sequence_weights))
 
     def summary(self) -> dict[str, float]:
-        """The diagnostics by name, with one read from the device; NaN for a mean of nothing."""
+        """The diagnostics by name, with one read from the device; NaN for a mean of nothing.
+
+        `kl_reference` is there only with a reference.
+        """
         on_host = TokenSums.unpack(self.pack().cpu())
         sums = dict(zip(SUMS, host_list(on_host.sums), strict=True))
         maxima = dict(zip(MAXIMA, host_list(on_host.maxima), strict=True))
         means = {name: sums[a] / sums[b] if sums[b] else math.nan for name, (a, b) in MEANS.items()}
+        if not sums["tokens_reference"]:
+            del means["kl_reference"]  # most runs have no reference
         return {
             "ess": on_host.token_weights.effective_sample_size().item(),
             "ess_sequence": on_host.sequence_weights.effective_sample_size().item(),
@@ -120,6 +127,7 @@ def token_sums(
         "kl_behaviour_policy": _total(excess_BT - log_ratio_BT, finite_BT),
         "kl_policy_behaviour": _total(ratio_BT * log_ratio_BT - excess_BT, finite_BT),
         "log_ratio_abs": _total(log_ratio_BT.abs(), finite_BT),
+        **_divergence(tokens),
         "entropy": _total(entropy_BT, entropy_finite_BT),
         "tokens_entropy": _count(entropy_finite_BT),
     }
@@ -134,6 +142,16 @@ def token_sums(
         token_weights=behaviour_weights(tokens),
         sequence_weights=sequence_weights(tokens),
     )
+
+
+def _divergence(tokens: Tokens) -> dict[str, Tensor]:
+    """KL(policy‖reference) by the estimator k3, without weights: the sum over tokens, and their number."""
+    if tokens.reference_logp_BT is None:
+        nothing = tokens.log_ratio_BT.new_zeros((), dtype=torch.float64)
+        return {"kl_reference": nothing, "tokens_reference": nothing}
+    divergence_BT = kl_estimate(tokens.logp_BT.detach(), tokens.reference_logp_BT)
+    known_BT = tokens.mask_BT & divergence_BT.isfinite()
+    return {"kl_reference": _total(divergence_BT, known_BT), "tokens_reference": _count(known_BT)}
 
 
 def _count(where: Tensor) -> Tensor:

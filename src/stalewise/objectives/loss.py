@@ -13,6 +13,7 @@ from stalewise.objectives.batch_statistics import Mergeable
 from stalewise.objectives.diagnostics import TokenSums, token_sums
 from stalewise.objectives.reduce import natural_denominator, reduced
 from stalewise.objectives.registry import Objective, Settings, get_objective
+from stalewise.objectives.regularizers import NONE, Regularizers
 from stalewise.objectives.surrogates import TokenLoss
 from stalewise.objectives.tokens import Tokens, make_tokens
 
@@ -33,8 +34,11 @@ def evaluate(
     advantage: Tensor,
     mask: Tensor,
     proximal_logp: Tensor | None = None,
+    reference_logp: Tensor | None = None,
     params: Mapping[str, Any] | None = None,
     denominator: float | Tensor | None = None,
+    regularizers: Regularizers = NONE,
+    entropy: Tensor | None = None,
 ) -> ObjectiveResult:
     """Loss and diagnostics of a whole optimizer batch under the objective called `name`.
 
@@ -45,8 +49,11 @@ def evaluate(
         advantage: [B].
         mask: [B, T], 1 on response tokens.
         proximal_logp: [B, T] under the proximal policy, for `decoupled_ppo` and `p3o_two_anchor`.
+        reference_logp: [B, T] under the reference policy, for `regularizers` with a KL divergence.
         params: parameters of the objective; docs/objectives.md lists them.
         denominator: divisor of the summed loss; None: the response tokens of this batch (gspo: its responses).
+        regularizers: terms that the loss of every token gets; docs/regularizers.md.
+        entropy: [B, T] of the policy's distribution at each token, for an entropy bonus.
 
     Raises:
         ValueError: names the argument, its shape and what was expected.
@@ -61,23 +68,39 @@ def evaluate(
     objective = get_objective(name)
     settings = objective.settings(params)
     tokens = make_tokens(
-        logp=logp, behaviour_logp=behaviour_logp, advantage=advantage, mask=mask, proximal_logp=proximal_logp
+        logp=logp,
+        behaviour_logp=behaviour_logp,
+        advantage=advantage,
+        mask=mask,
+        proximal_logp=proximal_logp,
+        reference_logp=reference_logp,
     )
     if denominator is None:
         denominator = natural_denominator(tokens, objective.reduction)
     elif not bool(torch.as_tensor(denominator).isfinite().all()) or float(denominator) <= 0:
         raise ValueError(f"denominator is {float(denominator)}; expected a positive number")
     batch = objective.first_pass(tokens, settings)
-    loss, token_loss = micro_batch_loss(objective, tokens, batch, settings, denominator)
-    return ObjectiveResult(loss, micro_batch_sums(tokens, token_loss).summary())
+    added = regularizers, entropy
+    loss, token_loss = micro_batch_loss(objective, tokens, batch, settings, denominator, *added)
+    return ObjectiveResult(loss, micro_batch_sums(tokens, token_loss, entropy).summary())
 
 
 def micro_batch_loss(
-    objective: Objective, tokens: Tokens, batch: Mergeable | None, settings: Settings, denominator: float | Tensor
+    objective: Objective,
+    tokens: Tokens,
+    batch: Mergeable | None,
+    settings: Settings,
+    denominator: float | Tensor,
+    regularizers: Regularizers = NONE,
+    entropy_BT: Tensor | None = None,
 ) -> tuple[Tensor, TokenLoss]:
-    """The micro-batch's part of the loss, and the loss per token. Does not synchronise with the device."""
+    """The micro-batch's part of the loss, and the objective's loss per token, which the first has with regularizers.
+
+    Does not synchronise with the device.
+    """
     token_loss = objective.second_pass(tokens, batch, settings)
-    return reduced(token_loss.loss_BT, tokens, objective.reduction, denominator), token_loss
+    loss_BT = regularizers.add_to(token_loss.loss_BT, tokens, entropy_BT)
+    return reduced(loss_BT, tokens, objective.reduction, denominator), token_loss
 
 
 def micro_batch_sums(tokens: Tokens, token_loss: TokenLoss, entropy_BT: Tensor | None = None) -> TokenSums:

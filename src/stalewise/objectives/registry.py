@@ -48,6 +48,7 @@ class Objective:
     advantage: AdvantageKind = "group"
     drops_degenerate_groups: bool = False
     constant_denominator: bool = False
+    ignores_zero_advantages: bool = True  # tokens with advantage 0 have no part in the loss or its statistics
     is_custom: bool = False  # registered by a program
 
     def parameters(self) -> dict[str, tuple[Any, Any]]:
@@ -131,6 +132,7 @@ _ROWS = (
         token_loss=surrogates.p3o,
         measure=lambda tokens, _: behaviour_weights(tokens),
         statistics=WeightSums,
+        ignores_zero_advantages=False,
     ),
     Objective(
         name="p3o_two_anchor",
@@ -138,6 +140,7 @@ _ROWS = (
         measure=lambda tokens, _: anchor_weights(tokens),
         statistics=AnchorSums,
         needs_proximal=True,
+        ignores_zero_advantages=False,
     ),
 )
 OBJECTIVES: Mapping[str, Objective] = {row.name: row for row in _ROWS}

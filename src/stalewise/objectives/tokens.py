@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ class Tokens:
     mask_BT: Tensor  # bool, True on response tokens
     log_ratio_BT: Tensor  # logp − behaviour_logp
     proximal_logp_BT: Tensor | None = None  # of the last snapshot, for decoupled objectives
+    reference_logp_BT: Tensor | None = None  # of the reference policy, where there is one
 
     @property
     def advantage_BT(self) -> Tensor:
@@ -42,6 +44,7 @@ def make_tokens(
     advantage: Tensor,
     mask: Tensor,
     proximal_logp: Tensor | None = None,
+    reference_logp: Tensor | None = None,
     check_values: bool = True,
 ) -> Tokens:
     """Check the inputs and mask them before any arithmetic, so that padding can hold anything, even NaN and inf.
@@ -55,12 +58,15 @@ def make_tokens(
         advantage: [B].
         mask: [B, T], 1 on response tokens and 0 elsewhere (bool or number).
         proximal_logp: [B, T] or None.
+        reference_logp: [B, T] or None.
         check_values: whether to check the numbers, too.
 
     Raises:
         ValueError: names the argument, its shape and what was expected.
     """
-    _check_shapes(logp, behaviour_logp, advantage, mask, proximal_logp)
+    others = {"proximal_logp": proximal_logp, "reference_logp": reference_logp}
+    given = {name: value for name, value in others.items() if value is not None}
+    _check_shapes(logp, advantage, {"behaviour_logp": behaviour_logp, "mask": mask, **given})
     if check_values:
         _check_mask(mask)
     mask_BT = mask.bool()
@@ -68,8 +74,8 @@ def make_tokens(
         _check_finite("logp", logp, mask_BT)
         _check_finite("behaviour_logp", behaviour_logp, mask_BT)
         _check_finite("advantage", advantage, mask_BT.any(dim=1))
-        if proximal_logp is not None:
-            _check_finite("proximal_logp", proximal_logp, mask_BT)
+        for name, value in given.items():
+            _check_finite(name, value, mask_BT)
     # Half precision holds log-probabilities to 3 digits: a ratio of them would be noise.
     dtype = torch.promote_types(logp.dtype, torch.float32)
     logp_BT = _masked(logp, mask_BT, dtype)
@@ -80,7 +86,7 @@ def make_tokens(
         advantage_B=advantage.to(dtype).detach(),
         mask_BT=mask_BT,
         log_ratio_BT=logp_BT - behaviour_logp_BT,
-        proximal_logp_BT=None if proximal_logp is None else _masked(proximal_logp, mask_BT, dtype).detach(),
+        **{f"{name}_BT": _masked(value, mask_BT, dtype).detach() for name, value in given.items()},
     )
 
 
@@ -93,9 +99,7 @@ def _masked(value_BT: Tensor, mask_BT: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(mask_BT, value_BT.to(dtype), 0.0)
 
 
-def _check_shapes(
-    logp: Tensor, behaviour_logp: Tensor, advantage: Tensor, mask: Tensor, proximal_logp: Tensor | None
-) -> None:
+def _check_shapes(logp: Tensor, advantage: Tensor, others: Mapping[str, Tensor]) -> None:
     if logp.ndim != 2:
         raise ValueError(f"logp has shape {list(logp.shape)}; expected [B, T]: sequences × response tokens")
     if not logp.is_floating_point():
@@ -103,15 +107,14 @@ def _check_shapes(
     B, T = logp.shape
     if B == 0 or T == 0:
         raise ValueError(f"logp has shape {[B, T]}: the batch is empty; expected at least one token")
-    others = {"behaviour_logp": behaviour_logp, "mask": mask, "proximal_logp": proximal_logp}
     for name, value in others.items():
-        if value is not None and value.shape != logp.shape:
+        if value.shape != logp.shape:
             raise ValueError(f"{name} has shape {list(value.shape)}; expected {[B, T]}, the shape of logp")
     if advantage.shape != (B,):
         hint = " (one advantage per sequence, not one per token)" if advantage.shape == (B, T) else ""
         raise ValueError(f"advantage has shape {list(advantage.shape)}; expected {[B]}{hint}")
     for name, value in {**others, "advantage": advantage}.items():
-        if value is not None and value.device != logp.device:
+        if value.device != logp.device:
             raise ValueError(f"{name} is on {value.device}; expected {logp.device}, the device of logp")
 
 

@@ -7,7 +7,6 @@ removing come after it, and are finished by the next process where this one is k
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -18,10 +17,28 @@ from stalewise.errors import StalewiseError
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.staleness.collapse import INTERVAL, Assessment, Degradation, PolicyScore, assess, scores_from_rewards
 from stalewise.staleness.schedule import Schedule
-from stalewise.store import atomic, batch_directories, checkpoints, ledger_path, parse_batch_name
+from stalewise.store import atomic, batch_directories, checkpoints, json_lines, ledger_path, parse_batch_name
+from stalewise.store.records import (
+    EVALUATION,
+    JOURNAL,
+    LEDGER,
+    METRIC,
+    ROLLBACK,
+    STAGE,
+    SUITE,
+    RecordSchema,
+    is_text,
+    is_whole,
+    list_of,
+    read_record,
+    read_records,
+)
 
 FORMAT = "stalewise.rollback/1"
 DONE = "done.json"
+ROLLBACK_OF_RUN = RecordSchema(
+    {**ROLLBACK.required, "halved": is_whole, "batches": list_of(is_text)}, ROLLBACK.optional
+)
 
 
 class Collapsed(StalewiseError, ArithmeticError):
@@ -40,7 +57,9 @@ class Rollbacks:
     def reload(self) -> None:
         """Read the records again."""
         directories = sorted(self.root.glob("r[0-9]*"))
-        self.records: list[dict[str, Any]] = [atomic.read_json(path / "rollback.json") for path in directories]
+        self.records: list[dict[str, Any]] = [
+            read_record(path / "rollback.json", ROLLBACK_OF_RUN) for path in directories
+        ]
 
     @property
     def learning_rate_factor(self) -> float:
@@ -49,7 +68,7 @@ class Rollbacks:
 
     def attempt(self, generation_batch: int) -> int:
         """How often this generation batch was discarded: each attempt has other seeds."""
-        fresh = [record["fresh_from_batch"] for record in self.records]
+        fresh = [record.get("fresh_from_batch") for record in self.records]
         return sum(first is not None and first <= generation_batch for first in fresh)
 
     def roll_back(
@@ -79,16 +98,17 @@ class Rollbacks:
         final = self.root / f"r{len(self.records):03d}"
         temporary = atomic.temporary_name(final)
         atomic.make_directory(temporary)
-        for path, key, first in (
-            (self.run_log.metrics_path, "update", to_version),
-            (ledger_path(self.directory), "update", to_version),
-            (self.run_log.evaluations_path, "version", to_version + 1),
-            (self.run_log.suites_path, "version", to_version + 1),
-            (self.run_log.stages_path, "first_update", to_version),
+        for path, schema, key, first in (
+            (self.run_log.metrics_path, METRIC, "update", to_version),
+            (ledger_path(self.directory), LEDGER, "update", to_version),
+            (self.run_log.evaluations_path, EVALUATION, "version", to_version + 1),
+            (self.run_log.suites_path, SUITE, "version", to_version + 1),
+            (self.run_log.stages_path, STAGE, "first_update", to_version),
         ):
-            lines = [line for line in atomic.read_jsonl(path) if line[key] >= first]
-            atomic.write_atomic(temporary / path.name, "".join(f"{json.dumps(line)}\n" for line in lines))
-        atomic.write_json_atomic(temporary / "rollback.json", record)
+            lines = [line for line in read_records(path, schema) if line[key] >= first]
+            json_lines.write_lines(temporary / path.name, lines)
+        json_lines.commit_records(temporary)
+        atomic.write_json_atomic(temporary / "rollback.json", record, sealed=True)
         atomic.commit_directory(temporary, final)
         self.reload()
         self.finish()
@@ -98,6 +118,10 @@ class Rollbacks:
         for index, record in enumerate(self.records):
             directory = self.root / f"r{index:03d}"
             if (directory / DONE).exists():
+                continue
+            events = [line for line in read_records(self.run_log.journal_path, JOURNAL) if line["event"] == "rollback"]
+            if index in [line.get("rollback") for line in events]:  # carried out: what came after it must stay
+                atomic.write_json_atomic(directory / DONE, {"time": time.time()}, sealed=True)
                 continue
             atomic.make_directory(directory / "rollouts")
             for name in record["batches"]:
@@ -109,13 +133,11 @@ class Rollbacks:
             self.run_log.tokens.truncate(last, keep=directory / "tokens")
             self.run_log.drop_updates(first=last)
             for path in (self.run_log.evaluations_path, self.run_log.suites_path):
-                atomic.truncate_jsonl(path, lambda line, last=last: line["version"] <= last)
-            atomic.truncate_jsonl(self.run_log.stages_path, lambda line, last=last: line["first_update"] <= last)
+                json_lines.truncate_jsonl(path, lambda line, last=last: line["version"] <= last)
+            json_lines.truncate_jsonl(self.run_log.stages_path, lambda line, last=last: line["first_update"] <= last)
             self.run_log.reload()
-            events = [line for line in atomic.read_jsonl(self.run_log.journal_path) if line["event"] == "rollback"]
-            if index not in [line.get("rollback") for line in events]:
-                self.run_log.log_event("rollback", 0.0, rollback=index, to_version=last, reason=record["reason"])
-            atomic.write_json_atomic(directory / DONE, {"time": time.time()})
+            self.run_log.log_event("rollback", 0.0, rollback=index, to_version=last, reason=record["reason"])
+            atomic.write_json_atomic(directory / DONE, {"time": time.time()}, sealed=True)
 
 
 class CollapseGuard:

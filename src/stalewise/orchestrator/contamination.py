@@ -13,6 +13,7 @@ from stalewise.models.gguf import is_gguf
 from stalewise.models.loading import embedded_policy
 from stalewise.models.smollm2 import NAME as SMOLLM2
 from stalewise.store import atomic, batch_directories, is_committed, open_batch
+from stalewise.store.records import SOURCES, read_record
 from stalewise.tasks import Seen
 from stalewise.tasks.overlap import named_ids, seen
 
@@ -57,7 +58,7 @@ def _run_of(path: Path) -> Path | None:
 
 def _origins(run: Path) -> list[Path]:
     """Directories of the model and the adapter that a run started from; none for a built-in model or a GGUF file."""
-    sources = atomic.read_json(run / "sources.json") if (run / "sources.json").is_file() else {}
+    sources = read_record(run / "sources.json", SOURCES) if (run / "sources.json").is_file() else {}
     if checkpoint := sources.get("checkpoint"):
         return [Path(checkpoint)]
     model, forked = read_config(run).model, read_fork(run)
@@ -71,7 +72,7 @@ def _sources(run: Path) -> list[Path]:
     """Runs that made the rollouts, or single generation batches that lie in no run."""
     if not (run / "sources.json").is_file():
         return [run]
-    batches = [Path(batch["directory"]) for batch in atomic.read_json(run / "sources.json")["batches"]]
+    batches = [Path(batch["directory"]) for batch in read_record(run / "sources.json", SOURCES)["batches"]]
     runs = [b.parent.parent if (b.parent.parent / "config.resolved.json").is_file() else b for b in batches]
     return list(dict.fromkeys(runs))
 

@@ -57,10 +57,11 @@ class Evaluation:
     suite: str = ""  # empty: the run's own evaluation
     settings: dict[str, Any] = field(default_factory=dict)  # temperature, top_p and max_new_tokens of a suite
     by_task: dict[str, dict[str, Any]] = field(default_factory=dict)  # of a mixture: prompts and measures of each task
+    timed_out: int = 0  # programs that a limit of time ended: worth 0
 
     def record(self) -> dict[str, Any]:
         """The line in `eval.jsonl`."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "timed_out" or value}
 
 
 def evaluate_checkpoint(

@@ -35,8 +35,10 @@ from stalewise.config.run_directory import (
 from stalewise.errors import ConfigError, StoreError, nearest
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.orchestrator.setup import FILE as LIMITS
+from stalewise.orchestrator.setup import FORMAT as LIMITS_FORMAT
 from stalewise.orchestrator.setup import resolve_learning_rate
 from stalewise.orchestrator.stages import read_schedule
+from stalewise.planning.planner import budget_limits
 from stalewise.staleness.schedule import PastBatch
 from stalewise.staleness.spent import Stage
 from stalewise.store import (
@@ -53,6 +55,10 @@ from stalewise.store import (
     token_files,
     token_log_directory,
 )
+from stalewise.store.json_lines import commit_records, read_jsonl, write_lines
+from stalewise.store.token_log import token_manifest_path
+from stalewise.tasks.difficulty import COPY as DIFFICULTY
+from stalewise.trainer.reference import FILE as REFERENCE
 
 # Settings that decide what a generation batch holds; `max_unscored` and engines do not.
 OF_ROLLOUTS = ("seed", "task.", "batch.", "sampler.", "model.path")
@@ -194,7 +200,7 @@ class _Fork:
             log(f"{name} does not fit the new settings: version {self.version} generates its own")
         self._write_records()
         if self.config.schedule.end == "spent":
-            begun = [line for line in atomic.read_jsonl(self.log.stages_path) if line["first_update"] <= self.version]
+            begun = [line for line in read_jsonl(self.log.stages_path) if line["first_update"] <= self.version]
             lines = begun if fits else self._past_stages(past, self._prompt())
             self._write_lines(self.log.stages_path, lines)
         self._write_lineage(forked, ahead if fits else ())
@@ -210,9 +216,17 @@ class _Fork:
             self._link(checkpoints.checkpoint_directory(self.run, found))
         for path in [self.run / "data", self.run / "python", *self.run.glob("model-*"), *self.rollbacks]:
             self._link(path)
+        if not any(key.startswith(("objective.kl", "objective.reference")) for key in self.changes):
+            self._link(self.run / REFERENCE)
+            self._link(self.run / "columns")
+        if "task.difficulty" not in self.changes:
+            self._link(self.run / DIFFICULTY)
+        elif self.config.task.difficulty:
+            shutil.copyfile(self.config.task.difficulty, self.target / DIFFICULTY)
         for path in token_files(token_log_directory(self.run)):
             if int(path.stem.rpartition("u")[2]) < self.version:
                 self._link(path)
+                self._link(token_manifest_path(path))
 
     def _link(self, source: Path) -> None:
         if source.exists():
@@ -276,16 +290,20 @@ class _Fork:
             (self.log.evaluations_path, "version", version + 1 if evaluated else 0),
             (self.log.suites_path, "version", version + 1 if evaluated else 0),
         ):
-            self._write_lines(path, [line for line in atomic.read_jsonl(path) if line[key] < end])
-        self._write_lines(self.log.journal_path, _journal_until(atomic.read_jsonl(self.log.journal_path), version))
-        if (self.run / LIMITS).is_file() and not any(key.startswith(OF_LIMITS) for key in self.changes):
-            shutil.copyfile(self.run / LIMITS, self.target / LIMITS)
+            self._write_lines(path, [line for line in read_jsonl(path) if line[key] < end])
+        self._write_lines(self.log.journal_path, _journal_until(read_jsonl(self.log.journal_path), version))
+        if (self.run / LIMITS).is_file():
+            if any(key.startswith(OF_LIMITS) for key in self.changes):
+                limits = {"format": LIMITS_FORMAT, "limits": budget_limits(self.config)}
+                atomic.write_json_atomic(self.target / LIMITS, limits, sealed=True)
+            else:
+                shutil.copyfile(self.run / LIMITS, self.target / LIMITS)
 
     def _past_stages(self, past: Sequence[PastBatch], first_prompt: int) -> list[dict[str, Any]]:
         """Past batches as stages, after which one begins that doubles the last; its prompts begin at `first_prompt`."""
         if any(one.version != one.first_update for one in past):
             raise ConfigError('a pipelined run cannot be forked to end = "spent": its batches overlap')
-        per_update, lines = self.config.batch.prompts, list[dict[str, Any]]()
+        per_update, lines = self.config.batch.reserved, list[dict[str, Any]]()
         for one in past:
             start = first_prompt - one.planned_updates * per_update
             stage = Stage(one.generation_batch, one.first_update, one.planned_updates, start)
@@ -293,9 +311,8 @@ class _Fork:
         return lines
 
     def _write_lines(self, path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-        text = "".join(f"{json.dumps(line)}\n" for line in lines)
-        if text:
-            atomic.write_atomic(self.target / path.relative_to(self.run), text)
+        if records := list(lines):
+            write_lines(self.target / path.relative_to(self.run), records)
 
     def _write_lineage(self, forked: Mapping[str, Any] | None, kept: Sequence[str]) -> None:
         parent = self.parent
@@ -312,9 +329,12 @@ class _Fork:
         ancestors = (
             [{key: parent[key] for key in ("run", "version", "changes")}, *parent["ancestors"]] if parent else []
         )
-        atomic.write_json_atomic(self.target / FORK, {**record, "ancestors": ancestors, "schedule": forked})
+        atomic.write_json_atomic(
+            self.target / FORK, {**record, "ancestors": ancestors, "schedule": forked}, sealed=True
+        )
         details = {"version": self.version, "run": self.run.name, "changes": self.changes}
         RunLog(self.target).log_event("fork", 0.0, **details)
+        commit_records(self.target)
 
 
 def past_batches(ledger: Sequence[LedgerEntry]) -> list[PastBatch]:

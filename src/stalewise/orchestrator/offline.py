@@ -29,6 +29,7 @@ from stalewise.models.loading import load_tokenizer, resolve_model, vocabulary_s
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.staleness.schedule import BatchSpan, ListedSchedule, Schedule
 from stalewise.store import atomic, checkpoints
+from stalewise.store.records import SOURCES, read_record
 from stalewise.store.reward_versions import FIRST, BatchRewards, find_version
 
 if TYPE_CHECKING:
@@ -124,10 +125,10 @@ class OfflineRollouts(RolloutSource):
         if is_started(directory):
             if not path.exists():
                 raise StoreError(f"{directory} is a run with rollouts of its own: {RENAME}")
-            if _without_directories(atomic.read_json(path)) != _without_directories(record):
+            if _without_directories(read_record(path, SOURCES)) != _without_directories(record):
                 other = "other rollouts or from another checkpoint"
                 raise StoreError(f"{directory} learned from {other} (see {path}): {RENAME}")
-        atomic.write_json_atomic(path, record)
+        atomic.write_json_atomic(path, record, sealed=True)
 
     def first_policy(self, model: ModelSection, task: str) -> str:
         """The directory of the model that becomes version 0, once its checksums and its tokenizer were checked."""
@@ -144,6 +145,11 @@ class OfflineRollouts(RolloutSource):
     def batches_needed(self, schedule: Schedule, version: int) -> range:
         """None: all of them exist."""
         return range(0)
+
+    def name_of(self, batch: store.Batch) -> str:
+        """The name of a batch in this run: those of several runs may have the same name."""
+        place = next(n for n, source in enumerate(self.sources) if source.directory == batch.directory.resolve())
+        return f"{place:03d}-{batch.directory.name}"
 
     def open(self, run: Orchestrator, generation_batch: int) -> store.Batch:
         """Open a batch of another run and compare its files with their checksums."""
@@ -179,6 +185,9 @@ def plan_sources(
                 raise StoreError(f"{directory} lies in no run, whose ledger would say which of its rollouts were used")
             left_out = store.consumed(store.read_ledger(store.ledger_path(run)), batch.manifest.generation_batch)
         fresh = ~np.isin(batch.column("rollout_id"), store.from_ranges(left_out))
+        if config.batch.without_variance in ("drop", "refill"):  # fewer updates, each on as many groups with variance
+            batch.weights = config.objective.reward_weights
+            fresh &= batch.informative()
         groups = len(np.unique(batch.column("group")[fresh]))
         possible += groups // config.batch.prompts
         updates = min(groups // config.batch.prompts, config.schedule.updates - total)
@@ -190,7 +199,10 @@ def plan_sources(
             total += updates
     if not sources:
         left = " that its run has not learned from" if unused else ""
-        raise ConfigError(f"batch.prompts is {config.batch.prompts}, more than the groups{left} of any batch: lower it")
+        kind = "" if config.batch.without_variance in ("keep", "skip") else " with variance"
+        raise ConfigError(
+            f"batch.prompts is {config.batch.prompts}, more than the groups{kind}{left} of any batch: lower it"
+        )
     if rewards != FIRST:
         log(f"learning from the rewards {rewards!r}")
     if total < possible:

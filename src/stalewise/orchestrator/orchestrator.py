@@ -11,6 +11,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from stalewise.distributed import ALONE, Ranks
 from stalewise.errors import ModelError, TaskError
 from stalewise.models.loading import device_name
 from stalewise.models.transfer import HostBuffers
+from stalewise.objectives.regularizers import overlong_penalty
 from stalewise.orchestrator.checkpoint_writer import CheckpointWriter, fits_beside
 from stalewise.orchestrator.collapse_guard import CollapseGuard
 from stalewise.orchestrator.drift_budget import DriftBudget
@@ -35,6 +37,7 @@ from stalewise.orchestrator.setup import adopt_changes, check_vllm_room, drift_l
 from stalewise.orchestrator.stages import begin_stage, forget_stages
 from stalewise.orchestrator.update_loop import UpdateLoop
 from stalewise.planning.memory import check_memory, offloads, pick_parallel
+from stalewise.reporting.verification import check_run
 from stalewise.rollout.factory import (
     batch_plan,
     batch_problem,
@@ -43,7 +46,7 @@ from stalewise.rollout.factory import (
     make_sampler,
     unscored_problem,
 )
-from stalewise.rollout.generate import BatchPlan, DeferredShards, ScoreCheck, generate_batch
+from stalewise.rollout.generate import BatchPlan, DeferredShards, Refill, ScoreCheck, generate_batch
 from stalewise.rollout.sampler import LiveSampler, OffloadableSampler
 from stalewise.rollout.workers.coordinator import Coordinator, is_being_written
 from stalewise.rollout.workers.rank_workers import coordinator_of
@@ -54,15 +57,18 @@ from stalewise.staleness.spent import SPENT_ESS
 from stalewise.store import (
     Batch,
     BatchManifest,
+    Selection,
     batch_directory,
     committed_shards,
     is_committed,
     open_batch,
     rewards_of_updates,
 )
-from stalewise.store.atomic import remove_temporaries, write_json_atomic
+from stalewise.store.atomic import remove_temporaries, write_atomic, write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory, prune, read_state, versions, write_checkpoint
+from stalewise.tasks.difficulty import COPY
 from stalewise.trainer.lora import base_directory
+from stalewise.trainer.reference import Reference, check_reference
 from stalewise.trainer.trainer import NonFiniteUpdate, Trainer
 from stalewise.types import ProgressCallback
 
@@ -102,6 +108,7 @@ class Orchestrator:
         self.budget: DriftBudget | None = None
         self.states: dict[int, dict[str, Any]] = {}  # of checkpoints whose checksums were compared
         self.open_batches: dict[int, Batch] = {}  # likewise
+        self._reference: Reference | None = None
 
     def run(self) -> RunResult:
         """Do what is next until the run is complete."""
@@ -112,6 +119,7 @@ class Orchestrator:
                 pass
             self.writer.finish()
             self.coordinator.complete()
+            self.run_log.commit()
             return read_result(self.directory, self.schedule.updates)
         finally:
             self.close()
@@ -132,6 +140,7 @@ class Orchestrator:
         check_engine_devices(self.config)
         policy = self.newest_policy()
         check_vllm_room(self.config, policy)
+        check_reference(self.config.objective, self.config.model, self.config.task.name, policy)
         if self.source.is_own:
             check_second_policy(self.config.sampler.foreign, Path(policy), self.task)
         self.offloads = self.ranks.world == 1 and offloads(self.config, policy)
@@ -147,10 +156,22 @@ class Orchestrator:
         newest = versions(self.directory)[-1]
         if newest == 0:
             self._check_model(is_new=is_new, learns=learns)
+        if not is_new:
+            self._verify(newest)
         self.run_log.drop_updates(first=newest)
         self.schedule = forget_stages(self.schedule, self.run_log.stages_path, newest)
         self.coordinator.publish()
         self.source.start(self)
+
+    def _verify(self, newest: int) -> None:
+        """Refuse to go on from damaged records or weights."""
+        start = time.perf_counter()
+        found = check_run(self.directory)
+        size = sum(file.stat().st_size for file in self._checkpoint(newest).rglob("*") if file.is_file())
+        seconds = time.perf_counter() - start
+        what = f"checked version {newest} and the records: {(found.bytes + size) / 1e6:,.1f} MB in {seconds:.1f} s"
+        left = f"; not covered: {len(found.not_covered)} files of an earlier release" if found.not_covered else ""
+        self.callback.log(f"{what}, undamaged{left}")
 
     def _check_model(self, *, is_new: bool, learns: bool) -> None:
         """Compare decoding and learning with plain forward passes; where they differ, leave no run behind."""
@@ -173,9 +194,11 @@ class Orchestrator:
         check_identity(self.config)
         if adopt_changes(self.config.model_dump(mode="json"), self.run_log, self.callback.log):
             self.schedule = self.source.schedule(self.config.schedule, self.run_log.stages_path)
+        if self.config.task.difficulty and not versions(self.directory):
+            write_atomic(self.directory / COPY, Path(self.config.task.difficulty).read_bytes())
         write_resolved(self.config, self.directory / "config.resolved.json")
         here = environment(device_name(self.config.model.device), torch.get_num_threads(), self.ranks.world)
-        write_json_atomic(self.directory / "environment.json", here)
+        write_json_atomic(self.directory / "environment.json", here, sealed=True)
         self.guard.rollbacks.finish()
 
     def newest_policy(self) -> str:
@@ -200,7 +223,9 @@ class Orchestrator:
         """The generation batch that this version learns from, whose checksums are compared once."""
         generation_batch = self.schedule.at(version).generation_batch
         if generation_batch not in self.open_batches:
-            self.open_batches = {generation_batch: self.source.open(self, generation_batch)}
+            self.open_batches = {
+                generation_batch: self._with_columns(self.source.open(self, generation_batch), generation_batch)
+            }
         return self.open_batches[generation_batch]
 
     def newest_version(self) -> int:
@@ -243,14 +268,49 @@ class Orchestrator:
         """The first generation batch that this version needs and that is not committed."""
         self._begin_stage(version)
         needed = self.source.batches_needed(self.schedule, version)
-        return next((g for g in needed if not is_committed(self.batch_directory(g))), None)
+        return next((g for g in needed if not self.has_batch(g)), None)
+
+    def has_batch(self, generation_batch: int) -> bool:
+        """Whether a generation batch of this run is committed, with the columns that learning needs."""
+        directory = self.batch_directory(generation_batch)
+        if not is_committed(directory) or self.reference is None:
+            return is_committed(directory)
+        column = self.reference.column(directory.name)
+        return all(map(column.has, committed_shards(directory)))
+
+    @property
+    def reference(self) -> Reference | None:
+        """The policy from which the objective measures a divergence; None where it measures none."""
+        if self.config.objective.kl and self._reference is None:
+            section, model = self.config.objective, self.config.model
+            self._reference = Reference(section, model, self.config.task.name, self.directory)
+        return self._reference
+
+    def _with_columns(self, batch: Batch, generation_batch: int, *, computes: bool = True) -> Batch:
+        """The batch with what learning reads besides its shards; what is missing of it is computed now."""
+        batch.weights = self.config.objective.reward_weights
+        if self.config.batch.without_variance in ("drop", "refill"):
+            batch.selection = self._selection(generation_batch)
+        if not computes or self.reference is None:
+            return batch
+        batch.reference = self.reference.column(self.source.name_of(batch))
+        if all(map(batch.reference.has, batch.manifest.shards)):
+            return batch
+        if isinstance(self.sampler, OffloadableSampler):
+            self.sampler.sleep()  # the reference takes its place
+        if self.trainer is not None and self.offloads:
+            self.trainer.sleep()
+        with self.run_log.timed("switch", reason="reference") as notes:
+            budget = self.config.learner.tokens_per_micro_batch
+            notes["tokens"] = self.reference.compute(batch, batch.reference, budget, self.callback.log)
+        return batch
 
     def _begin_stage(self, version: int) -> None:
         def spent() -> dict[str, Any] | None:
             self._checkpoint(version)
             return self.states[version].get("spent")
 
-        path, per_update = self.run_log.stages_path, self.config.batch.prompts
+        path, per_update = self.run_log.stages_path, self.config.batch.reserved
         self.schedule = begin_stage(self.schedule, path, version, spent=spent, per_update=per_update)
 
     def _next_stop(self, version: int) -> int:
@@ -277,6 +337,7 @@ class Orchestrator:
         self.run_log.log_event("evaluate", result.seconds, version=version)
         self.writer.join()  # no record of a version that does not exist
         self.run_log.log_evaluation(result.record())
+        self.run_log.commit()
         self.callback.advance(result.prompts * result.samples)
         self.callback.log(describe_evaluation(result))
 
@@ -286,6 +347,7 @@ class Orchestrator:
         result = self.suites.evaluate(suite, self._checkpoint(version), version, self.sampler, self.scores)
         self.run_log.log_suite({**result.record(), "definition": definition_of(suite)})
         self.run_log.log_event("evaluate", result.seconds, version=version, suite=suite.label)
+        self.run_log.commit()
         self.callback.advance((result.prompts + result.excluded) * result.samples)
         self.callback.log(describe_evaluation(result))
 
@@ -308,6 +370,7 @@ class Orchestrator:
 
     def generate(self, generation_batch: int, checkpoint: Path | None = None) -> BatchManifest:
         """Generate what is missing of a batch, with the policy at `checkpoint` or with this run's own."""
+        is_here = checkpoint is None  # else version 0 may not be, under which a reference column would be computed
         plan = batch_plan(self.config, self.schedule, generation_batch, self.guard.rollbacks.attempt(generation_batch))
         self.begin_phase("generate", plan.prompts * plan.group_size)
         with self.run_log.timed("generate", generation_batch=generation_batch, version=plan.version) as notes:
@@ -323,12 +386,46 @@ class Orchestrator:
                 source=queue,
                 check=self.scores,
                 load=self._load_for_generation,
+                refill=(refill := self._refill(plan, checkpoint, queue)),
             )
             ordered = queue.source if isinstance(queue, DeferredShards) else queue
             assert ordered is not None
+            if refill is not None:
+                ordered = refill.last or ordered
+                if refill.prompts:  # 0: the batch was complete already
+                    notes |= {"refilled_prompts": refill.prompts - plan.prompts}
+                    self.callback.log(f"generation batch {generation_batch}: {refill.describe(plan.prompts, manifest)}")
             notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens, **self.coordinator.complete_batch(ordered)}
-        self._check_batch(open_batch(self.batch_directory(generation_batch), verify=False))
+        batch = open_batch(self.batch_directory(generation_batch), verify=False)
+        self._check_batch(self._with_columns(batch, generation_batch, computes=is_here))
         return manifest
+
+    def _refill(
+        self, plan: BatchPlan, checkpoint: Path, first: ShardQueue | DeferredShards[ShardQueue]
+    ) -> Refill | None:
+        """What makes a batch longer until each update has enough groups with variance; None where nothing does."""
+        if not plan.most_prompts:
+            return None
+
+        def order(longer: BatchPlan) -> ShardQueue:
+            before = first.source if isinstance(first, DeferredShards) else first
+            self.coordinator.end_order(refill.last or before)
+            refill.last = self.coordinator.order_batch(longer, checkpoint)
+            return refill.last
+
+        refill = Refill(
+            plan.prompts, self.config.objective.reward_weights, self._selection(plan.generation_batch), order
+        )
+        return refill
+
+    def _selection(self, generation_batch: int) -> Selection:
+        """How informative groups are found and dealt to the updates of a batch."""
+        section, limit = self.config.objective, self.config.sampler.max_new_tokens
+        penalty = partial(
+            overlong_penalty, max_tokens=limit, margin=section.overlong_tokens, factor=section.overlong_penalty
+        )
+        updates = len(self.schedule.prompts_of(generation_batch, 1))
+        return Selection(updates, penalty) if section.overlong_tokens else Selection(updates)
 
     def _order(self, plan: BatchPlan, checkpoint: Path) -> ShardQueue | DeferredShards[ShardQueue]:
         """The shards of a batch. Those of a policy that is still being written are ordered when it is committed."""
@@ -411,6 +508,7 @@ class Orchestrator:
     def _save(self, trainer: Trainer, state: dict[str, Any]) -> None:
         """Copy the trainer's state to the host and write it in the background; at once where memory is short."""
         self.writer.finish()  # its buffers are used again
+        self.run_log.commit()  # before the checkpoint: no record that led to it can be lost unnoticed
         version, schedule, write_tokens = trainer.version, self.schedule, self.run_log.tokens.detach(trainer.version)
         size = trainer.checkpoint_bytes()
         fits = fits_beside(size - self.buffers.nbytes)
@@ -464,6 +562,8 @@ class Orchestrator:
         needed = self.guard.needed_versions(schedule, version)
         if self.config.model.trains_adapters:
             needed.add(0)  # the base of the adapters
+        if self.reference is not None and self.reference.name == "initial":
+            needed.add(0)
         if version < schedule.updates and self.source.is_own:
             first = schedule.at(version).generation_batch  # should it get damaged, it is made again
             last = min(first + schedule.lag, schedule.generation_batches - 1)

@@ -22,7 +22,7 @@ from stalewise.errors import EngineError, StalewiseError, StoreError
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.staleness.schedule import Schedule
-from stalewise.store import atomic, checkpoints, committed_shards, is_committed
+from stalewise.store import atomic, checkpoints, committed_shards
 from stalewise.types import NullCallback
 
 JOURNAL = "journal-generator.jsonl"
@@ -76,7 +76,7 @@ class BackgroundGeneration(RolloutSource):
         shown = 0
         with run.run_log.timed("wait", generation_batch=generation_batch):
             run.writer.join()  # the generator may be waiting for it; and a failure to write it must end the run
-            while not is_committed(directory):
+            while not run.has_batch(generation_batch):
                 if self.process is not None and self.process.poll() is not None:
                     lines = self.log_path.read_text(errors="replace").strip().splitlines()
                     reason = lines[-1].removeprefix("error: ") if lines else f"exit status {self.process.returncode}"
@@ -112,7 +112,7 @@ def batches_to_make(run: Orchestrator) -> list[int]:
     if version == schedule.updates:
         return []
     coming = range(schedule.at(version).generation_batch, schedule.generation_batches)
-    return [g for g in coming if not is_committed(run.batch_directory(g))]
+    return [g for g in coming if not run.has_batch(g)]
 
 
 def _acquire(lock: atomic.RunLock) -> None:

@@ -27,7 +27,12 @@ from stalewise.models.loading import (
 )
 from stalewise.orchestrator.checkpoint_writer import fits_beside
 from stalewise.orchestrator.model_check import check_model
-from stalewise.orchestrator.setup import check_objective, check_vllm_room, write_first_checkpoint
+from stalewise.orchestrator.setup import (
+    check_objective,
+    check_vllm_room,
+    describe_regularizers,
+    write_first_checkpoint,
+)
 from stalewise.planning.memory import GIB, ModelShape, estimate, free_bytes, ways_out
 from stalewise.reporting.trackers import check_installed
 from stalewise.rollout.factory import batch_plan, check_engine_devices, check_second_policy, make_sampler
@@ -36,6 +41,7 @@ from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.tasks import Task
 from stalewise.tasks.verifiers.python import FunctionVerifier, PythonVerifier
 from stalewise.trainer.lora import check_adapter, describe_targets, need_peft
+from stalewise.trainer.reference import check_reference, reference_path
 from stalewise.types import Prompt
 
 Status = Literal["ok", "warning", "bad"]
@@ -115,6 +121,8 @@ class _Preflight:
             return
         yield self._run("prompts", lambda: self._prompts(task, sampler))
         yield self._run("first prompt", lambda: _first_prompt(task, sampler))
+        if self.config.objective.kl:
+            yield self._run("reference", self._reference)
         if self.config.sampler.foreign.share:
             yield self._run("foreign policy", lambda: self._foreign(task))
         yield self._run("sampling", lambda: _sampling(task, sampler))
@@ -129,8 +137,11 @@ class _Preflight:
             return Check(name, "bad", f"{type(error).__name__}: {' '.join(str(error).split())}")
 
     def _objective(self) -> tuple[Status, str]:
-        named = ", ".join(f"{name} = {value}" for name, value in check_objective(self.config.objective).items())
-        return "ok", f"{self.config.objective.name}: {named or 'no parameters'}"
+        section, without_variance = self.config.objective, self.config.batch.without_variance
+        settings = check_objective(section, without_variance)
+        named = ", ".join(f"{name} = {value}" for name, value in settings.items())
+        added = "; ".join(["", *describe_regularizers(section)])
+        return "ok", f"{section.name}: {named or 'no parameters'}{added}"
 
     def _directory(self) -> tuple[Status, str]:
         check_identity(self.config)
@@ -203,7 +214,7 @@ class _Preflight:
         from transformers import AutoTokenizer
 
         tokenizer = load_tokenizer(self.source)
-        own: Any = AutoTokenizer.from_pretrained(self.source)
+        own: Any = AutoTokenizer.from_pretrained(self.source, trust_remote_code=False)
         note = "" if own.pad_token_id is not None else ", having no token for it"
         return "ok", f"ends with {tokenizer.eos_token!r}, pads with {tokenizer.pad_token!r}{note}"
 
@@ -242,6 +253,12 @@ class _Preflight:
         check_second_policy(self.config.sampler.foreign, Path(self.source), task)
         makes = f"makes {foreign.places(group_size)} of the {group_size} rollouts of a group"
         return "ok", f"{foreign.path} has the same tokens and {makes}"
+
+    def _reference(self) -> tuple[Status, str]:
+        section, model = self.config.objective, self.config.model
+        check_reference(section, model, self.config.task.name, self.source)
+        found = reference_path(section, model, self.config.task.name) or "version 0 of the run"
+        return "ok", f"{found}; its log-probabilities are computed once a stage, 4 bytes a token"
 
     def _learning(self, task: Task, sampler: Sampler) -> tuple[Status, str]:
         """Decode and learn a few tokens of the lengths that the run allows, and compare with plain forward passes."""

@@ -47,6 +47,10 @@ class RolloutSource:
         """Return when this generation batch is committed."""
         run.generate(generation_batch)
 
+    def name_of(self, batch: Batch) -> str:
+        """The name of a batch in this run."""
+        return batch.directory.name
+
     def open(self, run: Orchestrator, generation_batch: int) -> Batch:
         """Open a committed generation batch and compare its files with their checksums."""
         return open_batch(run.batch_directory(generation_batch))

@@ -16,7 +16,10 @@ import numpy.typing as npt
 
 from stalewise.staleness.schedule import Step
 from stalewise.store import LedgerEntry, TokenLog, append_entry, ledger_path, to_ranges, truncate_ledger
-from stalewise.store.atomic import append_line, read_jsonl, truncate_jsonl
+from stalewise.store.json_lines import append_line, commit_records, truncate_jsonl
+from stalewise.store.records import EVALUATION, JOURNAL, METRIC, SUITE, SUMMARY, RecordSchema, is_whole, read_records
+
+METRIC_OF_STAGE = RecordSchema({**METRIC.required, "generation_batch": is_whole}, METRIC.optional)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +53,9 @@ class RunLog:
 
     def reload(self) -> None:
         """Read the files again."""
-        self.updates = [_summary(record) for record in read_jsonl(self.metrics_path)]
-        self.evaluations = read_jsonl(self.evaluations_path)
-        self.suites = read_jsonl(self.suites_path)
+        self.updates = [_summary(record) for record in read_records(self.metrics_path, METRIC_OF_STAGE)]
+        self.evaluations = read_records(self.evaluations_path, EVALUATION)
+        self.suites = read_records(self.suites_path, SUITE)
 
     def log_event(self, event: str, seconds: float, **notes: Any) -> None:
         """Append a line to the journal."""
@@ -82,7 +85,7 @@ class RunLog:
 
     def log_world_size(self, world_size: int, parallel: str) -> str:
         """Log how many ranks train, unless it was always one; a message where that changed, else an empty string."""
-        logged = [record["world_size"] for record in read_jsonl(self.journal_path) if record["event"] == "ranks"]
+        logged = [one["world_size"] for one in read_records(self.journal_path, JOURNAL) if one["event"] == "ranks"]
         if world_size == 1 and not logged:
             return ""
         before = logged[-1] if logged else 1 if self.updates else world_size
@@ -120,6 +123,10 @@ class RunLog:
         self.tokens.truncate(before=first)
         self.updates = [one for one in self.updates if one.update < first]
 
+    def commit(self) -> None:
+        """Write down how far the records go: from here on the loss of their ends is noticed."""
+        commit_records(self.directory)
+
     def taken_on(self, generation_batch: int) -> list[UpdateSummary]:
         """The updates on the current generation batch that changed the weights."""
         recent = takewhile(lambda one: one.generation_batch == generation_batch, reversed(self.updates))
@@ -137,6 +144,5 @@ class RunLog:
 
 
 def _summary(record: dict[str, Any]) -> UpdateSummary:
-    keys = ("reward", "reward_error", "ess", "drift", "batch_budget", "horizon_budget")
-    values = {key: float(record.get(key, math.nan)) for key in keys}
+    values = {key: float(math.nan if record.get(key) is None else record[key]) for key in SUMMARY}
     return UpdateSummary(record["update"], record["generation_batch"], taken="drift" in record, **values)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from stalewise.orchestrator.run_log import RunLog
 from stalewise.planning.memory import GIB, estimate
 from stalewise.planning.planner import budget_limits, law_learning_rate, rests_on_collapses, rounded_down
 from stalewise.store import atomic, checkpoints
+from stalewise.store.json_lines import truncate_jsonl
+from stalewise.store.records import LIMITS, read_record
 from stalewise.tasks import Task
 from stalewise.tasks.callables import fingerprint
 from stalewise.trainer.execution import check_trainable
@@ -85,7 +87,7 @@ def adopt_changes(record: dict[str, Any], run_log: RunLog, log: Callable[[str], 
     (directory / FILE).unlink(missing_ok=True)
     of_rollouts = [key for key in identity if not key.startswith(OF_TRAINING)]
     if of_rollouts:  # nothing was generated
-        atomic.truncate_jsonl(run_log.stages_path, lambda line: False)
+        truncate_jsonl(run_log.stages_path, lambda line: False)
     if any(not key.startswith(("schedule.", "batch.")) for key in of_rollouts):
         run_log.forget_evaluations()
     if any(key.startswith("model.") or key == "seed" for key in of_rollouts):
@@ -100,8 +102,8 @@ def drift_limits(config: RunConfig) -> tuple[float, float] | None:
     """
     path = config.directory / FILE
     if not path.is_file():
-        atomic.write_json_atomic(path, {"format": FORMAT, "limits": budget_limits(config)})
-    limits = atomic.read_json(path)["limits"]
+        atomic.write_json_atomic(path, {"format": FORMAT, "limits": budget_limits(config)}, sealed=True)
+    limits = read_record(path, LIMITS).get("limits")
     return None if limits is None else (limits[0], limits[1])
 
 
@@ -144,7 +146,7 @@ def check_vllm_room(config: RunConfig, source: str) -> None:
     )
 
 
-def check_objective(objective: ObjectiveSection) -> Mapping[str, Any]:
+def check_objective(objective: ObjectiveSection, without_variance: str = "keep") -> Mapping[str, Any]:
     """The objective's parameters with defaults filled in; ConfigError for an unknown name or value."""
     try:
         found = get_objective(objective.name)
@@ -156,4 +158,22 @@ def check_objective(objective: ObjectiveSection) -> Mapping[str, Any]:
         raise ConfigError(
             f"objective: {found.name} was changed since the run began: restore it, or choose another name"
         )
+    if without_variance == "skip" and not found.ignores_zero_advantages:
+        raise ConfigError(
+            f'batch.without_variance is "skip", which leaves the gradient as it is, but {found.name} also learns from '
+            'tokens with advantage 0: use "keep" or "drop"'
+        )
     return settings
+
+
+def describe_regularizers(section: ObjectiveSection) -> Iterator[str]:
+    """What is added to the objective, in words."""
+    if section.kl:
+        what = "the initial policy" if section.reference == "initial" else section.reference
+        yield f"{section.kl:g} · KL to {what} ({section.kl_estimator}) in the {section.kl_in}"
+    if section.entropy_bonus:
+        yield f"entropy bonus {section.entropy_bonus:g}"
+    if section.reward_weights:
+        yield "reward = " + " + ".join(f"{weight:g} · {name}" for name, weight in section.reward_weights.items())
+    if section.overlong_tokens:
+        yield f"up to {section.overlong_penalty:g} less within {section.overlong_tokens} tokens of the limit"

@@ -16,7 +16,8 @@ from stalewise.config import ScheduleSection
 from stalewise.config.run_directory import schedule_of
 from stalewise.staleness.schedule import Schedule
 from stalewise.staleness.spent import Stage, StageSchedule
-from stalewise.store.atomic import append_line, read_jsonl, truncate_jsonl
+from stalewise.store.json_lines import append_line, truncate_jsonl
+from stalewise.store.records import STAGE, read_records
 
 
 def read_schedule(section: ScheduleSection, stages_path: Path) -> Schedule:
@@ -24,7 +25,7 @@ def read_schedule(section: ScheduleSection, stages_path: Path) -> Schedule:
     if section.end == "count":
         return schedule_of(section, stages_path.parent.parent)
     names = [field.name for field in fields(Stage)]
-    stages = [Stage(**{name: record[name] for name in names}) for record in read_jsonl(stages_path)]
+    stages = [Stage(**{name: record[name] for name in names}) for record in read_records(stages_path, STAGE)]
     return StageSchedule(section.updates, section.updates, stages=tuple(s for s in stages if s.planned_updates))
 
 
@@ -48,7 +49,7 @@ def begin_stage(
     if begun is None:
         return schedule
     schedule, stage = begun
-    lines = read_jsonl(stages_path)
+    lines = read_records(stages_path, STAGE)
     if not lines:
         append_line(stages_path, {**asdict(stage), "ended": None})
     elif planned := lines[-1]["planned_updates"]:  # 0: the end of the run is on record

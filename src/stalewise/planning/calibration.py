@@ -20,6 +20,14 @@ from stalewise.store.atomic import read_json, write_json_atomic
 
 FORMAT = "stalewise.calibration/1"
 SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "weights", "foreign")
+# Settings that are newer than some calibrations, which had their defaults.
+NEWER = [
+    ("optimizer", "moments"),
+    *(("task", key) for key in ("difficulty", "pass_rates", "by_pass_rate")),
+    *(("batch", key) for key in ("without_variance", "refill_limit")),
+    *(("objective", key) for key in ("kl", "kl_estimator", "kl_in", "reference", "entropy_bonus")),
+    *(("objective", key) for key in ("reward_weights", "overlong_tokens", "overlong_penalty")),
+]
 PIECES = 16  # of each weights file that the fingerprint reads; training changes all of them
 PIECE_BYTES = 1 << 16
 
@@ -62,8 +70,10 @@ def identity_of_config(config: RunConfig) -> CalibrationIdentity:
     kept = {key: record[key] for key in ("model", "task", "optimizer", "batch", "objective", "sampler")}
     kept["model"] = {**model, "lora": record["model"]["lora"]}
     del kept["optimizer"]["learning_rate"]
-    if config.optimizer.moments == "float32":  # a setting that is newer than some calibrations
-        del kept["optimizer"]["moments"]
+    defaults = type(config)().model_dump(mode="json")
+    for table, key in NEWER:
+        if kept[table][key] == defaults[table][key]:
+            del kept[table][key]
     kept["sampler"] = {key: record["sampler"][key] for key in SAMPLING}
     return CalibrationIdentity(flat(kept))
 
@@ -77,7 +87,8 @@ def fingerprint(source: str) -> str:
     from stalewise.models.loading import loading_error
 
     try:
-        return str(AutoConfig.from_pretrained(source)._commit_hash)  # pyright: ignore[reportPrivateUsage]
+        described = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        return str(described._commit_hash)  # pyright: ignore[reportPrivateUsage]
     except (OSError, ValueError) as error:
         raise loading_error(source, "has no config that transformers can load", error) from error
 

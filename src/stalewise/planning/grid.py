@@ -16,7 +16,8 @@ from stalewise.config.template import toml
 from stalewise.errors import CalibrationError, ConfigError
 from stalewise.planning.calibration import CollapseRule, SweepRun
 from stalewise.staleness.collapse import CollapseDetector
-from stalewise.store.atomic import read_jsonl, write_atomic
+from stalewise.store.atomic import write_atomic
+from stalewise.store.records import EVALUATION, METRIC, read_records
 
 OUTCOME = "outcome.json"  # in the directory of a run that stopped early
 GUARD = "stop"  # a run stops when its guard is certain of a collapse; "off" runs it to the end
@@ -37,7 +38,7 @@ class GridCell:
     @property
     def is_complete(self) -> bool:
         """Whether all updates are done and the last policy is evaluated."""
-        evaluated = {record["version"] for record in read_jsonl(self.directory / "eval.jsonl")}
+        evaluated = {record["version"] for record in read_records(self.directory / "eval.jsonl", EVALUATION)}
         return self.config.schedule.updates in evaluated
 
     @property
@@ -141,8 +142,8 @@ def resolution_of(versions: Sequence[int], collapsed_at: int | None, rule: Colla
 
 def outcome(cell: GridCell, rule: CollapseRule) -> SweepRun:
     """Outcome of a run that finished, or stopped early (`OUTCOME`) because of a collapse or a non-finite update."""
-    evaluations = read_jsonl(cell.directory / "eval.jsonl")
-    metrics = read_jsonl(cell.directory / "metrics.jsonl")
+    evaluations = read_records(cell.directory / "eval.jsonl", EVALUATION)
+    metrics = read_records(cell.directory / "metrics.jsonl", METRIC)
     updates, rate = cell.config.schedule.updates, cell.config.optimizer.learning_rate
     collapsed_at = find_collapse_of_run(evaluations, rule)
     if collapsed_at is None and (cell.directory / OUTCOME).is_file():

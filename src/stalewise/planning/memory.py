@@ -121,9 +121,9 @@ def model_shape(source: str, model: ModelSection) -> ModelShape | None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        described: Any = AutoConfig.from_pretrained(source)
+        described: Any = AutoConfig.from_pretrained(source, trust_remote_code=False)
         with torch.device("meta"):  # layers without data
-            layers: Any = AutoModelForCausalLM.from_config(described)
+            layers: Any = AutoModelForCausalLM.from_config(described, trust_remote_code=False)
         text = described.get_text_config()
         heads = int(getattr(text, "num_attention_heads", 1))
         width = int(getattr(text, "head_dim", None) or text.hidden_size // heads)

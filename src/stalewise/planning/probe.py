@@ -21,8 +21,9 @@ from stalewise.errors import CalibrationError, ConfigError
 from stalewise.planning import calibration
 from stalewise.planning.calibration import Probe, UpdateNormPhase
 from stalewise.store import batch_directories, open_batch, read_batch_manifest
-from stalewise.store.atomic import read_json, read_jsonl
+from stalewise.store.atomic import read_json
 from stalewise.store.checkpoints import checkpoint_directory, versions
+from stalewise.store.records import EVALUATION, JOURNAL, METRIC, read_records
 from stalewise.types import NullCallback, ProgressCallback
 
 LEAST_UPDATES = 8  # fewer give no two sizes of generation batches after the first, which warms up
@@ -79,11 +80,11 @@ def uneven_stage(updates: int) -> int:
 
 def measure(directory: Path, peak_memory_bytes: int | None = None) -> Probe:
     """Measure a finished run from its directory."""
-    metrics = [record for record in read_jsonl(directory / "metrics.jsonl") if record["taken"]]
+    metrics = [record for record in read_records(directory / "metrics.jsonl", METRIC) if record.get("taken")]
     if not metrics:
         raise CalibrationError(f"{directory} took no update: no group has rewards that differ")
-    journal = read_jsonl(directory / "journal.jsonl")
-    evaluation = read_jsonl(directory / "eval.jsonl")[-1]
+    journal = read_records(directory / "journal.jsonl", JOURNAL)
+    evaluation = read_records(directory / "eval.jsonl", EVALUATION)[-1]
     manifests = [read_batch_manifest(batch) for batch in batch_directories(directory / "rollouts")]
     updates = versions(directory)[-1]
     newest = checkpoint_directory(directory, updates)
@@ -118,7 +119,7 @@ def rewards(directory: Path) -> dict[str, Any]:
     """Mean reward, its variance within and between groups, and the share of groups whose rewards differ."""
     means, variances = [], []
     for path in batch_directories(directory / "rollouts"):
-        batch = open_batch(path, verify=False)
+        batch = open_batch(path)
         group, reward = batch.column("group"), batch.column("reward")
         known = ~np.isnan(reward)
         _, index = np.unique(group[known], return_inverse=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,9 @@ from typing import Any
 from stalewise import store
 from stalewise.config.run_directory import read_config, read_fork, read_result
 from stalewise.errors import StoreError
-from stalewise.store.atomic import read_json, read_jsonl
+from stalewise.errors import visible as visible  # where the other modules of this room look for it
 from stalewise.store.checkpoints import checkpoint_directory, versions
+from stalewise.store.records import EVALUATION, JOURNAL, SOURCES, read_record, read_records
 from stalewise.store.reward_versions import FIRST, BatchRewards, reward_versions
 from stalewise.types import Rollout
 
@@ -34,19 +37,21 @@ def inspect_run(directory: str | Path, *, verify: bool = False) -> dict[str, Any
         "updates_not_committed": len([e for e in ledger if not checkpoints or e.update >= checkpoints[-1]]),
         "checkpoints": checkpoints,
         "batches": [_batch(index, path, ledger, verify) for index, path in numbered_batches(directory)],
-        "evaluations": read_jsonl(directory / "eval.jsonl"),
+        "evaluations": read_records(directory / "eval.jsonl", EVALUATION),
         "seconds": read_result(directory, updates).seconds,
         "fork": {key: value for key, value in read_fork(directory).items() if key not in ("format", "schedule")},
         "rewards": [{"name": one.name, **one.record} for one in reward_versions(directory)],
         "rewards_used": sorted(set(rewards_used(directory).values())) or [FIRST],
-        "config_changes": [line for line in read_jsonl(directory / "journal.jsonl") if line["event"] == "config"],
+        "config_changes": [
+            line for line in read_records(directory / "journal.jsonl", JOURNAL) if line["event"] == "config"
+        ],
     }
 
 
 def _sources(directory: Path) -> list[dict[str, Any]]:
     """The batches of other runs that `stalewise learn` was given."""
     path = directory / "sources.json"
-    return read_json(path)["batches"] if path.is_file() else []
+    return read_record(path, SOURCES)["batches"] if path.is_file() else []
 
 
 def rewards_used(directory: Path) -> dict[int, str]:
@@ -83,6 +88,7 @@ def _batch(index: int, path: Path, ledger: list[store.LedgerEntry], verify: bool
         "reward": manifest.reward_mean,
         "verifier_error_kinds": dict(manifest.extra.get("verifier_error_kinds", {})),
         "unparsed": manifest.extra.get("unparsed", 0),
+        "timed_out": manifest.extra.get("timed_out", 0),
         "unparsed_examples": list(manifest.extra.get("unparsed_examples", ())),
         "samplers": [asdict(sampler) for sampler in manifest.samplers],
         "bytes": sum(shard.bytes for shard in manifest.shards),
@@ -106,6 +112,7 @@ def _inspect(directory: Path, column: str, wanted: int, what: str) -> list[dict[
     for path in committed:
         batch = store.open_batch(path, verify=False)
         if (batch.column(column) == wanted).any():
+            store.open_batch(path)  # what is shown was compared with its checksums
             rollouts = [rollout for rollout in batch.iter_rollouts() if getattr(rollout, column) == wanted]
             return [describe_rollout(directory, rollout, path) for rollout in rollouts]
     shards = [shard for path in committed for shard in store.read_batch_manifest(path).shards]
@@ -168,6 +175,23 @@ def load_tokenizer(run: Path) -> Any:
     return None
 
 
-def visible(text: str) -> str:
-    """Text with control characters and other unprintable characters as escapes."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+def pass_counts(
+    run: Path, *, stage: str = "all", passing: float = 1.0
+) -> Iterator[tuple[str, str, dict[str, tuple[int, int]]]]:
+    """Of each generation batch: a checksum, its name, and by prompt id how many rollouts passed, of how many.
+
+    `stage` is `all`, `first` or `last`; a rollout passes with a reward of at least `passing`, and one without a reward
+    does not count.
+    """
+    batches = list(filter(store.is_committed, store.batch_directories(run / "rollouts")))
+    if not batches:
+        raise StoreError(f"{run} has no committed generation batch: `stalewise generate` makes one")
+    for directory in {"all": batches, "first": batches[:1], "last": batches[-1:]}[stage]:
+        batch = store.open_batch(directory)
+        counts: dict[str, tuple[int, int]] = {}
+        known = (record for record in batch.iter_records(["prompt_id", "reward"]) if record["reward"] is not None)
+        for record in known:
+            passed, total = counts.get(record["prompt_id"], (0, 0))
+            counts[record["prompt_id"]] = passed + (record["reward"] >= passing), total + 1
+        shards = "".join(shard.sha256 for shard in batch.manifest.shards)
+        yield hashlib.sha256(shards.encode()).hexdigest()[:16], f"{run.name}/{directory.name}", counts

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.text import Text
 
 from stalewise.config import RunConfig
+from stalewise.reporting.inspection import visible
 from stalewise.types import NullCallback, ProgressCallback
 
 UNITS = {"generate": "rollouts", "wait": "rollouts", "learn": "updates", "evaluate": "responses"}
@@ -34,7 +35,7 @@ class _ConsoleCallback(NullCallback):
         self._console = console
 
     def log(self, message: str) -> None:
-        self._console.print(message, markup=False, highlight=False, soft_wrap=True)
+        self._console.print("\n".join(map(visible, message.split("\n"))), markup=False, highlight=False, soft_wrap=True)
 
 
 class Bars(_ConsoleCallback):

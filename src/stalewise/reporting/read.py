@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,24 +14,27 @@ from stalewise.config import ScheduleSection
 from stalewise.config.run_directory import FORK, NOTES, RESOLVED, read_fork, read_resolved, schedule_of
 from stalewise.errors import StoreError
 from stalewise.reporting import timeline
-from stalewise.reporting.checks import (
+from stalewise.reporting.timeline import Column, StageSeconds
+from stalewise.staleness.schedule import Schedule
+from stalewise.store import BatchManifest, batch_directories, committed_shards, read_batch_manifest
+from stalewise.store.manifest import BATCH_MANIFEST
+from stalewise.store.records import (
+    ANY,
     EVALUATION,
     FORKED,
     JOURNAL,
     METRIC,
     ROLLBACK,
+    SOURCES,
     STAGE,
+    SUITE,
     RecordSchema,
     is_counts,
-    is_sources,
-    is_text,
+    read_record,
+    read_records,
 )
-from stalewise.reporting.timeline import Column, StageSeconds
-from stalewise.staleness.schedule import Schedule
-from stalewise.store import BatchManifest, batch_directories, committed_shards, read_batch_manifest
-from stalewise.store.atomic import read_json, read_jsonl
-from stalewise.store.manifest import BATCH_MANIFEST
 
+MOST_NOTES = 3  # on one file
 # Config keys that do not change the results.
 UNIMPORTANT = frozenset({"format", "name", "runs", "trackers", "task.max_unscored", "evaluation.suite"})
 
@@ -185,8 +186,8 @@ def read_run(directory: Path, label: str | None = None) -> Run:
     directory = Path(directory)
     config = read_resolved(directory)
     notes: list[str] = []
-    metrics = metric_columns(read_records(directory / "metrics.jsonl", METRIC, notes))
-    journal = read_records(directory / "journal.jsonl", JOURNAL, notes)
+    metrics = metric_columns(usable_records(directory / "metrics.jsonl", METRIC, notes))
+    journal = usable_records(directory / "journal.jsonl", JOURNAL, notes)
     rollbacks = read_rollbacks(directory / "rollbacks", journal, notes)
     committed = timeline.committed_updates(journal, [rollback.record for rollback in rollbacks])
     schedule = _schedule(config, directory)
@@ -201,13 +202,10 @@ def read_run(directory: Path, label: str | None = None) -> Run:
     journal = [line for line in journal if line["event"] not in NOTES]
     spent = timeline.seconds_by_stage(journal, stage_of)
     timeline.add_uncommitted(spent, metrics, committed, stage_of)
-    generator = read_records(directory / "journal-generator.jsonl", JOURNAL, notes)
-    stages = read_records(directory / "ledger" / "stages.jsonl", STAGE, notes)
+    generator = usable_records(directory / "journal-generator.jsonl", JOURNAL, notes)
+    stages = usable_records(directory / "ledger" / "stages.jsonl", STAGE, notes)
     batches, unfinished = read_batches(directory / "rollouts", notes)
-    sources = _json_or_empty(directory / "sources.json", notes).get("batches", [])
-    if not is_sources(sources):
-        notes.append(f"{directory / 'sources.json'}: the updates of its batches cannot be read: left out")
-        sources = []
+    sources = _json_or_empty(directory / "sources.json", notes, SOURCES).get("batches", [])
     return Run(
         directory=directory,
         label=label or directory.resolve().name,
@@ -252,31 +250,19 @@ def _schedule(config: Mapping[str, Any], directory: Path) -> Schedule:
         raise StoreError(f"{what}: restore it from a copy") from error
 
 
-def read_records(path: Path, schema: RecordSchema, notes: list[str]) -> list[dict[str, Any]]:
+def usable_records(path: Path, schema: RecordSchema, notes: list[str]) -> list[dict[str, Any]]:
     """The usable records of a JSONL file. Damage goes to `notes`."""
+    damage: list[str] = []
+    records = read_records(path, schema, damage.append)
+    notes += damage[:MOST_NOTES]
+    if len(damage) > MOST_NOTES:
+        notes.append(f"{path}: {len(damage) - MOST_NOTES:,} more lines are damaged; {len(records):,} are used")
+    return records
+
+
+def _json_or_empty(path: Path, notes: list[str], schema: RecordSchema = ANY) -> dict[str, Any]:
     try:
-        records = read_jsonl(path, notes.append)
-    except StoreError as error:
-        records = list(_readable_lines(path))
-        notes.append(f"{error}; here the {len(records):,} readable lines are used.")
-    usable = [record for record in records if schema.accepts(record)]
-    if len(usable) < len(records):
-        what = f"{len(records) - len(usable)} of {len(records)} records lack required keys or have wrong values"
-        notes.append(f"{path}: {what} ({', '.join(schema.required)}): left out")
-    return usable
-
-
-def _readable_lines(path: Path) -> Iterable[dict[str, Any]]:
-    with contextlib.suppress(OSError):
-        for line in path.read_bytes().split(b"\n"):
-            with contextlib.suppress(ValueError, RecursionError):
-                if isinstance(record := json.loads(line), dict):
-                    yield record
-
-
-def _json_or_empty(path: Path, notes: list[str]) -> dict[str, Any]:
-    try:
-        return read_json(path) if path.is_file() else {}
+        return read_record(path, schema) if path.is_file() else {}
     except StoreError as error:
         notes.append(str(error))
     except OSError as error:
@@ -291,13 +277,13 @@ def unreadable(path: Path, error: OSError) -> str:
 
 def read_evaluations(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Evaluations by version; the last record of a version counts."""
-    by_version = {record["version"]: record for record in read_records(path, EVALUATION, notes)}
+    by_version = {record["version"]: record for record in usable_records(path, EVALUATION, notes)}
     return [by_version[version] for version in sorted(by_version)]
 
 
 def read_suites(path: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Evaluations on suites, in the order in which suites appear, then by version; the last record of both counts."""
-    records = [record for record in read_records(path, EVALUATION, notes) if is_text(record.get("suite"))]
+    records = usable_records(path, SUITE, notes)
     last = {(record["suite"], record["version"]): record for record in records}
     names = list(dict.fromkeys(record["suite"] for record in records))
     return [last[key] for key in sorted(last, key=lambda key: (names.index(key[0]), key[1]))]
@@ -311,7 +297,7 @@ def read_rollbacks(root: Path, journal: Sequence[Mapping[str, Any]], notes: list
         if not ROLLBACK.accepts(record):
             notes.append(f"{directory} has no complete rollback.json: left out")
             continue
-        metrics = metric_columns(read_records(directory / "metrics.jsonl", METRIC, notes))
+        metrics = metric_columns(usable_records(directory / "metrics.jsonl", METRIC, notes))
         before = [entry for entry in journal if entry["time"] <= record["time"]]
         committed = timeline.committed_updates(before, [earlier.record for earlier in rollbacks])
         clock = timeline.update_clock(before, metrics, committed)

@@ -18,7 +18,6 @@ import numpy as np
 import psutil
 
 from stalewise.errors import StalewiseError
-from stalewise.reporting.checks import HOLDER
 from stalewise.reporting.inspection import visible
 from stalewise.reporting.read import Run, read_run
 from stalewise.reporting.summary import findings
@@ -26,6 +25,7 @@ from stalewise.reporting.timeline import IDLE, total_seconds
 from stalewise.statistics import format_duration
 from stalewise.store import parse_batch_name
 from stalewise.store.atomic import RunLock
+from stalewise.store.records import HOLDER
 
 RECENT = 8  # updates that the reward is averaged over
 RATE_WINDOW = 32  # updates that the rate is measured over

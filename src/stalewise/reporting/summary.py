@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from stalewise.reporting.checks import is_table, is_text, is_whole
 from stalewise.reporting.read import Run, verifier_errors
 from stalewise.reporting.timeline import total_seconds
 from stalewise.statistics import format_duration
+from stalewise.store.records import is_table, is_text, is_whole
 
 # Rules of thumb, as in docs/metrics.md.
 LOW_ESS = 0.1
@@ -234,11 +234,18 @@ def _rollout_warnings(run: Run) -> Iterator[str]:
     if count:
         where = f", for example at {', '.join(prompts[:3])}" if prompts else ""
         yield f"No answer was found in {count_noun(count, 'response')}{where}; they count as wrong."
+    if late := sum(record["timed_out"] for record in _records(run) if is_whole(record.get("timed_out"))):
+        yield f"{count_noun(late, 'program')} took too long; they count as wrong."
+
+
+def _records(run: Run) -> list[Any]:
+    """What was recorded of a verifier's work: of each batch and of each evaluation."""
+    return [*(batch.extra for batch in run.batches), *run.evaluations]
 
 
 def unparsed(run: Run) -> tuple[int, list[str]]:
     """How many responses have no answer that the verifier could read, and the prompts of some."""
-    records = [*(batch.extra for batch in run.batches), *run.evaluations]
+    records = _records(run)
     lists = [record.get("unparsed_examples") for record in records]
     examples = [example for listed in lists if isinstance(listed, list) for example in listed]
     names = [example["prompt_id"] for example in examples if is_table(example) and is_text(example.get("prompt_id"))]

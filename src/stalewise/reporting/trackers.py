@@ -12,7 +12,7 @@ from typing import Any
 from stalewise.config import RunConfig
 from stalewise.config.run_directory import flat
 from stalewise.errors import ConfigError
-from stalewise.store.atomic import read_jsonl
+from stalewise.store.records import EVALUATION, SUITE, read_records
 from stalewise.types import NullCallback
 
 PROJECT = "stalewise"
@@ -27,8 +27,8 @@ class Trackers(NullCallback):
     def __init__(self, config: RunConfig) -> None:
         self._evaluations = config.directory / "eval.jsonl"
         self._suites = config.directory / "suites.jsonl"
-        self._logged = len(read_jsonl(self._evaluations))  # by an earlier process
-        self._logged_suites = len(read_jsonl(self._suites))
+        self._logged = len(read_records(self._evaluations, EVALUATION))  # by an earlier process
+        self._logged_suites = len(read_records(self._suites, SUITE))
         check_installed(config.trackers)
         self._trackers: list[Any] = [_tracker(name, config.name, config.directory) for name in config.trackers]
         settings = flat(config.model_dump(mode="json"))
@@ -45,7 +45,7 @@ class Trackers(NullCallback):
 
     def log(self, message: str) -> None:
         """Log new evaluations: the orchestrator logs a message after each."""
-        records = read_jsonl(self._evaluations)
+        records = read_records(self._evaluations, EVALUATION)
         for record in records[self._logged :]:
             passed = {f"evaluation/pass@{k}": interval["value"] for k, interval in record["pass_at"].items()}
             tasks = {
@@ -54,7 +54,7 @@ class Trackers(NullCallback):
             }
             self._log({"evaluation/accuracy": record["accuracy"]["value"], **passed, **tasks}, record["version"])
         self._logged = len(records)
-        suites = read_jsonl(self._suites)
+        suites = read_records(self._suites, SUITE)
         for record in suites[self._logged_suites :]:
             named = {f"suites/{record['suite']}/{name}": one["value"] for name, one in measures_of(record).items()}
             for label, one in record.get("by_task", {}).items():

@@ -71,6 +71,7 @@ CHARTS = (
         is_log=True,
     ),
     Chart("kl", "KL of policy and behaviour", "KL", "nats per token", ("kl_behaviour_policy", "kl_policy_behaviour")),
+    Chart("reference", "KL of policy and reference", "KL", "nats per token", ("kl_reference",)),
     Chart("entropy", "Entropy", "entropy", "nats per token", ("entropy",)),
     Chart("length", "Response length", "mean length", "tokens", ("response_length",)),
     Chart(

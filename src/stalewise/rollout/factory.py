@@ -26,17 +26,19 @@ from stalewise.types import SamplerSettings
 
 def batch_plan(config: RunConfig, schedule: Schedule, generation_batch: int, attempt: int = 0) -> BatchPlan:
     """The plan of a generation batch; each `attempt` has its own seeds."""
-    prompts = schedule.prompts_of(generation_batch, config.batch.prompts)
+    prompts = schedule.prompts_of(generation_batch, config.batch.reserved)
+    planned = len(schedule.prompts_of(generation_batch, config.batch.prompts))
     return BatchPlan(
         generation_batch=generation_batch,
         version=schedule.version_of(generation_batch),
         first_prompt=prompts.start,
-        prompts=len(prompts),
+        prompts=planned,
         group_size=config.batch.group_size,
         prompts_per_shard=config.sampler.rollouts_per_shard // config.batch.group_size,
         seed=config.seed + (attempt << 32),
         foreign=config.sampler.foreign.path,
         foreign_places=config.sampler.foreign.places(config.batch.group_size),
+        most_prompts=len(prompts) if config.batch.without_variance == "refill" else 0,
     )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
 
 from stalewise import store
 from stalewise.errors import TaskError
@@ -143,20 +147,70 @@ class BatchPlan:
     seed: int
     foreign: str = ""  # path of the second policy
     foreign_places: int = 0  # rollouts at the end of every group that it samples
+    most_prompts: int = 0  # up to which the batch may grow, to replace groups without variance; 0: it may not
+    rounds: tuple[int, ...] = ()  # prompts of each round of a batch that has grown; their sum is `prompts`
 
     @property
     def shards(self) -> int:
-        """Number of shards; the last may be smaller."""
-        return -(-self.prompts // self.prompts_per_shard)
+        """Number of shards; the last of each round may be smaller."""
+        return sum(-(-prompts // self.prompts_per_shard) for prompts in self.rounds or (self.prompts,))
 
     def prompt_range(self, shard: int) -> range:
         """Prompt indices of one shard."""
-        first = self.first_prompt + shard * self.prompts_per_shard
-        return range(first, min(first + self.prompts_per_shard, self.first_prompt + self.prompts))
+        start = self.first_prompt
+        for prompts in self.rounds or (self.prompts,):
+            first, shard = start + shard * self.prompts_per_shard, shard - -(-prompts // self.prompts_per_shard)
+            if shard < 0:
+                return range(first, min(first + self.prompts_per_shard, start + prompts))
+            start += prompts
+        raise IndexError("the batch has fewer shards")
+
+    def with_more(self, prompts: int) -> BatchPlan:
+        """The plan with another round of prompts, after the others and in shards of their own."""
+        return replace(self, prompts=self.prompts + prompts, rounds=(*(self.rounds or (self.prompts,)), prompts))
 
     def policy_of(self, rollout: int) -> str:
         """The policy that samples a rollout, counted from the start of any group; empty: the run's own."""
         return self.foreign if rollout % self.group_size >= self.group_size - self.foreign_places else ""
+
+
+@dataclass(slots=True)
+class Refill:
+    """Adds prompts to a batch until `groups` of its groups have variance, or it has all the prompts it may have.
+
+    How many each round adds follows from the shards of the rounds before, so a batch that was interrupted grows alike.
+    """
+
+    groups: int
+    weights: Mapping[str, float]  # of the parts of rewards
+    selection: store.Selection
+    order: Callable[[BatchPlan], ShardSource]  # the source of the shards of a longer plan
+    found: int = 0  # groups with variance so far
+    first_found: int = 0  # of them in the first round
+    prompts: int = 0  # so far
+    last: Any = None  # what `order` returned last
+
+    def longer(self, plan: BatchPlan, directory: Path) -> BatchPlan | None:
+        """The plan with another round; None where there are enough groups, or no more prompts may be added."""
+        made = store.open_shards(directory, plan.shards)
+        made.weights, made.selection = self.weights, self.selection
+        self.found, self.prompts = len(np.unique(made.column("group")[made.informative()])), plan.prompts
+        self.first_found = self.found if not plan.rounds else self.first_found
+        missing, left = self.groups - self.found, plan.most_prompts - plan.prompts
+        if missing <= 0 or left <= 0:
+            return None
+        # A tenth more than expected, since each round costs a pass of the sampler that is not full.
+        wanted = math.ceil(1.1 * missing * plan.prompts / self.found) if self.found else plan.prompts
+        return plan.with_more(min(left, wanted))
+
+    def describe(self, first: int, manifest: store.BatchManifest) -> str:
+        """What it cost; `first` are the prompts of the first round."""
+        more = self.prompts - first
+        tokens = round(manifest.tokens * more / self.prompts)
+        cost = f"{more:,} more prompts ({more / first:.0%}, about {tokens:,} tokens) were sampled"
+        lack = "" if self.found >= self.groups else f": only {self.found:,}, and updates are smaller for it"
+        have = f"{self.first_found:,} of {first:,} groups had variance"
+        return f"{have}; {cost if more else 'no more were needed'} for {min(self.found, self.groups):,}{lack}"
 
 
 def generate_batch(
@@ -170,15 +224,21 @@ def generate_batch(
     source: ShardSource | None = None,
     check: ScoreCheck | None = None,
     load: Callable[[Path], object] | None = None,
+    refill: Refill | None = None,
 ) -> store.BatchManifest:
     """Make the missing shards of a generation batch and commit it; returns when all shards are there.
 
-    `load` is called instead of the sampler's own method where the policy may be in memory.
+    `load` is called instead of the sampler's own method where the policy may be in memory. `refill` adds prompts until
+    enough groups have variance.
     """
     directory = store.batch_directory(rollouts, version=plan.version, generation_batch=plan.generation_batch)
     if store.is_committed(directory):
         return store.read_batch_manifest(directory)
-    make_shards(plan, checkpoint, directory, task, sampler, source or ShardSource(directory), on_shard, check, load)
+    make = partial(make_shards, on_shard=on_shard, check=check, load=load)
+    make(plan, checkpoint, directory, task, sampler, source or ShardSource(directory))
+    while refill is not None and (longer := refill.longer(plan, directory)) is not None:
+        before, plan = plan.shards, longer
+        make(plan, checkpoint, directory, task, sampler, refill.order(plan), before=before)
     return commit_shards(plan, directory, task.name)
 
 
@@ -201,15 +261,18 @@ def make_shards(
     on_shard: Callable[[int], object],
     check: ScoreCheck | None = None,
     load: Callable[[Path], object] | None = None,
+    before: int = 0,
 ) -> None:
-    """Make the shards that fall to this process, then wait for those of the others."""
-    present: set[int] = set()
+    """Make the shards that fall to this process, then wait for those of the others; the first `before` are there."""
+    present = set(range(before))
     loaded = False
     # One thread verifies and writes the last shards while the next are sampled.
     with ThreadPoolExecutor(max_workers=1) as writer:
         writing: Future[None] | None = None
         while True:
             for shard in source.present() - present:
+                if shard >= plan.shards:
+                    continue  # of a later round, before the batch was interrupted
                 on_shard(len(plan.prompt_range(shard)) * plan.group_size)
                 present.add(shard)
             missing = [shard for shard in range(plan.shards) if shard not in present]

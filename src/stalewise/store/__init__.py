@@ -1,6 +1,6 @@
 """Rollouts on disk: Parquet shards, manifests written last, and the ledger of consumed rollouts. Imports no torch."""
 
-from stalewise.store.columns import RolloutColumns, concatenate
+from stalewise.store.columns import RolloutColumns, TokenColumn, concatenate
 from stalewise.store.ledger import (
     LedgerEntry,
     Ranges,
@@ -26,9 +26,11 @@ from stalewise.store.manifest import (
 )
 from stalewise.store.reader import (
     Batch,
+    Selection,
     deal,
     mean_reward,
     open_batch,
+    open_shards,
     rewards_of_updates,
     rollouts_of_updates,
     verify_shard,
@@ -37,12 +39,12 @@ from stalewise.store.schema import FORMAT, SCHEMA, rollouts_from_table, table_fr
 from stalewise.store.token_log import TokenLog, TokenRecord, read_tokens, token_files, token_log_directory
 from stalewise.store.writer import AlreadyCommitted, commit_batch, next_shard, write_shard
 
-__all__ = ["RolloutColumns", "concatenate"]
+__all__ = ["RolloutColumns", "TokenColumn", "concatenate"]
 __all__ += ["LedgerEntry", "Ranges", "append_entry", "consumed", "from_ranges", "ledger_path"]
 __all__ += ["read_ledger", "to_ranges", "truncate_ledger"]
 __all__ += ["BatchManifest", "BatchName", "ShardManifest", "batch_directories", "batch_directory", "committed_shards"]
 __all__ += ["is_committed", "parse_batch_name", "read_batch_manifest", "shard_path"]
-__all__ += ["Batch", "open_batch", "verify_shard"]
+__all__ += ["Batch", "Selection", "open_batch", "open_shards", "verify_shard"]
 __all__ += ["FORMAT", "SCHEMA", "rollouts_from_table", "table_from_columns", "table_from_rollouts"]
 __all__ += ["deal", "mean_reward", "rewards_of_updates", "rollouts_of_updates"]
 __all__ += ["TokenLog", "TokenRecord", "read_tokens", "token_files", "token_log_directory"]

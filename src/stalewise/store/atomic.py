@@ -2,8 +2,10 @@
 
 Every file is written under a temporary name in its own directory, flushed to the disk, and renamed; then the directory
 is flushed, so that the rename survives a power failure. A reader never sees half a file, and a crash at any point
-leaves the previous content. Records of JSONL files are appended with one write each; a crash can leave one torn last
-line, which readers drop and report.
+leaves the previous content.
+
+JSON that a run depends on ends with a checksum of itself (`sealed_json`), which `read_json` compares. Files of releases
+without checksums are read as they are. Files of lines are in `json_lines.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -37,6 +40,10 @@ _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # no space, a
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _TEMPORARY = ".tmp-"
 TRIES = 100
+CHECKSUM = "checksum"  # the last key of a record: 64 bits, against damage and not against forgery
+RESTORE = "restore it from a copy; `stalewise verify` says what depends on it"
+_ANY_SEAL = re.compile(rb',\n  "[^"\n]{0,12}": "[0-9a-f]{16}"\n\}\s*\Z')
+_SEALED_JSON = re.compile(rb',\n  "checksum": "([0-9a-f]{16})"\n\}\s*\Z')
 
 
 # Whole files.
@@ -109,28 +116,52 @@ def _link(temporary: Path, path: Path) -> bool:
     return True
 
 
-def write_json_atomic(path: str | Path, record: Mapping[str, Any]) -> None:
-    """Write one JSON object, indented for people.
+def write_json_atomic(path: str | Path, record: Mapping[str, Any], *, sealed: bool = False) -> None:
+    """Write one JSON object, indented for people; `sealed` adds a checksum of it, which `read_json` compares.
 
     NaN and infinities are written as Python, pandas and DuckDB read them (`NaN`, `Infinity`): null would turn
     "diverged" into "unknown".
     """
-    write_atomic(path, json.dumps(record, indent=2, default=_plain) + "\n")
+    write_atomic(path, sealed_json(record) if sealed else json.dumps(record, indent=2, default=plain) + "\n")
+
+
+def sealed_json(record: Mapping[str, Any]) -> str:
+    """A JSON object, indented, whose last key is a checksum of all before it."""
+    text = json.dumps({key: value for key, value in record.items() if key != CHECKSUM}, indent=2, default=plain)
+    head = text.removesuffix("\n}")
+    return f'{head},\n  "{CHECKSUM}": "{digest(head.encode())}"\n}}\n'
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
-    """Read one JSON object; a missing or corrupt file is a StoreError that names it."""
+    """Read one JSON object, without its checksum; a missing, corrupt or changed file is a StoreError that names it."""
     try:
-        record = json.loads(Path(path).read_bytes())
+        content = Path(path).read_bytes()
     except FileNotFoundError:
         raise StoreError(f"{path} is missing: what it would describe was never committed") from None
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror or error}; it should be a file you may read") from error
+    return parse_json(content, str(path))
+
+
+def parse_json(content: bytes, where: str) -> dict[str, Any]:
+    """The JSON object in the content of a file, as `read_json` returns it."""
+    try:
+        record = json.loads(content)
     except (ValueError, RecursionError) as error:  # ValueError: JSONDecodeError and UnicodeDecodeError
-        raise StoreError(f"{path} is corrupt: {error}; restore it from a copy or move it away") from error
+        raise StoreError(f"{where} is corrupt: {error}; {RESTORE}") from error
     if not isinstance(record, dict):
-        raise StoreError(f"{path} is corrupt: it should hold a JSON object, not a {type(record).__name__}")
+        raise StoreError(f"{where} is corrupt: it should hold a JSON object, not a {type(record).__name__}")
+    # A checksum under another name is one whose name was damaged.
+    is_sealed = record.pop(CHECKSUM, None) is not None or _ANY_SEAL.search(content, max(0, len(content) - 64))
+    if is_sealed and not has_seal(content):
+        raise StoreError(f"{where} was changed after it was written: its checksum does not fit; {RESTORE}")
     return record
+
+
+def has_seal(content: bytes) -> bool:
+    """Whether a file of one JSON object ends with a checksum, and it fits."""
+    seal = _SEALED_JSON.search(content, max(0, len(content) - 64))
+    return seal is not None and seal[1] == digest(content[: seal.start()]).encode()
 
 
 def sha256_file(path: str | Path) -> str:
@@ -139,99 +170,12 @@ def sha256_file(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# JSONL files.
+def digest(*parts: bytes) -> str:
+    """The checksum of a record."""
+    return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
 
 
-def append_line(path: str | Path, record: Mapping[str, Any]) -> None:
-    """Append one record to a JSONL file: one write, then fsync. The newline commits it.
-
-    A torn tail from an earlier crash is cut off first, or it would become a corrupt line in the middle.
-    """
-    path = Path(path)
-    line = (json.dumps(record, default=_plain) + "\n").encode()
-    with explain_write_errors(path, len(line)):
-        is_new = not path.exists()
-        make_directory(path.parent)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            end = _end_of_last_line(descriptor)
-            try:
-                rest = line
-                while rest:  # one write, unless the disk fills up within the line: then the second one raises
-                    rest = rest[os.write(descriptor, rest) :]
-                os.fsync(descriptor)
-            except OSError:
-                os.ftruncate(descriptor, end)
-                raise
-        finally:
-            os.close(descriptor)
-        if is_new:
-            fsync_directory(path.parent)
-
-
-def read_jsonl(path: str | Path, on_torn: Callable[[str], object] = log.warning) -> list[dict[str, Any]]:
-    """Read the records of a JSONL file; a missing file has none.
-
-    A last line that a crash has torn is left out and reported to `on_torn`. A corrupt line elsewhere is a StoreError
-    that names the line.
-    """
-    return [record for _, record in _read_lines(Path(path), on_torn)[0]]
-
-
-def truncate_jsonl(path: str | Path, keep: Callable[[dict[str, Any]], bool]) -> int:
-    """Drop the records for which `keep` is false, and a torn tail, in one atomic rewrite; return how many were dropped.
-
-    On resume this removes what was recorded after the last checkpoint and will be recorded again.
-    """
-    path = Path(path)
-    lines, torn = _read_lines(path, log.info)
-    kept = [line for line, record in lines if keep(record)]
-    if torn or len(kept) < len(lines):
-        write_atomic(path, b"".join(kept))
-    return len(lines) - len(kept)
-
-
-def _read_lines(path: Path, on_torn: Callable[[str], object]) -> tuple[list[tuple[bytes, dict[str, Any]]], bool]:
-    try:
-        *lines, tail = path.read_bytes().split(b"\n")  # not splitlines: that would also cut at a stray \r
-    except FileNotFoundError:
-        return [], False
-    except OSError as error:
-        raise StoreError(f"cannot read {path}: {error.strerror}") from error
-    lines = [line + b"\n" for line in lines] + ([tail] if tail else [])
-    records: list[tuple[bytes, dict[str, Any]]] = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            # A line without its newline was not committed, even if the cut left valid JSON: `12` of `123`.
-            problem = "" if line.endswith(b"\n") and isinstance(record, dict) else "not a whole JSON object"
-        except (ValueError, RecursionError) as error:
-            record, problem = {}, str(error)
-        if problem and number < len(lines):
-            raise StoreError(f"{path}, line {number} is corrupt: {problem}; restore the file from a copy")
-        if problem:
-            on_torn(f"{path}: the last line ({number}) is torn, as by a crash while it was written: left out")
-            return records, True
-        records.append((line, record))
-    return records, False
-
-
-def _end_of_last_line(descriptor: int) -> int:
-    """Cut a torn tail off an open file; return where the next line starts."""
-    size = end = os.fstat(descriptor).st_size
-    while end > 0:
-        start = max(0, end - 4096)
-        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if newline >= 0:
-            end = start + newline + 1
-            break
-        end = start
-    if end < size:
-        os.ftruncate(descriptor, end)
-    return end
-
-
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The JSON form of a numpy number or array, or a path."""
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -248,6 +192,8 @@ def make_directory(path: str | Path) -> None:
     path = Path(path)
     if path.is_dir():
         return
+    for lock in list(_held_locks):
+        lock.check_not_moved(path)
     make_directory(path.parent)
     path.mkdir(exist_ok=True)
     fsync_directory(path.parent)
@@ -303,14 +249,27 @@ def commit_directory(temporary: str | Path, final: str | Path) -> None:
 
 @contextlib.contextmanager
 def explain_write_errors(path: str | Path, size: int) -> Iterator[None]:
-    """Turn an OSError of the block into a StoreError that says what could not be written and what to do."""
+    """Turn an error of the system in the block into a StoreError: what could not be written, and what to do."""
     try:
         yield
-    except OSError as error:
-        if error.errno in _DISK_FULL:
+    except StoreError:
+        raise
+    except Exception as error:
+        number = _system_error(error)
+        if number is None:
+            raise
+        if number in _DISK_FULL:
             message = f"disk full while writing {path}: free {size:,} bytes; run the same command again"
             raise StoreError(message) from error
-        raise StoreError(f"cannot write {path}: {error.strerror or error}") from error
+        raise StoreError(f"cannot write {str(path)[:200]}: {os.strerror(number) if number else error}") from error
+
+
+def _system_error(error: Exception) -> int | None:
+    """The errno of an error, also of one that safetensors or tokenizers raise; None: it is none of the system's."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    told = re.search(r"\(os error (\d+)\)", str(error))
+    return int(told[1]) if told else errno.EINVAL if "embedded null byte" in str(error) else None
 
 
 # One process at a time.
@@ -367,6 +326,25 @@ class RunLock:
             os.close(self._descriptor)
             self._descriptor = None
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether the directory was moved or deleted since it was locked."""
+        try:
+            return self._descriptor is not None and not os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
+        except OSError:
+            return True
+
+    def check_not_moved(self, path: Path) -> None:
+        """Raise before `path`, in a directory that was moved away, is made anew."""
+        own = os.path.abspath(self.directory)
+        inside = f"{os.path.abspath(path)}{os.sep}".startswith(f"{own}{os.sep}")
+        if inside and self._descriptor is not None and self.is_gone:
+            raise StoreError(self._moved_message())
+
+    def _moved_message(self) -> str:
+        what = f"{self.directory} was moved or deleted during the run"
+        return f"{what}: put it back, or name its new place, and run the same command again; nothing else was written"
+
     def _busy_message(self, descriptor: int) -> str:
         holder = "another process"
         for _ in range(20):  # the holder writes its name a moment after it got the lock
@@ -381,8 +359,11 @@ class RunLock:
         self.acquire()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        is_gone = self.is_gone
         self.release()
+        if is_gone and isinstance(error, Exception):  # whatever was missed first
+            raise StoreError(self._moved_message()) from error
 
 
 def _drop_inherited_locks() -> None:

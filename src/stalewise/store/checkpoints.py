@@ -23,14 +23,18 @@ from stalewise.store.atomic import (
     explain_write_errors,
     fsync_directory,
     make_directory,
-    read_json,
     sha256_file,
     temporary_name,
     write_json_atomic,
 )
+from stalewise.store.records import RecordSchema, dict_of, is_real, is_table, is_text, is_whole, read_record
 
 FORMAT = "stalewise.checkpoint/1"
 _NAME = re.compile(r"v(\d{6,})")
+MANIFEST = RecordSchema(
+    {"format": is_text, "files": dict_of(lambda file: is_table(file) and is_text(file.get("sha256")))}
+)
+STATE = RecordSchema({"version": is_whole}, optional={"steps": is_whole, "drift": is_real, "spent": is_table})
 
 
 def checkpoint_directory(run: str | Path, version: int) -> Path:
@@ -63,16 +67,18 @@ def write_checkpoint(
     """
     final = checkpoint_directory(run, version)
     temporary = temporary_name(final)
-    make_directory(temporary)
+    with explain_write_errors(temporary, size):
+        make_directory(temporary)
     marks = [time.perf_counter()]
     try:
         with explain_write_errors(final, size):
             known = save(temporary)
         _write_index(temporary)
-        write_json_atomic(temporary / "state.json", {"version": version, **state})
+        write_json_atomic(temporary / "state.json", {"version": version, **state}, sealed=True)
         marks.append(time.perf_counter())
         files = _describe_files(temporary, known if isinstance(known, Mapping) else {})
-        write_json_atomic(temporary / "manifest.json", {"format": FORMAT, "version": version, "files": files})
+        manifest = {"format": FORMAT, "version": version, "files": files}
+        write_json_atomic(temporary / "manifest.json", manifest, sealed=True)
         marks.append(time.perf_counter())
         commit_directory(temporary, final)
         marks.append(time.perf_counter())
@@ -116,17 +122,31 @@ def _write_index(directory: Path) -> None:
 def read_state(directory: str | Path) -> dict[str, Any]:
     """The trainer's state in a committed checkpoint, after its files were checked against the manifest."""
     directory = Path(directory)
-    manifest = read_json(directory / "manifest.json")
-    if manifest.get("format") != FORMAT:
-        raise StoreError(f"{directory} has format {manifest.get('format')}; this release reads {FORMAT}")
-    paths = [directory / name for name in manifest["files"]]
-    for path, digest, expected in zip(paths, _digests(paths), manifest["files"].values(), strict=True):
-        if digest != expected["sha256"]:
-            raise StoreError(
-                f"{path} is damaged or missing; move {directory} away and run the same command again: "
-                "it resumes from the checkpoint before"
-            )
-    return read_json(directory / "state.json")
+    if damaged := damaged_files(directory):
+        raise StoreError(
+            f"{damaged[0]} is damaged or missing; move {directory} away and run the same command again: "
+            "it resumes from the checkpoint before"
+        )
+    return read_record(directory / "state.json", STATE)
+
+
+def read_manifest(directory: str | Path) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of the files of a checkpoint, by name."""
+    path = Path(directory) / "manifest.json"
+    manifest = read_record(path, MANIFEST)
+    if manifest["format"] != FORMAT:
+        raise StoreError(f"{directory} has format {manifest['format']}; this release reads {FORMAT}")
+    if bad := [name for name in manifest["files"] if name.startswith("/") or ".." in Path(name).parts]:
+        raise StoreError(f"{path} names {bad[0]}, which is outside of the checkpoint: restore it from a copy")
+    return manifest["files"]
+
+
+def damaged_files(directory: str | Path) -> list[Path]:
+    """Files of a checkpoint that are missing or differ from its manifest."""
+    files = read_manifest(directory)
+    paths = [Path(directory) / name for name in files]
+    pairs = zip(paths, _digests(paths), files.values(), strict=True)
+    return [path for path, digest, expected in pairs if digest != expected["sha256"]]
 
 
 def prune(run: str | Path, *, keep: int, needed: Iterable[int] = ()) -> list[int]:

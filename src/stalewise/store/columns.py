@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,16 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from stalewise.errors import StoreError
+from stalewise.store.atomic import write_atomic
+from stalewise.store.manifest import ShardManifest, shard_path
 from stalewise.types import FinishReason
 
 NUMBERS = {"rollout_id": np.int64, "group": np.int64, "reward": np.float64}
 NUMBERS |= {"version_first": np.int32, "version_last": np.int32}
 TOKENS = {"prompt_ids": np.int32, "response_ids": np.int32, "behaviour_logp": np.float32}
 ROW_COLUMNS = (*NUMBERS, *TOKENS, "finish_reason")  # the columns of a shard that `RolloutColumns` needs
+COLUMN_FORMAT = "stalewise.column/1"
 ROW_GROUP_ROWS = 256  # the unit of reading: small enough for scattered reads, large enough for compression
 
 
@@ -38,6 +43,7 @@ class RolloutColumns:
     response_ids: npt.NDArray[np.int32]  # [all response tokens]
     behaviour_logp: npt.NDArray[np.float32]  # [all response tokens]
     response_offsets: npt.NDArray[np.int64]  # [R + 1]
+    reference_logp: npt.NDArray[np.float32] | None = None  # [all response tokens], where a run has a reference
 
     def __len__(self) -> int:
         return len(self.rollout_id)
@@ -76,6 +82,7 @@ class RolloutColumns:
             response_ids=self.response_ids[response],
             behaviour_logp=self.behaviour_logp[response],
             response_offsets=response_offsets,
+            reference_logp=None if self.reference_logp is None else self.reference_logp[response],
         )
 
 
@@ -96,12 +103,68 @@ def concatenate(parts: Sequence[RolloutColumns]) -> RolloutColumns:
     columns: dict[str, Any] = {}
     for name in (field.name for field in fields(RolloutColumns)):
         arrays = [getattr(part, name) for part in parts]
+        if arrays[0] is None:
+            continue
         if name.endswith("_offsets"):
             starts = np.cumsum([0] + [array[-1] for array in arrays[:-1]])
             shifted = [array[:-1] + start for array, start in zip(arrays, starts, strict=True)]
             arrays = [*shifted, starts[-1:] + arrays[-1][-1]]
         columns[name] = np.concatenate(arrays)
     return RolloutColumns(**columns)
+
+
+class TokenColumn:
+    """A column with one number per response token that was computed after its rollouts: a file beside each shard.
+
+    A file names the shard (by its checksum) and what the numbers were computed with (`key`); one of another shard or
+    another key counts as missing. It holds one flat array in the order of the shard's tokens, and Parquet's own
+    checksums of it.
+    """
+
+    def __init__(self, directory: Path, key: str) -> None:
+        self.directory, self.key = directory, key
+        self._flat: tuple[str, npt.NDArray[np.float32]] = "", np.empty(0, np.float32)  # of the last shard that was read
+
+    def path(self, shard: ShardManifest) -> Path:
+        """The file of a shard's numbers."""
+        return shard_path(self.directory, shard.index)
+
+    def has(self, shard: ShardManifest) -> bool:
+        """Whether the numbers of a shard are there."""
+        try:
+            metadata = pq.read_schema(self.path(shard)).metadata or {}
+        except (OSError, pa.ArrowException):
+            return False
+        return metadata == self._metadata(shard)
+
+    def write(self, shard: ShardManifest, values: npt.NDArray[np.float32]) -> None:
+        """Write the numbers of a shard; once this returns they survive a crash."""
+        if len(values) != shard.tokens or not np.isfinite(values).all():
+            raise StoreError(
+                f"{self.path(shard)} would hold {int(np.isfinite(values).sum())} finite numbers for the {shard.tokens} "
+                f"tokens of {shard.file}: each token needs one"
+            )
+        schema = pa.schema([pa.field("value", pa.float32(), nullable=False)], metadata=self._metadata(shard))
+        table, sink = pa.table([pa.array(values)], schema=schema), pa.BufferOutputStream()
+        pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+        write_atomic(self.path(shard), memoryview(sink.getvalue()).cast("B"))
+
+    def read(self, shard: ShardManifest, first: int, count: int) -> npt.NDArray[np.float32]:
+        """The numbers of `count` tokens of a shard, from the token number `first` on."""
+        if self._flat[0] != shard.sha256:
+            try:
+                table = pq.read_table(self.path(shard), page_checksum_verification=True)
+            except (OSError, pa.ArrowException) as error:
+                raise StoreError(
+                    f"{self.path(shard)} is missing or damaged: {error}; remove it and run the same command again: it "
+                    "is computed again"
+                ) from error
+            self._flat = shard.sha256, numbers(table["value"], np.float32)
+        return self._flat[1][first : first + count]
+
+    def _metadata(self, shard: ShardManifest) -> dict[bytes, bytes]:
+        facts = {"stalewise": COLUMN_FORMAT, "shard": shard.sha256, "key": self.key}
+        return {name.encode(): value.encode() for name, value in facts.items()}
 
 
 def numbers(column: pa.ChunkedArray, dtype: type) -> npt.NDArray[Any]:

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stalewise.errors import StoreError
-from stalewise.store.atomic import append_line, read_jsonl, truncate_jsonl
+from stalewise.store.json_lines import append_line, truncate_jsonl
+from stalewise.store.records import LEDGER, read_records
 
 Ranges = tuple[tuple[int, int], ...]
 """Rollout ids as sorted, disjoint intervals (first, last), both included."""
@@ -52,13 +53,10 @@ def append_entry(path: str | Path, entry: LedgerEntry) -> None:
 def read_ledger(path: str | Path) -> list[LedgerEntry]:
     """Read all entries; updates must increase. Without a file there are none."""
     entries: list[LedgerEntry] = []
-    for number, record in enumerate(read_jsonl(path), start=1):
-        try:
-            known = {name: record.pop(name) for name in FIELDS}
-            known["rollout_ids"] = tuple((first, last) for first, last in known["rollout_ids"])
-            entry = LedgerEntry(**known, extra=record)
-        except (KeyError, TypeError, ValueError) as error:
-            raise StoreError(f"{path}, line {number} is not a ledger entry: {error!r}") from error
+    for number, record in enumerate(read_records(path, LEDGER), start=1):
+        known = {name: record.pop(name) for name in FIELDS}
+        known["rollout_ids"] = tuple((first, last) for first, last in known["rollout_ids"])
+        entry = LedgerEntry(**known, extra=record)
         if entries and entry.update <= entries[-1].update:
             raise StoreError(
                 f"{path}, line {number}: update {entry.update} follows update {entries[-1].update}; "

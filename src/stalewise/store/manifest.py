@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stalewise.errors import StoreError
-from stalewise.store.atomic import read_json
+from stalewise.store.atomic import RESTORE, read_json
+from stalewise.store.records import RecordSchema, is_real, is_table, is_text, is_whole, list_of
 from stalewise.store.schema import FORMAT
 from stalewise.types import SamplerSettings
 
@@ -68,6 +69,20 @@ class BatchManifest:
     shards: tuple[ShardManifest, ...]
     extra: Mapping[str, Any] = field(default_factory=dict)
     format: str = FORMAT
+
+
+_COUNTS = dict.fromkeys(("rows", "tokens", "prompt_tokens", "truncated", "verifier_errors"), is_whole)
+_IDS = ("index", "bytes", "rollout_first", "rollout_last", "version_first", "version_last", "reward_count")
+_COMMON = {**_COUNTS, "seconds": is_real, "samplers": list_of(is_table), "extra": is_table, "format": is_text}
+_SCHEMAS = {
+    ShardManifest: RecordSchema(
+        {**_COMMON, **dict.fromkeys(_IDS, is_whole), "file": is_text, "sha256": is_text, "reward_sum": is_real}
+    ),
+    BatchManifest: RecordSchema(
+        {**_COMMON, "generation_batch": is_whole, "version": is_whole, "task": is_text, "shards": list_of(is_table)},
+        optional={"reward_mean": is_real},
+    ),
+}
 
 
 def batch_directory(root: str | Path, *, version: int, generation_batch: int) -> Path:
@@ -164,9 +179,9 @@ def _checked(record: Any, path: Path, kind: type[ShardManifest] | type[BatchMani
         raise StoreError(f"{path} is corrupt: it should describe a shard with a JSON object")
     check_format(record.get("format"), path)
     names = [field.name for field in fields(kind)]
-    if missing := [name for name in names if name not in record]:
-        raise StoreError(f"{path} is corrupt: {', '.join(missing)} missing")
-    return {name: record[name] for name in names}
+    if problem := _SCHEMAS[kind].problem(record):
+        raise StoreError(f"{path} is corrupt: {problem}; {RESTORE}")
+    return {name: record.get(name) for name in names}
 
 
 def _with_samplers(record: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,28 @@ import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError, nearest
 from stalewise.store.atomic import sha256_file
-from stalewise.store.columns import ROW_COLUMNS, RolloutColumns, column_range, concatenate, numbers, rows_from_table
+from stalewise.store.columns import (
+    ROW_COLUMNS,
+    RolloutColumns,
+    TokenColumn,
+    column_range,
+    concatenate,
+    numbers,
+    rows_from_table,
+)
 from stalewise.store.manifest import (
     BatchManifest,
     ShardManifest,
     check_format,
+    committed_shards,
     parse_batch_name,
     read_batch_manifest,
     shard_path,
 )
 from stalewise.store.schema import FORMAT_KEY, LIGHT_COLUMNS, SCHEMA, rollouts_from_table
 from stalewise.types import Rollout
+
+_OF_REWARDS = ("reward", "reward_parts")
 
 
 def open_batch(directory: str | Path, verify: bool = True) -> Batch:
@@ -45,6 +57,15 @@ def open_batch(directory: str | Path, verify: bool = True) -> Batch:
     return Batch(directory, manifest)
 
 
+def open_shards(directory: str | Path, count: int) -> Batch:
+    """The first shards of a generation batch that is being made."""
+    shards, name = tuple(committed_shards(directory)[:count]), parse_batch_name(directory)
+    counts = {key: sum(getattr(one, key) for one in shards) for key in ("rows", "tokens", "prompt_tokens", "truncated")}
+    known: dict[str, Any] = {"task": "", "reward_mean": None, "samplers": (), "shards": shards}
+    known |= {"verifier_errors": sum(one.verifier_errors for one in shards), "seconds": sum(s.seconds for s in shards)}
+    return Batch(Path(directory), BatchManifest(name.generation_batch, name.version, **counts, **known))
+
+
 def verify_shard(directory: str | Path, shard: ShardManifest, checksum: bool = True) -> None:
     """Compare a shard's file with its manifest."""
     path = shard_path(directory, shard.index)
@@ -52,6 +73,14 @@ def verify_shard(directory: str | Path, shard: ShardManifest, checksum: bool = T
         raise StoreError(f"{path} is missing: run the same command again, it is generated again from its seeds")
     if path.stat().st_size != shard.bytes or (checksum and sha256_file(path) != shard.sha256):
         raise _damaged(path, "its content is not what its manifest says")
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Informative groups are dealt to this many updates; `penalty` is added to rewards, given response lengths."""
+
+    updates: int
+    penalty: Callable[[npt.NDArray[Any]], npt.NDArray[Any] | float] = lambda lengths: 0.0
 
 
 class Batch:
@@ -65,6 +94,11 @@ class Batch:
         self.directory = directory
         self.manifest = manifest
         self.rollouts_by_update: dict[int, list[npt.NDArray[np.int64]]] = {}  # a cache of `rollouts_of_updates`
+        self.reference: TokenColumn | None = (
+            None  # log-probabilities under a reference policy, where they were computed
+        )
+        self.weights: Mapping[str, float] = {}  # of the parts of rewards; the reward is then their weighted sum
+        self.selection: Selection | None = None  # None: all groups are dealt alike
         self._footers: dict[int, pq.FileMetaData] = {}
         self._first = np.array([shard.rollout_first for shard in manifest.shards], np.int64)  # increasing
 
@@ -94,14 +128,29 @@ class Batch:
         for table in self.iter_tables(ROW_COLUMNS):
             yield rows_from_table(table)
 
+    def rows_of(self, shard: ShardManifest) -> RolloutColumns:
+        """All rollouts of one shard, in their order."""
+        with self._open(shard) as file:
+            groups = range(file.num_row_groups)
+            return concatenate([rows_from_table(_decode(file, group, list(ROW_COLUMNS))) for group in groups])
+
     def column(self, name: str) -> npt.NDArray[Any]:
         """One light column of all rollouts as a numpy array, without reading tokens (null rewards are NaN)."""
         if name not in LIGHT_COLUMNS:
             raise StoreError(f"{name} is not a light column ({nearest(name, LIGHT_COLUMNS)}): use take or iter_tables")
+        if name == "reward" and self.weights:
+            return np.concatenate([self._weighted(table) for table in self.iter_tables(_OF_REWARDS)])
         column = pa.chunked_array([c for t in self.iter_tables([name]) for c in t.column(name).chunks])
         if pa.types.is_string(column.type):
             return column.to_numpy()
         return numbers(column, SCHEMA.field(name).type.to_pandas_dtype())
+
+    def informative(self) -> npt.NDArray[np.bool_]:
+        """Whether each rollout is of a group whose rewards differ, with the penalty of the selection."""
+        reward = self.column("reward")
+        if self.selection is not None:
+            reward = reward + self.selection.penalty(self.column("response_length"))
+        return has_variance(reward, self.column("group"))
 
     def take(self, rollout_ids: npt.ArrayLike) -> RolloutColumns:
         """The given rollouts in the given order; only row groups that hold one of them are decoded."""
@@ -128,8 +177,34 @@ class Batch:
                     first, last = column_range(file.metadata, row_group, SCHEMA.get_field_index("rollout_id"))
                     here = wanted[np.searchsorted(wanted, first) : np.searchsorted(wanted, last, side="right")]
                     if len(here):
-                        rows = rows_from_table(_decode(file, row_group, list(ROW_COLUMNS)))
+                        rows = self._read_rows(file, row_group, shard)
                         yield rows.take(np.flatnonzero(np.isin(rows.rollout_id, here, assume_unique=True)))
+
+    def _read_rows(self, file: pq.ParquetFile, row_group: int, shard: ShardManifest) -> RolloutColumns:
+        """The rows of a row group, with the columns that this batch has besides its shards'."""
+        table = _decode(file, row_group, [*ROW_COLUMNS, *(_OF_REWARDS if self.weights else ())])
+        rows = rows_from_table(table)
+        if self.weights:
+            rows = replace(rows, reward=self._weighted(table))
+        if self.reference is not None:
+            before = (_decode(file, group, ["response_length"]) for group in range(row_group))
+            first = sum(int(numbers(one["response_length"], np.int64).sum()) for one in before)
+            rows = replace(rows, reference_logp=self.reference.read(shard, first, len(rows.response_ids)).copy())
+        return rows
+
+    def _weighted(self, table: pa.Table) -> npt.NDArray[np.float64]:
+        """The weighted sums of the parts of rewards; NaN where the verifier failed."""
+        reward = numbers(table["reward"], np.float64)
+        for row, parts in enumerate(table["reward_parts"].to_pylist()):
+            if not np.isnan(reward[row]):
+                named = {part["name"]: part["value"] for part in parts}
+                if missing := [name for name in self.weights if name not in named]:
+                    raise StoreError(
+                        f"{self.directory}: a reward has no part {missing[0]!r}, which objective.reward_weights names; "
+                        f"its parts are {', '.join(named) or 'none'}"
+                    )
+                reward[row] = sum(weight * named[name] for name, weight in self.weights.items())
+        return reward
 
     @contextlib.contextmanager
     def _open(self, shard: ShardManifest) -> Iterator[pq.ParquetFile]:
@@ -181,18 +256,64 @@ def deal(group_column: npt.ArrayLike, per_update: int) -> list[npt.NDArray[np.in
     return np.split(order, firsts[per_update::per_update]) if len(order) else []
 
 
+def deal_informative(
+    group_column: npt.ArrayLike, informative: npt.NDArray[np.bool_], per_update: int, updates: int
+) -> list[npt.NDArray[np.int64]]:
+    """Positions of the rows of each update: equally many informative groups each, and equally many of the others.
+
+    An update gets `per_update` informative groups, the rest stay unused; where there are too few, they are divided. All
+    other groups are divided, too, so that what an update reports is of a fair sample.
+
+    >>> rows = deal_informative([0, 1, 2, 3, 4, 5], np.array([1, 0, 0, 1, 1, 0], bool), per_update=1, updates=2)
+    >>> [one.tolist() for one in rows]
+    [[0, 1], [2, 3, 5]]
+    """
+    groups = np.asarray(group_column, dtype=np.int64)
+    numbers_of, inverse = np.unique(groups, return_inverse=True)
+    is_informative = np.zeros(len(numbers_of), np.bool_)
+    is_informative[inverse[informative]] = True
+    chosen, others = np.flatnonzero(is_informative), np.flatnonzero(~is_informative)
+    chosen = chosen[: updates * per_update]
+    update_of = np.full(len(numbers_of), -1)
+    for kind in (chosen, others):
+        update_of[kind] = np.arange(len(kind)) * updates // max(len(kind), 1)
+    of_row = update_of[inverse]
+    return [
+        np.flatnonzero(of_row == update)[np.argsort(groups[of_row == update], kind="stable")]
+        for update in range(updates)
+    ]
+
+
+def has_variance(reward: npt.NDArray[np.floating], group: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+    """Whether each row's group has known rewards that differ."""
+    _, inverse = np.unique(group, return_inverse=True)
+    count, known = int(inverse.max(initial=-1)) + 1, ~np.isnan(reward)
+    low, high = np.full(count, np.inf), np.full(count, -np.inf)
+    np.minimum.at(low, inverse[known], reward[known])
+    np.maximum.at(high, inverse[known], reward[known])
+    return (high > low)[inverse]
+
+
+def positions_of_updates(batch: Batch, per_update: int) -> list[npt.NDArray[np.int64]]:
+    """Positions of the rows of each update on a generation batch."""
+    group = batch.column("group")
+    if batch.selection is None:
+        return deal(group, per_update)
+    return deal_informative(group, batch.informative(), per_update, batch.selection.updates)
+
+
 def rollouts_of_updates(batch: Batch, per_update: int) -> list[npt.NDArray[np.int64]]:
     """Rollout ids of each update on a generation batch; cached, since training reads a stage in pieces."""
     if per_update not in batch.rollouts_by_update:
         rollout_ids = batch.column("rollout_id")
-        batch.rollouts_by_update[per_update] = [rollout_ids[rows] for rows in deal(batch.column("group"), per_update)]
+        batch.rollouts_by_update[per_update] = [rollout_ids[rows] for rows in positions_of_updates(batch, per_update)]
     return batch.rollouts_by_update[per_update]
 
 
 def rewards_of_updates(batch: Batch, per_update: int) -> list[tuple[float, float]]:
     """Mean reward of each update on a generation batch, and its standard error."""
     reward, group = batch.column("reward"), batch.column("group")
-    return [mean_reward(reward[rows], group[rows]) for rows in deal(group, per_update)]
+    return [mean_reward(reward[rows], group[rows]) for rows in positions_of_updates(batch, per_update)]
 
 
 def mean_reward(reward: npt.NDArray[np.floating], group: npt.NDArray[np.integer]) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 `ledger/tokens/u000000-u000031.parquet` holds the rows of the updates 0 to 31, between two checkpoints. It is written
 just before the second checkpoint, so it exists whenever that checkpoint does; a file that a crash left behind begins at
-or after the newest checkpoint, and `truncate` removes it on resume.
+or after the newest checkpoint, and `truncate` removes it on resume. `u000000-u000031.json` has its size and SHA-256.
 
 The ratio of a token is exp(logp − behaviour_logp); the second is stored with the rollout. Lists and filters read
 columns per response (worst log-ratio, numbers of clipped and vetoed tokens) without decoding tokens.
@@ -10,10 +10,12 @@ columns per response (worst log-ratio, numbers of clipped and vetoed tokens) wit
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError
-from stalewise.store.atomic import fsync_directory, make_directory, write_atomic
+from stalewise.store.atomic import fsync_directory, make_directory, sha256_file, write_atomic, write_json_atomic
 from stalewise.store.columns import ROW_GROUP_ROWS, RolloutColumns, column_range, concatenate
+from stalewise.store.records import RecordSchema, is_text, is_whole, read_record
 from stalewise.types import TokenFlag
 
 FORMAT = "stalewise.tokens/1"
@@ -42,6 +45,7 @@ SCHEMA = pa.schema(
     metadata={b"stalewise.format": FORMAT.encode()},
 )
 LIGHT_COLUMNS = tuple(name for name in SCHEMA.names if name not in ("logp", "flags"))
+MANIFEST = RecordSchema({"file": is_text, "bytes": is_whole, "sha256": is_text})
 _NAME = re.compile(r"u(\d{6,})-u(\d{6,})\.parquet")
 
 
@@ -80,7 +84,10 @@ class TokenLog:
             if not records:
                 return None
             path = self.directory / f"u{min(records):06d}-u{stop - 1:06d}.parquet"
-            write_atomic(path, _parquet(_table(records)))
+            data = _parquet(_table(records))
+            write_atomic(path, data)
+            sums = {"bytes": data.nbytes, "sha256": hashlib.sha256(data).hexdigest()}
+            write_json_atomic(token_manifest_path(path), {"format": FORMAT, "file": path.name, **sums}, sealed=True)
             return path
 
         return write
@@ -93,8 +100,10 @@ class TokenLog:
             return 0
         if keep is not None:
             make_directory(keep)
-        for path in dropped:
-            path.unlink() if keep is None else os.replace(path, keep / path.name)
+        for file in dropped:
+            for path in (token_manifest_path(file), file):  # a checksum without its file would look like a loss
+                if path.exists():
+                    path.unlink() if keep is None else os.replace(path, keep / path.name)
         for directory in {self.directory, keep or self.directory}:
             fsync_directory(directory)
         return len(dropped)
@@ -110,6 +119,32 @@ def token_files(directory: str | Path) -> list[Path]:
     directory = Path(directory)
     entries = directory.iterdir() if directory.is_dir() else ()
     return sorted((entry for entry in entries if _NAME.fullmatch(entry.name)), key=lambda path: _updates_of(path).start)
+
+
+def token_manifest_path(path: Path) -> Path:
+    """The file with the checksum of a file of the token log."""
+    return path.with_suffix(".json")
+
+
+def check_token_file(path: Path, checksum: bool = True) -> None:
+    """Compare a file with its checksum, once for each state of it; files of earlier releases have none."""
+    if not token_manifest_path(path).is_file():
+        return
+    manifest = read_record(token_manifest_path(path), MANIFEST)
+    try:
+        stat = path.stat()
+        is_whole = stat.st_size == manifest["bytes"]
+        is_whole = is_whole and (not checksum or _sha256(path, stat.st_size, stat.st_mtime_ns) == manifest["sha256"])
+    except OSError as error:
+        raise _damaged(path, error) from error
+    if not is_whole or manifest["file"] != path.name:
+        raise _damaged(path, f"its content differs from {token_manifest_path(path).name}")
+
+
+@lru_cache(maxsize=65536)
+def _sha256(path: Path, size: int, mtime_ns: int) -> str:
+    """Size and time are arguments so that a changed file is hashed again."""
+    return sha256_file(path)
 
 
 def read_light(path: str | Path) -> pa.Table:
@@ -183,10 +218,11 @@ def _parquet(table: pa.Table) -> memoryview:
         "column_encoding": {"logp.list.element": "BYTE_STREAM_SPLIT"},  # floats compress by byte position
     }
     pq.write_table(table, sink, row_group_size=ROW_GROUP_ROWS, compression="zstd", **options)
-    return memoryview(sink.getvalue())
+    return memoryview(sink.getvalue()).cast("B")
 
 
 def _open(path: Path) -> pq.ParquetFile:
+    check_token_file(path)
     try:
         file = pq.ParquetFile(path)
         schema = file.schema_arrow

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -20,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError
-from stalewise.store.atomic import create_atomic, remove_temporaries, write_atomic, write_json_atomic
+from stalewise.store.atomic import create_atomic, remove_temporaries, sealed_json, write_atomic, write_json_atomic
 from stalewise.store.columns import ROW_GROUP_ROWS
 from stalewise.store.manifest import (
     BATCH_MANIFEST,
@@ -66,7 +65,7 @@ def write_shard(
     if not create_atomic(path, data):
         data, table = _first_come(path, data, table)
     manifest = _describe(index, path.name, data, table, seconds, extra or {})
-    if not create_atomic(manifest_path, json.dumps(manifest_record(manifest), indent=2) + "\n"):
+    if not create_atomic(manifest_path, sealed_json(manifest_record(manifest))):
         raise _committed(path)
     return manifest
 
@@ -131,10 +130,11 @@ def commit_batch(
         shards=tuple(parts),
         extra=extra or {},
     )
-    if not create_atomic(directory / BATCH_MANIFEST, json.dumps(manifest_record(manifest), indent=2) + "\n"):
+    if not create_atomic(directory / BATCH_MANIFEST, sealed_json(manifest_record(manifest))):
         if is_committed(directory):
             return read_batch_manifest(directory)
-        write_json_atomic(directory / BATCH_MANIFEST, manifest_record(manifest))  # replaces one of shards that are gone
+        # It replaces one of shards that are gone.
+        write_json_atomic(directory / BATCH_MANIFEST, manifest_record(manifest), sealed=True)
     remove_temporaries(directory)  # of killed processes; nothing more is written here
     return manifest
 

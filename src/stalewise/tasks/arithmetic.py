@@ -172,8 +172,8 @@ class Steps:
     held_out = 1 / 8
 
     def __init__(self, *, seed: int = 0, fewest_terms: int = 6, most_terms: int = 7, largest_total: int = 19):
-        if not 2 <= fewest_terms <= most_terms:
-            raise TaskError(f"{self.name}: {fewest_terms=}, {most_terms=} must be 2 ≤ fewest ≤ most")
+        if not 2 <= fewest_terms <= most_terms <= 999:
+            raise TaskError(f"{self.name}: {fewest_terms=}, {most_terms=} must be 2 ≤ fewest ≤ most ≤ 999")
         if not 9 <= largest_total <= 99:
             raise TaskError(f"{self.name}: {largest_total=} must lie in 9..99")
         self.seed, self.largest_total = seed, largest_total

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-import inspect
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -176,15 +175,10 @@ def build(kind: str, name: str, known: Mapping[str, str], options: Mapping[str, 
     """Call the class or function that `known[name]` refers to with the options; `kind` is for error messages."""
     if name not in known:
         raise TaskError(f"unknown {kind} {name!r}; {nearest(name, known)}")
+    from stalewise.tasks.options import check_options  # pydantic is not needed to name a task
+
     factory = load(known[name])
-    parameters = inspect.signature(factory).parameters
-    for option in options:
-        if option not in parameters:
-            advice = nearest(option, parameters) if parameters else "it takes none"
-            raise TaskError(f"{kind} {name} has no option {option!r}; {advice}")
-    for parameter in parameters.values():
-        if parameter.default is parameter.empty and parameter.name not in options:
-            raise TaskError(f"{kind} {name} needs the option {parameter.name!r}")
+    check_options(kind, name, factory, options)
     return factory(**options)
 
 

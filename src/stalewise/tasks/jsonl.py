@@ -11,6 +11,8 @@ from typing import Any
 from stalewise.errors import TaskError
 from stalewise.tasks.rows import Row, RowsTask, takes_row_options
 
+MOST_CHARACTERS = 2**24  # of a line: parsing one takes many times its size
+
 
 class JsonlTask(RowsTask):
     """A task from the file `path`, evaluated on the file `evaluation_path` or on a held-out part of `path`.
@@ -46,16 +48,22 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Row]:
     empty = True
     try:
         with open(path, encoding="utf-8-sig") as file:  # Windows editors put a byte order mark first
-            for number, line in enumerate(file, start=1):
+            for number, line in enumerate(iter(lambda: file.readline(MOST_CHARACTERS + 1), ""), start=1):
+                if len(line) > MOST_CHARACTERS:
+                    raise TaskError(f"{path}, line {number} has more than {MOST_CHARACTERS:,} characters: shorten it")
                 if line.strip():
                     empty = False
                     yield _row(f"{path}, line {number}", line)
     except FileNotFoundError:
         raise TaskError(f"there is no file {path}") from None
-    except UnicodeDecodeError as problem:
+    except UnicodeError as problem:
+        if not isinstance(problem, UnicodeDecodeError):  # of the path
+            raise TaskError(f"{str(path)!r:.200} cannot be a path") from None
         raise TaskError(f"{path} is not UTF-8 text: {problem.reason} at byte {problem.start}") from None
     except OSError as problem:
-        raise TaskError(f"{path} cannot be read: {problem.strerror}") from None
+        raise TaskError(f"{str(path)[:200]} cannot be read: {problem.strerror}") from None
+    except ValueError as problem:
+        raise TaskError(f"{str(path)!r:.200} cannot be a path: {problem}") from None
     if empty:
         raise TaskError(f"{path} is empty: write one JSON object per line")
 

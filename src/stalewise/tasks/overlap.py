@@ -80,7 +80,7 @@ def read_ids(path: str | Path) -> Seen:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except FileNotFoundError:
         raise TaskError(f"there is no file {path}") from None
-    except (OSError, UnicodeDecodeError) as problem:
+    except (OSError, ValueError) as problem:  # ValueError: no UTF-8, or a NUL in the path
         raise TaskError(f"{path} cannot be read: {problem}") from None
     ids: set[str] = set()
     for number, line in enumerate(lines, start=1):

@@ -15,7 +15,8 @@ from stalewise.tasks.overlap import EVALUATION, problem_key
 from stalewise.tasks.verifiers import make_verifier
 from stalewise.types import Prompt
 
-OF_A_PROGRAM = "function"  # the verifier whose functions may name any field of a row
+MOST_CHARACTERS = 2**22  # of a text: some million tokens
+WHOLE_ROW = ("code", "function", "judge")  # verifiers that may use any field of a row
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -66,7 +67,11 @@ class PromptForm:
         ]
         chat = {**CHAT, "system": self.system, "prefill": self.prefill}
         chat |= {"history": json.dumps(turns, ensure_ascii=False)} if turns else {}
-        chat |= {"template": json.dumps(dict(self.chat_template_kwargs))} if self.chat_template_kwargs else {}
+        chat |= (
+            {"template": _json(dict(self.chat_template_kwargs), "chat_template_kwargs")}
+            if self.chat_template_kwargs
+            else {}
+        )
         values = {
             "chat_metadata": {key: value for key, value in chat.items() if value},
             "shown": frozenset(problem_key(problem) for problem, _ in shots),
@@ -110,7 +115,8 @@ class RowOptions(PromptForm):
 
 def takes_row_options(function: FunctionT) -> FunctionT:
     """List the fields of `RowOptions` in the signature of a function that passes its `**options` to it."""
-    own, shared = inspect.signature(function), inspect.signature(RowOptions).parameters.values()
+    own = inspect.signature(function, eval_str=True)
+    shared = inspect.signature(RowOptions, eval_str=True).parameters.values()
     listed = [*list(own.parameters.values())[:-1], *(option.replace(kind=option.KEYWORD_ONLY) for option in shared)]
     vars(function)["__signature__"] = own.replace(parameters=listed)
     return function
@@ -211,7 +217,7 @@ class RowsTask:
         whole_problem = json.dumps(messages) if len(messages) > 1 else problem
         row_id = _text(row, self._form.id_field) if named else content_id(whole_problem, answer)
         turns = tuple(messages[:-1]) if is_list else None
-        whole = json.dumps(dict(row.fields), ensure_ascii=False) if self._form.verifier == OF_A_PROGRAM else ""
+        whole = _json(dict(row.fields), row.where) if self._form.verifier in WHOLE_ROW else ""
         return _Question(row_id, named, problem, answer, row.where, whole, turns)
 
     def _prompt(self, question: _Question, prefix: str = "") -> Prompt:
@@ -230,6 +236,13 @@ class RowsTask:
         return Prompt(prefix + question.row_id, text, question.answer, metadata)
 
 
+def _json(value: Any, where: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TaskError(f"{where} holds what JSON cannot: {error}; use text and numbers") from None
+
+
 def _messages(row: Row, name: str) -> list[dict[str, str]]:
     """Read a field that holds the messages of a chat, of which the last is the user's."""
     messages = row.fields[name]
@@ -242,6 +255,9 @@ def _messages(row: Row, name: str) -> list[dict[str, str]]:
         raise TaskError(
             f"{row.where}: field {name!r} is a list: expected messages with role and content, the last one the user's"
         )
+    for one in plain:
+        if one["content"]:
+            _plain_text(one["content"], f"{row.where}: field {name!r}")
     return plain
 
 
@@ -254,9 +270,20 @@ def _text(row: Row, name: str) -> str:
         raise TaskError(f"{row.where}: field {name!r} must be text or a number, not {type(value).__name__}")
     if isinstance(value, float) and not math.isfinite(value):
         raise TaskError(f"{row.where}: field {name!r} is {value}, which nothing can equal")
-    if not str(value).strip():
-        raise TaskError(f"{row.where}: field {name!r} is empty")
-    return str(value)
+    if isinstance(value, int) and abs(value) >= 10**4000:  # Python refuses to write out much longer ones
+        raise TaskError(f"{row.where}: field {name!r} is a number of thousands of digits: write it as text")
+    return _plain_text(str(value), f"{row.where}: field {name!r}")
+
+
+def _plain_text(text: str, where: str) -> str:
+    """Text that a tokenizer takes: not empty, of a size that can be a prompt, and Unicode."""
+    if not text.strip():
+        raise TaskError(f"{where} is empty")
+    if len(text) > MOST_CHARACTERS:
+        raise TaskError(f"{where} has {len(text):,} characters: {MOST_CHARACTERS:,} are the most")
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise TaskError(f"{where} has half of a surrogate pair, which is no text: remove it")
+    return text
 
 
 def _split(questions: list[_Question], fraction: float, name: str) -> tuple[list[_Question], list[_Question]]:

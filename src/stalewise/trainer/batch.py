@@ -18,6 +18,7 @@ from stalewise.distributed import Message
 from stalewise.errors import StoreError
 from stalewise.objectives import constant_denominator, group_advantages
 from stalewise.objectives.registry import Objective
+from stalewise.objectives.regularizers import kl_of_responses, overlong_penalty
 from stalewise.store import RolloutColumns, TokenRecord, concatenate, mean_reward
 from stalewise.trainer.micro_batch import Layout, MicroBatch, micro_batches, order_and_cost, plan_micro_batches
 
@@ -55,7 +56,8 @@ class RankBatch:
 
     def pack(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """The record and the arrays of a message to the rank."""
-        arrays = {f"rows.{field.name}": getattr(self.rows, field.name) for field in fields(RolloutColumns)}
+        columns = {f"rows.{field.name}": getattr(self.rows, field.name) for field in fields(RolloutColumns)}
+        arrays = {name: array for name, array in columns.items() if array is not None}
         arrays |= {name: getattr(self, name) for name in _ARRAYS}
         arrays |= {"plan": np.concatenate(self.plan), "sizes": np.array([len(chosen) for chosen in self.plan])}
         return {name: getattr(self, name) for name in _NUMBERS}, arrays
@@ -65,7 +67,7 @@ def unpack_rank_batch(message: Message) -> RankBatch:
     """The inverse of `RankBatch.pack`."""
     arrays = message.arrays
     return RankBatch(
-        rows=RolloutColumns(**{field.name: arrays[f"rows.{field.name}"] for field in fields(RolloutColumns)}),
+        rows=RolloutColumns(**{field.name: arrays.get(f"rows.{field.name}") for field in fields(RolloutColumns)}),  # pyright: ignore[reportArgumentType]
         plan=np.split(arrays["plan"], np.cumsum(arrays["sizes"])[:-1]),
         **{name: arrays[name] for name in _ARRAYS},
         **message.record,
@@ -111,9 +113,16 @@ class UpdateBatch:
 
 
 def make_update_batch(
-    rows: RolloutColumns, objective: Objective, section: ObjectiveSection, max_new_tokens: int
+    rows: RolloutColumns,
+    objective: Objective,
+    section: ObjectiveSection,
+    max_new_tokens: int,
+    without_variance: str = "keep",
 ) -> UpdateBatch:
-    """Compute the advantages of the rollouts of one update, and leave out those that cannot be learned from."""
+    """Compute the advantages of the rollouts of one update, and leave out those that cannot be learned from.
+
+    `without_variance` says what becomes of groups whose rewards are all equal; see `config.sections.BatchSection`.
+    """
     empty = np.flatnonzero((rows.response_lengths == 0) | (rows.prompt_lengths == 0))
     if len(empty):
         raise StoreError(
@@ -134,23 +143,52 @@ def make_update_batch(
     rows = rows.take(np.flatnonzero(scored))
     if len(rows) == 0:
         return nothing
+    reward, group = task_rewards(rows, section, max_new_tokens), torch.from_numpy(rows.group)
     found = group_advantages(
-        torch.from_numpy(rows.reward).float(),
-        torch.from_numpy(rows.group),
+        torch.from_numpy(reward - kl_in_reward(rows, section)).float(),
+        group,
         kind=objective.advantage if section.advantage == "auto" else section.advantage,
         truncated=torch.from_numpy(rows.truncated),
         truncated_rule=section.truncated,
     )
-    statistics["degenerate_fraction"] = found.degenerate_groups / found.groups
+    # A divergence in the reward gives every group some variance, but no information about the task.
+    equal = group_advantages(torch.from_numpy(reward).float(), group) if section.kl else found
+    statistics["degenerate_fraction"] = equal.degenerate_groups / equal.groups
+    drops = objective.drops_degenerate_groups or without_variance in ("drop", "refill")
     chosen = np.arange(len(rows))
-    if objective.drops_degenerate_groups:
-        chosen = np.flatnonzero(~found.degenerate_N.numpy())
+    if drops or without_variance == "skip":
+        chosen = np.flatnonzero(~equal.degenerate_N.numpy())
     advantage_B, keep_B = found.advantage_N.numpy()[chosen], found.keep_N.numpy()[chosen]
-    if not (advantage_B * keep_B).any():
+    if not keep_B.any() or not (section.regularizes_loss or (advantage_B * keep_B).any()):
         return nothing
+    counted, of_all = rows, found.keep_N.numpy()  # skipped groups count in the denominator: their loss is 0
     rows = rows.take(chosen)
-    denominator = _loss_denominator(rows, keep_B, objective, max_new_tokens)
+    if drops:
+        counted, of_all = rows, keep_B
+    denominator = _loss_denominator(counted, of_all, objective, max_new_tokens)
     return replace(nothing, rows=rows, advantage_B=advantage_B, keep_B=keep_B, denominator=denominator)
+
+
+def task_rewards(rows: RolloutColumns, section: ObjectiveSection, max_new_tokens: int) -> np.ndarray:
+    """The reward of each row, with the penalty on long responses."""
+    if not section.overlong_tokens:
+        return rows.reward
+    margin, factor = section.overlong_tokens, section.overlong_penalty
+    return rows.reward + overlong_penalty(
+        rows.response_lengths, max_tokens=max_new_tokens, margin=margin, factor=factor
+    )
+
+
+def kl_in_reward(rows: RolloutColumns, section: ObjectiveSection) -> np.ndarray | float:
+    """What the divergence of the policy that sampled from the reference costs each row; 0 where it is in the loss."""
+    if not section.kl:
+        return 0.0
+    if rows.reference_logp is None:
+        raise StoreError("these rollouts have no log-probabilities under a reference, which objective.kl needs")
+    if section.kl_in == "loss":
+        return 0.0
+    values = rows.behaviour_logp, rows.reference_logp
+    return section.kl * kl_of_responses(*values, rows.response_offsets, section.kl_estimator)
 
 
 def _loss_denominator(rows: RolloutColumns, keep_B: np.ndarray, objective: Objective, max_new_tokens: int) -> float:

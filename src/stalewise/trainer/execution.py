@@ -86,7 +86,10 @@ class Execution:
         return Layout(token_budget, self.packed, grids, common_sizes=graphs, two_halves=halves, pad_id=pad_id)
 
     def forward(self, part: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [B, T] of the response tokens with a gradient, and entropies [B, T] without one."""
+        """Log-probabilities [B, T] of the response tokens with a gradient, and entropies [B, T].
+
+        Entropies have a gradient where the objective has an entropy bonus.
+        """
         return self._forward(part, self.graphs)
 
     def proximal_logp(self, part: MicroBatch) -> Tensor | None:
@@ -102,7 +105,8 @@ class Execution:
         with torch.autocast(self.device.type, dtype=self.precision, enabled=enabled, cache_enabled=cached):
             forward = self.parallel.as_forward(response_logp)
             keep = self.keep_bytes
-            return forward(self.model, part, dtype=self.precision, kernels=self.kernels, body=body, keep_bytes=keep)
+            settings = {"body": body, "keep_bytes": keep, "entropy_gradient": self.config.objective.entropy_bonus > 0}
+            return forward(self.model, part, dtype=self.precision, kernels=self.kernels, **settings)
 
     def sum_over_ranks(self, loss: Tensor, nonfinite: Tensor, sums: TokenSums, micro_batches: int) -> Sums:
         """Sum the gradients over ranks, and return loss and sums of the whole update."""

@@ -44,6 +44,7 @@ class LogitMap:
 
 
 IDENTITY = LogitMap()
+OfEntropy = tuple[Tensor, Tensor]  # entropies [C] and their gradient [C]
 
 
 def chunk_statistics(
@@ -60,14 +61,27 @@ def chunk_statistics(
 
 
 def chunk_gradient(
-    product_CV: Tensor, lse_C: Tensor, target_C: Tensor, gradient_C: Tensor, *, logit_map: LogitMap = IDENTITY
+    product_CV: Tensor,
+    lse_C: Tensor,
+    target_C: Tensor,
+    gradient_C: Tensor,
+    of_entropy: OfEntropy | None = None,
+    *,
+    logit_map: LogitMap = IDENTITY,
 ) -> Tensor:
     """Gradient of the product, [C, V] in its dtype.
 
-    That of the logits is (1 at the target − softmax) · gradient of the log-probability.
+    That of the logits is (1 at the target − softmax) · gradient of the log-probability; where the entropy H has a
+    gradient, also −softmax · (log softmax + H) · that gradient.
     """
     gradient_C1, logits_CV = gradient_C.unsqueeze(1), logit_map(product_CV.float())
-    gradient_CV = (logits_CV - lse_C.unsqueeze(1)).exp().mul(-gradient_C1)
+    logp_CV = logits_CV - lse_C.unsqueeze(1)
+    gradient_CV = logp_CV.exp().mul(-gradient_C1)
+    if of_entropy is not None:
+        entropy_C1, its_gradient_C1 = (value_C.unsqueeze(1) for value_C in of_entropy)
+        # A token whose logit is −inf has probability 0 and no part in it.
+        above_CV = torch.where(logp_CV > -torch.inf, logp_CV + entropy_C1, 0.0)
+        gradient_CV -= logp_CV.exp() * above_CV * its_gradient_C1
     gradient_CV = gradient_CV.scatter_add(1, target_C.unsqueeze(1), gradient_C1)
     if logit_map != IDENTITY:
         gradient_CV *= logit_map.slope(logits_CV)
@@ -79,7 +93,7 @@ class Kernels:
     """The two functions of the output layer that are no matrix products; `gradient` may overwrite the product."""
 
     statistics: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-    gradient: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, OfEntropy | None], Tensor]
 
 
 PLAIN_KERNELS = Kernels(chunk_statistics, chunk_gradient)
@@ -106,8 +120,11 @@ def response_logp(
     kernels: Kernels = PLAIN_KERNELS,
     body: GraphedBody | None = None,
     keep_bytes: int = 0,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [B, T] of the response tokens with a gradient, and the policy's entropy [B, T] without one.
+    """Log-probabilities [B, T] of the response tokens with a gradient, and the policy's entropy [B, T].
+
+    The entropy has a gradient, too, with `entropy_gradient`.
 
     `dtype` is that of the output layer's product; everything after it is float32. `kernels` are those of the model's
     `LogitMap`. `body` replaces the model's own. Logits that take at most `keep_bytes` are kept for the backward pass: a
@@ -120,7 +137,7 @@ def response_logp(
     elements = chunk_elements or CHUNK_ELEMENTS.get(hidden_NH.device.type, 1 << 24)
     rows_at_once = max(1, elements // weight_VH.shape[0])
     keep = torch.is_grad_enabled() and hidden_NH.shape[0] * weight_VH.shape[0] * dtype.itemsize <= keep_bytes
-    settings = (max(1, len(hidden_NH)) if keep else rows_at_once), dtype, kernels, keep
+    settings = (max(1, len(hidden_NH)) if keep else rows_at_once), dtype, kernels, keep, entropy_gradient
     values: Any = OutputLayerLogp.apply(hidden_NH, weight_VH, bias_V, micro_batch.target_N, *settings)
     return micro_batch.to_response_grid(values[0]), micro_batch.to_response_grid(values[1])
 
@@ -132,8 +149,8 @@ class OutputLayerLogp(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, target_N: Tensor, *settings: Any
     ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, each [N]; `settings` are rows of a chunk, dtype, `Kernels`, keep logits."""
-        rows_at_once, dtype, kernels, keep = settings
+        """Log-probabilities and entropies, each [N]; `settings` are those of `response_logp`."""
+        rows_at_once, dtype, kernels, keep, entropy_gradient = settings
         hidden_low, weight_low = hidden_NH.to(dtype), weight_VH.to(dtype)
         out_CV = _chunk_buffer(hidden_low, weight_low, rows_at_once)
         statistics = [
@@ -141,16 +158,18 @@ class OutputLayerLogp(torch.autograd.Function):
             for chunk in _chunks(len(hidden_NH), rows_at_once)
         ]
         lse_N, logp_N, entropy_N = map(torch.cat, zip(*statistics, strict=True))
-        ctx.save_for_backward(hidden_low, weight_low, bias_V, target_N, lse_N)
+        ctx.entropy_gradient = entropy_gradient
+        ctx.save_for_backward(hidden_low, weight_low, bias_V, target_N, lse_N, entropy_N if entropy_gradient else None)
         ctx.rows_at_once, ctx.kernels, ctx.logits_NV = rows_at_once, kernels, out_CV if keep else None
         ctx.hidden_dtype, ctx.weight_dtype = hidden_NH.dtype, weight_VH.dtype
-        ctx.mark_non_differentiable(entropy_N)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_N)
         return logp_N, entropy_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of hidden states, weight and bias, from recomputed logits."""
-        hidden_NH, weight_VH, bias_V, target_N, lse_N = ctx.saved_tensors
+        hidden_NH, weight_VH, bias_V, target_N, lse_N, entropy_N = ctx.saved_tensors
         wants_weight, wants_bias = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
         hidden_grad_NH = torch.empty_like(hidden_NH)
         # Summed in float32, so that the number of chunks changes only rounding.
@@ -161,7 +180,9 @@ class OutputLayerLogp(torch.autograd.Function):
         out_CV = _chunk_buffer(hidden_NH, weight_VH, ctx.rows_at_once) if kept_NV is None else kept_NV
         for chunk in _chunks(len(hidden_NH), ctx.rows_at_once):
             product_CV = _product(hidden_NH[chunk], weight_VH, bias_V, out_CV) if kept_NV is None else kept_NV
-            grad_CV = ctx.kernels.gradient(product_CV, lse_N[chunk], target_N[chunk], gradients[0][chunk])
+            of_entropy = (entropy_N[chunk], gradients[1][chunk]) if ctx.entropy_gradient else None
+            of_token = lse_N[chunk], target_N[chunk], gradients[0][chunk]
+            grad_CV = ctx.kernels.gradient(product_CV, *of_token, of_entropy)
             torch.mm(grad_CV, weight_VH, out=hidden_grad_NH[chunk])
             if wants_weight and not several:
                 weight_grad_VH = _float32_product(grad_CV.T, hidden_NH)
@@ -170,7 +191,7 @@ class OutputLayerLogp(torch.autograd.Function):
             if bias_grad_V is not None:
                 bias_grad_V += grad_CV.sum(dim=0, dtype=torch.float32)
         weight_grad = None if weight_grad_VH is None else weight_grad_VH.to(ctx.weight_dtype)
-        return hidden_grad_NH.to(ctx.hidden_dtype), weight_grad, bias_grad_V, *[None] * 5
+        return hidden_grad_NH.to(ctx.hidden_dtype), weight_grad, bias_grad_V, *[None] * 6
 
 
 def _float32_product(left: Tensor, right: Tensor) -> Tensor:

@@ -424,7 +424,8 @@ def describe_targets(settings: LoraSection, source: str) -> str:
 def _meta_model(source: str) -> Any:
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+            described = AutoConfig.from_pretrained(source, trust_remote_code=False)
+            return AutoModelForCausalLM.from_config(described, trust_remote_code=False)
     except Exception:  # custom code or a damaged file: loading will report it where it matters
         return None
 

@@ -54,6 +54,7 @@ class MicroBatch:
     mask_BT: Tensor
     advantage_B: Tensor
     keep_B: Tensor  # False: the response is out of the loss
+    reference_logp_BT: Tensor | None = None  # where the run has a reference
 
     @property
     def padded_tokens(self) -> int:
@@ -73,6 +74,7 @@ class MicroBatch:
             advantage=self.advantage_B,
             mask=self.mask_BT & self.keep_B.unsqueeze(1),
             proximal_logp=proximal_logp_BT,
+            reference_logp=self.reference_logp_BT,
             check_values=False,
         )
 
@@ -171,13 +173,15 @@ def _padded_inputs(part: RolloutColumns, layout: Layout) -> Inputs:
 def _response_arrays(part: RolloutColumns) -> dict[str, np.ndarray]:
     row_N, column_N = packing.rows_and_columns(part.response_lengths)
     tokens = int(part.response_lengths.max())
-    behaviour_BT = np.zeros((len(part), tokens), dtype=np.float32)
-    behaviour_BT[row_N, column_N] = part.behaviour_logp
+    grids = {"behaviour_logp_BT": part.behaviour_logp, "reference_logp_BT": part.reference_logp}
+    arrays = {name: np.zeros((len(part), tokens), dtype=np.float32) for name in grids if grids[name] is not None}
+    for name, grid_BT in arrays.items():
+        grid_BT[row_N, column_N] = grids[name]
     return {
         "row_N": row_N,
         "column_N": column_N,
         "target_N": part.response_ids.astype(np.int64),
-        "behaviour_logp_BT": behaviour_BT,
+        **arrays,
         "mask_BT": np.arange(tokens) < part.response_lengths[:, None],
     }
 

@@ -12,8 +12,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from stalewise.config.sections import ObjectiveSection
 from stalewise.distributed import MergeableT, merge_over_ranks
-from stalewise.objectives import Objective, Settings, micro_batch_loss, micro_batch_sums
+from stalewise.objectives import Objective, Regularizers, Settings, micro_batch_loss, micro_batch_sums
 from stalewise.objectives.batch_statistics import vcpo_factor
 from stalewise.objectives.diagnostics import TokenSums
 from stalewise.trainer.batch import RankBatch
@@ -29,9 +30,16 @@ class UpdateRule:
 
     objective: Objective
     settings: Settings  # of the objective
+    regularizers: Regularizers
     max_grad_norm: float
     vcpo: bool  # scale each step by the root of the effective sample size of its responses
     record_tokens: bool
+
+
+def regularizers(section: ObjectiveSection) -> Regularizers:
+    """The terms that the loss of every token gets."""
+    kl = section.kl if section.kl_in == "loss" else 0.0
+    return Regularizers(kl, section.kl_estimator, section.entropy_bonus)
 
 
 def update(
@@ -74,9 +82,10 @@ def compute_gradients(
         if batch.most_micro_batches == 1:  # the whole batch in one pass, which serves both phases
             statistics = objective.first_pass(tokens, settings)
             statistics = None if statistics is None else merge_over_ranks(statistics)
-        loss, token_loss = micro_batch_loss(objective, tokens, statistics, settings, batch.denominator)
+        added = rule.regularizers, entropy_BT
+        loss, token_loss = micro_batch_loss(objective, tokens, statistics, settings, batch.denominator, *added)
         with execution.side_stream.reading(tokens, token_loss, entropy_BT):
-            sums.append(micro_batch_sums(tokens, token_loss, entropy_BT))
+            sums.append(micro_batch_sums(tokens, token_loss, entropy_BT.detach()))
             nonfinite.append(first_nonfinite(tokens))
         loss.backward()
         losses.append(loss.detach())

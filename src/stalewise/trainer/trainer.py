@@ -29,7 +29,7 @@ from stalewise.trainer.optimizer import learning_rate, moments_by_file, restore_
 from stalewise.trainer.parallel import SingleProcess
 from stalewise.trainer.pending_update import NonFiniteUpdate, PendingUpdate, Read, out_of_memory, step_metrics
 from stalewise.trainer.snapshot import POLICY, Snapshot, save_model_config, stored_names, write_tensors
-from stalewise.trainer.step import UpdateRule, compute_gradients, update
+from stalewise.trainer.step import UpdateRule, compute_gradients, regularizers, update
 
 
 class Trainer:
@@ -50,6 +50,7 @@ class Trainer:
         self.rule = UpdateRule(
             self.objective,
             self.objective.settings(config.objective.params),
+            regularizers(config.objective),
             config.optimizer.max_grad_norm,
             vcpo=config.optimizer.step_control == "vcpo",
             record_tokens=config.learner.record_tokens,
@@ -178,8 +179,9 @@ class Trainer:
 
     def prepare(self, rows: RolloutColumns) -> UpdateBatch:
         """Do what does not depend on the policy; may run in another thread, ahead of `enqueue`."""
-        max_new_tokens = self.config.sampler.max_new_tokens
-        return self._split(make_update_batch(rows, self.objective, self.config.objective, max_new_tokens))
+        limit, without_variance = self.config.sampler.max_new_tokens, self.config.batch.without_variance
+        section = self.config.objective
+        return self._split(make_update_batch(rows, self.objective, section, limit, without_variance))
 
     def enqueue(self, rows: RolloutColumns | UpdateBatch) -> PendingUpdate:
         """Enqueue one update on these rollouts without waiting for the device. Always raises the version by one."""

@@ -25,6 +25,7 @@ COMMANDS = [
     "learn",
     "eval",
     "inspect",
+    "verify",
     "report",
     "watch",
     "serve",

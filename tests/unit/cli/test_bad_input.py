@@ -13,14 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from stalewise.config import RunConfig
-from stalewise.errors import ModelError
+from rundirs import write_run
+from stalewise.api import run as train
+from stalewise.config import RunConfig, make_config
+from stalewise.errors import ModelError, StoreError
 from stalewise.models.loading import EMBEDDED, vocabulary_size
 from stalewise.planning.calibration import fingerprint
 from stalewise.rollout.policy_files import read_policy_files
 from stalewise.store import batch_directories, shard_path
-from stalewise.store.atomic import RunLock, read_json, read_jsonl, write_json_atomic
+from stalewise.store.atomic import RunLock, read_json, write_json_atomic
 from stalewise.store.checkpoints import versions
+from stalewise.store.json_lines import read_jsonl
+from stalewise.types import NullCallback
 from tiny import call, refused, tiny_record, write_config
 
 
@@ -423,3 +427,55 @@ def test_memory_that_ends_where_nobody_can_help_is_one_message(tmp_path: Path, m
     message = refused("train", config_file(tmp_path))
     assert message.startswith("the device ran out of memory; committed work is kept: lower learner.tokens_per_micro_")
     assert message.endswith("(CUDA out of memory)")
+
+
+# ---------------------------------------------------------------- the system
+
+
+def test_a_disk_that_is_full_within_a_checkpoint_is_one_message(tmp_path: Path) -> None:
+    """The weights are larger than a file may be: safetensors raises an error of its own."""
+    config = config_file(tmp_path)
+    program = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000)); "
+        "from stalewise.cli import main; sys.argv = ['stalewise', 'train', sys.argv[1]]; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(config)], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: disk full while writing ")
+    run = tmp_path / "runs" / "tiny"
+    assert versions(run) == [] and not list((run / "checkpoints").iterdir())
+    assert call("train", config).exit_code == 0  # nothing was lost
+
+
+def test_a_run_directory_that_is_moved_away_ends_the_run_and_comes_back(tmp_path: Path) -> None:
+    config = make_config(tiny_record(tmp_path / "runs"))
+    away = tmp_path / "away"
+
+    class Mover(NullCallback):
+        def metrics(self, update: int, record: dict[str, Any]) -> None:
+            if update == 1:
+                config.directory.rename(away)
+
+    with pytest.raises(StoreError, match=r"tiny was moved or deleted during the run: put it back"):
+        train(config, Mover())
+    assert not config.directory.exists()  # not begun anew in the old place
+    away.rename(config.directory)
+    assert train(config).updates == 4
+
+
+def test_names_that_no_file_can_have(tmp_path: Path) -> None:
+    config = config_file(tmp_path)
+    assert "name is 'xxx" in refused("train", config, "--set", f"name={'x' * 300}")
+    assert "is no run directory" in refused("inspect", tmp_path / ("x" * 300))
+    assert "File name too long" in refused("init", tmp_path / ("x" * 300))
+    text = config.read_text().replace('name = "tiny"', 'name = "tiny"\nmodel = { path = "a\\u0000b" }')
+    config.write_text(text)
+    assert "model.path has a NUL character" in refused("train", config)
+
+
+def test_names_and_messages_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", model={"path": "\x1b[31mred[bold]"}, task={"name": "\x1b]0;title\x07"})
+    shown = call("inspect", run)
+    assert shown.exit_code == 0 and "\x1b" not in shown.stdout and "\x07" not in shown.stdout
+    assert "\\x1b[31mred[bold]" in shown.stdout
+    assert "\x1b" not in call("train", tmp_path / "\x1b[31m.toml").stderr

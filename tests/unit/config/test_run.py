@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from stalewise.config.run import load_config, make_config, parse_override, write_resolved
 from stalewise.errors import ConfigError
+from stalewise.store.atomic import read_json
 from stalewise.tasks import TASKS
 
 ROOT = Path(__file__).parents[3]
@@ -123,6 +123,6 @@ def test_overrides_are_toml_or_bare_strings(tmp_path: Path) -> None:
 def test_the_resolved_config_makes_the_same_config(tmp_path: Path) -> None:
     config = make_config({"optimizer": {"betas": [0.8, 0.9]}, "task": {"options": {"a": 1}}, "seed": 7})
     write_resolved(config, tmp_path / "config.resolved.json")
-    record = json.loads((tmp_path / "config.resolved.json").read_text())
+    record = read_json(tmp_path / "config.resolved.json")
     assert record.pop("format") == "stalewise.run/1"
     assert make_config(record) == config

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rundirs import add_evaluation
 from stalewise.config import RunConfig, make_config, write_resolved
 from stalewise.config.run_directory import (
     check_identity,
@@ -18,7 +19,8 @@ from stalewise.config.run_directory import (
     read_result,
 )
 from stalewise.errors import StoreError
-from stalewise.store.atomic import append_line, write_json_atomic
+from stalewise.store.atomic import read_json, write_json_atomic
+from stalewise.store.json_lines import append_line
 
 
 def config_in(runs: Path, **record: Any) -> RunConfig:
@@ -66,7 +68,7 @@ def test_other_directories_and_formats_are_refused(tmp_path: Path) -> None:
     path = config.directory / "config.resolved.json"
     write_resolved(config, path)
     assert read_config(config.directory) == config
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": "stalewise.run/9"}))
+    path.write_text(json.dumps(read_json(path) | {"format": "stalewise.run/9"}))
     with pytest.raises(StoreError, match="this release reads"):
         read_config(config.directory)
     with pytest.raises(StoreError, match=r"has format stalewise\.run/9; this release reads stalewise\.run/1"):
@@ -75,12 +77,12 @@ def test_other_directories_and_formats_are_refused(tmp_path: Path) -> None:
 
 def test_the_result_sums_up_the_journal(tmp_path: Path) -> None:
     for record in (
-        {"event": "learn", "seconds": 2.0},
-        {"event": "ranks", "world": 2},
-        {"event": "learn", "seconds": 1.5},
+        {"event": "learn", "seconds": 2.0, "first": 0, "stop": 2},
+        {"event": "ranks", "seconds": 0.0, "world_size": 2},
+        {"event": "learn", "seconds": 1.5, "first": 2, "stop": 4},
     ):
-        append_line(tmp_path / "journal.jsonl", record)
-    append_line(tmp_path / "eval.jsonl", {"accuracy": {"value": 0.25}})
+        append_line(tmp_path / "journal.jsonl", {"time": 0.0, **record})
+    add_evaluation(tmp_path, 4, 0.25)
     result = read_result(tmp_path, 4)
     assert result.seconds == {"generate": 0.0, "learn": 3.5, "switch": 0.0, "evaluate": 0.0}
     assert (result.accuracy, result.updates) == (0.25, 4)
@@ -102,6 +104,6 @@ def test_files_in_the_run_directory_move_with_it(tmp_path: Path) -> None:
     assert moved.model.path == str(copied / "model-1")
     assert moved.task.options == {"path": str(copied / "data/1/rows.jsonl"), "evaluation_path": "else"}
     again = make_config({**record, "runs": str(tmp_path), "name": "copied", "model": {"path": str(copied / "model-1")}})
-    assert identity_differences(again, json.loads((copied / "config.resolved.json").read_text())) == [
+    assert identity_differences(again, read_json(copied / "config.resolved.json")) == [
         f"task.options.path was '{{run}}/data/1/rows.jsonl' and is '{own}/data/1/rows.jsonl'"
     ]

@@ -15,10 +15,10 @@ from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import read_config
 from stalewise.errors import StoreError
 from stalewise.integrations.hub import export_policy, export_rollouts
-from stalewise.integrations.hub.card import model_card, size_category
-from stalewise.integrations.hub.provenance import BasePolicy
+from stalewise.integrations.hub.card import BasePolicy, model_card, size_category
 from stalewise.reporting.read import read_run
-from stalewise.store.atomic import read_jsonl, write_json_atomic
+from stalewise.store.atomic import write_json_atomic
+from stalewise.store.json_lines import read_jsonl
 from tiny import called_json, refused, tiny_record
 
 
@@ -98,3 +98,16 @@ def test_the_relation_to_the_base_is_in_the_metadata(adapted: RunConfig) -> None
 def test_sizes_have_the_names_of_the_hub() -> None:
     found = [size_category(rows) for rows in (999, 20_000, 3_000_000)]
     assert found == ["n<1K", "10K<n<100K", "1M<n<10M"]
+
+
+def test_text_of_a_config_is_no_markup_in_a_card(tmp_path: Path) -> None:
+    system = "<script>alert(1)</script>`</code>\n\n# Heading\x1b[31m"
+    task = {"name": "jsonl", "options": {"path": "a.jsonl", "chat": True, "system": system}}
+    directory = write_run(tmp_path / "run", task=task)
+    add_evaluation(directory, 9, 0.5, task="<img src=x>")
+    base = BasePolicy("<b>it</b>", "")
+    text = model_card(read_run(directory), read_config(directory), 8, base, adapter=False, config_name="c.toml")
+    body = text.partition("\n---\n")[2]
+    assert "\n# Heading" not in body and "\x1b" not in body and "<b>" not in body and "<img" not in body
+    outside = "".join(part for i, part in enumerate(body.split("`")) if i % 2 == 0)
+    assert "<script>" not in outside

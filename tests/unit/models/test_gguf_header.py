@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stalewise.errors import ModelError
-from stalewise.models.gguf_header import MAGIC, read_header
+from stalewise.models.gguf_conversion import MAGIC, read_header
 
 
 def refusal(tmp_path: Path, content: bytes) -> str:

@@ -32,6 +32,10 @@ def test_logits_are_read_in_one_pass_as_in_many(vocabulary: int, dtype: torch.dt
     for found, other in zip(statistics_on_device(logits_CV, target_C), expected, strict=True):
         torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-5)
     arguments = (logits_CV, expected[0], target_C, gradient_C)
+    of_entropy = expected[2], torch.tensor([0.5, 2.0, -1.0, 1.0], device=DEVICE)
+    with_entropy_CV = gradient_on_device(logits_CV.clone(), *arguments[1:], of_entropy)
+    torch.testing.assert_close(with_entropy_CV, chunk_gradient(*arguments, of_entropy))
+    assert not torch.equal(with_entropy_CV, chunk_gradient(*arguments))
     expected_CV = chunk_gradient(*arguments)
     found_CV = gradient_on_device(*arguments)
     torch.testing.assert_close(found_CV, expected_CV)
@@ -53,8 +57,9 @@ def test_scaled_and_capped_logits_are_those_of_torch(scale: float, cap: float, v
     expected = chunk_statistics(product_CV, target_C, logit_map=logit_map)
     for found, other in zip(statistics_on_device(product_CV, target_C, **numbers), expected, strict=True):
         torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-5)
-    expected_CV = chunk_gradient(product_CV, expected[0], target_C, gradient_C, logit_map=logit_map)
-    found_CV = gradient_on_device(product_CV, expected[0], target_C, gradient_C, **numbers)
+    arguments = product_CV, expected[0], target_C, gradient_C, (expected[2], gradient_C)
+    expected_CV = chunk_gradient(*arguments, logit_map=logit_map)
+    found_CV = gradient_on_device(*arguments, **numbers)
     torch.testing.assert_close(found_CV, expected_CV, rtol=1e-4, atol=1e-6)
 
 

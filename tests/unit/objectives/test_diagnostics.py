@@ -141,3 +141,13 @@ def test_age_is_computed_at_use_and_never_negative() -> None:
 
 def test_sums_have_one_order_in_every_process() -> None:
     assert list(SUMS) == sorted(SUMS)  # ranks add them by position
+
+
+def test_the_divergence_from_a_reference_is_that_of_its_tokens() -> None:
+    logp = torch.tensor([[-1.0, -2.0], [-0.5, -9.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1], [1, 0]])
+    batch = {"logp": logp, "behaviour_logp": logp, "advantage": torch.zeros(2), "mask": mask}
+    tokens = make_tokens(**batch, check_values=False, reference_logp=logp + torch.tensor([[0.5, -0.5], [0.0, 100.0]]))
+    # exp(x) − x − 1 at f − ℓ = {½, −½, 0}; the padded token counts nowhere.
+    expected = (math.exp(0.5) - 1.5 + math.exp(-0.5) - 0.5) / 3
+    assert token_sums(tokens).summary()["kl_reference"] == pytest.approx(expected, rel=1e-12)

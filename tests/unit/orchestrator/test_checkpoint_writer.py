@@ -16,8 +16,8 @@ from stalewise.orchestrator import orchestrator as module
 from stalewise.orchestrator.checkpoint_writer import CheckpointWriter, fits_beside
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.store import batch_directories, checkpoints
-from stalewise.store.atomic import read_jsonl
 from stalewise.store.checkpoints import versions
+from stalewise.store.json_lines import read_jsonl
 from stalewise.types import NullCallback
 
 WAIT_S = 60

@@ -17,8 +17,9 @@ from stalewise.store import (
     batch_directories,
     open_batch,
 )
-from stalewise.store.atomic import read_json, read_jsonl, write_json_atomic
+from stalewise.store.atomic import read_json, write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory
+from stalewise.store.json_lines import read_jsonl
 from stalewise.trainer.trainer import NonFiniteUpdate
 from tiny import tiny_record
 

@@ -19,6 +19,7 @@ from stalewise.orchestrator.contamination import seen_in_training
 from stalewise.reporting.read import read_run
 from stalewise.reporting.summary import findings
 from stalewise.store import batch_directories, open_batch
+from stalewise.store.atomic import read_json
 from stalewise.tasks import Seen, make_evaluation_file
 from stalewise.tasks.overlap import problem_key, read_ids, seen
 from stalewise.tasks.verifiers.number import NumberVerifier
@@ -143,7 +144,7 @@ def test_rollouts_that_were_learned_from_again_count_as_training(trained: RunCon
 def started_from(trained: RunConfig, directory: Path, path: Path, **sources: Any) -> Path:
     """A run on other rows, whose policy is said to come from `path`."""
     shutil.copytree(trained.directory / "checkpoints", directory / "checkpoints")
-    config = json.loads((trained.directory / "config.resolved.json").read_text())
+    config = read_json(trained.directory / "config.resolved.json")
     config["model"]["path"] = str(path)
     rows = write(directory / "rows.jsonl", sums(range(60, 100)))
     config["task"]["options"] = {"path": str(rows), "held_out": 0.5}
@@ -187,7 +188,7 @@ def test_where_the_line_cannot_be_followed_it_is_said(trained: RunConfig, tmp_pa
     assert "copied is a checkpoint whose run does not exist: what it was trained on is unknown" in told(copied)
     gone = started_from(trained, tmp_path / "from_gone", tmp_path / "gone")
     assert "gone, where training began, does not exist" in told(gone)
-    batch = {"directory": str(tmp_path / "no" / "rollouts" / "g000000")}
+    batch = {"updates": 2, "directory": str(tmp_path / "no" / "rollouts" / "g000000")}
     learned = started_from(trained, tmp_path / "learned", Path("arithmetic"), checkpoint=None, batches=[batch])
     assert "g000000 was learned from and does not exist: its prompts are unknown; exclude with" in told(learned)
 
@@ -233,7 +234,7 @@ def test_an_export_says_what_it_can(trained: RunConfig, tmp_path: Path, monkeypa
 def test_where_the_task_is_gone_the_ids_of_the_rollouts_are_left(trained: RunConfig, tmp_path: Path) -> None:
     copied = tmp_path / "copied"
     shutil.copytree(trained.directory, copied)
-    config = json.loads((copied / "config.resolved.json").read_text())
+    config = read_json(copied / "config.resolved.json")
     config["task"]["options"]["path"] = str(tmp_path / "gone.jsonl")
     (copied / "config.resolved.json").write_text(json.dumps(config))
     path = write(tmp_path / "test.jsonl", sums(range(10, 60)))

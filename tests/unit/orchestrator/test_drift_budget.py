@@ -14,8 +14,9 @@ from stalewise.api import run
 from stalewise.config import RunConfig, make_config
 from stalewise.orchestrator.drift_budget import DriftBudget
 from stalewise.orchestrator.orchestrator import Orchestrator
-from stalewise.store.atomic import read_jsonl, write_json_atomic
+from stalewise.store.atomic import write_json_atomic
 from stalewise.store.checkpoints import versions
+from stalewise.store.json_lines import read_jsonl
 from tiny import tiny_record
 
 

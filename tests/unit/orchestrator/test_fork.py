@@ -24,8 +24,8 @@ from stalewise.reporting.inspection import inspect_run
 from stalewise.reporting.read import read_run
 from stalewise.reporting.summary import describe_lineage
 from stalewise.store import LedgerEntry, batch_directories
-from stalewise.store.atomic import read_jsonl
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
+from stalewise.store.json_lines import read_jsonl
 from stalewise.types import NullCallback
 from tiny import call, called_json, refused, tiny_record, write_config
 

@@ -25,8 +25,9 @@ from stalewise.store import (
     read_ledger,
     truncate_ledger,
 )
-from stalewise.store.atomic import read_json, read_jsonl, sha256_file
+from stalewise.store.atomic import read_json, sha256_file
 from stalewise.store.checkpoints import checkpoint_directory, versions
+from stalewise.store.json_lines import read_jsonl
 from tiny import tiny_record
 
 

@@ -18,8 +18,9 @@ from stalewise.errors import StoreError, TaskError
 from stalewise.models.loading import load_tokenizer
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.store import batch_directories, consumed, ledger_path, open_batch, read_ledger
-from stalewise.store.atomic import RunLock, read_jsonl
+from stalewise.store.atomic import RunLock, read_json, write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
+from stalewise.store.json_lines import read_jsonl
 from stalewise.trainer.trainer import NonFiniteUpdate, Trainer
 from stalewise.types import NullCallback
 
@@ -180,7 +181,7 @@ def test_another_config_or_format_does_not_get_the_directory(finished: tuple[Run
         run(config(runs, optimizer={"learning_rate": 0.5}))
     path = runs / "small" / "config.resolved.json"
     good = path.read_text()
-    path.write_text(good.replace("stalewise.run/1", "stalewise.run/9"))
+    write_json_atomic(path, {**read_json(path), "format": "stalewise.run/9"}, sealed=True)
     try:
         with pytest.raises(StoreError, match=r"has format stalewise.run/9; this release reads stalewise.run/1"):
             run(finished[0])

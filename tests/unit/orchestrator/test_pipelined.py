@@ -20,7 +20,7 @@ from stalewise.orchestrator.pipelined import BackgroundGeneration
 from stalewise.store import (
     batch_directories,
 )
-from stalewise.store.atomic import read_jsonl
+from stalewise.store.json_lines import read_jsonl
 from tiny import tiny_record
 
 PIPELINED = {"kind": "pipelined", "updates": 6, "stages": None, "updates_per_generation": 2, "lag": 1}

@@ -20,7 +20,8 @@ from stalewise.models.loading import EMBEDDED
 from stalewise.objectives import registry
 from stalewise.orchestrator import python_objects
 from stalewise.store import open_batch
-from stalewise.store.atomic import read_json, read_jsonl, sha256_file
+from stalewise.store.atomic import read_json, sha256_file
+from stalewise.store.json_lines import read_jsonl
 from stalewise.tasks import callables
 from stalewise.types import NullCallback, Prompt, Reward
 from tiny import TINY

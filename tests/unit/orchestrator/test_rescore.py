@@ -16,7 +16,7 @@ from stalewise.orchestrator.rescore import ScoreChange, rescore
 from stalewise.reporting.browser.group import TokenDecoder, describe_group
 from stalewise.reporting.browser.index import IndexCache
 from stalewise.store import batch_directories, open_batch
-from stalewise.store.atomic import read_jsonl
+from stalewise.store.json_lines import read_jsonl
 from stalewise.store.reward_versions import reward_versions
 from stalewise.types import Reward
 from tiny import call, called_json, refused, tiny_record, write_config

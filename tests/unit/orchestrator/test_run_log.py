@@ -11,7 +11,7 @@ import numpy as np
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.staleness.schedule import Step
 from stalewise.store import ledger_path, read_ledger
-from stalewise.store.atomic import read_jsonl
+from stalewise.store.json_lines import read_jsonl
 
 
 def log_update(run_log: RunLog, update: int, generation_batch: int, **metrics: Any) -> None:

@@ -19,7 +19,7 @@ from stalewise.errors import ConfigError
 from stalewise.orchestrator.evaluation import Suites, definition_of, majority_of, sampling_of
 from stalewise.reporting.read import read_run
 from stalewise.reporting.render import render
-from stalewise.store.atomic import read_jsonl
+from stalewise.store.json_lines import read_jsonl
 from tiny import call, called_json, refused, tiny_record
 
 SUMS = [{"problem": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10, 30)]

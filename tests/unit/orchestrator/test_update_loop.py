@@ -15,7 +15,7 @@ from stalewise.orchestrator.run_log import RunLog
 from stalewise.orchestrator.update_loop import PreparedUpdate, UpdateLoop
 from stalewise.staleness.schedule import Schedule
 from stalewise.staleness.spent import Stage, StageSchedule
-from stalewise.store.atomic import read_jsonl
+from stalewise.store.json_lines import read_jsonl
 from stalewise.types import NullCallback
 
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from rundirs import add_evaluation
 from stalewise.config import make_config
 from stalewise.errors import CalibrationError, StoreError
 from stalewise.planning.calibration import CollapseRule
 from stalewise.planning.grid import GridCell, find_collapse_of_run, outcome, rate_name, resolution_of
 from stalewise.planning.sweep import sweep
-from stalewise.store.atomic import append_line, write_json_atomic
+from stalewise.store.atomic import write_json_atomic
+from stalewise.store.json_lines import append_line
 from sweeps import RULE, grid, tiny_config
 from tiny import refused, tiny_record, write_config
 
@@ -96,7 +98,7 @@ def ended_run(cell: GridCell, accuracies: list[float], updates: int, norm: float
     """The records of a run of the grid that moved by `norm`·η in each of so many updates."""
     step = norm * cell.config.optimizer.learning_rate
     for record in curve(*accuracies, every=cell.config.evaluation.every):
-        append_line(cell.directory / "eval.jsonl", record)
+        add_evaluation(cell.directory, record["version"], record["accuracy"]["value"])
     for update in range(updates):
         append_line(cell.directory / "metrics.jsonl", {"update": update, "drift": (update + 1) * step})
     return cell

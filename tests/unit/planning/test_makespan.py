@@ -13,13 +13,19 @@ from stalewise.planning.cluster.hardware import (
     FailureRates,
     GenerationRates,
     LearningRates,
+    ResponseLengths,
     TransferRates,
     in_turns,
     split,
 )
-from stalewise.planning.cluster.lengths import ResponseLengths
-from stalewise.planning.cluster.makespan import best_splits, generation_seconds, predict, with_failures
-from stalewise.planning.cluster.simulation import generate_batch, simulate
+from stalewise.planning.cluster.simulation import (
+    best_splits,
+    generate_batch,
+    generation_seconds,
+    predict,
+    simulate,
+    with_failures,
+)
 
 TOLERANCE = {"in turns": 0.07, "beside": 0.08, "streamed": 0.15}  # what docs/cluster.md states
 

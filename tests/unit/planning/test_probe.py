@@ -17,7 +17,7 @@ from stalewise.planning.calibration import (
 )
 from stalewise.planning.probe import generation_costs, measure, phases, switching_costs, uneven_stage
 from stalewise.store import batch_directories, read_batch_manifest
-from stalewise.store.atomic import read_jsonl
+from stalewise.store.json_lines import read_jsonl
 from tiny import call, called_json, refused, tiny_record, write_config
 
 

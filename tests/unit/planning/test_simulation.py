@@ -14,8 +14,7 @@ from stalewise.planning.cluster.hardware import (
     in_turns,
     split,
 )
-from stalewise.planning.cluster.makespan import predict
-from stalewise.planning.cluster.simulation import generate_batch, simulate
+from stalewise.planning.cluster.simulation import generate_batch, predict, simulate
 
 
 def test_one_batch_ends_with_its_longest_response() -> None:

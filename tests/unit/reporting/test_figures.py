@@ -22,7 +22,8 @@ from stalewise.reporting.read import Run, read_run, read_runs
 from stalewise.reporting.render import describe_chart, describe_thinning, render, write_report
 from stalewise.reporting.summary import summarize
 from stalewise.reporting.wording import CHARTS, Chart
-from stalewise.store.atomic import append_line, write_json_atomic
+from stalewise.store.atomic import write_json_atomic
+from stalewise.store.json_lines import append_line
 
 ESS = next(chart for chart in CHARTS if chart.name == "ess")
 

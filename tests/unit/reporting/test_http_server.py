@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,35 @@ def test_a_slow_search_keeps_nobody_waiting(own: Path, monkeypatch: pytest.Monke
         assert server.query(index, parse_filters({"group": "3"})).rollouts == GROUP_SIZE
         may_go_on.set()
         assert searches[0].result() is searches[1].result()
+
+
+def test_a_search_ends_at_its_time_limit_and_says_so(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stalewise.reporting.browser import query
+
+    monkeypatch.setattr(query, "SEARCH_S", -1.0)
+    with make_server(own) as server:
+        found = server.query(server.indexes.index(), parse_filters({"text": "w7"}))
+    assert found.rollouts == 0 and "shards were not searched: choose a batch" in found.problems[0]
+
+
+def test_300_half_open_requests_keep_nobody_out_and_are_ended(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stalewise.reporting.browser import http_server
+
+    monkeypatch.setattr(http_server, "REQUEST_S", 1.0)
+    with make_server(own) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        connections = [socket.create_connection(("127.0.0.1", server.server_port), timeout=60) for _ in range(300)]
+        for connection in connections:
+            connection.sendall(b"GET / HTTP/1.1\r\nX: ")
+        with urllib.request.urlopen(f"{server.url}api/overview", timeout=60) as answer:
+            assert answer.status == 200
+        for connection in connections:
+            assert connection.recv(1) == b""  # ended by the server
+            connection.close()
+        server.shutdown()
+        thread.join()
+    assert server.unread == {}
 
 
 def test_the_browser_serves_without_torch(run: Path) -> None:

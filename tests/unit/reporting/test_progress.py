@@ -12,7 +12,7 @@ from rich.console import Console
 from stalewise.config import make_config
 from stalewise.errors import ConfigError
 from stalewise.reporting.progress import Bars, Lines, Several, watching
-from stalewise.store.atomic import read_jsonl
+from stalewise.store.json_lines import read_jsonl
 from stalewise.types import NullCallback
 from tiny import call, refused, tiny_record, write_config
 

@@ -15,7 +15,8 @@ from stalewise.config import RunConfig
 from stalewise.errors import StoreError
 from stalewise.reporting.read import differing_keys, flatten, metric_columns, read_run, unique_labels
 from stalewise.reporting.render import write_report
-from stalewise.store.atomic import append_line, write_json_atomic
+from stalewise.store.atomic import write_json_atomic
+from stalewise.store.json_lines import append_line
 
 
 def test_a_key_that_only_one_table_has_is_a_difference() -> None:
@@ -37,8 +38,8 @@ def test_a_corrupt_line_does_not_hide_the_others(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("\n".join([*lines[:2], "{damaged", *lines[3:], '{"no": 1}']) + "\n")
     found = read_run(run)
     assert found.column("update").tolist() == [0, 1, 3, 4, 5, 6, 7]
-    assert "metrics.jsonl, line 3 is corrupt" in warnings(found) and "8 readable lines are used" in warnings(found)
-    assert "1 of 8 records lack required keys or have wrong values (update): left out" in warnings(found)
+    assert "metrics.jsonl, line 3 is damaged" in warnings(found)
+    assert "metrics.jsonl, line 9 is damaged: update missing" in warnings(found)
     assert write_report([run]).is_file()
 
 
@@ -57,7 +58,7 @@ def test_a_record_of_a_wrong_form_is_left_out_and_said(tmp_path: Path, file: str
     run = write_run(tmp_path / "run")
     append_line(run / file, record)
     assert write_report([run]).is_file()
-    assert f"{run / file}: 1 of " in warnings(read_run(run))
+    assert f"{run / file}, line " in warnings(read_run(run)) and " is damaged: " in warnings(read_run(run))
     assert read_run(run).updates == 8
 
 
@@ -67,7 +68,7 @@ def test_an_evaluation_of_a_wrong_form_is_left_out_and_said(tmp_path: Path, chan
     add_evaluation(run, 9, 0.5, **change)
     assert write_report([run]).is_file()
     found = read_run(run)
-    assert "eval.jsonl: 1 of 3 records lack required keys" in warnings(found)
+    assert f"eval.jsonl, line 3 is damaged: {next(iter(change))} is " in warnings(found)
     assert [record["version"] for record in found.evaluations] == [0, 8]
 
 

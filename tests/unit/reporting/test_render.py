@@ -30,7 +30,8 @@ from stalewise.reporting.render import (
     write_report,
 )
 from stalewise.reporting.wording import CHARTS, METRICS
-from stalewise.store.atomic import append_line, write_json_atomic
+from stalewise.store.atomic import write_json_atomic
+from stalewise.store.json_lines import append_line
 
 HOSTILE = "</script><img src=x onerror=alert(1)>&amp;"
 
@@ -157,7 +158,7 @@ def test_stages_that_end_when_they_are_spent(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", schedule={"updates": 8, "end": "spent"})
     ended = {"reason": "effective sample size", "ess": 0.87, "bound": 0.9}
     for batch, first in ((0, 0), (1, 4)):
-        stage = {"generation_batch": batch, "first_update": first, "planned_updates": 6}
+        stage = {"generation_batch": batch, "first_update": first, "planned_updates": 6, "first_prompt": 0}
         append_line(run / "ledger" / "stages.jsonl", stage | {"ended": ended if batch else None})
     append_line(run / "metrics.jsonl", metrics(7, age_max=7.0))
     page = write_report([run]).read_text()

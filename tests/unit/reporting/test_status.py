@@ -19,7 +19,8 @@ import pytest
 from rundirs import add_batch, add_evaluation, add_journal, metrics, write_run
 from stalewise.config import RunConfig, make_config, write_resolved
 from stalewise.reporting.status import RunPhase, run_status
-from stalewise.store.atomic import RunLock, append_line, write_json_atomic
+from stalewise.store.atomic import RunLock, write_json_atomic
+from stalewise.store.json_lines import append_line
 from tiny import call, called_json, refused
 
 

@@ -20,7 +20,8 @@ from stalewise.reporting.summary import (
     time_shares,
 )
 from stalewise.reporting.wording import CHARTS
-from stalewise.store.atomic import append_line, write_json_atomic
+from stalewise.store.atomic import write_json_atomic
+from stalewise.store.json_lines import append_line
 
 ESS = next(chart for chart in CHARTS if chart.name == "ess")
 
@@ -101,7 +102,9 @@ def test_responses_without_an_answer_are_said(tmp_path: Path) -> None:
 def test_a_run_that_learned_from_the_rollouts_of_others(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", updates=8, schedule={"updates": 128})
     shutil.rmtree(run / "rollouts")
-    write_json_atomic(run / "sources.json", {"batches": [{"updates": 6}, {"updates": 2}]})
+    write_json_atomic(
+        run / "sources.json", {"batches": [{"directory": "a", "updates": 6}, {"directory": "b", "updates": 2}]}
+    )
     assert "8 of 8 updates with grpo are done, on 2 generation batches of other runs." in summarize(read_run(run)).cost
 
 

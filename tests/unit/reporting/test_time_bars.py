@@ -8,7 +8,7 @@ from rundirs import figures_of, write_run
 from stalewise.reporting.figures import FEWEST_BARS, MOST_BARS, group_stages, run_bars, shorten
 from stalewise.reporting.read import read_run, read_runs
 from stalewise.reporting.render import render, write_report
-from stalewise.store.atomic import append_line
+from stalewise.store.json_lines import append_line
 
 
 def test_many_stages_share_bars(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from policies import POLICY, moved
-from stalewise.rollout.workers.claims import WorkerSession
+from stalewise.rollout.workers.shard_queue import WorkerSession
 from stalewise.store.object_store import DirectoryStore
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from stalewise.rollout.workers.claims import SESSIONS, LivenessMonitor, ShardClaims, WorkerSession
+from stalewise.rollout.workers.shard_queue import SESSIONS, LivenessMonitor, ShardClaims, WorkerSession
 from stalewise.store.object_store import DirectoryStore
 from working import freeze
 
@@ -63,7 +63,7 @@ def test_a_process_of_this_machine_that_is_no_more_is_not_watched(
     with monkeypatch.context() as patched:
         patched.setattr("os.getpid", lambda: ended.pid)
         if place is not None:
-            patched.setattr("stalewise.rollout.workers.claims._machine", lambda: place)
+            patched.setattr("stalewise.rollout.workers.shard_queue._machine", lambda: place)
         session._write_heartbeat()
     assert LivenessMonitor(object_store, 600.0).is_lost(session.id) == lost
     session._write_heartbeat()  # of this process, which is there
@@ -87,8 +87,8 @@ def test_clocks_that_are_off_do_no_harm(
     freeze(a)
     path = object_store.root / SESSIONS / a.id
     now = [1000.0]
-    monkeypatch.setattr("stalewise.rollout.workers.claims.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("stalewise.rollout.workers.claims.time.time", lambda: 4e9, raising=False)
+    monkeypatch.setattr("stalewise.rollout.workers.shard_queue.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("stalewise.rollout.workers.shard_queue.time.time", lambda: 4e9, raising=False)
     monitor = LivenessMonitor(object_store, 30.0)
     for content, modified in ((b"\xff no JSON", 0.0), (b"", 4e9), (b'{"beat": -1}', 1e8), (b'{"beat": 0}', 0.0)):
         path.write_bytes(content)  # whatever it says and however old it looks, it has changed

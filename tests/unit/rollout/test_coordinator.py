@@ -8,8 +8,8 @@ import pytest
 
 from stalewise.api import generate
 from stalewise.config import make_config
-from stalewise.rollout.workers.claims import LivenessMonitor, ShardClaims, WorkerSession
 from stalewise.rollout.workers.coordinator import is_being_written
+from stalewise.rollout.workers.shard_queue import LivenessMonitor, ShardClaims, WorkerSession
 from stalewise.store import shard_path
 from stalewise.store.atomic import temporary_name
 from stalewise.store.object_store import DirectoryStore

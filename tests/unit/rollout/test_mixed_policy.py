@@ -28,7 +28,7 @@ from stalewise.orchestrator.preflight import examine
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.mixed_policy import MixedPolicySampler, check_tokenizers
 from stalewise.rollout.sampler import Response
-from stalewise.store.atomic import read_jsonl
+from stalewise.store.json_lines import read_jsonl
 from stalewise.trainer.logprobs import response_logp
 from stalewise.trainer.micro_batch import Layout, micro_batches
 from stalewise.types import SamplerSettings

@@ -11,8 +11,7 @@ from stalewise.config import make_config
 from stalewise.rollout.factory import batch_plan, make_sampler
 from stalewise.rollout.generate import make_shards
 from stalewise.rollout.sampler import Request, Response
-from stalewise.rollout.workers.claims import WorkerSession
-from stalewise.rollout.workers.shard_queue import ShardQueue
+from stalewise.rollout.workers.shard_queue import ShardQueue, WorkerSession
 from stalewise.rollout.workers.work_order import WorkOrder, config_digest, open_orders, place_order
 from stalewise.rollout.workers.worker import work
 from stalewise.store import (

@@ -17,8 +17,8 @@ import pytest
 
 from stalewise.api import generate, run
 from stalewise.config import RunConfig, make_config
-from stalewise.rollout.workers.claims import SESSIONS
 from stalewise.rollout.workers.coordinator import Coordinator
+from stalewise.rollout.workers.shard_queue import SESSIONS
 from stalewise.rollout.workers.sync import policy_digest
 from stalewise.rollout.workers.worker import work
 from stalewise.store import (

@@ -32,4 +32,5 @@ def test_every_way_of_reading_agrees(batch: store.Batch) -> None:
         reward = None if math.isnan(rollout.reward) else rollout.reward
         assert record == {"rollout_id": rollout.rollout_id, "reward": reward}
     for part in (rows, next(batch.iter_rows()), batch.take([1000])):  # torch.from_numpy wants writable arrays
-        assert all(getattr(part, f.name).flags.writeable for f in dataclasses.fields(part))
+        arrays = [getattr(part, f.name) for f in dataclasses.fields(part)]
+        assert all(array.flags.writeable for array in arrays if array is not None)

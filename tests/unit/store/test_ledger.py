@@ -34,7 +34,7 @@ def test_ledger_round_trip_and_truncation(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="line 5: update 2 follows update 3"):
         ledger.read_ledger(path)
     path.write_text('{"update": 1}\n')
-    with pytest.raises(StoreError, match="line 1 is not a ledger entry"):
+    with pytest.raises(StoreError, match="line 1 is damaged: generation_batch, version, age, rollout_ids missing"):
         ledger.read_ledger(path)
 
 

@@ -11,6 +11,7 @@ import pytest
 from stalewise import store
 from stalewise.errors import StoreError
 from stalewise.store import manifest
+from stalewise.store.atomic import read_json
 from stored_rollouts import make_batch, make_rollouts
 
 
@@ -30,7 +31,7 @@ def test_batch_manifest_adds_up(batch: store.Batch) -> None:
 def test_other_formats_and_broken_manifests_are_refused(tmp_path: Path) -> None:
     directory = make_batch(tmp_path, shards=1, rows=8)
     path = directory / "manifest.json"
-    record = json.loads(path.read_text())
+    record = read_json(path)
     path.write_text(json.dumps({**record, "a later key": 1}))
     store.open_batch(directory)
     path.write_text(json.dumps({**record, "format": "stalewise.rollouts/2"}))

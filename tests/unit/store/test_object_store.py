@@ -21,6 +21,7 @@ from stalewise.rollout.workers.coordinator import Coordinator
 from stalewise.rollout.workers.sync import PolicySync, policy_digest
 from stalewise.rollout.workers.worker import work
 from stalewise.store import committed_shards, is_committed, read_ledger
+from stalewise.store.atomic import read_json
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.store.object_store import ObjectStore, open_object_store
 from stalewise.types import NullCallback
@@ -277,7 +278,7 @@ def test_a_worker_fetches_nothing_that_only_a_learner_needs(tiny_run: RunConfig,
     learned = shutil.copytree(tiny_run.directory, tmp_path / "run")
     version = versions(learned)[-1]
     checkpoint = checkpoint_directory(learned, version)
-    record = json.loads((checkpoint / "manifest.json").read_text())
+    record = read_json(checkpoint / "manifest.json")
     record["files"]["proximal.safetensors"] = record["files"]["optimizer_exp_avg.safetensors"]  # as of a two-anchor run
     shutil.copy(checkpoint / "optimizer_exp_avg.safetensors", checkpoint / "proximal.safetensors")
     (checkpoint / "manifest.json").write_text(json.dumps(record))
@@ -304,7 +305,7 @@ def test_of_two_who_made_a_shard_the_first_in_the_bucket_counts(runs: Path, endp
     before = depot_of(config).read(f"rollouts/{BATCH}/shard-00000.json")
     assert sync.publish_shard(directory, 0)  # the same bytes
     (directory / "shard-00000.parquet").write_bytes(b"as another machine rounds it")
-    manifest = json.loads((directory / "shard-00000.json").read_text())
+    manifest = read_json(directory / "shard-00000.json")
     (directory / "shard-00000.json").write_text(json.dumps({**manifest, "sha256": "f" * 64}))
     assert not sync.publish_shard(directory, 0)
     assert depot_of(config).read(f"rollouts/{BATCH}/shard-00000.json") == before

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from stalewise import store
 from stalewise.errors import StoreError
-from stalewise.store.atomic import sha256_file
+from stalewise.store.atomic import read_json, sha256_file
 from stalewise.store.reader import open_batch
 from stalewise.store.schema import HEAVY_COLUMNS, LIGHT_COLUMNS
 from stored_rollouts import SOURCE, make_batch, make_rollouts, same
@@ -124,7 +124,7 @@ def test_shards_from_before_weights_and_policy_were_recorded_are_of_exact_weight
     pq.write_table(table.replace_schema_metadata(new.schema.metadata), path)
 
     def aged(name: str) -> dict[str, Any]:
-        record = json.loads((directory / name).read_text())
+        record = read_json(directory / name)
         return record | {"samplers": [{field.name: record["samplers"][0][field.name] for field in fields[:-1]}]}
 
     shard = aged("shard-00000.json") | {"bytes": path.stat().st_size, "sha256": sha256_file(path)}

@@ -162,7 +162,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
 
 def test_a_run_records_what_its_objective_says(tiny_run: RunConfig) -> None:
     """Log-probabilities and advantages of the log, put into the objective, give the metrics of the run."""
-    from stalewise.store.atomic import read_jsonl
+    from stalewise.store.json_lines import read_jsonl
 
     metrics = {one["update"]: one for one in read_jsonl(tiny_run.directory / "metrics.jsonl")}
     batches = [open_batch(path) for path in batch_directories(tiny_run.directory / "rollouts")]

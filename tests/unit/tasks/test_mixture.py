@@ -21,8 +21,8 @@ from stalewise.orchestrator.evaluation import answers_of
 from stalewise.reporting.read import read_run
 from stalewise.reporting.trackers import Trackers
 from stalewise.store import batch_directories, open_batch
-from stalewise.store.atomic import read_jsonl
 from stalewise.store.checkpoints import checkpoint_directory
+from stalewise.store.json_lines import read_jsonl
 from stalewise.tasks import make_task
 from stalewise.tasks.mixture import LARGEST_BLOCK, MixtureTask, block_counts, split
 from stalewise.tasks.overlap import own_id, task_of
@@ -123,7 +123,7 @@ def test_held_out_prompts_are_of_all_tasks_and_of_no_training(tmp_path: Path) ->
 )
 def test_bad_mixtures_are_one_message(tasks: Any, message: str) -> None:
     with pytest.raises(TaskError, match=message):
-        make_task("mixture", tasks=tasks)
+        MixtureTask(tasks)
 
 
 def mixed_config(runs: Path, name: str = "mixed", **changes: Any) -> RunConfig:

@@ -1,5 +1,6 @@
 """The pool against real processes: what hangs, raises, dies or lies is an error of that one response."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from attacks.hostile import VERIFIERS, attack_by_verifier
 from stalewise.errors import TaskError
 from stalewise.tasks import make_verifier
+from stalewise.tasks.sandbox import probe
 from stalewise.tasks.verifiers.pool import ProcessVerifier
 from verifying import question, score
 
@@ -45,7 +48,7 @@ def test_unknown_verifier_or_option_names_the_nearest() -> None:
         make_verifier("exact", x=1)
     with pytest.raises(TaskError, match="verifier python needs the option 'function'"):
         make_verifier("python")
-    with pytest.raises(TaskError, match='must be "first" or "last"'):
+    with pytest.raises(TaskError, match="input should be 'first' or 'last'"):
         make_verifier("number", which="middle")
     with pytest.raises(TaskError, match="workers ≥ 1"):
         make_verifier("math", workers=0)
@@ -148,3 +151,39 @@ def test_a_hanging_worker_ends_even_when_its_parent_was_killed(judges: str, tmp_
     process.kill()
     process.communicate(timeout=20)
     wait_until_gone(worker)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the watching process is for Linux")
+@pytest.mark.parametrize("act", VERIFIERS)
+def test_a_hostile_judge_costs_its_own_response(act: str, tmp_path: Path) -> None:
+    assert attack_by_verifier(act, tmp_path) == []
+
+
+def test_a_judge_sees_no_secrets_unless_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "OPENAI_API_KEY", "https_proxy", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    for named, value in (((), 0.5), (["OPENAI_API_KEY"], 1.0)):
+        verifier = make_verifier("python", function="attacks.judges:judge", workers=1, environment=named)
+        assert score(verifier, "environment", answer="{}")[0].value == value
+        verifier.close()
+
+
+@pytest.mark.skipif(bool(probe("landlock")), reason="no Landlock")
+def test_a_judge_in_a_sandbox_has_no_network_and_reads_nothing_outside(tmp_path: Path) -> None:
+    given = json.dumps({"folder": str(tmp_path)})
+    for sandbox, value in ((True, 0.5), (False, 1.0)):
+        verifier = make_verifier("python", function="attacks.judges:judge", workers=1, sandbox=sandbox)
+        rewards = score(verifier, "network", "read outside", answer=given)
+        verifier.close()
+        assert [reward.value for reward in rewards] == [value, value]
+    assert make_verifier("math").confinement.sandbox  # type: ignore[attr-defined]
+
+
+def test_confinement_is_checked() -> None:
+    for options, message in (
+        ({"memory_mb": 0}, "memory_mb"),
+        ({"environment": "HF_TOKEN"}, "environment"),
+        ({"sandbox": 1}, "true or false"),
+    ):
+        with pytest.raises(TaskError, match=message):
+            make_verifier("python", function="attacks.judges:judge", **options)

@@ -149,7 +149,9 @@ def test_ranks_keep_pace_with_rows_that_have_no_weight() -> None:
 
 
 def test_a_batch_comes_out_of_a_message_as_it_went_in() -> None:
-    sent = split(update(groups=3), PACKED, world=2, lockstep=True)[1]
+    whole = update(groups=3)
+    whole = replace(whole, rows=replace(whole.rows, reference_logp=whole.rows.behaviour_logp - np.float32(1.0)))
+    sent = split(whole, PACKED, world=2, lockstep=True)[1]
     record, arrays = sent.pack()
     again = unpack_rank_batch(Message("update", record, arrays))
     for field in fields(RolloutColumns):
@@ -175,3 +177,8 @@ def test_token_values_are_recorded_in_the_order_of_rows(layout: Layout) -> None:
     assert sorted(record.order) == list(range(len(batch.rows)))
     second = batch.ranks[1]
     assert second.token_at(0, 2) == (second.rows.rollout_id[int(second.plan[0][0])], 2)
+
+
+def test_rows_without_a_reference_have_none_after_a_message() -> None:
+    record, arrays = split(update(groups=3), PACKED, world=2, lockstep=True)[1].pack()
+    assert unpack_rank_batch(Message("update", record, arrays)).rows.reference_logp is None

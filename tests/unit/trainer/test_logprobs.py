@@ -33,6 +33,8 @@ from stalewise.trainer.logprobs import (
     PLAIN_KERNELS,
     LogitMap,
     OutputLayerLogp,
+    chunk_gradient,
+    chunk_statistics,
     kernels_for,
     measure_logit_map,
     response_logp,
@@ -144,11 +146,31 @@ def test_an_output_layer_in_chunks_is_the_plain_one(with_bias: bool, rows_at_onc
     inputs = [hidden, weight, bias] if with_bias else [hidden, weight]
     wanted = torch.autograd.grad((expected * factor).sum(), inputs)
     given = (hidden, weight, bias if with_bias else None, target, rows_at_once, torch.float32, PLAIN_KERNELS, keep)
-    found: Any = OutputLayerLogp.apply(*given)
+    found: Any = OutputLayerLogp.apply(*given, False)
+    assert not found[1].requires_grad
     torch.testing.assert_close(found[0], expected)
     torch.testing.assert_close(found[1], -(logp.exp() * logp).sum(dim=1))
     for one, other in zip(torch.autograd.grad((found[0] * factor).sum(), inputs), wanted, strict=True):
         torch.testing.assert_close(one, other)
+    # With a gradient of the entropy, too.
+    of_entropy = torch.randn(11)
+    wanted = torch.autograd.grad((expected * factor - (logp.exp() * logp).sum(dim=1) * of_entropy).sum(), inputs)
+    found = OutputLayerLogp.apply(*given, True)
+    both = torch.autograd.grad((found[0] * factor + found[1] * of_entropy).sum(), inputs)
+    for one, other in zip(both, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_the_entropy_of_tokens_that_a_model_rules_out_has_a_gradient() -> None:
+    logits = torch.randn(3, 7, generator=torch.Generator().manual_seed(0)).double()
+    logits[0, 2:5] = -torch.inf
+    lse, _, entropy = chunk_statistics(logits, torch.zeros(3, dtype=torch.long))
+    free = logits.clone().requires_grad_()
+    plain = free.log_softmax(dim=1)
+    (wanted,) = torch.autograd.grad(-torch.where(plain > -torch.inf, plain.exp() * plain, 0.0).sum(), free)
+    nothing = torch.zeros(3), (entropy, torch.ones(3))
+    found = chunk_gradient(logits, lse, torch.zeros(3, dtype=torch.long), *nothing)
+    torch.testing.assert_close(found, torch.where(logits > -torch.inf, wanted, 0.0), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows_at_once", [4, 100])
@@ -160,12 +182,14 @@ def test_gradients_of_scaled_and_capped_logits_are_those_of_autograd(logit_map: 
     product, cap = (hidden @ weight.T + bias) * logit_map.scale, logit_map.cap
     logp = (torch.tanh(product / cap) * cap if cap else product).log_softmax(dim=1)
     expected = logp.gather(1, target.unsqueeze(1)).squeeze(1)
-    wanted = torch.autograd.grad((expected * factor).sum(), [hidden, weight, bias])
+    entropy = -(logp.exp() * logp).sum(dim=1)
+    wanted = torch.autograd.grad((expected * factor + entropy).sum(), [hidden, weight, bias])
     inputs = [x.detach().float().requires_grad_() for x in (hidden, weight, bias)]
-    found: Any = OutputLayerLogp.apply(*inputs, target, rows_at_once, torch.float32, kernels_for(CPU, logit_map), False)
+    given = target, rows_at_once, torch.float32, kernels_for(CPU, logit_map), False, True
+    found: Any = OutputLayerLogp.apply(*inputs, *given)
     torch.testing.assert_close(found[0].double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1].double(), -(logp.exp() * logp).sum(dim=1), rtol=1e-5, atol=1e-5)
-    for one, other in zip(torch.autograd.grad((found[0] * factor).sum(), inputs), wanted, strict=True):
+    for one, other in zip(torch.autograd.grad((found[0] * factor + found[1]).sum(), inputs), wanted, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
 
 

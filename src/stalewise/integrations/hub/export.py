@@ -1,17 +1,26 @@
-"""Writes a policy or the rollouts of a run as a directory with a card, without optimizer state."""
+"""Writes a policy or the rollouts of a run as a directory with a card, and uploads it to the hub."""
 
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from stalewise.config.run_directory import EXPORT_CONFIG, read_config
-from stalewise.errors import StoreError
-from stalewise.integrations.hub.card import dataset_card, model_card
-from stalewise.integrations.hub.provenance import BasePolicy, base_of, config_file, new_folder, place_file
+from stalewise.errors import ConfigError, HubError, StoreError
+from stalewise.integrations.hub.card import (
+    BasePolicy,
+    base_of,
+    config_file,
+    dataset_card,
+    model_card,
+    new_folder,
+    place_file,
+)
 from stalewise.reporting.read import read_run
+from stalewise.reporting.verification import check_run
 from stalewise.store import batch_directories, is_committed, open_batch
 from stalewise.store.atomic import read_json
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
@@ -40,6 +49,7 @@ def export_policy(
     """
     run, directory = Path(run), Path(directory).expanduser()
     config = read_config(run)
+    check_run(run)  # no figure of the card is of a damaged record
     version = _version(run, version)
     checkpoint = checkpoint_directory(run, version)
     if adapter and not config.model.trains_adapters:
@@ -65,6 +75,7 @@ def export_rollouts(run: str | Path, directory: str | Path, *, force: bool = Fal
     """
     run, directory = Path(run), Path(directory).expanduser()
     config = read_config(run)
+    check_run(run, everything=True)
     batches = [path for path in batch_directories(run / "rollouts") if is_committed(path)]
     if not batches:
         others = " (it learned from those of other runs: name these)" if (run / "sources.json").is_file() else ""
@@ -124,3 +135,69 @@ def _place_adapter(checkpoint: Path, folder: Path, base: BasePolicy, *, link: bo
 def _small_files(checkpoint: Path) -> list[Path]:
     files = [path for path in sorted(checkpoint.iterdir()) if path.is_file() and path.suffix in SMALL_FILES]
     return [path for path in files if path.name not in NOT_THE_POLICY]
+
+
+def push(
+    run: str | Path,
+    repo_id: str,
+    *,
+    version: int | None = None,
+    adapter: bool = False,
+    rollouts: bool = False,
+    private: bool = False,
+    to: str | Path | None = None,
+    force: bool = False,
+) -> str:
+    """Upload a policy of a run, or its rollouts, to a repository, which is created if needed. Returns its address.
+
+    With `to` nothing is uploaded: the same folder is written under that directory, as `owner/name` for a policy and
+    `datasets/owner/name` for rollouts. `force` replaces an earlier folder, or removes other files on the hub.
+    """
+    check_name(repo_id)
+    if rollouts and (adapter or version is not None):
+        raise ConfigError("rollouts are pushed all together: leave out --version and --adapter")
+
+    def write(directory: Path, *, force: bool = False, link: bool = False) -> Path:
+        if rollouts:
+            return export_rollouts(run, directory, force=force, link=link)
+        return export_policy(run, directory, version=version, adapter=adapter, force=force, link=link)
+
+    if to is not None:
+        return str(write(Path(to).expanduser() / ("datasets" if rollouts else "") / repo_id, force=force))
+    with tempfile.TemporaryDirectory(prefix="stalewise-push-") as temporary:
+        folder = write(Path(temporary) / "folder", link=True)
+        return _upload(folder, repo_id, rollouts=rollouts, private=private, force=force)
+
+
+def check_name(repo_id: str) -> None:
+    """Raise a ConfigError for an invalid repository name."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ConfigError(f"{repo_id!r} is not a valid repository name, such as owner/name: {error}") from None
+
+
+def _upload(folder: Path, repo_id: str, *, rollouts: bool, private: bool, force: bool) -> str:
+    from huggingface_hub import HfApi
+
+    api: Any = HfApi()
+    kind = "dataset" if rollouts else "model"
+    try:
+        made = api.create_repo(repo_id, repo_type=kind, private=private or None, exist_ok=True)
+        api.upload_folder(
+            repo_id=made.repo_id,
+            repo_type=kind,
+            folder_path=folder,
+            commit_message="Upload by stalewise",
+            delete_patterns="*" if force else None,
+        )
+    except Exception as error:  # the library raises many kinds: network, tokens, rights, sizes
+        message = " ".join(str(error).split()).rstrip(".")
+        raise HubError(
+            f"{api.endpoint} did not accept {repo_id}: {type(error).__name__}: {message}; log in with `hf auth login` "
+            "if it asks for a login; without network, --to DIRECTORY writes the same folder for `hf upload` later"
+        ) from error
+    return str(made)

@@ -30,17 +30,29 @@ def statistics_on_device(
 
 
 def gradient_on_device(
-    product_CV: Tensor, lse_C: Tensor, target_C: Tensor, gradient_C: Tensor, *, scale: float = 1.0, cap: float = 0.0
+    product_CV: Tensor,
+    lse_C: Tensor,
+    target_C: Tensor,
+    gradient_C: Tensor,
+    of_entropy: tuple[Tensor, Tensor] | None = None,
+    *,
+    scale: float = 1.0,
+    cap: float = 0.0,
 ) -> Tensor:
     """Gradient of the product, in place; that of the logits is (1 at the target − softmax) · gradient of the
-    log-probability.
+    log-probability. `of_entropy`: entropies H and their gradient, which adds −softmax · (log softmax + H) · gradient.
     """
     rows, vocabulary = product_CV.shape
     product_CV = product_CV.contiguous()
     if rows:
         fixed = {"SCALE": scale, "CAP": cap, "VOCABULARY": vocabulary, "SIZE": BLOCK}
+        fixed["HAS_ENTROPY"] = of_entropy is not None
+        gradient_C = gradient_C.contiguous()
+        entropy_C, its_gradient_C = (lse_C, gradient_C) if of_entropy is None else of_entropy
         _gradient[(rows, triton.cdiv(vocabulary, BLOCK))](  # pyright: ignore[reportIndexIssue]
-            product_CV, lse_C, target_C, gradient_C.contiguous(), **fixed, num_warps=8
+            *(product_CV, lse_C, target_C, gradient_C, entropy_C.contiguous(), its_gradient_C.contiguous()),
+            **fixed,
+            num_warps=8,
         )
     return product_CV
 
@@ -100,10 +112,13 @@ def _gradient(
     lse,
     target,
     gradient,
+    entropy,
+    entropy_gradient,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     VOCABULARY: tl.constexpr,
     SIZE: tl.constexpr,
+    HAS_ENTROPY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
@@ -111,6 +126,10 @@ def _gradient(
     x = _logits(tl.load(product + row * VOCABULARY + place, mask=is_there, other=0.0), SCALE, CAP)
     is_target = (place == tl.load(target + row)).to(tl.float32)
     value = (is_target - tl.exp(x - tl.load(lse + row))) * tl.load(gradient + row)
+    if HAS_ENTROPY:
+        logp = x - tl.load(lse + row)
+        above = tl.where(logp > float("-inf"), logp + tl.load(entropy + row), 0.0)
+        value -= tl.exp(logp) * above * tl.load(entropy_gradient + row)
     if CAP != 0.0:
         value *= SCALE * (1 - (x / CAP) * (x / CAP))
     elif SCALE != 1.0:

@@ -12,8 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from stalewise.config import read_toml
 from stalewise.errors import ConfigError, nearest
 from stalewise.planning.cluster.hardware import Cluster, in_turns
-from stalewise.planning.cluster.makespan import ScheduleOutcome, best_splits, predict
-from stalewise.planning.cluster.simulation import simulate
+from stalewise.planning.cluster.simulation import ScheduleOutcome, best_splits, predict, simulate
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,10 @@ import errno
 import hmac
 import json
 import secrets
+import socket
 import sys
 import threading
+import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -47,6 +49,8 @@ REPORT = (
 )
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 PAGES = {"": "report.html", "rollouts": "rollouts.html"}
+REQUEST_S = 10.0  # for a whole request to arrive
+SEND_S = 30.0  # for a client to take or send something
 WATCHED = (RESOLVED, "metrics.jsonl", "eval.jsonl", "journal.jsonl", "rollbacks", "rollouts")
 KEPT_QUERIES = 16
 
@@ -67,7 +71,21 @@ class RunServer(ThreadingHTTPServer):
         self._query_lock = threading.Lock()
         self._report_lock = threading.Lock()
         self._report: tuple[str, str] = ("", "")
+        self.unread: dict[socket.socket, float] = {}  # connections whose request is not yet read, and since when
         super().__init__((HOST, port), RequestHandler)
+
+    def service_actions(self) -> None:
+        """End connections that do not send their request; called twice a second."""
+        for connection, since in list(self.unread.items()):
+            if time.monotonic() - since > REQUEST_S:
+                self.unread.pop(connection, None)
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the traceback of a bug; a client that went away is none."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
     @property
     def url(self) -> str:
@@ -139,9 +157,21 @@ class RequestHandler(BaseHTTPRequestHandler):
 
     server: RunServer  # pyright: ignore[reportIncompatibleVariableOverride]
     server_version, sys_version = "stalewise", ""
+    timeout = SEND_S  # of each read and write
+
+    def setup(self) -> None:
+        """Begin a connection."""
+        super().setup()
+        self.server.unread[self.connection] = time.monotonic()
+
+    def finish(self) -> None:
+        """End a connection."""
+        self.server.unread.pop(self.connection, None)
+        super().finish()
 
     def do_GET(self) -> None:
         """Check host and token, and answer."""
+        self.server.unread.pop(self.connection, None)
         address = urlsplit(self.path)
         given, slash, rest = address.path.removeprefix("/").partition("/")
         if _host_name(self.headers.get("Host", "")) not in OWN_NAMES:
@@ -171,7 +201,7 @@ class RequestHandler(BaseHTTPRequestHandler):
         except StalewiseError as error:
             status = HTTPStatus.BAD_REQUEST if isinstance(error, ConfigError) else HTTPStatus.UNPROCESSABLE_ENTITY
             self._send(status, "application/json", json.dumps({"error": " ".join(str(error).split())}))
-        except (BrokenPipeError, ConnectionResetError):
+        except (BrokenPipeError, ConnectionResetError, TimeoutError):
             pass  # the client has disconnected
         except Exception:
             traceback.print_exc(file=sys.stderr)

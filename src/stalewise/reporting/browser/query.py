@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from stalewise.reporting.browser.index import PART, Column, RolloutIndex
 from stalewise.reporting.browser.locations import read_shard
 from stalewise.reporting.inspection import visible
 
+SEARCH_S = 20.0  # for a search in texts
 MOST_GROUPS = 500  # in one answer
 LONGEST_NAME = 120  # characters of a prompt id in a list
 
@@ -109,10 +111,14 @@ class QueryResult:
 
     def _with_text(self, passes: Column, text: str) -> Column:
         """The passing rollouts with this text; shards without candidates are not opened."""
-        matches = np.zeros_like(passes)
-        for shard in self.index.shards:
+        matches, until = np.zeros_like(passes), time.monotonic() + SEARCH_S
+        for number, shard in enumerate(self.index.shards):
             if not passes[shard.rows].any():
                 continue
+            if time.monotonic() > until:
+                left = f"{len(self.index.shards) - number} of {len(self.index.shards)} shards were not searched"
+                self.problems.append(f"the search was ended after {SEARCH_S:g} s, {left}: choose a batch or an update")
+                break
             try:
                 table = read_shard(self.index.batches[shard.batch], shard.shard, ["rollout_id", "text"])
             except StalewiseError as error:

@@ -19,11 +19,10 @@ from stalewise.config.run_directory import identity_differences
 from stalewise.errors import StoreError
 from stalewise.rollout.generate import BatchPlan
 from stalewise.rollout.workers import work_order
-from stalewise.rollout.workers.claims import WorkerSession
-from stalewise.rollout.workers.shard_queue import ShardQueue
+from stalewise.rollout.workers.shard_queue import ShardQueue, WorkerSession
 from stalewise.rollout.workers.sync import PolicySync, policy_digest, policy_folder
-from stalewise.store import batch_directory, is_committed
-from stalewise.store.atomic import commit_directory, remove_temporaries, temporary_name, write_atomic
+from stalewise.store import batch_directory, is_committed, json_lines
+from stalewise.store.atomic import commit_directory, parse_json, remove_temporaries, temporary_name, write_atomic
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.store.object_store import ObjectStore, open_object_store
 
@@ -71,6 +70,10 @@ class Coordinator:
         """A batch is committed here: commit it in the object store, remove the order; returns notes for the journal."""
         if self.sync is not None:
             self.sync.publish_batch(queue.directory)
+        return self.end_order(queue)
+
+    def end_order(self, queue: ShardQueue) -> dict[str, Any]:
+        """All shards of an order are there: remove it; returns notes for the journal."""
         work_order.withdraw_order(self.object_store, queue.order.name)
         return {}
 
@@ -151,7 +154,8 @@ def _records_name(folder: str) -> str:
 def _records(run: Path) -> bytes:
     """Ledger, metrics, journal and other small files as one object, from which a run can go on elsewhere."""
     files: dict[str, str] = {}
-    for path in sorted(run.rglob("*")):
+    # How far the records went comes first: they may grow while they are read.
+    for path in sorted(run.rglob("*"), key=lambda path: (path.name != json_lines.RECORDS, path)):
         parts = path.relative_to(run).parts
         is_record = path.suffix in (".json", ".jsonl") and not any(part.startswith(".") for part in parts)
         if is_record and not _NOT_RECORDS & set(parts) and path.is_file():
@@ -179,7 +183,7 @@ def _newest_records(
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
         where = f"{object_store.where}/{_records_name(published[newest])}"
         raise StoreError(f"{where} is half written or damaged: continue the run where it was") from None
-    if differences := identity_differences(config, json.loads(files[CONFIG])):
+    if differences := identity_differences(config, parse_json(files[CONFIG].encode(), CONFIG)):
         raise StoreError(
             f"{object_store.where} holds the run of another config ({'; '.join(differences[:3])}): choose another "
             "storage.url, or remove what is there"

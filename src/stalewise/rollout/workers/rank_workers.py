@@ -21,10 +21,9 @@ from stalewise.errors import RankError, StalewiseError, StoppedByFirst
 from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.generate import BatchPlan
 from stalewise.rollout.sampler import OffloadableSampler, Sampler
-from stalewise.rollout.workers.claims import WorkerSession
 from stalewise.rollout.workers.coordinator import Coordinator
-from stalewise.rollout.workers.shard_queue import POLL_S, ShardQueue
-from stalewise.rollout.workers.work_order import WorkOrder, config_digest
+from stalewise.rollout.workers.shard_queue import POLL_S, ShardQueue, WorkerSession
+from stalewise.rollout.workers.work_order import WorkOrder, config_digest, read_plan
 from stalewise.rollout.workers.worker import RolloutWorker, RunLocation
 from stalewise.tasks import Task
 from stalewise.types import NullCallback
@@ -71,13 +70,13 @@ class RankCoordinator(Coordinator):
                     raise RankError(f"rank {rank} cannot generate: {report.record['error']}")
                 self.made[rank] = report.record["shards"]
 
-    def complete_batch(self, queue: ShardQueue) -> dict[str, Any]:
+    def end_order(self, queue: ShardQueue) -> dict[str, Any]:
         """Also wait until all ranks have reported: one that begins late must still find the order."""
         while len(self.made) < len(self.ranks.others):
             self.check()
             time.sleep(POLL_S)
         shards = [len(queue.made_here), *(self.made[rank] for rank in self.ranks.others)]
-        return super().complete_batch(queue) | {"shards": shards}
+        return super().end_order(queue) | {"shards": shards}
 
     def _warn_of_few_shards(self, plan: BatchPlan) -> None:
         if plan.shards >= self.ranks.world or self._has_warned:
@@ -137,7 +136,7 @@ class RolloutRank:
         ):
             tools = session, self.task, self.sampler, Path(scratch), NullCallback()
             worker = RolloutWorker(location, *tools, processes=self.ranks.world, check=self.check)
-            worker.make(WorkOrder(BatchPlan(**record["plan"]), record["policy"], config_digest(config)))
+            worker.make(WorkOrder(read_plan(record["plan"]), record["policy"], config_digest(config)))
         if isinstance(self.sampler, OffloadableSampler):
             self.sampler.sleep()  # training comes next
         return worker.done.shards

@@ -8,7 +8,6 @@ overwritten, and if two workers make one shard, the first manifest decides.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +16,7 @@ from typing import Any
 
 from stalewise.errors import StoreError
 from stalewise.store import atomic, committed_shards, shard_path
-from stalewise.store.atomic import read_json, sha256_file
+from stalewise.store.atomic import parse_json, read_json, sealed_json, sha256_file
 from stalewise.store.checkpoints import FORMAT as CHECKPOINT_FORMAT
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.store.manifest import BATCH_MANIFEST, read_shard_manifest, shard_manifest_path
@@ -111,7 +110,7 @@ class PolicySync:
         manifest = read_json(shard_manifest_path(directory, index))
         folder, name = f"rollouts/{directory.name}", _remote_name(index, manifest["sha256"])
         self.object_store.upload(shard_path(directory, index), f"{folder}/{name}")
-        content = json.dumps({**manifest, "file": name}, indent=2).encode()
+        content = sealed_json({**manifest, "file": name}).encode()
         if self.object_store.create(f"{folder}/shard-{index:05d}.json", content):
             return True
         if self._manifest(directory.name, index)["file"] == name:
@@ -132,7 +131,7 @@ class PolicySync:
             temporary.rename(path)
         finally:
             temporary.unlink(missing_ok=True)
-        atomic.create_atomic(manifest_path, json.dumps({**manifest, "file": path.name}, indent=2) + "\n")
+        atomic.create_atomic(manifest_path, sealed_json({**manifest, "file": path.name}))
         read_shard_manifest(directory, index)  # refuses another format
 
     def drop_misfits(self, batch: str, fits: Callable[[Mapping[str, Any]], bool]) -> list[int]:
@@ -153,7 +152,7 @@ class PolicySync:
         record = read_json(directory / BATCH_MANIFEST)
         for shard in record["shards"]:
             shard["file"] = _remote_name(shard["index"], shard["sha256"])
-        self.object_store.write(f"{folder}/{BATCH_MANIFEST}", json.dumps(record, indent=2).encode())
+        self.object_store.write(f"{folder}/{BATCH_MANIFEST}", sealed_json(record).encode())
         named = {shard["file"] for shard in record["shards"]}
         for name in self.object_store.names(folder):
             if name.endswith(".parquet") and name not in named:
@@ -162,10 +161,10 @@ class PolicySync:
     def _manifest(self, batch: str, index: int) -> dict[str, Any]:
         name = f"rollouts/{batch}/shard-{index:05d}.json"
         try:
-            record = json.loads(self.object_store.read(name) or b"")
-            assert isinstance(record, dict) and isinstance(record["file"], str) and "/" not in record["file"]
+            record = parse_json(self.object_store.read(name) or b"", name)
+            assert isinstance(record["file"], str) and "/" not in record["file"]
             return record
-        except (ValueError, KeyError, AssertionError):
+        except (StoreError, KeyError, AssertionError):
             problem = "is half written or no manifest: remove it, and the shard is made again"
             raise StoreError(f"{self.object_store.where}/{name} {problem}") from None
 
@@ -185,12 +184,12 @@ def _remote_name(index: int, sha256: str) -> str:
 
 def _checkpoint_files(content: bytes, where: str) -> dict[str, dict[str, Any]]:
     try:
-        record = json.loads(content)
-        if record["format"] != CHECKPOINT_FORMAT:
-            raise StoreError(f"{where} has format {record['format']}; this release reads {CHECKPOINT_FORMAT}")
-        files = dict(record["files"])
-    except (ValueError, KeyError, TypeError):
+        record = parse_json(content, where)
+        written, files = record["format"], dict(record["files"])
+    except (StoreError, ValueError, KeyError, TypeError):
         raise StoreError(f"{where} is half written or no manifest: run the trainer again, it uploads it") from None
+    if written != CHECKPOINT_FORMAT:
+        raise StoreError(f"{where} has format {written}; this release reads {CHECKPOINT_FORMAT}")
     if bad := [name for name in files if name.startswith("/") or ".." in Path(name).parts]:
         raise StoreError(f"{where} names {bad[0]}, which is outside of the checkpoint: it is not from stalewise")
     return files

@@ -84,6 +84,12 @@ def open_orders(object_store: ObjectStore) -> list[WorkOrder]:
     return [_read(content, f"{object_store.where}/{path}") for path, content in contents.items() if content is not None]
 
 
+def read_plan(record: Mapping[str, Any]) -> BatchPlan:
+    """A plan from its JSON form, which has lists for tuples."""
+    values: dict[str, Any] = {field.name: record[field.name] for field in fields(BatchPlan)}
+    return BatchPlan(**{**values, "rounds": tuple(values["rounds"])})
+
+
 def _read(content: bytes, where: str) -> WorkOrder:
     try:
         record = json.loads(content)
@@ -92,7 +98,7 @@ def _read(content: bytes, where: str) -> WorkOrder:
                 f"{where} asks for {record['format']} with {record['store']}; this release makes {FORMAT} with "
                 f"{STORE_FORMAT}: use the stalewise release of the trainer"
             )
-        plan = BatchPlan(**{field.name: record["plan"][field.name] for field in fields(BatchPlan)})
+        plan = read_plan(record["plan"])
         return WorkOrder(plan, record["policy"], record["config"], record["format"], record["store"])
     except (ValueError, KeyError, TypeError) as error:
         raise StoreError(f"{where} is not a work order: {error}; remove it, the trainer places it again") from error

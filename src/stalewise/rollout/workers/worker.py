@@ -6,7 +6,6 @@ It needs only the run directory or the URL of the run's object store. Workers ma
 from __future__ import annotations
 
 import copy
-import json
 import os
 import shutil
 import socket
@@ -25,12 +24,12 @@ from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.generate import ScoreCheck, commit_shards, make_shards
 from stalewise.rollout.sampler import Sampler
 from stalewise.rollout.workers import work_order
-from stalewise.rollout.workers.claims import WorkerSession
 from stalewise.rollout.workers.coordinator import CONFIG
-from stalewise.rollout.workers.shard_queue import OrderWithdrawn, ShardQueue
+from stalewise.rollout.workers.shard_queue import OrderWithdrawn, ShardQueue, WorkerSession
 from stalewise.rollout.workers.sync import PolicySync, policy_digest
 from stalewise.rollout.workers.work_order import WorkOrder
 from stalewise.store import batch_directory
+from stalewise.store.atomic import parse_json
 from stalewise.store.checkpoints import checkpoint_directory, read_state
 from stalewise.store.object_store import DirectoryStore, ObjectStore, open_object_store
 from stalewise.tasks import Task
@@ -146,9 +145,9 @@ def _read_config(object_store: ObjectStore, wait: bool, log: Callable[[str], obj
         time.sleep(POLL_S if isinstance(object_store, DirectoryStore) else REMOTE_POLL_S)
         content = object_store.read(CONFIG)
     try:
-        record = json.loads(content)
+        record = parse_json(content, f"{where}/{CONFIG}")
         format_there = record.get("format")
-    except (ValueError, AttributeError):
+    except StoreError:
         raise StoreError(f"{where}/{CONFIG} is half written or no config: start the trainer again") from None
     if format_there != FORMAT:
         raise StoreError(f"{where} has format {format_there}; this release reads {FORMAT}: use the trainer's release")
@@ -213,7 +212,7 @@ class RolloutWorker:
         try:
             check = ScoreCheck(self.location.config.task.max_unscored, self.callback.log)
             make_shards(plan, checkpoint, directory, self.task, self.sampler, queue, self.callback.advance, check)
-            if self.location.run is not None:
+            if self.location.run is not None and not plan.most_prompts:  # one that may grow is the trainer's to commit
                 commit_shards(plan, directory, self.task.name)
                 work_order.withdraw_order(self.object_store, order.name)
         except OrderWithdrawn:

@@ -31,6 +31,7 @@ class ErrorCounts:
     unparsed: int = 0
     unparsed_examples: tuple[tuple[str, str], ...] = ()  # prompt id and response, or the end of it
     traceback: str = ""  # of the first error that has one; not recorded
+    timed_out: int = 0  # programs that a limit of time ended: worth 0
 
     @property
     def failed(self) -> int:
@@ -50,11 +51,13 @@ class ErrorCounts:
             self.unparsed + other.unparsed,
             (*self.unparsed_examples, *other.unparsed_examples)[:LISTED],
             self.traceback or other.traceback,
+            self.timed_out + other.timed_out,
         )
 
     def __str__(self) -> str:
         if not self.failed:
-            return f"all {self.total} responses were scored"
+            late = f", {self.timed_out} of them 0 for taking too long" if self.timed_out else ""
+            return f"all {self.total} responses were scored{late}"
         most_first = sorted(self.kinds.items(), key=lambda pair: (-pair[1], pair[0]))
         shown = (f"{count} × {kind}{self._detail(kind)}" for kind, count in most_first)
         return f"{self.failed} of {self.total} responses could not be scored: {', '.join(shown)}"
@@ -72,7 +75,9 @@ class ErrorCounts:
 
     def record(self) -> dict[str, Any]:
         """The record in manifests and evaluations, as JSON."""
+        timed_out = {"timed_out": self.timed_out} if self.timed_out else {}
         return {
+            **timed_out,
             "verifier_error_kinds": dict(self.kinds),
             "verifier_error_examples": dict(self.examples),
             "verifier_error_prompts": {kind: list(ids) for kind, ids in self.prompts.items()},
@@ -90,6 +95,7 @@ class ErrorCounts:
             {kind: tuple(ids) for kind, ids in record.get("verifier_error_prompts", {}).items()},
             record.get("unparsed", 0),
             tuple((one["prompt_id"], one["response"]) for one in record.get("unparsed_examples", ())),
+            timed_out=record.get("timed_out", 0),
         )
 
     def _detail(self, kind: str) -> str:
@@ -101,7 +107,7 @@ def count_errors(
     rewards: Iterable[Reward], prompts: Sequence[Prompt] = (), responses: Sequence[str] = ()
 ) -> ErrorCounts:
     """Count the errors of a batch by kind; `prompts` and `responses`, if given, are listed as examples."""
-    total, unparsed, kinds, examples = 0, 0, Counter[str](), dict[str, str]()
+    total, unparsed, timed_out, kinds, examples = 0, 0, 0, Counter[str](), dict[str, str]()
     listed: dict[str, dict[str, None]] = {}
     unparsed_examples: list[tuple[str, str]] = []
     traceback = ""
@@ -114,11 +120,13 @@ def count_errors(
             examples.setdefault(kind, reward.error)
             if prompt is not None and len(listed.setdefault(kind, {})) < LISTED:
                 listed[kind][prompt.prompt_id] = None
-        elif reward.parts.get("parsed") == 0:
+            continue
+        timed_out += reward.parts.get("timed_out") == 1
+        if reward.parts.get("parsed") == 0:
             unparsed += 1
             if prompt is not None and response is not None and len(unparsed_examples) < LISTED:
                 # The end, where an answer would be.
                 text = response if len(response) <= _EXCERPT else "…" + response[-_EXCERPT:]
                 unparsed_examples.append((prompt.prompt_id, text))
     by_kind = {kind: tuple(ids) for kind, ids in listed.items()}
-    return ErrorCounts(total, dict(kinds), examples, by_kind, unparsed, tuple(unparsed_examples), traceback)
+    return ErrorCounts(total, dict(kinds), examples, by_kind, unparsed, tuple(unparsed_examples), traceback, timed_out)

@@ -6,12 +6,13 @@ It imports nothing but the judge, so it starts quickly and never holds a second 
 from __future__ import annotations
 
 import faulthandler
+import json
 import math
 import os
+import socket
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import SupportsFloat, SupportsIndex
 
@@ -22,34 +23,65 @@ Judge = Callable[[Prompt, str], object]
 """Returns a Reward, a number, or a mapping of numbers with the key "reward"; may raise."""
 
 _LONGEST_ERROR = 300
+_LONGEST_TRACEBACK = 8000
+_MOST_PARTS = 100
 _FRAMES = 8  # of a traceback: the innermost
 _PACKAGE = str(Path(__file__).parents[2])
 
 
 def main(descriptor: int) -> None:
-    """Serve requests over the socket with this descriptor until the parent closes it."""
+    """Serve requests over the socket with this descriptor until the parent closes it; each is a line of JSON."""
     os.set_inheritable(descriptor, False)  # programs that a judge starts must not keep the socket open
     os.dup2(2, 1)  # what a judge prints belongs to the log, not to the parent's standard output
-    connection = Connection(descriptor)
     try:
-        factory, options, limit = connection.recv()
-        try:
-            judge = load(factory)(**options)
-        except Exception as problem:
-            connection.send(describe(problem))
-            return
-        connection.send("")
-        with open(os.devnull, "w") as nowhere:
-            while True:
-                prompt, response = connection.recv()
-                # The parent kills a judge that is over its limit. If the parent itself was killed, this timer ends the
-                # process; it runs outside of Python, so no judge can block it.
-                faulthandler.dump_traceback_later(2 * limit + 1, exit=True, file=nowhere)
-                reward = judged(judge, prompt, response)
-                faulthandler.cancel_dump_traceback_later()
-                connection.send((reward.value, dict(reward.parts), reward.error, reward.traceback, reward.answer))
-    except (EOFError, OSError):
+        with socket.socket(fileno=descriptor) as connection, connection.makefile("rb") as lines:
+            begin = json.loads(next(lines))
+            try:
+                judge = load(begin["factory"])(**begin["options"])
+            except Exception as problem:
+                connection.sendall(_line({"error": describe(problem)}))
+                return
+            connection.sendall(_line({"error": ""}))
+            with open(os.devnull, "w") as nowhere:
+                for line in lines:
+                    asked = json.loads(line)
+                    # The parent kills a judge that is over its limit. If the parent itself was killed, this timer ends
+                    # the process; it runs outside of Python, so no judge can block it.
+                    faulthandler.dump_traceback_later(2 * begin["limit_s"] + 1, exit=True, file=nowhere)
+                    reward = judged(judge, Prompt(**asked["prompt"]), asked["response"])
+                    faulthandler.cancel_dump_traceback_later()
+                    connection.sendall(_line({"item": asked["item"], **_record(reward)}))
+    except (StopIteration, OSError):
         return  # the parent has ended or closed the pool
+
+
+def _line(message: Mapping[str, object]) -> bytes:
+    return json.dumps(message).encode() + b"\n"
+
+
+def _record(reward: Reward) -> dict[str, object]:
+    """A reward as JSON, if it is one: a judge may have put anything into it."""
+    record = {"value": reward.value, "parts": dict(reward.parts), "error": reward.error, "traceback": reward.traceback}
+    record |= {} if reward.answer is None else {"answer": str(reward.answer)}
+    try:
+        json.dumps(record)
+    except Exception as problem:
+        return _record(Reward(math.nan, error=describe(problem)))
+    return record
+
+
+def reward_of_record(record: Mapping[str, object]) -> Reward:
+    """The reward in a worker's answer, which is checked: a judge may write to the socket itself."""
+    value, parts, error, trace = (record.get(name) for name in ("value", "parts", "error", "traceback"))
+    texts = isinstance(error, str) and isinstance(trace, str)
+    numbers = isinstance(value, int | float) and isinstance(parts, Mapping) and len(parts) <= _MOST_PARTS
+    if not (texts and numbers):
+        return Reward(math.nan, error="worker died: it sent an answer that is no reward")
+    if error:
+        return Reward(math.nan, error=str(error)[:_LONGEST_ERROR], traceback=str(trace)[-_LONGEST_TRACEBACK:])
+    answer = record.get("answer")
+    found = _finite(value, {str(name): part for name, part in parts.items()})  # type: ignore[union-attr]
+    return replace(found, answer=answer if isinstance(answer, str) else None)
 
 
 def judged(judge: Judge, prompt: Prompt, response: str) -> Reward:

@@ -9,9 +9,10 @@ from functools import lru_cache
 from typing import Any
 
 from stalewise.tasks.base import need
+from stalewise.tasks.sandbox import probe
 from stalewise.tasks.verifiers.judge_process import Judge
 from stalewise.tasks.verifiers.number import number_in
-from stalewise.tasks.verifiers.pool import ProcessVerifier
+from stalewise.tasks.verifiers.pool import Confinement, ProcessVerifier
 from stalewise.types import Prompt, Reward
 
 
@@ -19,12 +20,14 @@ class MathVerifier(ProcessVerifier):
     """The answer that math-verify finds in the response must equal the gold answer.
 
     A response without an answer gets 0, with the part `parsed` 0; a gold answer that cannot be parsed is an error. Gold
-    answers are parsed as LaTeX, with or without dollars or a box.
+    answers are parsed as LaTeX, with or without dollars or a box. With `sandbox`, and where Landlock works, the parser
+    has no network and reads nothing but Python's own files and those on the Python path.
     """
 
-    def __init__(self, *, workers: int | None = None, limit_s: float = 5.0):
+    def __init__(self, *, workers: int | None = None, limit_s: float = 5.0, sandbox: bool = True):
         need("math_verify", "math", "the verifier math")
-        super().__init__(f"{__name__}:load_judge", workers=workers, limit_s=limit_s)
+        confinement = Confinement(memory_mb=8192, sandbox=sandbox and not probe("landlock"))
+        super().__init__(f"{__name__}:load_judge", workers=workers, limit_s=limit_s, confinement=confinement)
         self._matches: dict[str, bool] = {}  # by gold answer; a run evaluates on the same ones again
 
     def unmatched(self, prompts: Sequence[Prompt]) -> list[Prompt]:

@@ -3,7 +3,8 @@
 The workers are fresh interpreters: a fork would copy the locks of the parent's threads and its CUDA context, and
 `multiprocessing`'s spawn imports the parent's `__main__` again, which would load torch into every worker and run
 scripts without `if __name__ == "__main__"` twice. A worker has its own session: Ctrl-C in the terminal reaches only the
-parent, and killing the worker's process group also ends everything that the judge started.
+parent. On Linux each has a process of the sandbox over it, which holds it to its limits and ends everything that the
+judge started. Questions and answers are lines of JSON: nothing that a judge sends is code.
 """
 
 from __future__ import annotations
@@ -12,73 +13,170 @@ import contextlib
 import json
 import math
 import os
+import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection, wait
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import wait
 from typing import Any
 
 from stalewise.errors import TaskError
+from stalewise.tasks import sandbox
 from stalewise.tasks.base import paired
+from stalewise.tasks.verifiers.judge_process import reward_of_record
 from stalewise.types import Prompt, Reward
 
 START_LIMIT_S = 120.0  # for a worker to import its judge; sympy takes a second, much longer on a busy disk
+_LONGEST_ANSWER = 1 << 20
+_POLL_S = 0.1
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from stalewise.tasks.verifiers.judge_process import main; main(int(sys.argv[2]))"
 )
+# Variables that a judge sees. No tokens, no proxies: `environment` names others.
+_PASSED = """PATH HOME USER LOGNAME LANG LANGUAGE TZ TMPDIR LD_LIBRARY_PATH VIRTUAL_ENV OMP_NUM_THREADS HF_HOME
+XDG_CACHE_HOME CUDA_VISIBLE_DEVICES PYTHONDONTWRITEBYTECODE PYTHONWARNINGS"""
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """What a judge's processes may use together, and what they see.
+
+    `sandbox`: no network, no new processes, nothing to read but Python's own files and packages, where Landlock works.
+    """
+
+    memory_mb: int = 32_768
+    processes: int = 64
+    file_mb: int = 4096  # the largest file that it may write
+    environment: Sequence[str] = ()  # names of further variables that it sees
+    sandbox: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.environment, str) or not all(isinstance(name, str) for name in self.environment):
+            raise TaskError(f"environment is {self.environment!r}: expected a list of names of variables")
+        if not isinstance(self.sandbox, bool):
+            raise TaskError(f"sandbox is {self.sandbox!r}: expected true or false")
+
+    def variables(self) -> dict[str, str]:
+        """The environment of a worker."""
+        names = {*_PASSED.split(), *self.environment}
+        return {name: value for name, value in os.environ.items() if name in names or name.startswith("LC_")}
+
+    def limits(self) -> dict[str, Any]:
+        """Limits of a worker: of memory as it is used, since CUDA reserves far more; the pool keeps the time."""
+        most = sandbox.Limits(
+            memory_mb=self.memory_mb, processes=self.processes, disk_mb=self.file_mb, open_files=4096, files=10_000
+        )
+        changes = {"seconds": 0, "wall_seconds": 0, "address_space": False, "count_threads": False, "poll_s": _POLL_S}
+        return sandbox.enforced(most, **changes)
 
 
 class _Worker:
     """One process, the response it judges, and its deadline."""
 
-    def __init__(self, factory: str, options: Mapping[str, Any], limit_s: float):
-        ours, theirs = socket.socketpair()
+    def __init__(self, factory: str, options: Mapping[str, Any], limit_s: float, confinement: Confinement):
+        self.connection, theirs = socket.socketpair()
+        self.folder = tempfile.mkdtemp(prefix="stalewise-judge-") if confinement.sandbox else ""
         try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, json.dumps([str(entry) for entry in sys.path]), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
+            self.child = _start_worker(theirs.fileno(), confinement, self.folder)
         finally:
             theirs.close()
-        self.connection = Connection(ours.detach())
+        self.process = self.child.process
         self.item: int | None = None  # index in the batch of the response it is judging
         self.ready = False
         self.deadline = time.monotonic() + START_LIMIT_S
-        self.connection.send((factory, dict(options), limit_s))
+        self._secret, self._received = "", bytearray()
+        self._send({"factory": factory, "options": dict(options), "limit_s": limit_s})
 
     def submit(self, item: int, prompt: Prompt, response: str, limit_s: float) -> None:
         self.item, self.deadline = item, time.monotonic() + limit_s
-        self.connection.send((prompt, response))
+        self._secret = secrets.token_hex(8)
+        whole = asdict(prompt) | {"metadata": dict(prompt.metadata)}
+        self._send({"item": self._secret, "prompt": whole, "response": response})
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self.connection.settimeout(10.0)  # an OSError: a worker that does not read is as good as dead
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next answer, or None if it is not there yet; EOFError if there will be none."""
+        self.connection.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            chunk = self.connection.recv(1 << 16)
+            if not chunk:
+                raise EOFError
+            self._received += chunk
+        line, found, rest = self._received.partition(b"\n")
+        if not found:
+            if len(self._received) > _LONGEST_ANSWER:
+                raise EOFError
+            return None
+        self._received = bytearray(rest)
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            raise EOFError from None
+        if not isinstance(answer, dict) or answer.get("item", "") != self._secret or rest:
+            raise EOFError  # not an answer to what was asked
+        return answer
 
     def end(self, patience_s: float = 0.0) -> str:
-        """End the process and return how it ended. `patience_s` gives a judge time to clean up."""
+        """End all its processes and return how it ended. `patience_s` gives a judge time to clean up."""
         self.connection.close()  # an idle worker exits on this
         try:
             code = self.process.wait(patience_s) if patience_s else self.process.poll()
         except subprocess.TimeoutExpired:
             code = None
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: the latter for zombies
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self.child.stop()
+        why = self.child.why()
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        if why:
+            return f"its processes exceeded the limit on {why}"
         if code is None:
             return "was killed"
         return f"exit code {code}" if code >= 0 else str(signal.strsignal(-code))
+
+
+def _start_worker(descriptor: int, confinement: Confinement, folder: str) -> sandbox.Child:
+    """Start the process of a judge, on Linux under one that watches it."""
+    paths = [str(entry) for entry in sys.path]
+    python = [sandbox.interpreter(), "-I", "-S"] if folder else [sys.executable]
+    command = [*python, "-c", _PROGRAM, json.dumps(paths), str(descriptor)]
+    environment = confinement.variables()
+    if sys.platform != "linux":
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[descriptor], start_new_session=True, env=environment
+        )
+        return sandbox.Child(process, -1)
+    spec = {
+        "mechanism": "landlock" if folder else "tree",
+        "commands": [command],
+        "environment": environment,
+        "files": {},
+        "folder": folder or os.getcwd(),
+        "readable": sandbox.readable_paths([path for path in paths if path]),
+        "limits": confinement.limits(),
+        "descriptors": [descriptor],
+    }
+    return sandbox.launch(spec, stdin=subprocess.DEVNULL)
 
 
 class ProcessVerifier:
     """A verifier whose judge runs in worker processes, which start at the first score.
 
     `factory` names a function "module:function" that is called once per worker with `options` and returns the judge: a
-    callable (prompt, response) that returns a Reward, a number, or a mapping of numbers with the key "reward". A
+    callable (prompt, response) that returns a Reward, a number, or a mapping of numbers with the key "reward". Options
+    must be plain data, as JSON has. `confinement` says what a worker's processes may use and see. A
     failure is the error of its own response: no result within `limit_s` seconds, an exception, no finite number, a dead
     process. Without `workers` there is one per CPU, at most 8.
     """
@@ -90,7 +188,10 @@ class ProcessVerifier:
         *,
         workers: int | None = None,
         limit_s: float = 5.0,
+        confinement: Confinement | None = None,
     ):
+        self.confinement = confinement or Confinement()
+        self.confinement.limits()  # which checks them
         self.workers = min(8, os.cpu_count() or 1) if workers is None else workers
         self.limit_s = float(limit_s)
         if self.workers < 1 or not 0 < self.limit_s < math.inf:
@@ -133,7 +234,7 @@ class ProcessVerifier:
         while waiting or any(worker.item is not None for worker in self._running):
             missing = min(self.workers, len(waiting)) - sum(worker.item is None for worker in self._running)
             for _ in range(min(missing, self.workers - len(self._running))):
-                self._running.append(_Worker(self.factory, self.options, self.limit_s))
+                self._running.append(_Worker(self.factory, self.options, self.limit_s, self.confinement))
             for worker in [worker for worker in self._running if worker.ready and worker.item is None]:
                 if not waiting:
                     break
@@ -156,30 +257,33 @@ class ProcessVerifier:
         results: list[tuple[int, Reward]] = []
         for worker in pending:
             item = worker.item
-            reward = self._receive(worker) if worker.connection in answered else self._check_time(worker)
+            reward = self._receive(worker) if worker.connection in answered else None
+            reward = reward or self._check_time(worker)
             if item is not None and reward is not None:
                 results.append((item, reward))
         return results
 
     def _receive(self, worker: _Worker) -> Reward | None:
         try:
-            message = worker.connection.recv()
+            answer = worker.receive()
         except (EOFError, OSError):
             end = self._drop(worker, patience_s=1.0)
             if not worker.ready:
                 raise TaskError(f"the verifier's process ended while it loaded {self._judge_name()}: {end}") from None
             return Reward(math.nan, error=f"worker died: {end}")
+        if answer is None:
+            return None
         if not worker.ready:
-            if message:
+            if problem := answer.get("error"):
                 self._drop(worker)
-                raise TaskError(f"the verifier cannot load {self._judge_name()}: {message}")
+                raise TaskError(f"the verifier cannot load {self._judge_name()}: {str(problem)[:300]}")
             worker.ready = True
             return None
         worker.item = None
-        return Reward(*message)
+        return reward_of_record(answer)
 
     def _check_time(self, worker: _Worker) -> Reward | None:
-        if time.monotonic() < worker.deadline:
+        if worker not in self._running or time.monotonic() < worker.deadline or (worker.ready and worker.item is None):
             return None
         self._drop(worker)
         if not worker.ready:

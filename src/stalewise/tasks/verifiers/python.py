@@ -15,8 +15,9 @@ from typing import Any
 from stalewise.errors import TaskError
 from stalewise.tasks.base import load, paired
 from stalewise.tasks.callables import bind, importable_name, is_async, registered
+from stalewise.tasks.sandbox import probe
 from stalewise.tasks.verifiers.judge_process import Judge, failed, judged, reward_of
-from stalewise.tasks.verifiers.pool import ProcessVerifier
+from stalewise.tasks.verifiers.pool import Confinement, ProcessVerifier
 from stalewise.types import Prompt, Reward
 
 
@@ -25,15 +26,33 @@ class PythonVerifier(ProcessVerifier):
 
     It returns the reward as a number, or a dict of numbers with the key "reward"; the others are its parts. A dict
     without "reward" is an error: neither the sum nor the mean of the parts would be an obvious reward.
+
+    The function sees no tokens and no proxies of this process's environment; `environment` names variables that it does
+    see. `memory_mb` and `processes` limit what one worker's processes use together. With `sandbox` it has no network,
+    starts no programs, and reads nothing but Python's own files and those on the Python path.
     """
 
-    def __init__(self, function: str, *, workers: int | None = None, limit_s: float = 5.0):
+    def __init__(
+        self,
+        function: str,
+        *,
+        workers: int | None = None,
+        limit_s: float = 5.0,
+        memory_mb: int = 32_768,
+        processes: int = 64,
+        environment: Sequence[str] = (),
+        sandbox: bool = False,
+    ):
         module, colon, name = function.partition(":")
-        if not (module and colon and name.isidentifier()):
+        if not (colon and all(part.isidentifier() for part in (*module.split("."), name))):
             raise TaskError(f"verifier python: function={function!r} must look like 'module:function'")
         if importlib.util.find_spec(module.partition(".")[0]) is None:
             raise TaskError(f"verifier python: there is no module {module!r} on the Python path")
-        super().__init__(f"{__name__}:load_judge", {"function": function}, workers=workers, limit_s=limit_s)
+        if sandbox is True and (reason := probe("landlock")):
+            raise TaskError(f"verifier python: sandbox = true needs Landlock, which does not work here: {reason}")
+        confinement = Confinement(memory_mb, processes, environment=environment, sandbox=sandbox)
+        options = {"function": function}
+        super().__init__(f"{__name__}:load_judge", options, workers=workers, limit_s=limit_s, confinement=confinement)
 
 
 def load_judge(function: str) -> Judge:

@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 
-from stalewise.reporting.checks import HOLDER, JOURNAL, dict_of, is_by_prompt, is_number, is_sources, is_whole
+from stalewise.store.records import HOLDER, JOURNAL, SOURCES, dict_of, is_by_prompt, is_number, is_whole
 
 
 def test_numbers_are_finite_and_exact_as_floats() -> None:
     assert (is_number(0.5), is_number(math.nan), is_number(None), is_number("1")) == (True, False, False, False)
     assert is_whole(2**53) and not is_whole(2**53 + 1) and not is_whole(1.0)
     assert dict_of(is_whole)({"a": 1}) and not dict_of(is_whole)({"a": None}) and not dict_of(is_whole)([1])
-    assert is_sources([{"updates": 3}]) and not is_sources([{"updates": "3"}]) and not is_sources({"updates": 3})
+    assert SOURCES.accepts({"batches": [{"directory": "a", "updates": 3}]})
+    assert not SOURCES.accepts({"batches": [{"directory": "a", "updates": "3"}]})
+    assert not SOURCES.accepts({"batches": {"updates": 3}})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,390 @@
+"""What is damaged in a run directory, what depends on it, and what can be made again: `stalewise verify`.
+
+Every file is compared with a checksum: weights and optimizer with their checkpoint's manifest, shards and token logs
+with theirs, JSON files with the checksum at their end, JSONL files line by line and with `records.json`. What an
+earlier release wrote without checksums is "not covered", which is neither damaged nor fine.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stalewise.config.run_directory import RESOLVED, is_started, read_config
+from stalewise.errors import StalewiseError, StoreError
+from stalewise.store import LedgerEntry, ShardManifest, batch_directories, parse_batch_name, read_ledger, verify_shard
+from stalewise.store.atomic import has_seal, read_json
+from stalewise.store.checkpoints import STATE, checkpoint_directory, damaged_files, read_manifest, versions
+from stalewise.store.json_lines import RECORDS, committed_ends, scan_lines
+from stalewise.store.manifest import (
+    BATCH_MANIFEST,
+    committed_shards,
+    read_batch_manifest,
+    read_shard_manifest,
+    shard_manifest_path,
+)
+from stalewise.store.records import (
+    EVALUATION,
+    FORKED,
+    JOURNAL,
+    LEDGER,
+    LIMITS,
+    METRIC,
+    ROLLBACK,
+    SOURCES,
+    STAGE,
+    SUITE,
+    RecordSchema,
+    read_record,
+)
+from stalewise.store.token_log import check_token_file, token_files, token_manifest_path
+
+# Each record of a run: its schema, what depends on it, and how it can be made again.
+_AGAIN = "only from a copy: the updates before the newest checkpoint are not taken again"
+RECORD_FILES: dict[str, tuple[RecordSchema, str, str]] = {
+    "metrics.jsonl": (METRIC, "report, compare, the collapse guard and drift budgets", _AGAIN),
+    "ledger/updates.jsonl": (LEDGER, "which rollouts each update used: inspect, serve, learn --unused", _AGAIN),
+    "ledger/stages.jsonl": (STAGE, "where stages begin, and so what is trained next", _AGAIN),
+    "eval.jsonl": (
+        EVALUATION,
+        "accuracies in report, compare and model card; the collapse guard",
+        "by `stalewise eval` of a version whose checkpoint exists",
+    ),
+    "suites.jsonl": (
+        SUITE,
+        "accuracies on suites in report and model card",
+        "by `stalewise eval --suite` of a version whose checkpoint exists",
+    ),
+    "journal.jsonl": (
+        JOURNAL,
+        "times in report and compare; no weight",
+        "only from a copy: times are not measured twice",
+    ),
+    "journal-generator.jsonl": (JOURNAL, "times of the second process; no weight", "only from a copy"),
+}
+DOCUMENTS: dict[str, tuple[RecordSchema, str, str]] = {
+    "environment.json": (
+        RecordSchema({}),
+        "what the report says about the machine",
+        "`stalewise train` writes it anew",
+    ),
+    "limits.json": (LIMITS, "the drift budgets", "only from a copy: a later calibration may differ"),
+    "fork.json": (FORKED, "what a forked run started from, and its schedule", "only from a copy"),
+    "sources.json": (SOURCES, "which rollouts of other runs this one learned from", "only from a copy"),
+}
+_OLD = "written by a release without checksums: a change would not be noticed"
+_CHECKPOINT = re.compile(r"v\d{6,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A file that is not as it was written."""
+
+    file: str  # relative to the run directory
+    problem: str
+    depends: str  # what depends on it
+    again: str  # how it can be made again
+    stops: bool = True  # whether `train` and `export` must not go on
+
+
+@dataclass(slots=True)
+class Verification:
+    """The result of verifying a run directory."""
+
+    directory: Path
+    damaged: list[Damage] = field(default_factory=list[Damage])
+    not_covered: list[str] = field(default_factory=list[str])
+    files: dict[str, int] = field(default_factory=dict[str, int])  # compared with a checksum, by kind
+    bytes: int = 0
+    seconds: float = 0.0
+
+    def count(self, kind: str, *paths: Path) -> None:
+        """Note files that are compared with checksums."""
+        self.files[kind] = self.files.get(kind, 0) + len(paths)
+        self.bytes += sum(path.stat().st_size for path in paths if path.is_file())
+
+    def record(self) -> dict[str, Any]:
+        """As plain values, for `--json`."""
+        damaged = [{name: getattr(one, name) for name in Damage.__slots__} for one in self.damaged]
+        parts = {"files": self.files, "bytes": self.bytes, "seconds": round(self.seconds, 3)}
+        return {"directory": str(self.directory), "damaged": damaged, "not_covered": self.not_covered, **parts}
+
+
+def verify_run(directory: str | Path, *, thorough: bool = True) -> Verification:
+    """Compare everything there is with its checksum. Without `thorough` only records and manifests are."""
+    began, found = time.perf_counter(), Verification(Path(directory))
+    run = found.directory
+    _verify_config(found)
+    ledger = _verify_lines(found, run)
+    for name, (schema, depends, again) in DOCUMENTS.items():
+        if (run / name).is_file():
+            _verify_document(found, run / name, schema, depends, again)
+        elif _is_lost(found, name, ledger):
+            _add(found, run / name, "missing", depends, again, stops=name != "environment.json")
+    _verify_checkpoints(found, thorough)
+    _verify_updates(found, ledger)
+    _verify_batches(found, run / "rollouts", ledger, thorough)
+    _verify_tokens(found, run / "ledger" / "tokens", thorough)
+    for rollback in sorted((run / "rollbacks").glob("r[0-9]*")):
+        _verify_rollback(found, rollback, thorough)
+    others = [name for name in ("python", "data") if (run / name).is_dir()]
+    found.not_covered += [f"{name}/: files that a program gave" for name in others]
+    found.seconds = time.perf_counter() - began
+    return found
+
+
+def check_run(directory: str | Path, *, everything: bool = False) -> Verification:
+    """Raise a StoreError where something is damaged that a run goes on from; hashes no weights and no rollouts.
+
+    With `everything` also where something is damaged that a run does not need any more.
+    """
+    found = verify_run(directory, thorough=False)
+    if stops := [one for one in found.damaged if one.stops or everything]:
+        first, more = stops[0], f" and {len(stops) - 1} more" if len(stops) > 1 else ""
+        what = f"{found.directory / first.file}{more} is damaged: {first.problem}"
+        raise StoreError(f"{what}; made again: {first.again}; `stalewise verify {directory}` has all of it")
+    return found
+
+
+def _verify_config(found: Verification) -> None:
+    path = found.directory / RESOLVED
+    if not path.is_file() and not is_started(found.directory):
+        raise StoreError(f"{found.directory} is no run directory: it has no {RESOLVED}; name the directory of a run")
+    found.count("config", path)
+    try:
+        read_config(found.directory)
+        _note_coverage(found, path)
+    except StalewiseError as error:
+        depends = "what the run is: a later command could go on with other settings"
+        _add(found, path, error, depends, "only from a copy, or by hand from the TOML file of the run")
+
+
+def _verify_document(found: Verification, path: Path, schema: RecordSchema, depends: str, again: str) -> bool:
+    found.count("json", path)
+    try:
+        read_record(path, schema)
+    except StoreError as error:
+        stops = path.name != "environment.json"  # which is written anew by every start
+        _add(found, path, error, depends, again, stops=stops)
+        return False
+    _note_coverage(found, path)
+    return True
+
+
+def _is_lost(found: Verification, name: str, ledger: list[LedgerEntry]) -> bool:
+    """Whether a document that does not exist must have existed: runs of earlier releases had fewer."""
+    is_covered = (found.directory / RECORDS).is_file() and bool(ledger)
+    if name == "fork.json":  # most runs are no forks
+        return False
+    return is_covered and (name != "sources.json" or not batch_directories(found.directory / "rollouts"))
+
+
+def _verify_lines(found: Verification, run: Path) -> list[LedgerEntry]:
+    """JSONL files, and the ledger where it is intact."""
+    try:
+        ends = committed_ends(run)
+        if not ends and is_started(run):
+            found.not_covered.append(f"the ends of the records: {_name(found, run / RECORDS)} does not exist")
+    except StoreError as error:
+        again = "delete it: the next `stalewise train` writes it anew, and lost ends are unnoticed until then"
+        _add(found, run / RECORDS, error, "that no record is cut off", again)
+        return []
+    for name, (schema, depends, again) in RECORD_FILES.items():
+        if name in ends or (run / name).is_file():
+            _verify_line_file(found, run / name, schema, depends, again)
+    try:
+        return read_ledger(run / "ledger" / "updates.jsonl")
+    except StoreError as error:
+        if not any(one.file == "ledger/updates.jsonl" for one in found.damaged):
+            _add(found, run / "ledger" / "updates.jsonl", error, *RECORD_FILES["ledger/updates.jsonl"][1:])
+        return []
+
+
+def _verify_line_file(found: Verification, path: Path, schema: RecordSchema, depends: str, again: str) -> None:
+    found.count("records", path)
+    try:
+        torn: list[str] = []
+        lines = scan_lines(path, torn.append)
+        found.not_covered += [f"{_name(found, path)}: its end is torn, as by a crash; it is left out" for _ in torn]
+    except StoreError as error:
+        return _add(found, path, error, depends, again)
+    problems = [(line.number, line.problem or schema.problem(line.record)) for line in lines]
+    wrong = [f"line {number}: {problem}" for number, problem in problems if problem]
+    if wrong:
+        more = f" (and {len(wrong) - 1} more lines)" if len(wrong) > 1 else ""
+        return _add(found, path, f"{wrong[0]}{more}", depends, again)
+    if old := sum(not line.is_sealed for line in lines):
+        found.not_covered.append(f"{_name(found, path)}: {old:,} of {len(lines):,} lines, {_OLD}")
+    return None
+
+
+def _verify_checkpoints(found: Verification, thorough: bool) -> None:
+    root = found.directory / "checkpoints"
+    made = versions(found.directory)
+    for path in sorted(root.iterdir()) if root.is_dir() else ():
+        if not _CHECKPOINT.fullmatch(path.name):
+            continue
+        version = int(path.name[1:])
+        depends, again = _of_checkpoint(version, made)
+        try:
+            files = read_manifest(path)
+            _note_coverage(found, path / "manifest.json")
+            if thorough:  # `train` hashes the newest one itself
+                found.count("checkpoints", *(path / name for name in files))
+                for file in damaged_files(path):
+                    _add(found, file, "missing" if not file.exists() else "its SHA-256 differs", depends, again)
+            if (problem := STATE.problem(read_json(path / "state.json"))) and not thorough:
+                _add(found, path / "state.json", problem, depends, again)
+        except StoreError as error:
+            _add(found, path / "manifest.json", error, depends, again)
+
+
+def _of_checkpoint(version: int, made: list[int]) -> tuple[str, str]:
+    """What depends on a checkpoint, and how it can be made again."""
+    before = [other for other in made if other < version]
+    depends = "what was generated by this version cannot be generated again"
+    if not made or version >= made[-1]:
+        depends = "the final policy, or what the run resumes from"
+    again = "only from a copy: there is no checkpoint before it"
+    if version == 0:
+        again = "from model.path, in a new run"
+    elif before and (not made or version >= made[-1]):
+        again = f"move the checkpoint away: `stalewise train` goes on from version {before[-1]}"
+    return depends, again
+
+
+def _verify_updates(found: Verification, ledger: list[LedgerEntry]) -> None:
+    """The ledger has every update that led to the newest checkpoint."""
+    made, updates = versions(found.directory), [entry.update for entry in ledger]
+    path = found.directory / "ledger" / "updates.jsonl"
+    if not made or {RECORDS, _name(found, path)} & {one.file for one in found.damaged}:
+        return
+    first = updates[0] if updates else 0
+    missing = sorted(set(range(first, made[-1])) - set(updates))
+    if missing:
+        what = f"update {missing[0]} is missing, and version {made[-1]} comes after it"
+        _add(found, path, what, *RECORD_FILES["ledger/updates.jsonl"][1:])
+
+
+def _verify_batches(found: Verification, root: Path, ledger: list[LedgerEntry], thorough: bool) -> None:
+    names = batch_directories(root)
+    for directory in names:
+        number, version = parse_batch_name(directory)
+        used = [entry.update for entry in ledger if entry.generation_batch == number]
+        depends = f"updates {used[0]} to {used[-1]} learned from it" if used else "no update yet"
+        exists = checkpoint_directory(found.directory, version).is_dir()
+        again = f"only from a copy: the checkpoint of version {version} is gone"
+        if exists:
+            again = "move it away: `stalewise train` or `generate` makes it again from its seeds, where it is needed"
+        _verify_batch(found, directory, depends, again, thorough, is_used=bool(used))
+    if names or not (found.directory / "sources.json").is_file():
+        there = {parse_batch_name(directory).generation_batch for directory in names}
+        newest = (versions(found.directory) or [0])[-1]
+        for number in sorted({e.generation_batch for e in ledger if e.update < newest} - there):
+            _add(found, root, f"generation batch {number} is missing", "updates that learned from it", "", stops=False)
+
+
+def _verify_batch(
+    found: Verification, directory: Path, depends: str, again: str, thorough: bool, *, is_used: bool = False
+) -> None:
+    path, listed = directory / BATCH_MANIFEST, dict[int, ShardManifest]()
+    try:
+        if path.is_file():
+            found.count("manifests", path)
+            listed = {shard.index: shard for shard in read_batch_manifest(directory).shards}
+            _note_coverage(found, path)
+        elif is_used:
+            _add(found, path, "missing", depends, "`stalewise generate` writes it anew from the shards", stops=False)
+    except StoreError as error:
+        _add(found, path, error, depends, "delete it: `stalewise train` or `generate` writes it anew from the shards")
+    try:
+        present = {shard.index: shard for shard in committed_shards(directory)}
+    except StoreError:
+        present = dict(_readable_shards(found, directory, depends, again))
+    for index, shard in {**listed, **present}.items():
+        manifest, file = shard_manifest_path(directory, index), directory / f"shard-{index:05d}.parquet"
+        found.count("shards", file)
+        if not file.is_file() or not manifest.is_file():  # the batch counts as not committed, as when it was moved away
+            gone = file if not file.is_file() else manifest
+            _add(found, gone, "missing", depends, again.removeprefix("move it away: "), stops=False)
+            continue
+        _note_coverage(found, manifest)
+        if index in listed and index in present and listed[index] != present[index]:
+            _add(found, manifest, f"it differs from its entry in {BATCH_MANIFEST}", depends, again)
+        try:
+            verify_shard(directory, shard, checksum=thorough)
+        except StoreError as error:
+            _add(found, file, error, depends, again, stops=False)  # opened only after its checksum was compared
+
+
+def _readable_shards(
+    found: Verification, directory: Path, depends: str, again: str
+) -> Iterator[tuple[int, ShardManifest]]:
+    for path in sorted(directory.glob("shard-*.json")):
+        try:
+            index = int(path.stem.removeprefix("shard-"))
+            yield index, read_shard_manifest(directory, index)
+        except (StoreError, ValueError) as error:
+            _add(found, path, error, depends, again)
+
+
+def _verify_tokens(found: Verification, directory: Path, thorough: bool) -> None:
+    depends, again = "token colours and filters in `stalewise serve`; no weight", "only from a copy"
+    files = token_files(directory)
+    for path in files:
+        if not token_manifest_path(path).is_file():
+            found.not_covered.append(f"{_name(found, path)}: {_OLD}")
+            continue
+        found.count("token logs", path)
+        try:
+            check_token_file(path, checksum=thorough)
+        except StoreError as error:
+            _add(found, path, error, depends, again, stops=False)
+    for orphan in sorted({*directory.glob("u*.json")} - {token_manifest_path(path) for path in files}):
+        _add(found, orphan.with_suffix(".parquet"), "missing", depends, again, stops=False)
+
+
+def _verify_rollback(found: Verification, rollback: Path, thorough: bool) -> None:
+    depends, again = "what the report says of updates that were rolled back", "only from a copy"
+    if (rollback / "rollback.json").is_file():
+        _verify_document(found, rollback / "rollback.json", ROLLBACK, "the learning rate and seeds since", again)
+    else:
+        _add(found, rollback / "rollback.json", "missing", "the learning rate and seeds since", again)
+    if (rollback / "done.json").is_file():
+        _verify_document(found, rollback / "done.json", RecordSchema({}), depends, "`stalewise train` writes it")
+    else:
+        _add(found, rollback / "done.json", "missing", depends, "`stalewise train` finishes the rollback", stops=False)
+    for name, (schema, _, _) in RECORD_FILES.items():
+        path = rollback / Path(name).name
+        if path.is_file() or path.name in _ends_or_none(rollback):
+            _verify_line_file(found, path, schema, depends, again)
+    for directory in batch_directories(rollback / "rollouts"):
+        _verify_batch(found, directory, depends, again, thorough)
+    _verify_tokens(found, rollback / "tokens", thorough)
+
+
+def _ends_or_none(directory: Path) -> dict[str, tuple[int, str]]:
+    try:
+        return committed_ends(directory)
+    except StoreError:
+        return {}
+
+
+def _note_coverage(found: Verification, path: Path) -> None:
+    if not has_seal(path.read_bytes()):
+        found.not_covered.append(f"{_name(found, path)}: {_OLD}")
+
+
+def _add(
+    found: Verification, path: Path, problem: Exception | str, depends: str, again: str, *, stops: bool = True
+) -> None:
+    text = str(problem).removeprefix(f"{path} ").removeprefix("is damaged: ").removesuffix(f"; {again}")
+    found.damaged.append(Damage(_name(found, path), text, depends, again, stops))
+
+
+def _name(found: Verification, path: Path) -> str:
+    return path.relative_to(found.directory).as_posix()

@@ -1,0 +1,126 @@
+"""`stalewise verify`: what is damaged, what depends on it, and what can be made again."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from stalewise.api import run as train
+from stalewise.config import RunConfig, make_config
+from stalewise.errors import StoreError
+from stalewise.integrations.hub import export_policy
+from stalewise.reporting.verification import check_run, verify_run
+from tiny import call, called_json, refused
+
+
+@pytest.fixture
+def run(tiny_run: RunConfig, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_run.directory, tmp_path / "run")
+
+
+def change(path: Path, place: float = 0.5) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(place * len(content))] ^= 1
+    path.write_bytes(content)
+
+
+def without_checksums(run: Path) -> None:
+    """As a release without them has left it."""
+    for path in [*run.rglob("*.jsonl"), *run.rglob("*.json")]:
+        if "checkpoints" in path.parts and path.name != "manifest.json":
+            continue
+        text = re.sub(r',\s+"checksum": "[0-9a-f]{16}"', "", path.read_text())
+        path.write_text(text)
+    (run / "records.json").unlink()
+    for path in (run / "ledger" / "tokens").glob("*.json"):
+        path.unlink()
+
+
+def test_an_undamaged_run_is_covered_whole(run: Path) -> None:
+    found = verify_run(run)
+    assert found.damaged == [] and found.not_covered == []
+    kinds = {"config", "json", "records", "checkpoints", "manifests", "shards", "token logs"}
+    assert set(found.files) == kinds and found.bytes > 1e6
+    assert called_json("verify", run)["damaged"] == []
+    assert "none is damaged" in call("verify", run).stdout
+
+
+@pytest.mark.parametrize(
+    ("file", "depends", "again", "stops"),
+    [
+        ("checkpoints/v000004/model.safetensors", "the final policy", "goes on from version 2", True),
+        ("checkpoints/v000004/optimizer_exp_avg.safetensors", "the final policy", "goes on from version 2", True),
+        ("checkpoints/v000004/manifest.json", "the final policy", "goes on from version 2", True),
+        ("rollouts/g000001-v000002/shard-00000.parquet", "updates 2 to 3", "from its seeds", False),
+        ("rollouts/g000001-v000002/shard-00000.json", "updates 2 to 3", "from its seeds", True),
+        ("rollouts/g000001-v000002/manifest.json", "updates 2 to 3", "from the shards", True),
+        ("metrics.jsonl", "report", "only from a copy", True),
+        ("ledger/updates.jsonl", "which rollouts", "only from a copy", True),
+        ("eval.jsonl", "accuracies", "`stalewise eval`", True),
+        ("journal.jsonl", "times", "only from a copy", True),
+        ("records.json", "cut off", "delete it", True),
+        ("ledger/tokens/u000000-u000001.parquet", "token colours", "only from a copy", False),
+        ("config.resolved.json", "what the run is", "TOML", True),
+        ("environment.json", "the machine", "`stalewise train` writes it", False),
+    ],
+)
+def test_damage_is_named_with_what_depends_on_it(run: Path, file: str, depends: str, again: str, stops: bool) -> None:
+    change(run / file)
+    found = verify_run(run)
+    assert {one.file for one in found.damaged} == {file}
+    assert depends in found.damaged[0].depends and again in found.damaged[0].again
+    assert found.damaged[0].stops is stops
+    result = call("verify", run)
+    assert result.exit_code == 1 and f"damaged: {file}" in result.stdout
+    if stops and "model" not in file and "optimizer" not in file:
+        with pytest.raises(StoreError):
+            check_run(run)
+
+
+@pytest.mark.parametrize("file", ["checkpoints/v000004/model.safetensors", "metrics.jsonl", "eval.jsonl"])
+def test_a_finished_run_is_not_called_finished_when_it_is_damaged(run: Path, tmp_path: Path, file: str) -> None:
+    record = json.loads((run / "config.resolved.json").read_text())
+    record = {key: value for key, value in record.items() if key not in ("format", "checksum")}
+    config = make_config({**record, "runs": str(run.parent), "name": run.name})
+    change(run / file)
+    with pytest.raises(StoreError, match=re.escape(Path(file).name)):
+        train(config)
+    with pytest.raises(StoreError, match=re.escape(Path(file).name)):
+        export_policy(run, tmp_path / "export")
+
+
+def test_what_is_missing_is_damage_too(run: Path) -> None:
+    (run / "checkpoints" / "v000004" / "manifest.json").unlink()
+    lines = (run / "eval.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "eval.jsonl").write_bytes(b"".join(lines[:-1]))
+    (run / "ledger" / "tokens" / "u000002-u000003.parquet").unlink()
+    files = {one.file for one in verify_run(run).damaged}
+    assert {"checkpoints/v000004/manifest.json", "eval.jsonl", "ledger/tokens/u000002-u000003.parquet"} <= files
+
+
+def test_a_run_without_checksums_is_not_covered_and_goes_on(run: Path, tiny_run: RunConfig) -> None:
+    without_checksums(run)
+    found = verify_run(run)
+    assert found.damaged == []
+    assert any(text.startswith("metrics.jsonl: 4 of 4 lines") for text in found.not_covered)
+    assert any(text.startswith("the ends of the records") for text in found.not_covered)
+    check_run(run)
+    shutil.rmtree(run / "checkpoints" / "v000004")
+    config = make_config({**tiny_run.model_dump(mode="json"), "runs": str(run.parent), "name": run.name})
+    train(config)
+    weights = "checkpoints/v000004/model.safetensors"
+    assert (run / weights).read_bytes() == (tiny_run.directory / weights).read_bytes()
+    assert verify_run(run).damaged == []
+
+
+def test_a_missing_config_is_no_new_run(run: Path, tiny_run: RunConfig, tmp_path: Path) -> None:
+    (run / "config.resolved.json").unlink()
+    record = tiny_run.model_dump(mode="json", exclude_defaults=True) | {"runs": str(run.parent), "name": run.name}
+    config = make_config(record)
+    with pytest.raises(StoreError, match="is missing, though the run has begun"):
+        train(config)
+    assert "is no run directory" in refused("verify", tmp_path / "nothing")

@@ -1,0 +1,202 @@
+"""Log-probabilities under a reference: a column that is computed once, and training that reads it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from callbacks import StopAt
+from policies import POLICY, moved
+from stalewise.api import learn, run
+from stalewise.config import RunConfig, make_config
+from stalewise.config.sections import ModelSection, ObjectiveSection
+from stalewise.errors import ConfigError, ModelError, StalewiseError
+from stalewise.store import batch_directories, open_batch
+from stalewise.store.atomic import read_jsonl
+from stalewise.trainer.reference import LoadedReference, check_reference
+from stalewise.trainer.trainer import Trainer
+from tiny import tiny_record
+from trainer_inputs import POLICY as STEPS
+from trainer_inputs import plain_logp, rollouts
+
+PIPELINED = {"kind": "pipelined", "updates": 4, "stages": None, "updates_per_generation": 2, "lag": 1}
+
+
+def made(runs: Path, name: str = "run", **changes: Any) -> RunConfig:
+    changes = {"objective": {"kl": 0.3}, "optimizer": {"learning_rate": 3e-3}, **changes}
+    return make_config(tiny_record(runs, name, **changes))
+
+
+def weights(config: RunConfig) -> dict[str, torch.Tensor]:
+    return load_file(config.directory / f"checkpoints/v{config.schedule.updates:06d}/model.safetensors")
+
+
+def same(one: RunConfig, other: RunConfig) -> bool:
+    ours, theirs = weights(one), weights(other)
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def metric(config: RunConfig, name: str) -> list[float]:
+    return [record[name] for record in read_jsonl(config.directory / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("token_budget", [30, 10_000])
+def test_the_column_is_that_of_plain_forward_passes(token_budget: int) -> None:
+    rows = rollouts()
+    found = LoadedReference(STEPS, ModelSection(device="cpu"), token_budget).logp(rows)
+    assert found == pytest.approx(plain_logp(rows), abs=1e-5, rel=5e-6)
+
+
+def test_training_begins_at_its_reference_and_is_held_near_it(runs: Path) -> None:
+    free, held = made(runs, "free", objective={}), made(runs, "held")
+    for config in (free, held):
+        run(config)
+    divergence = metric(held, "kl_reference")
+    assert divergence[0] == 0.0 < divergence[1] < divergence[3]
+    assert "kl_reference" not in (free.directory / "metrics.jsonl").read_text()  # there is none, which is not 0
+    assert not (free.directory / "columns").exists()
+    # Rollouts are the same, with or without a reference.
+    shards = [sorted(one.directory.rglob("rollouts/g000000*/*.parquet")) for one in (free, held)]
+    assert [path.read_bytes() for path in shards[0]] == [path.read_bytes() for path in shards[1]]
+    assert not same(free, held)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"objective": {"kl": 0.3, "kl_in": "reward"}},
+        pytest.param({"schedule": PIPELINED}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_was_stopped_goes_on_exactly(runs: Path, changes: dict[str, Any]) -> None:
+    whole, stopped = made(runs, "whole", **changes), made(runs, "stopped", **changes)
+    run(whole)
+    with pytest.raises(KeyboardInterrupt):
+        run(stopped, StopAt(1))
+    columns = sorted((stopped.directory / "columns").rglob("*.parquet"))
+    columns[0].write_bytes(b"damaged")
+    for column in columns[1:]:
+        column.unlink()
+    run(stopped)
+    assert same(whole, stopped)
+    assert metric(whole, "kl_reference") == metric(stopped, "kl_reference")
+
+
+def test_learning_from_rollouts_of_another_run_computes_its_own_column(runs: Path) -> None:
+    source, reference = made(runs, "source", objective={}), str(moved(POLICY, runs / "other", by=0.05))
+    run(source)
+    before = {path: path.read_bytes() for path in source.directory.rglob("*") if path.is_file()}
+    config = made(runs, "offline", objective={"kl": 0.3, "kl_estimator": "k2", "reference": reference})
+    learn(config, [source.directory])
+    assert {path: path.read_bytes() for path in source.directory.rglob("*") if path.is_file()} == before
+    assert metric(config, "kl_reference")[0] > 1e-4
+    names = {path.parent.name for path in (config.directory / "columns").rglob("*.parquet")}
+    assert names == {"000-g000000-v000000", "001-g000001-v000002"}
+
+
+def test_the_divergence_in_the_reward_moves_advantages_and_not_the_reported_reward(runs: Path) -> None:
+    free, config = (
+        made(runs, name, sampler={"temperature": 1.5}, objective=objective)
+        for name, objective in (("free", {}), ("run", {"kl": 5.0, "kl_in": "reward", "kl_estimator": "k1"}))
+    )
+    for one in (free, config):
+        run(one)
+    assert metric(free, "reward")[0] == metric(config, "reward")[0]
+    assert metric(free, "degenerate_fraction")[0] == metric(config, "degenerate_fraction")[0]
+    assert metric(free, "grad_norm")[0] != pytest.approx(metric(config, "grad_norm")[0], rel=1e-3)
+
+
+def test_adapters_have_their_base_as_reference(runs: Path) -> None:
+    pytest.importorskip("peft")
+    lora = {"lora": {"rank": 2}}
+    configs = [made(runs, name, model=lora, objective={"kl": 0.3, "reference": name}) for name in ("initial", "base")]
+    for config in configs:
+        run(config)
+    assert same(*configs)  # new adapters change nothing, so the initial policy is the base
+    assert metric(configs[1], "kl_reference")[0] == pytest.approx(0.0, abs=1e-9)
+    with pytest.raises(ConfigError, match="no adapter is trained"):
+        made(runs, objective={"kl": 0.3, "reference": "base"})
+
+
+def test_micro_batches_do_not_change_the_gradient_of_regularizers() -> None:
+    rows = rollouts(groups=4)
+    rows = type(rows)(**{**{f: getattr(rows, f) for f in rows.__slots__}, "reference_logp": rows.behaviour_logp - 0.2})
+    objective = {"name": "grpo", "kl": 0.3, "entropy_bonus": 0.2, "overlong_tokens": 8, "truncated": "mask"}
+    found = []
+    for tokens in (40, 10_000):
+        settings: dict[str, Any] = {"objective": objective, "learner": {"tokens_per_micro_batch": tokens}}
+        trainer = Trainer(make_config({**settings, "sampler": {"max_new_tokens": 20}}), STEPS)
+        found.append(trainer.gradient(rows))
+    assert (found[0] - found[1]).norm() <= 1e-5 * found[1].norm()
+    plain = {"objective": {"name": "grpo", "truncated": "mask"}, "sampler": {"max_new_tokens": 20}}
+    assert (Trainer(make_config(plain), STEPS).gradient(rows) - found[1]).norm() > 1e-2 * found[1].norm()
+
+
+def test_an_entropy_bonus_raises_the_entropy(runs: Path) -> None:
+    plain, curious = made(runs, "plain", objective={}), made(runs, "curious", objective={"entropy_bonus": 0.5})
+    for config in (plain, curious):
+        run(config)
+    assert metric(curious, "entropy")[0] == pytest.approx(metric(plain, "entropy")[0])
+    assert metric(curious, "entropy")[1] > metric(plain, "entropy")[1] + 0.01
+
+
+def test_weights_of_parts_are_the_reward(runs: Path) -> None:
+    config = made(runs, objective={"reward_weights": {"correct": 0.25, "format": 0.5}})
+    run(config)
+    batch = open_batch(batch_directories(config.directory / "rollouts")[0])
+    plain = batch.column("reward")
+    batch.weights = config.objective.reward_weights
+    parts = [{p["name"]: p["value"] for p in row["reward_parts"]} for row in batch.iter_records(["reward_parts"])]
+    expected = np.array([0.25 * one["correct"] + 0.5 * one["format"] for one in parts])
+    assert batch.column("reward").tolist() == expected.tolist() != plain.tolist()
+    assert batch.take([3, 1]).reward.tolist() == expected[[3, 1]].tolist()
+    assert metric(config, "reward")[0] == pytest.approx(expected[:16].mean())
+
+
+def test_bad_references_are_one_message(runs: Path) -> None:
+    with pytest.raises(StalewiseError, match=r"objective\.reference: .*nowhere"):
+        run(made(runs, objective={"kl": 0.3, "reference": str(runs / "nowhere")}))
+    other = runs / "other"
+    shutil.copytree(POLICY, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelError, match="another vocabulary than the policy"):
+        check_reference(ObjectiveSection(kl=0.1, reference=str(other)), ModelSection(), "arithmetic", str(POLICY))
+    with pytest.raises(StalewiseError, match=r"a reward has no part 'style', which objective\.reward_weights names"):
+        run(made(runs, "parts", objective={"reward_weights": {"style": 1.0}}))
+
+
+def test_other_weights_in_the_same_place_are_refused(runs: Path) -> None:
+    reference = moved(POLICY, runs / "other", by=0.05)
+    config = made(runs, objective={"kl": 0.3, "reference": str(reference)})
+    with pytest.raises(KeyboardInterrupt):
+        run(config, StopAt(1))
+    shutil.copy(POLICY / "model.safetensors", reference / "model.safetensors")
+    with pytest.raises(StalewiseError, match=r"has other weights than the reference with which .* began"):
+        run(config)
+
+
+@pytest.mark.parametrize(
+    ("objective", "message"),
+    [
+        ({"kl_in": "reward"}, "have no meaning without kl"),
+        ({"overlong_penalty": 2.0}, "no meaning without overlong_tokens"),
+        ({"overlong_tokens": 99}, "every response would be penalised"),
+        ({"reward_weights": {"correct": 0.0}}, "every reward would be 0"),
+        ({"kl": 0.1, "reference": " "}, "reference is empty"),
+        ({"kl": -0.1}, "greater than or equal to 0"),
+    ],
+)
+def test_contradictions_are_one_message(runs: Path, objective: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        made(runs, objective=objective)
