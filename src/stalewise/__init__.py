@@ -3,8 +3,8 @@
     result = stalewise.train(model="…", dataset=rows, reward=function, updates=64)
     result = stalewise.run(stalewise.load_config("config.toml"))
 
-`train`, `run`, `generate`, `learn`, `evaluate` and `report` are functions, `objective` is a decorator. `import
-stalewise` does not import torch: a name is loaded when it is first used.
+`train`, `run`, `fork`, `generate`, `learn`, `rescore`, `evaluate` and `report` are functions, `objective` a decorator.
+`import stalewise` does not import torch: a name is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from stalewise.api import evaluate, evaluate_suites, generate, learn, run, train
+    from stalewise.api import evaluate, evaluate_suites, fork, generate, learn, rescore, run, train
     from stalewise.config import RunConfig, load_config, make_config
     from stalewise.config.run_directory import RunResult
     from stalewise.objectives.registry import register_objective as objective
@@ -25,9 +25,22 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = ["RunConfig", "RunResult", "__version__", "load_config", "make_config"]
-__all__ += ["evaluate", "evaluate_suites", "generate", "learn", "objective", "report", "run", "train"]
+__all__ += [
+    "evaluate",
+    "evaluate_suites",
+    "fork",
+    "generate",
+    "learn",
+    "objective",
+    "report",
+    "rescore",
+    "run",
+    "train",
+]
 
-_MODULES: dict[str, str] = dict.fromkeys(("evaluate", "evaluate_suites", "generate", "learn", "run", "train"), "api")
+_MODULES: dict[str, str] = dict.fromkeys(
+    ("evaluate", "evaluate_suites", "fork", "generate", "learn", "rescore", "run", "train"), "api"
+)
 _MODULES |= dict.fromkeys(("RunConfig", "load_config", "make_config"), "config")
 _MODULES |= {"RunResult": "config.run_directory", "objective": "objectives.registry", "report": "reporting.render"}
 _CALLED = {"objective": "register_objective", "report": "write_report"}  # what their modules call them

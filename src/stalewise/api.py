@@ -1,4 +1,4 @@
-"""The public verbs as functions: train, run, generate, learn, evaluate. The command line calls these and prints."""
+"""The public verbs as functions: train, run, fork, rescore and so on; the command line prints their results."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from stalewise.models.loading import embedded_policies, embedded_policy, resolve
 from stalewise.orchestrator import python_objects
 from stalewise.orchestrator.contamination import seen_in_training
 from stalewise.orchestrator.evaluation import Evaluation, evaluate_suite
+from stalewise.orchestrator.fork import fork
 from stalewise.orchestrator.model_check import check_model
 from stalewise.orchestrator.offline import OfflineRollouts, plan_sources
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.orchestrator.pipelined import BackgroundGeneration
 from stalewise.orchestrator.ranks import join_ranks, run_on_all_ranks
+from stalewise.orchestrator.rescore import ROWS_TASKS
+from stalewise.orchestrator.rescore import rescore as score_again
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.orchestrator.setup import check_objective, resolve_learning_rate
 from stalewise.planning.memory import check_sampling_memory
@@ -33,9 +36,13 @@ from stalewise.reporting.progress import watching
 from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.workers.coordinator import restore
 from stalewise.store import BatchManifest, atomic, checkpoints
-from stalewise.tasks import Seen, Task, make_evaluation_file
+from stalewise.store.reward_versions import RewardVersion
+from stalewise.tasks import Seen, Task, callables, make_evaluation_file
 from stalewise.tasks.overlap import read_ids
+from stalewise.tasks.verifiers import VERIFIERS
 from stalewise.types import NullCallback, ProgressCallback
+
+__all__ = ["evaluate", "evaluate_suites", "fork", "generate", "learn", "rescore", "run", "train"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -98,7 +105,8 @@ def train(
         dataset: a list of dicts, a `datasets.Dataset`, a file or a hub name. Rows have `prompt` and `answer`, unless
             `prompt_field` and `answer_field` name others; one row in ten is held out, unless `held_out` says otherwise.
         reward: a function `(prompt, response, answer, **row)` that returns a number, or a dict with `reward` and
-            further numbers, which are kept; it may be a coroutine function. Or the name of a verifier, as "math".
+            further numbers, which are kept; it may be a coroutine function. Or a list of such functions, whose rewards
+            are added and kept by their names; or the name of a verifier, as "math".
         tokenizer: of a loaded model.
         eval_dataset: rows to evaluate on, instead of held-out ones.
         task: a name, a class or an object with the methods of `stalewise.tasks.Task`, instead of a data set.
@@ -190,6 +198,7 @@ def learn(
     *,
     checkpoint: str | Path | None = None,
     unused: bool = False,
+    rewards: str = "first",
     callback: ProgressCallback | None = None,
 ) -> RunResult:
     """Train once through existing rollouts: of run directories, or of single generation batches, in this order.
@@ -197,7 +206,8 @@ def learn(
     The result is a run directory without rollouts of its own. Updates: for each batch its groups divided by
     `batch.prompts`, rounded down, and at most `schedule.updates` in all. The policy starts at `config.model.path` or at
     `checkpoint`, with a fresh optimizer; `stalewise.orchestrator.offline` explains how ages are counted. `unused`
-    leaves out what the runs that made the rollouts have learned from.
+    leaves out what the runs that made the rollouts have learned from. `rewards` names a version that `rescore` made of
+    their rewards; "first" are those that they were generated with.
     """
     paths, start = [Path(path) for path in rollouts], None if checkpoint is None else Path(checkpoint)
     progress = callback or NullCallback()
@@ -205,11 +215,38 @@ def learn(
     def train(ranks: Ranks) -> RunResult:
         check_objective(config.objective, config.batch.without_variance)  # before anything is loaded
         resolved = resolve_learning_rate(config, progress.log)
-        planned, sources = plan_sources(resolved, paths, start, unused=unused, log=progress.log)
+        planned, sources = plan_sources(resolved, paths, start, unused=unused, rewards=rewards, log=progress.log)
         with atomic.RunLock(planned.directory):
             return Orchestrator(planned, progress, OfflineRollouts(sources, start), ranks=ranks).run()
 
     return run_on_all_ranks(config, train)
+
+
+def rescore(
+    run: str | Path,
+    reward: Any = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+    answers: str | Path | Mapping[str, str] | None = None,
+    weights: Mapping[str, float] | None = None,
+    name: str | None = None,
+    callback: ProgressCallback | None = None,
+) -> RewardVersion:
+    """Score the rollouts of a run again, as a version `name` of their rewards beside the first.
+
+    `reward` is the name of a verifier, with its `options`, or a function as in `train`. The other arguments are
+    those of `stalewise.orchestrator.rescore.rescore`.
+    """
+    if callable(reward):
+        if read_config(run).task.name not in ROWS_TASKS:
+            raise TaskError("a reward function needs a run that was trained on rows, whose fields it names")
+        found = callables.fingerprint(reward)
+        options = {**(options or {}), "function": callables.register(reward, found)}
+        reward = "function"
+    elif reward is not None and reward not in VERIFIERS:
+        raise TaskError(f"reward={reward!r} is no verifier: pass a function, or {', '.join(VERIFIERS)}")
+    keywords = {"options": options, "answers": answers, "weights": weights, "name": name, "callback": callback}
+    return score_again(run, reward, **keywords)
 
 
 @_accepts_watcher

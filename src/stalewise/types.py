@@ -49,6 +49,9 @@ class Reward:
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     error: str = ""
     traceback: str = field(default="", compare=False, repr=False)  # of a judge that raised; not stored
+    answer: str | None = field(
+        default=None, compare=False, repr=False
+    )  # that the response gives, for a vote; not stored
 
 
 @dataclass(frozen=True, slots=True)

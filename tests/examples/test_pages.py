@@ -65,7 +65,7 @@ def test_readme_trains_on_a_list_with_a_lambda(tmp_path: Path) -> None:
 
 def test_training_from_python(tmp_path: Path) -> None:
     space = run_blocks("docs/python.md")
-    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"sums", "graded", "settings", "mine"}
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {"sums", "graded", "both", "settings", "mine"}
     assert space["result"].updates == 2
     assert space["found"].prompts == 8
 
@@ -77,6 +77,32 @@ def test_evaluation(tmp_path: Path) -> None:
     assert set(space["result"].suites) == {"greedy", "test"}
     assert space["found"]["greedy"].accuracy.value == space["result"].suites["greedy"]["accuracy"]["value"]
     assert run_commands("docs/evaluation.md") == 5
+
+
+def test_forks(tmp_path: Path) -> None:
+    space = run_blocks("docs/fork.md", "tests/examples/test_pages.py`.\n")
+    assert run_commands("docs/fork.md") == 5
+    exec(blocks("docs/fork.md")[1], space)
+    assert space["result"].updates == 4
+    assert [path.name for path in sorted((tmp_path / "runs").iterdir())] == ["first", "longer", "lower", "warm"]
+
+
+def test_rescoring(tmp_path: Path) -> None:
+    space = run_blocks("docs/rescore.md", "tests/examples/test_pages.py`.\n")
+    assert run_commands("docs/rescore.md") == 4
+    assert {path.name for path in (tmp_path / "runs/first/rewards").iterdir()} == {"with-format", "last-number"}
+    exec(blocks("docs/rescore.md")[1], space)
+    assert space["made"].record["mean_after"] > space["made"].record["mean_before"]
+
+
+def test_mixtures(tmp_path: Path) -> None:
+    (table,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/mixtures.md").read_text(), re.MULTILINE | re.DOTALL)
+    (tmp_path / "mixed.toml").write_text(table)
+    exec(blocks("docs/mixtures.md")[0], {})
+    assert run_commands("docs/mixtures.md") == 3
+    space = run_blocks("docs/mixtures.md", "in any other run.\n")
+    by_task = space["result"].evaluations[-1]["by_task"]
+    assert {label: one["prompts"] for label, one in by_task.items()} == {"arithmetic": 12, "small": 4}
 
 
 def test_templates(tmp_path: Path) -> None:

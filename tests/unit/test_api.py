@@ -102,8 +102,8 @@ def test_a_model_is_evaluated_on_the_task_that_is_named(tiny_run: RunConfig, tmp
     assert (other.task, other.prompts, other.accuracy.value) == ("rows", 2, 0)
 
 
-PUBLIC = ["RunConfig", "RunResult", "evaluate", "evaluate_suites", "generate", "learn", "load_config", "make_config"]
-PUBLIC += ["objective", "report", "run", "train"]
+PUBLIC = ["RunConfig", "RunResult", "evaluate", "evaluate_suites", "fork", "generate", "learn", "load_config"]
+PUBLIC += ["make_config", "objective", "report", "rescore", "run", "train"]
 
 
 def test_the_package_shows_its_public_interface_and_nothing_else() -> None:
@@ -124,6 +124,7 @@ def test_help_shows_the_parameters_of_a_verb() -> None:
         "rollouts",
         "checkpoint",
         "unused",
+        "rewards",
         "callback",
     ]
 

@@ -118,7 +118,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file; `stalewise init` writes one.")]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file, or a run directory to continue.")]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in optimizer.learning_rate=1e-5."),
@@ -135,9 +135,12 @@ def overrides(settings: Sequence[str] | None) -> dict[str, Any]:
 
 
 def read_config_file(path: Path, settings: Sequence[str] | None) -> RunConfig:
-    """Read a config with the values of `--set`."""
+    """Read a config, or that of a run directory, with the values of `--set`."""
     from stalewise.config import load_config
+    from stalewise.config.run_directory import read_config_at
 
+    if path.is_dir():
+        return read_config_at(path, overrides(settings))
     return load_config(path, overrides(settings))
 
 

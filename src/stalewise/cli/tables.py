@@ -22,7 +22,14 @@ from stalewise.planning.sweep import SweepResult
 from stalewise.reporting.compare import RunComparison
 from stalewise.reporting.inspection import visible
 from stalewise.reporting.status import RunPhase, RunStatus
-from stalewise.reporting.summary import count_noun, format_interval, format_value
+from stalewise.reporting.summary import (
+    count_noun,
+    describe_fork,
+    describe_rewards,
+    format_changes,
+    format_interval,
+    format_value,
+)
 from stalewise.reporting.trackers import measures_of
 from stalewise.reporting.verification import Verification
 from stalewise.statistics import format_duration
@@ -88,7 +95,11 @@ def _seconds(seconds: Mapping[str, float]) -> str:
 
 
 def _accuracies(evaluations: Iterable[Mapping[str, Any]]) -> list[str]:
-    return [f"version {one['version']}: accuracy {format_interval(one['accuracy'])}" for one in evaluations]
+    return [
+        f"version {one['version']}: accuracy {format_interval(one['accuracy'])}"
+        + "".join(f"; {visible(task)} {format_interval(of['accuracy'])}" for task, of in one.get("by_task", {}).items())
+        for one in evaluations
+    ]
 
 
 def print_result(result: RunResult, as_json: bool) -> None:
@@ -116,6 +127,10 @@ def print_evaluation(result: Any) -> None:
         f"{result.response_length:.1f} tokens per response, {result.truncated_fraction:.1%} truncated, "
         f"{result.seconds:.1f} s",
     )
+    if result.majority is None and result.samples > 1:
+        print_lines('majority@k is unavailable: the reward names no answers (a dict with "answer" would)')
+    for label, one in result.by_task.items():
+        print_lines(visible(f"{label}: accuracy {format_interval(one['accuracy'])} on {one['prompts']} prompts"))
     if result.excluded:
         print_lines(f"{result.excluded} prompts left out: they were used in training, or their ids are excluded")
     for kind, count in result.verifier_error_kinds.items():
@@ -194,10 +209,17 @@ def print_run(record: dict[str, Any]) -> None:
     print_lines(
         record["directory"],
         f"{record['objective']} on {record['task']}, model {record['model']}, {record['schedule']}",
+        *(visible(line) for line in describe_fork(record["fork"])),
+        *(
+            visible(f"at version {line['version']} was changed: {format_changes(line['changes'])}")
+            for line in record["config_changes"]
+        ),
         f"{record['updates_done']} of {record['updates']} updates{lost}",
         f"checkpoints: {', '.join(map(str, record['checkpoints'])) or 'none'}",
         _batches(record["batches"]),
         *_unparsed(sum(batch["unparsed"] for batch in committed), examples),
+        *(visible(f"rewards {describe_rewards(one, one['name'])}") for one in record["rewards"]),
+        *([f"learned from the rewards {', '.join(used)}"] if (used := record["rewards_used"]) != ["first"] else []),
         *_accuracies(record["evaluations"]),
         _seconds(record["seconds"]),
     )
@@ -232,6 +254,7 @@ def print_rollout(record: dict[str, Any]) -> None:
         "prompt": f"{record['prompt_id']}  {_text(record['prompt'])}",
         "response": _text(record["text"]),
         "reward": _reward(record),
+        **{f"  {name}": _reward(one) for name, one in record["rewards"].items()},
         "finished": f"{record['finish_reason']}, versions {record['version_first']} to {record['version_last']}",
         "sampler": ", ".join(f"{key} {value}" for key, value in settings if value != ""),
         "consumed": f"at {', '.join(map(str, record['consumed_at'])) or 'no update yet'}",

@@ -1,7 +1,8 @@
-"""Commands that train or examine one run: demo, init, train, generate, learn, eval, inspect, doctor."""
+"""Commands that train or examine one run: demo, init, train, fork, generate, learn, rescore, eval, inspect, doctor."""
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from collections.abc import Callable
@@ -77,6 +78,29 @@ def _run_and_print(config: RunConfig, train: Callable[[ProgressCallback], RunRes
 
 
 @app.command()
+def fork(
+    run: RunDirectory,
+    at: Annotated[int | None, typer.Option(metavar="VERSION", help="Checkpoint; default: the newest.")] = None,
+    settings: Settings = None,
+    unset: Annotated[list[str] | None, typer.Option(metavar="KEY", help="Give a setting its default.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the new run; default: RUN-vVERSION.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a new run that starts from a checkpoint of another one, with its optimizer and the rollouts that fit."""
+    from stalewise.api import fork
+    from stalewise.config.run_directory import read_fork
+
+    changes = overrides(settings)
+    config = fork(
+        run, at=at, settings=changes, unset=unset or (), name=name, log=lambda text: typer.echo(text, err=True)
+    )
+    if as_json:
+        return print_json({"directory": str(config.directory), **read_fork(config.directory)})
+    typer.echo(str(config.directory))
+    typer.echo(f"next: stalewise train {config.directory}", err=True)
+
+
+@app.command()
 def generate(
     config: Annotated[str, typer.Argument(help="TOML file; for workers also a run directory or a URL.")],
     batch: Annotated[int | None, typer.Option(help="Batch to generate; default: the next missing one.")] = None,
@@ -117,6 +141,9 @@ def learn(
     rollouts: Annotated[list[Path], typer.Option(help="Run directory or generation batch; may be repeated.")],
     checkpoint: Annotated[Path | None, typer.Option(help="Policy to start from instead of model.path.")] = None,
     unused: Annotated[bool, typer.Option("--unused", help="Only rollouts their own runs did not learn from.")] = False,
+    rewards: Annotated[
+        str, typer.Option(metavar="NAME", help="Rewards that `rescore` made; default: first.")
+    ] = "first",
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -124,8 +151,39 @@ def learn(
     checked = read_config_file(config, settings)
     from stalewise.api import learn
 
-    options: dict[str, Any] = {"checkpoint": checkpoint, "unused": unused}
+    options: dict[str, Any] = {"checkpoint": checkpoint, "unused": unused, "rewards": rewards}
     _run_and_print(checked, lambda callback: learn(checked, rollouts, callback=callback, **options), as_json)
+
+
+@app.command()
+def rescore(
+    run: RunDirectory,
+    verifier: Annotated[str | None, typer.Option(help="Another verifier; default: the run's own as it is now.")] = None,
+    option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the verifier.")] = None,
+    answers: Annotated[Path | None, typer.Option(help="JSONL file with id and answer: repaired gold answers.")] = None,
+    weight: Annotated[list[str] | None, typer.Option(metavar="PART=VALUE", help="Weight of a reward part.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of these rewards; default: r1, r2, …")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score the rollouts of a run again, beside their first rewards: another verifier, answers or weights."""
+    from stalewise.api import rescore
+    from stalewise.reporting.progress import watching
+    from stalewise.reporting.summary import describe_rewards
+
+    if wrong := [text for text in (*(option or ()), *(weight or ())) if "=" not in text]:
+        raise ConfigError(f"{wrong[0]}: expected key=value, as in --option which=first or --weight correct=1")
+    weights = overrides(weight) if weight else None
+    for part, value in (weights or {}).items():
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            raise ConfigError(f"--weight {part}={value}: expected a number")
+    with watching() as callback:
+        made = rescore(
+            run, verifier, options=overrides(option), answers=answers, weights=weights, name=name, callback=callback
+        )
+    if as_json:
+        return print_json({"name": made.name, "directory": str(made.directory), **made.record})
+    typer.echo(describe_rewards(made.record, made.name))
+    typer.echo(f"next: stalewise learn CONFIG --rollouts {run} --rewards {made.name}", err=True)
 
 
 @app.command(name="eval")

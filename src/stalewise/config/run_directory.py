@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Container
+import shlex
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from stalewise import __version__
-from stalewise.config.run import FORMAT, HERE, RunConfig, identity_of, make_config, with_moved_files
+from stalewise.config.run import FORMAT, HERE, RunConfig, identity_of, make_config, set_dotted, with_moved_files
+from stalewise.config.schedule_sections import ScheduleSection
+from stalewise.config.template import toml
 from stalewise.errors import StoreError
+from stalewise.staleness.schedule import ForkedSchedule, PastBatch, Schedule
 from stalewise.store.atomic import read_json
 from stalewise.store.checkpoints import checkpoint_directory, versions
-from stalewise.store.manifest import batch_directories, is_committed, read_batch_manifest
+from stalewise.store.manifest import batch_directories, committed_shards, is_committed, read_batch_manifest
 from stalewise.store.records import EVALUATION, JOURNAL, SUITE, read_records
 
 RESOLVED = "config.resolved.json"
@@ -32,6 +36,16 @@ _OF_PROGRAMS = {
     "objective.name": "objective (the run's own is in python/objective.py)",
     "model.path": "model",
 }
+# What may change in a run at any time; the change is journaled.
+IN_PLACE = ("evaluation.", "checkpoints.")
+# What rollouts do not depend on: may change while nothing was trained.
+OF_TRAINING = ("optimizer.", "objective.", "guard.", "learner.", "recipe")
+# What a fork takes from its checkpoint.
+OF_THE_CHECKPOINT = ("model.path", "model.adapter", "model.lora", "optimizer.moments")
+# Records of the journal that are no activity.
+NOTES = frozenset({"ranks", "config", "fork"})
+FORK_FORMAT = "stalewise.fork/1"
+FORK = "fork.json"
 _WAY_ON = "restore it to continue, or choose another name=… for a new run"
 
 
@@ -71,7 +85,7 @@ def read_result(directory: Path, updates: int) -> RunResult:
     """Read the result of a finished run from its directory."""
     seconds: dict[str, float] = {"generate": 0.0, "learn": 0.0, "switch": 0.0, "evaluate": 0.0}
     for record in read_records(directory / "journal.jsonl", JOURNAL):
-        if record["event"] != "ranks":  # a record of the world size, without a duration
+        if record["event"] not in NOTES:
             seconds[record["event"]] = seconds.get(record["event"], 0.0) + record["seconds"]
     return RunResult(directory, updates, read_records(directory / "eval.jsonl", EVALUATION), seconds)
 
@@ -81,6 +95,15 @@ def read_config(directory: str | Path) -> RunConfig:
     record = read_resolved(directory)
     del record["format"]
     return make_config(with_moved_files(record, str(Path(directory))), source=str(Path(directory) / RESOLVED))
+
+
+def read_config_at(directory: str | Path, overrides: Mapping[str, Any]) -> RunConfig:
+    """The config of a run directory to continue it where it lies now, with changes by dotted names."""
+    place = Path(os.path.normpath(directory))
+    record = {**read_config(place).model_dump(mode="json"), "runs": str(place.parent), "name": place.name}
+    for key, value in overrides.items():
+        set_dotted(record, key, value)
+    return make_config(record, source=str(place))
 
 
 def read_resolved(directory: str | Path) -> dict[str, Any]:
@@ -112,27 +135,55 @@ def check_identity(config: RunConfig) -> None:
         raise StoreError(f"{path} has format {written}; this release reads {FORMAT}: choose another name")
     if not is_started(config.directory):
         return  # after a failed start, e.g. with a wrong model path, the config may still change
-    differences = identity_differences(config, recorded)
-    if differences and not reward_was_repaired(config):
-        if changed := _changed_in_program(differences):
-            raise StoreError(f"{config.directory} was begun with {changed}: {_WAY_ON}")
-        raise StoreError(
-            f"{config.directory} belongs to another config ({'; '.join(differences[:3])}): choose another name, "
-            "or delete the directory to start anew"
-        )
+    changes = changed_settings(config.model_dump(mode="json"), recorded)
+    if may_still_change(config.directory, changes):
+        return
+    differences = _describe_changes(changes)
+    if changed := _changed_in_program(differences):
+        raise StoreError(f"{config.directory} was begun with {changed}: {_WAY_ON}")
+    advice = f"{_fork_advice(config.directory, changes)}choose another name, or delete the directory to start anew"
+    raise StoreError(f"{config.directory} belongs to another config ({'; '.join(differences[:3])}): {advice}")
 
 
-def reward_was_repaired(config: RunConfig) -> bool:
-    """Whether a run that has no rollouts yet differs from this config in its verifier alone.
+def may_still_change(directory: Path, keys: Iterable[str]) -> bool:
+    """Whether these settings may change in a run: nothing was trained, and no rollouts depend on them."""
+    if versions(directory)[-1:] not in ([], [0]):
+        return not list(keys)
+    generated = any(map(committed_shards, batch_directories(directory / "rollouts")))
+    return not generated or all(key.startswith(OF_TRAINING) for key in keys)
 
-    That is so after a reward that failed: it is repaired under the same name, and only evaluations are made again.
-    """
-    directory = config.directory
-    path = directory / "config.resolved.json"
-    if not path.is_file() or any((directory / "rollouts").glob("[!.]*")) or versions(directory) != [0]:
-        return False
-    differences = identity_differences(config, read_json(path))
-    return bool(differences) and all(text.startswith("task.options.verifier") for text in differences)
+
+def _fork_advice(directory: Path, changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """The command that continues under another name with these changes; empty where none does."""
+    newest, learned = versions(directory)[-1:], (directory / "sources.json").is_file()
+    if not newest or learned or any(key.startswith(OF_THE_CHECKPOINT) for key in changes):
+        return ""
+    words = ["stalewise", "fork", str(directory), "--at", str(newest[0])]
+    for key, (_, new) in changes.items():
+        words += ["--unset", key] if new is None else ["--set", f"{key}={toml(new)}"]
+    return f"`{shlex.join(words)}` continues from version {newest[0]} as a new run; or "
+
+
+def changed_settings(
+    record: Mapping[str, Any], recorded: Mapping[str, Any], but: Container[str] = ()
+) -> dict[str, tuple[Any, Any]]:
+    """Settings that identify a run and differ between two resolved configs of it: before and after."""
+    # A setting that is newer than the run had its default; an option that was removed is a difference, too.
+    old, new = flat(RunConfig().identity()) | flat(identity_of(recorded)), flat(identity_of(record))
+    return {
+        key: (old.get(key), new.get(key))
+        for key in {**new, **old}
+        if old.get(key) != new.get(key) and key not in but and not key.startswith(IN_PLACE)
+    }
+
+
+def identity_differences(config: RunConfig, recorded: Mapping[str, Any], but: Container[str] = ()) -> list[str]:
+    """How a config differs from the resolved one of a run, except in the settings `but`."""
+    return _describe_changes(changed_settings(config.model_dump(mode="json"), recorded, but))
+
+
+def _describe_changes(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    return [f"{key} was {old!r} and is {new!r}" for key, (old, new) in changes.items()]
 
 
 def _changed_in_program(differences: list[str]) -> str:
@@ -142,18 +193,41 @@ def _changed_in_program(differences: list[str]) -> str:
     return f"another {' and another '.join(found)}" if len(found) == len(differences) else ""
 
 
-def identity_differences(config: RunConfig, recorded: dict[str, Any], but: Container[str] = ()) -> list[str]:
-    """How a config differs from the resolved one of a run, except in the settings `but`."""
-    # A setting that is newer than the run had its default; an option that was removed is a difference, too.
-    old, new = flat(RunConfig().identity()) | flat(identity_of(recorded)), flat(config.identity())
-    return [
-        f"{key} was {old.get(key)!r} and is {new.get(key)!r}"
-        for key in {**new, **old}
-        if old.get(key) != new.get(key) and key not in but
-    ]
+def all_changes(record: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """All settings that differ between two resolved configs of a run, except its name and place: before and after."""
+    before, after = (flat(with_moved_files(one, HERE)) for one in (recorded, record))
+    before = flat(RunConfig().model_dump(mode="json")) | before
+    named = ("format", "name", "runs")
+    return {
+        key: [before.get(key), after.get(key)]
+        for key in {**before, **after}
+        if key not in named and before.get(key) != after.get(key)
+    }
 
 
-def flat(record: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def read_fork(directory: Path) -> dict[str, Any]:
+    """What a forked run started from, as `fork.json` has it; empty for another run."""
+    path = directory / FORK
+    record = read_json(path) if path.is_file() else {}
+    if record and record.get("format") != FORK_FORMAT:
+        raise StoreError(f"{path} has format {record.get('format')}; this release reads {FORK_FORMAT}")
+    return record
+
+
+def schedule_of(section: ScheduleSection, directory: Path) -> Schedule:
+    """The schedule of a run, as far as it is known before the run; of a fork, with the batches of the run before it."""
+    planned = section.schedule()
+    if section.end == "spent" or not (forked := read_fork(directory).get("schedule")):
+        return planned
+    past = tuple(PastBatch(*batch) for batch in forked["past"])
+    first = past[-1].first_update + past[-1].planned_updates if past else 0
+    rest = section.model_copy(update={"updates": section.updates - first}).schedule()
+    return ForkedSchedule(
+        section.updates, rest.updates_per_generation, rest.lag, past=past, first_prompt=forked["first_prompt"]
+    )
+
+
+def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested tables as one, with dotted keys."""
     merged: dict[str, Any] = {}
     for key, value in record.items():

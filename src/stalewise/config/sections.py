@@ -98,7 +98,9 @@ class ModelSection(Section):
 class TaskSection(Section):
     """The task to train on."""
 
-    name: str = Field(default="arithmetic", description="arithmetic[-steps|-chat], jsonl, hf or gym; docs/tasks.md.")
+    name: str = Field(
+        default="arithmetic", description="arithmetic[-steps|-chat], jsonl, hf, gym or mixture; docs/tasks.md."
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the task; docs/tasks.md lists them.")
     difficulty: str = Field(
         default="", description="Table of pass rates (`stalewise difficulty`) that chooses prompts; empty: all prompts."

@@ -179,12 +179,12 @@ class CollapseGuard:
         if not self.is_on:
             return set()
         known, possible = self.assess(schedule, version, ()), self._possible_targets(schedule)
-        good = [v for v in possible if v in {0, *known.good}]
+        good = [v for v in possible if v in {schedule.begins_at, *known.good}]
         return {*good[-1:], *(v for v in possible if v in known.best)}
 
     def roll_back(self, schedule: Schedule, why: Degradation, assessment: Assessment) -> int:
         """Roll back to the latest good version and return it; or raise Collapsed."""
-        good = {v for v in {0, *assessment.good, *assessment.best} if v < why.bad_version}
+        good = {v for v in {schedule.begins_at, *assessment.good, *assessment.best} if v < why.bad_version}
         targets = [v for v in self._possible_targets(schedule) if v in good]
         done, last = len(self.rollbacks.records), "no policy is known to be good"
         if targets:
@@ -209,4 +209,5 @@ class CollapseGuard:
     def _possible_targets(self, schedule: Schedule) -> list[int]:
         """Checkpoints on disk; only those at which a batch begins, where rollouts are to be generated again."""
         starts = {schedule.updates_of(g).start for g in range(schedule.generation_batches)}
-        return [v for v in checkpoints.versions(self.run_log.directory) if v in starts or not self.regenerates]
+        found = [v for v in checkpoints.versions(self.run_log.directory) if v >= schedule.begins_at]
+        return [v for v in found if v in starts or not self.regenerates]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stalewise.config import RunConfig, TaskSection, load_config
-from stalewise.config.run_directory import EXPORT_CONFIG, EXPORT_FORMAT, EXPORT_RECORD, read_config
+from stalewise.config.run_directory import EXPORT_CONFIG, EXPORT_FORMAT, EXPORT_RECORD, read_config, read_fork
 from stalewise.errors import StalewiseError
 from stalewise.models.gguf import is_gguf
 from stalewise.models.loading import embedded_policy
@@ -61,10 +61,11 @@ def _origins(run: Path) -> list[Path]:
     sources = read_record(run / "sources.json", SOURCES) if (run / "sources.json").is_file() else {}
     if checkpoint := sources.get("checkpoint"):
         return [Path(checkpoint)]
-    model = read_config(run).model
+    model, forked = read_config(run).model, read_fork(run)
+    before = [Path(forked["run"])] if forked else []
     paths = [path for path in (model.path, model.adapter) if path not in ("", "auto", SMOLLM2)]
     paths = [path for path in paths if not embedded_policy(path)]
-    return [Path(path).expanduser() for path in paths if not is_gguf(path)]
+    return [*before, *(Path(path).expanduser() for path in paths if not is_gguf(path))]
 
 
 def _sources(run: Path) -> list[Path]:

@@ -23,9 +23,11 @@ from stalewise.rollout.generate import ScoreCheck, sample_for_evaluation
 from stalewise.rollout.sampler import Sampler
 from stalewise.statistics import Interval, bootstrap
 from stalewise.tasks import Seen, Task, Verifier, count_errors
+from stalewise.tasks.mixture import MixtureVerifier
+from stalewise.tasks.overlap import task_of
 from stalewise.tasks.verifiers.error_counts import LISTED
 from stalewise.tasks.verifiers.math import MathVerifier
-from stalewise.types import FinishReason, SamplerSettings
+from stalewise.types import FinishReason, Prompt, Reward, SamplerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Evaluation:
     majority: Interval | None = None  # majority@k over all samples; None: the verifier names no answers
     suite: str = ""  # empty: the run's own evaluation
     settings: dict[str, Any] = field(default_factory=dict)  # temperature, top_p and max_new_tokens of a suite
+    by_task: dict[str, dict[str, Any]] = field(default_factory=dict)  # of a mixture: prompts and measures of each task
     timed_out: int = 0  # programs that a limit of time ended: worth 0
 
     def record(self) -> dict[str, Any]:
@@ -118,7 +121,8 @@ def evaluate_checkpoint(
         unmatched=len(unmatched),
         unmatched_prompts=[prompt.prompt_id for prompt in unmatched[:LISTED]],
         by_prompt=scores_by_prompt([prompt.prompt_id for prompt in held_out], score_PK),
-        majority=majority_of(score_PK, answers_of(task.verifier, texts)),
+        majority=majority_of(score_PK, answers_of(task.verifier, repeated, texts, rewards)),
+        by_task=measures_by_task(task.verifier, repeated, texts, rewards, score_PK),
     )
 
 
@@ -154,10 +158,47 @@ def pass_at_k(score_PK: npt.NDArray[np.float64], k: int) -> Interval:
     return bootstrap(1 - missed_P)
 
 
-def answers_of(verifier: Verifier, texts: Sequence[str]) -> list[str | None] | None:
-    """The answer that each response gives, where the verifier can name them; None for a response without one."""
-    name: Callable[[str], str | None] | None = getattr(verifier, "answer", None)
-    return None if name is None else [name(text) for text in texts]
+def measures_by_task(
+    verifier: Verifier,
+    repeated: Sequence[Prompt],
+    texts: Sequence[str],
+    rewards: Sequence[Reward],
+    score_PK: npt.NDArray[np.float64],
+) -> dict[str, dict[str, Any]]:
+    """Number of prompts, accuracy, pass@k and majority@k of each task of a mixture; empty for another task."""
+    samples = score_PK.shape[1]
+    task_P = np.array([task_of(prompt.prompt_id) for prompt in repeated[::samples]])
+    measures: dict[str, dict[str, Any]] = {}
+    for label in dict.fromkeys(task_P.tolist()):
+        if label:
+            own = np.flatnonzero(np.repeat(task_P == label, samples)).tolist()
+            answers = answers_of(verifier, *([column[i] for i in own] for column in (repeated, texts, rewards)))
+            own_PK = score_PK[task_P == label]
+            measures[label] = {
+                "prompts": len(own_PK),
+                "accuracy": asdict(average(own_PK)),
+                "pass_at": {samples: asdict(pass_at_k(own_PK, samples))},
+                "majority": None if (majority := majority_of(own_PK, answers)) is None else asdict(majority),
+            }
+    return measures
+
+
+def answers_of(
+    verifier: Verifier, prompts: Sequence[Prompt], texts: Sequence[str], rewards: Sequence[Reward]
+) -> list[str | None] | None:
+    """The answer that each response gives: as its verifier reads it, or as the reward function returned it.
+
+    None for a response without one; None for all if there is a verifier that does neither.
+    """
+    verifiers = [verifier.of(prompt) if isinstance(verifier, MixtureVerifier) else verifier for prompt in prompts]
+    silent = {id(one) for one in verifiers if not hasattr(one, "answer")}
+    speaking = {id(one) for one, reward in zip(verifiers, rewards, strict=True) if reward.answer is not None}
+    if silent - speaking:
+        return None
+    return [
+        reward.answer if id(one) in silent else getattr(one, "answer")(text)  # noqa: B009  an optional method
+        for one, text, reward in zip(verifiers, texts, rewards, strict=True)
+    ]
 
 
 def majority_of(score_PK: npt.NDArray[np.float64], answers: Sequence[str | None] | None) -> Interval | None:
@@ -188,7 +229,8 @@ def describe_evaluation(result: Evaluation) -> str:
     accuracy = result.accuracy
     named = f"{result.suite} at " if result.suite else ""
     line = f"{named}version {result.version}: accuracy {accuracy.value:.3f} [{accuracy.low:.3f}, {accuracy.high:.3f}]"
-    notes = {
+    notes = {f"{label} {one['accuracy']['value']:.3f}": True for label, one in result.by_task.items()}
+    notes |= {
         f"{result.truncated_fraction:.0%} truncated": result.truncated_fraction > 0.5,
         f"{result.excluded} prompts left out": result.excluded,
         f"no answer found in {result.unparsed} responses": result.unparsed > 0.5 * result.prompts * result.samples,

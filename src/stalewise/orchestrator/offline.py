@@ -30,6 +30,7 @@ from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.staleness.schedule import BatchSpan, ListedSchedule, Schedule
 from stalewise.store import atomic, checkpoints
 from stalewise.store.records import SOURCES, read_record
+from stalewise.store.reward_versions import FIRST, BatchRewards, find_version
 
 if TYPE_CHECKING:
     from stalewise.orchestrator.orchestrator import Orchestrator
@@ -49,6 +50,7 @@ class SourceBatch(BatchSpan):
     start: int | None  # version of the starting policy in the run that made the batch; None: not of that run
     groups: int
     left_out: store.Ranges = ()  # ids of rollouts not to learn from
+    rewards: BatchRewards | None = None  # None: the first ones
 
     @property
     def version(self) -> int:
@@ -67,6 +69,7 @@ class SourceBatch(BatchSpan):
             "updates": self.planned_updates,
             "shards": [shard.sha256 for shard in self.manifest.shards],
             **({"left_out": [list(interval) for interval in self.left_out]} if self.left_out else {}),
+            **({"rewards": self.rewards.name, "rewards_sha256": self.rewards.sha256} if self.rewards else {}),
         }
 
 
@@ -77,19 +80,28 @@ class OfflineBatch(store.Batch):
         batch = _open_committed(source.directory)
         super().__init__(batch.directory, batch.manifest)
         self.source = source
+        if source.rewards is not None:
+            values = source.rewards.values(super().column("rollout_id"))
+            known = values[~np.isnan(values)]
+            mean, failed = float(known.mean()) if len(known) else None, len(values) - len(known)
+            self.manifest = replace(batch.manifest, reward_mean=mean, verifier_errors=failed, extra={})
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """One light column of the rollouts to learn from."""
+        values = super().column(name)
+        if name == "reward" and self.source.rewards is not None:
+            values = self.source.rewards.values(super().column("rollout_id"))
         if not self.source.left_out:
-            return super().column(name)
-        return super().column(name)[~np.isin(super().column("rollout_id"), store.from_ranges(self.source.left_out))]
+            return values
+        return values[~np.isin(super().column("rollout_id"), store.from_ranges(self.source.left_out))]
 
     def take(self, rollout_ids: npt.ArrayLike) -> store.RolloutColumns:
         """Fetch the given rollouts in the given order."""
         rows, start, newest = super().take(rollout_ids), self.source.start, np.int32(self.source.first_update)
         columns = (rows.version_first, rows.version_last)
         first, last = (np.zeros_like(v) if start is None else np.minimum(v - np.int32(start), newest) for v in columns)
-        return replace(rows, version_first=first, version_last=last)
+        reward = rows.reward if self.source.rewards is None else self.source.rewards.values(rows.rollout_id)
+        return replace(rows, version_first=first, version_last=last, reward=reward)
 
 
 class OfflineRollouts(RolloutSource):
@@ -150,6 +162,7 @@ def plan_sources(
     checkpoint: Path | None,
     *,
     unused: bool = False,
+    rewards: str = FIRST,
     log: Callable[[str], object] = lambda text: None,
 ) -> tuple[RunConfig, list[SourceBatch]]:
     """The config with the schedule that these rollouts allow, and their batches; `unused` skips consumed rollouts."""
@@ -181,7 +194,8 @@ def plan_sources(
         if updates:
             start = _start_in(run, config.model, config.task.name, checkpoint)
             span = (len(sources), total, updates)
-            sources.append(SourceBatch(*span, directory.resolve(), batch.manifest, start, groups, left_out))
+            chosen = _rewards(run, rewards, batch)
+            sources.append(SourceBatch(*span, directory.resolve(), batch.manifest, start, groups, left_out, chosen))
             total += updates
     if not sources:
         left = " that its run has not learned from" if unused else ""
@@ -189,10 +203,21 @@ def plan_sources(
         raise ConfigError(
             f"batch.prompts is {config.batch.prompts}, more than the groups{kind}{left} of any batch: lower it"
         )
+    if rewards != FIRST:
+        log(f"learning from the rewards {rewards!r}")
     if total < possible:
         log(f"these rollouts would serve {possible} updates: {total} are taken, as schedule.updates says")
     schedule = {"kind": "staged", "updates": total, "stages": len(sources)}
     return make_config({**config.model_dump(mode="json"), "schedule": schedule}, source="learn"), sources
+
+
+def _rewards(run: Path | None, name: str, batch: store.Batch) -> BatchRewards | None:
+    """The rewards of this name of a batch; None: the first ones."""
+    if name == FIRST:
+        return None
+    if run is None:
+        raise StoreError(f"{batch.directory} lies in no run, which would have its rewards {name!r}")
+    return find_version(run, name).rewards_of(batch.manifest, batch.directory)
 
 
 def _batches_of(path: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from stalewise.config import RunConfig, write_resolved
-from stalewise.config.run_directory import RunResult, check_identity, environment, read_result, reward_was_repaired
+from stalewise.config.run_directory import RunResult, check_identity, environment, read_result
 from stalewise.config.sections import SuiteSection
 from stalewise.distributed import ALONE, Ranks
 from stalewise.errors import ModelError, TaskError
@@ -33,7 +33,7 @@ from stalewise.orchestrator.model_check import check_model, report_problem, stag
 from stalewise.orchestrator.ranks import make_trainer
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.orchestrator.run_log import RunLog
-from stalewise.orchestrator.setup import check_vllm_room, drift_limits, write_first_checkpoint
+from stalewise.orchestrator.setup import adopt_changes, check_vllm_room, drift_limits, write_first_checkpoint
 from stalewise.orchestrator.stages import begin_stage, forget_stages
 from stalewise.orchestrator.update_loop import UpdateLoop
 from stalewise.planning.memory import check_memory, offloads, pick_parallel
@@ -192,8 +192,8 @@ class Orchestrator:
         self.source.check_directory(self.directory)
         remove_temporaries(self.directory, spare=is_being_written)
         check_identity(self.config)
-        if reward_was_repaired(self.config):
-            self.run_log.forget_evaluations()
+        if adopt_changes(self.config.model_dump(mode="json"), self.run_log, self.callback.log):
+            self.schedule = self.source.schedule(self.config.schedule, self.run_log.stages_path)
         if self.config.task.difficulty and not versions(self.directory):
             write_atomic(self.directory / COPY, Path(self.config.task.difficulty).read_bytes())
         write_resolved(self.config, self.directory / "config.resolved.json")
@@ -252,9 +252,9 @@ class Orchestrator:
         return True
 
     def _evaluation_is_due(self, version: int) -> bool:
-        every = self.config.evaluation.every
+        every, done = self.config.evaluation.every, {record["version"] for record in self.run_log.evaluations}
         due = version in (0, self.schedule.updates) or (every > 0 and version % every == 0)
-        return due and version not in {record["version"] for record in self.run_log.evaluations}
+        return not done or (due and version not in done)
 
     def _assess(self, version: int) -> Assessment:
         """Which policies so far are good; rollouts that are committed and not yet used count."""

@@ -184,12 +184,19 @@ class RunFiles:
             if reward is not None and reward not in VERIFIERS:
                 raise TaskError(f"reward={reward!r} is no verifier: pass a function, or {', '.join(VERIFIERS)}")
             return {"verifier": reward or "number", "verifier_options": given}
-        if not callable(reward):
+        is_list = isinstance(reward, list | tuple)
+        if is_list and not (reward and all(map(callable, reward))):
+            raise TaskError(
+                f"reward={reward!r:.60} must have functions, and at least one: verifiers have no place in it"
+            )
+        if not is_list and not callable(reward):
             raise TaskError(
                 f"reward={reward!r:.60} is no function: expected (prompt, response, answer, **row) → number"
             )
-        callables.check_parameters(reward, row)
-        function = self.keep("reward", reward, callables.fingerprint(reward))
+        for one in reward if is_list else [reward]:
+            callables.check_parameters(one, row)
+        found = callables.fingerprint_of_list(reward) if is_list else callables.fingerprint(reward)
+        function = self.keep("reward", callables.combined(reward) if is_list else reward, found)
         more = {} if "answer_field" in options or "answer" in row else {"answer_field": ""}
         return {"verifier": "function", "verifier_options": {**given, "function": function}, **more}
 

@@ -9,14 +9,23 @@ from typing import Any
 import torch
 
 from stalewise.config import RunConfig, make_config
-from stalewise.config.run_directory import is_started, read_config
+from stalewise.config.run_directory import (
+    OF_TRAINING,
+    RESOLVED,
+    all_changes,
+    changed_settings,
+    is_started,
+    read_config,
+)
 from stalewise.config.sections import ObjectiveSection
 from stalewise.errors import CalibrationError, ConfigError
 from stalewise.models.loading import encode_prompts, load_model, load_tokenizer, pick_device
 from stalewise.objectives import get_objective
+from stalewise.orchestrator.run_log import RunLog
 from stalewise.planning.memory import GIB, estimate
 from stalewise.planning.planner import budget_limits, law_learning_rate, rests_on_collapses, rounded_down
 from stalewise.store import atomic, checkpoints
+from stalewise.store.json_lines import truncate_jsonl
 from stalewise.store.records import LIMITS, read_record
 from stalewise.tasks import Task
 from stalewise.tasks.callables import fingerprint
@@ -55,6 +64,35 @@ def resolve_learning_rate(config: RunConfig, log: Callable[[str], object] = lamb
     log(f"plan: optimizer.learning_rate is {rate:.3g}, the largest that is safe")
     record["optimizer"]["learning_rate"] = rate
     return make_config(record, source="plan")
+
+
+def adopt_changes(record: dict[str, Any], run_log: RunLog, log: Callable[[str], object]) -> bool:
+    """Journal what a config changes in a run that has begun. Where nothing was trained, drop what no longer applies.
+
+    Returns whether it dropped anything. `check_identity` has refused changes that a run cannot take.
+    """
+    directory = run_log.directory
+    if not (directory / RESOLVED).is_file() or not is_started(directory):
+        return False
+    recorded = atomic.read_json(directory / RESOLVED)
+    changes, identity = all_changes(record, recorded), changed_settings(record, recorded)
+    if not changes:
+        return False
+    newest = checkpoints.versions(directory)[-1:]
+    run_log.log_event("config", 0.0, version=newest[0] if newest else 0, changes=changes)
+    shown = [f"{key} was {before!r} and is {after!r}" for key, (before, after) in changes.items()]
+    log(f"changed in place: {'; '.join(shown[:3])}{f'; {len(shown) - 3} more' if len(shown) > 3 else ''}")
+    if not identity:
+        return False
+    (directory / FILE).unlink(missing_ok=True)
+    of_rollouts = [key for key in identity if not key.startswith(OF_TRAINING)]
+    if of_rollouts:  # nothing was generated
+        truncate_jsonl(run_log.stages_path, lambda line: False)
+    if any(not key.startswith(("schedule.", "batch.")) for key in of_rollouts):
+        run_log.forget_evaluations()
+    if any(key.startswith("model.") or key == "seed" for key in of_rollouts):
+        checkpoints.remove_after(directory, -1)  # a copy of model.path, and new adapters
+    return True
 
 
 def drift_limits(config: RunConfig) -> tuple[float, float] | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stalewise.config import ScheduleSection
+from stalewise.config.run_directory import schedule_of
 from stalewise.staleness.schedule import Schedule
 from stalewise.staleness.spent import Stage, StageSchedule
 from stalewise.store.json_lines import append_line, truncate_jsonl
@@ -22,7 +23,7 @@ from stalewise.store.records import STAGE, read_records
 def read_schedule(section: ScheduleSection, stages_path: Path) -> Schedule:
     """The schedule of a run, with the stages that have begun where it finds them itself."""
     if section.end == "count":
-        return section.schedule()
+        return schedule_of(section, stages_path.parent.parent)
     names = [field.name for field in fields(Stage)]
     stages = [Stage(**{name: record[name] for name in names}) for record in read_records(stages_path, STAGE)]
     return StageSchedule(section.updates, section.updates, stages=tuple(s for s in stages if s.planned_updates))

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -17,6 +17,7 @@ from stalewise.orchestrator.drift_budget import DriftBudget
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.staleness.schedule import Schedule, Step
 from stalewise.store import Batch, rollouts_of_updates
+from stalewise.tasks.overlap import MIXTURE, task_of
 from stalewise.trainer.batch import UpdateBatch
 from stalewise.trainer.pending_update import PendingUpdate, prefetch, updates_ahead
 from stalewise.trainer.trainer import Trainer
@@ -24,6 +25,29 @@ from stalewise.types import ProgressCallback
 
 RolloutIds = npt.NDArray[np.int64]
 PreparedUpdate = tuple[Step, RolloutIds, UpdateBatch]
+
+
+class RewardsByTask:
+    """Mean rewards of the tasks of a mixture, as metrics; none where a batch is of one task."""
+
+    def __init__(self, batch: Batch) -> None:
+        prompt_ids = batch.column("prompt_id") if batch.manifest.task == MIXTURE else []
+        self._ids, self._task = batch.column("rollout_id"), np.array([task_of(str(name)) for name in prompt_ids])
+        self._labels = sorted(set(self._task) - {""})
+        self._reward = batch.column("reward") if self._labels else np.empty(0)
+
+    def of(self, rollout_ids: RolloutIds) -> dict[str, float]:
+        """`reward/TASK` and `rollouts/TASK` of each task of the batch; NaN where none of its rollouts has a reward."""
+        if not self._labels:
+            return {}
+        rows = np.searchsorted(self._ids, rollout_ids)
+        metrics: dict[str, float] = {}
+        for label in self._labels:
+            own = self._reward[rows][self._task[rows] == label]
+            known = own[~np.isnan(own)]
+            metrics[f"reward/{label}"] = float(known.mean()) if len(known) else math.nan
+            metrics[f"rollouts/{label}"] = float(len(own))
+        return metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +67,13 @@ class UpdateLoop:
         rollouts = rollouts_of_updates(batch, self.prompts_per_update)
         steps = [self.schedule.at(update) for update in updates]
         ids = [rollouts[step.update - self.schedule.updates_of(step.generation_batch).start] for step in steps]
-        inputs = prefetch(lambda rollout_ids: trainer.prepare(batch.take(rollout_ids)), ids, trainer.device)
+        by_task = RewardsByTask(batch)
+
+        def make(rollout_ids: RolloutIds) -> UpdateBatch:
+            made = trainer.prepare(batch.take(rollout_ids))
+            return replace(made, statistics=made.statistics | by_task.of(rollout_ids))
+
+        inputs = prefetch(make, ids, trainer.device)
         prepared = zip(steps, ids, inputs, strict=True)
         return chain([next(prepared)], prepared)
 

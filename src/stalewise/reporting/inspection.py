@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from stalewise import store
-from stalewise.config.run_directory import read_config, read_result
+from stalewise.config.run_directory import read_config, read_fork, read_result
 from stalewise.errors import StoreError
 from stalewise.errors import visible as visible  # where the other modules of this room look for it
 from stalewise.store.checkpoints import checkpoint_directory, versions
-from stalewise.store.records import EVALUATION, SOURCES, read_record, read_records
+from stalewise.store.records import EVALUATION, JOURNAL, SOURCES, read_record, read_records
+from stalewise.store.reward_versions import FIRST, BatchRewards, reward_versions
 from stalewise.types import Rollout
 
 
@@ -38,6 +39,12 @@ def inspect_run(directory: str | Path, *, verify: bool = False) -> dict[str, Any
         "batches": [_batch(index, path, ledger, verify) for index, path in numbered_batches(directory)],
         "evaluations": read_records(directory / "eval.jsonl", EVALUATION),
         "seconds": read_result(directory, updates).seconds,
+        "fork": {key: value for key, value in read_fork(directory).items() if key not in ("format", "schedule")},
+        "rewards": [{"name": one.name, **one.record} for one in reward_versions(directory)],
+        "rewards_used": sorted(set(rewards_used(directory).values())) or [FIRST],
+        "config_changes": [
+            line for line in read_records(directory / "journal.jsonl", JOURNAL) if line["event"] == "config"
+        ],
     }
 
 
@@ -45,6 +52,12 @@ def _sources(directory: Path) -> list[dict[str, Any]]:
     """The batches of other runs that `stalewise learn` was given."""
     path = directory / "sources.json"
     return read_record(path, SOURCES)["batches"] if path.is_file() else []
+
+
+def rewards_used(directory: Path) -> dict[int, str]:
+    """The version of the rewards that a run learned from, by generation batch, where it is not the first."""
+    named = enumerate(_sources(directory))
+    return {number: batch["rewards"] for number, batch in named if "rewards" in batch}
 
 
 def numbered_batches(directory: Path) -> list[tuple[int, Path]]:
@@ -132,7 +145,22 @@ def describe_rollout(directory: Path, rollout: Rollout, path: Path) -> dict[str,
             for token, logp in zip(rollout.response_ids, rollout.behaviour_logp, strict=True)
         ],
         "consumed_at": updates,
+        "rewards": other_rewards(path, rollout.rollout_id),
     }
+
+
+def other_rewards(batch: Path, rollout_id: int) -> dict[str, dict[str, Any]]:
+    """The rewards that `rescore` gave a rollout, by the names of their versions."""
+    return {
+        name: {"reward": one.value, "reward_parts": dict(one.parts), "reward_error": one.error}
+        for name, one in ((name, rewards.reward(rollout_id)) for name, rewards in rescored(batch).items())
+    }
+
+
+def rescored(batch: Path) -> dict[str, BatchRewards]:
+    """The further rewards of a batch by the names of their versions, in the run that made it."""
+    manifest, versions = store.read_batch_manifest(batch), reward_versions(batch.resolve().parent.parent)
+    return {one.name: one.rewards_of(manifest, batch) for one in versions if batch.name in one.record["batches"]}
 
 
 def load_tokenizer(run: Path) -> Any:

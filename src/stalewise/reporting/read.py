@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from stalewise.config import ScheduleSection
-from stalewise.config.run_directory import RESOLVED, read_resolved
+from stalewise.config.run_directory import FORK, NOTES, RESOLVED, read_fork, read_resolved, schedule_of
 from stalewise.errors import StoreError
 from stalewise.reporting import timeline
 from stalewise.reporting.timeline import Column, StageSeconds
@@ -21,6 +21,7 @@ from stalewise.store.manifest import BATCH_MANIFEST
 from stalewise.store.records import (
     ANY,
     EVALUATION,
+    FORKED,
     JOURNAL,
     METRIC,
     ROLLBACK,
@@ -72,6 +73,8 @@ class Run:
     committed: int  # updates covered by the newest checkpoint, according to the journal
     notes: list[str] = field(default_factory=list)  # what was left out while reading
     suites: list[dict[str, Any]] = field(default_factory=list)  # evaluations on suites, by suite and version
+    fork: dict[str, Any] = field(default_factory=dict)  # fork.json: what the run was forked from
+    config_changes: list[dict[str, Any]] = field(default_factory=list)  # journal records of settings changed in place
 
     @property
     def updates(self) -> int:
@@ -119,6 +122,22 @@ class Run:
         """First updates on each generation batch but the first."""
         batch, update = self.column("generation_batch"), self.column("update")
         return update[1:][np.diff(batch) != 0].astype(int).tolist() if len(batch) else []
+
+    @property
+    def tasks(self) -> list[str]:
+        """Labels of the tasks of a mixture; none for another task."""
+        named = [key.removeprefix("reward/") for key in self.metrics if key.startswith("reward/")]
+        return list(
+            dict.fromkeys([*named, *(task for record in self.evaluations for task in record.get("by_task") or ())])
+        )
+
+    def task_rewards(self, task: str) -> tuple[float, float]:
+        """Mean reward of a task of a mixture over the first and the last tenth of the updates; NaN where unknown."""
+        values = self.column(f"reward/{task}")
+        count = max(1, len(values) // 10)
+        known = [part[np.isfinite(part)] for part in (values[:count], values[len(values) - count :])]
+        first, last = (float(part.mean()) if len(part) else float("nan") for part in known)
+        return first, last
 
     def column(self, key: str) -> Column:
         """The values of one metric; empty where no record has it."""
@@ -179,6 +198,8 @@ def read_run(directory: Path, label: str | None = None) -> Run:
         planned = min(update, schedule.updates - 1) // schedule.updates_per_generation
         return int(batch) if np.isfinite(batch) else planned
 
+    config_changes = [line for line in journal if line["event"] == "config" and isinstance(line.get("changes"), dict)]
+    journal = [line for line in journal if line["event"] not in NOTES]
     spent = timeline.seconds_by_stage(journal, stage_of)
     timeline.add_uncommitted(spent, metrics, committed, stage_of)
     generator = usable_records(directory / "journal-generator.jsonl", JOURNAL, notes)
@@ -205,12 +226,25 @@ def read_run(directory: Path, label: str | None = None) -> Run:
         committed=committed,
         notes=notes,
         suites=read_suites(directory / "suites.jsonl", notes),
+        fork=_fork(directory, notes),
+        config_changes=config_changes,
     )
+
+
+def _fork(directory: Path, notes: list[str]) -> dict[str, Any]:
+    try:
+        record = read_fork(directory)
+        if record and not FORKED.accepts(record):
+            raise StoreError(f"{directory / FORK} lacks {', '.join(FORKED.required)}")
+        return record
+    except (StoreError, OSError) as error:
+        notes.append(f"what the run was forked from is unknown: {error}")
+        return {}
 
 
 def _schedule(config: Mapping[str, Any], directory: Path) -> Schedule:
     try:
-        return ScheduleSection.model_validate(config["schedule"]).schedule()
+        return schedule_of(ScheduleSection.model_validate(config["schedule"]), directory)
     except (KeyError, ValueError) as error:
         what = f"{directory / RESOLVED} has no usable schedule ({' '.join(str(error).split())})"
         raise StoreError(f"{what}: restore it from a copy") from error

@@ -44,7 +44,47 @@ class RunSummary:
 def summarize(run: Run) -> RunSummary:
     """Verdict, sentences and warnings of one run."""
     verdict, accuracy = verdict_of(run)
-    return RunSummary(verdict, accuracy, f"{describe_progress(run)} {describe_cost(run)}", warnings_of(run))
+    cost = " ".join(filter(None, (describe_progress(run), describe_lineage(run), describe_cost(run))))
+    return RunSummary(verdict, accuracy, cost, warnings_of(run))
+
+
+def describe_lineage(run: Run) -> str:
+    """What the run was forked from, and the settings that were changed then and in place; empty if nothing was."""
+    sentences = [f"{words}." for words in describe_fork(run.fork)]
+    for record in run.config_changes:
+        sentences.append(f"At version {record.get('version', 0)} was changed: {format_changes(record['changes'])}.")
+    return " ".join(sentences)
+
+
+def describe_fork(record: Mapping[str, Any]) -> list[str]:
+    """The runs that a run was forked from, the last one first."""
+    lines = [record, *record.get("ancestors", ())] if record else []
+    return [
+        f"{'Forked' if index == 0 else 'which was forked'} from {one['run']} at version {one['version']}"
+        + (f" with {format_changes(one['changes'])}" if one["changes"] else " without a change")
+        for index, one in enumerate(lines)
+    ]
+
+
+def format_changes(changes: Mapping[str, Sequence[Any]]) -> str:
+    """Settings with their values before and after."""
+    return ", ".join(
+        f"{key} = {format_value(after)} ({format_value(before)})" for key, (before, after) in changes.items()
+    )
+
+
+def describe_rewards(record: Mapping[str, Any], name: str) -> str:
+    """One line: how many rewards changed, and their mean before and after."""
+    before, after = (
+        "unknown" if record[key] is None else f"{record[key]:.4f}" for key in ("mean_before", "mean_after")
+    )
+    share = record["changed"] / record["rollouts"]
+    unscored = f"; without a score {record['unscored_before']:,} → {record['unscored_after']:,}"
+    return (
+        f"{name}: {record['changed']:,} of {record['rollouts']:,} rewards changed ({share:.1%}; {record['raised']:,} "
+        f"higher, {record['lowered']:,} lower), mean {before} → {after}"
+        + (unscored if record["unscored_before"] or record["unscored_after"] else "")
+    )
 
 
 def verdict_of(run: Run) -> tuple[str, str]:
@@ -53,6 +93,8 @@ def verdict_of(run: Run) -> tuple[str, str]:
         return "Not evaluated", "No policy of this run has been evaluated."
     first, last = run.evaluations[0], run.evaluations[-1]
     how = f"mean of {last['samples']} samples on each of {last['prompts']} held-out prompts, 95% intervals"
+    if (first["prompts"], first["samples"]) != (last["prompts"], last["samples"]):  # changed in place
+        how += f"; version {first['version']}: {first['samples']} samples on each of {first['prompts']}"
     before, after = first["accuracy"], last["accuracy"]
     if len(run.evaluations) == 1:
         value = f"{format_interval(before)} ({how})"

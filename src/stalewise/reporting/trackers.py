@@ -48,11 +48,17 @@ class Trackers(NullCallback):
         records = read_records(self._evaluations, EVALUATION)
         for record in records[self._logged :]:
             passed = {f"evaluation/pass@{k}": interval["value"] for k, interval in record["pass_at"].items()}
-            self._log({"evaluation/accuracy": record["accuracy"]["value"], **passed}, record["version"])
+            tasks = {
+                f"evaluation/{label}/accuracy": one["accuracy"]["value"]
+                for label, one in record.get("by_task", {}).items()
+            }
+            self._log({"evaluation/accuracy": record["accuracy"]["value"], **passed, **tasks}, record["version"])
         self._logged = len(records)
         suites = read_records(self._suites, SUITE)
         for record in suites[self._logged_suites :]:
             named = {f"suites/{record['suite']}/{name}": one["value"] for name, one in measures_of(record).items()}
+            for label, one in record.get("by_task", {}).items():
+                named[f"suites/{record['suite']}/{label}/accuracy"] = one["accuracy"]["value"]
             self._log(named, record["version"])
         self._logged_suites = len(suites)
 

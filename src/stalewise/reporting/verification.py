@@ -29,6 +29,7 @@ from stalewise.store.manifest import (
 )
 from stalewise.store.records import (
     EVALUATION,
+    FORKED,
     JOURNAL,
     LEDGER,
     LIMITS,
@@ -72,6 +73,7 @@ DOCUMENTS: dict[str, tuple[RecordSchema, str, str]] = {
         "`stalewise train` writes it anew",
     ),
     "limits.json": (LIMITS, "the drift budgets", "only from a copy: a later calibration may differ"),
+    "fork.json": (FORKED, "what a forked run started from, and its schedule", "only from a copy"),
     "sources.json": (SOURCES, "which rollouts of other runs this one learned from", "only from a copy"),
 }
 _OLD = "written by a release without checksums: a change would not be noticed"
@@ -176,6 +178,8 @@ def _verify_document(found: Verification, path: Path, schema: RecordSchema, depe
 def _is_lost(found: Verification, name: str, ledger: list[LedgerEntry]) -> bool:
     """Whether a document that does not exist must have existed: runs of earlier releases had fewer."""
     is_covered = (found.directory / RECORDS).is_file() and bool(ledger)
+    if name == "fork.json":  # most runs are no forks
+        return False
     return is_covered and (name != "sources.json" or not batch_directories(found.directory / "rollouts"))
 
 

@@ -34,6 +34,11 @@ class Schedule:
     lag: int = 0
     is_open_ended: ClassVar[bool] = False
 
+    @property
+    def begins_at(self) -> int:
+        """The first update that is of this schedule; those before it were of another one."""
+        return 0
+
     def __post_init__(self) -> None:
         for name, least in (("updates", 1), ("updates_per_generation", 1), ("lag", 0)):
             if getattr(self, name) < least:
@@ -134,6 +139,81 @@ class ListedSchedule(Schedule):
         first, after = self.stages[generation_batch], self.stages[generation_batch + 1 :]
         end = min(first.first_update + first.planned_updates, self.updates, *(one.first_update for one in after[:1]))
         return range(first.first_update, end)
+
+
+@dataclass(frozen=True, slots=True)
+class PastBatch(BatchSpan):
+    """A generation batch of the schedule that a run had before it was forked."""
+
+    made_by: int
+
+    @property
+    def version(self) -> int:
+        """The policy version that made the batch."""
+        return self.made_by
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedSchedule(Schedule):
+    """The generation batches of an earlier schedule, then another one, which begins with a batch of its own.
+
+    `updates` counts all of them; µ and the lag are of the new ones. `first_prompt` is that of the first new batch.
+    """
+
+    past: tuple[PastBatch, ...] = ()
+    first_prompt: int = 0
+
+    @property
+    def begins_at(self) -> int:
+        """The first update that is of this schedule."""
+        return self.past[-1].first_update + self.past[-1].planned_updates if self.past else 0
+
+    @property
+    def _rest(self) -> Schedule:
+        return Schedule(self.updates - self.begins_at, self.updates_per_generation, self.lag)
+
+    @property
+    def generation_batches(self) -> int:
+        """Number of generation batches, past ones included."""
+        return len(self.past) + self._rest.generation_batches
+
+    @property
+    def worst_age(self) -> int:
+        """The largest age of any rollout when it is used."""
+        ages = [one.first_update + one.planned_updates - 1 - one.version for one in self.past]
+        return max([self._rest.worst_age, *ages])
+
+    def at(self, update: int) -> Step:
+        """The step of an update, counted from 0."""
+        if not 0 <= update < self.updates:
+            raise IndexError(f"update is {update}; expected 0 to {self.updates - 1}")
+        if update >= self.begins_at:
+            generation_batch = len(self.past) + self._rest.at(update - self.begins_at).generation_batch
+        else:
+            generation_batch = sum(one.first_update <= update for one in self.past) - 1
+        version = self.version_of(generation_batch)
+        return Step(update, generation_batch, version, update - version)
+
+    def version_of(self, generation_batch: int) -> int:
+        """The policy version that makes this generation batch."""
+        if generation_batch < len(self.past):
+            return self.past[generation_batch].version
+        return self.begins_at + self._rest.version_of(generation_batch - len(self.past))
+
+    def updates_of(self, generation_batch: int) -> range:
+        """The updates that learn from this generation batch."""
+        if generation_batch < len(self.past):
+            one = self.past[generation_batch]
+            return range(one.first_update, one.first_update + one.planned_updates)
+        rest = self._rest.updates_of(generation_batch - len(self.past))
+        return range(rest.start + self.begins_at, rest.stop + self.begins_at)
+
+    def prompts_of(self, generation_batch: int, per_update: int) -> range:
+        """The prompts of a generation batch, as indices in the task's order; a past one is never made again."""
+        if generation_batch < len(self.past):
+            return range(0)
+        rest = self._rest.prompts_of(generation_batch - len(self.past), per_update)
+        return range(rest.start + self.first_prompt, rest.stop + self.first_prompt)
 
 
 def synchronous(updates: int, updates_per_generation: int = 4) -> Schedule:

@@ -159,6 +159,9 @@ EVALUATION = RecordSchema(
         "by_prompt": is_by_prompt,
         "majority": is_interval,
         "settings": is_table,
+        "by_task": dict_of(
+            lambda one: is_table(one) and is_whole(one.get("prompts")) and is_interval(one.get("accuracy"))
+        ),
     },
 )
 SUITE = RecordSchema({**EVALUATION.required, "suite": is_text}, EVALUATION.optional)
@@ -184,4 +187,8 @@ ROLLBACK = RecordSchema(
 _SOURCE = RecordSchema({"directory": is_text, "updates": is_whole})
 SOURCES = RecordSchema({"batches": list_of(_SOURCE.accepts)}, optional={"checkpoint": is_text})
 LIMITS = RecordSchema({}, optional={"limits": lambda value: list_of(is_real)(value) and len(value) == 2})
+_ORIGIN = RecordSchema(
+    {"run": is_text, "version": is_whole, "changes": dict_of(lambda pair: isinstance(pair, list) and len(pair) == 2)}
+)
+FORKED = RecordSchema({**_ORIGIN.required, "ancestors": list_of(_ORIGIN.accepts)})
 HOLDER = RecordSchema({"pid": is_whole, "host": is_text, "since": is_text})

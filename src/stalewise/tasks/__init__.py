@@ -18,6 +18,7 @@ TASKS = {
     "gym": "stalewise.tasks.gym:GymTask",
     "hf": "stalewise.tasks.hf_datasets:HuggingFaceTask",
     "jsonl": "stalewise.tasks.jsonl:JsonlTask",
+    "mixture": "stalewise.tasks.mixture:MixtureTask",
 }
 OF_PROGRAMS = {"python": "stalewise.tasks.callables:registered_task"}  # what `stalewise.train` names, not a file
 

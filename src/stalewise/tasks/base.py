@@ -135,7 +135,7 @@ class FinitePrompts:
         self._prompts = list(prompts)
         # Two epochs, since a range that crosses a boundary needs both.
         self._order: Callable[[int], list[int]] = lru_cache(maxsize=2)(
-            lambda epoch: _shuffled(len(self._prompts), stream(name, seed, "epoch", epoch))
+            lambda epoch: shuffled(len(self._prompts), stream(name, seed, "epoch", epoch))
         )
 
     def __len__(self) -> int:
@@ -148,7 +148,8 @@ class FinitePrompts:
         return [self._prompts[self._order(epoch)[position]] for epoch, position in positions]
 
 
-def _shuffled(length: int, rng: random.Random) -> list[int]:
+def shuffled(length: int, rng: random.Random) -> list[int]:
+    """The numbers below `length` in random order."""
     order = list(range(length))
     for last in range(length - 1, 0, -1):
         other = below(rng, last + 1)

@@ -14,15 +14,18 @@ import hashlib
 import inspect
 import json
 import linecache
+import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from stalewise.errors import TaskError
 from stalewise.tasks.base import load
+from stalewise.tasks.verifiers.judge_process import reward_of
+from stalewise.types import Reward
 
 DIGITS = 12  # of a fingerprint
 _REGISTERED: dict[str, Any] = {}
@@ -302,6 +305,52 @@ def fingerprint_of_task(task: Any) -> Fingerprint:
     digest = hashlib.sha256(f"{kind.digest}\0{content}".encode("utf-8", "surrogatepass")).hexdigest()[:DIGITS]
     uncovered = [*kind.uncovered, f"training prompts after the first {count}, held-out ones after the first 256"]
     return Fingerprint(_name(type(task)), digest, kind.where, kind.source, uncovered)
+
+
+def fingerprint_of_list(functions: Sequence[Callable[..., Any]]) -> Fingerprint:
+    """The fingerprint of several functions that are one reward, in this order."""
+    found = [fingerprint(function) for function in functions]
+    digest = hashlib.sha256("\0".join(one.reference for one in found).encode()).hexdigest()[:DIGITS]
+    source = "\n\n".join(f"# from {one.where}\n{one.source}" for one in found)
+    name = "+".join(_name(function) for function in functions)
+    return Fingerprint(name, digest, "a list of functions", source, [text for one in found for text in one.uncovered])
+
+
+def combined(functions: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
+    """One reward function of several: the sum of their rewards, each of which is a part with the function's name.
+
+    Their own parts are called `function.part`. A function that fails makes the whole fail. The answer for a vote is the
+    first that one of them names.
+    """
+    names: list[str] = []
+    for function in functions:
+        name = _name(function)
+        names.append(name if name not in names else f"{name}-{len(names) + 1}")
+    calls = [bind(function) for function in functions]
+
+    def total(results: Sequence[Any]) -> Any:
+        rewards = [reward_of(result) for result in results]
+        for name, one in zip(names, rewards, strict=True):
+            if one.error:
+                return Reward(math.nan, error=f"{one.error} (in {name})")
+        parts = {name: one.value for name, one in zip(names, rewards, strict=True)}
+        parts |= {f"{name}.{k}": v for name, one in zip(names, rewards, strict=True) for k, v in one.parts.items()}
+        answer = next((one.answer for one in rewards if one.answer is not None), None)
+        return Reward(math.fsum(one.value for one in rewards), parts, answer=answer)
+
+    if not any(map(is_async, functions)):
+        return lambda **values: total([call(values) for call in calls])
+
+    async def score(**values: Any) -> Any:
+        results = [call(values) for call in calls]
+        return total([await one if inspect.isawaitable(one) else one for one in results])
+
+    return score
+
+
+def is_async(function: Any) -> bool:
+    """Whether calls of a function must be awaited."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 Bound = Callable[[Mapping[str, Any]], Any]

@@ -13,6 +13,8 @@ from stalewise.errors import TaskError
 from stalewise.types import Prompt
 
 EVALUATION = "evaluation/"  # prefix of prompt ids from an evaluation file: files often use the same numbers as ids
+MIXTURE = "mixture"  # the name of a task of several tasks
+IN_MIXTURE = "::"  # between the label of a task and the id of its prompt, in a mixture
 _ID_FIELDS = ("id", "eval_id", "prompt_id")
 _MEANING = re.compile(r"(?<=\d)\.(?=\d)|[^\W_]|[-+*/^=<>()!|%]")
 
@@ -41,7 +43,8 @@ class Seen:
     problems: frozenset[str] = frozenset()
 
     def __contains__(self, prompt: Prompt) -> bool:
-        ids = {prompt.prompt_id, prompt.prompt_id.removeprefix(EVALUATION)}
+        own = own_id(prompt.prompt_id)
+        ids = {prompt.prompt_id, own, own.removeprefix(EVALUATION)}
         return bool(ids & self.ids) or _key_of(prompt) in self.problems
 
     def __or__(self, other: Seen) -> Seen:
@@ -56,7 +59,19 @@ def seen(prompts: Iterable[Prompt]) -> Seen:
 
 def named_ids(ids: Iterable[str]) -> frozenset[str]:
     """The ids that identify a problem in any file; one of digits alone is a row number, which every file has."""
-    return frozenset(name for name in ids if not name.isdecimal())
+    return frozenset(name for name in map(own_id, ids) if not name.isdecimal())
+
+
+def own_id(prompt_id: str) -> str:
+    """The id of a prompt in its own task."""
+    label, separator, own = prompt_id.partition(IN_MIXTURE)
+    return own if separator else label
+
+
+def task_of(prompt_id: str) -> str:
+    """The label of the task in a mixture that a prompt is of; empty outside of one."""
+    label, separator, _ = prompt_id.partition(IN_MIXTURE)
+    return label if separator else ""
 
 
 def read_ids(path: str | Path) -> Seen:

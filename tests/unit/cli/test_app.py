@@ -19,6 +19,8 @@ COMMANDS = [
     "demo",
     "init",
     "train",
+    "fork",
+    "rescore",
     "generate",
     "learn",
     "eval",

@@ -341,8 +341,10 @@ def test_a_run_directory_of_another_config_is_left_alone(tmp_path: Path, tiny_ru
 
 def test_an_option_that_was_taken_out_is_another_config(tmp_path: Path) -> None:
     config = config_file(tmp_path, objective={"params": {"clip_high": 4.0}})
-    assert call("generate", config).exit_code == 0
-    assert "objective.params.clip_high was 4.0 and is None" in refused("generate", config_file(tmp_path))
+    assert call("train", config).exit_code == 0
+    message = refused("train", config_file(tmp_path))
+    assert "objective.params.clip_high was 4.0 and is None" in message
+    assert "--unset objective.params.clip_high` continues" in message
 
 
 def test_a_run_directory_of_another_format_is_left_alone(tmp_path: Path, tiny_run: RunConfig) -> None:

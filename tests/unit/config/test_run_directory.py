@@ -19,7 +19,7 @@ from stalewise.config.run_directory import (
     read_result,
 )
 from stalewise.errors import StoreError
-from stalewise.store.atomic import read_json
+from stalewise.store.atomic import read_json, write_json_atomic
 from stalewise.store.json_lines import append_line
 
 
@@ -38,8 +38,17 @@ def test_a_directory_belongs_to_its_config_once_it_is_started(tmp_path: Path) ->
     (config.directory / "checkpoints" / "v000000").mkdir()
     assert is_started(config.directory)
     check_identity(config)
-    with pytest.raises(StoreError, match=r"belongs to another config \(seed was 0 and is 5\): choose another name"):
+    check_identity(other)  # nothing was generated and nothing trained
+    write_json_atomic(config.directory / "checkpoints" / "v000002" / "manifest.json", {})
+    check_identity(config)
+    message = (
+        r"belongs to another config \(seed was 0 and is 5\): `stalewise fork \S+/run --at 2 --set seed=5` continues"
+    )
+    with pytest.raises(StoreError, match=message):
         check_identity(other)
+    with pytest.raises(StoreError, match=r"model.path was 'auto' and is 'b'\): choose another name, or delete"):
+        check_identity(config_in(tmp_path, model={"path": "b"}))  # which a fork cannot change
+    check_identity(config_in(tmp_path, evaluation={"every": 3}, checkpoints={"keep": 9}))
 
 
 def test_what_may_change_is_no_difference() -> None:

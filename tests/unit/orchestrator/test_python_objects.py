@@ -19,6 +19,7 @@ from stalewise.errors import ConfigError, ModelError, StoreError, TaskError
 from stalewise.models.loading import EMBEDDED
 from stalewise.objectives import registry
 from stalewise.orchestrator import python_objects
+from stalewise.store import open_batch
 from stalewise.store.atomic import read_json, sha256_file
 from stalewise.store.json_lines import read_jsonl
 from stalewise.tasks import callables
@@ -332,3 +333,32 @@ def test_a_few_failures_are_on_the_progress_line_and_in_the_result(tmp_path: Pat
     settings |= {"max_unscored": 0.2}  # is no part of the run's identity
     assert stalewise.train("embedded:arithmetic", ROWS, sometimes, name="b", **settings).unscored > 0
     assert all(path.is_file() for path in rollouts)
+
+
+def test_a_list_of_functions_is_their_sum_with_parts_by_name(tmp_path: Path) -> None:
+    def right(response: str, answer: str) -> dict[str, Any]:
+        return {"reward": float(response.strip() == answer), "digits": len(response), "answer": response.strip()}
+
+    async def brief(response: str) -> float:
+        return -0.25 * len(response)
+
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 30) for b in range(10, 14)]
+    settings = {
+        "runs": str(tmp_path),
+        "settings": {"batch.prompts": 4, "evaluation.prompts": 8, "evaluation.samples": 2},
+    }
+    common: dict[str, Any] = {"updates": 1, "stages": 1, "group_size": 4, "max_new_tokens": 8, **settings}
+    result = stalewise.train("embedded:arithmetic", rows, [right, brief], name="both", **common)
+    (batch,) = (tmp_path / "both" / "rollouts").iterdir()
+    for one in open_batch(batch).iter_rollouts():
+        assert set(one.reward_parts) == {"right", "right.digits", "brief"}
+        assert one.reward == one.reward_parts["right"] + one.reward_parts["brief"]
+        assert one.reward_parts["brief"] == -0.25 * one.reward_parts["right.digits"]
+    assert result.evaluations[-1]["majority"] is not None
+    assert "right+brief@" in read_config(tmp_path / "both").task.options["verifier_options"]["function"]
+    with pytest.raises(StoreError, match="another reward function"):
+        stalewise.train("embedded:arithmetic", rows, [right], name="both", **common)
+    with pytest.raises(TaskError, match="must have functions"):
+        stalewise.train("embedded:arithmetic", rows, [right, "math"], name="b", **common)
+    silent = stalewise.evaluate("embedded:arithmetic", rows[:4], lambda response: 1.0, samples=2, max_new_tokens=8)
+    assert silent.majority is None

@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stalewise.staleness.schedule import BatchSpan, ListedSchedule, Schedule, pipelined, staged, synchronous
+from stalewise.staleness.schedule import (
+    BatchSpan,
+    ForkedSchedule,
+    ListedSchedule,
+    PastBatch,
+    Schedule,
+    pipelined,
+    staged,
+    synchronous,
+)
 
 
 def test_synchronous_is_four_updates_a_batch() -> None:
@@ -103,3 +112,20 @@ def test_a_listed_schedule_follows_its_batches() -> None:
     assert [schedule.at(update).age for update in range(12)] == [0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2]
     with pytest.raises(IndexError, match="update is 12"):
         schedule.at(12)
+
+
+def test_a_forked_schedule_begins_after_the_batches_of_another() -> None:
+    past = (PastBatch(0, 0, 2, 0), PastBatch(1, 2, 1, 0))  # three updates, all on rollouts of version 0
+    schedule = ForkedSchedule(8, 2, 1, past=past, first_prompt=40)
+    assert schedule.begins_at == 3
+    assert schedule.generation_batches == 2 + 3  # of 2, 2 and 1 updates
+    assert [(s.generation_batch, s.version, s.age) for s in schedule.steps()] == [
+        *((0, 0, 0), (0, 0, 1), (1, 0, 2)),
+        *((2, 3, 0), (2, 3, 1), (3, 3, 2), (3, 3, 3), (4, 5, 2)),  # one batch ahead: 2 and 3 are of version 3
+    ]
+    assert [list(schedule.updates_of(g)) for g in range(5)] == [[0, 1], [2], [3, 4], [5, 6], [7]]
+    assert [schedule.prompts_of(g, 4) for g in (1, 2, 4)] == [range(0), range(40, 48), range(56, 60)]
+    assert schedule.worst_age == 3
+    with pytest.raises(IndexError):
+        schedule.at(8)
+    assert ForkedSchedule(4, 2, first_prompt=8).at(3).version == 2

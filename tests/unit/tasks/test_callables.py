@@ -16,6 +16,7 @@ from stalewise.tasks import make_task
 from stalewise.tasks.callables import (
     bind,
     check_parameters,
+    combined,
     fingerprint,
     fingerprint_of_task,
     importable_name,
@@ -193,3 +194,11 @@ def test_an_argument_that_no_row_gives_is_refused() -> None:
         check_parameters(lambda response, gold: 0, {"level": 3})
     with pytest.raises(TaskError, match="asks for 'a'"):
         check_parameters(lambda a, response, b: 0, {})
+
+
+def test_functions_of_a_list_that_share_a_name_or_fail() -> None:
+    total = combined([lambda response: 1, lambda response: {"reward": 2, "a": 3}])
+    found = total(prompt="p", response="r", answer="x")
+    assert (found.value, found.parts) == (3.0, {"lambda": 1.0, "lambda-2": 2.0, "lambda-2.a": 3.0})
+    failing = combined([lambda response: 1, lambda response: float("nan")])
+    assert failing(prompt="p", response="r", answer="x").error == "not a finite number: reward is nan (in lambda-2)"

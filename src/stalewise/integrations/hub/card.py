@@ -25,7 +25,15 @@ from stalewise.models.smollm2 import NAME as SMOLLM2
 from stalewise.reporting.inspection import visible
 from stalewise.reporting.read import Run
 from stalewise.reporting.render import describe_stage_end
-from stalewise.reporting.summary import count_noun, findings, format_interval, format_value, time_shares, verdict_of
+from stalewise.reporting.summary import (
+    count_noun,
+    describe_lineage,
+    findings,
+    format_interval,
+    format_value,
+    time_shares,
+    verdict_of,
+)
 from stalewise.statistics import format_duration
 from stalewise.store import atomic
 from stalewise.store.atomic import read_json
@@ -255,7 +263,21 @@ def _common(run: Run, config: RunConfig, base: BasePolicy, config_name: str) -> 
         "task_options": {key.removeprefix(prefix): settings[key] for key in settings if key.startswith(prefix)},
         "sources": ["/".join(path.parts[-3:]) for path in sources],
         "planned": run.planned_updates,
+        "lineage": describe_lineage(_without_places(run)),
     }
+
+
+def _without_places(run: Run) -> Run:
+    """The run with the names of the runs it was forked from, instead of their paths on this machine."""
+
+    def named(record: Mapping[str, Any]) -> dict[str, Any]:
+        shared = {
+            key: value for key, value in record["changes"].items() if not key.startswith(("storage.", "sampler.server"))
+        }
+        return {**record, "run": f"the run {Path(record['run']).name}", "changes": _without_paths(shared)}
+
+    fork = {**named(run.fork), "ancestors": list(map(named, run.fork["ancestors"]))} if run.fork else {}
+    return replace(run, fork=fork, config_changes=[])
 
 
 class _Code(str):

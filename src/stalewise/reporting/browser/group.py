@@ -14,8 +14,9 @@ from stalewise.errors import StalewiseError, StoreError
 from stalewise.reporting.browser.index import Column, RolloutIndex
 from stalewise.reporting.browser.locations import BatchLocation, read_rows
 from stalewise.reporting.browser.query import json_log_ratio, json_number, rows_of_group
-from stalewise.reporting.inspection import load_tokenizer, visible
+from stalewise.reporting.inspection import load_tokenizer, rescored, visible
 from stalewise.store import read_tokens, rollouts_from_table
+from stalewise.store.reward_versions import BatchRewards
 from stalewise.types import Rollout, TokenFlag
 
 WINDOW = 1000  # tokens of a response in one answer
@@ -63,7 +64,15 @@ def describe_group(index: RolloutIndex, batch: str, group: int, decoder: TokenDe
     location, rows = _find(index, batch, index.column("group") == group, f"group {group}")
     rows = rows_of_group(index, int(index.column("group_number")[rows[0]]))
     rollouts, logged, problems = _read(index, location, rows)
-    first = next(iter(rollouts.values()), None)
+    first, ids, others = (
+        next(iter(rollouts.values()), None),
+        index.column("rollout_id")[rows],
+        dict[str, BatchRewards](),
+    )
+    try:
+        others = {visible(name): found for name, found in rescored(location.directory).items()}
+    except StalewiseError as error:
+        problems.append(str(error))
     prompt = [] if first is None else list(first.prompt_ids)
     return {
         "batch": batch,
@@ -74,7 +83,12 @@ def describe_group(index: RolloutIndex, batch: str, group: int, decoder: TokenDe
         "prompt_id": visible(index.table.column("prompt_id")[int(rows[0])].as_py()),
         "prompt": decoder.prompt(prompt),
         "degenerate": bool(index.column("degenerate")[int(rows[0])]),
-        "responses": [describe_response(index, int(row), rollouts, logged, decoder) for row in rows],
+        "responses": [
+            describe_response(index, int(row), rollouts, logged, decoder)
+            | {"rewards": {name: json_number(found.values(ids[[place]])[0]) for name, found in others.items()}}
+            for place, row in enumerate(rows)
+        ],
+        "rewards_used": visible(location.rewards),
         "problems": problems,
     }
 

@@ -22,6 +22,7 @@ from stalewise.errors import StalewiseError, StoreError
 from stalewise.reporting.browser.locations import BatchLocation, check_shard, find_batches, read_shard
 from stalewise.store import ShardManifest, read_batch_manifest, read_ledger, shard_path, token_files
 from stalewise.store.atomic import write_atomic
+from stalewise.store.reward_versions import FIRST, find_version
 from stalewise.store.token_log import read_light
 from stalewise.types import FinishReason
 
@@ -123,6 +124,8 @@ class IndexCache:
                 except StalewiseError as error:
                     problems.append(str(error))
                     continue
+                if batch.rewards != FIRST:
+                    columns = _with_rewards(batch, columns, problems)
                 if kept is not None:
                     mask = pa.array(np.isin(columns["rollout_id"].to_numpy(), kept))
                     columns = {name: column.filter(mask) for name, column in columns.items()}
@@ -156,6 +159,7 @@ def fingerprint_of(run: Path) -> str:
     paths += [path for batch in batches for path in sorted(batch.directory.glob("shard-*.parquet"))]
     for batch in {(batch.ledger, batch.tokens): batch for batch in batches}.values():
         paths += [batch.ledger, *token_files(batch.tokens)]
+    paths += [run / "sources.json"] if any(batch.rewards != FIRST for batch in batches) else []
     digest = hashlib.sha256(FORMAT.encode())
     for path in paths:
         with contextlib.suppress(OSError):
@@ -172,6 +176,18 @@ def _shards(batch: BatchLocation, problems: list[str]) -> list[ShardManifest]:
     except StalewiseError as error:
         problems.append(str(error))
         return []
+
+
+def _with_rewards(batch: BatchLocation, columns: dict[str, pa.Array], problems: list[str]) -> dict[str, pa.Array]:
+    """The columns with the rewards that the run learned from."""
+    try:
+        manifest, run = read_batch_manifest(batch.directory), batch.directory.resolve().parent.parent
+        found = find_version(run, batch.rewards).rewards_of(manifest, batch.directory)
+    except StalewiseError as error:
+        problems.append(f"{error}; the first rewards are shown")
+        return columns
+    values = found.values(columns["rollout_id"].to_numpy())
+    return {**columns, "reward": pa.array(values), "error": pa.array(np.isnan(values))}
 
 
 def _updated_ids(batch: BatchLocation) -> Column | None:

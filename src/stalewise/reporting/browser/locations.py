@@ -14,11 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stalewise.errors import StalewiseError, StoreError
-from stalewise.reporting.inspection import numbered_batches
+from stalewise.reporting.inspection import numbered_batches, rewards_used
 from stalewise.store import ShardManifest, batch_directories, ledger_path, parse_batch_name, read_ledger, shard_path
 from stalewise.store import token_log_directory as tokens_of_run
 from stalewise.store.atomic import sha256_file
 from stalewise.store.manifest import BATCH_MANIFEST
+from stalewise.store.reward_versions import FIRST
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class BatchLocation:
     ledger: Path
     tokens: Path
     is_kept: bool = True  # False: the batch itself was rolled back
+    rewards: str = FIRST  # the version of its rewards that the run learned from
 
     @property
     def is_committed(self) -> bool:
@@ -41,8 +43,11 @@ class BatchLocation:
 
 def find_batches(run: Path) -> list[BatchLocation]:
     """All generation batches of a run, those of rollbacks last."""
+    used = rewards_used(run)
     kept = [
-        BatchLocation(path.name, path, number, "", ledger_path(run), tokens_of_run(run))
+        BatchLocation(
+            path.name, path, number, "", ledger_path(run), tokens_of_run(run), rewards=used.get(number, FIRST)
+        )
         for number, path in numbered_batches(run)
     ]
     if len({batch.key for batch in kept}) < len(kept):  # batches of several source runs may share a name

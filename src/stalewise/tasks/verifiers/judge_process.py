@@ -12,6 +12,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import SupportsFloat, SupportsIndex
 
@@ -61,6 +62,7 @@ def _line(message: Mapping[str, object]) -> bytes:
 def _record(reward: Reward) -> dict[str, object]:
     """A reward as JSON, if it is one: a judge may have put anything into it."""
     record = {"value": reward.value, "parts": dict(reward.parts), "error": reward.error, "traceback": reward.traceback}
+    record |= {} if reward.answer is None else {"answer": str(reward.answer)}
     try:
         json.dumps(record)
     except Exception as problem:
@@ -77,7 +79,9 @@ def reward_of_record(record: Mapping[str, object]) -> Reward:
         return Reward(math.nan, error="worker died: it sent an answer that is no reward")
     if error:
         return Reward(math.nan, error=str(error)[:_LONGEST_ERROR], traceback=str(trace)[-_LONGEST_TRACEBACK:])
-    return _finite(value, {str(name): part for name, part in parts.items()})  # type: ignore[union-attr]
+    answer = record.get("answer")
+    found = _finite(value, {str(name): part for name, part in parts.items()})  # type: ignore[union-attr]
+    return replace(found, answer=answer if isinstance(answer, str) else None)
 
 
 def judged(judge: Judge, prompt: Prompt, response: str) -> Reward:
@@ -106,12 +110,15 @@ def reward_of(result: object) -> Reward:
     Reward(value=0.5, parts={'length': 12.0}, error='')
     """
     if isinstance(result, Reward):
-        return result if result.error else _finite(result.value, result.parts)
+        return result if result.error else replace(_finite(result.value, result.parts), answer=result.answer)
     if not isinstance(result, Mapping):
         return _finite(result, {})
     if "reward" not in result:
         return Reward(math.nan, error='no reward: a dict from a verifier must have the key "reward"')
-    return _finite(result["reward"], {str(name): value for name, value in result.items() if name != "reward"})
+    answer = result.get("answer")
+    is_part = not isinstance(answer, str | None)  # a number may be both
+    parts = {str(name): value for name, value in result.items() if name != "reward" and (name != "answer" or is_part)}
+    return replace(_finite(result["reward"], parts), answer=None if answer is None else str(answer))
 
 
 def _finite(value: object, parts: Mapping[str, object]) -> Reward:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import inspect
 import json
 import math
 import queue
@@ -15,7 +14,7 @@ from typing import Any
 
 from stalewise.errors import TaskError
 from stalewise.tasks.base import load, paired
-from stalewise.tasks.callables import bind, importable_name, registered
+from stalewise.tasks.callables import bind, importable_name, is_async, registered
 from stalewise.tasks.sandbox import probe
 from stalewise.tasks.verifiers.judge_process import Judge, failed, judged, reward_of
 from stalewise.tasks.verifiers.pool import Confinement, ProcessVerifier
@@ -95,7 +94,7 @@ class FunctionVerifier:
 
     def _make(self) -> ProcessVerifier | _Threads | _EventLoop:
         found = registered(self.function, "reward function")
-        if _is_async(found):
+        if is_async(found):
             return _EventLoop(found, self.workers or CALLS_AT_ONCE, self.limit_s)
         if name := importable_name(found):
             options = {"function": name}
@@ -103,10 +102,6 @@ class FunctionVerifier:
                 f"{__name__}:load_function_judge", options, workers=self.workers, limit_s=self.limit_s
             )
         return _Threads(make_judge(found), self.workers or 1, self.limit_s)
-
-
-def _is_async(function: Any) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def arguments(prompt: Prompt, response: str) -> dict[str, Any]:

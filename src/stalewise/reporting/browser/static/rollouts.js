@@ -120,6 +120,7 @@ function facts(response) {
     ["sampler", `${sampler.name}, ${sampler.precision}, temperature ${sampler.temperature}${sampler.top_p < 1 ? `, top-p ${sampler.top_p}` : ""}${sampler.top_k ? `, top-k ${sampler.top_k}` : ""}, seed ${sampler.seed}`],
   ];
   for (const [name, value] of Object.entries(response.parts)) rows.splice(1, 0, [`part ${name}`, digits(value)]);
+  for (const [name, value] of Object.entries(response.rewards || {})) rows.push([`reward in ${name}`, value === null ? "unknown" : digits(value)]);
   return element("dl", {}, ...rows.flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, value)]));
 }
 
@@ -176,6 +177,7 @@ async function open(batch, group) {
     const views = [];
     const rewards = found.responses.map((response) => response.reward).filter((reward) => reward !== null);
     const notes = [`${found.responses.length} responses`];
+    if (found.rewards_used !== "first") notes.push(`rewards: ${found.rewards_used}`);
     if (found.degenerate) notes.push(`degenerate: all rewards are ${digits(rewards[0])}, so it gives no gradient`);
     if (found.rollback) notes.push(found.stands ? `as seen by updates that rollback ${found.rollback} removed; the batch itself is kept` : `removed by rollback ${found.rollback}: the run continued without it`);
     content.replaceChildren(

@@ -1,0 +1,174 @@
+"""Further rewards of rollouts that exist: `rewards/NAME/` in a run directory, beside the first ones in the shards.
+
+A version has one Parquet file per generation batch and `manifest.json`, which says how it was scored. It is written as
+a whole and never changed; the rewards in the shards stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from stalewise.errors import StoreError, nearest
+from stalewise.store.atomic import (
+    commit_directory,
+    explain_write_errors,
+    make_directory,
+    read_json,
+    sha256_file,
+    temporary_name,
+    write_json_atomic,
+)
+from stalewise.store.manifest import BatchManifest
+from stalewise.store.schema import REWARD_PARTS
+from stalewise.types import Reward
+
+FORMAT = "stalewise.rewards/1"
+FIRST = "first"  # the rewards in the shards
+SCHEMA = pa.schema(
+    [
+        pa.field("rollout_id", pa.int64(), nullable=False),
+        pa.field("reward", pa.float64()),  # null where the verifier failed
+        pa.field("reward_parts", REWARD_PARTS, nullable=False),
+        pa.field("reward_error", pa.string(), nullable=False),
+    ],
+    metadata={b"stalewise.format": FORMAT.encode()},
+)
+_NAME = re.compile(r"\w[\w.\-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class RewardVersion:
+    """One version of the rewards of a run, as its manifest describes it."""
+
+    directory: Path
+    record: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.directory.name
+
+    def rewards_of(self, batch: BatchManifest, directory: Path) -> BatchRewards:
+        """The rewards of a generation batch; StoreError if other rollouts were scored, or the file is damaged."""
+        listed = self.record["batches"].get(directory.name)
+        if listed is None:
+            raise StoreError(f"{self.directory} has no rewards of {directory.name}: rescore the run again")
+        if listed["shards"] != [shard.sha256 for shard in batch.shards]:
+            raise StoreError(f"{self.directory} has rewards of other rollouts than those in {directory}: rescore again")
+        path = self.directory / f"{directory.name}.parquet"
+        if not path.is_file() or sha256_file(path) != listed["sha256"]:
+            raise StoreError(f"{path} is damaged or missing: remove {self.directory} and rescore again")
+        return BatchRewards(self.name, listed["sha256"], pq.read_table(path, use_threads=False))
+
+
+class BatchRewards:
+    """The rewards of one generation batch in another version."""
+
+    def __init__(self, name: str, sha256: str, table: pa.Table) -> None:
+        self.name, self.sha256, self.table = name, sha256, table
+        self._ids = table["rollout_id"].to_numpy()
+        self._values = np.array(table["reward"].to_numpy(), dtype=np.float64)
+
+    def values(self, rollout_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """The rewards of these rollouts; NaN where the verifier failed."""
+        return self._values[np.searchsorted(self._ids, rollout_ids)]
+
+    def reward(self, rollout_id: int) -> Reward:
+        """The reward of one rollout."""
+        row = self.table.slice(int(np.searchsorted(self._ids, rollout_id)), 1).to_pylist()[0]
+        value = math.nan if row["reward"] is None else row["reward"]
+        return Reward(value, {part["name"]: part["value"] for part in row["reward_parts"]}, row["reward_error"])
+
+
+def versions_directory(run: str | Path) -> Path:
+    """Where the reward versions of a run are."""
+    return Path(run) / "rewards"
+
+
+def reward_versions(run: str | Path) -> list[RewardVersion]:
+    """The committed versions of a run's rewards, oldest first."""
+    root = versions_directory(run)
+    paths = [path for path in (root.iterdir() if root.is_dir() else ()) if (path / "manifest.json").is_file()]
+    found = [read_version(path) for path in paths if not path.name.startswith(".")]
+    return sorted(found, key=lambda one: (one.record["time"], one.name))
+
+
+def read_version(directory: Path) -> RewardVersion:
+    """Read the manifest of a version."""
+    record = read_json(directory / "manifest.json")
+    if record.get("format") != FORMAT:
+        raise StoreError(f"{directory} has format {record.get('format')}; this release reads {FORMAT}")
+    if not isinstance(record.get("batches"), dict) or "time" not in record:
+        raise StoreError(f"{directory / 'manifest.json'} is corrupt: batches or time missing; rescore again")
+    return RewardVersion(directory, record)
+
+
+def find_version(run: str | Path, name: str) -> RewardVersion:
+    """A version by its name; StoreError lists those that exist."""
+    directory = versions_directory(run) / name
+    if not (directory / "manifest.json").is_file():
+        known = [one.name for one in reward_versions(run)]
+        what = nearest(name, known) if known else "it has only its first; `stalewise rescore` makes others"
+        raise StoreError(f"{run} has no rewards {name!r}; {what}")
+    return read_version(directory)
+
+
+def check_new_name(run: str | Path, name: str) -> None:
+    """Refuse a name that exists or that no directory should have."""
+    if not _NAME.fullmatch(name) or name == FIRST:
+        raise StoreError(f"rewards cannot be called {name!r}: use letters, digits, - and _, and not {FIRST!r}")
+    if (versions_directory(run) / name).exists():
+        raise StoreError(f"{versions_directory(run) / name} exists and is never overwritten: choose another name")
+
+
+@contextmanager
+def new_version(run: str | Path, name: str) -> Iterator[VersionWriter]:
+    """A writer of a new version, which is committed when the block ends without an error."""
+    check_new_name(run, name)
+    final = versions_directory(run) / name
+    temporary = temporary_name(final)
+    try:
+        with explain_write_errors(final, 0):
+            make_directory(temporary)
+            writer = VersionWriter(temporary)
+            yield writer
+            write_json_atomic(temporary / "manifest.json", {"format": FORMAT, **writer.record})
+        commit_directory(temporary, final)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+class VersionWriter:
+    """Writes the batches of a version; `record` becomes its manifest."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.record: dict[str, Any] = {"batches": {}}
+
+    def add(self, name: str, batch: BatchManifest, rollout_ids: Sequence[int], rewards: Sequence[Reward]) -> None:
+        """Write the rewards of a generation batch, in the order of rollout ids."""
+        columns = [
+            pa.array(rollout_ids, pa.int64()),
+            pa.array([None if math.isnan(one.value) else one.value for one in rewards], pa.float64()),
+            pa.array([[{"name": k, "value": v} for k, v in one.parts.items()] for one in rewards], REWARD_PARTS),
+            pa.array([one.error.encode("utf-8", "replace").decode() for one in rewards], pa.string()),
+        ]
+        path = self.directory / f"{name}.parquet"
+        pq.write_table(pa.Table.from_arrays(columns, schema=SCHEMA), path, compression="zstd")
+        self.record["batches"][name] = {
+            "sha256": sha256_file(path),
+            "rows": len(rewards),
+            "shards": [shard.sha256 for shard in batch.shards],
+        }
