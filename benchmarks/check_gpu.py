@@ -31,8 +31,7 @@ from stalewise.config import RunConfig, make_config
 from stalewise.models import transfer as host_copies
 from stalewise.models.loading import EMBEDDED
 from stalewise.rollout.engines import paged_cache, request_queue
-from stalewise.rollout.engines.embedded import HFSampler
-from stalewise.rollout.engines.quantize import QuantizableWeights
+from stalewise.rollout.engines.embedded import HFSampler, QuantizableWeights
 from stalewise.rollout.engines.request_queue import RequestQueue
 from stalewise.rollout.engines.slot_decode import SlotDecoder
 from stalewise.rollout.sampler import Request, Response

@@ -9,8 +9,7 @@ from typing import Any
 
 from stalewise.config import make_config, write_resolved
 from stalewise.reporting.read import Run
-from stalewise.reporting.summary import summarize
-from stalewise.reporting.wording import ACCURACY, CHARTS
+from stalewise.reporting.summary import ACCURACY, CHARTS, summarize
 from stalewise.store.atomic import write_json_atomic
 from stalewise.store.json_lines import append_line
 from stalewise.store.manifest import BatchManifest, manifest_record

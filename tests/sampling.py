@@ -13,8 +13,7 @@ import torch
 from policies import POLICY
 from stalewise import store
 from stalewise.models.loading import EMBEDDED, encode_prompts, load_model
-from stalewise.rollout.engines.embedded import HFSampler
-from stalewise.rollout.engines.quantize import fake_quantize
+from stalewise.rollout.engines.embedded import HFSampler, fake_quantize
 from stalewise.rollout.generate import BatchPlan, generate_batch
 from stalewise.rollout.mixed_policy import MixedPolicySampler
 from stalewise.rollout.sampler import Request

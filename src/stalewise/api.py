@@ -38,7 +38,7 @@ from stalewise.rollout.workers.coordinator import restore
 from stalewise.store import BatchManifest, atomic, checkpoints
 from stalewise.store.reward_versions import RewardVersion
 from stalewise.tasks import Seen, Task, callables, make_evaluation_file
-from stalewise.tasks.overlap import read_ids
+from stalewise.tasks.rows import read_ids
 from stalewise.tasks.verifiers import VERIFIERS
 from stalewise.types import NullCallback, ProgressCallback
 

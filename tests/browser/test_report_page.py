@@ -11,7 +11,7 @@ from playwright.sync_api import Frame, Page, expect
 from rundirs import metrics, write_run
 from stalewise.reporting.browser import RunServer
 from stalewise.reporting.render import write_report
-from stalewise.reporting.wording import ACCURACY, CHARTS
+from stalewise.reporting.summary import ACCURACY, CHARTS
 from stalewise.store.json_lines import append_line
 
 UPDATES = 8

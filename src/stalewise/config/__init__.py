@@ -11,8 +11,7 @@ from stalewise.config.run import (
     set_dotted,
     write_resolved,
 )
-from stalewise.config.schedule_sections import ScheduleSection
-from stalewise.config.sections import LoraSection, OptimizerSection, TaskSection
+from stalewise.config.sections import LoraSection, OptimizerSection, ScheduleSection, TaskSection
 
 __all__ = ["FORMAT", "LoraSection", "OptimizerSection", "RunConfig", "ScheduleSection", "TaskSection"]
 __all__ += ["is_section", "load_config", "make_config", "parse_override", "read_toml", "set_dotted", "write_resolved"]

@@ -13,7 +13,7 @@ from typing import Any
 
 from stalewise import __version__
 from stalewise.config.run import FORMAT, HERE, RunConfig, identity_of, make_config, set_dotted, with_moved_files
-from stalewise.config.schedule_sections import ScheduleSection
+from stalewise.config.sections import ScheduleSection
 from stalewise.config.template import toml
 from stalewise.errors import StoreError
 from stalewise.staleness.schedule import ForkedSchedule, PastBatch, Schedule

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stalewise.config.schedule_sections import GuardSection
+from stalewise.config.sections import GuardSection
 from stalewise.errors import StalewiseError
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.staleness.collapse import INTERVAL, Assessment, Degradation, PolicyScore, assess, scores_from_rewards

@@ -15,7 +15,7 @@ from stalewise.models.smollm2 import NAME as SMOLLM2
 from stalewise.store import atomic, batch_directories, is_committed, open_batch
 from stalewise.store.records import SOURCES, read_record
 from stalewise.tasks import Seen
-from stalewise.tasks.overlap import named_ids, seen
+from stalewise.tasks.rows import named_ids, seen
 
 Log = Callable[[str], object]
 

@@ -24,7 +24,7 @@ from stalewise.rollout.sampler import Sampler
 from stalewise.statistics import Interval, bootstrap
 from stalewise.tasks import Seen, Task, Verifier, count_errors
 from stalewise.tasks.mixture import MixtureVerifier
-from stalewise.tasks.overlap import task_of
+from stalewise.tasks.rows import task_of
 from stalewise.tasks.verifiers.error_counts import LISTED
 from stalewise.tasks.verifiers.math import MathVerifier
 from stalewise.types import FinishReason, Prompt, Reward, SamplerSettings

@@ -31,8 +31,7 @@ from stalewise.models.loading import (
     pick_weights_dtype,
 )
 from stalewise.models.plain_forward import Agreement, compare, failure, layer_count, plain_logits, tolerance
-from stalewise.rollout.engines.embedded import HFSampler
-from stalewise.rollout.engines.quantize import QuantizableWeights
+from stalewise.rollout.engines.embedded import HFSampler, QuantizableWeights
 from stalewise.rollout.mixed_policy import MixedPolicySampler
 from stalewise.rollout.sampler import Request, Sampler
 from stalewise.store import RolloutColumns

@@ -27,14 +27,13 @@ from stalewise.models.transfer import HostBuffers
 from stalewise.objectives.regularizers import overlong_penalty
 from stalewise.orchestrator.checkpoint_writer import CheckpointWriter, fits_beside
 from stalewise.orchestrator.collapse_guard import CollapseGuard
-from stalewise.orchestrator.drift_budget import DriftBudget
 from stalewise.orchestrator.evaluation import Suites, definition_of, describe_evaluation, evaluate_checkpoint
 from stalewise.orchestrator.model_check import check_model, report_problem, stage_problem
 from stalewise.orchestrator.ranks import make_trainer
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.orchestrator.setup import adopt_changes, check_vllm_room, drift_limits, write_first_checkpoint
-from stalewise.orchestrator.stages import begin_stage, forget_stages
+from stalewise.orchestrator.stages import DriftBudget, begin_stage, forget_stages
 from stalewise.orchestrator.update_loop import UpdateLoop
 from stalewise.planning.memory import check_memory, offloads, pick_parallel
 from stalewise.reporting.verification import check_run

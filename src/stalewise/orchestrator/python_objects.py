@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stalewise.config import RunConfig, make_config
-from stalewise.config.keywords import settings_record
+from stalewise.config.run import settings_record
 from stalewise.config.run_directory import check_identity, is_started
 from stalewise.errors import ConfigError, ModelError, StoreError, TaskError, nearest
 from stalewise.models.loading import embedded_policy

@@ -7,7 +7,8 @@ writes the same line again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,65 @@ from typing import Any
 from stalewise.config import ScheduleSection
 from stalewise.config.run_directory import schedule_of
 from stalewise.staleness.schedule import Schedule
-from stalewise.staleness.spent import Stage, StageSchedule
+from stalewise.staleness.spent import Stage, StageSchedule, fresh_ess, is_spent, remaining_ess
 from stalewise.store.json_lines import append_line, truncate_jsonl
 from stalewise.store.records import STAGE, read_records
+
+WARN_AT = 0.8  # of a limit
+WARN_ESS = 0.5  # of the effective sample size of fresh rollouts
+ADVICE = {
+    "batch_budget": "within its rollouts: smaller stages or a lower optimizer.learning_rate keep it valid",
+    "horizon_budget": "in all: stop here, or go on with a lower optimizer.learning_rate in a new run",
+}
+
+
+class DriftBudget:
+    """Measures each update against the drift limits, and warns once per run about each.
+
+    It warns when most of a limit is used, or when one more step like the last would cross it. The limits are the lower
+    ends of R_batch (drift within one generation batch) and R_crit (drift over the run), 0 where one is unknown; None
+    where both are. `used` holds the largest fractions on record, about which an earlier process has warned.
+    """
+
+    def __init__(
+        self, limits: tuple[float, float] | None, log: Callable[[str], object], used: Mapping[str, float] | None = None
+    ) -> None:
+        self.limits, self.log = limits, log
+        self.warned = {name for name, fraction in (used or {}).items() if fraction >= WARN_AT}
+        self.last: dict[str, float] = {}
+
+    def measure(self, drift: float, drift_of_version: float) -> dict[str, float]:
+        """Metrics of an update, from the drift after it and the drift of the policy that made its rollouts."""
+        batch_drift = drift - drift_of_version
+        if self.limits is None:
+            return {"batch_drift": batch_drift, "batch_budget": math.nan, "horizon_budget": math.nan}
+        pairs = zip(ADVICE, (batch_drift, drift), self.limits, strict=True)
+        used = {name: value / limit if limit > 0 else math.nan for name, value, limit in pairs}
+        for name, fraction in used.items():
+            step = fraction - self.last.get(name, fraction)  # negative where a new batch begins
+            if name not in self.warned and (fraction >= WARN_AT or fraction + max(step, 0.0) >= 1.0):
+                self.warned.add(name)
+                self.log(f"{fraction:.0%} of the drift limit of this policy is used {ADVICE[name]}")
+        self.last = used
+        return {"batch_drift": batch_drift, **used}
+
+    def check_ess(self, ess: Sequence[float]) -> None:
+        """Warn when the effective sample size of a stage's updates falls to half of its initial value."""
+        fell = is_spent(ess, WARN_ESS) and not is_spent(ess[:-1], WARN_ESS)  # just now: an earlier process has warned
+        left = remaining_ess(ess) / fresh_ess(ess) if fell else math.nan
+        if left < WARN_ESS and "ess" not in self.warned:
+            self.warned.add("ess")
+            self.log(
+                f"the effective sample size of this stage's rollouts is {left:.0%} of its initial value: smaller "
+                'stages, schedule.end = "spent" or a lower optimizer.learning_rate keep them useful'
+            )
+
+    @staticmethod
+    def note(metrics: dict[str, float]) -> str:
+        """The budget for a progress line; empty where it is unknown."""
+        used = {"batch": metrics.get("batch_budget", math.nan), "run": metrics.get("horizon_budget", math.nan)}
+        known = ", ".join(f"{fraction:.0%} of {name}" for name, fraction in used.items() if not math.isnan(fraction))
+        return f"  budget {known}" if known else ""
 
 
 def read_schedule(section: ScheduleSection, stages_path: Path) -> Schedule:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stalewise.orchestrator.drift_budget import DriftBudget
 from stalewise.orchestrator.run_log import RunLog
+from stalewise.orchestrator.stages import DriftBudget
 from stalewise.staleness.schedule import Schedule, Step
 from stalewise.store import Batch, rollouts_of_updates
-from stalewise.tasks.overlap import MIXTURE, task_of
+from stalewise.tasks.rows import MIXTURE, task_of
 from stalewise.trainer.batch import UpdateBatch
 from stalewise.trainer.pending_update import PendingUpdate, prefetch, updates_ahead
 from stalewise.trainer.trainer import Trainer

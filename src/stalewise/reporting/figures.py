@@ -13,8 +13,8 @@ import plotly.graph_objects as go
 
 from stalewise.reporting.compare import NORMAL_95
 from stalewise.reporting.read import Run, version_clock
+from stalewise.reporting.summary import ACCURACY, CHARTS, Chart
 from stalewise.reporting.timeline import ACTIVITIES, IDLE, Column, StageSeconds, total_seconds
-from stalewise.reporting.wording import ACCURACY, CHARTS, Chart
 
 LONGEST_CURVE = 1000  # points; a chart is about 600 pixels wide
 BUCKETS = 500

@@ -34,9 +34,17 @@ from stalewise.reporting.figures import (
     style_of,
 )
 from stalewise.reporting.read import UNIMPORTANT, Run, differing_keys, flatten, read_runs
-from stalewise.reporting.summary import format_interval, format_value, join_names, ranking, summarize
+from stalewise.reporting.summary import (
+    CHARTS,
+    METRICS,
+    Chart,
+    format_interval,
+    format_value,
+    join_names,
+    ranking,
+    summarize,
+)
 from stalewise.reporting.timeline import ACTIVITIES, IDLE
-from stalewise.reporting.wording import CHARTS, METRICS, Chart
 from stalewise.store.atomic import write_atomic
 
 MOST_ROWS = 64  # of a table of stages or evaluations

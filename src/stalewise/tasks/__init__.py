@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stalewise.tasks.base import CHAT, Task, Verifier, build
-from stalewise.tasks.overlap import Seen
+from stalewise.tasks.rows import Seen
 from stalewise.tasks.verifiers import ErrorCounts, count_errors, make_verifier
 
 __all__ = ["CHAT", "TASKS", "Task", "Verifier", "make_evaluation_file", "make_task"]

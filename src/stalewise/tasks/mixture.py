@@ -16,7 +16,7 @@ from typing import Any
 
 from stalewise.errors import TaskError, nearest
 from stalewise.tasks.base import Task, Verifier, check_range, paired, shuffled, stream
-from stalewise.tasks.overlap import IN_MIXTURE, MIXTURE, task_of
+from stalewise.tasks.rows import IN_MIXTURE, MIXTURE, task_of
 from stalewise.types import Prompt, Reward
 
 LARGEST_BLOCK = 240  # places; weights that need more are rounded to it

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from stalewise.config import make_config
-from stalewise.config.keywords import OF_TRL, settings_record
+from stalewise.config.run import OF_TRL, settings_record
 from stalewise.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from stalewise.config.schedule_sections import RECIPES, ScheduleSection, with_recipe
+from stalewise.config.sections import RECIPES, ScheduleSection, with_recipe
 
 
 @pytest.mark.parametrize(

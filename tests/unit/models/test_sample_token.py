@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU, and no TRITON_INTERPRET=1", allow_module_level=True)
 
-from stalewise.models.kernels.sample_token import CHUNK, draw_on_device
+from stalewise.models.kernels.logits import CHUNK, draw_on_device
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LARGEST = 1 - 2**-53  # of the uniform numbers
@@ -141,6 +141,6 @@ def test_logits_and_numbers_may_lie_apart_in_memory() -> None:
 
 
 def test_no_rows_are_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stalewise.models.kernels.sample_token._draw", None)
+    monkeypatch.setattr("stalewise.models.kernels.logits._draw", None)
     token_R, logp_R = draw_on_device(torch.empty(0, 300, device=DEVICE), numbers())
     assert (token_R.shape, token_R.dtype) == (logp_R.shape, torch.int64) == ((0,), torch.int64)

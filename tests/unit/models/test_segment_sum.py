@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU, and no TRITON_INTERPRET=1", allow_module_level=True)
 
-from stalewise.models.kernels.segment_sum import sum_on_device
+from stalewise.models.kernels.elementwise import sum_on_device
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

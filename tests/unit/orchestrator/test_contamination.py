@@ -21,7 +21,7 @@ from stalewise.reporting.summary import findings
 from stalewise.store import batch_directories, open_batch
 from stalewise.store.atomic import read_json
 from stalewise.tasks import Seen, make_evaluation_file
-from stalewise.tasks.overlap import problem_key, read_ids, seen
+from stalewise.tasks.rows import problem_key, read_ids, seen
 from stalewise.tasks.verifiers.number import NumberVerifier
 from stalewise.types import Prompt, Reward
 from tiny import call, called_json, refused, tiny_record

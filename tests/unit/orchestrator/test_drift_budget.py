@@ -12,8 +12,8 @@ import pytest
 from callbacks import Listener
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
-from stalewise.orchestrator.drift_budget import DriftBudget
 from stalewise.orchestrator.orchestrator import Orchestrator
+from stalewise.orchestrator.stages import DriftBudget
 from stalewise.store.atomic import write_json_atomic
 from stalewise.store.checkpoints import versions
 from stalewise.store.json_lines import read_jsonl

@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from stalewise.orchestrator.drift_budget import DriftBudget
 from stalewise.orchestrator.run_log import RunLog
+from stalewise.orchestrator.stages import DriftBudget
 from stalewise.orchestrator.update_loop import PreparedUpdate, UpdateLoop
 from stalewise.staleness.schedule import Schedule
 from stalewise.staleness.spent import Stage, StageSchedule

@@ -20,8 +20,7 @@ from stalewise.reporting.figures import (
 )
 from stalewise.reporting.read import Run, read_run, read_runs
 from stalewise.reporting.render import describe_chart, describe_thinning, render, write_report
-from stalewise.reporting.summary import summarize
-from stalewise.reporting.wording import CHARTS, Chart
+from stalewise.reporting.summary import CHARTS, Chart, summarize
 from stalewise.store.atomic import write_json_atomic
 from stalewise.store.json_lines import append_line
 

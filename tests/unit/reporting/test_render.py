@@ -29,7 +29,7 @@ from stalewise.reporting.render import (
     render,
     write_report,
 )
-from stalewise.reporting.wording import CHARTS, METRICS
+from stalewise.reporting.summary import CHARTS, METRICS
 from stalewise.store.atomic import write_json_atomic
 from stalewise.store.json_lines import append_line
 

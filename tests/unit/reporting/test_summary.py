@@ -11,6 +11,7 @@ import pytest
 from rundirs import add_batch, add_evaluation, metrics, warnings, write_run
 from stalewise.reporting.read import read_run, read_runs, verifier_errors
 from stalewise.reporting.summary import (
+    CHARTS,
     count_noun,
     format_interval,
     format_value,
@@ -19,7 +20,6 @@ from stalewise.reporting.summary import (
     summarize,
     time_shares,
 )
-from stalewise.reporting.wording import CHARTS
 from stalewise.store.atomic import write_json_atomic
 from stalewise.store.json_lines import append_line
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from rundirs import PLOTTED
-from stalewise.reporting.wording import ACCURACY, METRICS
+from stalewise.reporting.summary import ACCURACY, METRICS
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "metrics.md"
 

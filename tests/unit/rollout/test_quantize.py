@@ -14,7 +14,7 @@ from policies import POLICY, requests
 from sampling import CPU, CUT, check_logp, policy_of, short_sampler
 from stalewise.errors import ModelError
 from stalewise.models.loading import load_model
-from stalewise.rollout.engines.quantize import QuantizableWeights, fake_quantize, linear_matrices
+from stalewise.rollout.engines.embedded import QuantizableWeights, fake_quantize, linear_matrices
 from stalewise.types import SamplerSettings
 
 

@@ -25,7 +25,7 @@ from stalewise.store.checkpoints import checkpoint_directory
 from stalewise.store.json_lines import read_jsonl
 from stalewise.tasks import make_task
 from stalewise.tasks.mixture import LARGEST_BLOCK, MixtureTask, block_counts, split
-from stalewise.tasks.overlap import own_id, task_of
+from stalewise.tasks.rows import own_id, task_of
 from stalewise.types import NullCallback, Reward
 from tiny import call, called_json, tiny_record
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from stalewise.errors import TaskError
-from stalewise.tasks.overlap import EVALUATION, Seen, named_ids, read_ids, seen
+from stalewise.tasks.rows import EVALUATION, Seen, named_ids, read_ids, seen
 from stalewise.types import Prompt
 
 

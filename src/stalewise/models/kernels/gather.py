@@ -43,7 +43,7 @@ def sum_copies(
     grads = key_grad_MKD.contiguous(), value_grad_MKD.contiguous()
     # The kernel takes keys and values together, which nearly always have one shape.
     if key_grad_MKD.is_cuda and can_compile() and key_grad_MKD.shape == value_grad_MKD.shape:
-        from stalewise.models.kernels.segment_sum import sum_on_device  # Triton comes with torch for GPUs alone
+        from stalewise.models.kernels.elementwise import sum_on_device  # Triton comes with torch for GPUs alone
 
         return sum_on_device(*grads, copy_M, copy_start)
     key_TKD, value_TKD = (

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
 
 from stalewise.errors import ModelError
 from stalewise.models.compilation import compile_pieces
@@ -25,11 +27,69 @@ from stalewise.models.kernels import can_compile, get_ready
 from stalewise.models.loading import context_length, load_model, load_tokenizer, stop_token_ids
 from stalewise.rollout.engines.dynamic_decode import decode_within_memory, rows_that_fit
 from stalewise.rollout.engines.paged_cache import CACHE_SHARE, GIB, SLEEP_SHARE, power_of_two
-from stalewise.rollout.engines.quantize import QuantizableWeights
 from stalewise.rollout.engines.request_queue import LengthHistory, RequestQueue
 from stalewise.rollout.engines.slot_decode import FinishedResponses, SlotDecoder, slots_problem
 from stalewise.rollout.sampler import Request, Response, check_lengths
 from stalewise.types import FinishReason, SamplerSettings
+
+FP8 = torch.float8_e4m3fn
+LARGEST = {"fp8": torch.finfo(FP8).max, "int8": 127.0}  # what the largest weight of an output becomes
+
+
+def fake_quantize(weight_OI: Tensor, kind: str) -> Tensor:
+    """The matrix rounded to 8 bits, in its own precision."""
+    exact_OI, largest = weight_OI.float(), LARGEST[kind]
+    # An output whose weights are all 0 may have any scale but 0.
+    scale_O1 = (exact_OI.abs().amax(dim=1, keepdim=True) / largest).clamp(min=torch.finfo(torch.float32).tiny)
+    scaled_OI = (exact_OI / scale_O1).clamp(-largest, largest)
+    whole_OI = scaled_OI.to(FP8).float() if kind == "fp8" else scaled_OI.round()
+    return (whole_OI * scale_O1).to(weight_OI.dtype)
+
+
+class QuantizableWeights:
+    """The weights of a model, exact at first; values are copied in place, since CUDA graphs read fixed addresses."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._kind = "exact"
+        self._exact: list[Tensor] = []  # in host memory, while rounded ones are in use
+
+    @torch.no_grad()
+    def use(self, kind: str) -> None:
+        """Compute with weights of this kind from now on."""
+        if kind == self._kind:
+            return
+        matrices = linear_matrices(self._model)
+        for matrix_OI, exact_OI in zip(matrices, self._exact, strict=False):
+            matrix_OI.copy_(exact_OI)
+        self._kind, self._exact = "exact", []
+        if kind != "exact":
+            self._exact = [matrix_OI.to("cpu", copy=True) for matrix_OI in matrices]
+            for matrix_OI in matrices:
+                matrix_OI.copy_(fake_quantize(matrix_OI, kind))
+            self._kind = kind
+
+
+def linear_matrices(model: Any) -> list[Tensor]:
+    """The matrices [O, I] of all linear layers but the output layer, as views of the model's memory."""
+    outside = [
+        name
+        for name, module in model.named_modules()
+        if not isinstance(module, torch.nn.Conv1d) and any(p.ndim > 2 for p in module.parameters(recurse=False))
+    ]
+    embeddings = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings())}
+    matrices = {
+        id(module.weight): module.weight.data if isinstance(module, torch.nn.Linear) else module.weight.data.T
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear | Conv1D) and id(module.weight) not in embeddings
+    }
+    if outside or not matrices:
+        where = f"{outside[0]} holds matrices that are in no linear layer" if outside else "it has no linear layers"
+        raise ModelError(
+            f'the weights of {type(model).__name__} cannot be rounded: {where}; set sampler.weights = "exact"'
+        )
+    return list(matrices.values())
+
 
 log = logging.getLogger(__name__)
 ROOM_STEP = 32  # prompt room is a multiple of this, so that slots made for one set of prompts mostly fit the next
@@ -304,7 +364,7 @@ def _kernels(model: Any) -> dict[str, Any]:
     """Our kernels for drawing and rotating in slots, where they can be compiled."""
     if model.device.type != "cuda" or not can_compile():
         return {}
-    from stalewise.models.kernels.sample_token import draw_on_device  # Triton comes with torch for GPUs alone
+    from stalewise.models.kernels.logits import draw_on_device  # Triton comes with torch for GPUs alone
 
     return {"draw": draw_on_device, "while_capturing": partial(fused_rotation, model)}
 
