@@ -7,6 +7,7 @@ earlier release wrote without checksums is "not covered", which is neither damag
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Iterator
@@ -180,7 +181,13 @@ def _is_lost(found: Verification, name: str, ledger: list[LedgerEntry]) -> bool:
     is_covered = (found.directory / RECORDS).is_file() and bool(ledger)
     if name == "fork.json":  # most runs are no forks
         return False
-    return is_covered and (name != "sources.json" or not batch_directories(found.directory / "rollouts"))
+    if name != "sources.json":
+        return is_covered
+    if batch_directories(found.directory / "rollouts"):
+        return False
+    with contextlib.suppress(StalewiseError):  # of a damaged config, which is said apart
+        return is_covered and not read_config(found.directory).storage.url  # rollouts may have stayed elsewhere
+    return False
 
 
 def _verify_lines(found: Verification, run: Path) -> list[LedgerEntry]:

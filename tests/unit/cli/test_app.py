@@ -38,7 +38,6 @@ COMMANDS = [
     "plan",
     "difficulty",
     "doctor",
-    "difficulty",
 ]
 
 

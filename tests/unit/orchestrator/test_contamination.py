@@ -143,7 +143,8 @@ def test_rollouts_that_were_learned_from_again_count_as_training(trained: RunCon
 
 def started_from(trained: RunConfig, directory: Path, path: Path, **sources: Any) -> Path:
     """A run on other rows, whose policy is said to come from `path`."""
-    shutil.copytree(trained.directory / "checkpoints", directory / "checkpoints")
+    for name in ("checkpoints", "ledger"):
+        shutil.copytree(trained.directory / name, directory / name)
     config = read_json(trained.directory / "config.resolved.json")
     config["model"]["path"] = str(path)
     rows = write(directory / "rows.jsonl", sums(range(60, 100)))
