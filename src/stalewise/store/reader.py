@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError, nearest
 from stalewise.store.atomic import sha256_file
-from stalewise.store.columns import ROW_COLUMNS, RolloutColumns, column_range, concatenate, numbers, rows_from_table
+from stalewise.store.columns import EPISODE_COLUMNS, RolloutColumns, column_range, concatenate, numbers, rows_from_table
 from stalewise.store.manifest import (
     BatchManifest,
     ShardManifest,
@@ -23,7 +23,7 @@ from stalewise.store.manifest import (
     read_batch_manifest,
     shard_path,
 )
-from stalewise.store.schema import FORMAT_KEY, LIGHT_COLUMNS, SCHEMA, rollouts_from_table
+from stalewise.store.schema import EPISODE_SCHEMA, FORMAT_KEY, LIGHT_COLUMNS, SCHEMA, rollouts_from_table
 from stalewise.types import Rollout
 
 
@@ -91,7 +91,7 @@ class Batch:
 
     def iter_rows(self) -> Iterator[RolloutColumns]:
         """Stream `RolloutColumns`, one row group each, by rollout id."""
-        for table in self.iter_tables(ROW_COLUMNS):
+        for table in self.iter_tables(EPISODE_COLUMNS):
             yield rows_from_table(table)
 
     def column(self, name: str) -> npt.NDArray[Any]:
@@ -128,7 +128,7 @@ class Batch:
                     first, last = column_range(file.metadata, row_group, SCHEMA.get_field_index("rollout_id"))
                     here = wanted[np.searchsorted(wanted, first) : np.searchsorted(wanted, last, side="right")]
                     if len(here):
-                        rows = rows_from_table(_decode(file, row_group, list(ROW_COLUMNS)))
+                        rows = rows_from_table(_decode(file, row_group, list(EPISODE_COLUMNS)))
                         yield rows.take(np.flatnonzero(np.isin(rows.rollout_id, here, assume_unique=True)))
 
     @contextlib.contextmanager
@@ -160,8 +160,8 @@ def _decode(file: pq.ParquetFile, row_group: int, columns: list[str] | None) -> 
 def _known(columns: Sequence[str] | None) -> list[str] | None:
     # pyarrow ignores a column it does not know, so a misspelt name would read as "no such data".
     for name in columns or ():
-        if name not in SCHEMA.names:
-            raise StoreError(f"the store has no column {name}: {nearest(name, SCHEMA.names)}")
+        if name not in EPISODE_SCHEMA.names:
+            raise StoreError(f"the store has no column {name}: {nearest(name, EPISODE_SCHEMA.names)}")
     return None if columns is None else list(columns)
 
 
