@@ -33,7 +33,7 @@ from stalewise.reporting.progress import watching
 from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.workers.coordinator import restore
 from stalewise.store import BatchManifest, atomic, checkpoints
-from stalewise.tasks import Seen, Task, make_evaluation_file
+from stalewise.tasks import Seen, Task, close_task, make_evaluation_file
 from stalewise.tasks.overlap import read_ids
 from stalewise.types import NullCallback, ProgressCallback
 
@@ -309,7 +309,7 @@ def _evaluate(
     results: list[Evaluation] = []
     with contextlib.closing(make_sampler(config)) as sampler, contextlib.ExitStack() as opened:
         for suite, (task, prompts, apart) in zip(config.evaluation.suite, tasks, strict=True):
-            opened.callback(task.verifier.close)
+            opened.callback(close_task, task)
             unknown: list[str] = []
             seen = exclude | seen_in_training(policy.run or policy.checkpoint, unknown.append, apart=apart)
             for message in unknown if not results else ():

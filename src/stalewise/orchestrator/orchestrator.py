@@ -62,6 +62,7 @@ from stalewise.store import (
 )
 from stalewise.store.atomic import remove_temporaries, write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory, prune, read_state, versions, write_checkpoint
+from stalewise.tasks import close_task
 from stalewise.trainer.lora import base_directory
 from stalewise.trainer.trainer import NonFiniteUpdate, Trainer
 from stalewise.types import ProgressCallback
@@ -122,7 +123,7 @@ class Orchestrator:
         self.writer.close(self.callback.log)
         self.coordinator.close()
         self.sampler.close()
-        self.task.verifier.close()
+        close_task(self.task)
         self.suites.close()
 
     def check_memory(self) -> None:

@@ -81,7 +81,7 @@ def rows_that_fit(model: Any, requests: Sequence[Request], new_tokens: int) -> i
         return len(requests)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + cached
-    longest = max(len(request.prompt_ids) for request in requests)
+    longest = max(len(request.context) for request in requests)
     return max(1, min(len(requests), int(SHARE * free) // row_bytes(model, longest, new_tokens)))
 
 
@@ -111,7 +111,7 @@ def decode_within_memory(
         except torch.OutOfMemoryError:
             pass  # handled below: within the handler, the traceback would keep the memory
         on_tokens(-counted[0])
-        longest, new_tokens = max(len(request.prompt_ids) for request in part), options["new_tokens"]
+        longest, new_tokens = max(len(request.context) for request in part), options["new_tokens"]
         if len(part) == 1:
             raise ModelError(
                 f"out of memory while sampling one response: a prompt of {longest} tokens with sampler.max_new_tokens "
@@ -138,6 +138,7 @@ def decode_dynamic(
     """Token ids (int32) and log-probabilities [R, N] and lengths [R] of all responses, in the order of `requests`."""
     rows, device = len(requests), model.device
     uniform_RN = torch.from_numpy(uniforms([request.seed for request in requests], new_tokens)).to(device)
+    begun_R = torch.tensor([len(request.begun) for request in requests], device=device)  # tokens of earlier turns
     ids_RN = torch.zeros(rows, new_tokens, dtype=torch.long, device=device)
     logp_RN = torch.zeros(rows, new_tokens, device=device)
     length_R = torch.zeros(rows, dtype=torch.long, device=device)
@@ -145,12 +146,13 @@ def decode_dynamic(
     alive_R = torch.ones(rows, dtype=torch.bool, device=device)
 
     logits_RV, cache, attention, positions = _prefill(model, requests, pad_id)
-    for step in range(new_tokens):
-        token_R, logp_R = draw(tempered(logits_RV, settings), uniform_RN[active_R, step])
+    for step in range(new_tokens - int(begun_R.min())):
+        position_R = (begun_R[active_R] + step).clamp(max=new_tokens - 1)
+        token_R, logp_R = draw(tempered(logits_RV, settings), uniform_RN[active_R, position_R])
         ids_RN[active_R, step], logp_RN[active_R, step] = token_R, logp_R
         length_R[active_R] += alive_R.long()
         on_tokens(int(alive_R.sum()))
-        alive_R = alive_R & ~torch.isin(token_R, stop_ids)
+        alive_R = alive_R & ~torch.isin(token_R, stop_ids) & (position_R + 1 < new_tokens)
         ended = 1 - alive_R.float().mean().item()
         if ended == 1:
             break
@@ -161,8 +163,7 @@ def decode_dynamic(
             positions, alive_R = positions[keep], alive_R[keep]
         attention = torch.cat([attention, attention.new_ones(len(attention), 1)], dim=1)
         positions = positions[:, -1:] + 1
-        if step + 1 < new_tokens:
-            logits_RV = _forward(model, token_R.unsqueeze(1), cache, attention, positions)
+        logits_RV = _forward(model, token_R.unsqueeze(1), cache, attention, positions)
     return ids_RN.cpu().numpy().astype(np.int32), logp_RN.cpu().numpy(), length_R.cpu().numpy()
 
 
@@ -184,7 +185,7 @@ def takes_state(model: Any) -> bool:
 def _prefill(model: Any, requests: Sequence[Request], pad_id: int) -> tuple[Tensor, Any, Tensor, Tensor]:
     """Logits, cache, attention mask and positions after the prompts. Each distinct prompt is computed once."""
     index_of: dict[tuple[int, ...], int] = {}
-    distinct_R = [index_of.setdefault(tuple(request.prompt_ids), len(index_of)) for request in requests]
+    distinct_R = [index_of.setdefault(tuple(request.context), len(index_of)) for request in requests]
     input_ids, attention = _padded(list(index_of), pad_id, model.device)
     cache: Any = DynamicCache(config=model.config)
     cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]

@@ -27,7 +27,7 @@ from stalewise.rollout.engines.dynamic_decode import decode_within_memory, rows_
 from stalewise.rollout.engines.paged_cache import CACHE_SHARE, GIB, power_of_two
 from stalewise.rollout.engines.quantize import QuantizableWeights
 from stalewise.rollout.engines.request_queue import LengthHistory, RequestQueue
-from stalewise.rollout.engines.slot_decode import FinishedResponses, SlotDecoder, slots_problem
+from stalewise.rollout.engines.slot_decode import FinishedResponses, SlotDecoder, last_turns, slots_problem
 from stalewise.rollout.sampler import Request, Response, check_lengths
 from stalewise.types import FinishReason, SamplerSettings
 
@@ -221,7 +221,7 @@ class HFSampler:
             try:
                 for finished in self._slot_decoder(queue, settings).decode(queue, self.on_tokens):
                     is_done[finished.requests] = True
-                    yield replace(finished, requests=left[finished.requests])
+                    yield last_turns(replace(finished, requests=left[finished.requests]), requests)
                 self._history.note(queue.prompts, queue.mean_lengths().tolist())
             except torch.OutOfMemoryError as error:
                 problem = str(error).splitlines()[0]

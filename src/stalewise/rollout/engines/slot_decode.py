@@ -60,6 +60,16 @@ class FinishedResponses:
     lengths: np.ndarray
 
 
+def last_turns(finished: FinishedResponses, requests: Sequence[Request]) -> FinishedResponses:
+    """Without the tokens that these responses had begun with."""
+    begun = np.array([len(requests[request].begun) for request in finished.requests.tolist()], dtype=np.int64)
+    if not begun.any():
+        return finished
+    column = np.minimum(np.arange(finished.ids.shape[1]) + begun[:, None], finished.ids.shape[1] - 1)
+    ids, logp = (np.take_along_axis(x, column, axis=1) for x in (finished.ids, finished.logp))
+    return FinishedResponses(finished.requests, ids, logp, finished.lengths - begun)
+
+
 @dataclass(frozen=True, slots=True)
 class PutBack:
     """Responses that made room, as they were then; on a GPU the copies are complete when the status is."""

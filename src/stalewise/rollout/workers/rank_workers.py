@@ -26,7 +26,7 @@ from stalewise.rollout.workers.coordinator import Coordinator
 from stalewise.rollout.workers.shard_queue import POLL_S, ShardQueue
 from stalewise.rollout.workers.work_order import WorkOrder, config_digest
 from stalewise.rollout.workers.worker import RolloutWorker, RunLocation
-from stalewise.tasks import Task
+from stalewise.tasks import Task, close_task
 from stalewise.types import NullCallback
 
 ENGINE = "hf"  # the others use several devices by themselves
@@ -105,7 +105,7 @@ class RolloutRank:
         if self.sampler is not None:
             self.sampler.close()
         if self.task is not None:
-            self.task.verifier.close()
+            close_task(self.task)
 
     def generate(self, message: Message) -> None:
         """Make shards of a generation batch until it is complete, and report; the first rank raises our errors."""

@@ -29,20 +29,21 @@ from stalewise.tasks.base import paired
 from stalewise.types import Prompt, Reward
 
 START_LIMIT_S = 120.0  # for a worker to import its judge; sympy takes a second, much longer on a busy disk
+JUDGE = "stalewise.tasks.verifiers.judge_process"  # the module whose function `main` is the process
 _PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from stalewise.tasks.verifiers.judge_process import main; main(int(sys.argv[2]))"
+    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "importlib.import_module(sys.argv[3]).main(int(sys.argv[2]))"
 )
 
 
-class _Worker:
-    """One process, the response it judges, and its deadline."""
+class JudgeWorker:
+    """One process, the response it judges, and its deadline. Environments run in such processes, too."""
 
-    def __init__(self, factory: str, options: Mapping[str, Any], limit_s: float):
+    def __init__(self, factory: str, options: Mapping[str, Any], limit_s: float, module: str = JUDGE):
         ours, theirs = socket.socketpair()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, json.dumps([str(entry) for entry in sys.path]), str(theirs.fileno())],
+                [sys.executable, "-c", _PROGRAM, json.dumps([*map(str, sys.path)]), str(theirs.fileno()), module],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
@@ -55,9 +56,10 @@ class _Worker:
         self.deadline = time.monotonic() + START_LIMIT_S
         self.connection.send((factory, dict(options), limit_s))
 
-    def submit(self, item: int, prompt: Prompt, response: str, limit_s: float) -> None:
+    def submit(self, item: int, limit_s: float, *work: object) -> None:
+        """Give it something to do."""
         self.item, self.deadline = item, time.monotonic() + limit_s
-        self.connection.send((prompt, response))
+        self.connection.send(work)
 
     def end(self, patience_s: float = 0.0) -> str:
         """End the process and return how it ended. `patience_s` gives a judge time to clean up."""
@@ -96,11 +98,11 @@ class ProcessVerifier:
         if self.workers < 1 or not 0 < self.limit_s < math.inf:
             raise TaskError(f"a verifier needs workers ≥ 1 and a finite limit_s > 0, not {workers=}, {limit_s=}")
         self.factory, self.options = factory, dict(options or {})
-        self._running: list[_Worker] = []
+        self._running: list[JudgeWorker] = []
         self._lock = threading.Lock()
         self._owner = os.getpid()
         # Runs at garbage collection and at interpreter exit; must not refer to self.
-        self._finalizer = weakref.finalize(self, _end_all, self._running, self._owner)
+        self._finalizer = weakref.finalize(self, end_workers, self._running, self._owner)
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
         """Score `responses[i]` as an answer to `prompts[i]`; results in the same order.
@@ -119,7 +121,7 @@ class ProcessVerifier:
     def close(self) -> None:
         """End the workers. Scoring again starts new ones."""
         with self._lock:
-            _end_all(self._running, self._owner)
+            end_workers(self._running, self._owner)
 
     def __enter__(self) -> ProcessVerifier:
         return self
@@ -133,12 +135,12 @@ class ProcessVerifier:
         while waiting or any(worker.item is not None for worker in self._running):
             missing = min(self.workers, len(waiting)) - sum(worker.item is None for worker in self._running)
             for _ in range(min(missing, self.workers - len(self._running))):
-                self._running.append(_Worker(self.factory, self.options, self.limit_s))
+                self._running.append(JudgeWorker(self.factory, self.options, self.limit_s))
             for worker in [worker for worker in self._running if worker.ready and worker.item is None]:
                 if not waiting:
                     break
                 try:
-                    worker.submit(waiting[0], *items[waiting[0]], self.limit_s)
+                    worker.submit(waiting[0], self.limit_s, *items[waiting[0]])
                     waiting.popleft()
                 except OSError:  # it died while idle, which is not this response's fault
                     self._drop(worker)
@@ -161,7 +163,7 @@ class ProcessVerifier:
                 results.append((item, reward))
         return results
 
-    def _receive(self, worker: _Worker) -> Reward | None:
+    def _receive(self, worker: JudgeWorker) -> Reward | None:
         try:
             message = worker.connection.recv()
         except (EOFError, OSError):
@@ -178,7 +180,7 @@ class ProcessVerifier:
         worker.item = None
         return Reward(*message)
 
-    def _check_time(self, worker: _Worker) -> Reward | None:
+    def _check_time(self, worker: JudgeWorker) -> Reward | None:
         if time.monotonic() < worker.deadline:
             return None
         self._drop(worker)
@@ -186,7 +188,7 @@ class ProcessVerifier:
             raise TaskError(f"the verifier did not load {self._judge_name()} within {START_LIMIT_S:.0f} s")
         return Reward(math.nan, error=f"timeout after {self.limit_s} s")
 
-    def _drop(self, worker: _Worker, patience_s: float = 0.0) -> str:
+    def _drop(self, worker: JudgeWorker, patience_s: float = 0.0) -> str:
         self._running.remove(worker)
         return worker.end(patience_s)
 
@@ -194,7 +196,8 @@ class ProcessVerifier:
         return str(self.options.get("function", self.factory))
 
 
-def _end_all(workers: list[_Worker], owner: int) -> None:
+def end_workers(workers: list[JudgeWorker], owner: int) -> None:
+    """End all of these processes, which the process `owner` started."""
     if os.getpid() != owner:
         return  # a fork of the owner: the workers are not ours
     for worker in workers:
