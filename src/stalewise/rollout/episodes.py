@@ -116,6 +116,7 @@ class OpenEpisode:
     turns: list[str] = field(default_factory=list[str])
     answers: list[tuple[Message, ...]] = field(default_factory=list[tuple[Message, ...]])
     ended: bool = True  # the last turn has its end token
+    is_open: bool = True  # it may have another turn
     outcome: Reward | TaskScore | None = None
     finish_reason: FinishReason = FinishReason.STOP
 
@@ -207,15 +208,16 @@ class Turns:
         self.environment.submit(Call(request, episode.as_episode(), is_over=not episode.ended))
 
     def next(self, *, wait: bool) -> list[tuple[int, list[int]]]:
-        """Episodes that go on, and what their next turn follows; `wait`: for all environments under way."""
+        """Episodes that were answered, and what their next turn follows; `wait`: for all environments under way."""
         going_on: list[tuple[int, list[int]]] = []
         block = False
         while True:
             outcomes = self.environment.collect(block=block)
             self.journal.add([(self.rollouts[one.key], self.episodes[one.key], one) for one in outcomes])
             for outcome in outcomes:
+                is_new = self.episodes[outcome.key].is_open
                 outside = self._after(outcome)
-                if outside:
+                if is_new:
                     going_on.append((outcome.key, outside))
             block = wait and self.environment.pending > 0
             if not block:
@@ -225,14 +227,14 @@ class Turns:
         """Tokens from outside that the next turn follows; none where the episode has ended."""
         episode = self.episodes[outcome.key]
         if outcome.score is not None:
-            episode.outcome = outcome.score
+            episode.outcome, episode.is_open = outcome.score, False
             return []
         episode.answers.append(outcome.messages)
         outside = self.encoder.outside(episode.prompt, outcome.messages, ended=episode.ended)
         no_tokens = len(episode.ids) + len(outside) >= self.max_new_tokens
         if no_tokens or len(episode.turns) >= self.environment.max_turns or not outside:
             # What it said cannot be answered, so it is left out: the episode ends with the policy's own turn.
-            episode.finish_reason = FinishReason.LENGTH
+            episode.finish_reason, episode.is_open = FinishReason.LENGTH, False
             self.environment.submit(Call(outcome.key, episode.as_episode(), is_over=True))
             return []
         by = "+".join(dict.fromkeys(_speaker(message) for message in outcome.messages))

@@ -54,7 +54,10 @@ class TurnSource(Protocol):
         """A turn of this request has ended."""
 
     def next(self, *, wait: bool) -> list[tuple[int, list[int]]]:
-        """Requests that go on, and the tokens from outside that their next turn follows; `wait`: for all under way."""
+        """What was answered since: requests, and the tokens from outside that their next turn follows.
+
+        No tokens: the episode is over. `wait`: until all that is under way is answered.
+        """
         ...
 
 
@@ -106,24 +109,37 @@ class TurnSampler(Protocol):
 
 
 def sample_in_rounds(
-    sampler: Sampler, requests: Sequence[Request], settings: SamplerSettings, turns: TurnSource
+    sampler: Sampler,
+    requests: Sequence[Request],
+    settings: SamplerSettings,
+    turns: TurnSource,
+    *,
+    begun: list[list[int]] | None = None,
+    first: Sequence[int] | None = None,
 ) -> None:
     """`TurnSampler.sample_turns` for other engines: all turns that are open are sampled together.
 
-    What an engine computed of earlier turns is in its prefix cache, if it has one.
+    What an engine computed of earlier turns is in its prefix cache, if it has one. `begun` and `first`: the tokens of
+    all requests so far, and those whose turn it is, where they have been sampled in another way.
     """
-    open_requests = dict(enumerate(requests))
-    begun: dict[int, list[int]] = {number: list(request.begun) for number, request in open_requests.items()}
-    turn = list(open_requests)
-    while turn:
-        asked = [replace(open_requests[number], begun=begun[number]) for number in turn]
-        for number, response in zip(turn, sampler.sample(asked, settings), strict=True):
+    begun = [list(request.begun) for request in requests] if begun is None else begun
+    turn = list(range(len(requests)) if first is None else first)
+    while True:
+        asked = [replace(requests[number], begun=begun[number]) for number in turn]
+        for number, response in zip(turn, sampler.sample(asked, settings) if asked else [], strict=True):
             begun[number] += response.token_ids.tolist()
             turns.ended(number, response)
-        answered = turns.next(wait=False) or turns.next(wait=True)
+        answered = open_turns(turns.next(wait=False)) or open_turns(turns.next(wait=True))
         for number, outside in answered:
             begun[number] += outside
-        turn = sorted(number for number, _ in answered)
+        turn = [number for number, _ in answered]
+        if not turn:
+            return
+
+
+def open_turns(answered: list[tuple[int, list[int]]]) -> list[tuple[int, list[int]]]:
+    """Those that go on, in order."""
+    return sorted((number, outside) for number, outside in answered if outside)
 
 
 def check_lengths(prompt_ids: Sequence[Sequence[int]], *, limit: int | None, max_new_tokens: int) -> None:

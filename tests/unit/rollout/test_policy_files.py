@@ -10,6 +10,7 @@ from policies import POLICY
 from stalewise.errors import EngineError
 from stalewise.rollout.engines import http as endpoint
 from stalewise.rollout.policy_files import Answer, ExternalSampler, read_policy_files
+from stalewise.rollout.sampler import Request
 from stalewise.types import SamplerSettings
 
 

@@ -170,9 +170,9 @@ class PythonTool(_Tool):
 class RunningSums:
     """A game of numbers for a policy with one token per character: sums that go on from its own answers.
 
-    The prompt is a sum, "12+34=". After each answer comes the next term, to be added to what the policy said: "46" is
-    followed by "46+21=". The reward is the share of right sums of `rounds`; an answer that is no number of at most two
-    digits ends the game.
+    The prompt is a sum, "12+34=". After each answer comes another sum that begins with what the policy said: "46" is
+    followed by "56+21=" (10 more, within 10..99). The reward is the share of right sums of `rounds`; an answer that is
+    no number ends the game.
     """
 
     local = True
@@ -195,10 +195,10 @@ class RunningSums:
         text = response.strip()
         self.played += 1
         self.right += text == str(self.total)
-        if self.played == self.rounds or not (text.isascii() and text.isdigit() and len(text) <= 2):
+        if self.played == self.rounds or not (text.isascii() and text.isdigit() and len(text) <= 3):
             return None
         term = 10 + int(stream("sums", self.row.prompt_id, self.played).random() * self.largest)
-        start = max(10, min(int(text), 99 - term))
+        start = 10 + int(text) % 90
         self.total = start + term
         return [{"role": "user", "content": f"{start}+{term}="}]
 
