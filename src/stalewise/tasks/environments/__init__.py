@@ -22,7 +22,6 @@ ENVIRONMENTS = {
     "python": "stalewise.tasks.environments.builtin:PythonTool",
     "sums": "stalewise.tasks.environments.builtin:RunningSums",
     "retry": "stalewise.tasks.environments.builtin:Retry",
-    "verifiers": "stalewise.tasks.environments.prime:PrimeEnvironment",
 }
 
 
