@@ -27,13 +27,14 @@ from stalewise.store import open_batch
 from stalewise.tasks.arithmetic import Addition
 
 IGNORED = -100  # label of tokens without a loss
+UNLABELLED = 0.7  # of the calls that are shown: they teach the form of a call, and not to make one
 
 
-def show_calls(directory: Path, *, share: float = 0.1, steps: int = 120, seed: int = 0) -> Path:
-    """Write a copy of the embedded policy that calls the calculator in about a `share` of its responses."""
+def show_calls(directory: Path, *, share: float = 0.6, steps: int = 400, seed: int = 0) -> Path:
+    """Write a copy of the embedded policy that was shown calls of the calculator in a `share` of the examples."""
     source = str(EMBEDDED / "arithmetic")
     model, tokenizer, task = load_model(source, device=torch.device("cpu")), load_tokenizer(source), Addition(seed=seed)
-    optimizer, rng = torch.optim.AdamW(model.parameters(), lr=5e-4), random.Random(seed)
+    optimizer, rng = torch.optim.AdamW(model.parameters(), lr=1e-3), random.Random(seed)
     for step in range(steps):
         rows = [_example(task, prompt, tokenizer, rng, share) for prompt in task.prompts(step * 64, 64)]
         width = max(len(ids) for ids, _ in rows)
@@ -48,7 +49,9 @@ def show_calls(directory: Path, *, share: float = 0.1, steps: int = 120, seed: i
     return directory
 
 
-def _example(task: Addition, prompt: Any, tokenizer: Any, rng: random.Random, share: float) -> tuple[list[int], list[int]]:
+def _example(
+    task: Addition, prompt: Any, tokenizer: Any, rng: random.Random, share: float
+) -> tuple[list[int], list[int]]:
     """Token ids and labels of one response: a call and its answer, or an answer that is wrong in half of the cases."""
     stop = [tokenizer.eos_token_id]
 
@@ -66,6 +69,8 @@ def _example(task: Addition, prompt: Any, tokenizer: Any, rng: random.Random, sh
     for tokens, is_own in parts:
         ids = ids + tokens
         labels = labels + (tokens if is_own else [IGNORED] * len(tokens))
+    if len(parts) > 1 and rng.random() < UNLABELLED:
+        labels[len(encode(prompt.text))] = IGNORED
     return ids, labels
 
 

@@ -84,3 +84,10 @@ def test_templates(tmp_path: Path) -> None:
     shown = call("doctor", "runs/templates").stdout
     assert re.search(r"first prompt +\d+ tokens: 0;12\+13=;25;\d\d\+\d\d=;#", shown), shown
     assert run_commands("docs/templates.md") == 2
+
+
+def test_episodes() -> None:
+    (table,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/episodes.md").read_text(), re.MULTILINE | re.DOTALL)
+    task = make_config(tomllib.loads(table)).make_task()
+    assert task.environment.factory.endswith(":Calculator")  # pyright: ignore[reportAttributeAccessIssue]
+    assert run_blocks("docs/episodes.md")["game"].tries == 2

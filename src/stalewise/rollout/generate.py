@@ -265,6 +265,8 @@ def _responses(
     """Responses to the requests of whole groups, in order; each policy samples its own."""
     requests = [request for one in asked for request in one.requests]
     if (environment := environment_of(task)) is not None and requests:
+        if plan.foreign_places:
+            raise TaskError("episodes of a second policy are not supported: set sampler.foreign.share = 0")
         first = [plan.prompt_range(one.shard).start * plan.group_size for one in asked]
         numbers = [start + place for start, one in zip(first, asked, strict=True) for place in range(len(one.requests))]
         prompts = [prompt for one in asked for prompt in one.prompts]

@@ -53,7 +53,9 @@ def test_a_calculator_in_a_chat_says_how_it_is_called() -> None:
     row = Prompt("p", "What is 3+4?", "7", {**CHAT, "system": "Be brief."})
     one = Calculator(role="user")
     first = one.reset(row)
-    assert first[0]["role"] == "system" and first[0]["content"].startswith("Be brief.") and "<calc>" in first[0]["content"]
+    assert (
+        first[0]["role"] == "system" and first[0]["content"].startswith("Be brief.") and "<calc>" in first[0]["content"]
+    )
     assert first[1] == {"role": "user", "content": "What is 3+4?"}
     assert one.step("I compute <calc>3+4</calc>") == [{"role": "user", "content": "7"}]
     assert one.step("It is 7.") is None
@@ -70,7 +72,10 @@ def test_sums_go_on_from_the_policys_own_answers() -> None:
     again = game.step(str(total))
     assert again is not None
     assert game.step("no") is None
-    assert game.score(Episode(ROW, ("47", str(total), "no"), (), "stop")) == {"reward": pytest.approx(1 / 3), "played": 3.0}
+    assert game.score(Episode(ROW, ("47", str(total), "no"), (), "stop")) == {
+        "reward": pytest.approx(1 / 3),
+        "played": 3.0,
+    }
     replay = RunningSums(rounds=3)
     replay.reset(ROW)
     assert replay.step("47") == answer  # the same for the same row and turns

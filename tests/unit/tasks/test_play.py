@@ -13,8 +13,15 @@ from typing import Any
 import pytest
 
 from stalewise.errors import TaskError
-from stalewise.tasks.environments import Episode, Message
-from stalewise.tasks.environments.play import Call, EnvironmentHost, EnvironmentPool, Outcome, TaskScore, checked_messages
+from stalewise.tasks.environments import Episode
+from stalewise.tasks.environments.play import (
+    Call,
+    EnvironmentHost,
+    EnvironmentPool,
+    Outcome,
+    TaskScore,
+    checked_messages,
+)
 from stalewise.types import Prompt, Reward
 
 MODULE = '''
@@ -69,7 +76,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def episode(*turns: str, answers: int | None = None) -> Episode:
-    said = tuple(({"role": "tool", "content": f"turn {n + 1}"},) for n in range(len(turns) - 1 if answers is None else answers))
+    said = tuple(
+        ({"role": "tool", "content": f"turn {n + 1}"},) for n in range(len(turns) - 1 if answers is None else answers)
+    )
     return Episode(Prompt("p", "x", ""), turns, said, "stop")  # pyright: ignore[reportArgumentType]
 
 
@@ -88,7 +97,9 @@ def test_what_one_environment_does_costs_its_own_episode_only(module: str) -> No
         for key, word in enumerate(words):
             pool.submit(Call(key, episode(word), is_over=word == "nan"))
         found = {words[key]: outcome for key, outcome in collect(pool).items()}
-        errors = {word: one.score.error for word, one in found.items() if isinstance(one.score, Reward) and one.score.error}
+        errors = {
+            word: one.score.error for word, one in found.items() if isinstance(one.score, Reward) and one.score.error
+        }
         assert errors["raise"] == "ValueError: what was that?"
         assert errors["hang"] == "timeout after 1 s"
         assert errors["die"].startswith("worker died")
@@ -155,7 +166,7 @@ def test_a_slow_environment_does_not_hold_up_others(module: str) -> None:
 
 
 def test_what_cannot_begin_is_refused_at_once(module: str) -> None:
-    with pytest.raises(TaskError, match="cannot be made: .*unexpected keyword"):
+    with pytest.raises(TaskError, match=r"cannot be made: .*unexpected keyword"):
         EnvironmentPool(module, {"speed": 3})
     with pytest.raises(TaskError, match="limit_s=0"):
         EnvironmentPool(module, limit_s=0)
@@ -169,7 +180,13 @@ def test_what_cannot_begin_is_refused_at_once(module: str) -> None:
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [("hi", "returned str"), ({"role": "user"}, "returned dict"), ([], "no messages"), ([{"role": "user"}], "both text"), (3, "int")],
+    [
+        ("hi", "returned str"),
+        ({"role": "user"}, "returned dict"),
+        ([], "no messages"),
+        ([{"role": "user"}], "both text"),
+        (3, "int"),
+    ],
 )
 def test_messages_are_checked(given: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
