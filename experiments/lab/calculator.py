@@ -2,8 +2,8 @@
 
     python -m experiments.lab.calculator --output calculator.json --seeds 3
 
-The embedded policy of two-digit addition adds in its head and is often wrong. A short supervised start shows it the form
-of a call in a few of many responses, not when to call. Reinforcement learning then has to find that calls pay: the
+The embedded policy of two-digit addition adds in its head and is often wrong. A short supervised start shows it the
+form of a call in some of its responses, not when to call. Reinforcement learning then has to find that calls pay: the
 reward is that of the last turn alone.
 """
 

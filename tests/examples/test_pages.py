@@ -87,7 +87,7 @@ def test_templates(tmp_path: Path) -> None:
 
 
 def test_episodes() -> None:
-    (table,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/episodes.md").read_text(), re.MULTILINE | re.DOTALL)
+    table, _ = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/episodes.md").read_text(), re.MULTILINE | re.DOTALL)
     task = make_config(tomllib.loads(table)).make_task()
     assert task.environment.factory.endswith(":Calculator")  # pyright: ignore[reportAttributeAccessIssue]
     assert run_blocks("docs/episodes.md")["game"].tries == 2

@@ -23,7 +23,7 @@ from stalewise.errors import ModelError
 from stalewise.models.loading import encode_prompts
 from stalewise.rollout.sampler import PlayedEpisode, Request, Response, Sampler, TurnSampler, sample_in_rounds
 from stalewise.store.atomic import append_line, read_jsonl
-from stalewise.tasks.environments import Episode, Message
+from stalewise.tasks.environments import Episode, ChatMessage
 from stalewise.tasks.environments.play import Call, EnvironmentPool, Outcome, TaskScore
 from stalewise.types import POLICY, FinishReason, Prompt, Reward, SamplerSettings, Segment
 
@@ -39,7 +39,7 @@ class TurnEncoder:
         self.tokenizer = tokenizer
         self._stops = {text for text in (tokenizer.eos_token,) if text}
 
-    def first(self, prompt: Prompt, messages: Sequence[Message]) -> Prompt:
+    def first(self, prompt: Prompt, messages: Sequence[ChatMessage]) -> Prompt:
         """The prompt that shows these messages; `encode_prompts` encodes it."""
         if prompt.metadata.get("format") != "chat":
             return replace(prompt, text="".join(message["content"] for message in messages))
@@ -55,13 +55,13 @@ class TurnEncoder:
         metadata |= {"history": json.dumps(history, ensure_ascii=False)} if history else {}
         return replace(prompt, text=last["content"], metadata=metadata)
 
-    def outside(self, prompt: Prompt, messages: Sequence[Message], *, ended: bool) -> list[int]:
+    def outside(self, prompt: Prompt, messages: Sequence[ChatMessage], *, ended: bool) -> list[int]:
         """Tokens of messages after a turn, up to where the policy writes again; `ended`: the turn has its end token."""
         is_chat = prompt.metadata.get("format") == "chat"
         text = self._between(prompt, messages, ended) if is_chat else "".join(one["content"] for one in messages)
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def _between(self, prompt: Prompt, messages: Sequence[Message], ended: bool) -> str:
+    def _between(self, prompt: Prompt, messages: Sequence[ChatMessage], ended: bool) -> str:
         """What the chat template writes between the policy's turn and its next one."""
         variables = dict(json.loads(prompt.metadata.get("template", "[]")))
         said: list[Any] = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _SAID}]
@@ -86,7 +86,7 @@ class TurnEncoder:
                 between = between.removeprefix(stop)
         return between
 
-    def _inexpressible(self, messages: Sequence[Message], why: str) -> ModelError:
+    def _inexpressible(self, messages: Sequence[ChatMessage], why: str) -> ModelError:
         roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
         return ModelError(
             f"the chat template of {self.tokenizer.name_or_path} cannot express messages of the role {roles} after a "
@@ -114,7 +114,7 @@ class OpenEpisode:
     logp: list[float] = field(default_factory=list[float])
     segments: list[Segment] = field(default_factory=list[Segment])
     turns: list[str] = field(default_factory=list[str])
-    answers: list[tuple[Message, ...]] = field(default_factory=list[tuple[Message, ...]])
+    answers: list[tuple[ChatMessage, ...]] = field(default_factory=list[tuple[ChatMessage, ...]])
     ended: bool = True  # the last turn has its end token
     is_open: bool = True  # it may have another turn
     outcome: Reward | TaskScore | None = None
@@ -242,7 +242,7 @@ class Turns:
         return outside
 
 
-def _speaker(message: Message) -> str:
+def _speaker(message: ChatMessage) -> str:
     return message["role"] if message["role"] != POLICY else "environment"
 
 

@@ -19,6 +19,7 @@ TASKS = {
     "gym": "stalewise.tasks.gym:GymTask",
     "hf": "stalewise.tasks.hf_datasets:HuggingFaceTask",
     "jsonl": "stalewise.tasks.jsonl:JsonlTask",
+    "verifiers": "stalewise.tasks.environments.prime:PrimeTask",
 }
 OF_PROGRAMS = {"python": "stalewise.tasks.callables:registered_task"}  # what `stalewise.train` names, not a file
 

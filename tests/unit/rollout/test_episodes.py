@@ -20,7 +20,7 @@ from stalewise.rollout.episodes import CallJournal, TurnEncoder, encode_first, e
 from stalewise.rollout.sampler import Request, Response, sample_in_rounds
 from stalewise.tasks import make_task
 from stalewise.tasks.base import CHAT
-from stalewise.tasks.environments import Episode, Message
+from stalewise.tasks.environments import Episode, ChatMessage
 from stalewise.tasks.environments.play import EnvironmentPool, TaskScore
 from stalewise.types import POLICY, FinishReason, Prompt, SamplerSettings, Segment
 
@@ -36,10 +36,10 @@ class Echo:
     def __init__(self, turns: int = TURNS, length: int = 3) -> None:
         self.turns, self.length, self.heard = turns, length, list[str]()
 
-    def reset(self, row: Prompt) -> list[Message]:
+    def reset(self, row: Prompt) -> list[ChatMessage]:
         return [{"role": "user", "content": row.text}]
 
-    def step(self, response: str) -> list[Message] | None:
+    def step(self, response: str) -> list[ChatMessage] | None:
         self.heard.append(response)
         if len(self.heard) == self.turns:
             return None
@@ -208,11 +208,11 @@ class Spelling:
 class Says:
     local = True
 
-    def reset(self, row: Prompt) -> list[Message]:
+    def reset(self, row: Prompt) -> list[ChatMessage]:
         self.left = 2
         return [{"role": "user", "content": row.text}]
 
-    def step(self, response: str) -> list[Message] | None:
+    def step(self, response: str) -> list[ChatMessage] | None:
         assert response == "ab"
         self.left -= 1
         return [{"role": "tool", "content": "abc"}] if self.left else None

@@ -22,10 +22,11 @@ ENVIRONMENTS = {
     "python": "stalewise.tasks.environments.builtin:PythonTool",
     "sums": "stalewise.tasks.environments.builtin:RunningSums",
     "retry": "stalewise.tasks.environments.builtin:Retry",
+    "verifiers": "stalewise.tasks.environments.prime:PrimeEnvironment",
 }
 
 
-class Message(TypedDict):
+class ChatMessage(TypedDict):
     """One message, as chat templates have them. Without a chat template the contents are put together."""
 
     role: str
@@ -38,18 +39,18 @@ class Episode:
 
     prompt: Prompt
     turns: tuple[str, ...]
-    answers: tuple[tuple[Message, ...], ...]  # after each turn but the last
+    answers: tuple[tuple[ChatMessage, ...], ...]  # after each turn but the last
     finish_reason: str  # stop: the environment was done; length: no tokens or no turns were left
 
 
 class Environment(Protocol):
     """One episode at a time. The same row and the same turns must give the same answers: an episode may be replayed."""
 
-    def reset(self, row: Prompt) -> Sequence[Message]:
+    def reset(self, row: Prompt) -> Sequence[ChatMessage]:
         """Begin an episode; the messages that the policy sees first. They must depend on the row alone."""
         ...
 
-    def step(self, response: str) -> Sequence[Message] | None:
+    def step(self, response: str) -> Sequence[ChatMessage] | None:
         """Answer a turn of the policy; None: the episode is over."""
         ...
 
@@ -58,11 +59,11 @@ class Environment(Protocol):
         ...
 
 
-def first_messages(row: Prompt, system: str = "") -> list[Message]:
+def first_messages(row: Prompt, system: str = "") -> list[ChatMessage]:
     """The messages of a prompt, its own system text before `system`."""
     both = "\n\n".join(text for text in (row.metadata.get("system", ""), system) if text)
-    history: list[Message] = json.loads(row.metadata.get("history", "[]"))
-    first: list[Message] = [{"role": "system", "content": both}] if both else []
+    history: list[ChatMessage] = json.loads(row.metadata.get("history", "[]"))
+    first: list[ChatMessage] = [{"role": "system", "content": both}] if both else []
     return [*first, *history, {"role": "user", "content": row.text}]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from stalewise.errors import TaskError
 from stalewise.tasks.base import load, stream
-from stalewise.tasks.environments import Episode, Message, first_messages
+from stalewise.tasks.environments import Episode, ChatMessage, first_messages
 from stalewise.tasks.environments.play import TaskScore
 from stalewise.types import Prompt
 
@@ -79,7 +79,7 @@ class _Tool:
             self.instructions = instructions
         self.calls = self.errors = 0
 
-    def reset(self, row: Prompt) -> list[Message]:
+    def reset(self, row: Prompt) -> list[ChatMessage]:
         """The prompt, and how to use the tool."""
         is_chat = row.metadata.get("format") == "chat"
         return first_messages(row, self.instructions if is_chat else "")
@@ -88,7 +88,7 @@ class _Tool:
         """What the tool answers; None if the turn is no call."""
         raise NotImplementedError
 
-    def step(self, response: str) -> list[Message] | None:
+    def step(self, response: str) -> list[ChatMessage] | None:
         """Answer a call."""
         answer = self.call(response)
         if answer is None:
@@ -112,7 +112,7 @@ class Calculator(_Tool):
         super().__init__(role, instructions)
         self.is_chat = False
 
-    def reset(self, row: Prompt) -> list[Message]:
+    def reset(self, row: Prompt) -> list[ChatMessage]:
         """The prompt, and how to use the calculator."""
         self.is_chat = row.metadata.get("format") == "chat"
         return super().reset(row)
@@ -184,13 +184,13 @@ class RunningSums:
         self.total = self.played = self.right = 0
         self.row = Prompt("", "", "")
 
-    def reset(self, row: Prompt) -> list[Message]:
+    def reset(self, row: Prompt) -> list[ChatMessage]:
         """The first sum."""
         self.row, self.played, self.right = row, 0, 0
         self.total = sum(map(int, row.text.rstrip("=").split("+")))
         return [{"role": "user", "content": row.text}]
 
-    def step(self, response: str) -> list[Message] | None:
+    def step(self, response: str) -> list[ChatMessage] | None:
         """The next sum, from the policy's own answer."""
         text = response.strip()
         self.played += 1
@@ -230,12 +230,12 @@ class Retry:
         self._judge = _judge(dataset, parameters or {}) if dataset else _verifier(verifier, verifier_options or {})
         self.row, self.turns, self.value, self.first = Prompt("", "", ""), 0, 0.0, 0.0
 
-    def reset(self, row: Prompt) -> list[Message]:
+    def reset(self, row: Prompt) -> list[ChatMessage]:
         """The prompt."""
         self.row, self.turns, self.value = row, 0, 0.0
         return first_messages(row)
 
-    def step(self, response: str) -> list[Message] | None:
+    def step(self, response: str) -> list[ChatMessage] | None:
         """None if the answer is right, or was the last."""
         self.turns += 1
         reward = self._judge(self.row, response)

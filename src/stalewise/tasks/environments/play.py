@@ -20,7 +20,7 @@ from typing import Any
 
 from stalewise.errors import TaskError
 from stalewise.tasks.base import Verifier, load
-from stalewise.tasks.environments import Environment, Episode, Message
+from stalewise.tasks.environments import Environment, Episode, ChatMessage
 from stalewise.tasks.verifiers.judge_process import describe, failed, reward_of
 from stalewise.tasks.verifiers.pool import START_LIMIT_S, JudgeWorker, end_workers
 from stalewise.types import FinishReason, Prompt, Reward
@@ -50,7 +50,7 @@ class Outcome:
     """Its answer: messages, or the end of the episode with a reward."""
 
     key: int
-    messages: tuple[Message, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
     score: Reward | TaskScore | None = None  # None: the episode goes on
     seconds: float = 0.0
 
@@ -62,7 +62,7 @@ class EnvironmentHost:
         self._make, self._options = load(factory), dict(options)
         self._live: OrderedDict[int, tuple[Environment, int]] = OrderedDict()  # by key: and how many turns it saw
 
-    def first(self, row: Prompt) -> tuple[Message, ...]:
+    def first(self, row: Prompt) -> tuple[ChatMessage, ...]:
         """The messages that an episode of this row begins with."""
         return checked_messages(self._make(**self._options).reset(row), "reset")
 
@@ -109,11 +109,11 @@ class EnvironmentHost:
             self._live.popitem(last=False)
 
 
-def checked_messages(given: object, method: str) -> tuple[Message, ...]:
+def checked_messages(given: object, method: str) -> tuple[ChatMessage, ...]:
     """Messages as plain records; a TypeError says what was returned instead."""
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
         raise TypeError(f"{method} returned {type(given).__name__}: expected a list of messages, or None for the end")
-    found: list[Message] = []
+    found: list[ChatMessage] = []
     for one in given:
         if not isinstance(one, Mapping) or not all(isinstance(one.get(key), str) for key in ("role", "content")):
             raise TypeError(f"{method} returned {one!r:.80}: a message has a role and a content, both text")
@@ -150,7 +150,7 @@ def main(descriptor: int) -> None:
         return
 
 
-def _begin(host: EnvironmentHost, row: Prompt) -> tuple[Message, ...] | str:
+def _begin(host: EnvironmentHost, row: Prompt) -> tuple[ChatMessage, ...] | str:
     try:
         return host.first(row)
     except BaseException as problem:
@@ -196,7 +196,7 @@ class EnvironmentPool:
         self._lock, self._owner = threading.Lock(), os.getpid()
         self._finalizer = weakref.finalize(self, end_workers, self._running, self._owner)
 
-    def first(self, rows: Sequence[Prompt]) -> list[tuple[Message, ...]]:
+    def first(self, rows: Sequence[Prompt]) -> list[tuple[ChatMessage, ...]]:
         """The first messages of each row; a TaskError where an environment cannot begin."""
         found = [_begin(self._host, row) if self._host else self._begin(row) for row in rows]
         for row, messages in zip(rows, found, strict=True):
@@ -234,7 +234,7 @@ class EnvironmentPool:
         self._last_of.clear()
         end_workers(self._running, self._owner)
 
-    def _begin(self, row: Prompt) -> tuple[Message, ...] | str:
+    def _begin(self, row: Prompt) -> tuple[ChatMessage, ...] | str:
         """In a worker that is idle, or in a new one."""
         worker = next((one for one in self._running if one.ready and one.item is None), None)
         if worker is None:

@@ -1,4 +1,4 @@
-"""Environments of the package `verifiers` (its releases 0.1.9 to 0.3): their data as a task, their turns as an environment.
+"""Environments of the package `verifiers` (0.1.9 to 0.3): their data as a task, their turns as an environment.
 
 The environment's own `rollout` runs, with its set-up, stop conditions and rubric. Where it would ask a server for the
 next message, it waits for the policy's turn.
@@ -16,7 +16,7 @@ from typing import Any
 
 from stalewise.errors import TaskError
 from stalewise.tasks.base import CHAT, FinitePrompts, LocalVerifier, check_range, content_id, need
-from stalewise.tasks.environments import Episode, Message
+from stalewise.tasks.environments import Episode, ChatMessage
 from stalewise.types import Prompt, Reward
 
 _playing: contextvars.ContextVar[PrimeEnvironment | None] = contextvars.ContextVar("playing", default=None)
@@ -45,7 +45,7 @@ def load_prime(name: str, arguments: str) -> Any:
     return made
 
 
-def _plain(message: Any) -> Message:
+def _plain(message: Any) -> ChatMessage:
     record = message if isinstance(message, Mapping) else message.model_dump()
     content = record.get("content") or ""
     if not isinstance(content, str):
@@ -61,10 +61,16 @@ class PrimeEnvironment:
             raise TaskError('the environment verifiers needs the option env: the name of one, as in env = "wordle"')
         self._environment = load_prime(env, json.dumps(dict(arguments or {}), sort_keys=True))
         self._loop = asyncio.new_event_loop()
-        self._asked: asyncio.Future[list[Message]] = self._loop.create_future()
+        self._asked: asyncio.Future[list[ChatMessage]] = self._loop.create_future()
         self._turn: asyncio.Future[Any] = self._loop.create_future()
         self._rollout: asyncio.Task[Any] | None = None
         self._seen = 0  # messages
+
+    def __del__(self) -> None:
+        """Forget an episode that was left before its end; asyncio would warn of it."""
+        if (rollout := getattr(self, "_rollout", None)) is not None:
+            setattr(rollout, "_log_destroy_pending", False)  # noqa: B010
+            self._loop.close()
 
     async def wait_for_turn(self, prompt: Any) -> Any:
         """What the environment awaits instead of a server's answer."""
@@ -72,7 +78,7 @@ class PrimeEnvironment:
         self._asked.set_result([_plain(message) for message in prompt])
         return await self._turn
 
-    def reset(self, row: Prompt) -> list[Message]:
+    def reset(self, row: Prompt) -> list[ChatMessage]:
         """Begin; what the environment shows first."""
         from verifiers.clients import Client
 
@@ -87,7 +93,7 @@ class PrimeEnvironment:
         self._seen = len(messages)
         return messages
 
-    def _until_asked(self) -> list[Message] | None:
+    def _until_asked(self) -> list[ChatMessage] | None:
         """Let the environment run until it waits for a turn; None if it has ended."""
         assert self._rollout is not None
         both = [self._rollout, self._asked]
@@ -98,7 +104,7 @@ class PrimeEnvironment:
         messages, self._asked = self._asked.result(), self._loop.create_future()
         return messages
 
-    def step(self, response: str) -> list[Message] | None:
+    def step(self, response: str) -> list[ChatMessage] | None:
         """Give the policy's turn to the environment."""
         from verifiers.types import Response, ResponseMessage
 
