@@ -23,7 +23,7 @@ from stalewise.errors import ModelError
 from stalewise.models.loading import encode_prompts
 from stalewise.rollout.sampler import PlayedEpisode, Request, Response, Sampler, TurnSampler, sample_in_rounds
 from stalewise.store.atomic import append_line, read_jsonl
-from stalewise.tasks.environments import Episode, ChatMessage
+from stalewise.tasks.environments import ChatMessage, Episode
 from stalewise.tasks.environments.play import Call, EnvironmentPool, Outcome, TaskScore
 from stalewise.types import POLICY, FinishReason, Prompt, Reward, SamplerSettings, Segment
 

@@ -20,7 +20,7 @@ from stalewise.rollout.episodes import CallJournal, TurnEncoder, encode_first, e
 from stalewise.rollout.sampler import Request, Response, sample_in_rounds
 from stalewise.tasks import make_task
 from stalewise.tasks.base import CHAT
-from stalewise.tasks.environments import Episode, ChatMessage
+from stalewise.tasks.environments import ChatMessage, Episode
 from stalewise.tasks.environments.play import EnvironmentPool, TaskScore
 from stalewise.types import POLICY, FinishReason, Prompt, SamplerSettings, Segment
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from stalewise.errors import TaskError
 from stalewise.tasks.base import load, stream
-from stalewise.tasks.environments import Episode, ChatMessage, first_messages
+from stalewise.tasks.environments import ChatMessage, Episode, first_messages
 from stalewise.tasks.environments.play import TaskScore
 from stalewise.types import Prompt
 

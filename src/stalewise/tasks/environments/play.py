@@ -20,7 +20,7 @@ from typing import Any
 
 from stalewise.errors import TaskError
 from stalewise.tasks.base import Verifier, load
-from stalewise.tasks.environments import Environment, Episode, ChatMessage
+from stalewise.tasks.environments import ChatMessage, Environment, Episode
 from stalewise.tasks.verifiers.judge_process import describe, failed, reward_of
 from stalewise.tasks.verifiers.pool import START_LIMIT_S, JudgeWorker, end_workers
 from stalewise.types import FinishReason, Prompt, Reward

@@ -16,7 +16,7 @@ from typing import Any
 
 from stalewise.errors import TaskError
 from stalewise.tasks.base import CHAT, FinitePrompts, LocalVerifier, check_range, content_id, need
-from stalewise.tasks.environments import Episode, ChatMessage
+from stalewise.tasks.environments import ChatMessage, Episode
 from stalewise.types import Prompt, Reward
 
 _playing: contextvars.ContextVar[PrimeEnvironment | None] = contextvars.ContextVar("playing", default=None)
