@@ -7,8 +7,12 @@ import torch
 
 from stalewise.models.loading import EMBEDDED
 from stalewise.rollout.engines.embedded import HFSampler
+from stalewise.rollout.engines.slot_turns import MOST_GIVEN
 from stalewise.rollout.sampler import Request, Response
 from stalewise.types import SamplerSettings
+
+ANSWER = [4, 5, 14]
+assert len(ANSWER) < MOST_GIVEN  # so that it goes through decoding steps
 
 
 class Slow:
@@ -27,7 +31,7 @@ class Slow:
             return []
         self.left, answered = self.polls, self.waiting[::-1]
         self.waiting = []
-        return [(request, [4, 5, 14] if len(self.said[request]) < 3 else []) for request in answered]
+        return [(request, ANSWER if len(self.said[request]) < 3 else []) for request in answered]
 
 
 @pytest.mark.parametrize("polls", [1, 7])
