@@ -69,7 +69,8 @@ def kl_of_responses(
 ) -> np.ndarray:
     """Σ_t of the estimate over the tokens of each response [R]; response i has tokens `offsets[i] : offsets[i + 1]`."""
     policy, reference = (torch.tensor(values.tolist(), dtype=torch.float64) for values in (logp, reference_logp))
-    totals = np.concatenate([[0.0], np.cumsum(kl_estimate(policy, reference, estimator).tolist())])
+    estimates: list[float] = kl_estimate(policy, reference, estimator).tolist()  # pyright: ignore[reportUnknownMemberType]
+    totals = np.concatenate([[0.0], np.cumsum(estimates)])
     return totals[offsets[1:]] - totals[offsets[:-1]]
 
 

@@ -172,7 +172,8 @@ def measures_by_task(
     for label in dict.fromkeys(task_P.tolist()):
         if label:
             own = np.flatnonzero(np.repeat(task_P == label, samples)).tolist()
-            answers = answers_of(verifier, *([column[i] for i in own] for column in (repeated, texts, rewards)))
+            own_texts, own_rewards = [texts[i] for i in own], [rewards[i] for i in own]
+            answers = answers_of(verifier, [repeated[i] for i in own], own_texts, own_rewards)
             own_PK = score_PK[task_P == label]
             measures[label] = {
                 "prompts": len(own_PK),
