@@ -116,6 +116,7 @@ def _outside_check(
     try:
         sampler.load(checkpoint)
         asked, responses = sample_for_evaluation(
+            task,
             task.evaluation_prompts(prompts),
             samples=1,
             seed=0,

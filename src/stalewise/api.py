@@ -37,7 +37,7 @@ from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.workers.coordinator import restore
 from stalewise.store import BatchManifest, atomic, checkpoints
 from stalewise.store.reward_versions import RewardVersion
-from stalewise.tasks import Seen, Task, callables, make_evaluation_file
+from stalewise.tasks import Seen, Task, callables, close_task, make_evaluation_file
 from stalewise.tasks.rows import read_ids
 from stalewise.tasks.verifiers import VERIFIERS
 from stalewise.types import NullCallback, ProgressCallback
@@ -346,7 +346,7 @@ def _evaluate(
     results: list[Evaluation] = []
     with contextlib.closing(make_sampler(config)) as sampler, contextlib.ExitStack() as opened:
         for suite, (task, prompts, apart) in zip(config.evaluation.suite, tasks, strict=True):
-            opened.callback(task.verifier.close)
+            opened.callback(close_task, task)
             unknown: list[str] = []
             seen = exclude | seen_in_training(policy.run or policy.checkpoint, unknown.append, apart=apart)
             for message in unknown if not results else ():

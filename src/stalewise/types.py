@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntFlag, StrEnum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class FinishReason(StrEnum):
@@ -21,6 +21,16 @@ class TokenFlag(IntFlag):
     CLIPPED = 1
     VETOED = 2
     TRIGGER = 4  # its ratio is below the veto's threshold; the first one in a response triggers the veto
+
+
+POLICY = "policy"
+
+
+class Segment(NamedTuple):
+    """Consecutive response tokens of one source: `policy` (they are trained on), or who wrote them from outside."""
+
+    by: str
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +84,10 @@ class Rollout:
     `behaviour_logp[i]` is the log-probability of `response_ids[i]` under the distribution it was drawn from, with the
     sampler's precision, temperature and truncation. `version_first` and `version_last` are the policy versions (numbers
     of optimizer updates) that made the first and the last token; the age is computed at use, never stored.
+
+    Of an episode, `response_ids` are all tokens after the prompt. `segments` says which are the policy's; the others
+    (what tools and environments said) are not trained on, and their `behaviour_logp` is 0. No segments: one turn, all
+    tokens are the policy's.
     """
 
     rollout_id: int  # index of the prompt in the task's order × group size + index in the group
@@ -91,6 +105,18 @@ class Rollout:
     sampler: SamplerSettings
     seed: int
     text: str
+    segments: tuple[Segment, ...] = ()
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Who wrote each response token."""
+        segments = self.segments or (Segment(POLICY, len(self.response_ids)),)
+        return tuple(one.by for one in segments for _ in range(one.tokens))
+
+    @property
+    def mask(self) -> tuple[bool, ...]:
+        """Which response tokens are the policy's."""
+        return tuple(by == POLICY for by in self.sources)
 
     @property
     def truncated(self) -> bool:

@@ -178,3 +178,10 @@ def test_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert task.verifier.score(task.prompts(0, 1), ["x"])[0].value == 0.75
         run_blocks("docs/judge.md", replaced=replaced)
     assert capsys.readouterr().out == "0.8 {'score': 8.0}\nMostly right.\nScore: 8\n"
+
+
+def test_episodes() -> None:
+    table, _ = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/episodes.md").read_text(), re.MULTILINE | re.DOTALL)
+    task = make_config(tomllib.loads(table)).make_task()
+    assert task.environment.factory.endswith(":Calculator")  # pyright: ignore[reportAttributeAccessIssue]
+    assert run_blocks("docs/episodes.md")["game"].tries == 2

@@ -259,9 +259,12 @@ def print_rollout(record: dict[str, Any]) -> None:
         "sampler": ", ".join(f"{key} {value}" for key, value in settings if value != ""),
         "consumed": f"at {', '.join(map(str, record['consumed_at'])) or 'no update yet'}",
     }
+    if record["segments"]:
+        lines["turns"] = ", ".join(f"{one['by']} {one['tokens']}" for one in record["segments"]) + " tokens"
     table = make_table(("position", "token", "text", "log-probability"), left=("text",))
     for position, token in enumerate(record["tokens"]):
-        table.add_row(str(position), str(token["id"]), Text(_text(token["text"])), f"{token['logp']:.4f}")
+        logp = f"by {token['by']}" if token["logp"] is None else f"{token['logp']:.4f}"
+        table.add_row(str(position), str(token["id"]), Text(_text(token["text"])), visible(logp))
     print_lines(*(f"{name:<9} {visible(value)}" for name, value in lines.items()), table)
 
 
@@ -282,7 +285,7 @@ def print_group(records: list[dict[str, Any]]) -> None:
     table = make_table(("rollout", "reward", "tokens", "log-probability", "response"), left=("response",))
     for record in records:
         reward = "unknown" if record["reward_error"] else f"{record['reward']:g}"
-        logp = sum(token["logp"] for token in record["tokens"])
+        logp = sum(token["logp"] for token in record["tokens"] if token["logp"] is not None)
         text = Text(_text(record["text"]))
         table.add_row(str(record["rollout_id"]), reward, str(len(record["tokens"])), f"{logp:.3f}", text)
     print_lines(visible(f"group {first['group']}: {first['prompt_id']}  {_text(first['prompt'])}"), table)

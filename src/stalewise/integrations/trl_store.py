@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from datasets import Dataset
 
 from stalewise import store
 from stalewise.errors import ConfigError, StoreError
-from stalewise.types import FinishReason, Rollout, SamplerSettings
+from stalewise.types import POLICY, FinishReason, Rollout, SamplerSettings, Segment
 
 TASK = "trl"
 UNSCORED = "no reward function gave a reward"
@@ -44,8 +45,8 @@ class RolloutWriter:
         seconds: float,
     ) -> None:
         """Commit a batch: `inputs` and `output` of TRL's scoring on this rank, `rewards` and `parts` of all ranks."""
-        if "tool_mask" in output or "pixel_values" in output:
-            raise ConfigError("the store cannot hold images or tool tokens: train without store=")
+        if "pixel_values" in output:
+            raise ConfigError("the store cannot hold images: train without store=")
         drafts = gather_object(self._drafts(inputs, output))
         if not PartialState().is_main_process:
             return
@@ -79,12 +80,19 @@ class RolloutWriter:
             response_ids = output["completion_ids"][row][is_token].tolist()
             digest = hashlib.sha256(np.asarray(prompt_ids, dtype=np.int64).tobytes()).hexdigest()
             stopped = bool(response_ids) and response_ids[-1] in self.stops
+            logp, segments = output["behaviour_logp"][row][is_token].tolist(), ()
+            if "tool_mask" in output:
+                is_own = output["tool_mask"][row][is_token].bool().tolist()
+                runs = [(own, len(list(run))) for own, run in groupby(is_own)]
+                segments = tuple(Segment(POLICY if own else "tool", tokens) for own, tokens in runs)
+                logp = [value if own else 0.0 for value, own in zip(logp, is_own, strict=True)]
             drafts.append(
                 {
                     "prompt_id": str(given.get("prompt_id", f"{TASK}/{digest[:16]}")),
                     "prompt_ids": tuple(prompt_ids),
                     "response_ids": tuple(response_ids),
-                    "behaviour_logp": tuple(output["behaviour_logp"][row][is_token].tolist()),
+                    "behaviour_logp": tuple(logp),
+                    "segments": segments,
                     "finish_reason": FinishReason.STOP if stopped else FinishReason.LENGTH,
                     "text": self.tokenizer.decode(response_ids, skip_special_tokens=True),
                 }
@@ -137,6 +145,7 @@ class StoredRollouts:
             "prompt_ids": [self.rows.prompt(row).tolist() for row in chosen],
             "completion_ids": [self.rows.response(row).tolist() for row in chosen],
             "logprobs": [self.rows.logp(row).tolist() for row in chosen],
+            "env_mask": [self.rows.is_trained(row).astype(int).tolist() for row in chosen],
             "stored_reward": self.rows.reward[chosen].tolist(),
         }
 

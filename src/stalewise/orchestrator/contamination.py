@@ -14,7 +14,7 @@ from stalewise.models.loading import embedded_policy
 from stalewise.models.smollm2 import NAME as SMOLLM2
 from stalewise.store import atomic, batch_directories, is_committed, open_batch
 from stalewise.store.records import SOURCES, read_record
-from stalewise.tasks import Seen
+from stalewise.tasks import Seen, close_task
 from stalewise.tasks.rows import named_ids, seen
 
 Log = Callable[[str], object]
@@ -102,7 +102,7 @@ def _training_prompts(config: RunConfig) -> Seen:
         count = config.schedule.updates * config.batch.prompts
         return seen(task.prompts(0, count if task.size is None else min(count, task.size)))
     finally:
-        task.verifier.close()
+        close_task(task)
 
 
 def _seen_outside(directory: Path, log: Log) -> Seen:

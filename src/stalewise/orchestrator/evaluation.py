@@ -19,10 +19,10 @@ from stalewise.config import RunConfig
 from stalewise.config.sections import SuiteSection
 from stalewise.errors import TaskError
 from stalewise.orchestrator.contamination import seen_in_training
-from stalewise.rollout.generate import ScoreCheck, sample_for_evaluation
+from stalewise.rollout.generate import ScoreCheck, sample_for_evaluation, score_responses
 from stalewise.rollout.sampler import Sampler
 from stalewise.statistics import Interval, bootstrap
-from stalewise.tasks import Seen, Task, Verifier, count_errors
+from stalewise.tasks import Seen, Task, Verifier, close_task, count_errors
 from stalewise.tasks.mixture import MixtureVerifier
 from stalewise.tasks.rows import task_of
 from stalewise.tasks.verifiers.error_counts import LISTED
@@ -94,10 +94,10 @@ def evaluate_checkpoint(
         why = f": training has seen all {excluded}, or they are excluded by their ids" if excluded else ""
         raise TaskError(f"task {task.name} has no held-out prompts left to evaluate on{why}")
     repeated, responses = sample_for_evaluation(
-        held_out, samples=samples, seed=seed, sampler=sampler, rows_at_once=rows_at_once, settings=settings
+        task, held_out, samples=samples, seed=seed, sampler=sampler, rows_at_once=rows_at_once, settings=settings
     )
     texts = [response.text for response in responses]
-    rewards = task.verifier.score(repeated, texts)
+    rewards = score_responses(task, repeated, responses)
     errors = count_errors(rewards, repeated, texts)
     if scores is not None:
         scores.add(errors)
@@ -343,7 +343,7 @@ class Suites:
         """End the processes of the suites' verifiers."""
         with contextlib.ExitStack() as stack:
             for task in self._tasks.values():
-                stack.callback(task.verifier.close)
+                stack.callback(close_task, task)
         self._tasks = {}
 
 

@@ -65,6 +65,7 @@ from stalewise.store import (
 )
 from stalewise.store.atomic import remove_temporaries, write_atomic, write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory, prune, read_state, versions, write_checkpoint
+from stalewise.tasks import close_task
 from stalewise.tasks.difficulty import COPY
 from stalewise.trainer.lora import base_directory
 from stalewise.trainer.reference import Reference, check_reference
@@ -129,7 +130,7 @@ class Orchestrator:
         self.writer.close(self.callback.log)
         self.coordinator.close()
         self.sampler.close()
-        self.task.verifier.close()
+        close_task(self.task)
         self.suites.close()
 
     def check_memory(self) -> None:

@@ -19,7 +19,6 @@ from stalewise.config.run_directory import check_identity
 from stalewise.errors import StalewiseError
 from stalewise.models.loading import (
     describe_prompt,
-    encode_prompts,
     load_tokenizer,
     pick_device,
     pick_precision,
@@ -36,9 +35,10 @@ from stalewise.orchestrator.setup import (
 from stalewise.planning.memory import GIB, ModelShape, estimate, free_bytes, ways_out
 from stalewise.reporting.trackers import check_installed
 from stalewise.rollout.factory import batch_plan, check_engine_devices, check_second_policy, make_sampler
+from stalewise.rollout.generate import shown_prompts
 from stalewise.rollout.sampler import Request, Sampler
 from stalewise.store.checkpoints import checkpoint_directory, versions
-from stalewise.tasks import Task
+from stalewise.tasks import Task, close_task
 from stalewise.tasks.verifiers.python import FunctionVerifier, PythonVerifier
 from stalewise.trainer.lora import check_adapter, describe_targets, need_peft
 from stalewise.trainer.reference import check_reference, reference_path
@@ -227,7 +227,7 @@ class _Preflight:
     def _task(self) -> tuple[Status, str]:
         config, schedule = self.config, self.config.schedule.schedule()
         self.task = task = config.make_task()
-        self.opened.callback(task.verifier.close)
+        self.opened.callback(close_task, task)
         needed = sum(batch_plan(config, schedule, g).prompts for g in range(schedule.generation_batches))
         held_out = len(task.evaluation_prompts(config.evaluation.prompts))
         training = "endless" if task.size is None else f"{task.size:,}"
@@ -243,7 +243,7 @@ class _Preflight:
     def _prompts(self, task: Task, sampler: Sampler) -> tuple[Status, str]:
         training = task.prompts(0, min(PROMPTS, task.size or PROMPTS))
         prompts = [*training, *task.evaluation_prompts(self.config.evaluation.prompts)]
-        encoded = encode_prompts(prompts, sampler.tokenizer)
+        _, encoded = shown_prompts(task, prompts, sampler.tokenizer)
         sampler.check_lengths(encoded)
         longest, new = max(map(len, encoded)), self.config.sampler.max_new_tokens
         return "ok", f"the longest of {len(prompts)} has {longest} tokens, and {new} new ones fit after it"
@@ -315,7 +315,7 @@ def gold_response(task: Task, prompt: Prompt) -> str:
 
 def _first_prompt(task: Task, sampler: Sampler) -> tuple[Status, str]:
     """What the policy sees of the first prompt, with its special tokens; a long one without its middle."""
-    (ids,) = encode_prompts(task.prompts(0, 1), sampler.tokenizer)
+    _, (ids,) = shown_prompts(task, task.prompts(0, 1), sampler.tokenizer)
     text = describe_prompt(ids, sampler.tokenizer)
     half = SHOWN // 2
     shown = text if len(text) <= SHOWN else f"{text[:half]} … {text[-half:]}"
@@ -323,7 +323,7 @@ def _first_prompt(task: Task, sampler: Sampler) -> tuple[Status, str]:
 
 
 def _sampling(task: Task, sampler: Sampler) -> tuple[Status, str]:
-    encoded = encode_prompts(task.prompts(0, 1), sampler.tokenizer)
+    _, encoded = shown_prompts(task, task.prompts(0, 1), sampler.tokenizer)
     limit, sampler.max_new_tokens = sampler.max_new_tokens, 1
     response = sampler.sample([Request(encoded[0], seed=0)])[0]
     sampler.max_new_tokens = limit

@@ -140,9 +140,12 @@ def describe_rollout(directory: Path, rollout: Rollout, path: Path) -> dict[str,
         "finish_reason": str(rollout.finish_reason),
         "batch": str(path),
         "prompt": decode(list(rollout.prompt_ids)),
+        "segments": [segment._asdict() for segment in rollout.segments],
         "tokens": [
-            {"id": token, "text": decode([token]), "logp": logp}
-            for token, logp in zip(rollout.response_ids, rollout.behaviour_logp, strict=True)
+            {"id": token, "text": decode([token]), "logp": logp if is_own else None, "by": by}
+            for token, logp, is_own, by in zip(
+                rollout.response_ids, rollout.behaviour_logp, rollout.mask, rollout.sources, strict=True
+            )
         ],
         "consumed_at": updates,
         "rewards": other_rewards(path, rollout.rollout_id),

@@ -17,11 +17,13 @@ import numpy as np
 from stalewise import store
 from stalewise.errors import TaskError
 from stalewise.models.loading import encode_prompts
+from stalewise.rollout.episodes import CallJournal, encode_first, episode_rewards, play_episodes
 from stalewise.rollout.mixed_policy import check_tokenizers
 from stalewise.rollout.sampler import Request, Response, Sampler
 from stalewise.rollout.token_sampling import rollout_seed
 from stalewise.tasks import ErrorCounts, Task, count_errors
-from stalewise.types import Prompt, SamplerSettings
+from stalewise.tasks.environments.play import EnvironmentPool
+from stalewise.types import Prompt, Reward, SamplerSettings
 
 ENOUGH_RESPONSES = 64  # before the fraction without a score is judged
 PROMPTS_TO_COMPARE = 256  # that the tokenizers of two policies must encode alike
@@ -285,7 +287,7 @@ def make_shards(
                 (load or sampler.load)(checkpoint)
                 loaded = True
             asked = [_shard_requests(plan, shard, task, sampler) for shard in shards]
-            responses = _responses(plan, [request for one in asked for request in one.requests], sampler)
+            responses = _responses(plan, directory, asked, task, sampler)
             sampled = time.perf_counter()
             source.settle()
             start += time.perf_counter() - sampled  # the shards took no longer for it
@@ -311,23 +313,55 @@ class _ShardRequests(NamedTuple):
 
 def _shard_requests(plan: BatchPlan, shard: int, task: Task, sampler: Sampler) -> _ShardRequests:
     indices = plan.prompt_range(shard)
-    prompts = task.prompts(indices.start, len(indices))
+    prompts, encoded = shown_prompts(task, task.prompts(indices.start, len(indices)), sampler.tokenizer)
     requests = [
         Request(ids, rollout_seed(plan.seed, index * plan.group_size + place))
-        for index, ids in zip(indices, encode_prompts(prompts, sampler.tokenizer), strict=True)
+        for index, ids in zip(indices, encoded, strict=True)
         for place in range(plan.group_size)
     ]
     return _ShardRequests(shard, [prompt for prompt in prompts for _ in range(plan.group_size)], requests)
 
 
-def _responses(plan: BatchPlan, requests: list[Request], sampler: Sampler) -> Iterator[Response]:
+def _responses(
+    plan: BatchPlan, directory: Path, asked: list[_ShardRequests], task: Task, sampler: Sampler
+) -> Iterator[Response]:
     """Responses to the requests of whole groups, in order; each policy samples its own."""
+    requests = [request for one in asked for request in one.requests]
+    if (environment := environment_of(task)) is not None and requests:
+        if plan.foreign_places:
+            raise TaskError("episodes of a second policy are not supported: set sampler.foreign.share = 0")
+        first = [plan.prompt_range(one.shard).start * plan.group_size for one in asked]
+        numbers = [start + place for start, one in zip(first, asked, strict=True) for place in range(len(one.requests))]
+        prompts = [prompt for one in asked for prompt in one.prompts]
+        journal = CallJournal(directory / f"calls-{asked[0].shard:05d}.jsonl")
+        options = {"sampler": sampler, "settings": sampler.settings, "journal": journal}
+        return iter(play_episodes(environment, prompts, requests, numbers, **options))
     policies = [plan.policy_of(number) for number in range(len(requests))]
     sampled: dict[str, Iterator[Response]] = {}
     for policy in dict.fromkeys(policies):
         its_requests = [request for request, its in zip(requests, policies, strict=True) if its == policy]
         sampled[policy] = iter(sampler.sample(its_requests, replace(sampler.settings, policy=policy)))
     return (next(sampled[policy]) for policy in policies)
+
+
+def environment_of(task: Task) -> EnvironmentPool | None:
+    """What answers the policy between its turns; None for a task of one turn."""
+    return getattr(task, "environment", None)
+
+
+def shown_prompts(task: Task, prompts: list[Prompt], tokenizer: Any) -> tuple[list[Prompt], list[list[int]]]:
+    """The prompts as the policy sees them, and their tokens."""
+    environment = environment_of(task)
+    if environment is None:
+        return prompts, encode_prompts(prompts, tokenizer)
+    return encode_first(environment, prompts, tokenizer)
+
+
+def score_responses(task: Task, prompts: Sequence[Prompt], responses: Sequence[Response]) -> list[Reward]:
+    """The rewards of responses, by the task's verifier or its environment."""
+    if environment_of(task) is not None:
+        return episode_rewards(prompts, responses, task.verifier)
+    return task.verifier.score(prompts, [response.text for response in responses])
 
 
 def _write_shards(
@@ -346,7 +380,7 @@ def _write_shards(
     for one in asked:
         answered = list(islice(responses, len(one.requests)))
         texts = [response.text for response in answered]
-        rewards = task.verifier.score(one.prompts, texts)
+        rewards = score_responses(task, one.prompts, answered)
         counts = count_errors(rewards, one.prompts, texts)
         check.add(counts)
         first = plan.prompt_range(one.shard).start * plan.group_size
@@ -367,6 +401,7 @@ def _write_shards(
             "sampler": [settings_of[plan.policy_of(rollout_id)] for rollout_id in rollout_ids],
             "seed": [request.seed for request in one.requests],
             "text": texts,
+            "segments": [() if (episode := one.episode) is None else episode.segments for one in answered],
         }
         extra = {**source.provenance, **counts.record()}
         table = store.table_from_columns(columns)
@@ -380,6 +415,7 @@ def _write_shards(
 
 
 def sample_for_evaluation(
+    task: Task,
     prompts: Sequence[Prompt],
     *,
     samples: int,
@@ -389,13 +425,21 @@ def sample_for_evaluation(
     settings: SamplerSettings | None = None,
 ) -> tuple[list[Prompt], list[Response]]:
     """`samples` responses to each prompt, prompt by prompt, by default at temperature 1; nothing is stored."""
+    shown, encoded = shown_prompts(task, list(prompts), sampler.tokenizer)
     requests = [
         Request(ids, rollout_seed(seed, row * samples + place, purpose=1))
-        for row, ids in enumerate(encode_prompts(list(prompts), sampler.tokenizer))
+        for row, ids in enumerate(encoded)
         for place in range(samples)
     ]
+    repeated = [prompt for prompt in shown for _ in range(samples)]
     responses: list[Response] = []
-    rows_at_once = max(rows_at_once, sampler.preferred_batch_size)
+    rows_at_once, environment = max(rows_at_once, sampler.preferred_batch_size), environment_of(task)
+    settings = settings or SamplerSettings()
     for start in range(0, len(requests), rows_at_once):
-        responses += sampler.sample(requests[start : start + rows_at_once], settings or SamplerSettings())
-    return [prompt for prompt in prompts for _ in range(samples)], responses
+        part = slice(start, start + rows_at_once)
+        if environment is None:
+            responses += sampler.sample(requests[part], settings)
+        else:
+            numbers, options = range(len(requests))[part], {"sampler": sampler, "settings": settings}
+            responses += play_episodes(environment, repeated[part], requests[part], numbers, **options)
+    return repeated, responses

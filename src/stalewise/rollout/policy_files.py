@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from stalewise.errors import EngineError
 from stalewise.models.loading import context_length, load_model_config, load_tokenizer, stop_token_ids
-from stalewise.rollout.sampler import Response, check_lengths
+from stalewise.rollout.sampler import Request, Response, check_lengths
 from stalewise.types import FinishReason, SamplerSettings
 
 ROUNDING = 1e-3  # by which a log-probability may exceed 0
@@ -69,10 +69,10 @@ class ExternalSampler:
         limits = [limit for limit in (self.policy.context, self._max_length) if limit is not None]
         check_lengths(prompt_ids, limit=min(limits, default=None), max_new_tokens=self.max_new_tokens)
 
-    def make_responses(self, answers: Sequence[Answer], engine: str) -> list[Response]:
+    def make_responses(self, answers: Sequence[Answer], requests: Sequence[Request], engine: str) -> list[Response]:
         """Check answers and decode their texts; an unusable one is an EngineError that names the engine."""
-        for answer in answers:
-            if problem := _problem(answer, self.policy, self.max_new_tokens):
+        for answer, request in zip(answers, requests, strict=True):
+            if problem := _problem(answer, self.policy, self.max_new_tokens - len(request.begun)):
                 raise EngineError(f"{engine} gave a response that cannot be used: {problem}")
         texts = self.tokenizer.batch_decode([list(answer.token_ids) for answer in answers], skip_special_tokens=True)
         return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -11,15 +11,54 @@ import numpy as np
 import numpy.typing as npt
 
 from stalewise.errors import ModelError
-from stalewise.types import FinishReason, SamplerSettings
+from stalewise.types import FinishReason, Reward, SamplerSettings, Segment
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One response to sample."""
+    """One response to sample, or the next turn of one that has `begun`.
+
+    Tokens of earlier turns, those from outside included, count in the token limit, and random numbers go on after them.
+    """
 
     prompt_ids: Sequence[int]
     seed: int
+    begun: Sequence[int] = ()
+
+    @property
+    def context(self) -> list[int]:
+        """All tokens that the next one follows."""
+        return [*self.prompt_ids, *self.begun]
+
+    @property
+    def turn_seed(self) -> int:
+        """For engines that count random numbers from the start of each turn."""
+        return (self.seed + len(self.begun) * 0x9E3779B97F4A7C15) & (2**63 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedEpisode:
+    """What a response of several turns has beside its tokens."""
+
+    segments: tuple[Segment, ...]
+    last_turn: str
+    reward: Reward | None  # None: the task's verifier scores the last turn
+    parts: Mapping[str, float]  # added to the parts of that score
+
+
+@runtime_checkable
+class TurnSource(Protocol):
+    """Answers turns while others are sampled. `Turns` of rollout/episodes.py is one."""
+
+    def ended(self, request: int, response: Response) -> None:
+        """A turn of this request has ended."""
+
+    def next(self, *, wait: bool) -> list[tuple[int, list[int]]]:
+        """What was answered since: requests, and the tokens from outside that their next turn follows.
+
+        No tokens: the episode is over. `wait`: until all that is under way is answered.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +69,7 @@ class Response:
     logp: npt.NDArray[np.float32]
     text: str
     finish_reason: FinishReason
+    episode: PlayedEpisode | None = None  # of several turns
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Response) and all(map(np.array_equal, astuple(self), astuple(other)))
@@ -58,6 +98,48 @@ class Sampler(Protocol):
 
     def close(self) -> None:
         """Release processes, connections and device memory; `load` makes it ready again."""
+
+
+@runtime_checkable
+class TurnSampler(Protocol):
+    """An engine that goes on with what it has computed of earlier turns."""
+
+    def sample_turns(self, requests: Sequence[Request], settings: SamplerSettings, turns: TurnSource) -> None:
+        """Sample the first turn of each request, and each next one as `turns` gives it, until there is none."""
+
+
+def sample_in_rounds(
+    sampler: Sampler,
+    requests: Sequence[Request],
+    settings: SamplerSettings,
+    turns: TurnSource,
+    *,
+    begun: list[list[int]] | None = None,
+    first: Sequence[int] | None = None,
+) -> None:
+    """`TurnSampler.sample_turns` for other engines: all turns that are open are sampled together.
+
+    What an engine computed of earlier turns is in its prefix cache, if it has one. `begun` and `first`: the tokens of
+    all requests so far, and those whose turn it is, where they have been sampled in another way.
+    """
+    begun = [list(request.begun) for request in requests] if begun is None else begun
+    turn = list(range(len(requests)) if first is None else first)
+    while True:
+        asked = [replace(requests[number], begun=begun[number]) for number in turn]
+        for number, response in zip(turn, sampler.sample(asked, settings) if asked else [], strict=True):
+            begun[number] += response.token_ids.tolist()
+            turns.ended(number, response)
+        answered = open_turns(turns.next(wait=False)) or open_turns(turns.next(wait=True))
+        for number, outside in answered:
+            begun[number] += outside
+        turn = [number for number, _ in answered]
+        if not turn:
+            return
+
+
+def open_turns(answered: list[tuple[int, list[int]]]) -> list[tuple[int, list[int]]]:
+    """Those that go on, in order."""
+    return sorted((number, outside) for number, outside in answered if outside)
 
 
 def check_lengths(prompt_ids: Sequence[Sequence[int]], *, limit: int | None, max_new_tokens: int) -> None:

@@ -35,7 +35,15 @@ from stalewise.store.reader import (
     rollouts_of_updates,
     verify_shard,
 )
-from stalewise.store.schema import FORMAT, SCHEMA, rollouts_from_table, table_from_columns, table_from_rollouts
+from stalewise.store.schema import (
+    EPISODE_SCHEMA,
+    EPISODES,
+    FORMAT,
+    SCHEMA,
+    rollouts_from_table,
+    table_from_columns,
+    table_from_rollouts,
+)
 from stalewise.store.token_log import TokenLog, TokenRecord, read_tokens, token_files, token_log_directory
 from stalewise.store.writer import AlreadyCommitted, commit_batch, next_shard, write_shard
 
@@ -45,7 +53,8 @@ __all__ += ["read_ledger", "to_ranges", "truncate_ledger"]
 __all__ += ["BatchManifest", "BatchName", "ShardManifest", "batch_directories", "batch_directory", "committed_shards"]
 __all__ += ["is_committed", "parse_batch_name", "read_batch_manifest", "shard_path"]
 __all__ += ["Batch", "Selection", "open_batch", "open_shards", "verify_shard"]
-__all__ += ["FORMAT", "SCHEMA", "rollouts_from_table", "table_from_columns", "table_from_rollouts"]
+__all__ += ["EPISODES", "EPISODE_SCHEMA", "FORMAT", "SCHEMA"]
+__all__ += ["rollouts_from_table", "table_from_columns", "table_from_rollouts"]
 __all__ += ["deal", "mean_reward", "rewards_of_updates", "rollouts_of_updates"]
 __all__ += ["TokenLog", "TokenRecord", "read_tokens", "token_files", "token_log_directory"]
 __all__ += ["AlreadyCommitted", "commit_batch", "next_shard", "write_shard"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ import pyarrow.parquet as pq
 from stalewise.errors import StoreError
 from stalewise.store.atomic import write_atomic
 from stalewise.store.manifest import ShardManifest, shard_path
-from stalewise.types import FinishReason
+from stalewise.types import POLICY, FinishReason
 
 NUMBERS = {"rollout_id": np.int64, "group": np.int64, "reward": np.float64}
 NUMBERS |= {"version_first": np.int32, "version_last": np.int32}
 TOKENS = {"prompt_ids": np.int32, "response_ids": np.int32, "behaviour_logp": np.float32}
 ROW_COLUMNS = (*NUMBERS, *TOKENS, "finish_reason")  # the columns of a shard that `RolloutColumns` needs
 COLUMN_FORMAT = "stalewise.column/1"
+EPISODE_COLUMNS = (*ROW_COLUMNS, "segments")  # the last is there in shards with episodes alone
 ROW_GROUP_ROWS = 256  # the unit of reading: small enough for scattered reads, large enough for compression
 
 
@@ -29,7 +30,8 @@ ROW_GROUP_ROWS = 256  # the unit of reading: small enough for scattered reads, l
 class RolloutColumns:
     """R rollouts. Row i has the prompt `prompt_ids[prompt_offsets[i] : prompt_offsets[i + 1]]`, and so on.
 
-    All arrays are owned and writable, so `torch.from_numpy` takes them without a copy.
+    All arrays are owned and writable, so `torch.from_numpy` takes them without a copy. Response tokens that are not
+    `trained` came from outside: the policy read them, and nothing is learned from them.
     """
 
     rollout_id: npt.NDArray[np.int64]  # [R]
@@ -44,6 +46,11 @@ class RolloutColumns:
     behaviour_logp: npt.NDArray[np.float32]  # [all response tokens]
     response_offsets: npt.NDArray[np.int64]  # [R + 1]
     reference_logp: npt.NDArray[np.float32] | None = None  # [all response tokens], where a run has a reference
+    trained: npt.NDArray[np.bool_] = field(default_factory=lambda: np.ones(0, np.bool_))  # [all response tokens]
+
+    def __post_init__(self) -> None:
+        if not len(self.trained):  # not given: all tokens are the policy's
+            object.__setattr__(self, "trained", np.ones(len(self.response_ids), dtype=np.bool_))
 
     def __len__(self) -> int:
         return len(self.rollout_id)
@@ -58,6 +65,12 @@ class RolloutColumns:
         """Response tokens of each row, [R]."""
         return np.diff(self.response_offsets)
 
+    @property
+    def trained_lengths(self) -> npt.NDArray[np.int64]:
+        """Response tokens of each row that are the policy's, [R]."""
+        ends = np.concatenate([[0], np.cumsum(self.trained, dtype=np.int64)])
+        return np.diff(ends[self.response_offsets])
+
     def prompt(self, row: int) -> npt.NDArray[np.int32]:
         """Prompt tokens of one row (a view)."""
         return self.prompt_ids[self.prompt_offsets[row] : self.prompt_offsets[row + 1]]
@@ -69,6 +82,10 @@ class RolloutColumns:
     def logp(self, row: int) -> npt.NDArray[np.float32]:
         """Behaviour log-probabilities of one row (a view), one per response token."""
         return self.behaviour_logp[self.response_offsets[row] : self.response_offsets[row + 1]]
+
+    def is_trained(self, row: int) -> npt.NDArray[np.bool_]:
+        """Which response tokens of one row are the policy's (a view)."""
+        return self.trained[self.response_offsets[row] : self.response_offsets[row + 1]]
 
     def take(self, rows: npt.ArrayLike) -> RolloutColumns:
         """The given rows (positions, not rollout ids) in the given order."""
@@ -83,6 +100,7 @@ class RolloutColumns:
             behaviour_logp=self.behaviour_logp[response],
             response_offsets=response_offsets,
             reference_logp=None if self.reference_logp is None else self.reference_logp[response],
+            trained=self.trained[response],
         )
 
 
@@ -95,13 +113,32 @@ def rows_from_table(table: pa.Table) -> RolloutColumns:
         truncated=np.asarray(table.column("finish_reason").to_numpy() == FinishReason.LENGTH.value, dtype=np.bool_),
         prompt_offsets=tokens["prompt_ids"][1],
         response_offsets=tokens["response_ids"][1],
+        trained=_trained(table, tokens["response_ids"][1]),
     )
+
+
+def _trained(table: pa.Table, offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which response tokens are the policy's: all, but for what segments say."""
+    trained = np.ones(int(offsets[-1]), dtype=np.bool_)
+    if "segments" not in table.column_names:
+        return trained
+    start = 0
+    for chunk in table.column("segments").chunks:
+        flat = chunk.flatten()
+        is_policy = np.asarray(flat.field("by").to_numpy(zero_copy_only=False) == POLICY, dtype=np.bool_)
+        lengths, ends = flat.field("tokens").to_numpy(), np.cumsum(np.diff(chunk.offsets.to_numpy()))
+        for row, (first, last) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+            if last > first:
+                here = slice(offsets[start + row], offsets[start + row + 1])
+                trained[here] = np.repeat(is_policy[first:last], lengths[first:last])
+        start += len(chunk)
+    return trained
 
 
 def concatenate(parts: Sequence[RolloutColumns]) -> RolloutColumns:
     """The rows of several parts, of which there must be at least one."""
     columns: dict[str, Any] = {}
-    for name in (field.name for field in fields(RolloutColumns)):
+    for name in (one.name for one in fields(RolloutColumns)):
         arrays = [getattr(part, name) for part in parts]
         if arrays[0] is None:
             continue

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from stalewise.errors import StoreError
 from stalewise.store.atomic import RESTORE, read_json
 from stalewise.store.records import RecordSchema, is_real, is_table, is_text, is_whole, list_of
-from stalewise.store.schema import FORMAT
+from stalewise.store.schema import FORMAT, FORMATS
 from stalewise.types import SamplerSettings
 
 BATCH_MANIFEST = "manifest.json"
@@ -35,7 +35,7 @@ class ShardManifest:
     bytes: int
     sha256: str
     rows: int
-    tokens: int  # response tokens
+    tokens: int  # response tokens of the policy
     prompt_tokens: int
     rollout_first: int
     rollout_last: int
@@ -59,7 +59,7 @@ class BatchManifest:
     version: int  # the policy version the batch was generated with
     task: str
     rows: int
-    tokens: int  # response tokens
+    tokens: int  # response tokens of the policy
     prompt_tokens: int
     reward_mean: float | None  # over the rows whose verifier worked; None where it worked for none
     truncated: int
@@ -164,9 +164,10 @@ def manifest_record(manifest: ShardManifest | BatchManifest) -> dict[str, Any]:
 
 
 def check_format(found: object, path: str | Path) -> None:
-    """Refuse another format than FORMAT."""
-    if found != FORMAT:
-        raise StoreError(f"{path} has format {found}, this stalewise reads {FORMAT}: use the release that wrote it")
+    """Refuse a format that is none of FORMATS."""
+    if found not in FORMATS:
+        known = " and ".join(FORMATS)
+        raise StoreError(f"{path} has format {found}, this stalewise reads {known}: use the release that wrote it")
 
 
 def _shard_manifest(record: dict[str, Any], path: Path) -> ShardManifest:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from stalewise.errors import StoreError, nearest
 from stalewise.store.atomic import sha256_file
 from stalewise.store.columns import (
-    ROW_COLUMNS,
+    EPISODE_COLUMNS,
     RolloutColumns,
     TokenColumn,
     column_range,
@@ -33,7 +33,7 @@ from stalewise.store.manifest import (
     read_batch_manifest,
     shard_path,
 )
-from stalewise.store.schema import FORMAT_KEY, LIGHT_COLUMNS, SCHEMA, rollouts_from_table
+from stalewise.store.schema import EPISODE_SCHEMA, FORMAT_KEY, LIGHT_COLUMNS, SCHEMA, rollouts_from_table
 from stalewise.types import Rollout
 
 _OF_REWARDS = ("reward", "reward_parts")
@@ -125,14 +125,14 @@ class Batch:
 
     def iter_rows(self) -> Iterator[RolloutColumns]:
         """Stream `RolloutColumns`, one row group each, by rollout id."""
-        for table in self.iter_tables(ROW_COLUMNS):
+        for table in self.iter_tables(EPISODE_COLUMNS):
             yield rows_from_table(table)
 
     def rows_of(self, shard: ShardManifest) -> RolloutColumns:
         """All rollouts of one shard, in their order."""
         with self._open(shard) as file:
             groups = range(file.num_row_groups)
-            return concatenate([rows_from_table(_decode(file, group, list(ROW_COLUMNS))) for group in groups])
+            return concatenate([rows_from_table(_decode(file, group, list(EPISODE_COLUMNS))) for group in groups])
 
     def column(self, name: str) -> npt.NDArray[Any]:
         """One light column of all rollouts as a numpy array, without reading tokens (null rewards are NaN)."""
@@ -182,7 +182,7 @@ class Batch:
 
     def _read_rows(self, file: pq.ParquetFile, row_group: int, shard: ShardManifest) -> RolloutColumns:
         """The rows of a row group, with the columns that this batch has besides its shards'."""
-        table = _decode(file, row_group, [*ROW_COLUMNS, *(_OF_REWARDS if self.weights else ())])
+        table = _decode(file, row_group, [*EPISODE_COLUMNS, *(_OF_REWARDS if self.weights else ())])
         rows = rows_from_table(table)
         if self.weights:
             rows = replace(rows, reward=self._weighted(table))
@@ -235,8 +235,8 @@ def _decode(file: pq.ParquetFile, row_group: int, columns: list[str] | None) -> 
 def _known(columns: Sequence[str] | None) -> list[str] | None:
     # pyarrow ignores a column it does not know, so a misspelt name would read as "no such data".
     for name in columns or ():
-        if name not in SCHEMA.names:
-            raise StoreError(f"the store has no column {name}: {nearest(name, SCHEMA.names)}")
+        if name not in EPISODE_SCHEMA.names:
+            raise StoreError(f"the store has no column {name}: {nearest(name, EPISODE_SCHEMA.names)}")
     return None if columns is None else list(columns)
 
 

@@ -15,9 +15,11 @@ import numpy as np
 import pyarrow as pa
 
 from stalewise.errors import StoreError
-from stalewise.types import FinishReason, Rollout, SamplerSettings
+from stalewise.types import POLICY, FinishReason, Rollout, SamplerSettings, Segment
 
 FORMAT = "stalewise.rollouts/1"
+EPISODES = "stalewise.rollouts/2"  # has segments: a reader that does not know them would train on what tools said
+FORMATS = (FORMAT, EPISODES)
 FORMAT_KEY = b"stalewise.format"
 
 
@@ -63,6 +65,11 @@ SCHEMA = pa.schema(
     ],
     metadata={FORMAT_KEY: FORMAT.encode()},
 )
+# Episodes have one column more. A shard of one-turn rollouts does not have it, and is what it was before episodes.
+SEGMENTS = _list_of(pa.struct([pa.field("by", pa.string(), nullable=False), pa.field("tokens", pa.int32(), False)]))
+EPISODE_SCHEMA = SCHEMA.append(pa.field("segments", SEGMENTS, nullable=False)).with_metadata(
+    {FORMAT_KEY: EPISODES.encode()}
+)
 HEAVY_COLUMNS = ("prompt_ids", "response_ids", "behaviour_logp", "reward_parts", "sampler", "text")
 LIGHT_COLUMNS = tuple(name for name in SCHEMA.names if name not in HEAVY_COLUMNS)
 
@@ -77,7 +84,8 @@ def table_from_columns(columns: Mapping[str, Sequence[Any]]) -> pa.Table:
 
     Token columns hold one sequence per row; int32 and float32 arrays are not converted. Behaviour log-probabilities are
     stored as float32. Lone surrogates, which UTF-8 cannot hold, become U+FFFD in `text` and `reward_error` (the exact
-    response is in `response_ids`); in a `prompt_id`, which must not change, they are refused.
+    response is in `response_ids`); in a `prompt_id`, which must not change, they are refused. The column `segments`
+    may be missing; a table has it only if one of its rollouts has tokens from outside.
     """
     _check(columns)
     prompt_ids, response_ids = columns["prompt_ids"], columns["response_ids"]
@@ -99,13 +107,19 @@ def table_from_columns(columns: Mapping[str, Sequence[Any]]) -> pa.Table:
     }
     for name in ("rollout_id", "prompt_id", "group", "version_first", "version_last"):
         arrays[name] = _plain(name, columns[name])
-    return pa.Table.from_arrays([arrays[name] for name in SCHEMA.names], schema=SCHEMA)
+    segments = _segments(columns)
+    if not any(segments):
+        return pa.Table.from_arrays([arrays[name] for name in SCHEMA.names], schema=SCHEMA)
+    records = [[{"by": _storable(one.by), "tokens": one.tokens} for one in row] for row in segments]
+    arrays["segments"] = _convert("segments", lambda: pa.array(records, SEGMENTS))
+    return pa.Table.from_arrays([arrays[name] for name in EPISODE_SCHEMA.names], schema=EPISODE_SCHEMA)
 
 
 def rollouts_from_table(table: pa.Table) -> Iterator[Rollout]:
     """Make `Rollout` records of a table that has all columns of the schema."""
     samplers: dict[tuple[Any, ...], SamplerSettings] = {}
     names = [name for name in SCHEMA.names if name not in ("prompt_length", "response_length")]
+    names += ["segments"] if "segments" in table.column_names else []
     for values in zip(*(table.column(name).to_pylist() for name in names), strict=True):
         row = dict(zip(names, values, strict=True))
         settings = row.pop("sampler")
@@ -118,6 +132,7 @@ def rollouts_from_table(table: pa.Table) -> Iterator[Rollout]:
         row["reward"] = math.nan if row["reward"] is None else row["reward"]
         row["reward_parts"] = {part["name"]: part["value"] for part in row["reward_parts"]}
         row["finish_reason"] = FinishReason(row["finish_reason"])
+        row["segments"] = tuple(Segment(one["by"], one["tokens"]) for one in row.get("segments", ()))
         yield Rollout(**row, sampler=samplers[key], seed=seed)
 
 
@@ -134,6 +149,28 @@ def _check(columns: Mapping[str, Sequence[Any]]) -> None:
         if previous is not None and rollout_id <= previous:
             raise StoreError(f"{name} comes after rollout {previous}: rollout ids must rise within a shard")
         previous = rollout_id
+
+
+def _segments(columns: Mapping[str, Sequence[Any]]) -> list[tuple[Segment, ...]]:
+    """The segments of each rollout, none for one turn; StoreError where they do not describe its tokens."""
+    given: list[tuple[Segment, ...]] = []
+    names = ("rollout_id", "response_ids", "behaviour_logp")
+    rows = zip(columns.get("segments", [()] * len(columns["rollout_id"])), *(columns[n] for n in names), strict=True)
+    for segments, rollout_id, response_ids, logp in rows:
+        given.append(() if all(one.by == POLICY for one in segments) else tuple(segments))
+        if not segments:
+            continue
+        if min(one.tokens for one in segments) < 1 or sum(one.tokens for one in segments) != len(response_ids):
+            sizes = [one.tokens for one in segments]
+            raise StoreError(f"rollout {rollout_id} has {len(response_ids)} response tokens but segments of {sizes}")
+        if not any(one.by == POLICY for one in segments):
+            raise StoreError(f"rollout {rollout_id} has no token of the policy: give at least one segment by policy")
+        trained = np.repeat([one.by == POLICY for one in segments], [one.tokens for one in segments])
+        if np.any(np.asarray(logp)[~trained]):
+            raise StoreError(
+                f"rollout {rollout_id} has behaviour log-probabilities of tokens from outside: give 0 there"
+            )
+    return given
 
 
 def _check_finite(rollout_ids: Sequence[int], behaviour_logp: pa.ListArray) -> None:

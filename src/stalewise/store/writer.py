@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError
 from stalewise.store.atomic import create_atomic, remove_temporaries, sealed_json, write_atomic, write_json_atomic
-from stalewise.store.columns import ROW_GROUP_ROWS
+from stalewise.store.columns import ROW_GROUP_ROWS, rows_from_table
 from stalewise.store.manifest import (
     BATCH_MANIFEST,
     BatchManifest,
@@ -33,8 +33,8 @@ from stalewise.store.manifest import (
     shard_manifest_path,
     shard_path,
 )
-from stalewise.store.schema import SCHEMA, table_from_rollouts
-from stalewise.types import FinishReason, Rollout, SamplerSettings
+from stalewise.store.schema import EPISODES, FORMAT, table_from_rollouts
+from stalewise.types import POLICY, FinishReason, Rollout, SamplerSettings
 
 
 class AlreadyCommitted(StoreError):
@@ -85,7 +85,7 @@ def _first_come(path: Path, data: memoryview, table: pa.Table) -> tuple[memoryvi
         return data, table
     try:
         theirs = pq.read_table(pa.BufferReader(found))
-        if theirs.schema.equals(SCHEMA) and _asked(theirs) == _asked(table):
+        if theirs.schema.equals(table.schema) and _asked(theirs) == _asked(table):
             return found, theirs
     except (pa.ArrowException, OSError, ValueError, KeyError):
         pass
@@ -129,6 +129,7 @@ def commit_batch(
         samplers=tuple(dict.fromkeys(sampler for part in parts for sampler in part.samplers)),
         shards=tuple(parts),
         extra=extra or {},
+        format=EPISODES if any(part.format == EPISODES for part in parts) else FORMAT,
     )
     if not create_atomic(directory / BATCH_MANIFEST, sealed_json(manifest_record(manifest))):
         if is_committed(directory):
@@ -167,13 +168,19 @@ def _describe(
     names = [field.name for field in fields(SamplerSettings)]
     sampler = table["sampler"].combine_chunks()
     settings = zip(*(sampler.field(name).to_pylist() for name in names), strict=True)
+    tokens, has_episodes = int(table["response_length"].to_numpy().sum()), "segments" in table.column_names
+    if has_episodes:
+        own = int(rows_from_table(table).trained.sum())
+        turns = sum(one["by"] == POLICY for row in table["segments"].to_pylist() for one in row)
+        turns += sum(not row for row in table["segments"].to_pylist())  # of one turn
+        tokens, extra = own, {**extra, "outside_tokens": tokens - own, "turns": turns}
     return ShardManifest(
         index=index,
         file=file,
         bytes=data.nbytes,
         sha256=hashlib.sha256(data).hexdigest(),
         rows=table.num_rows,
-        tokens=int(table["response_length"].to_numpy().sum()),
+        tokens=tokens,
         prompt_tokens=int(table["prompt_length"].to_numpy().sum()),
         rollout_first=table["rollout_id"][0].as_py(),
         rollout_last=table["rollout_id"][-1].as_py(),
@@ -186,4 +193,5 @@ def _describe(
         seconds=seconds,
         samplers=tuple(SamplerSettings(*values) for values in dict.fromkeys(settings)),
         extra=extra,
+        format=EPISODES if has_episodes else FORMAT,
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from stalewise.tasks.base import CHAT, Task, Verifier, build
+from stalewise.errors import TaskError
+from stalewise.tasks.base import CHAT, Task, Verifier, build, close_task
 from stalewise.tasks.rows import Seen
 from stalewise.tasks.verifiers import ErrorCounts, count_errors, make_verifier
 
-__all__ = ["CHAT", "TASKS", "Task", "Verifier", "make_evaluation_file", "make_task"]
+__all__ = ["CHAT", "TASKS", "Task", "Verifier", "close_task", "make_evaluation_file", "make_task"]
 __all__ += ["ErrorCounts", "Seen", "count_errors", "make_verifier"]
 
 TASKS = {
@@ -19,13 +20,26 @@ TASKS = {
     "hf": "stalewise.tasks.hf_datasets:HuggingFaceTask",
     "jsonl": "stalewise.tasks.jsonl:JsonlTask",
     "mixture": "stalewise.tasks.mixture:MixtureTask",
+    "verifiers": "stalewise.tasks.environments.prime:PrimeTask",
 }
 OF_PROGRAMS = {"python": "stalewise.tasks.callables:registered_task"}  # what `stalewise.train` names, not a file
 
 
 def make_task(name: str, *, seed: int = 0, **options: Any) -> Task:
-    """Make a task by name; the options are those of its class. An unknown name or option is a TaskError."""
-    return build("task", name, TASKS | OF_PROGRAMS if name in OF_PROGRAMS else TASKS, {"seed": seed, **options})
+    """Make a task by name; the options are those of its class. An unknown name or option is a TaskError.
+
+    With the option `environment` its prompts begin episodes in that environment (docs/episodes.md), which has the
+    options `environment_options`.
+    """
+    environment, of_environment = options.pop("environment", ""), options.pop("environment_options", None)
+    task = build("task", name, TASKS | OF_PROGRAMS if name in OF_PROGRAMS else TASKS, {"seed": seed, **options})
+    if environment:
+        from stalewise.tasks.environments import make_environments
+
+        task.environment = make_environments(environment, of_environment)
+    elif of_environment:
+        raise TaskError("environment_options are given, but no environment: name one in task.options.environment")
+    return task
 
 
 def make_evaluation_file(path: str, **options: Any) -> Task:

@@ -88,6 +88,14 @@ class LocalVerifier(ABC):
         return
 
 
+def close_task(task: Task) -> None:
+    """End the processes of a task: of its verifier, and of its environment if it has one."""
+    task.verifier.close()
+    environment = getattr(task, "environment", None)
+    if environment is not None:
+        environment.close()
+
+
 def paired(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[tuple[Prompt, str]]:
     """Pairs of prompt and response; different lengths are an error."""
     if len(prompts) != len(responses):

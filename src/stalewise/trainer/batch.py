@@ -41,7 +41,7 @@ class RankBatch:
     own_micro_batches: int  # without fillers
     denominator: float  # of the loss of the whole update
     most_micro_batches: int  # of any rank
-    most_tokens: int  # response tokens of any rank
+    most_tokens: int  # trained tokens of any rank
 
     def micro_batches(self, layout: Layout, device: torch.device) -> Iterator[MicroBatch]:
         """The micro-batches of the plan."""
@@ -104,10 +104,11 @@ class UpdateBatch:
         order, logp, flags = [], [], []
         for rank, batch in enumerate(self.ranks):
             chosen = np.concatenate([np.empty(0, np.int64), *batch.plan[: batch.own_micro_batches]])
-            count = int(batch.rows.response_lengths[chosen].sum())
+            trained = batch.rows.take(chosen).trained
             order.append(batch.position_B[chosen])
-            logp.append(logp_RN[rank, :count])
-            flags.append(flags_RN[rank, :count])
+            for values, computed in ((logp, logp_RN), (flags, flags_RN)):
+                values.append(np.zeros(len(trained), dtype=computed.dtype))  # of tokens from outside: 0
+                values[-1][trained] = computed[rank, : int(trained.sum())]
         ordered, logp_N, flags_N = map(np.concatenate, (order, logp, flags))
         return TokenRecord(self.rows, ordered, self.advantage_B, logp_N, flags_N)
 
@@ -123,7 +124,7 @@ def make_update_batch(
 
     `without_variance` says what becomes of groups whose rewards are all equal; see `config.sections.BatchSection`.
     """
-    empty = np.flatnonzero((rows.response_lengths == 0) | (rows.prompt_lengths == 0))
+    empty = np.flatnonzero((rows.trained_lengths == 0) | (rows.prompt_lengths == 0))
     if len(empty):
         raise StoreError(
             f"rollout {rows.rollout_id[empty[0]]} has no prompt or no response tokens ({len(empty)} such in this "
@@ -196,7 +197,7 @@ def _loss_denominator(rows: RolloutColumns, keep_B: np.ndarray, objective: Objec
         return constant_denominator(int(keep_B.sum()), max_new_tokens)
     if objective.reduction == "sequence":
         return float(keep_B.sum())
-    return float(rows.response_lengths[keep_B].sum())
+    return float(rows.trained_lengths[keep_B].sum())
 
 
 def split_over_ranks(batch: UpdateBatch, layout: Layout, *, world: int, lockstep: bool) -> list[RankBatch]:
@@ -207,7 +208,7 @@ def split_over_ranks(batch: UpdateBatch, layout: Layout, *, world: int, lockstep
     parts = [rows.take(chosen) for chosen in positions] if world > 1 else [rows]
     plans = [plan_micro_batches(part, layout) for part in parts]
     most = max(map(len, plans))
-    most_tokens = max(int(part.response_lengths.sum()) for part in parts)
+    most_tokens = max(int(part.trained.sum()) for part in parts)
     filler = rows.take([np.argmin(rows.prompt_lengths + rows.response_lengths)])  # the shortest row
     batches = []
     for chosen, part, plan in zip(positions, parts, plans, strict=True):

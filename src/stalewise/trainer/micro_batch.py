@@ -3,8 +3,11 @@
 Responses to one prompt share its tokens. The last token of a response is no input, since nothing is predicted from it.
 Architectures that cannot be packed get one row per rollout, padded on the right.
 
+Tokens from outside (what a tool said) are inputs like all others. Their own log-probabilities are not computed: they
+are outside of the mask, so of N.
+
 Axes: B responses, P prompts, S segments (prompts and responses), T response tokens of the longest response, N all
-response tokens, [X, W] input ids: [1, all tokens] packed, [B, tokens of the longest rollout] padded.
+trained tokens, [X, W] input ids: [1, all tokens] packed, [B, tokens of the longest rollout] padded.
 """
 
 from __future__ import annotations
@@ -46,8 +49,8 @@ class MicroBatch:
     tokens: int  # inputs without padding
     buffer: Tensor  # bytes that all tensors are views of; `inputs` come first
     inputs: tuple[dict[str, Any], ...]  # keyword arguments of each call of the model: `input_ids` [X, W] and others
-    source_N: Tensor  # index into the flattened [X, W] of all calls: the output that predicts each response token
-    row_N: Tensor  # response of each response token
+    source_N: Tensor  # index into the flattened [X, W] of all calls: the output that predicts each trained token
+    row_N: Tensor  # response of each trained token
     column_N: Tensor  # index within the response
     target_N: Tensor  # token id
     behaviour_logp_BT: Tensor
@@ -62,7 +65,7 @@ class MicroBatch:
         return sum(call["input_ids"].numel() for call in self.inputs)
 
     def to_response_grid(self, value_N: Tensor) -> Tensor:
-        """Scatter one value per response token to [B, T]; 0 elsewhere."""
+        """Scatter one value per trained token to [B, T]; 0 elsewhere."""
         grid_BT = value_N.new_zeros(self.mask_BT.shape)
         return grid_BT.index_put((self.row_N, self.column_N), value_N)
 
@@ -95,7 +98,7 @@ def micro_batches(
         part = rows.take(chosen)
         tokens, calls, source_N = _packed_inputs(part, layout) if layout.packed else _padded_inputs(part, layout)
         inputs = {f"{call}.{name}": array for call, (arrays, _) in enumerate(calls) for name, array in arrays.items()}
-        others = {"source_N": source_N, **_response_arrays(part)}
+        others = {"source_N": source_N[part.trained], **_response_arrays(part)}
         others |= {"advantage_B": advantage_B[chosen], "keep_B": keep_B[chosen]}
         buffer, tensors = send({**inputs, **others}, device)
         on_device = tuple(
@@ -177,19 +180,21 @@ def _response_arrays(part: RolloutColumns) -> dict[str, np.ndarray]:
     arrays = {name: np.zeros((len(part), tokens), dtype=np.float32) for name in grids if grids[name] is not None}
     for name, grid_BT in arrays.items():
         grid_BT[row_N, column_N] = grids[name]
+    mask_BT = np.zeros((len(part), tokens), dtype=np.bool_)
+    mask_BT[row_N, column_N] = part.trained
     return {
-        "row_N": row_N,
-        "column_N": column_N,
-        "target_N": part.response_ids.astype(np.int64),
+        "row_N": row_N[part.trained],
+        "column_N": column_N[part.trained],
+        "target_N": part.response_ids[part.trained].astype(np.int64),
         **arrays,
-        "mask_BT": np.arange(tokens) < part.response_lengths[:, None],
+        "mask_BT": mask_BT,
     }
 
 
 def token_values(
     parts: Sequence[MicroBatch], logp: Sequence[Tensor], losses: Sequence[TokenLoss], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability and `TokenFlag` bits of each response token, [N] each, in the order of the micro-batches."""
+    """Log-probability and `TokenFlag` bits of each trained token, [N] each, in the order of the micro-batches."""
     values, flags = [torch.empty(0, device=device)], [torch.empty(0, dtype=torch.uint8, device=device)]
     for part, logp_BT, loss in zip(parts, logp, losses, strict=True):
         index = part.row_N, part.column_N

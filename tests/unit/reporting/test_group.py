@@ -24,7 +24,7 @@ from rollout_runs import (
 from stalewise.reporting.browser.group import WINDOW, TokenDecoder, describe_group, describe_tokens, printable
 from stalewise.reporting.browser.query import QueryResult, parse_filters
 from stalewise.store import TokenLog, batch_directories, token_files, token_log_directory
-from stalewise.types import TokenFlag
+from stalewise.types import POLICY, Segment, TokenFlag
 
 
 def test_a_shard_that_breaks_later_is_said_in_its_group(own: Path) -> None:
@@ -127,3 +127,20 @@ def test_nothing_that_moves_text_gets_through() -> None:
         "\\x00\\x1b[2J\\x07",
         "two↵\nlines",
     ]
+
+
+def test_an_episode_is_shown_turn_by_turn(tmp_path: Path) -> None:
+    run = start_run(tmp_path / "run")
+    turns = (Segment(POLICY, 2), Segment("calculator <b>", 1), Segment(POLICY, 1))
+    changes = {"response_ids": (3, 4, 5, 6), "behaviour_logp": (-1.0, -2.0, 0.0, -0.5)}
+    rollouts = [make_rollout(i, **changes, segments=turns if i % 2 else ()) for i in range(GROUP_SIZE)]
+    add_batch(run, 0, rollouts)
+    one_turn, episode = describe_group(index_of(run), "g000000-v000000", 0, TokenDecoder(run))["responses"][:2]
+    assert one_turn["segments"] == []
+    assert one_turn["tokens"]["behaviour_logp"][2] == 0
+    assert [(one["by"], one["start"], one["tokens"]) for one in episode["segments"]] == [
+        ("policy", 0, 2),
+        ("calculator <b>", 2, 1),
+        ("policy", 3, 1),
+    ]
+    assert episode["tokens"]["behaviour_logp"] == [-1.0, -2.0, None, -0.5]

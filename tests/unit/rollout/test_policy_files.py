@@ -10,6 +10,7 @@ from policies import POLICY
 from stalewise.errors import EngineError
 from stalewise.rollout.engines import http as endpoint
 from stalewise.rollout.policy_files import Answer, ExternalSampler, read_policy_files
+from stalewise.rollout.sampler import Request
 from stalewise.types import SamplerSettings
 
 
@@ -39,4 +40,4 @@ def test_an_answer_that_is_not_whole_is_refused(answer: Answer, message: str) ->
     sampler = ExternalSampler(SamplerSettings(), 2, lambda count: None)
     sampler.policy = read_policy_files(POLICY)
     with pytest.raises(EngineError, match=f"an engine gave a response that cannot be used: .*{message}"):
-        sampler.make_responses([answer], "an engine")
+        sampler.make_responses([answer], [Request([1], 0)], "an engine")

@@ -30,7 +30,7 @@ class Watch:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.put_back, self.most = 0, 0
         self.queue = RequestQueue([], 1)
-        run, put_back = SlotDecoder._run, SlotDecoder._put_back
+        run, put_back = SlotDecoder.run, SlotDecoder._put_back
 
         def watched_run(decoder: SlotDecoder, rows: int, slots: np.ndarray, steps: int) -> None:
             self.look(decoder)
@@ -40,15 +40,15 @@ class Watch:
             self.put_back += len(slots)
             return put_back(decoder, queue, slots)
 
-        fill = SlotDecoder._fill
+        fill = SlotDecoder.fill
 
         def watched_fill(decoder: SlotDecoder, queue: RequestQueue) -> np.ndarray:
             self.queue = queue
             return fill(decoder, queue)
 
-        monkeypatch.setattr(SlotDecoder, "_run", watched_run)
+        monkeypatch.setattr(SlotDecoder, "run", watched_run)
         monkeypatch.setattr(SlotDecoder, "_put_back", watched_put_back)
-        monkeypatch.setattr(SlotDecoder, "_fill", watched_fill)
+        monkeypatch.setattr(SlotDecoder, "fill", watched_fill)
 
     def look(self, decoder: SlotDecoder) -> None:
         """A response holds the blocks of its tokens and of the next steps, a prompt those of its own, none twice."""
@@ -110,15 +110,15 @@ def test_the_next_steps_are_under_way_while_the_host_looks(monkeypatch: pytest.M
 
         monkeypatch.setattr(owner, name, noted)
 
-    note(SlotDecoder, "_run")
-    note(SlotDecoder, "_status")
+    note(SlotDecoder, "run")
+    note(SlotDecoder, "status")
     note(SlotStatus, "wait")
     sampler = make(slots=True)
     seen.clear()
     sampler.sample(requests(sampler, 40))
     # What is waited for was enqueued before the steps that run meanwhile; only the last has none after it.
     assert len(seen) > 30 and seen[-1] == "wait"
-    assert seen[:-1] == ["_run", "_status", "wait"] * (len(seen) // 3)
+    assert seen[:-1] == ["run", "status", "wait"] * (len(seen) // 3)
 
 
 def test_slots_that_all_end_at_once_are_filled_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +282,7 @@ def test_memory_follows_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_out_of_memory_is_tried_again_with_half_and_then_said(monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = make(slots=True)
     wanted = requests(sampler, 40)
-    expected, failures, run = sampler.sample(wanted), [9, 3], SlotDecoder._run
+    expected, failures, run = sampler.sample(wanted), [9, 3], SlotDecoder.run
 
     def fails(decoder: SlotDecoder, rows: int, slots: np.ndarray, steps: int) -> None:
         if failures:
@@ -292,7 +292,7 @@ def test_out_of_memory_is_tried_again_with_half_and_then_said(monkeypatch: pytes
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB.\nmore")
         run(decoder, rows, slots, steps)
 
-    monkeypatch.setattr(SlotDecoder, "_run", fails)
+    monkeypatch.setattr(SlotDecoder, "run", fails)
     assert tokens_of(sampler.sample(wanted)) == tokens_of(expected) and not failures
     failures.extend([1] * 9)
     with pytest.raises(
@@ -306,13 +306,13 @@ def test_out_of_memory_is_tried_again_with_half_and_then_said(monkeypatch: pytes
 def test_long_responses_do_not_run_alone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     few_blocks(monkeypatch, block_size=8, blocks=999, slots=4)
     model: Any = load_model(resolve_model("auto", "arithmetic"), device=torch.device("cpu"))
-    nothing, steps, run = torch.empty(0, dtype=torch.long), [0], SlotDecoder._run
+    nothing, steps, run = torch.empty(0, dtype=torch.long), [0], SlotDecoder.run
 
     def counted(self: SlotDecoder, rows: int, slots: np.ndarray, count: int) -> None:
         steps[0] += count
         run(self, rows, slots, count)
 
-    monkeypatch.setattr(SlotDecoder, "_run", counted)
+    monkeypatch.setattr(SlotDecoder, "run", counted)
     # Two responses to each prompt, of 8 tokens; those to the last prompt have 48.
     prompts, limits = [(3, 1 + row // 2) for row in range(16)], [8] * 14 + [48] * 2
     wanted, history, found = [Request(prompt, row) for row, prompt in enumerate(prompts)], LengthHistory(), list[int]()

@@ -34,9 +34,9 @@ def test_other_formats_and_broken_manifests_are_refused(tmp_path: Path) -> None:
     record = read_json(path)
     path.write_text(json.dumps({**record, "a later key": 1}))
     store.open_batch(directory)
-    path.write_text(json.dumps({**record, "format": "stalewise.rollouts/2"}))
+    path.write_text(json.dumps({**record, "format": "stalewise.rollouts/3"}))
     with pytest.raises(
-        StoreError, match=r"has format stalewise\.rollouts/2, this stalewise reads stalewise\.rollouts/1"
+        StoreError, match=r"has format stalewise\.rollouts/3, this stalewise reads stalewise\.rollouts/1"
     ):
         store.open_batch(directory)
     path.write_text(json.dumps({k: v for k, v in record.items() if k != "rows"}))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from stalewise import store
 from stalewise.errors import StoreError
 from stalewise.store import schema
-from stalewise.types import FinishReason, Rollout, SamplerSettings
+from stalewise.types import POLICY, FinishReason, Rollout, SamplerSettings, Segment
 from stored_rollouts import make_rollouts, same
 
 surrogates_too = st.text(alphabet=st.characters(exclude_categories=()), max_size=6)
@@ -123,3 +123,73 @@ def test_other_tools_open_a_shard_as_it_is(batch: store.Batch, tmp_path: Path) -
     assert row["text"] == expected[1234].text
     assert row["behaviour_logp"] == list(expected[1234].behaviour_logp)
     assert row["reward_parts"] == [{"name": "correct", "value": 0.0}, {"name": "format", "value": 0.25}]
+
+
+def make_episodes(first: int, count: int) -> list[Rollout]:
+    """Rollouts of which every other one has a tool's answer between two turns."""
+    return [
+        dataclasses.replace(
+            one,
+            response_ids=(1, 2, 3, 4, 5),
+            behaviour_logp=(-1.0, -0.5, 0.0, 0.0, -2.0),
+            segments=(Segment(POLICY, 2), Segment("tool", 2), Segment(POLICY, 1)) if one.rollout_id % 2 else (),
+        )
+        for one in make_rollouts(first, count)
+    ]
+
+
+def test_episodes_survive_the_store_with_their_masks(tmp_path: Path) -> None:
+    directory = tmp_path / "g000003-v000064"
+    episodes = [*make_episodes(0, 300), *make_rollouts(300, 100)]
+    store.write_shard(directory, 0, episodes[:300])
+    store.write_shard(directory, 1, episodes[300:])  # one turn each: a shard of the first format
+    manifest = store.commit_batch(directory, shards=2, task="x")
+    assert [shard.format for shard in manifest.shards] == [store.EPISODES, store.FORMAT]
+    assert manifest.format == store.EPISODES
+    batch = store.open_batch(directory)
+    assert all(same(a, b) for a, b in zip(episodes, batch.iter_rollouts(), strict=True))
+    rows = batch.take([7, 2, 299, 301])
+    masks = [rows.is_trained(row).tolist() for row in range(4)]
+    assert masks[:3] == [[True, True, False, False, True], [True] * 5, [True, True, False, False, True]]
+    assert masks[3] == [True] * len(episodes[301].response_ids)
+    assert rows.trained_lengths.tolist() == [3, 5, 3, len(episodes[301].response_ids)]
+    # 150 episodes with 3 own tokens of 5 in 2 turns, 150 of one turn.
+    assert manifest.shards[0].tokens == 150 * 3 + 150 * 5
+    assert (manifest.shards[0].extra["outside_tokens"], manifest.shards[0].extra["turns"]) == (300, 450)
+    assert manifest.tokens == 1200 + sum(len(one.response_ids) for one in episodes[300:])
+
+
+def test_one_turn_costs_no_byte_more(tmp_path: Path) -> None:
+    plain = make_rollouts(0, 50)
+    said = [
+        dataclasses.replace(one, segments=(Segment(POLICY, len(one.response_ids)),) if one.response_ids else ())
+        for one in plain
+    ]
+    tables = [schema.table_from_rollouts(rollouts) for rollouts in (plain, said)]
+    assert all(table.schema.equals(schema.SCHEMA, check_metadata=True) for table in tables)
+    files = [tmp_path / f"g00000{number}-v000000" for number in range(2)]
+    for directory, rollouts in zip(files, (plain, said), strict=True):
+        store.write_shard(directory, 0, rollouts)
+    assert len({store.shard_path(directory, 0).read_bytes() for directory in files}) == 1
+    # The segments of an episode take about a byte each, since they repeat.
+    rows = make_episodes(0, 256)
+    with_segments, without = tmp_path / "g000002-v000000", tmp_path / "g000003-v000000"
+    store.write_shard(with_segments, 0, rows)
+    store.write_shard(without, 0, [dataclasses.replace(one, segments=()) for one in rows])
+    sizes = [store.shard_path(directory, 0).stat().st_size for directory in (with_segments, without)]
+    assert sizes[0] - sizes[1] < 256 * 8
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        ((Segment(POLICY, 2), Segment("tool", 2)), "rollout 1 has 5 response tokens but segments of .2, 2."),
+        ((Segment(POLICY, 5), Segment("tool", 0)), "but segments of .5, 0."),
+        ((Segment("tool", 5),), "rollout 1 has no token of the policy"),
+        ((Segment(POLICY, 1), Segment("tool", 4)), "log-probabilities of tokens from outside"),
+    ],
+)
+def test_segments_that_do_not_describe_the_tokens_are_refused(segments: tuple[Segment, ...], message: str) -> None:
+    rollouts = make_episodes(0, 2)
+    with pytest.raises(StoreError, match=message):
+        schema.table_from_rollouts([rollouts[0], dataclasses.replace(rollouts[1], segments=segments)])

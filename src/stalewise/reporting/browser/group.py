@@ -139,6 +139,7 @@ def describe_response(
         "version_last": rollout.version_last,
         "worst_place": None if log_ratio is None or not len(log_ratio) else int(np.abs(log_ratio).argmax()),
         "trigger_place": int(triggers[0]) if len(triggers) else None,
+        "segments": _segments(rollout),
         "tokens": _tokens(rollout, record, 0, decoder),
     }
 
@@ -184,6 +185,15 @@ def _log_ratio(rollout: Rollout, record: dict[str, Any] | None) -> Column | None
     return np.array(record["logp"], dtype=np.float32) - np.array(rollout.behaviour_logp, dtype=np.float32)
 
 
+def _segments(rollout: Rollout) -> list[dict[str, Any]]:
+    """Where the turns of an episode begin, and who wrote them; empty for a single turn."""
+    starts = np.cumsum([0, *(one.tokens for one in rollout.segments)]).tolist()
+    return [
+        {"by": visible(one.by), "start": start, "tokens": one.tokens}
+        for one, start in zip(rollout.segments, starts, strict=False)
+    ]
+
+
 def _tokens(rollout: Rollout, record: dict[str, Any] | None, start: int, decoder: TokenDecoder) -> dict[str, Any]:
     window = slice(max(start, 0), max(start, 0) + WINDOW)
     log_ratio = _log_ratio(rollout, record)
@@ -196,6 +206,9 @@ def _tokens(rollout: Rollout, record: dict[str, Any] | None, start: int, decoder
         "start": window.start,
         "ids": ids,
         "texts": list(map(printable, decoder.texts(ids))),
-        "behaviour_logp": list(map(json_log_ratio, rollout.behaviour_logp[window])),
+        "behaviour_logp": [
+            json_log_ratio(logp) if is_own else None
+            for logp, is_own in zip(rollout.behaviour_logp[window], rollout.mask[window], strict=True)
+        ],
         **logged,
     }

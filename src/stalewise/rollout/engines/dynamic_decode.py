@@ -8,12 +8,14 @@ tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
@@ -81,7 +83,7 @@ def rows_that_fit(model: Any, requests: Sequence[Request], new_tokens: int) -> i
         return len(requests)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + cached
-    longest = max(len(request.prompt_ids) for request in requests)
+    longest = max(len(request.context) for request in requests)
     return max(1, min(len(requests), int(SHARE * free) // row_bytes(model, longest, new_tokens)))
 
 
@@ -111,7 +113,7 @@ def decode_within_memory(
         except torch.OutOfMemoryError:
             pass  # handled below: within the handler, the traceback would keep the memory
         on_tokens(-counted[0])
-        longest, new_tokens = max(len(request.prompt_ids) for request in part), options["new_tokens"]
+        longest, new_tokens = max(len(request.context) for request in part), options["new_tokens"]
         if len(part) == 1:
             raise ModelError(
                 f"out of memory while sampling one response: a prompt of {longest} tokens with sampler.max_new_tokens "
@@ -134,24 +136,36 @@ def decode_dynamic(
     stop_ids: Tensor,
     pad_id: int,
     on_tokens: Callable[[int], object],
+    kept: dict[int, RowCache] | None = None,
 ) -> Decoded:
-    """Token ids (int32) and log-probabilities [R, N] and lengths [R] of all responses, in the order of `requests`."""
+    """Token ids (int32) and log-probabilities [R, N] and lengths [R] of all responses, in the order of `requests`.
+
+    With `kept` the keys and values of each row are put there when it ends, by its place in `requests`; and rows that
+    have some there, of earlier turns, go on from those.
+    """
     rows, device = len(requests), model.device
     uniform_RN = torch.from_numpy(uniforms([request.seed for request in requests], new_tokens)).to(device)
+    begun_R = torch.tensor([len(request.begun) for request in requests], device=device)  # tokens of earlier turns
     ids_RN = torch.zeros(rows, new_tokens, dtype=torch.long, device=device)
     logp_RN = torch.zeros(rows, new_tokens, device=device)
     length_R = torch.zeros(rows, dtype=torch.long, device=device)
     active_R = torch.arange(rows, device=device)  # rows still in the batch
     alive_R = torch.ones(rows, dtype=torch.bool, device=device)
 
-    logits_RV, cache, attention, positions = _prefill(model, requests, pad_id)
-    for step in range(new_tokens):
-        token_R, logp_R = draw(tempered(logits_RV, settings), uniform_RN[active_R, step])
+    if kept:
+        logits_RV, cache, attention, positions = _go_on(model, requests, kept)
+    else:
+        logits_RV, cache, attention, positions = _prefill(model, requests, pad_id)
+    for step in range(new_tokens - int(begun_R.min())):
+        position_R = (begun_R[active_R] + step).clamp(max=new_tokens - 1)
+        token_R, logp_R = draw(tempered(logits_RV, settings), uniform_RN[active_R, position_R])
         ids_RN[active_R, step], logp_RN[active_R, step] = token_R, logp_R
         length_R[active_R] += alive_R.long()
         on_tokens(int(alive_R.sum()))
-        alive_R = alive_R & ~torch.isin(token_R, stop_ids)
+        alive_R = alive_R & ~torch.isin(token_R, stop_ids) & (position_R + 1 < new_tokens)
         ended = 1 - alive_R.float().mean().item()
+        if kept is not None:
+            _keep_rows(kept, cache, attention, active_R, ~alive_R)
         if ended == 1:
             break
         if ended > DROP_SHARE:
@@ -161,9 +175,58 @@ def decode_dynamic(
             positions, alive_R = positions[keep], alive_R[keep]
         attention = torch.cat([attention, attention.new_ones(len(attention), 1)], dim=1)
         positions = positions[:, -1:] + 1
-        if step + 1 < new_tokens:
-            logits_RV = _forward(model, token_R.unsqueeze(1), cache, attention, positions)
+        logits_RV = _forward(model, token_R.unsqueeze(1), cache, attention, positions)
     return ids_RN.cpu().numpy().astype(np.int32), logp_RN.cpu().numpy(), length_R.cpu().numpy()
+
+
+@dataclass(frozen=True, slots=True)
+class RowCache:
+    """Keys and values of one row in each layer, [K, L, D] each: of all its tokens but the last."""
+
+    layers: list[tuple[Tensor, Tensor]]
+
+    @property
+    def length(self) -> int:
+        """Its tokens."""
+        return self.layers[0][0].shape[1]
+
+
+def keeps_rows(model: Any) -> bool:
+    """Whether rows can be taken out of a model's cache: it must be nothing but keys and values of all tokens."""
+    cache: Any = DynamicCache(config=model.config)
+    return not takes_state(model) and bool(cache.layers) and all(type(layer) is DynamicLayer for layer in cache.layers)
+
+
+def _keep_rows(kept: dict[int, RowCache], cache: Any, attention: Tensor, active_R: Tensor, ended_R: Tensor) -> None:
+    """Copy the rows that have just ended out of the cache."""
+    for row in ended_R.nonzero().flatten().tolist():
+        number = int(active_R[row])
+        if number not in kept:
+            own = attention[row].bool()
+            kept[number] = RowCache([(layer.keys[row][:, own], layer.values[row][:, own]) for layer in cache.layers])
+
+
+def _go_on(model: Any, requests: Sequence[Request], kept: dict[int, RowCache]) -> tuple[Tensor, Any, Tensor, Tensor]:
+    """Logits, cache, attention mask and positions after the context, of which only what is new is computed."""
+    rows = [kept.pop(number) for number in range(len(requests))]
+    new = [request.context[row.length :] for request, row in zip(requests, rows, strict=True)]
+    longest, width = max(row.length for row in rows), max(map(len, new))
+    device = model.device
+    cache: Any = DynamicCache(config=model.config)
+    cache.layers = [PreallocatedLayer() for _ in cache.layers]
+    for number, layer in enumerate(cache.layers):
+        sides = ([row.layers[number][side] for row in rows] for side in (0, 1))
+        # On the left, as prompts are padded.
+        keys, values = (torch.stack([pad(x, (0, 0, longest - x.shape[1], 0)) for x in side]) for side in sides)
+        layer.update(keys, values)
+    input_ids, attention_new = _padded([tuple(ids) for ids in new], 0, device)
+    attention = torch.zeros(len(rows), longest + width, dtype=torch.long, device=device)
+    for number, row in enumerate(rows):
+        attention[number, longest - row.length : longest] = 1
+    attention[:, longest:] = attention_new
+    positions = (attention.cumsum(dim=1) - 1).clamp(min=0)[:, longest:]
+    logits = _forward(model, input_ids, cache, attention, positions)
+    return logits, cache, attention, positions
 
 
 def _forward(model: Any, input_ids: Tensor, cache: DynamicCache, attention: Tensor, positions: Tensor) -> Tensor:
@@ -184,7 +247,7 @@ def takes_state(model: Any) -> bool:
 def _prefill(model: Any, requests: Sequence[Request], pad_id: int) -> tuple[Tensor, Any, Tensor, Tensor]:
     """Logits, cache, attention mask and positions after the prompts. Each distinct prompt is computed once."""
     index_of: dict[tuple[int, ...], int] = {}
-    distinct_R = [index_of.setdefault(tuple(request.prompt_ids), len(index_of)) for request in requests]
+    distinct_R = [index_of.setdefault(tuple(request.context), len(index_of)) for request in requests]
     input_ids, attention = _padded(list(index_of), pad_id, model.device)
     cache: Any = DynamicCache(config=model.config)
     cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]

@@ -25,11 +25,18 @@ from stalewise.models.compilation import compile_pieces
 from stalewise.models.fused_ops import fuse_norms, fused_rotation
 from stalewise.models.kernels import can_compile, get_ready
 from stalewise.models.loading import context_length, load_model, load_tokenizer, stop_token_ids
-from stalewise.rollout.engines.dynamic_decode import decode_within_memory, rows_that_fit
+from stalewise.rollout.engines.dynamic_decode import (
+    RowCache,
+    decode_dynamic,
+    decode_within_memory,
+    keeps_rows,
+    rows_that_fit,
+)
 from stalewise.rollout.engines.paged_cache import CACHE_SHARE, GIB, SLEEP_SHARE, power_of_two
 from stalewise.rollout.engines.request_queue import LengthHistory, RequestQueue
-from stalewise.rollout.engines.slot_decode import FinishedResponses, SlotDecoder, slots_problem
-from stalewise.rollout.sampler import Request, Response, check_lengths
+from stalewise.rollout.engines.slot_decode import FinishedResponses, SlotDecoder, last_turns, slots_problem
+from stalewise.rollout.engines.slot_turns import SlotTurns
+from stalewise.rollout.sampler import Request, Response, TurnSource, check_lengths, open_turns, sample_in_rounds
 from stalewise.types import FinishReason, SamplerSettings
 
 FP8 = torch.float8_e4m3fn
@@ -235,6 +242,89 @@ class HFSampler:
         assert len(responses) == len(requests), "a response was lost"
         return [responses[index] for index in range(len(requests))]
 
+    def sample_turns(self, requests: Sequence[Request], settings: SamplerSettings, turns: TurnSource) -> None:
+        """Sample turn after turn; what was computed of earlier turns is kept, and only what is new is filled in."""
+        if not self.slots_problem:
+            self._turns_in_slots(requests, settings, turns)
+            return
+        kept = dict[int, RowCache]() if keeps_rows(self._model) else None
+        begun = [list(request.begun) for request in requests]
+        places = list(range(len(requests)))
+        while places:
+            # All that are open, always: so the batches on a CPU depend on the requests alone, to the last bit.
+            asked = [replace(requests[place], begun=begun[place]) for place in places]
+            for place, response in zip(places, self._turn(asked, settings, kept, places), strict=True):
+                begun[place] += response.token_ids.tolist()
+                turns.ended(place, response)
+            answered = open_turns(turns.next(wait=True))
+            for place, outside in answered:
+                begun[place] += outside
+            places = [place for place, _ in answered]
+            if kept is not None:
+                kept = {place: kept[place] for place in places}
+
+    def _turn(
+        self,
+        requests: Sequence[Request],
+        settings: SamplerSettings,
+        kept: dict[int, RowCache] | None,
+        places: Sequence[int],
+    ) -> list[Response]:
+        """One turn of each; `kept` is by place, and is left with the rows as they are then."""
+        if kept is None or self._device.type != "cpu":  # a GPU without slots may not hold all rows at once
+            return self.sample(requests, settings)
+        assert self._weights is not None, "call load first"
+        self.check_lengths([request.prompt_ids for request in requests])
+        self._weights.use(settings.weights)
+        rows = {row: kept[place] for row, place in enumerate(places) if place in kept}
+        arrays = decode_dynamic(
+            self._model,
+            requests,
+            settings,
+            new_tokens=self.max_new_tokens,
+            stop_ids=self._stop_ids,
+            pad_id=self._tokenizer.pad_token_id,
+            on_tokens=self.on_tokens,
+            kept=rows,
+        )
+        kept.update({places[row]: cache for row, cache in rows.items()})
+        responses = self._responses(FinishedResponses(np.arange(len(requests)), *arrays))
+        return [responses[row] for row in range(len(requests))]
+
+    def _turns_in_slots(self, requests: Sequence[Request], settings: SamplerSettings, turns: TurnSource) -> None:
+        """In slots, which keep what they have computed of an episode. Without the memory for that, in rounds."""
+        assert self._weights is not None, "call load first"
+        self.check_lengths([request.prompt_ids for request in requests])
+        self._weights.use(settings.weights)
+        begun = [list(request.begun) for request in requests]
+        asked = set(range(len(requests)))  # those whose turn is being sampled
+
+        def on_turns(finished: FinishedResponses) -> None:
+            before = np.array([len(begun[place]) for place in finished.requests.tolist()])
+            for place, response in self._responses(last_turns(finished, before)).items():
+                begun[place] += response.token_ids.tolist()
+                asked.discard(place)
+                self.on_tokens(len(response.token_ids))
+                turns.ended(place, response)
+
+        def next_turns(wait: bool) -> list[tuple[int, list[int]]]:
+            answered = turns.next(wait=False)
+            while wait and not answered:
+                answered = turns.next(wait=True)
+            for place, outside in answered:
+                begun[place] += outside
+                asked.update([place] if outside else [])
+            return answered
+
+        queue = self._queue(requests)
+        try:
+            SlotTurns(self._slot_decoder(queue, settings), queue, on_turns, next_turns).run()
+            return
+        except torch.OutOfMemoryError as error:
+            problem = str(error).splitlines()[0]
+        self._use_less_memory(problem)
+        sample_in_rounds(self, requests, settings, turns, begun=begun, first=sorted(asked))
+
     def trial(self, requests: Sequence[Request], new_tokens: int) -> list[Response]:
         """Responses of exactly so many tokens at temperature 1, for a comparison; leaves nothing behind."""
         kept = self.max_new_tokens, self._stop_ids, self.on_tokens, self._decoder, self._history
@@ -280,7 +370,9 @@ class HFSampler:
             try:
                 for finished in self._slot_decoder(queue, settings).decode(queue, self.on_tokens):
                     is_done[finished.requests] = True
-                    yield replace(finished, requests=left[finished.requests])
+                    numbers = left[finished.requests]
+                    begun = np.array([len(requests[number].begun) for number in numbers.tolist()])
+                    yield last_turns(replace(finished, requests=numbers), begun)
                 self._history.note(queue.prompts, queue.mean_lengths().tolist())
             except torch.OutOfMemoryError as error:
                 problem = str(error).splitlines()[0]

@@ -90,6 +90,10 @@ class RequestQueue:
         self._prior_P = history.expected(self.prompts)
         self._ended_P = np.zeros(len(self.prompts), dtype=np.int64)
         self._tokens_P = np.zeros(len(self.prompts), dtype=np.int64)  # of ended and of begun responses
+        for index, request in enumerate(requests):
+            if request.begun:  # its earlier turns
+                ids = np.array(request.begun, dtype=np.int32)
+                self.put_back(index, BegunResponse(ids, np.zeros(len(ids), dtype=np.float32)))
 
     def __bool__(self) -> bool:
         return bool(self.waiting_Q.any())

@@ -154,8 +154,8 @@ class OpenAIServer:
         """The choice that it answers one request with."""
         body = {
             "model": self._model,
-            "prompt": list(request.prompt_ids),
-            "seed": request.seed,
+            "prompt": request.context,
+            "seed": request.turn_seed,
             "max_tokens": max_new_tokens,
             "temperature": settings.temperature,
             "top_p": settings.top_p,
@@ -176,8 +176,8 @@ class OpenAIServer:
 
     def answer(self, request: Request, policy: PolicyFiles, settings: SamplerSettings, max_new_tokens: int) -> Answer:
         """One sampled response with its log-probabilities."""
-        choice = self.complete(request, policy, settings, max_new_tokens)
-        if choice.get("prompt_token_ids", list(request.prompt_ids)) != list(request.prompt_ids):
+        choice = self.complete(request, policy, settings, max_new_tokens - len(request.begun))
+        if choice.get("prompt_token_ids", request.context) != request.context:
             raise EngineError(f"{self.url} changed the tokens of a prompt: switch that off there")
         return Answer(self._token_ids(choice), self._logprobs(choice), str(choice.get("finish_reason")))
 
@@ -286,7 +286,7 @@ class ServerSampler(ExternalSampler):
                     f"servers lost their policy {losses} times while {len(requests)} responses were sampled: check "
                     "their logs, and that nothing else loads weights there; committed shards are kept"
                 )
-        return self.make_responses([answers[number] for number in range(len(requests))], "a server")
+        return self.make_responses([answers[number] for number in range(len(requests))], requests, "a server")
 
     def _round(
         self, requests: Sequence[Request], settings: SamplerSettings, numbers: list[int]

@@ -60,6 +60,15 @@ class FinishedResponses:
     lengths: np.ndarray
 
 
+def last_turns(finished: FinishedResponses, begun: np.ndarray) -> FinishedResponses:
+    """Without the tokens, so many each, that these responses had begun with."""
+    if not begun.any():
+        return finished
+    column = np.minimum(np.arange(finished.ids.shape[1]) + begun[:, None], finished.ids.shape[1] - 1)
+    ids, logp = (np.take_along_axis(x, column, axis=1) for x in (finished.ids, finished.logp))
+    return FinishedResponses(finished.requests, ids, logp, finished.lengths - begun)
+
+
 @dataclass(frozen=True, slots=True)
 class PutBack:
     """Responses that made room, as they were then; on a GPU the copies are complete when the status is."""
@@ -180,6 +189,7 @@ class SlotDecoder:
             return torch.zeros(*shape, dtype=dtype, device=self.device)
 
         self.token_S, self.count_S, self.seed_S, self.prefix_S, self.limit_S = (zeros(size.slots) for _ in range(5))
+        self.forced_S = zeros(size.slots)  # tokens before this one are given in `ids_SN`, not sampled (slot_turns.py)
         self.block_SB = zeros(size.slots, size.prompt_blocks + size.own_blocks, dtype=torch.int32)
         self.alive_S = zeros(size.slots, dtype=torch.bool)
         self.ids_SN = zeros(size.slots, new_tokens, dtype=torch.int32)
@@ -211,16 +221,19 @@ class SlotDecoder:
         )
         logits_RV = tempered(output.logits[:, -1], self.settings)
         token_R, logp_R = self.draw(logits_RV, device_uniforms(self.seed_S[slot_R], count_R))
+        given_R = count_R < self.forced_S[slot_R]
+        token_R = torch.where(given_R, self.ids_SN[slot_R, own_R].to(token_R.dtype), token_R)
+        logp_R = torch.where(given_R, 0.0, logp_R)
         # A row that has ended computes on, and keeps its tokens.
         place_R = (count_R - (~alive_R).long()).clamp(min=0)
         self.ids_SN[slot_R, place_R] = torch.where(alive_R, token_R.int(), self.ids_SN[slot_R, place_R])
         self.logp_SN[slot_R, place_R] = torch.where(alive_R, logp_R, self.logp_SN[slot_R, place_R])
         self.token_S[slot_R] = token_R
         self.count_S[slot_R] = count_R + alive_R
-        going_on_R = ~torch.isin(token_R, self.stop_ids) & (count_R + 1 < self.limit_S[slot_R])
+        going_on_R = (given_R | ~torch.isin(token_R, self.stop_ids)) & (count_R + 1 < self.limit_S[slot_R])
         self.alive_S[slot_R] = alive_R & going_on_R
 
-    def _run(self, rows: int, slots: np.ndarray, steps: int) -> None:
+    def run(self, rows: int, slots: np.ndarray, steps: int) -> None:
         """Run some steps on these slots."""
         if rows not in self.graphs:
             slot_R = to_device(slots, self.device).clone()
@@ -267,14 +280,14 @@ class SlotDecoder:
         self.board = board = SlotBoard(self.size)
         nothing_S = np.zeros(self.slots, dtype=bool)
         last = SlotStatus(torch.from_numpy(nothing_S), torch.from_numpy(nothing_S), nothing_S)
-        last.filled_S = self._fill(queue)
+        last.filled_S = self.fill(queue)
         counted, finished = 0, 0
         while len(board.living) or last.put_back is not None:
-            put_back = self._make_room(queue)
+            put_back = self.make_room(queue)
             living = board.living
-            self._run(*self._rows_for(living), STEPS_PER_CHECK)
+            self.run(*self.rows_for(living), STEPS_PER_CHECK)
             board.tokens_S[living] = np.minimum(board.tokens_S[living] + STEPS_PER_CHECK, self.new_tokens)
-            status = self._status(put_back)
+            status = self.status(put_back)
             alive_S, count_S = last.wait()
             known_S = (board.request_S >= 0) & ~last.filled_S & ~board.ended_S
             board.end(np.flatnonzero(known_S & ~alive_S), count_S, queue)
@@ -303,16 +316,17 @@ class SlotDecoder:
         board = self.board
         ended, living = np.flatnonzero(board.ended_S), len(board.living)
         if len(ended) and (len(ended) >= REFILL_SHARE * living or not living):
-            status.ended = self._collect(ended, board.request_S[ended], count_S[ended])
+            status.ended = self.collect(ended, board.request_S[ended], count_S[ended])
             board.clear(ended)
         if queue and (status.ended is not None or not living):
-            status.filled_S = self._fill(queue)
+            status.filled_S = self.fill(queue)
 
-    def _status(self, put_back: PutBack | None) -> SlotStatus:
+    def status(self, put_back: PutBack | None) -> SlotStatus:
+        """Start copying the state of the slots to the host."""
         nothing_S = np.zeros(self.slots, dtype=bool)
         return SlotStatus(to_host(self.alive_S), to_host(self.count_S), filled_S=nothing_S, put_back=put_back)
 
-    def _rows_for(self, living: np.ndarray) -> tuple[int, np.ndarray]:
+    def rows_for(self, living: np.ndarray) -> tuple[int, np.ndarray]:
         """Number of rows of a step, and their slots: all, or fewer if few are alive.
 
         Rows that have ended cost little, and each number of rows is captured once: by factors of 4, or of 2 if
@@ -327,13 +341,13 @@ class SlotDecoder:
         others[living] = False
         return rows, np.concatenate([living, np.flatnonzero(others)])[:rows]
 
-    def _collect(self, ended: np.ndarray, requests: np.ndarray, lengths: np.ndarray) -> FinishedResponses:
+    def collect(self, ended: np.ndarray, requests: np.ndarray, lengths: np.ndarray) -> FinishedResponses:
         """Start copying the responses of slots that have ended to the host."""
         index, longest = to_device(ended, self.device), int(lengths.max())
         ids, logp = (to_host(x[index, :longest]).numpy() for x in (self.ids_SN, self.logp_SN))
         return FinishedResponses(requests, ids, logp, lengths)
 
-    def _make_room(self, queue: RequestQueue) -> PutBack | None:
+    def make_room(self, queue: RequestQueue) -> PutBack | None:
         """Give each response that is alive the blocks of its next steps; returns those that were put back for it."""
         board, blocks, living = self.board, self.board.blocks, self.board.living
         wanted = np.minimum(board.tokens_S[living] + STEPS_PER_CHECK, self.new_tokens)
@@ -374,7 +388,7 @@ class SlotDecoder:
         board.clear(slots)
         return made
 
-    def _fill(self, queue: RequestQueue) -> np.ndarray:
+    def fill(self, queue: RequestQueue) -> np.ndarray:
         """Put the next requests into empty slots; returns which were filled."""
         board, living = self.board, self.board.living
         filled_S, empty = np.zeros(self.slots, dtype=bool), np.flatnonzero(board.request_S < 0)
@@ -441,6 +455,7 @@ class SlotDecoder:
         self.token_S[index], self.seed_S[index] = there["token"], there["seed"]
         self.count_S[index], self.prefix_S[index] = there["count"], there["prefix"]
         self.limit_S[index], self.block_SB[index] = there["limit"], there["block"]
+        self.forced_S[index] = 0
         self.alive_S[index] = True
 
     def _prefill(self, texts: list[tuple[Sequence[int], np.ndarray]]) -> None:

@@ -193,17 +193,17 @@ class VllmSampler(ExternalSampler):
         for replica, part in zip(self._replicas, parts, strict=True):
             replica.send(
                 "sample",
-                [list(requests[number].prompt_ids) for number in part],
-                [requests[number].seed for number in part],
+                [requests[number].context for number in part],
+                [requests[number].turn_seed for number in part],
                 settings or self.settings,
-                self.max_new_tokens,
+                [self.max_new_tokens - len(requests[number].begun) for number in part],
                 self.policy.stop_ids,
             )
         answers: dict[int, Answer] = {}
         for index, sampled in self._receive():
             answers |= {number: Answer(*one) for number, one in zip(parts[index], sampled, strict=True)}
             self.on_tokens(sum(len(ids) for ids, _, _ in sampled))
-        return self.make_responses([answers[number] for number in range(len(requests))], "vLLM")
+        return self.make_responses([answers[number] for number in range(len(requests))], requests, "vLLM")
 
     def sleep(self) -> None:
         """Free GPU memory for the trainer, as the config says, until the next `load`."""

@@ -69,22 +69,22 @@ class VllmEngine:
         prompts: Sequence[Sequence[int]],
         seeds: Sequence[int],
         settings: SamplerSettings,
-        max_new_tokens: int,
+        limits: Sequence[int],
         stop_ids: Sequence[int],
     ) -> list[Sampled]:
-        """Responses in the order of the prompts."""
+        """Responses of at most so many tokens, in the order of the prompts."""
         parameters = [
             self.vllm.SamplingParams(
                 temperature=settings.temperature,
                 top_p=settings.top_p,
                 top_k=settings.top_k,
                 seed=seed,
-                max_tokens=max_new_tokens,
+                max_tokens=limit,
                 stop_token_ids=list(stop_ids),
                 logprobs=0,  # of the sampled token alone
                 detokenize=False,
             )
-            for seed in seeds
+            for seed, limit in zip(seeds, limits, strict=True)
         ]
         outputs = self.llm.generate(_token_prompts(prompts), parameters, use_tqdm=False)
         firsts = [output.outputs[0] for output in outputs]

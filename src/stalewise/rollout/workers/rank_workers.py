@@ -25,7 +25,7 @@ from stalewise.rollout.workers.coordinator import Coordinator
 from stalewise.rollout.workers.shard_queue import POLL_S, ShardQueue, WorkerSession
 from stalewise.rollout.workers.work_order import WorkOrder, config_digest, read_plan
 from stalewise.rollout.workers.worker import RolloutWorker, RunLocation
-from stalewise.tasks import Task
+from stalewise.tasks import Task, close_task
 from stalewise.types import NullCallback
 
 ENGINE = "hf"  # the others use several devices by themselves
@@ -104,7 +104,7 @@ class RolloutRank:
         if self.sampler is not None:
             self.sampler.close()
         if self.task is not None:
-            self.task.verifier.close()
+            close_task(self.task)
 
     def generate(self, message: Message) -> None:
         """Make shards of a generation batch until it is complete, and report; the first rank raises our errors."""

@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from stalewise.store import batch_directory
 from stalewise.store.atomic import parse_json
 from stalewise.store.checkpoints import checkpoint_directory, read_state
 from stalewise.store.object_store import DirectoryStore, ObjectStore, open_object_store
-from stalewise.tasks import Task
+from stalewise.tasks import Task, close_task
 from stalewise.types import NullCallback, ProgressCallback
 
 POLL_S = 0.1
@@ -73,9 +73,10 @@ def work(
     with (
         tempfile.TemporaryDirectory(prefix="stalewise-worker-") as scratch,
         WorkerSession(location.object_store, name, lost_after_s=config.workers.lost_after_s) as session,
-        closing(task.verifier),
+        ExitStack() as opened,
         closing(make_sampler(config, log=callback.log)) as sampler,
     ):
+        opened.callback(close_task, task)
         rollout_worker = RolloutWorker(location, session, task, sampler, Path(cache or scratch), callback)
         rollout_worker.work(once)
         return rollout_worker.done

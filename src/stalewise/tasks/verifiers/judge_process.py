@@ -39,9 +39,9 @@ def main(descriptor: int) -> None:
             try:
                 judge = load(begin["factory"])(**begin["options"])
             except Exception as problem:
-                connection.sendall(_line({"error": describe(problem)}))
+                connection.sendall(line_of({"error": describe(problem)}))
                 return
-            connection.sendall(_line({"error": ""}))
+            connection.sendall(line_of({"error": ""}))
             with open(os.devnull, "w") as nowhere:
                 for line in lines:
                     asked = json.loads(line)
@@ -50,23 +50,24 @@ def main(descriptor: int) -> None:
                     faulthandler.dump_traceback_later(2 * begin["limit_s"] + 1, exit=True, file=nowhere)
                     reward = judged(judge, Prompt(**asked["prompt"]), asked["response"])
                     faulthandler.cancel_dump_traceback_later()
-                    connection.sendall(_line({"item": asked["item"], **_record(reward)}))
+                    connection.sendall(line_of({"item": asked["item"], **record_of(reward)}))
     except (StopIteration, OSError):
         return  # the parent has ended or closed the pool
 
 
-def _line(message: Mapping[str, object]) -> bytes:
+def line_of(message: Mapping[str, object]) -> bytes:
+    """A message as it is sent."""
     return json.dumps(message).encode() + b"\n"
 
 
-def _record(reward: Reward) -> dict[str, object]:
+def record_of(reward: Reward) -> dict[str, object]:
     """A reward as JSON, if it is one: a judge may have put anything into it."""
     record = {"value": reward.value, "parts": dict(reward.parts), "error": reward.error, "traceback": reward.traceback}
     record |= {} if reward.answer is None else {"answer": str(reward.answer)}
     try:
         json.dumps(record)
     except Exception as problem:
-        return _record(Reward(math.nan, error=describe(problem)))
+        return record_of(Reward(math.nan, error=describe(problem)))
     return record
 
 

@@ -38,9 +38,10 @@ from stalewise.types import Prompt, Reward
 START_LIMIT_S = 120.0  # for a worker to import its judge; sympy takes a second, much longer on a busy disk
 _LONGEST_ANSWER = 1 << 20
 _POLL_S = 0.1
+JUDGE = "stalewise.tasks.verifiers.judge_process"  # the module whose function `main` is the process
 _PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from stalewise.tasks.verifiers.judge_process import main; main(int(sys.argv[2]))"
+    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "importlib.import_module(sys.argv[3]).main(int(sys.argv[2]))"
 )
 # Variables that a judge sees. No tokens, no proxies: `environment` names others.
 _PASSED = """PATH HOME USER LOGNAME LANG LANGUAGE TZ TMPDIR LD_LIBRARY_PATH VIRTUAL_ENV OMP_NUM_THREADS HF_HOME
@@ -80,14 +81,23 @@ class Confinement:
         return sandbox.enforced(most, **changes)
 
 
-class _Worker:
-    """One process, the response it judges, and its deadline."""
+class JudgeWorker:
+    """One process, the response it judges, and its deadline. Environments run in such processes, too."""
 
-    def __init__(self, factory: str, options: Mapping[str, Any], limit_s: float, confinement: Confinement):
+    longest_answer = _LONGEST_ANSWER
+
+    def __init__(
+        self,
+        factory: str,
+        options: Mapping[str, Any],
+        limit_s: float,
+        confinement: Confinement,
+        module: str = JUDGE,
+    ):
         self.connection, theirs = socket.socketpair()
         self.folder = tempfile.mkdtemp(prefix="stalewise-judge-") if confinement.sandbox else ""
         try:
-            self.child = _start_worker(theirs.fileno(), confinement, self.folder)
+            self.child = _start_worker(theirs.fileno(), confinement, self.folder, module)
         finally:
             theirs.close()
         self.process = self.child.process
@@ -97,11 +107,11 @@ class _Worker:
         self._secret, self._received = "", bytearray()
         self._send({"factory": factory, "options": dict(options), "limit_s": limit_s})
 
-    def submit(self, item: int, prompt: Prompt, response: str, limit_s: float) -> None:
+    def submit(self, item: int, limit_s: float, work: Mapping[str, Any]) -> None:
+        """Give it something to do, as JSON has it."""
         self.item, self.deadline = item, time.monotonic() + limit_s
         self._secret = secrets.token_hex(8)
-        whole = asdict(prompt) | {"metadata": dict(prompt.metadata)}
-        self._send({"item": self._secret, "prompt": whole, "response": response})
+        self._send({"item": self._secret, **work})
 
     def _send(self, message: Mapping[str, Any]) -> None:
         self.connection.settimeout(10.0)  # an OSError: a worker that does not read is as good as dead
@@ -117,7 +127,7 @@ class _Worker:
             self._received += chunk
         line, found, rest = self._received.partition(b"\n")
         if not found:
-            if len(self._received) > _LONGEST_ANSWER:
+            if len(self._received) > self.longest_answer:
                 raise EOFError
             return None
         self._received = bytearray(rest)
@@ -147,11 +157,11 @@ class _Worker:
         return f"exit code {code}" if code >= 0 else str(signal.strsignal(-code))
 
 
-def _start_worker(descriptor: int, confinement: Confinement, folder: str) -> sandbox.Child:
+def _start_worker(descriptor: int, confinement: Confinement, folder: str, module: str) -> sandbox.Child:
     """Start the process of a judge, on Linux under one that watches it."""
     paths = [str(entry) for entry in sys.path]
     python = [sandbox.interpreter(), "-I", "-S"] if folder else [sys.executable]
-    command = [*python, "-c", _PROGRAM, json.dumps(paths), str(descriptor)]
+    command = [*python, "-c", _PROGRAM, json.dumps(paths), str(descriptor), module]
     environment = confinement.variables()
     if sys.platform != "linux":
         process = subprocess.Popen(
@@ -197,11 +207,11 @@ class ProcessVerifier:
         if self.workers < 1 or not 0 < self.limit_s < math.inf:
             raise TaskError(f"a verifier needs workers ≥ 1 and a finite limit_s > 0, not {workers=}, {limit_s=}")
         self.factory, self.options = factory, dict(options or {})
-        self._running: list[_Worker] = []
+        self._running: list[JudgeWorker] = []
         self._lock = threading.Lock()
         self._owner = os.getpid()
         # Runs at garbage collection and at interpreter exit; must not refer to self.
-        self._finalizer = weakref.finalize(self, _end_all, self._running, self._owner)
+        self._finalizer = weakref.finalize(self, end_workers, self._running, self._owner)
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
         """Score `responses[i]` as an answer to `prompts[i]`; results in the same order.
@@ -220,7 +230,7 @@ class ProcessVerifier:
     def close(self) -> None:
         """End the workers. Scoring again starts new ones."""
         with self._lock:
-            _end_all(self._running, self._owner)
+            end_workers(self._running, self._owner)
 
     def __enter__(self) -> ProcessVerifier:
         return self
@@ -234,12 +244,14 @@ class ProcessVerifier:
         while waiting or any(worker.item is not None for worker in self._running):
             missing = min(self.workers, len(waiting)) - sum(worker.item is None for worker in self._running)
             for _ in range(min(missing, self.workers - len(self._running))):
-                self._running.append(_Worker(self.factory, self.options, self.limit_s, self.confinement))
+                self._running.append(JudgeWorker(self.factory, self.options, self.limit_s, self.confinement))
             for worker in [worker for worker in self._running if worker.ready and worker.item is None]:
                 if not waiting:
                     break
                 try:
-                    worker.submit(waiting[0], *items[waiting[0]], self.limit_s)
+                    prompt, response = items[waiting[0]]
+                    work = {"prompt": prompt_record(prompt), "response": response}
+                    worker.submit(waiting[0], self.limit_s, work)
                     waiting.popleft()
                 except OSError:  # it died while idle, which is not this response's fault
                     self._drop(worker)
@@ -263,7 +275,7 @@ class ProcessVerifier:
                 results.append((item, reward))
         return results
 
-    def _receive(self, worker: _Worker) -> Reward | None:
+    def _receive(self, worker: JudgeWorker) -> Reward | None:
         try:
             answer = worker.receive()
         except (EOFError, OSError):
@@ -282,7 +294,7 @@ class ProcessVerifier:
         worker.item = None
         return reward_of_record(answer)
 
-    def _check_time(self, worker: _Worker) -> Reward | None:
+    def _check_time(self, worker: JudgeWorker) -> Reward | None:
         if worker not in self._running or time.monotonic() < worker.deadline or (worker.ready and worker.item is None):
             return None
         self._drop(worker)
@@ -290,7 +302,7 @@ class ProcessVerifier:
             raise TaskError(f"the verifier did not load {self._judge_name()} within {START_LIMIT_S:.0f} s")
         return Reward(math.nan, error=f"timeout after {self.limit_s} s")
 
-    def _drop(self, worker: _Worker, patience_s: float = 0.0) -> str:
+    def _drop(self, worker: JudgeWorker, patience_s: float = 0.0) -> str:
         self._running.remove(worker)
         return worker.end(patience_s)
 
@@ -298,7 +310,13 @@ class ProcessVerifier:
         return str(self.options.get("function", self.factory))
 
 
-def _end_all(workers: list[_Worker], owner: int) -> None:
+def prompt_record(prompt: Prompt) -> dict[str, Any]:
+    """A prompt as JSON has it."""
+    return asdict(prompt) | {"metadata": dict(prompt.metadata)}
+
+
+def end_workers(workers: list[JudgeWorker], owner: int) -> None:
+    """End all of these processes, which the process `owner` started."""
     if os.getpid() != owner:
         return  # a fork of the owner: the workers are not ours
     for worker in workers:

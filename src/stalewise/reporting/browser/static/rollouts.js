@@ -115,7 +115,7 @@ function facts(response) {
     ["advantage", digits(response.advantage)],
     ["update", response.update === null ? "not used yet" : `${response.update}, at age ${response.age}`],
     ["finished", response.finish === "length" ? "truncated by the token limit" : `stopped (${response.finish})`],
-    ["tokens", `${response.length}${response.clipped ? `, ${response.clipped} clipped` : ""}${response.vetoed ? `, ${response.vetoed} vetoed` : ""}`],
+    ["tokens", `${response.length}${response.segments.length ? ` in ${response.segments.filter((one) => one.by === "policy").length} turns` : ""}${response.clipped ? `, ${response.clipped} clipped` : ""}${response.vetoed ? `, ${response.vetoed} vetoed` : ""}`],
     ["version", response.version_first === response.version_last ? `${response.version_first}` : `${response.version_first} to ${response.version_last}`],
     ["sampler", `${sampler.name}, ${sampler.precision}, temperature ${sampler.temperature}${sampler.top_p < 1 ? `, top-p ${sampler.top_p}` : ""}${sampler.top_k ? `, top-k ${sampler.top_k}` : ""}, seed ${sampler.seed}`],
   ];
@@ -136,7 +136,7 @@ function card(response, place, batch, views) {
   const label = `Response ${place + 1}, rollout ${response.rollout_id}, reward ${response.reward === null ? "unknown" : digits(response.reward)}`;
   const head = element("h3", {}, `rollout ${response.rollout_id}`, element("span", { className: "reward" }, `reward ${response.reward === null ? "unknown" : digits(response.reward)}`));
   if (response.missing) return element("article", { className: "card" }, head, element("p", { className: "bad" }, "Its shard cannot be read."));
-  const view = new TokenView(`t${place}`, `Tokens: ${label}; arrow keys move`, response.trigger_place, say, (step) => views[views.indexOf(view) + step]?.box.focus());
+  const view = new TokenView(`t${place}`, `Tokens: ${label}; arrow keys move`, response.trigger_place, response.segments, say, (step) => views[views.indexOf(view) + step]?.box.focus());
   views.push(view);
   view.show(response.tokens);
   const made = element("article", { className: "card", "aria-label": label }, head);
@@ -205,7 +205,7 @@ function legend() {
   for (let i = 1; i <= SHADES.length; i += 1) scale.push(swatch(`up${i}`, i === SHADES.length ? `×${names[i - 1]} or more` : `×${names[i - 1]}`));
   by("legend").append(
     element("div", {}, element("b", {}, "Ratio"), " of the policy at the update to the policy that sampled: ", ...scale),
-    element("div", {}, element("b", {}, "Marks"), " ", swatch("clipped r0", "clipped"), swatch("vetoed r0", "vetoed"), swatch("trigger first r0", "trigger of the veto"), swatch("trigger r0", "later tokens that would trigger it"), swatch("broken", "ratio not a number"), swatch("unseen", "no ratio yet")),
+    element("div", {}, element("b", {}, "Marks"), " ", swatch("clipped r0", "clipped"), swatch("vetoed r0", "vetoed"), swatch("trigger first r0", "trigger of the veto"), swatch("trigger r0", "later tokens that would trigger it"), swatch("broken", "ratio not a number"), swatch("unseen", "no ratio yet"), swatch("read", "from outside")),
   );
 }
 

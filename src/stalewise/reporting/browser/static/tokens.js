@@ -39,6 +39,7 @@ export function ratio(logRatio, count = 4) {
 export function describe(tokens, i, trigger) {
   const parts = [`token ${tokens.start + i} “${tokens.texts[i].replaceAll("↵\n", "↵")}” (id ${tokens.ids[i]})`];
   const logRatio = tokens.log_ratio?.[i];
+  if (tokens.behaviour_logp[i] === null) return [...parts, "from outside: the policy read it, and nothing was learned from it"].join(" · ");
   if (logRatio === null || logRatio === undefined) {
     parts.push("no ratio: no update has recorded it");
   } else {
@@ -52,10 +53,25 @@ export function describe(tokens, i, trigger) {
   return parts.join(" · ");
 }
 
-function draw(box, tokens, name, trigger) {
+// The turns of an episode, each in its own block; what came from outside is folded.
+function conversation(items, start, segments) {
+  const turns = [];
+  for (const { by, start: first, tokens } of segments) {
+    const own = items.slice(Math.max(0, first - start), Math.max(0, first + tokens - start));
+    if (!own.length) continue;
+    const title = `${by}, ${tokens} tokens`;
+    turns.push(by === "policy"
+      ? element("div", { className: "turn own" }, element("div", { className: "speaker" }, title), ...own)
+      : element("details", { className: "turn outside" }, element("summary", { className: "speaker" }, title), ...own));
+  }
+  return turns;
+}
+
+function draw(box, tokens, name, trigger, segments) {
   const made = tokens.ids.map((id, i) => {
     const flags = tokens.flags?.[i] ?? 0;
-    const kinds = ["token", shade(tokens.log_ratio?.[i])];
+    const outside = tokens.behaviour_logp[i] === null;
+    const kinds = ["token", outside ? "read" : shade(tokens.log_ratio?.[i])];
     if (flags & CLIPPED) kinds.push("clipped");
     if (flags & VETOED) kinds.push("vetoed");
     if (flags & TRIGGER) kinds.push("trigger");
@@ -64,13 +80,15 @@ function draw(box, tokens, name, trigger) {
     token.setAttribute("aria-selected", "false");
     return token;
   });
-  box.replaceChildren(...made);
+  box.replaceChildren(...(segments.length ? conversation(made, tokens.start, segments) : made));
+  return made;
 }
 
 // The tokens of one response; `say` gets the description of a token, `beside` moves to a neighbouring response.
 export class TokenView {
-  constructor(name, label, trigger, say, beside) {
+  constructor(name, label, trigger, segments, say, beside) {
     this.trigger = trigger; // position of the token that triggered the veto, or null
+    this.segments = segments; // turns of an episode; empty for a single turn
     this.name = name;
     this.say = say;
     this.at = -1;
@@ -90,7 +108,7 @@ export class TokenView {
   show(tokens) {
     this.tokens = tokens;
     this.at = -1;
-    draw(this.box, tokens, this.name, this.trigger);
+    this.items = draw(this.box, tokens, this.name, this.trigger, this.segments);
   }
 
   indexOf(target) {
@@ -106,9 +124,11 @@ export class TokenView {
 
   move(i) {
     if (i < 0 || i >= this.tokens.ids.length) return;
-    const children = this.box.children;
+    const children = this.items;
     if (this.at >= 0) { children[this.at]?.classList.remove("at"); children[this.at]?.setAttribute("aria-selected", "false"); }
     this.at = i;
+    const folded = children[i].closest("details.outside");
+    if (folded) folded.open = true;
     children[i].classList.add("at");
     children[i].setAttribute("aria-selected", "true");
     this.box.setAttribute("aria-activedescendant", children[i].id);

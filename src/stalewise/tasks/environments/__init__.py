@@ -1,0 +1,92 @@
+"""Environments: what answers a policy between its turns. The protocol, and construction by name.
+
+An environment object plays one episode at a time. It gets the prompt of its row, then each turn that the policy ended,
+as text. Its answers are messages: `{"role": …, "content": …}`. Everything it says is from outside: read by the policy,
+never trained on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypedDict
+
+from stalewise.errors import TaskError, nearest
+from stalewise.tasks.base import Verifier
+from stalewise.types import Prompt
+
+ENVIRONMENTS = {
+    "calculator": "stalewise.tasks.environments.builtin:Calculator",
+    "python": "stalewise.tasks.environments.builtin:PythonTool",
+    "sums": "stalewise.tasks.environments.builtin:RunningSums",
+    "retry": "stalewise.tasks.environments.builtin:Retry",
+    "verifiers": "stalewise.tasks.environments.prime:PrimeEnvironment",
+}
+
+
+class ChatMessage(TypedDict):
+    """One message, as chat templates have them. Without a chat template the contents are put together."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What there was of an episode when it ended: the policy's turns, what was said between them, and why it ended."""
+
+    prompt: Prompt
+    turns: tuple[str, ...]
+    answers: tuple[tuple[ChatMessage, ...], ...]  # after each turn but the last
+    finish_reason: str  # stop: the environment was done; length: no tokens or no turns were left
+
+
+class Environment(Protocol):
+    """One episode at a time. The same row and the same turns must give the same answers: an episode may be replayed."""
+
+    def reset(self, row: Prompt) -> Sequence[ChatMessage]:
+        """Begin an episode; the messages that the policy sees first. They must depend on the row alone."""
+        ...
+
+    def step(self, response: str) -> Sequence[ChatMessage] | None:
+        """Answer a turn of the policy; None: the episode is over."""
+        ...
+
+    def score(self, episode: Episode) -> Any:
+        """The reward: a number, a mapping of numbers with the key "reward" (the others are parts), or a `Reward`."""
+        ...
+
+
+def first_messages(row: Prompt, system: str = "") -> list[ChatMessage]:
+    """The messages of a prompt, its own system text before `system`."""
+    both = "\n\n".join(text for text in (row.metadata.get("system", ""), system) if text)
+    history: list[ChatMessage] = json.loads(row.metadata.get("history", "[]"))
+    first: list[ChatMessage] = [{"role": "system", "content": both}] if both else []
+    return [*first, *history, {"role": "user", "content": row.text}]
+
+
+def environment_factory(name: str) -> str:
+    """The reference "module:name" of an environment: one of ENVIRONMENTS, or a class of the user's."""
+    if name in ENVIRONMENTS:
+        return ENVIRONMENTS[name]
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute.isidentifier()):
+        advice = nearest(name, ENVIRONMENTS)
+        raise TaskError(f"unknown environment {name!r}; {advice}, or name a class of yours as 'module:Class'")
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
+        raise TaskError(f"environment {name}: there is no module {module!r} on the Python path")
+    return name
+
+
+def make_environments(name: str, options: Mapping[str, Any] | None = None, *, verifier: Verifier | None = None) -> Any:
+    """The pool that plays episodes of a task in the environment `name`; options of the pool and of the environment.
+
+    `workers`, `limit_s` and `max_turns` are of the pool.
+    """
+    from stalewise.tasks.environments.play import EnvironmentPool
+
+    given = dict(options or {})
+    own = {key: given.pop(key) for key in ("workers", "limit_s", "max_turns") if key in given}
+    return EnvironmentPool(environment_factory(name), given, verifier=verifier, **own)
