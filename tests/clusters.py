@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from stalewise.planning.cluster.hardware import (
+from stalewise.planning.cluster_hardware import (
     Cluster,
     FailureRates,
     GenerationRates,

@@ -11,8 +11,7 @@ from experiments.lab.downsample import POINTS, downsampled, rounded
 
 from stalewise.planning.calibration import CollapseRule
 from stalewise.planning.grid import find_collapse_of_run
-from stalewise.reporting.read import Run, read_run
-from stalewise.reporting.timeline import ACTIVITIES
+from stalewise.reporting.read import ACTIVITIES, Run, read_run
 
 METRICS = (  # curves an experiment may ask for
     *("reward", "ess", "clip_fraction", "veto_fraction", "ratio_mean_negative", "ratio_max_negative", "entropy"),

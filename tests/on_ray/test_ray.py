@@ -16,7 +16,7 @@ import ray  # pyright: ignore[reportMissingImports]
 
 from stalewise.api import generate
 from stalewise.errors import EngineError
-from stalewise.rollout.workers.ray_workers import work_on_ray
+from stalewise.rollout.workers.rank_workers import work_on_ray
 from stalewise.rollout.workers.shard_queue import SESSIONS
 from stalewise.store import committed_shards, open_batch, read_batch_manifest
 from working import judged, ordered

@@ -118,7 +118,7 @@ def plan(
 
 def _plan_cluster(path: Path, settings: list[str] | None, simulated: bool, as_json: bool) -> None:
     from stalewise.cli.tables import print_cluster_plan
-    from stalewise.planning.cluster.cluster_plan import load_cluster, plan_cluster
+    from stalewise.planning.cluster_plan import load_cluster, plan_cluster
 
     result = plan_cluster(load_cluster(path, overrides(settings)), simulated=simulated)
     print_json(result.record()) if as_json else print_cluster_plan(result)

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from stalewise.config import RunConfig
 from stalewise.config.run_directory import RunResult
-from stalewise.planning.cluster.cluster_plan import ClusterPlan, ScheduleOutcome
+from stalewise.planning.cluster_plan import ClusterPlan, ScheduleOutcome
 from stalewise.planning.planner import ConfigPlan, describe_safety, rounded_down
 from stalewise.planning.probe import ProbeResult
 from stalewise.planning.sweep import SweepResult

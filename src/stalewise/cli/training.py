@@ -296,7 +296,7 @@ def _work(source: str, worker: str | None, ray: int | None, once: bool, settings
     with watching() as callback:
         options: dict[str, Any] = {"overrides": overrides(settings), "once": once, "callback": callback}
         if ray is not None:
-            from stalewise.rollout.workers.ray_workers import work_on_ray
+            from stalewise.rollout.workers.rank_workers import work_on_ray
 
             done = work_on_ray(source, workers=ray, **options)
         else:

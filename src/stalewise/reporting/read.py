@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from stalewise.config import ScheduleSection
 from stalewise.config.run_directory import FORK, NOTES, RESOLVED, read_fork, read_resolved, schedule_of
 from stalewise.errors import StoreError
-from stalewise.reporting import timeline
-from stalewise.reporting.timeline import Column, StageSeconds
 from stalewise.staleness.schedule import Schedule
 from stalewise.store import BatchManifest, batch_directories, committed_shards, read_batch_manifest
 from stalewise.store.manifest import BATCH_MANIFEST
@@ -33,6 +32,98 @@ from stalewise.store.records import (
     read_record,
     read_records,
 )
+
+# In the order in which they are drawn. Time between journal records is `idle`.
+ACTIVITIES = ("generate", "learn", "switch", "wait", "evaluate")
+IDLE = "idle"
+NOT_TRAINING = frozenset({"evaluate", IDLE})  # not a cost of the method
+
+Column = npt.NDArray[np.float64]
+Record = Mapping[str, Any]
+StageOf = Callable[[int], int]
+StageSeconds = dict[int, dict[str, float]]  # by stage (generation batch), then by activity
+
+
+def seconds_by_stage(journal: Sequence[Record], stage_of: StageOf) -> StageSeconds:
+    """Seconds per activity in each stage. Gaps are idle: the run was stopped, or lost work in a crash.
+
+    Switching and evaluating belong to no stage and count to the stage last generated or learned.
+    """
+    spent: StageSeconds = {}
+    stage, end = 0, float("inf")
+    for record in journal:
+        if (gap := record["time"] - record["seconds"] - end) > 0:
+            _add(spent, stage, IDLE, gap)
+        end = record["time"] if end == float("inf") else max(end, record["time"])
+        if record["event"] == "generate":
+            stage = record.get("generation_batch", stage)
+        elif "first" in record:
+            stage = stage_of(record["first"])
+        _add(spent, stage, record["event"], record["seconds"])
+    return spent
+
+
+def add_uncommitted(spent: StageSeconds, metrics: Mapping[str, Column], committed: int, stage_of: StageOf) -> None:
+    """Add the updates since the last checkpoint: the journal gets `learn` with the next one."""
+    for update, seconds in _uncommitted(metrics, committed):
+        _add(spent, stage_of(update), "learn", seconds)
+
+
+def committed_updates(journal: Iterable[Record], rollbacks: Iterable[Record]) -> int:
+    """Updates covered by the journal: up to its last `learn`, or to the version of a later rollback."""
+    marks = [(record["time"], record["stop"]) for record in journal if record["event"] == "learn"]
+    marks += [(record["time"], record["to_version"]) for record in rollbacks]
+    return max(marks, default=(0.0, 0))[1]
+
+
+def update_clock(journal: Sequence[Record], metrics: Mapping[str, Column], committed: int) -> Column:
+    """Seconds of training until the end of each recorded update; NaN where the journal has no record of it.
+
+    Evaluation and idle time are left out: frequent evaluations or an overnight stop do not make a run slower.
+    """
+    updates = [int(update) for update in metrics.get("update", ())]
+    lasted = dict(zip(updates, metrics.get("seconds", ()), strict=False))
+    clock: dict[int, float] = {}
+    now = 0.0
+    for record in journal:
+        if record["event"] in NOT_TRAINING:
+            continue
+        if record["event"] == "learn" and record["stop"] > record["first"]:
+            learned = range(record["first"], record["stop"])
+            weights = np.array([lasted.get(update, np.nan) for update in learned])
+            if not (np.isfinite(weights).all() and weights.sum() > 0):
+                weights = np.ones(len(learned))
+            ends = now + record["seconds"] * np.cumsum(weights) / weights.sum()
+            clock.update(zip(learned, ends.tolist(), strict=True))
+        now += record["seconds"]
+    for update, seconds in _uncommitted(metrics, committed):
+        now += seconds
+        clock[update] = now
+    return np.array([clock.get(update, np.nan) for update in updates])
+
+
+def total_seconds(spent: StageSeconds) -> dict[str, float]:
+    """Seconds per activity over all stages, in the order of ACTIVITIES; `wait` only where it occurs."""
+    waits = any("wait" in row for row in spent.values())
+    totals: dict[str, float] = {name: 0.0 for name in ACTIVITIES if name != "wait" or waits}
+    for row in spent.values():
+        for name, seconds in row.items():
+            totals[name] = totals.get(name, 0.0) + seconds
+    idle = totals.pop(IDLE, 0.0)
+    return {**totals, IDLE: idle}
+
+
+def _add(spent: StageSeconds, stage: int, event: str, seconds: float) -> None:
+    row = spent.setdefault(stage, {})
+    row[event] = row.get(event, 0.0) + seconds
+
+
+def _uncommitted(metrics: Mapping[str, Column], committed: int) -> list[tuple[int, float]]:
+    if "seconds" not in metrics:
+        return []
+    pairs = zip(metrics["update"].tolist(), np.nan_to_num(metrics["seconds"]).tolist(), strict=True)
+    return [(int(update), seconds) for update, seconds in pairs if update >= committed]
+
 
 MOST_NOTES = 3  # on one file
 # Config keys that do not change the results.
@@ -94,7 +185,7 @@ class Run:
     @property
     def seconds(self) -> dict[str, float]:
         """Seconds by activity, over all stages."""
-        return timeline.total_seconds(self.spent)
+        return total_seconds(self.spent)
 
     @property
     def total_seconds(self) -> float:
@@ -104,7 +195,7 @@ class Run:
     @property
     def training_seconds(self) -> float:
         """Wall-clock time without evaluation and idle time."""
-        return sum(seconds for name, seconds in self.seconds.items() if name not in timeline.NOT_TRAINING)
+        return sum(seconds for name, seconds in self.seconds.items() if name not in NOT_TRAINING)
 
     @property
     def is_complete(self) -> bool:
@@ -189,7 +280,7 @@ def read_run(directory: Path, label: str | None = None) -> Run:
     metrics = metric_columns(usable_records(directory / "metrics.jsonl", METRIC, notes))
     journal = usable_records(directory / "journal.jsonl", JOURNAL, notes)
     rollbacks = read_rollbacks(directory / "rollbacks", journal, notes)
-    committed = timeline.committed_updates(journal, [rollback.record for rollback in rollbacks])
+    committed = committed_updates(journal, [rollback.record for rollback in rollbacks])
     schedule = _schedule(config, directory)
     batch_of = dict(zip(metrics.get("update", ()), metrics.get("generation_batch", ()), strict=False))
 
@@ -200,8 +291,8 @@ def read_run(directory: Path, label: str | None = None) -> Run:
 
     config_changes = [line for line in journal if line["event"] == "config" and isinstance(line.get("changes"), dict)]
     journal = [line for line in journal if line["event"] not in NOTES]
-    spent = timeline.seconds_by_stage(journal, stage_of)
-    timeline.add_uncommitted(spent, metrics, committed, stage_of)
+    spent = seconds_by_stage(journal, stage_of)
+    add_uncommitted(spent, metrics, committed, stage_of)
     generator = usable_records(directory / "journal-generator.jsonl", JOURNAL, notes)
     stages = usable_records(directory / "ledger" / "stages.jsonl", STAGE, notes)
     batches, unfinished = read_batches(directory / "rollouts", notes)
@@ -221,8 +312,8 @@ def read_run(directory: Path, label: str | None = None) -> Run:
         stages={record["generation_batch"]: record for record in stages},
         rollbacks=rollbacks,
         spent=spent,
-        generator=timeline.seconds_by_stage(generator, stage_of),
-        clock=timeline.update_clock(journal, metrics, committed),
+        generator=seconds_by_stage(generator, stage_of),
+        clock=update_clock(journal, metrics, committed),
         committed=committed,
         notes=notes,
         suites=read_suites(directory / "suites.jsonl", notes),
@@ -299,8 +390,8 @@ def read_rollbacks(root: Path, journal: Sequence[Mapping[str, Any]], notes: list
             continue
         metrics = metric_columns(usable_records(directory / "metrics.jsonl", METRIC, notes))
         before = [entry for entry in journal if entry["time"] <= record["time"]]
-        committed = timeline.committed_updates(before, [earlier.record for earlier in rollbacks])
-        clock = timeline.update_clock(before, metrics, committed)
+        committed = committed_updates(before, [earlier.record for earlier in rollbacks])
+        clock = update_clock(before, metrics, committed)
         batches, _ = read_batches(directory / "rollouts", notes)
         evaluations = read_evaluations(directory / "eval.jsonl", notes)
         rollbacks.append(Rollback(record, metrics, evaluations, batches, clock))

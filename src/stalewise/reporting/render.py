@@ -33,7 +33,7 @@ from stalewise.reporting.figures import (
     series_of,
     style_of,
 )
-from stalewise.reporting.read import UNIMPORTANT, Run, differing_keys, flatten, read_runs
+from stalewise.reporting.read import ACTIVITIES, IDLE, UNIMPORTANT, Run, differing_keys, flatten, read_runs
 from stalewise.reporting.summary import (
     CHARTS,
     METRICS,
@@ -44,7 +44,6 @@ from stalewise.reporting.summary import (
     ranking,
     summarize,
 )
-from stalewise.reporting.timeline import ACTIVITIES, IDLE
 from stalewise.store.atomic import write_atomic
 
 MOST_ROWS = 64  # of a table of stages or evaluations

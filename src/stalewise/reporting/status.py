@@ -19,9 +19,8 @@ import psutil
 
 from stalewise.errors import StalewiseError
 from stalewise.reporting.inspection import visible
-from stalewise.reporting.read import Run, read_run
+from stalewise.reporting.read import IDLE, Run, read_run, total_seconds
 from stalewise.reporting.summary import findings
-from stalewise.reporting.timeline import IDLE, total_seconds
 from stalewise.statistics import format_duration
 from stalewise.store import parse_batch_name
 from stalewise.store.atomic import RunLock

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stalewise.reporting.read import Run, verifier_errors
-from stalewise.reporting.timeline import total_seconds
+from stalewise.reporting.read import Run, total_seconds, verifier_errors
 from stalewise.statistics import format_duration
 from stalewise.store.records import is_table, is_text, is_whole
 

@@ -25,9 +25,9 @@ from stalewise.trainer.cuda_graphs import GraphedBody
 from stalewise.trainer.logprobs import kernels_for, measure_logit_map, response_logp
 from stalewise.trainer.lora import adapts_parameters
 from stalewise.trainer.micro_batch import Layout, MicroBatch
-from stalewise.trainer.offload import Offload
 from stalewise.trainer.optimizer import AdamW
 from stalewise.trainer.parallel import SingleProcess, Sums
+from stalewise.trainer.snapshot import Offload
 from stalewise.trainer.weights import FlatWeights, SideStream, Weights
 
 

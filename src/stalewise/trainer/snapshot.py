@@ -9,19 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from stalewise.models.transfer import PIECE, THREADS, fetch
+
 POLICY = "model.safetensors"
-PIECE = 2**24  # bytes
+FILE_PIECE = 2**24  # bytes
 # Names in a file's header, in the order in which safetensors writes tensors: wide numbers first, aligned without gaps.
 DTYPES = {
     torch.uint64: "U64",
@@ -104,8 +107,8 @@ def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for name in names:
         data = tensors[name].contiguous().view(-1).view(torch.uint8).numpy()
-        for start in range(0, len(data), PIECE):
-            yield data[start : start + PIECE].data
+        for start in range(0, len(data), FILE_PIECE):
+            yield data[start : start + FILE_PIECE].data
 
 
 def stored_names(checkpoint: Path, weights: Collection[str]) -> frozenset[str]:
@@ -128,3 +131,63 @@ def save_model_config(model: Any, directory: Path) -> None:
     model.config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)
+
+
+SMALL = 1 << 12  # bytes: smaller tensors stay, such as the count of an optimizer's steps
+
+
+class Offload:
+    """Moves the data of tensors between a device and the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.away: list[Tensor] = []
+
+    def leave(self, tensors: Iterable[Tensor]) -> None:
+        """Move the data of these tensors to the host."""
+        chosen = {id(one): one for one in tensors if one.nbytes > SMALL and one.is_contiguous()}
+        self.away += chosen.values()
+        here = [torch.empty(one.shape, dtype=one.dtype) for one in self.away]
+        to_host(list(zip((one.detach() for one in self.away), here, strict=True)), self.device)
+        for one, data in zip(self.away, here, strict=True):
+            one.data = data
+
+    def come_back(self) -> None:
+        """Move it back to the device."""
+        away, self.away = self.away, []
+        there = [torch.empty(one.shape, dtype=one.dtype, device=self.device) for one in away]
+        to_device(list(zip((one.detach() for one in away), there, strict=True)), self.device)
+        for one, data in zip(away, there, strict=True):
+            one.data = data
+
+
+def to_host(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
+    """Copy the first tensor of each pair, on the device, to the second, on the host."""
+    if device.type == "cuda":
+        fetch(pairs, device)
+        return
+    for source, target in pairs:
+        target.copy_(source)
+
+
+def to_device(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
+    """Copy the first tensor of each pair, on the host, to the second, on the device; ends when all are there."""
+    if device.type != "cuda":
+        to_host(pairs, device)
+        return
+    split = ([tensor.view(-1).view(torch.uint8).split(PIECE) for tensor in pair] for pair in pairs)
+    pieces = [piece for here, there in split for piece in zip(here, there, strict=True)]
+    ready = torch.cuda.Event()
+    ready.record()
+
+    def work(first: int) -> None:
+        with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream()):
+            stream.wait_event(ready)  # the memory may have been another kernel's
+            pinned = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
+            for here, there in pieces[first::THREADS]:
+                np.copyto(pinned[: len(here)].numpy(), here.numpy())  # without Python's lock
+                there.copy_(pinned[: len(here)], non_blocking=True)
+                stream.synchronize()
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(work, range(min(THREADS, len(pieces)))))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stalewise.planning.cluster.cluster_plan import load_cluster, plan_cluster
+from stalewise.planning.cluster_plan import load_cluster, plan_cluster
 
 EXAMPLE = Path(__file__).parents[3] / "configs/clusters/mu_grpo.toml"
 

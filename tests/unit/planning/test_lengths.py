@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stalewise.planning.cluster.hardware import ResponseLengths, cumulative
+from stalewise.planning.cluster_hardware import ResponseLengths, cumulative
 
 
 @pytest.mark.parametrize(

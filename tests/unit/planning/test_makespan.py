@@ -9,7 +9,7 @@ import pytest
 
 from clusters import SMALL, drawn_cluster
 from stalewise.errors import ConfigError
-from stalewise.planning.cluster.hardware import (
+from stalewise.planning.cluster_hardware import (
     FailureRates,
     GenerationRates,
     LearningRates,
@@ -18,7 +18,7 @@ from stalewise.planning.cluster.hardware import (
     in_turns,
     split,
 )
-from stalewise.planning.cluster.simulation import (
+from stalewise.planning.cluster_simulation import (
     best_splits,
     generate_batch,
     generation_seconds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from stalewise.reporting.timeline import (
+from stalewise.reporting.read import (
     add_uncommitted,
     committed_updates,
     seconds_by_stage,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stalewise.errors import EngineError, StoreError
-from stalewise.rollout.workers import ray_workers
+from stalewise.rollout.workers import rank_workers as ray_workers
 from stalewise.rollout.workers.worker import WorkDone
 
 

@@ -1,7 +1,7 @@
 """Texts that must be equal."""
 
 from stalewise.tasks import make_verifier
-from stalewise.tasks.verifiers.exact import ExactVerifier
+from stalewise.tasks.verifiers.number import ExactVerifier
 from stalewise.types import Prompt
 from verifying import score
 

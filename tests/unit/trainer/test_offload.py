@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stalewise.trainer import offload
-from stalewise.trainer.offload import Offload
+from stalewise.trainer import snapshot as offload
+from stalewise.trainer.snapshot import Offload
 from stalewise.trainer.trainer import Trainer
 from stalewise.trainer.weights import FlatWeights, Weights
 from trainer_inputs import POLICY, config, rollouts

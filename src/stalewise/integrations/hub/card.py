@@ -20,8 +20,7 @@ from stalewise.config import RunConfig
 from stalewise.config.run_directory import EXPORT_FORMAT, EXPORT_RECORD, flat, read_config
 from stalewise.config.template import toml
 from stalewise.errors import StoreError
-from stalewise.models.gguf import is_gguf
-from stalewise.models.smollm2 import NAME as SMOLLM2
+from stalewise.models.gguf import SMOLLM2, is_gguf
 from stalewise.reporting.inspection import visible
 from stalewise.reporting.read import Run
 from stalewise.reporting.render import describe_stage_end

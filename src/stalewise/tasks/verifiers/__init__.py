@@ -11,7 +11,7 @@ __all__ = ["VERIFIERS", "ErrorCounts", "count_errors", "make_verifier"]
 
 VERIFIERS = {
     "code": "stalewise.tasks.verifiers.code:CodeVerifier",
-    "exact": "stalewise.tasks.verifiers.exact:ExactVerifier",
+    "exact": "stalewise.tasks.verifiers.number:ExactVerifier",
     "function": "stalewise.tasks.verifiers.python:FunctionVerifier",
     "judge": "stalewise.tasks.verifiers.judge:JudgeVerifier",
     "math": "stalewise.tasks.verifiers.math:MathVerifier",

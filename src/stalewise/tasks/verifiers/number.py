@@ -11,6 +11,19 @@ from stalewise.errors import TaskError
 from stalewise.tasks.base import LocalVerifier
 from stalewise.types import Prompt, Reward
 
+
+class ExactVerifier(LocalVerifier):
+    """The response must equal the answer, except for surrounding white space."""
+
+    def judge(self, prompt: Prompt, response: str) -> Reward:
+        """Score one response."""
+        return Reward(float(response.strip() == prompt.answer.strip()))
+
+    def answer(self, response: str) -> str | None:
+        """The response, for a vote among responses."""
+        return response.strip() or None
+
+
 _NUMBER = re.compile(
     r"""
     (?: (?<![0-9A-Za-z)\]}]) [-+−] )?            # a sign, but not the operator in "5-3"

@@ -16,7 +16,7 @@ from statistics import NormalDist
 import numpy as np
 
 from stalewise.errors import ConfigError
-from stalewise.planning.cluster.hardware import DAY, HOUR, Arrangement, Cluster, cumulative, split
+from stalewise.planning.cluster_hardware import DAY, HOUR, Arrangement, Cluster, cumulative, split
 
 
 @dataclass(frozen=True, slots=True)

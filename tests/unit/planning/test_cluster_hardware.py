@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clusters import SMALL
-from stalewise.planning.cluster.hardware import (
+from stalewise.planning.cluster_hardware import (
     GenerationRates,
 )
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from clusters import SMALL
-from stalewise.planning.cluster.hardware import (
+from stalewise.planning.cluster_hardware import (
     FailureRates,
     in_turns,
     split,
 )
-from stalewise.planning.cluster.simulation import generate_batch, predict, simulate
+from stalewise.planning.cluster_simulation import generate_batch, predict, simulate
 
 
 def test_one_batch_ends_with_its_longest_response() -> None:

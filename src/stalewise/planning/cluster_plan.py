@@ -11,8 +11,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from stalewise.config import read_toml
 from stalewise.errors import ConfigError, nearest
-from stalewise.planning.cluster.hardware import Cluster, in_turns
-from stalewise.planning.cluster.simulation import ScheduleOutcome, best_splits, predict, simulate
+from stalewise.planning.cluster_hardware import Cluster, in_turns
+from stalewise.planning.cluster_simulation import ScheduleOutcome, best_splits, predict, simulate
 
 
 @dataclass(frozen=True, slots=True)
