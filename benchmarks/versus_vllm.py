@@ -266,7 +266,7 @@ def profiled(sample: Sample, part: Part, tokens: int) -> dict[str, Any]:
 
     from stalewise.rollout.engines.slot_decode import STEPS_PER_CHECK, SlotDecoder
 
-    run, seen, profiler, checks = SlotDecoder._run, [0], profile(), max(1, min(8, tokens // 4 // STEPS_PER_CHECK))
+    run, seen, profiler, checks = SlotDecoder.run, [0], profile(), max(1, min(8, tokens // 4 // STEPS_PER_CHECK))
     first = max(1, tokens // 2 // STEPS_PER_CHECK - checks)
 
     def watched(self: SlotDecoder, rows: int, slots: np.ndarray, steps: int) -> None:
@@ -276,11 +276,11 @@ def profiled(sample: Sample, part: Part, tokens: int) -> dict[str, Any]:
             (profiler.start if seen[0] == first else profiler.stop)()
         run(self, rows, slots, steps)
 
-    SlotDecoder._run = watched
+    SlotDecoder.run = watched
     try:
         sample([min(tokens, STEPS_PER_CHECK * (first + checks + 2))] * part.requests, 9)
     finally:
-        SlotDecoder._run = run
+        SlotDecoder.run = run
     times = {
         event.key[:80]: event.self_device_time_total or event.self_cpu_time_total for event in profiler.key_averages()
     }

@@ -27,7 +27,7 @@ batches = st.builds(
 every_setting = pytest.mark.parametrize(("name", "params"), SETTINGS, ids=SETTING_IDS)
 
 
-def loss_and_gradient(name: str, params: dict[str, Any], batch: dict[str, Tensor]) -> tuple[float, Tensor]:
+def loss_and_gradient(name: str, params: dict[str, Any], batch: dict[str, Any]) -> tuple[float, Tensor]:
     logp = batch["logp"].clone().requires_grad_()
     result = evaluate(name, **(batch | {"logp": logp}), params=params)
     (gradient,) = torch.autograd.grad(result.loss, logp)
@@ -64,7 +64,8 @@ def test_tokens_from_outside_change_no_loss_and_get_no_gradient(
     outside = torch.ones(gradient.shape[1], dtype=torch.bool)
     outside[own] = False
     assert gradient[:, outside].abs().sum() == 0
-    stats = [evaluate(name, **one, params=params).stats for one in (wide, batch)]
+    cases: list[dict[str, Any]] = [dict(wide), dict(batch)]
+    stats = [evaluate(name, **one, params=params).stats for one in cases]
     assert stats[0] == pytest.approx(stats[1], nan_ok=True, rel=1e-9)
 
 
@@ -73,7 +74,7 @@ def test_the_suffix_of_a_veto_goes_on_in_later_turns() -> None:
     behaviour = torch.full((1, 6), -1.0)
     logp = torch.tensor([[-1.0, -15.0, -50.0, -50.0, -1.0, -1.0]], requires_grad=True)
     mask = torch.tensor([[1, 1, 0, 0, 1, 1]])
-    batch = {"behaviour_logp": behaviour, "advantage": torch.tensor([-1.0]), "mask": mask}
+    batch: dict[str, Any] = {"behaviour_logp": behaviour, "advantage": torch.tensor([-1.0]), "mask": mask}
     result = evaluate("mu_grpo", logp=logp, **batch)
     (gradient,) = torch.autograd.grad(result.loss, logp)
     # Loss: −r·A / 4 tokens = 1/4 of the first token alone; its gradient is r / 4.

@@ -26,7 +26,7 @@ _playing: contextvars.ContextVar[PrimeEnvironment | None] = contextvars.ContextV
 def load_prime(name: str, arguments: str) -> Any:
     """The environment of that name with these arguments (JSON), made to wait for turns; once per process."""
     need("verifiers", "verifiers", "an environment of verifiers")
-    import verifiers as vf
+    import verifiers as vf  # pyright: ignore[reportMissingImports]
 
     if not hasattr(vf, "MultiTurnEnv"):
         raise TaskError(
@@ -80,7 +80,7 @@ class PrimeEnvironment:
 
     def reset(self, row: Prompt) -> list[ChatMessage]:
         """Begin; what the environment shows first."""
-        from verifiers.clients import Client
+        from verifiers.clients import Client  # pyright: ignore[reportMissingImports]
 
         given = json.loads(row.metadata["row"])
         context = contextvars.copy_context()
@@ -106,7 +106,7 @@ class PrimeEnvironment:
 
     def step(self, response: str) -> list[ChatMessage] | None:
         """Give the policy's turn to the environment."""
-        from verifiers.types import Response, ResponseMessage
+        from verifiers.types import Response, ResponseMessage  # pyright: ignore[reportMissingImports]
 
         said = ResponseMessage(role="assistant", content=response, finish_reason="stop", is_truncated=False)
         self._turn.set_result(Response(id="turn", created=int(time.time()), model="policy", message=said))
