@@ -1,4 +1,4 @@
-"""A small policy learns to use a calculator: µ-GRPO in two stages on the task arithmetic, on a CPU.
+"""Whether a small policy learns to use a calculator: µ-GRPO in two stages on the task arithmetic, on a CPU.
 
     python -m experiments.lab.calculator --output calculator.json --seeds 3
 
