@@ -21,7 +21,7 @@ def judge(prompt, response):
     if stall := os.environ.get("STALL"):
         parent = os.getppid()
         open(stall, "w").close()
-        while os.getppid() == parent:  # hangs until whoever asked was killed, and is then no longer needed
+        while os.getppid() == parent:  # hangs until the process that asked was killed, and is then no longer needed
             time.sleep(0.02)
         os._exit(0)
     time.sleep(PAUSE_S)
@@ -42,6 +42,7 @@ def judged_record(runs: Path, name: str, judge: str, **changes: Any) -> dict[str
     (runs / "data.jsonl").write_text(rows)
     options = {"path": str(runs / "data.jsonl"), "held_out": 0.2, "verifier": "python"}
     options["verifier_options"] = {"function": "judges_of_workers:judge", "workers": 1, "limit_s": 600}
+    options["verifier_options"] |= {"environment": ["RANK", "STALL"]}
     sampler = {"max_new_tokens": 6, "rollouts_per_shard": 4}
     section = {"name": "jsonl", "options": options}
     return tiny_record(runs, name, task=section, model={"path": "arithmetic"}, sampler=sampler, **changes)

@@ -194,6 +194,7 @@ def _sampled(sampler: Any, rows: RolloutColumns) -> RolloutColumns:
         response_ids=np.concatenate([response.token_ids for response in responses]).astype(np.int32),
         behaviour_logp=np.concatenate([response.logp for response in responses]).astype(np.float32),
         response_offsets=np.cumsum([0, *(len(response.token_ids) for response in responses)]),
+        trained=np.ones(sum(len(response.token_ids) for response in responses), dtype=np.bool_),
     )
 
 

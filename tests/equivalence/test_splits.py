@@ -94,7 +94,7 @@ def test_micro_batches_in_any_order_give_one_gradient(name: str, params: dict[st
 def test_regularizers_change_the_gradient(added: Regularizers) -> None:
     batch, rows = random_batch(sequences=16, dtype=torch.float32), torch.arange(16)
     plain, _ = gradient_over("grpo", {}, batch, [rows], regularizers=Regularizers())
-    assert (gradient_over("grpo", {}, batch, [rows], regularizers=added)[0] - plain).abs().max() > 1e-3
+    assert (gradient_over("grpo", {}, batch, [rows], regularizers=added)[0] - plain).abs().max() > 1e-4
 
 
 def rank_main(rank: int) -> None:

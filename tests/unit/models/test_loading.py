@@ -149,7 +149,7 @@ def test_what_needs_a_chat_says_so(rows: dict[str, Any]) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"prefill": "a"}, "a prefill text needs chat=true"),
         ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs need chat=true"),
-        ({"few_shot": [3]}, "few_shot has 3: expected rows"),
+        ({"few_shot": [3]}, r"few_shot is \[3\], expected text or expected a table"),
         ({"few_shot": [{"problem": "1"}]}, "few_shot, row 0: there is no field 'answer'"),
         ({"few_shot": "missing.jsonl"}, "there is no file missing.jsonl"),
     ]

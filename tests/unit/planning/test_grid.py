@@ -72,7 +72,9 @@ def test_runs_of_another_sweep_are_not_taken_for_this_one(runs: Path) -> None:
     write_json_atomic(
         cell.directory / "config.resolved.json", {"format": "stalewise.run/1", **cell.config.model_dump(mode="json")}
     )
-    (cell.directory / "checkpoints" / "v000000").mkdir(parents=True)
+    trained = cell.directory / "checkpoints" / "v000001"
+    trained.mkdir(parents=True)
+    (trained / "manifest.json").write_text("{}")
     with pytest.raises(StoreError, match=r"belongs to another config \(schedule.updates was 64 and is 32"):
         sweep(config, stalenesses=[3], learning_rates=[1e-3], updates=32)
 
