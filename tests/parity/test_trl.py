@@ -48,7 +48,9 @@ def trl_loss(
     logp = batch["logp"].clone().requires_grad_()
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *_, **__: (logp, entropy_like(logp), None),
-        accelerator=SimpleNamespace(num_processes=1, sync_gradients=True, gather=lambda x: x, reduce=lambda x, reduction: x),
+        accelerator=SimpleNamespace(
+            num_processes=1, sync_gradients=True, gather=lambda x: x, reduce=lambda x, reduction: x
+        ),
         args=SimpleNamespace(delta=None, steps_per_generation=1, use_bias_correction_kl=False),
         model=SimpleNamespace(training=True),
         loss_type=loss_type,
