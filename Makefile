@@ -122,7 +122,7 @@ soak: install
 	$(BIN)/python scripts/soak.py --kills 200
 
 # Kills, damaged files, mutated configs, options and rows, then programs, verifiers, chat templates and repositories that
-# try to get out of where they run; at most half an hour on two cores. SEED, SCALE and COUNT change it.
+# try to get out of where they run. SEED, SCALE and COUNT change it.
 SEED  := 0
 SCALE := 1
 COUNT := 300

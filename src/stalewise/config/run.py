@@ -1,4 +1,7 @@
-"""The config of a run: read from TOML, checked for contradictions, written as resolved JSON. Imports no torch."""
+"""The config of a run: read from TOML, checked for contradictions, written as resolved JSON. Imports no torch.
+
+Also the settings that `stalewise.train` takes as keywords, by their last name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of a config, except those that control staleness. `stalewise init` writes the fields' descriptions."""
+"""The tables of a config. `stalewise init` writes the fields' descriptions."""
 
 from __future__ import annotations
 

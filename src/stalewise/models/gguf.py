@@ -1,4 +1,7 @@
-"""Models from GGUF files: converted once, into an ordinary Hugging Face directory in the user's cache."""
+"""Models from GGUF files: converted once, into an ordinary Hugging Face directory in the user's cache.
+
+The policy called `smollm2` is such a file, in a package that is installed for it.
+"""
 
 from __future__ import annotations
 

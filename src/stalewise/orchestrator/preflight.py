@@ -1,4 +1,4 @@
-"""Checks of a config on this machine that find in seconds what would fail after an hour."""
+"""`stalewise doctor`: checks of a config on this machine that find in seconds what would fail after an hour."""
 
 from __future__ import annotations
 

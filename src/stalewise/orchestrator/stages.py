@@ -2,7 +2,7 @@
 
 One line per stage, written when it begins, with why the stage before ended; and one of no updates at the end of the
 run. A line follows from the checkpoint at which the stage begins and from the lines before it, so a run that was killed
-writes the same line again.
+writes the same line again. `DriftBudget` says how much of the law's budget a batch has used.
 """
 
 from __future__ import annotations

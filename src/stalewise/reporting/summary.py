@@ -1,4 +1,4 @@
-"""A run in sentences: did it work, what did it cost, and what is wrong with it."""
+"""A run in sentences: did it work, what did it cost, and what is wrong with it; names of metrics for readers."""
 
 from __future__ import annotations
 

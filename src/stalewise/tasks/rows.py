@@ -1,4 +1,7 @@
-"""Tasks over a finite set of rows with a problem and an answer each, from any source."""
+"""Tasks over a finite set of rows with a problem and an answer each, from any source.
+
+Also which evaluation prompts were trained on, by id and by problem (`Seen`).
+"""
 
 from __future__ import annotations
 

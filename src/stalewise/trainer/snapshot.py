@@ -1,4 +1,6 @@
-"""A checkpoint's content in host memory: taken between two updates, written while the run goes on.
+"""The trainer's state in host memory: a checkpoint's content, and all of it while a stage is generated (`Offload`).
+
+A checkpoint's content is taken between two updates and written while the run goes on.
 
 Nothing that writes it holds Python's lock for long, so that a thread can do it beside a sampler: safetensors did until
 release 0.8, so tensors are written here. The bytes are those of `safetensors.torch.save_file`.

@@ -1,4 +1,4 @@
-"""Norms and gates as Triton kernels of one pass each: RMS norms with a result in low precision, and gated products.
+"""Norms, gated products and sums of segments as Triton kernels of one pass each; norms have a low-precision result.
 
 Autocast rounds the result of a norm before every use, in a pass of its own, and widens its gradient in another.
 Axes: T tokens, H hidden size.

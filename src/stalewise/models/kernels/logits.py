@@ -1,4 +1,4 @@
-"""Statistics of logits and their gradient as Triton kernels of one pass each; in torch, each takes a dozen passes.
+"""Statistics of logits, their gradient, and drawing a token, as Triton kernels; torch takes a dozen passes for each.
 
 Both read the output layer's product x. Logits are scale · x, or with a cap cap · tanh(scale · x / cap).
 Axes: C rows, V vocabulary.

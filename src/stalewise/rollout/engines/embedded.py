@@ -2,6 +2,7 @@
 
 GPUs decode in slots (`slot_decode.py`), CPUs with a growing cache (`dynamic_decode.py`). Each response has its own
 random numbers, so its tokens depend neither on the batch nor on the way of decoding.
+`sampler.weights` simulates an engine in 8 bits: matrices are rounded in place, reversibly (`QuantizableWeights`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """A generation batch made by all ranks of one launch: the first rank orders it, and each makes part of it.
 
 The ranks claim shards as workers do, so other workers may join. A rank that is lost is noticed within a few tokens.
+On a Ray cluster, Ray starts one worker per machine (`work_on_ray`) and restarts lost ones.
 """
 
 from __future__ import annotations

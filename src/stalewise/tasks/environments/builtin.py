@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import operator
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -65,7 +66,7 @@ def _value(node: ast.expr) -> Any:
     raise ValueError("not an expression of numbers and + - * / // %")
 
 
-class _Tool:
+class _Tool(ABC):
     """A turn that calls is answered; one without a call is the answer, which the task's verifier scores."""
 
     name = "tool"
@@ -84,9 +85,9 @@ class _Tool:
         is_chat = row.metadata.get("format") == "chat"
         return first_messages(row, self.instructions if is_chat else "")
 
+    @abstractmethod
     def call(self, response: str) -> str | None:
         """What the tool answers; None if the turn is no call."""
-        raise NotImplementedError
 
     def step(self, response: str) -> list[ChatMessage] | None:
         """Answer a call."""

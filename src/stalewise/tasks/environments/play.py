@@ -6,11 +6,8 @@ there from its turns, so what one environment does costs its own episode only.
 
 from __future__ import annotations
 
-import faulthandler
-import json
 import math
 import os
-import socket
 import threading
 import time
 import weakref
@@ -23,7 +20,15 @@ from typing import Any
 from stalewise.errors import TaskError
 from stalewise.tasks.base import Verifier, load
 from stalewise.tasks.environments import ChatMessage, Environment, Episode
-from stalewise.tasks.verifiers.judge_process import describe, failed, line_of, record_of, reward_of, reward_of_record
+from stalewise.tasks.verifiers.judge_process import (
+    Answer,
+    describe,
+    failed,
+    record_of,
+    reward_of,
+    reward_of_record,
+    serve,
+)
 from stalewise.tasks.verifiers.pool import START_LIMIT_S, Confinement, JudgeWorker, end_workers, prompt_record
 from stalewise.types import FinishReason, Prompt, Reward
 
@@ -128,32 +133,17 @@ def checked_messages(given: object, method: str) -> tuple[ChatMessage, ...]:
 
 
 def main(descriptor: int) -> None:
-    """Serve calls over the socket with this descriptor until the parent closes it; each is a line of JSON."""
-    os.set_inheritable(descriptor, False)
-    os.dup2(2, 1)  # what an environment prints belongs to the log
-    try:
-        with socket.socket(fileno=descriptor) as connection, connection.makefile("rb") as lines:
-            begin = json.loads(next(lines))
-            try:
-                host = EnvironmentHost(begin["factory"], begin["options"])
-            except Exception as problem:
-                connection.sendall(line_of({"error": describe(problem)}))
-                return
-            connection.sendall(line_of({"error": ""}))
-            with open(os.devnull, "w") as nowhere:
-                for line in lines:
-                    asked = json.loads(line)
-                    turns = len(asked["call"]["episode"]["turns"]) if "call" in asked else 1
-                    # As in judge_process: the parent kills what is over its limit; this ends an orphan.
-                    faulthandler.dump_traceback_later((turns + 2) * begin["limit_s"] + 1, exit=True, file=nowhere)
-                    if "call" in asked:
-                        answer = outcome_record(host.answer(call_of_record(asked["call"])))
-                    else:
-                        answer = _first_record(host, Prompt(**asked["row"]))
-                    faulthandler.cancel_dump_traceback_later()
-                    connection.sendall(line_of({"item": asked["item"], **answer}))
-    except (StopIteration, OSError):
-        return
+    """The process of environments; a call may have to replay all turns of its episode."""
+
+    def make(factory: str, options: Mapping[str, Any]) -> Answer:
+        host = EnvironmentHost(factory, options)
+        return lambda asked: (
+            outcome_record(host.answer(call_of_record(asked["call"])))
+            if "call" in asked
+            else _first_record(host, Prompt(**asked["row"]))
+        )
+
+    serve(descriptor, make, lambda asked: 2 + (len(asked["call"]["episode"]["turns"]) if "call" in asked else 1))
 
 
 def _first_record(host: EnvironmentHost, row: Prompt) -> dict[str, Any]:

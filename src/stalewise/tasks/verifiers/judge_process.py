@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import SupportsFloat, SupportsIndex
+from typing import Any, SupportsFloat, SupportsIndex
 
 from stalewise.tasks.base import load
 from stalewise.types import Prompt, Reward
@@ -29,15 +29,35 @@ _FRAMES = 8  # of a traceback: the innermost
 _PACKAGE = str(Path(__file__).parents[2])
 
 
+Answer = Callable[[Mapping[str, Any]], Mapping[str, object]]
+
+
 def main(descriptor: int) -> None:
-    """Serve requests over the socket with this descriptor until the parent closes it; each is a line of JSON."""
+    """The process of a judge."""
+
+    def make(factory: str, options: Mapping[str, Any]) -> Answer:
+        judge = load(factory)(**options)
+        return lambda asked: record_of(judged(judge, Prompt(**asked["prompt"]), asked["response"]))
+
+    serve(descriptor, make, lambda asked: 2)
+
+
+def serve(
+    descriptor: int,
+    make: Callable[[str, Mapping[str, Any]], Answer],
+    limits: Callable[[Mapping[str, Any]], int],
+) -> None:
+    """Answer requests over the socket with this descriptor until the parent closes it; each is a line of JSON.
+
+    `make` is called once, with a factory and its options. A request takes at most `limits` times the parent's limit.
+    """
     os.set_inheritable(descriptor, False)  # programs that a judge starts must not keep the socket open
     os.dup2(2, 1)  # what a judge prints belongs to the log, not to the parent's standard output
     try:
         with socket.socket(fileno=descriptor) as connection, connection.makefile("rb") as lines:
             begin = json.loads(next(lines))
             try:
-                judge = load(begin["factory"])(**begin["options"])
+                answer = make(begin["factory"], begin["options"])
             except Exception as problem:
                 connection.sendall(line_of({"error": describe(problem)}))
                 return
@@ -47,10 +67,10 @@ def main(descriptor: int) -> None:
                     asked = json.loads(line)
                     # The parent kills a judge that is over its limit. If the parent itself was killed, this timer ends
                     # the process; it runs outside of Python, so no judge can block it.
-                    faulthandler.dump_traceback_later(2 * begin["limit_s"] + 1, exit=True, file=nowhere)
-                    reward = judged(judge, Prompt(**asked["prompt"]), asked["response"])
+                    faulthandler.dump_traceback_later(limits(asked) * begin["limit_s"] + 1, exit=True, file=nowhere)
+                    found = answer(asked)
                     faulthandler.cancel_dump_traceback_later()
-                    connection.sendall(line_of({"item": asked["item"], **record_of(reward)}))
+                    connection.sendall(line_of({"item": asked["item"], **found}))
     except (StopIteration, OSError):
         return  # the parent has ended or closed the pool
 

@@ -1,4 +1,4 @@
-"""Scores the first or the last number in the response against the answer, exactly."""
+"""Scores the first or the last number of a response against the answer (`number`), or the whole text (`exact`)."""
 
 from __future__ import annotations
 
