@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
@@ -21,6 +22,8 @@ from stalewise.tasks.environments.play import (
     Outcome,
     TaskScore,
     checked_messages,
+    outcome_of_record,
+    outcome_record,
 )
 from stalewise.types import Prompt, Reward
 
@@ -205,3 +208,24 @@ def test_closing_leaves_no_process(module: str) -> None:
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
     assert math.isnan(Reward(math.nan).value) and TaskScore().parts == {}
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        Outcome(3, ({"role": "tool", "content": "5"},), seconds=0.5),
+        Outcome(3, score=Reward(0.5, {"length": 2.0}), seconds=0.5),
+        Outcome(3, score=TaskScore({"calls": 1.0}), seconds=0.5),
+    ],
+)
+def test_an_outcome_is_the_same_after_its_way_as_json(outcome: Outcome) -> None:
+    assert outcome_of_record(3, json.loads(json.dumps(outcome_record(outcome)))) == outcome
+
+
+@pytest.mark.parametrize(
+    "record",
+    [{}, {"seconds": 0, "messages": []}, {"seconds": 0, "messages": "text"}, {"seconds": 0, "score": {"value": "1"}}],
+)
+def test_an_answer_of_another_shape_is_the_error_of_its_episode(record: dict[str, Any]) -> None:
+    score = outcome_of_record(3, record).score
+    assert isinstance(score, Reward) and score.error.startswith("worker died")
