@@ -82,4 +82,4 @@ def overlong_penalty(length: np.ndarray, *, max_tokens: int, margin: int, factor
     >>> overlong_penalty(np.array([80, 90, 100, 120]), max_tokens=100, margin=20).tolist()
     [0.0, -0.5, -1.0, -1.0]
     """
-    return factor * -np.clip((np.asarray(length) - (max_tokens - margin)) / margin, 0.0, 1.0)
+    return factor * np.clip((max_tokens - margin - np.asarray(length)) / margin, -1.0, 0.0)

@@ -11,7 +11,7 @@ starting policy is not of the run that made the rollouts, all of them count as v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -170,6 +170,8 @@ def plan_sources(
         raise ConfigError(f"model.adapter belongs to model.path, but training starts at {checkpoint}: remove one")
     if (action := config.guard.action) in ("fresh", "both"):
         raise ConfigError(f'guard.action is "{action}", but `learn` generates nothing: use "halve" or "stop"')
+    if rewards != FIRST:
+        _check_rewards(rewards, config.objective.reward_weights, config.batch.without_variance)
     directories = [batch for path in rollouts for batch in _batches_of(path)]
     if len({directory.resolve() for directory in directories}) < len(directories):
         raise StoreError("a generation batch is named twice: one pass reads each rollout once")
@@ -209,6 +211,20 @@ def plan_sources(
         log(f"these rollouts would serve {possible} updates: {total} are taken, as schedule.updates says")
     schedule = {"kind": "staged", "updates": total, "stages": len(sources)}
     return make_config({**config.model_dump(mode="json"), "schedule": schedule}, source="learn"), sources
+
+
+def _check_rewards(name: str, weights: Mapping[str, float], without_variance: str) -> None:
+    """Refuse settings that would go by the first rewards, though others are to be learned from."""
+    if weights:
+        raise ConfigError(
+            f"objective.reward_weights weigh parts of the first rewards, but the rewards {name!r} are learned from: "
+            "remove them; `stalewise rescore --weight PART=WEIGHT` makes weighted rewards"
+        )
+    if without_variance in ("drop", "refill"):
+        raise ConfigError(
+            f'batch.without_variance is "{without_variance}", which chooses groups by the first rewards, but the '
+            f'rewards {name!r} are learned from: use "skip"'
+        )
 
 
 def _rewards(run: Path | None, name: str, batch: store.Batch) -> BatchRewards | None:

@@ -270,7 +270,7 @@ def make_shards(
     loaded = False
     # One thread verifies and writes the last shards while the next are sampled.
     with ThreadPoolExecutor(max_workers=1) as writer:
-        writing: Future[None] | None = None
+        writing: Future[float] | None = None
         while True:
             for shard in source.present() - present:
                 if shard >= plan.shards:
@@ -293,7 +293,7 @@ def make_shards(
             start += time.perf_counter() - sampled  # the shards took no longer for it
             pending, writing = writing, None
             if pending is not None:
-                pending.result()
+                start = max(start, pending.result())  # the seconds of shards do not overlap
             if asked:
                 details = sampler.settings, asked, responses, start, source, check or ScoreCheck()
                 writing = writer.submit(_write_shards, plan, directory, task, *details)
@@ -374,8 +374,8 @@ def _write_shards(
     start: float,
     source: ShardSource,
     check: ScoreCheck,
-) -> None:
-    """Verify and write shards; `start` is when their sampling began."""
+) -> float:
+    """Verify and write shards; `start` is when their sampling began. Returns when they were written."""
     settings_of = {policy: replace(settings, policy=policy) for policy in ("", plan.foreign)}
     for one in asked:
         answered = list(islice(responses, len(one.requests)))
@@ -412,6 +412,7 @@ def _write_shards(
             source.too_late(one.shard)
         else:
             source.made(one.shard)
+    return time.perf_counter()
 
 
 def sample_for_evaluation(

@@ -266,7 +266,7 @@ def deal_informative(
 
     >>> rows = deal_informative([0, 1, 2, 3, 4, 5], np.array([1, 0, 0, 1, 1, 0], bool), per_update=1, updates=2)
     >>> [one.tolist() for one in rows]
-    [[0, 1], [2, 3, 5]]
+    [[0, 1, 2], [3, 5]]
     """
     groups = np.asarray(group_column, dtype=np.int64)
     numbers_of, inverse = np.unique(groups, return_inverse=True)

@@ -128,6 +128,12 @@ def test_learn_uses_the_rewards_it_is_told(run: Path, tmp_path: Path) -> None:
     assert shown["responses"][0]["rewards"]["none-right"] == 0
     # Another version of the rewards is another run.
     assert "learned from other rollouts" in refused("learn", path, "--rollouts", run, "--rewards", "none-right")
+    for setting, reason in (
+        ("objective.reward_weights={correct=2.0}", "reward_weights weigh parts of the first rewards"),
+        ("batch.without_variance=drop", "chooses groups by the first rewards"),
+    ):
+        changed = ("--set", "name=other", "--set", setting)
+        assert reason in refused("learn", path, "--rollouts", run, "--rewards", "by-sum", *changed)
     assert "has no rewards 'by-sun'; did you mean by-sum" in refused(
         "learn", path, "--rollouts", run, "--rewards", "by-sun", "--set", "name=b"
     )

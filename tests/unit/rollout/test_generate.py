@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from policies import POLICY
 from sampling import CUT, check_logp, generated, plan, policy_of
 from stalewise import store
-from stalewise.rollout.generate import BatchPlan
+from stalewise.rollout import generate
+from stalewise.rollout.generate import BatchPlan, score_responses
 
 
 @pytest.mark.parametrize("weights", ["exact", "int8"])
@@ -40,3 +43,15 @@ def test_a_shard_that_is_made_again_comes_out_the_same(tmp_path: Path, other: Pa
     shard.unlink()
     assert generated(tmp_path, batch) == before
     assert shard.read_bytes() == content
+
+
+def test_seconds_of_shards_do_not_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.2)
+        return score_responses(*arguments)
+
+    monkeypatch.setattr(generate, "score_responses", slow)
+    start = time.perf_counter()
+    generated(tmp_path, plan(None, prompts_per_shard=1))
+    seconds = store.read_batch_manifest(tmp_path / "g000000-v000000").seconds
+    assert 8 * 0.2 <= seconds <= time.perf_counter() - start
