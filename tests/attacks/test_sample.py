@@ -23,11 +23,12 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 def test_no_damage_goes_unnoticed(tiny_run: RunConfig, tmp_path: Path) -> None:
     run = shutil.copytree(tiny_run.directory, tmp_path / "run")
-    found = damage.attack(run, 60, seed=7)
-    assert found["wrong"] == [] and found["noticed"] > 45
+    found = damage.attack(run, 30, seed=7)
+    assert found["wrong"] == [] and found["noticed"] > 20
     assert damage.outcome(run, json.dumps(damage.figures(run), default=repr)) == "harmless"  # all was put back
 
 
+@pytest.mark.nightly
 def test_a_damaged_run_of_an_earlier_release_ends_in_words(tiny_run: RunConfig, tmp_path: Path) -> None:
     run = shutil.copytree(tiny_run.directory, tmp_path / "run")
     damage.without_checksums(run)

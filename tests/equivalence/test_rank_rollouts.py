@@ -65,7 +65,7 @@ def manifests(run: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("victim", "object_store"), [(0, ""), (1, "file://{}/depot"), pytest.param(1, "", marks=pytest.mark.nightly)]
+    ("victim", "object_store"), [pytest.param(0, "", marks=pytest.mark.nightly), (1, "file://{}/depot")]
 )
 def test_two_ranks_make_the_batch_of_one_though_one_of_them_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int, object_store: str

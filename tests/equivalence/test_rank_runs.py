@@ -121,6 +121,7 @@ ranks.send_to_all("met") if ranks.is_first else print(ranks.receive().what)
 """
 
 
+@pytest.mark.nightly
 def test_ranks_that_torchrun_starts_again_find_each_other(tmp_path: Path) -> None:
     (tmp_path / "lost_once.py").write_text(LOST_ONCE)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
@@ -139,7 +140,9 @@ def test_ranks_that_cannot_meet_say_where_they_looked(monkeypatch: pytest.Monkey
         join(torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("victim", "parallel"), [(0, "replicated"), (1, "sharded")])
+@pytest.mark.parametrize(
+    ("victim", "parallel"), [pytest.param(0, "replicated", marks=pytest.mark.nightly), (1, "sharded")]
+)
 def test_a_rank_that_is_killed_ends_all_and_the_run_goes_on_to_the_same_weights(
     undisturbed: Path, tmp_path: Path, victim: int, parallel: str
 ) -> None:

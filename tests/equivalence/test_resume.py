@@ -29,11 +29,9 @@ def soaked(out: Path, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("kind", "objective", "kills"),
     [
-        ("staged", "p3o", 4),
-        ("staged", "decoupled_ppo", 2),
-        ("spent", "mu_grpo", 2),
-        ("collapsing", "p3o", 2),
-        ("pipelined", "mu_grpo", 2),  # its second process takes long to start
+        ("staged", "p3o", 3),
+        ("spent", "mu_grpo", 1),
+        ("pipelined", "mu_grpo", 1),  # its second process takes long to start
         pytest.param("staged", "p3o", 12, marks=pytest.mark.nightly),
         pytest.param("staged", "decoupled_ppo", 6, marks=pytest.mark.nightly),
         pytest.param("spent", "mu_grpo", 6, marks=pytest.mark.nightly),

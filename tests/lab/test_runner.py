@@ -214,6 +214,7 @@ def test_the_command_renders_and_does_nothing_again(reproduced: tuple[Path, dict
     assert "python -m experiments.lab tiny" in (root / "docs" / "results.md").read_text()
 
 
+@pytest.mark.nightly
 def test_jobs_that_failed_are_seen_in_the_exit_status(reproduced: tuple[Path, dict[str, Any]]) -> None:
     root, _ = reproduced
     words = ("tiny", "--workers", "1", "--out", root / "out", "--experiments", root / "experiments")
@@ -221,6 +222,7 @@ def test_jobs_that_failed_are_seen_in_the_exit_status(reproduced: tuple[Path, di
     assert status == 1 and "failed: " in stderr
 
 
+@pytest.mark.nightly
 def test_a_result_stays_until_the_run_that_others_need_again_is_made(
     reproduced: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:

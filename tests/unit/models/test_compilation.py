@@ -30,6 +30,7 @@ def bytes_and_gradients(keep: float) -> tuple[int, list[torch.Tensor]]:
     return sum(kept.values()), list(torch.autograd.grad(hidden.square().sum(), parameters))
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")  # of torch, about itself
 def test_half_of_the_activations_are_kept_where_that_is_asked_for() -> None:
     whole, expected = bytes_and_gradients(1.0)

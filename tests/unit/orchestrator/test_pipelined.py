@@ -43,6 +43,7 @@ def test_generation_and_learning_run_side_by_side(runs: Path) -> None:
     assert [record["age_max"] for record in read_jsonl(config.directory / "metrics.jsonl")] == [0, 1, 2, 3, 2, 3]
 
 
+@pytest.mark.nightly
 def test_a_generator_that_fails_says_why_and_loses_nothing(runs: Path, tmp_path: Path) -> None:
     weightless = tmp_path / "weightless"  # whoever samples from it finds that out
     shutil.copytree(EMBEDDED / "arithmetic", weightless, ignore=shutil.ignore_patterns("*.safetensors"))

@@ -104,6 +104,7 @@ def test_a_sweep_of_real_runs_goes_on_where_it_stopped(runs: Path) -> None:
     assert (kept.sweep.runs, kept.environment["threads"]) == (part.sweep.runs, 1)
 
 
+@pytest.mark.nightly
 def test_a_sweep_of_which_every_run_fails_says_why(runs: Path) -> None:
     config = tiny_config(runs, objective={"name": "nonsense"})
     with pytest.raises(
@@ -120,6 +121,7 @@ def is_alive(process: int) -> bool:
     return True
 
 
+@pytest.mark.nightly
 def test_an_interrupted_sweep_leaves_no_process_behind(tmp_path: Path, runs: Path) -> None:
     file = write_config(tmp_path / "tiny.toml", tiny_record(runs))
     words = ["sweep", str(file), "--staleness", "1", "--lr", "1e-5", "--updates", "5000"]

@@ -57,6 +57,7 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.nightly
 def test_processes_share_a_batch_and_take_over_from_one_that_was_killed(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,6 +141,7 @@ def test_what_cannot_be_reached_is_one_message(endpoint: str, runs: Path) -> Non
 # ---------------------------------------------------------------- a run in a bucket
 
 
+@pytest.mark.nightly
 def test_a_learner_and_a_worker_with_nothing_in_common_but_a_bucket(
     tiny_run: RunConfig, runs: Path, endpoint: str
 ) -> None:

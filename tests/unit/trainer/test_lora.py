@@ -306,7 +306,7 @@ def final_files(config: RunConfig) -> list[str]:
     return [sha256_file(checkpoint_directory(config.directory, 4) / name) for name in names]
 
 
-@pytest.mark.parametrize("objective", ["mu_grpo", "decoupled_ppo"])
+@pytest.mark.parametrize("objective", ["mu_grpo", pytest.param("decoupled_ppo", marks=pytest.mark.nightly)])
 def test_a_run_in_several_sittings_ends_in_the_same_bits(tmp_path: Path, objective: str) -> None:
     whole, parts = (lora_config(tmp_path, name, objective={"name": objective}) for name in ("whole", "parts"))
     run(whole)

@@ -72,7 +72,7 @@ def test_training_begins_at_its_reference_and_is_held_near_it(runs: Path) -> Non
     "changes",
     [
         {"objective": {"kl": 0.3, "kl_in": "reward"}},
-        pytest.param({"schedule": PIPELINED}, marks=pytest.mark.slow),
+        pytest.param({"schedule": PIPELINED}, marks=pytest.mark.nightly),
     ],
 )
 def test_a_run_that_was_stopped_goes_on_exactly(runs: Path, changes: dict[str, Any]) -> None:
