@@ -1,10 +1,11 @@
-"""Whether a small policy learns to use a calculator: µ-GRPO in two stages on the task arithmetic, on a CPU.
+"""Whether a small policy learns to use a calculator: µ-GRPO in two stages on the task arithmetic-steps, on a CPU.
 
-    python -m experiments.lab.calculator --output calculator.json --seeds 3
+    python -m experiments.lab.calculator --output experiments/calculator/results.json --seeds 3
 
-The embedded policy of two-digit addition adds in its head and is often wrong. A short supervised start shows it the
-form of a call in some of its responses, not when to call. Reinforcement learning then has to find that calls pay: the
-reward is that of the last turn alone.
+The embedded policy works out chains such as "7+8-5+6-2+3=" step by step, and most of its samples are wrong. It has never
+made a call, so a short supervised start shows it the form of one: the policy says ";7+8-5+6-2+3=", the calculator
+"17;", the policy "#17". The other examples are responses of the kind that the policy was made from. Reinforcement
+learning has to find that calls pay: the reward is that of the last turn alone, and nothing is given for a call.
 """
 
 from __future__ import annotations
@@ -20,93 +21,107 @@ from typing import Any
 import torch
 
 from stalewise import run
-from stalewise.config import make_config
+from stalewise.config import RunConfig, make_config
 from stalewise.models.loading import EMBEDDED, load_model, load_tokenizer
 from stalewise.reporting.inspection import numbered_batches
 from stalewise.store import open_batch
-from stalewise.tasks.arithmetic import Addition
+from stalewise.tasks.arithmetic import MARKER, Steps
+from stalewise.tasks.environments.builtin import calculate
+from stalewise.types import Prompt
 
 IGNORED = -100  # label of tokens without a loss
-UNLABELLED = 0.7  # of the calls that are shown: they teach the form of a call, and not to make one
+SHOWN = 0.6  # of the examples are calls
+DECIDED = 0.12  # of these calls have a label on their first token: the others teach the form of a call, not to make one
+SPOILED = 0.6  # of the other examples are wrong, as when the embedded policy was made
+TERMS = {"fewest_terms": 4, "most_terms": 5}
 
 
-def show_calls(directory: Path, *, share: float = 0.6, steps: int = 400, seed: int = 0) -> Path:
-    """Write a copy of the embedded policy that was shown calls of the calculator in a `share` of the examples."""
-    source = str(EMBEDDED / "arithmetic")
-    model, tokenizer, task = load_model(source, device=torch.device("cpu")), load_tokenizer(source), Addition(seed=seed)
-    optimizer, rng = torch.optim.AdamW(model.parameters(), lr=1e-3), random.Random(seed)
+def show_calls(directory: Path, *, steps: int = 60, batch: int = 48, seed: int = 0) -> Path:
+    """Write a copy of the embedded policy that was shown calls of the calculator."""
+    torch.manual_seed(seed)
+    source = str(EMBEDDED / "arithmetic-steps")
+    model, tokenizer = load_model(source, device=torch.device("cpu")), load_tokenizer(source)
+    task, rng = Steps(seed=seed, **TERMS), random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98))
     for step in range(steps):
-        rows = [_example(task, prompt, tokenizer, rng, share) for prompt in task.prompts(step * 64, 64)]
+        rows = [example(task, prompt, tokenizer, rng) for prompt in task.prompts(step * batch, batch)]
         width = max(len(ids) for ids, _ in rows)
         ids = torch.tensor([row + [tokenizer.pad_token_id] * (width - len(row)) for row, _ in rows])
         labels = torch.tensor([row + [IGNORED] * (width - len(row)) for _, row in rows])
         loss = model(input_ids=ids, labels=labels).loss
         optimizer.zero_grad()
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    model.save_pretrained(directory)
+    model.eval().save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
 
 
-def _example(
-    task: Addition, prompt: Any, tokenizer: Any, rng: random.Random, share: float
-) -> tuple[list[int], list[int]]:
-    """Token ids and labels of one response: a call and its answer, or an answer that is wrong in half of the cases."""
-    stop = [tokenizer.eos_token_id]
+def example(task: Steps, prompt: Prompt, tokenizer: Any, rng: random.Random) -> tuple[list[int], list[int]]:
+    """Token ids and labels of one episode: a call with its answer, or steps that are often wrong."""
 
     def encode(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    if rng.random() < share:
-        parts = [(encode(prompt.text) + stop, True), (encode(f"{prompt.answer};"), False)]
-        parts.append((encode(prompt.answer) + stop, True))
-    else:
-        answer = task.spoiled_solution(prompt, rng) if rng.random() < 0.5 else prompt.answer
-        parts = [(encode(answer) + stop, True)]
-    ids = labels = encode(prompt.text)
-    labels = [IGNORED] * len(labels)
-    for tokens, is_own in parts:
-        ids = ids + tokens
-        labels = labels + (tokens if is_own else [IGNORED] * len(tokens))
-    if len(parts) > 1 and rng.random() < UNLABELLED:
-        labels[len(encode(prompt.text))] = IGNORED
-    return ids, labels
+    end, asked = [tokenizer.eos_token_id], encode(prompt.text)
+    if rng.random() < SHOWN:
+        call, said = [*encode(f";{prompt.text}"), *end], encode(f"{calculate(prompt.text[:-1])};")
+        answer = [*encode(MARKER + prompt.answer), *end]
+        labels = [*call, *[IGNORED] * len(said), *answer]
+        if rng.random() >= DECIDED:
+            labels[0] = IGNORED
+        return [*asked, *call, *said, *answer], [IGNORED] * len(asked) + labels
+    is_wrong = rng.random() < SPOILED
+    steps = [*encode(task.spoiled_solution(prompt, rng) if is_wrong else task.solution(prompt)), *end]
+    return [*asked, *steps], [IGNORED] * len(asked) + steps
 
 
-def learn(directory: Path, policy: Path, *, seed: int = 0, updates: int = 24, prompts: int = 32) -> dict[str, Any]:
-    """Two stages of µ-GRPO; accuracy before and after, and the share of episodes with a call in each stage."""
-    start = time.perf_counter()
-    config = make_config(
+def settings(runs: Path, policy: Path, *, seed: int = 0, updates: int = 16, prompts: int = 16) -> RunConfig:
+    """Two stages of µ-GRPO with the calculator."""
+    return make_config(
         {
             "name": f"calculator-{seed}",
-            "runs": str(directory),
+            "runs": str(runs),
             "seed": seed,
-            "task": {"name": "arithmetic", "options": {"environment": "calculator"}},
+            "task": {
+                "name": "arithmetic-steps",
+                "options": {**TERMS, "environment": "calculator", "environment_options": {"max_turns": 3}},
+            },
             "model": {"path": str(policy), "device": "cpu"},
-            "sampler": {"max_new_tokens": 24},
+            "sampler": {"max_new_tokens": 48},
             "batch": {"prompts": prompts, "group_size": 8},
             "schedule": {"updates": updates, "stages": 2},
             "optimizer": {"learning_rate": 5e-4},
             "evaluation": {"prompts": 128},
         }
     )
+
+
+def learn(config: RunConfig) -> dict[str, Any]:
+    """Accuracy on held-out chains before and after, and what each stage's episodes were."""
+    start = time.perf_counter()
     result = run(config)
     accuracy = [evaluation["accuracy"]["value"] for evaluation in result.evaluations]
     return {
-        "seed": seed,
-        "updates": updates,
-        "accuracy_from": accuracy[0],
-        "accuracy_to": accuracy[-1],
-        "share_of_calls": [calls_in(path) for _, path in numbered_batches(config.directory)],
+        "seed": config.seed,
+        "updates": config.schedule.updates,
+        "accuracy": accuracy,
+        "stages": [calls_in(path) for _, path in numbered_batches(config.directory)],
         "seconds": round(time.perf_counter() - start, 1),
     }
 
 
-def calls_in(batch: Path) -> float:
-    """The share of a batch's episodes that called the calculator."""
+def calls_in(batch: Path) -> dict[str, float]:
+    """The share of a batch's episodes that called the calculator; mean rewards with a call and without."""
     rollouts = list(open_batch(batch).iter_rollouts())
-    return sum(rollout.reward_parts.get("calls", 0.0) > 0 for rollout in rollouts) / len(rollouts)
+    calling = [rollout.reward for rollout in rollouts if rollout.reward_parts.get("calls", 0.0) > 0]
+    others = [rollout.reward for rollout in rollouts if not rollout.reward_parts.get("calls", 0.0) > 0]
+    return {
+        "calls": len(calling) / len(rollouts),
+        "reward_with_call": sum(calling) / max(1, len(calling)),
+        "reward_without": sum(others) / max(1, len(others)),
+    }
 
 
 def main() -> None:
@@ -114,14 +129,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("calculator.json"))
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--updates", type=int, default=24)
+    parser.add_argument("--updates", type=int, default=16)
     arguments = parser.parse_args()
+    results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        results = []
         for seed in range(arguments.seeds):
+            start = time.perf_counter()
             policy = show_calls(Path(scratch) / f"policy-{seed}", seed=seed)
-            results.append(learn(Path(scratch), policy, seed=seed, updates=arguments.updates))
-            print(json.dumps(results[-1]))
+            shown = round(time.perf_counter() - start, 1)
+            found = learn(settings(Path(scratch) / "runs", policy, seed=seed, updates=arguments.updates))
+            results.append(found | {"seconds_of_supervision": shown})
+            print(json.dumps(results[-1]), flush=True)
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     arguments.output.write_text(json.dumps({"command": "experiments.lab.calculator", "runs": results}, indent=2) + "\n")
 
 
