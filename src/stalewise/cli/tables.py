@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -352,10 +353,11 @@ def print_comparison(result: RunComparison) -> None:
         return f"{text[0].upper() if text.startswith(starts) else text[0]}{text[1:]}."
 
     sure = min(max(result.probability_better, 0.001), 0.999)  # the precision of the resamples
-    table = make_table(("side", "runs", "accuracy [95%]", "training (s)"), left=("side",))
+    table = make_table(("side", "runs", "accuracy [95%]", *result.a.work, "training (s)"), left=("side",))
     for side in (result.a, result.b):
+        work = ("unknown" if math.isnan(amount) else f"{amount:,.0f}" for amount in side.work.values())
         accuracy = format_interval(asdict(side.accuracy))
-        table.add_row(visible(side.name), str(len(side.runs)), accuracy, f"{side.seconds:.1f}")
+        table.add_row(visible(side.name), str(len(side.runs)), accuracy, *work, f"{side.seconds:.1f}")
     print_lines(
         Text(visible(sentence(result.words, "no ")), style="bold"),
         visible(f"Probability that {result.b.name} is better: {sure:.1%}. {result.task}, {result.method}."),

@@ -24,6 +24,9 @@ MOST_TEXTS = 4096  # held-out prompts of a task without an end
 FEWEST_PROMPTS = 2  # in common; with fewer it is another task
 NORMAL_95 = 1.96  # half-width of a 95% interval in standard errors
 FEWEST_EVALUATIONS = 3  # of a curve of accuracy against time
+# What counts as work, and by which factor it may differ and still be equal. Tokens vary with the responses.
+WORK = {"updates": 1.02, "rollouts": 1.02, "response tokens": 1.1}
+FRACTIONS = {2: "half", 3: "a third", 4: "a quarter"}
 
 Array = npt.NDArray[np.float64]
 
@@ -37,6 +40,7 @@ class ComparisonSide:
     accuracy: statistics.Interval  # of the last evaluated policies
     seconds: float  # of training, mean over the runs
     seconds_to_accuracy: float | None  # until A's final accuracy, see `_speed`; None: unknown
+    work: dict[str, float] = field(default_factory=dict)  # until the evaluated policy, mean over the runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +68,16 @@ class RunComparison:
     def words(self) -> str:
         """The difference as a sentence."""
         value, low, high = (100 * end for end in (self.difference.value, self.difference.low, self.difference.high))
+        first, second = (self.a, self.b) if high < 0 else (self.b, self.a)
         if low > 0:
-            return f"{self.b.name} is better by {value:.1f} points ({low:.1f} to {high:.1f})"
-        if high < 0:
-            return f"{self.a.name} is better by {-value:.1f} points ({-high:.1f} to {-low:.1f})"
-        interval = f"{value:+.1f} points ({low:+.1f} to {high:+.1f})"
-        return f"no significant difference: {self.b.name} minus {self.a.name} is {interval}"
+            sentence = f"{first.name} is better by {value:.1f} points ({low:.1f} to {high:.1f})"
+        elif high < 0:
+            sentence = f"{first.name} is better by {-value:.1f} points ({-high:.1f} to {-low:.1f})"
+        else:
+            interval = f"{value:+.1f} points ({low:+.1f} to {high:+.1f})"
+            sentence = f"no significant difference: {first.name} minus {second.name} is {interval}"
+        unequal = unequal_work(first.work, second.work)
+        return f"{sentence}; unequal work: {unequal}" if unequal else sentence
 
     def record(self) -> dict[str, Any]:
         """The result as JSON."""
@@ -92,6 +100,8 @@ def compare(a: Sequence[Path], b: Sequence[Path]) -> RunComparison:
     notes = [note for run in runs for note in _notes(run)]
     resampled = resample(runs_a, runs_b, notes)
     reached, speed = _speed(runs_a, runs_b, names, resampled.margin)
+    if len({run.environment.get("device") for run in runs}) > 1:
+        reached, speed = [None, None], "speed is not compared: the runs used different devices"
     side_a, side_b = (
         ComparisonSide(
             name=names[i],
@@ -99,6 +109,7 @@ def compare(a: Sequence[Path], b: Sequence[Path]) -> RunComparison:
             accuracy=statistics.percentile_interval(resampled.values[i], resampled.samples[i]),
             seconds=float(np.mean([run.training_seconds for run in side])),
             seconds_to_accuracy=reached[i],
+            work=_mean_work(side),
         )
         for i, side in enumerate((runs_a, runs_b))
     )
@@ -115,6 +126,49 @@ def compare(a: Sequence[Path], b: Sequence[Path]) -> RunComparison:
         speed=speed,
         notes=list(dict.fromkeys([*notes, *_common_notes(runs)])),
     )
+
+
+def work_of(run: Run) -> dict[str, float]:
+    """What was spent on the last evaluated policy, with what was rolled back; NaN where it is not recorded."""
+    version = run.evaluations[-1]["version"]
+    of_policy = run.column("rollouts")[run.column("update")[: len(run.column("rollouts"))] < version]
+    rolled_back = [one.metrics.get("rollouts", np.empty(0)) for one in run.rollbacks]
+    rollouts = float(np.nansum(np.concatenate([of_policy, *rolled_back]))) if len(of_policy) else math.nan
+    batches = [batch for batch in run.batches if batch.version < version]
+    tokens = sum(batch.tokens for batch in [*batches, *(batch for one in run.rollbacks for batch in one.batches)])
+    values = (version + run.updates_rolled_back, rollouts, tokens if batches else math.nan)
+    return dict(zip(WORK, map(float, values), strict=True))
+
+
+def _mean_work(runs: Sequence[Run]) -> dict[str, float]:
+    work = [work_of(run) for run in runs]
+    return {name: float(np.mean([one[name] for one in work])) for name in WORK}
+
+
+def unequal_work(one: Mapping[str, float], other: Mapping[str, float]) -> str:
+    """What one side did more or less of than the other; empty where they did the same work.
+
+    >>> unequal_work({"updates": 384.0, "rollouts": 512.0}, {"updates": 128.0, "rollouts": 512.0})
+    '384 updates against 128'
+    """
+    known = [name for name in WORK if math.isfinite(one.get(name, math.nan) + other.get(name, math.nan))]
+    unequal = [name for name in known if max(one[name], other[name]) > WORK[name] * min(one[name], other[name])]
+    return ", ".join(f"{one[name]:,.0f} {name} against {other[name]:,.0f}" for name in unequal)
+
+
+def describe_speed(ratio: float) -> str:
+    """How fast something is, in words that need no second reading.
+
+    >>> [describe_speed(ratio) for ratio in (2.667, 1.03, 0.52, 0.7)]
+    ['2.7 times as fast', 'about as fast', 'half as fast', 'it took 1.4 times as long']
+    """
+    if abs(ratio - 1) < 0.05:
+        return "about as fast"
+    if ratio > 1:
+        return "twice as fast" if abs(ratio - 2) < 0.05 else f"{ratio:.2g} times as fast"
+    part = FRACTIONS.get(round(1 / ratio), "")
+    is_near = abs(ratio * round(1 / ratio) - 1) < 0.05
+    return f"{part} as fast" if part and is_near else f"it took {1 / ratio:.2g} times as long"
 
 
 def side_names(a: Sequence[str], b: Sequence[str]) -> list[str]:
@@ -284,7 +338,7 @@ def _speed(a: Sequence[Run], b: Sequence[Run], names: Sequence[str], margin: flo
         return reached, f"{unknown}: the accuracy was reached before any training"
     return reached, (
         f"{names[1]} reached {what}, after {reached[1]:.1f} s of training and {names[0]} after {reached[0]:.1f} s: "
-        f"{reached[0] / reached[1]:.2f} times as fast"
+        f"{describe_speed(reached[0] / reached[1])}"
     )
 
 
@@ -323,10 +377,7 @@ def _common_notes(runs: Sequence[Run]) -> list[str]:
     of_task = {key for run in runs for key in run.config if key.startswith("task.") and key not in UNIMPORTANT}
     settings = [{k: v for k, v in run.config.items() if k in of_task and v not in (None, {})} for run in runs]
     keys = differing_keys(settings)
-    notes = [f"the runs differ in {', '.join(keys)}: make sure that their task is the same"] if keys else []
-    if len({run.environment.get("device") for run in runs}) > 1:
-        notes.append("the runs used different devices: their times cannot be compared")
-    return notes
+    return [f"the runs differ in {', '.join(keys)}: make sure that their task is the same"] if keys else []
 
 
 def _differing_settings(a: Sequence[Run], b: Sequence[Run]) -> dict[str, list[list[Any]]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from stalewise.reporting.compare import unequal_work, work_of
 from stalewise.reporting.read import Run, total_seconds, verifier_errors
 from stalewise.statistics import format_duration
 from stalewise.store.records import is_table, is_text, is_whole
@@ -244,7 +245,11 @@ def ranking(runs: Sequence[Run]) -> str:
     best = max(last, key=lambda label: last[label]["value"])
     near = [label for label in last if label != best and last[label]["high"] >= last[best]["low"]]
     sentence = f"{best} has the highest last accuracy, {format_interval(last[best])}"
-    return f"{sentence}; the intervals of {join_names(near)} overlap it." if near else f"{sentence}, above all others."
+    sentence += f"; the intervals of {join_names(near)} overlap it" if near else ", above all others"
+    work = {run.label: work_of(run) for run in known}
+    unequal = {label: unequal_work(work[best], work[label]) for label in work if label != best}
+    listed = [f"; unequal work of {best} and {label}: {words}" for label, words in unequal.items() if words]
+    return f"{sentence}{''.join(listed)}."
 
 
 def warnings_of(run: Run) -> list[str]:

@@ -33,3 +33,11 @@ def test_the_demo_prints_what_scripts_rely_on(
     table = capsys.readouterr().out
     assert "mu_grpo" in table
     assert str(Path(printed["report"])) in table.replace("\n", "")
+
+
+def test_the_three_runs_share_one_schedule_of_the_learning_rate(tmp_path: Path) -> None:
+    configs = [demo.demo_config(name, tmp_path) for name in demo.RUNS]
+    optimizers = {
+        (one.optimizer.learning_rate, one.optimizer.schedule, one.optimizer.warmup_updates) for one in configs
+    }
+    assert optimizers == {(6e-4, "cosine", 16)}

@@ -9,10 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rundirs import add_evaluation, add_journal, write_run
+from rundirs import add_batch, add_evaluation, add_journal, write_run
 from stalewise.errors import StoreError
-from stalewise.reporting.compare import compare, first_reached, prompt_scores, side_names
+from stalewise.reporting.compare import compare, describe_speed, first_reached, prompt_scores, side_names
+from stalewise.reporting.read import read_runs
+from stalewise.reporting.summary import ranking
 from stalewise.statistics import error_of_runs, resample_prompts
+from stalewise.store.atomic import write_json_atomic
 from tiny import call, called_json, refused
 
 PROMPTS = 200
@@ -171,7 +174,7 @@ def test_the_speed_at_equal_accuracy(tmp_path: Path) -> None:
     # Half way between 10 s and 20 s `fast` has what `slow` has after 40 s.
     assert (found.a.seconds_to_accuracy, found.b.seconds_to_accuracy) == (40, 15)
     assert found.speed_up == pytest.approx(40 / 15)
-    assert found.speed.endswith("2.67 times as fast")
+    assert found.speed.endswith(": 2.7 times as fast")
     other_way = compare([fast], [slow])
     assert other_way.speed_up is None
     assert other_way.speed == ("slow never reached 1.000, the lower end of fast's final accuracy: its best is 0.750")
@@ -192,6 +195,50 @@ def test_a_run_that_was_seldom_evaluated_has_no_speed(tmp_path: Path) -> None:
     assert found.speed_up is None
     assert "seldom has too few evaluations (2): set evaluation.every" in found.speed
     assert first_reached(np.array([0.0, 1.0]), np.array([0.5, 0.9]), 0.4) == 0.0
+
+
+def test_times_of_different_devices_are_not_compared(tmp_path: Path) -> None:
+    slow = curve(tmp_path / "slow", 10.0, [0.25, 0.5, 0.75])
+    fast = curve(tmp_path / "fast", 5.0, [0.25, 0.5, 1.0])
+    write_json_atomic(fast / "environment.json", {"device": "cuda"})
+    found = compare([slow], [fast])
+    assert found.speed == "speed is not compared: the runs used different devices" and found.speed_up is None
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [
+        *((4.0, "4 times as fast"), (1.96, "twice as fast"), (0.98, "about as fast"), (0.52, "half as fast")),
+        *((0.34, "a third as fast"), (0.6, "it took 1.7 times as long"), (0.125, "it took 8 times as long")),
+    ],
+)
+def test_a_speed_is_said_as_one_would_say_it(ratio: float, words: str) -> None:
+    assert describe_speed(ratio) == words
+
+
+def test_unequal_work_stands_in_the_line_of_the_difference(tmp_path: Path) -> None:
+    scores = {"a": np.array([0, 1, 2, 3]), "b": np.array([4, 4, 4, 4])}
+    a, b = (judged(tmp_path / name, scores[name]) for name in "ab")
+    assert "work" not in compare([a], [b]).words  # 8 updates each
+    short = write_run(tmp_path / "short", updates=4)
+    add_evaluation(short, 4, 0.5, prompts=4, by_prompt=by_prompt(scores["a"]))
+    for one, other in ((short, b), (b, short)):
+        words = compare([one], [other]).words
+        assert words.startswith("b is better by ")
+        assert words.endswith("; unequal work: 8 updates against 4"), words
+    # The same updates, of twice the rollouts: the two batches of `write_run` hold 4,096 tokens each.
+    lines = [json.dumps({"update": update, "rollouts": rollouts}) for rollouts in (64,) for update in range(8)]
+    (b / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (a / "metrics.jsonl").write_text("\n".join(line.replace("64", "32") for line in lines) + "\n")
+    add_batch(b, 1, 4, tokens=3 * 4096)
+    found = compare([a], [b])
+    assert found.words.endswith("; unequal work: 512 rollouts against 256, 16,384 response tokens against 8,192"), (
+        found.words
+    )
+    assert found.b.work == {"updates": 8, "rollouts": 512, "response tokens": 16384}
+    assert ranking(read_runs([a, b])).endswith(
+        "; unequal work of b and a: 512 rollouts against 256, 16,384 response tokens against 8,192."
+    )
 
 
 # ---------------------------------------------------------------- on the command line

@@ -28,7 +28,7 @@ ESS = next(chart for chart in CHARTS if chart.name == "ess")
 
 def test_the_ranking_knows_what_it_cannot_say(tmp_path: Path) -> None:
     good, bad, other = (write_run(tmp_path / name) for name in ("good", "bad", "other"))
-    add_evaluation(bad, 9, 0.69)  # [0.64, 0.74] ends below 0.75, where that of `good` begins
+    add_evaluation(bad, 8, 0.69)  # [0.64, 0.74] ends below 0.75, where that of `good` begins
     assert ranking(read_runs([bad, good])).endswith("0.800 [0.750, 0.850], above all others.")
     add_evaluation(other, 9, 0.9, task="gym")
     assert "cannot be compared" in ranking(read_runs([good, other]))
