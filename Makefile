@@ -8,6 +8,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ENGINES := .venv-engines
 VERL   := .venv-verl
+DOCS   := .venv-docs
 TRITON := .triton
 
 # One thread for each of many processes: two on a busy core wait for each other. Compiled tests are kept: each worker, and
@@ -17,7 +18,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest
 # be idle.
 TWO    := -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/browser --ignore tests/on_ray
 
-.PHONY: install quick test lint types unit nightly browser test-kernels test-engines test-verl test-ray test-architectures demo soak attack attack-hostile mutation benchmark clean smollm2 reproduce
+.PHONY: install quick test lint types unit nightly browser test-kernels test-engines test-verl test-ray test-architectures demo soak attack attack-hostile mutation benchmark clean smollm2 reproduce docs dist
 
 install: $(STAMP)
 
@@ -108,6 +109,25 @@ test-ray: install
 test-architectures: install
 	OMP_NUM_THREADS=1 $(BIN)/python scripts/architectures.py --jobs 2 $(WRITE)
 
+# The tools of the extra `docs`, without stalewise and torch.
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		$$($(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
+	touch $(DOCS)/.installed
+
+# The source archive, and the wheel made from it; both are checked, and the demo runs from the wheel in an environment
+# that has nothing else. About five minutes.
+dist: $(DOCS)/.installed
+	rm -rf dist build/wheel
+	$(DOCS)/bin/python -m build --no-isolation
+	$(DOCS)/bin/twine check --strict dist/*
+	$(DOCS)/bin/check-wheel-contents dist/*.whl
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/python -m pip install --quiet --disable-pip-version-check $$(grep '^torch==' constraints.txt)
+	build/wheel/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt dist/*.whl
+	cd build && wheel/bin/stalewise --version && wheel/bin/stalewise doctor && wheel/bin/stalewise demo --runs wheel/demo
+
 demo: install
 	$(BIN)/stalewise demo
 
@@ -147,4 +167,4 @@ benchmark: install
 	$(BIN)/python benchmarks/objectives.py
 
 clean:
-	rm -rf $(VENV) $(ENGINES) $(VERL) $(TRITON) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(ENGINES) $(VERL) $(DOCS) $(TRITON) .pytest_cache .ruff_cache .hypothesis build dist

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from stalewise.objectives.registry import register_objective as objective
     from stalewise.reporting.render import write_report as report
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["RunConfig", "RunResult", "__version__", "load_config", "make_config"]
 __all__ += [

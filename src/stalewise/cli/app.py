@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from stalewise import __version__
 from stalewise.errors import StalewiseError, StoppedByFirst, visible
@@ -60,10 +60,44 @@ def _noting_interrupts(group: Group) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+# What stands after an option instead of the name of a Python type; a flag takes no value.
+PLACEHOLDERS = {"bool": "", "str": "TEXT", "path": "PATH", "file": "PATH", "int": "INTEGER", "float": "NUMBER"}
+
+
+def placeholder(shown: str) -> str:
+    """What typer shows of a type, such as `<list[Path]>`, as a word in capitals; choices stay."""
+    name = shown.strip("<>").removeprefix("list[").removesuffix("]").removesuffix(" range")
+    return name if "|" in name else PLACEHOLDERS.get(name.lower(), name.upper())
+
+
+def _with_placeholders(parameters: list[Any], ctx: Any) -> list[Any]:
+    for parameter in parameters:
+        if not hasattr(parameter, "display_type"):  # earlier than typer 0.29, where no types of Python are shown
+            continue
+        shown = placeholder(parameter.display_type(ctx))
+        if parameter.param_type_name == "argument":  # named already
+            vars(parameter)["display_type_rich"] = lambda ctx, shown=shown: shown if "|" in shown else ""
+        elif parameter.metavar is None:
+            parameter.metavar = shown
+    return parameters
+
+
+class Command(TyperCommand):
+    """Its help names what an option takes: choices, PATH, INTEGER; not `<bool>` or `<list[Path]>`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Parameters with a placeholder for their values."""
+        return _with_placeholders(super().get_params(ctx), ctx)
+
+
 class Group(TyperGroup):
     """Prints a StalewiseError as one line; other exceptions are bugs and keep their traceback."""
 
     was_interrupted = False
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """As of a command."""
+        return _with_placeholders(super().get_params(ctx), ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Keep the arguments, to print the command after Ctrl-C."""
@@ -109,11 +143,32 @@ class Group(TyperGroup):
             raise typer.Exit(INTERRUPTED) from None
 
 
-app = typer.Typer(
+class App(typer.Typer):
+    """Typer with our commands."""
+
+    def command(self, name: str | None = None, **options: Any) -> Any:
+        """Register a command."""
+        return super().command(name, **{"cls": Command, **options})
+
+
+def complete_setting(incomplete: str) -> list[str]:
+    """The settings that begin so, for the shell's completion of `--set`."""
+    from stalewise.config import setting_names
+
+    return [f"{name}=" for name in setting_names() if name.startswith(incomplete)]
+
+
+def complete_task(incomplete: str) -> list[str]:
+    """The tasks that begin so, for the shell's completion of `--task`."""
+    from stalewise.tasks import TASKS
+
+    return [name for name in TASKS if name.startswith(incomplete)]
+
+
+app = App(
     cls=Group,
     help="Reinforcement-learning post-training of language models on stale rollouts, in a few large stages.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -121,7 +176,12 @@ app = typer.Typer(
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="TOML file, or a run directory to continue.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, as in optimizer.learning_rate=1e-5."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="Override a setting, as in optimizer.learning_rate=1e-5; may be repeated.",
+        autocompletion=complete_setting,
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 RunDirectory = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]

@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -82,15 +82,13 @@ def flips(
 def difficulty(
     runs: Annotated[list[Path] | None, typer.Argument(help="Run directories whose rollouts are counted.")] = None,
     output: Annotated[Path | None, typer.Option(help="Table to write; one that exists is added to.")] = None,
-    stage: Annotated[str, typer.Option(help="Which generation batches count: all, first or last.")] = "all",
+    stage: Annotated[Literal["all", "first", "last"], typer.Option(help="Which generation batches count.")] = "all",
     passing: Annotated[float, typer.Option(help="Least reward that passes.")] = 1.0,
     low: Annotated[float, typer.Option(min=0, max=1, help="Least pass rate of the range that is counted.")] = 0.1,
     high: Annotated[float, typer.Option(min=0, max=1, help="Largest pass rate of that range.")] = 0.9,
     as_json: AsJson = False,
 ) -> None:
     """Count how often each prompt passed, in a table that `task.difficulty` reads to choose prompts."""
-    if stage not in ("all", "first", "last"):
-        raise ConfigError(f"--stage is {stage!r}: expected all, first or last")
     if not runs and (output is None or not output.exists()):
         raise ConfigError("name the run directories to count, or with --output a table that exists")
     _check_runs(*(runs or ()))

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stalewise.cli.app import AsJson, ConfigFile, RunDirectory, Settings, app, overrides, print_json, read_config_file
+from stalewise.cli.app import (
+    AsJson,
+    ConfigFile,
+    RunDirectory,
+    Settings,
+    app,
+    complete_task,
+    overrides,
+    print_json,
+    read_config_file,
+)
 from stalewise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,7 +50,7 @@ def demo(
 @app.command()
 def init(
     path: Annotated[Path, typer.Argument(help="File to write.")] = Path("stalewise.toml"),
-    task: Annotated[str, typer.Option(help="Task of the config.")] = "arithmetic",
+    task: Annotated[str, typer.Option(help="Task of the config.", autocompletion=complete_task)] = "arithmetic",
 ) -> None:
     """Write a commented config."""
     from stalewise.config.template import config_template
@@ -189,7 +199,10 @@ def rescore(
 @app.command(name="eval")
 def evaluate(
     model_or_run: Annotated[str, typer.Argument(help="Run directory, checkpoint, model directory or hub name.")],
-    task: Annotated[list[str] | None, typer.Option(help="Task to evaluate on; default: the run's own.")] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="Task to evaluate on; default: the run's own.", autocompletion=complete_task),
+    ] = None,
     file: Annotated[list[Path] | None, typer.Option(help="JSONL file to evaluate on instead, all rows.")] = None,
     suite: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Suite of the run; all: each.")] = None,
     option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the task.")] = None,

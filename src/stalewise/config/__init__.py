@@ -9,9 +9,11 @@ from stalewise.config.run import (
     parse_override,
     read_toml,
     set_dotted,
+    setting_names,
     write_resolved,
 )
 from stalewise.config.sections import LoraSection, OptimizerSection, ScheduleSection, TaskSection
 
 __all__ = ["FORMAT", "LoraSection", "OptimizerSection", "RunConfig", "ScheduleSection", "TaskSection"]
-__all__ += ["is_section", "load_config", "make_config", "parse_override", "read_toml", "set_dotted", "write_resolved"]
+__all__ += ["is_section", "load_config", "make_config", "parse_override", "read_toml", "set_dotted", "setting_names"]
+__all__ += ["write_resolved"]

@@ -340,9 +340,9 @@ def _key_of(name: str, value: Any) -> str:
         return COMMON[name]
     if name in OF_TRL:
         raise ConfigError(f"{name} is no setting here: it is {OF_TRL[name]}")
-    found = [key for key in [*_tables(), *_settings()] if key.rpartition(".")[2] == name]
+    found = [key for key in [*_tables(), *setting_names()] if key.rpartition(".")[2] == name]
     if not found:
-        names = {key.rpartition(".")[2] for key in [*_tables(), *_settings()]}
+        names = {key.rpartition(".")[2] for key in [*_tables(), *setting_names()]}
         raise ConfigError(f"{name} is no setting; {nearest(name, names)}")
     depth = min(key.count(".") for key in found)
     nearest_ones = [key for key in found if key.count(".") == depth]
@@ -358,7 +358,8 @@ def _tables() -> list[str]:
     return [key for key, is_table in _keys(RunConfig) if is_table]
 
 
-def _settings() -> list[str]:
+def setting_names() -> list[str]:
+    """The dotted keys of all settings that are no tables."""
     return [key for key, is_table in _keys(RunConfig) if not is_table]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 import stalewise.store.writer
-from stalewise.cli.app import app, overrides
+from stalewise.cli.app import app, overrides, placeholder
 from stalewise.config import RunConfig
 from stalewise.store.checkpoints import versions
 from tiny import call, tiny_record, write_config
@@ -47,6 +49,39 @@ def test_help_is_quick_and_brings_no_torch_along() -> None:
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
     result = call("--help")
     assert all(command in result.stdout for command in COMMANDS) and "reproduce" not in result.stdout
+    assert "<bool>" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [("<bool>", ""), ("<list[Path]>", "PATH"), ("<int range>", "INTEGER"), ("<list[str]>", "TEXT"), ("<a|b>", "a|b")],
+)
+def test_placeholders_are_words_or_choices(shown: str, expected: str) -> None:
+    assert placeholder(shown) == expected
+
+
+def test_choices_and_defaults_are_shown_and_checked() -> None:
+    shown = call("difficulty", "--help").stdout
+    assert "all|first|last" in shown and "[default: all]" in shown
+    wrong = call("difficulty", "--stage", "middle")
+    assert wrong.exit_code == 2 and all(f"'{choice}'" in wrong.stderr for choice in ("all", "first", "last"))
+
+
+@pytest.mark.parametrize(("shell", "how"), [("bash", "COMPREPLY"), ("zsh", "#compdef"), ("fish", "complete --command")])
+def test_shells_complete_commands_and_settings(shell: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # the option then takes a shell's name
+    asked = {**os.environ, "_STALEWISE_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    for words, expected in (
+        ("stalewise ev", "eval"),
+        ("stalewise train --set optimizer.l", "optimizer.learning_rate="),
+    ):
+        asked |= {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_TYPER_COMPLETE_ARGS": words}
+        done = subprocess.run(
+            [sys.executable, "-m", "stalewise"], env=asked, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert expected in done.stdout, (done.stdout, done.stderr)
+    command = [sys.executable, "-m", "stalewise", "--show-completion", shell]
+    assert how in subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -54,6 +89,7 @@ def test_every_command_explains_itself(command: str) -> None:
     result = call(command, "--help")
     assert result.exit_code == 0
     assert f"stalewise {command}" in result.stdout
+    assert not re.search(r"<[a-z\[]", result.stdout), "a help shows types of Python"
     assert "--json" in result.stdout or command in ("init", "report", "serve")
 
 
