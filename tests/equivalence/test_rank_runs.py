@@ -15,11 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ranks import finish, launch, printed
+from ranks import finish, launch, printed, start
+from stalewise.config import make_config
 from stalewise.distributed import join
 from stalewise.errors import RankError
+from stalewise.orchestrator.ranks import RankWorker, compute_reference
+from stalewise.store import TokenColumn, batch_directories, open_batch
 from stalewise.store.atomic import read_json
 from stalewise.store.json_lines import read_jsonl
+from stalewise.trainer.reference import Reference
 from tiny import call, called_json, tiny_record, write_config
 
 pytestmark = pytest.mark.slow
@@ -234,3 +238,41 @@ def test_an_error_on_the_first_rank_is_said_once(tmp_path: Path) -> None:
     first, second = printed(tmp_path, 2)
     assert first.splitlines()[-1].startswith("error: objective: no objective is called 'grpoo'")
     assert second == ""
+
+
+def reference_part(rank: int, run: str, column: str, where: str) -> None:
+    """One rank of those that compute a reference column."""
+    ranks = join(torch.device("cpu"))
+    if not ranks.is_first:
+        RankWorker(ranks).follow()
+        return
+    record = read_json(Path(run) / "config.resolved.json")
+    config = make_config({key: value for key, value in record.items() if key != "format"})
+    reference = Reference(config.objective, config.model, config.task.name, Path(run))
+    batch = open_batch(batch_directories(Path(run) / "rollouts")[0])
+    shards, compute = [], reference.compute
+
+    def counted(*given: Any) -> int:
+        shards.extend(shard.index for shard in given[2])
+        return compute(*given)
+
+    reference.compute = counted  # pyright: ignore[reportAttributeAccessIssue]
+    tokens = compute_reference(reference, batch, TokenColumn(Path(column), reference.key), 60, ranks)
+    Path(where).write_text(json.dumps([shards, tokens, batch.manifest.tokens]))
+    ranks.stop_others(exit_code=0)
+
+
+def test_ranks_compute_parts_of_a_reference_column_to_the_same_bits(tmp_path: Path) -> None:
+    changes = {"objective": {"kl": 0.1}, "sampler": {"rollouts_per_shard": 16}, "schedule": {"updates": 2, "stages": 1}}
+    called_json("train", config_in(tmp_path, "one", **changes, checkpoints={"every": 9}))
+    run, column, where = tmp_path / "one", tmp_path / "column", tmp_path / "shards.json"
+    assert finish(start(2, reference_part, str(run), str(column), str(where))) == [0, 0]
+    shards, tokens, all_tokens = json.loads(where.read_text())
+    alone = sorted((run / "columns" / "reference").rglob("*.parquet"))
+    assert len(alone) == 2 and shards == [0]  # the other rank computed the other
+    assert tokens == all_tokens
+    assert [path.read_bytes() for path in sorted(column.glob("*.parquet"))] == [path.read_bytes() for path in alone]
+    alone[1].unlink()
+    (run / "rollouts" / alone[1].parent.name / alone[1].name).write_bytes(b"")
+    column.joinpath(alone[1].name).unlink()
+    assert finish(start(2, reference_part, str(run), str(column), str(where)))[0] not in (0, None)

@@ -302,12 +302,14 @@ def doctor(
 
 def _work(source: str, worker: str | None, ray: int | None, once: bool, settings: Any, as_json: bool) -> None:
     """Work until the run is complete, or with `once` until nothing is requested."""
+    from stalewise.orchestrator.ranks import help_with_reference
     from stalewise.reporting.progress import watching
 
     # Exit normally, so that the worker signs off and others need not wait for its heartbeat to expire.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     with watching() as callback:
         options: dict[str, Any] = {"overrides": overrides(settings), "once": once, "callback": callback}
+        options["afterwards"] = help_with_reference
         if ray is not None:
             from stalewise.rollout.workers.rank_workers import work_on_ray
 

@@ -90,8 +90,6 @@ class RunConfig(Section):
             )
         if self.objective.reference == "base" and not self.model.trains_adapters:
             yield 'objective.reference is "base", but no adapter is trained: use "initial"'
-        if self.task.difficulty and self.storage.url:
-            yield "task.difficulty needs a run directory that all workers share: remove storage.url"
         least = LEAST_VLLM_TEMPERATURE if self.sampler.engine != "hf" else 0.0
         if low := [suite.label for suite in self.evaluation.suite if 0 < suite.temperature < least]:
             yield f"evaluation.suite {low[0]}: vLLM samples at no temperature below {least}, except 0 (greedy)"
@@ -108,13 +106,13 @@ class RunConfig(Section):
         """The run's directory."""
         return Path(self.runs) / self.name
 
-    def make_task(self) -> Task:
-        """The task of this config; with the prompts that its table of pass rates chooses."""
+    def make_task(self, table: Path | None = None) -> Task:
+        """The task of this config; with the prompts that its table of pass rates chooses, or the copy in `table`."""
         task = make_task(self.task.name, seed=self.seed, **self.task.options)
         if not self.task.difficulty:
             return task
         (low, high), by = self.task.pass_rates, self.task.by_pass_rate
-        return ChosenPrompts(task, read_table(self.difficulty_path), low=low, high=high, by=by, seed=self.seed)
+        return ChosenPrompts(task, read_table(table or self.difficulty_path), low=low, high=high, by=by, seed=self.seed)
 
     @property
     def difficulty_path(self) -> Path:

@@ -58,6 +58,7 @@ from stalewise.store import (
 from stalewise.store.json_lines import commit_records, read_jsonl, write_lines
 from stalewise.store.token_log import token_manifest_path
 from stalewise.tasks.difficulty import COPY as DIFFICULTY
+from stalewise.tasks.difficulty import read_table
 from stalewise.trainer.reference import FILE as REFERENCE
 
 # Settings that decide what a generation batch holds; `max_unscored` and engines do not.
@@ -210,18 +211,26 @@ class _Fork:
         names = {self.version}
         if self.recorded.model.trains_adapters:
             names.add(0)  # the base of the adapters
+        if self.config.objective.kl and self.config.objective.reference == "initial":
+            if not checkpoints.checkpoint_directory(self.run, 0).is_dir():
+                raise ConfigError(
+                    f'objective.reference is "initial", but {self.run} no longer has version 0: name a model in '
+                    "objective.reference"
+                )
+            names.add(0)
         if with_earlier:
             names |= {found for found in checkpoints.versions(self.run) if found <= self.version}
         for found in names:
             self._link(checkpoints.checkpoint_directory(self.run, found))
         for path in [self.run / "data", self.run / "python", *self.run.glob("model-*"), *self.rollbacks]:
             self._link(path)
-        if not any(key.startswith(("objective.kl", "objective.reference")) for key in self.changes):
+        if self.config.objective.kl and "objective.reference" not in self.changes:
             self._link(self.run / REFERENCE)
             self._link(self.run / "columns")
         if "task.difficulty" not in self.changes:
             self._link(self.run / DIFFICULTY)
         elif self.config.task.difficulty:
+            read_table(self.config.task.difficulty)  # says what is wrong with it
             shutil.copyfile(self.config.task.difficulty, self.target / DIFFICULTY)
         for path in token_files(token_log_directory(self.run)):
             if int(path.stem.rpartition("u")[2]) < self.version:

@@ -29,7 +29,7 @@ from stalewise.orchestrator.checkpoint_writer import CheckpointWriter, fits_besi
 from stalewise.orchestrator.collapse_guard import CollapseGuard
 from stalewise.orchestrator.evaluation import Suites, definition_of, describe_evaluation, evaluate_checkpoint
 from stalewise.orchestrator.model_check import check_model, report_problem, stage_problem
-from stalewise.orchestrator.ranks import make_trainer
+from stalewise.orchestrator.ranks import compute_reference, make_trainer
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.orchestrator.setup import adopt_changes, check_vllm_room, drift_limits, write_first_checkpoint
@@ -302,7 +302,11 @@ class Orchestrator:
             self.trainer.sleep()
         with self.run_log.timed("switch", reason="reference") as notes:
             budget = self.config.learner.tokens_per_micro_batch
-            notes["tokens"] = self.reference.compute(batch, batch.reference, budget, self.callback.log)
+            notes["tokens"] = compute_reference(self.reference, batch, batch.reference, budget, self.ranks)
+        self.callback.log(
+            f"{batch.directory.name}: log-probabilities of {notes['tokens']:,} tokens under the reference "
+            f"{self.reference.name}"
+        )
         return batch
 
     def _begin_stage(self, version: int) -> None:

@@ -18,15 +18,19 @@ import torch
 from stalewise import __version__
 from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import RunResult, flat, read_result
+from stalewise.config.sections import ModelSection, ObjectiveSection
 from stalewise.distributed import ALONE, Message, Ranks, explain_lost_ranks, join, launched
-from stalewise.errors import ConfigError, RankError, StalewiseError, StoppedByFirst
+from stalewise.errors import ConfigError, RankError, StalewiseError, StoppedByFirst, StoreError
 from stalewise.models.loading import pick_device
 from stalewise.rollout.workers.rank_workers import RolloutRank
+from stalewise.rollout.workers.worker import RunLocation
+from stalewise.store import Batch, TokenColumn, open_batch
 from stalewise.store.atomic import make_directory, sha256_file, temporary_name
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
 from stalewise.trainer.batch import unpack_rank_batch
 from stalewise.trainer.parallel import KINDS
 from stalewise.trainer.pending_update import out_of_memory
+from stalewise.trainer.reference import Reference
 from stalewise.trainer.trainer import Trainer
 
 
@@ -51,6 +55,37 @@ def make_trainer(
     return trainer
 
 
+def compute_reference(reference: Reference, batch: Batch, column: TokenColumn, tokens: int, ranks: Ranks) -> int:
+    """Compute what is missing of a reference column, every rank a part of the shards; returns the tokens computed."""
+    missing = [shard for shard in batch.manifest.shards if not column.has(shard)]
+    record = {"objective": reference.section.model_dump(mode="json"), "model": reference.model.model_dump(mode="json")}
+    record |= {"task": reference.task, "run": str(reference.run), "tokens": tokens}
+    record |= {"batch": str(batch.directory), "column": str(column.directory)}
+    for rank in ranks.others:
+        ranks.send(rank, "reference", record | {"shards": [shard.index for shard in missing[rank :: ranks.world]]})
+    total = reference.compute(batch, column, missing[:: ranks.world], tokens)
+    for rank in ranks.others:
+        report = ranks.receive(rank)
+        if report.what == "failed":
+            raise RankError(f"rank {rank} cannot compute its part of the reference: {report.record['error']}")
+        total += report.record["tokens"]
+    return total
+
+
+def help_with_reference(location: RunLocation, batch: Path) -> None:
+    """Compute what is missing of a reference column from the last shard backwards; the trainer begins at the first."""
+    config = location.config
+    if not config.objective.kl or location.run is None:
+        return
+    try:
+        reference = Reference(config.objective, config.model, config.task.name, location.run)
+        opened, tokens = open_batch(batch, verify=False), config.learner.tokens_per_micro_batch
+        reference.compute(opened, reference.column(batch.name), opened.manifest.shards[::-1], tokens)
+    except (OSError, StoreError):
+        if batch.is_dir():
+            raise  # else the run was rolled back meanwhile
+
+
 class RankWorker:
     """Carries out the orders of the first rank. `orders` maps the name of an order to what it does."""
 
@@ -60,6 +95,7 @@ class RankWorker:
         self.orders: dict[str, Callable[[Message], object]] = {
             "learner": self._make_trainer,
             "update": self._update,
+            "reference": self._compute_reference,
             "save": lambda order: self._current().gather(order.record["has_moments"]),
         }
 
@@ -90,6 +126,24 @@ class RankWorker:
         read_state(checkpoint)  # compares checksums
         factor = record["rate_factor"]
         self.trainer = make_trainer(config, checkpoint, record["state"], self.ranks, record["kind"], rate_factor=factor)
+
+    def _compute_reference(self, order: Message) -> None:
+        record = order.record
+        try:
+            section, model = ObjectiveSection(**record["objective"]), ModelSection(**record["model"])
+            if model.threads:
+                torch.set_num_threads(model.threads)
+            reference = Reference(section, model, record["task"], Path(record["run"]))
+            batch, column = (
+                open_batch(record["batch"], verify=False),
+                TokenColumn(Path(record["column"]), reference.key),
+            )
+            shards = [shard for shard in batch.manifest.shards if shard.index in record["shards"]]
+            tokens = reference.compute(batch, column, shards, record["tokens"])
+        except StalewiseError as error:  # the first rank raises it
+            self.ranks.send(0, "failed", {"error": str(error)})
+        else:
+            self.ranks.send(0, "computed", {"tokens": tokens})
 
     def _update(self, order: Message) -> None:
         trainer = self._current()

@@ -16,7 +16,7 @@ from stalewise.config.run_directory import flat
 from stalewise.config.sections import ModelSection
 from stalewise.errors import CalibrationError
 from stalewise.staleness.law import Fit, Observation
-from stalewise.store.atomic import read_json, write_json_atomic
+from stalewise.store.atomic import read_json, sha256_file, write_json_atomic
 
 FORMAT = "stalewise.calibration/1"
 SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "weights", "foreign")
@@ -70,10 +70,15 @@ def identity_of_config(config: RunConfig) -> CalibrationIdentity:
     kept = {key: record[key] for key in ("model", "task", "optimizer", "batch", "objective", "sampler")}
     kept["model"] = {**model, "lora": record["model"]["lora"]}
     del kept["optimizer"]["learning_rate"]
+    del kept["task"]["max_unscored"]  # stops a run, and changes nothing before
     defaults = type(config)().model_dump(mode="json")
     for table, key in NEWER:
         if kept[table][key] == defaults[table][key]:
             del kept[table][key]
+    if config.task.difficulty:  # by its content, as the model
+        kept["task"]["difficulty"] = sha256_file(config.difficulty_path)[:16]
+    if config.objective.reference not in ("initial", "base"):
+        kept["objective"]["reference"] = fingerprint(resolve_model(config.objective.reference, config.task.name))
     kept["sampler"] = {key: record["sampler"][key] for key in SAMPLING}
     return CalibrationIdentity(flat(kept))
 

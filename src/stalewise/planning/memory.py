@@ -1,14 +1,14 @@
 """Estimates the memory a run needs on its device from the model's config, before anything is loaded.
 
-docs/models.md has the formula. Learning and sampling take turns, so the larger of the two counts. In a pipelined run on
-one device they do not, so both do.
+docs/models.md has the formula. Learning, sampling and the forward passes of a reference take turns, so the largest of
+them counts. In a pipelined run on one device learning and the other two happen at once.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from stalewise.config import LoraSection, RunConfig
-from stalewise.config.sections import ModelSection
+from stalewise.config.sections import ModelSection, ObjectiveSection
 from stalewise.errors import ModelError
 from stalewise.models.compilation import MOMENT_BYTES, leaves_half, most_logits
 from stalewise.models.kernels import can_compile
@@ -34,6 +34,7 @@ from stalewise.rollout.engines.paged_cache import (
 from stalewise.staleness.schedule import Schedule
 from stalewise.trainer.logprobs import CHUNK_ELEMENTS, PLAIN_KERNELS, kernels_for
 from stalewise.trainer.lora import find_targets
+from stalewise.trainer.reference import reference_path
 
 GIB = 2**30
 # Bytes that autograd keeps per token and layer, as multiples of H, F and K: counted with saved-tensor hooks on Llama
@@ -74,6 +75,7 @@ class MemoryEstimate:
     at_once: bool = False  # learning and sampling at the same time, in two processes
     spare: int = 0  # bytes of further keys and values, which the embedded engine takes where they are free
     stays: int = 0  # bytes of keys and values that are kept while learning
+    reference: Mapping[str, int] = field(default_factory=dict[str, int])  # while its column is computed
 
     @property
     def least(self) -> int:
@@ -92,22 +94,28 @@ class MemoryEstimate:
 
     def _bytes(self, spare: int, stays: int) -> int:
         learning, sampling = sum(self.learning.values()) + stays, sum(self.sampling.values()) + spare
+        sampling = max(sampling, sum(self.reference.values()) + stays)
         return self.least + (learning + sampling if self.at_once else max(learning, sampling - self.waits))
 
     @property
     def while_sampling(self) -> int:
-        """Bytes needed while sampling if nothing waits in host memory."""
-        return self.least + sum(self.sampling.values())
+        """Bytes needed while rollouts and their columns are made if nothing waits in host memory."""
+        return self.least + max(sum(self.sampling.values()), sum(self.reference.values()))
 
     @property
-    def sampling_is_larger(self) -> bool:
-        """Whether sampling needs more than learning."""
-        return not self.at_once and sum(self.sampling.values()) - self.waits > sum(self.learning.values())
+    def largest(self) -> str:
+        """Which of learning, sampling and the reference needs most; "both" where they happen at once."""
+        if self.at_once:
+            return "both"
+        sizes = {"learning": sum(self.learning.values()), "sampling": sum(self.sampling.values()) - self.waits}
+        sizes["the reference"] = sum(self.reference.values()) - self.waits
+        return max(sizes, key=sizes.__getitem__)
 
     def __str__(self) -> str:
         trained = "" if self.shape.trained == self.shape.parameters else f", {self.shape.trained / 1e6:,.2f} M trained"
-        turns = self.sampling if self.sampling_is_larger else self.learning
-        turns = {**self.learning, **self.sampling} if self.at_once else turns
+        both = self.learning | max(self.sampling, self.reference, key=lambda one: sum(one.values()))
+        parts = {"learning": self.learning, "sampling": self.sampling, "the reference": self.reference, "both": both}
+        turns = parts[self.largest]
         more = f"; {self.peak / GIB:.2f} where more rollouts at once fit" if self.peak > self.total else ""
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in {**self.certain, **turns}.items() if size)
         return (
@@ -209,6 +217,12 @@ def estimate(
         waits=sum(certain.values()) - certain["sampler's weights"] if leaves else 0,
         at_once=at_once,
     )
+    if config.objective.kl:
+        other = _reference_shape(config.objective, config.model, config.task.name) or shape
+        tokens = min(config.learner.tokens_per_micro_batch, rows * length)
+        reference = _reference(other, tokens, needed.learning["logits"], autocast, weight)
+        beside = {name: size for name, size in sampling.items() if name != "keys and values"}
+        needed = replace(needed, reference=reference | beside)
     if not embedded or device.type != "cuda":
         return needed
     asked = {"requests": rows, "prompts": -(-rows // config.batch.group_size), "prompt_room": longest_prompt}
@@ -280,6 +294,24 @@ def _learning(
     }
 
 
+def _reference(shape: ModelShape, tokens: int, logits: int, autocast: bool, weight: int) -> dict[str, int]:
+    """A second policy in forward passes over micro-batches as large as the learner's, of which nothing is kept."""
+    multiples = ACTIVATIONS[autocast, weight]  # of one layer
+    layer = sum(n * size for n, size in zip(multiples, (shape.hidden, shape.inner, shape.keys), strict=True))
+    return {
+        "the reference's weights": shape.parameters * weight,
+        "bfloat16 copies of its weights": 2 * shape.parameters if autocast and weight == 4 else 0,
+        "its activations": tokens * layer,
+        "its logits": logits,
+    }
+
+
+def _reference_shape(objective: ObjectiveSection, model: ModelSection, task: str) -> ModelShape | None:
+    """The shape of a reference that is another model than the policy; None if it has the policy's."""
+    path = reference_path(objective, model, task)
+    return model_shape(path, model.model_copy(update={"lora": LoraSection(), "adapter": ""})) if path else None
+
+
 def device_memory(device: torch.device) -> int:
     """All memory of a device, or of the machine for a CPU."""
     if device.type != "cuda":
@@ -314,9 +346,10 @@ def ways_out(config: RunConfig, source: str, needed: MemoryEstimate, free: int) 
         return smaller if config.model.trains_adapters else f"{smaller}: adapters alone would not fit either"
     fitting = _fitting(config, source, lambda changed: changed.total <= free)
     fits = f"; these would fit: {', or '.join(fitting)}" if fitting else ""
-    if needed.sampling_is_larger:
+    if needed.largest == "sampling":
         return f"if it runs out, lower sampler.rollouts_per_shard, or {smaller}{fits}"
-    save = "" if config.learner.gradient_checkpointing else "set learner.gradient_checkpointing, or "
+    helps = needed.largest != "the reference" and not config.learner.gradient_checkpointing
+    save = "set learner.gradient_checkpointing, or " if helps else ""
     return f"if it runs out, {save}lower learner.tokens_per_micro_batch, or {smaller}{fits}"
 
 

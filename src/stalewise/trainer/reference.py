@@ -7,7 +7,7 @@ beside each shard, in `columns/reference` of the run directory; the rollouts the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from stalewise.models.loading import (
     pick_weights_dtype,
     resolve_model,
 )
-from stalewise.store import Batch, RolloutColumns, TokenColumn
+from stalewise.store import Batch, RolloutColumns, ShardManifest, TokenColumn
 from stalewise.store.atomic import read_json, sha256_file, write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory, read_state
 from stalewise.trainer.logprobs import kernels_for, measure_logit_map, response_logp
@@ -63,7 +63,7 @@ class Reference:
 
     def __init__(self, section: ObjectiveSection, model: ModelSection, task: str, run: Path) -> None:
         """Find the reference; the run directory must hold version 0 where that is the reference."""
-        self.model, self.run, self.name = model, run, section.reference
+        self.section, self.model, self.task, self.run, self.name = section, model, task, run, section.reference
         self.path = Path(reference_path(section, model, task) or checkpoint_directory(run, 0))
         self.key = self._check_key()
 
@@ -91,18 +91,21 @@ class Reference:
         """The column of a generation batch, complete or not."""
         return TokenColumn(self.run / "columns" / "reference" / batch, self.key)
 
-    def compute(self, batch: Batch, column: TokenColumn, tokens: int, log: Callable[[str], object]) -> int:
-        """Compute what is missing of a column, with this many tokens a micro-batch; returns the tokens computed."""
-        missing = [shard for shard in batch.manifest.shards if not column.has(shard)]
-        if not missing:
-            return 0
-        if self.name == "initial":
-            read_state(self.path)  # compares its files with their checksums
-        policy = LoadedReference(self.path, self.model, tokens)
-        for shard in missing:
+    def compute(self, batch: Batch, column: TokenColumn, shards: Sequence[ShardManifest], tokens: int) -> int:
+        """Compute the column of those of `shards` that have none, with this many tokens a micro-batch; returns tokens.
+
+        Other processes may compute other shards, or the same: the values of a shard depend on nothing else.
+        """
+        policy, total = None, 0
+        for shard in shards:
+            if column.has(shard):
+                continue
+            if policy is None:
+                if self.name == "initial":
+                    read_state(self.path)  # compares its files with their checksums
+                policy = LoadedReference(self.path, self.model, tokens)
             column.write(shard, policy.logp(batch.rows_of(shard)))
-        total = sum(shard.tokens for shard in missing)
-        log(f"{batch.directory.name}: log-probabilities of {total:,} tokens under the reference {self.name}")
+            total += shard.tokens
         return total
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ import pytest
 import torch
 
 import stalewise
+from callbacks import StopAt
 from ranks import CONTEXT
 from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import read_config, read_fork
-from stalewise.errors import ConfigError, StoreError
+from stalewise.errors import ConfigError, StoreError, TaskError
 from stalewise.orchestrator import fork as forks
 from stalewise.orchestrator.contamination import seen_in_training
 from stalewise.orchestrator.orchestrator import Orchestrator
@@ -83,6 +85,50 @@ def test_an_unchanged_fork_ends_in_the_same_weights(tmp_path: Path, first: Path,
     assert {path: path.stat().st_ino for path in made} == made  # rollouts that fit were used, not made again
     batches = [path.name for path in batch_directories(run / "rollouts")]
     assert [path.name for path in batch_directories(forked.directory / "rollouts")] == batches
+
+
+def table_of(first: Path) -> Path:
+    path = first.parent / "table.json"
+    assert call("difficulty", first, "--output", path).exit_code == 0
+    return path
+
+
+@pytest.mark.parametrize("what", ["reference", "difficulty", "refill"])
+def test_a_fork_keeps_reference_table_and_longer_batches(tmp_path: Path, first: Path, what: str) -> None:
+    changes: dict[str, Any] = {
+        "reference": {"objective": {"kl": 0.1}, "checkpoints": {"every": 1, "keep": 1}},
+        "difficulty": {"task": {"difficulty": str(shutil.copy(table_of(first), tmp_path)), "pass_rates": [0.0, 0.9]}},
+        "refill": {"batch": {"without_variance": "refill"}, "optimizer": {"learning_rate": 1e-3}},
+    }[what]
+    config = config_of(tmp_path, **changes)
+    with pytest.raises(KeyboardInterrupt):
+        stalewise.run(config, StopAt(3))  # within the second stage
+    forked = stalewise.fork(config.directory, name="forked")
+    assert len(read_fork(forked.directory)["rollouts"]) == 1
+    (tmp_path / "table.json").unlink(missing_ok=True)  # a run keeps its own
+    stalewise.run(config)
+    stalewise.run(forked)
+    assert weights(forked.directory, 4) == weights(config.directory, 4)
+    computed = [line for line in read_jsonl(forked.directory / "journal.jsonl") if line.get("reason") == "reference"]
+    assert len(computed) == (2 if what == "reference" else 0)  # once a stage, not again for the fork
+
+
+def test_a_fork_finds_its_reference_or_says_that_it_cannot(tmp_path: Path, first: Path) -> None:
+    held = stalewise.fork(first, at=1, settings={"objective.kl": 0.1}, name="held")
+    assert versions(held.directory) == [0, 1] and read_fork(held.directory)["rollouts"] == ["g000000-v000000"]
+    stalewise.run(held)
+    again = stalewise.fork(held.directory, at=3, settings={"objective.kl": 0.2}, name="held-more")
+    kept = list((again.directory / "columns").rglob("*.parquet"))
+    assert len(kept) == 4  # of both stages: nothing is computed again
+    few = config_of(tmp_path, "short", checkpoints={"every": 1, "keep": 1})
+    stalewise.run(few)
+    changes = {"objective.kl": 0.1, "schedule.updates": 4}
+    with pytest.raises(ConfigError, match="no longer has version 0: name a model"):
+        stalewise.fork(few.directory, settings=changes)
+    nowhere = {"task.difficulty": str(tmp_path / "nowhere.json"), "schedule.updates": 4}
+    with pytest.raises(TaskError, match=r"nowhere\.json"):
+        stalewise.fork(few.directory, settings=nowhere)
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
 def test_settings_of_training_keep_the_rollouts_of_the_stage(first: Path) -> None:

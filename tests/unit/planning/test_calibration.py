@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from calibrations import ENVIRONMENT, PROBE, SWEEP, config_at, stable_and_not
-from stalewise.config import make_config
+from stalewise.config import RunConfig, make_config, set_dotted
+from stalewise.config.run import _keys
+from stalewise.config.run_directory import identity_differences
 from stalewise.errors import CalibrationError
 from stalewise.models.loading import EMBEDDED
 from stalewise.planning.calibration import (
@@ -28,8 +32,104 @@ from stalewise.planning.calibration import (
 )
 from stalewise.planning.sweep import fit_sweep
 from stalewise.store.atomic import read_json, write_json_atomic
+from stalewise.tasks.difficulty import DifficultyTable, PassCounts
 
 # ---------------------------------------------------------------- identity and file
+
+
+# All settings when calibrations and runs of the first releases were made, by table.
+FIRST_SETTINGS = {
+    "": "name runs seed recipe trackers",
+    "model.": "path adapter precision device threads lora.rank lora.alpha lora.targets",
+    "task.": "name",
+    "schedule.": "kind updates stages updates_per_generation lag generator_device end spent_ess",
+    "batch.": "prompts group_size",
+    "sampler.": "engine temperature top_p top_k weights max_new_tokens rollouts_per_shard foreign.path foreign.share",
+    "sampler.vllm.": "gpu_memory_utilization max_model_len tensor_parallel copies while_learning",
+    "sampler.server.": "urls model precision reload command concurrency timeout_s retries wait_s api_key_env",
+    "objective.": "name advantage truncated proximal_every",
+    "optimizer.": "learning_rate schedule warmup_updates betas epsilon weight_decay max_grad_norm step_control",
+    "learner.": "tokens_per_micro_batch gradient_checkpointing compile keep_activations parallel record_tokens",
+    "checkpoints.": "every keep",
+    "evaluation.": "every prompts samples",
+    "guard.": "action rollbacks fraction window",
+    "plan.": "calibration learning_rate risk strict",
+    "workers.": "learner lost_after_s",
+    "storage.": "url",
+}
+# Each setting that was added since, with another value than its default and what that value needs; and whether a run,
+# or a calibration, is then another one: where the numbers of training change.
+ADDED: dict[str, tuple[Any, dict[str, Any], bool, bool]] = {
+    "model.check": ("warn", {}, False, False),
+    "task.difficulty": ("TABLE", {}, True, True),
+    "task.pass_rates": ([0.2, 0.8], {"task.difficulty": "TABLE"}, True, True),
+    "task.by_pass_rate": ("sample", {"task.difficulty": "TABLE"}, True, True),
+    "task.max_unscored": (0.5, {}, False, False),
+    "batch.without_variance": ("drop", {}, True, True),
+    "batch.refill_limit": (3.0, {"batch.without_variance": "refill"}, True, True),
+    "objective.kl": (0.1, {}, True, True),
+    "objective.kl_estimator": ("k2", {"objective.kl": 0.1}, True, True),
+    "objective.kl_in": ("reward", {"objective.kl": 0.1}, True, True),
+    "objective.reference": ("POLICY", {"objective.kl": 0.1}, True, True),
+    "objective.entropy_bonus": (0.1, {}, True, True),
+    "objective.reward_weights": ({"correct": 2.0}, {}, True, True),
+    "objective.overlong_tokens": (2, {}, True, True),
+    "objective.overlong_penalty": (0.5, {"objective.overlong_tokens": 2}, True, True),
+    "optimizer.moments": ("int8", {}, True, True),
+    "learner.offload": ("always", {}, False, False),
+    "evaluation.suite": ([{"task": "arithmetic"}], {}, False, False),
+}
+
+
+def test_every_setting_is_of_the_first_releases_or_known_as_added() -> None:
+    first = {f"{table}{key}" for table, keys in FIRST_SETTINGS.items() for key in keys.split()}
+    now = {key for key, is_table in _keys(RunConfig) if not is_table}
+    free = {"task.options", "objective.params", "storage.options", "sampler.server.paths", "sampler.vllm.options"}
+    assert now == first | set(ADDED) | free
+
+
+def test_defaults_of_added_settings_leave_calibrations_and_runs_as_they_were() -> None:
+    # The names as the release before the first of these settings made them.
+    assert identity_of_config(RunConfig()).file_name == "arithmetic-mu_grpo-bc51bfd1.json"
+    adapted = make_config({"model": {"lora": {"rank": 4}}, "objective": {"name": "grpo"}})
+    assert identity_of_config(adapted).file_name == "arithmetic-grpo-676840c3.json"
+    for config in (RunConfig(), adapted):
+        recorded = config.model_dump(mode="json")
+        for key in ADDED:
+            table, _, name = key.rpartition(".")
+            del recorded[table][name]
+        assert identity_differences(config, recorded) == []
+
+
+@pytest.mark.parametrize("key", ADDED)
+def test_other_values_of_added_settings_are_another_run_where_numbers_change(key: str, tmp_path: Path) -> None:
+    value, needs, other_run, other_calibration = ADDED[key]
+    (tmp_path / "table.json").write_text(json.dumps(DifficultyTable({"a": PassCounts(1, 2)}).record()))
+    places = {"TABLE": str(tmp_path / "table.json"), "POLICY": "arithmetic-steps"}
+
+    def config(settings: dict[str, Any]) -> RunConfig:
+        record: dict[str, Any] = {"runs": str(tmp_path)}
+        for name, given in settings.items():
+            set_dotted(record, name, places.get(given, given) if isinstance(given, str) else given)
+        return make_config(record)
+
+    before, after = config(needs), config({**needs, key: value})
+    assert before != after
+    assert bool(identity_differences(after, before.model_dump(mode="json"))) is other_run
+    one, other = identity_of_config(before), identity_of_config(after)
+    assert (one.file_name != other.file_name) is bool(one.differences(other)) is other_calibration
+
+
+def test_tables_and_references_are_identified_by_their_content(tmp_path: Path) -> None:
+    table, reference = tmp_path / "table.json", shutil.copytree(EMBEDDED / "arithmetic", tmp_path / "reference")
+    table.write_text(json.dumps(DifficultyTable({"a": PassCounts(1, 2)}).record()))
+    record = {"task": {"difficulty": str(table)}, "objective": {"kl": 0.1, "reference": str(reference)}}
+    config = make_config(record)
+    before = identity_of_config(config)
+    table.write_text(json.dumps(DifficultyTable({"a": PassCounts(2, 2)}).record()))
+    shutil.copy(EMBEDDED / "arithmetic-steps" / "model.safetensors", reference)
+    found = [text.partition(" ")[0] for text in before.differences(identity_of_config(config))]
+    assert found == ["task.difficulty", "objective.reference"]
 
 
 def test_what_a_calibration_belongs_to(runs: Path) -> None:

@@ -115,6 +115,34 @@ def test_the_parts_by_hand(shape: ModelShape) -> None:
     assert next(iter(saving.learning.values())) == 10 * 3 * 100 * 4 + 10 * 8800
 
 
+def test_a_reference_is_a_second_policy_between_sampling_and_learning(shape: ModelShape) -> None:
+    sampler = {"max_new_tokens": 20, "rollouts_per_shard": 8}
+    free, held = (estimate(config(sampler=sampler, objective={"kl": kl}), "x", longest_prompt=30) for kl in (0.0, 0.1))
+    assert free is not None and held is not None
+    assert not free.reference and held.learning == free.learning and held.least == free.least
+    # Its weights in float32; 10 tokens of one layer, of which nothing is kept; logits as the learner's.
+    assert list(held.reference.values()) == [4e6, 0, 10 * 8800, 10 * 1000 * 16]
+    assert held.largest == "the reference" and free.largest == "sampling"
+    assert held.total == 20e6 + 4e6 + 88_000 + 160_000
+    assert "the reference's weights" in str(held) and "keys and values" not in str(held)
+    low = estimate(config(sampler=sampler, objective={"kl": 0.1}, model={"precision": "bfloat16"}), "x")
+    assert low is not None and list(low.reference.values())[:2] == [4e6, 2e6]
+    schedule = {"kind": "pipelined", "updates": 4, "updates_per_generation": 2, "lag": 1}
+    both = estimate(config(sampler=sampler, objective={"kl": 0.1}, schedule=schedule), "x", longest_prompt=30)
+    assert both is not None
+    assert both.total == held.total + 4e6 + sum(both.learning.values())  # with the weights that the generator samples
+
+
+def test_a_reference_that_is_another_model_has_its_own_shape(tmp_path: Path) -> None:
+    described = AutoConfig.from_pretrained(POLICY)
+    described.num_hidden_layers += 3
+    described.save_pretrained(tmp_path)
+    needed = estimate(config(objective={"kl": 0.1, "reference": str(tmp_path)}), POLICY)
+    other, own = model_shape(str(tmp_path), config().model), model_shape(POLICY, config().model)
+    assert needed is not None and other is not None and own is not None
+    assert needed.reference["the reference's weights"] == 4 * other.parameters > 4 * own.parameters
+
+
 def test_a_micro_batch_is_no_larger_than_all_rollouts_of_an_update(shape: ModelShape) -> None:
     sections = {"batch": {"prompts": 2, "group_size": 4}, "sampler": {"max_new_tokens": 20}}
     small = estimate(make_config({"learner": {"tokens_per_micro_batch": 10_000}, **sections}), "x", longest_prompt=30)
@@ -249,7 +277,7 @@ def test_what_waits_in_host_memory_is_not_there_while_sampling(
     plain, waiting = estimate(settings("never"), "x"), estimate(settings("always"), "x")
     assert plain is not None and waiting is not None
     assert waiting.waits == 16e6  # weights, gradients, moments
-    assert plain.sampling_is_larger and plain.total - waiting.total == 16e6
+    assert plain.largest == "sampling" and plain.total - waiting.total == 16e6
     # auto: where the device could not hold both.
     for total, expected in ((plain.total, False), (plain.total - 1, True)):
         memory[0] = total

@@ -24,6 +24,7 @@ from stalewise.store import committed_shards, is_committed, read_ledger
 from stalewise.store.atomic import read_json
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.store.object_store import ObjectStore, open_object_store
+from stalewise.tasks.difficulty import DifficultyTable, PassCounts
 from stalewise.types import NullCallback
 from tiny import refused, tiny_record
 from working import ordered
@@ -297,6 +298,27 @@ def test_a_worker_that_is_given_the_learners_directory_finds_the_bucket(runs: Pa
     ordered(config)
     assert work(config.directory, worker="a", once=True).shards == 2
     assert PolicySync(depot_of(config)).shards(BATCH) == {0, 1}
+
+
+def test_a_worker_elsewhere_chooses_prompts_by_the_runs_own_table(runs: Path, endpoint: str, tmp_path: Path) -> None:
+    plain = make_config(tiny_record(runs, "plain"))
+    ids = [prompt.prompt_id for prompt in plain.make_task().prompts(0, 40)]
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps(DifficultyTable({one: PassCounts(0, 4) for one in ids[::2]}).record()))
+    config = stored(runs, endpoint, task={"difficulty": str(table), "pass_rates": [0.1, 0.9]})
+    ordered(config)
+    (mine,) = generate(
+        make_config(tiny_record(runs, "mine", task={"difficulty": str(table), "pass_rates": [0.1, 0.9]}))
+    )
+    shutil.rmtree(config.directory)
+    table.unlink()
+    url, options = config.storage.url, {"storage.options.endpoint_url": endpoint}
+    assert work(url, worker="a", once=True, overrides=options).shards == 2
+    made = [json.loads(depot_of(config).read(f"rollouts/{BATCH}/shard-0000{i}.json") or b"") for i in range(2)]
+    assert [one["sha256"] for one in made] == [shard.sha256 for shard in mine.shards]
+    depot_of(config).remove("difficulty.json")
+    with pytest.raises(StoreError, match=r"difficulty\.json is missing, the run's table of pass rates"):
+        work(url, worker="b", once=True, overrides=options)
 
 
 def test_of_two_who_made_a_shard_the_first_in_the_bucket_counts(runs: Path, endpoint: str) -> None:

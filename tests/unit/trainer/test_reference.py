@@ -18,6 +18,8 @@ from stalewise.api import learn, run
 from stalewise.config import RunConfig, make_config
 from stalewise.config.sections import ModelSection, ObjectiveSection
 from stalewise.errors import ConfigError, ModelError, StalewiseError
+from stalewise.orchestrator.ranks import help_with_reference
+from stalewise.rollout.workers.worker import RunLocation, work
 from stalewise.store import batch_directories, open_batch
 from stalewise.store.json_lines import read_jsonl
 from stalewise.trainer.reference import LoadedReference, check_reference
@@ -25,6 +27,7 @@ from stalewise.trainer.trainer import Trainer
 from tiny import tiny_record
 from trainer_inputs import POLICY as STEPS
 from trainer_inputs import plain_logp, rollouts
+from working import ordered
 
 PIPELINED = {"kind": "pipelined", "updates": 4, "stages": None, "updates_per_generation": 2, "lag": 1}
 
@@ -99,6 +102,25 @@ def test_learning_from_rollouts_of_another_run_computes_its_own_column(runs: Pat
     assert metric(config, "kl_reference")[0] > 1e-4
     names = {path.parent.name for path in (config.directory / "columns").rglob("*.parquet")}
     assert names == {"000-g000000-v000000", "001-g000001-v000002"}
+
+
+def test_a_worker_computes_columns_of_what_it_made(runs: Path) -> None:
+    config, other = made(runs), made(runs, "other")
+    ordered(config)
+    done = work(config.directory, worker="a", once=True, afterwards=help_with_reference)
+    run(other)
+    columns = [sorted((one.directory / "columns/reference/g000000-v000000").iterdir()) for one in (config, other)]
+    assert done.shards == len(columns[0]) == len(columns[1]) == 2
+    assert [path.read_bytes() for path in columns[0]] == [path.read_bytes() for path in columns[1]]
+    run(config)
+    assert same(config, other)
+    events = [event for event in read_jsonl(config.directory / "journal.jsonl") if event.get("reason") == "reference"]
+    assert len(events) == 1  # of the second stage, which no worker made
+    batch = batch_directories(config.directory / "rollouts")[0]
+    shutil.rmtree(config.directory / "columns")
+    shutil.rmtree(batch)  # as a rollback does
+    help_with_reference(RunLocation.of_config(config), batch)
+    assert not (config.directory / "columns").exists()
 
 
 def test_the_divergence_in_the_reward_moves_advantages_and_not_the_reported_reward(runs: Path) -> None:

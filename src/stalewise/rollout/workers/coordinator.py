@@ -25,6 +25,7 @@ from stalewise.store import batch_directory, is_committed, json_lines
 from stalewise.store.atomic import commit_directory, parse_json, remove_temporaries, temporary_name, write_atomic
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.store.object_store import ObjectStore, open_object_store
+from stalewise.tasks.difficulty import COPY as DIFFICULTY
 
 CONFIG = "config.resolved.json"
 RECORDS = "records"
@@ -94,6 +95,8 @@ class Coordinator:
         # Records first: a published checkpoint must have the records that lead to it.
         self.object_store.write(_records_name(folder), _records(self.run))
         self.sync.publish_checkpoints(self.run)
+        if self.config.task.difficulty:  # before the config, for which workers wait
+            self.object_store.write(DIFFICULTY, (self.run / DIFFICULTY).read_bytes())
         self.object_store.write(CONFIG, (self.run / CONFIG).read_bytes())
         kept = {_records_name(folder) for folder in self.sync.published().values()}
         for name in self.object_store.names(RECORDS):

@@ -26,7 +26,7 @@ from stalewise.rollout.sampler import OffloadableSampler, Sampler
 from stalewise.rollout.workers.coordinator import Coordinator
 from stalewise.rollout.workers.shard_queue import POLL_S, ShardQueue, WorkerSession
 from stalewise.rollout.workers.work_order import WorkOrder, config_digest, read_plan
-from stalewise.rollout.workers.worker import RolloutWorker, RunLocation, WorkDone, work
+from stalewise.rollout.workers.worker import Afterwards, RolloutWorker, RunLocation, WorkDone, work
 from stalewise.tasks import Task, close_task
 from stalewise.types import NullCallback, ProgressCallback
 
@@ -161,6 +161,7 @@ def work_on_ray(
     once: bool = False,
     gpus: float | None = None,
     callback: ProgressCallback | None = None,
+    afterwards: Afterwards | None = None,
 ) -> list[WorkDone]:
     """Start workers and wait for all to end; each has `gpus` GPUs (by default one if the cluster has any).
 
@@ -179,7 +180,8 @@ def work_on_ray(
         actor = ray.remote(max_restarts=RESTARTS, max_task_retries=RESTARTS, num_cpus=1, num_gpus=per_worker)(_Actor)
         actors = [actor.remote() for _ in range(workers)]
         (callback or NullCallback()).log(f"{workers} workers on Ray for {source}")
-        futures = [one.work.remote(source, f"ray-{i}", dict(overrides or {}), once) for i, one in enumerate(actors)]
+        given = (dict(overrides or {}), once, afterwards)
+        futures = [one.work.remote(source, f"ray-{i}", *given) for i, one in enumerate(actors)]
         results = ray.get(futures)
     except ray.exceptions.RayError as error:
         raise EngineError(
@@ -197,9 +199,11 @@ def work_on_ray(
 class _Actor:
     """One worker in a process of Ray's."""
 
-    def work(self, source: str, worker: str, overrides: Mapping[str, Any], once: bool) -> WorkDone | str:
+    def work(
+        self, source: str, worker: str, overrides: Mapping[str, Any], once: bool, afterwards: Afterwards | None
+    ) -> WorkDone | str:
         """Work; an error in the input is returned as text, since a retry would not help."""
         try:
-            return work(source, worker=worker, overrides=overrides, once=once)
+            return work(source, worker=worker, overrides=overrides, once=once, afterwards=afterwards)
         except StalewiseError as error:
             return str(error)

@@ -22,9 +22,9 @@ from stalewise.config.run_directory import identity_differences
 from stalewise.errors import StoreError
 from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.generate import ScoreCheck, commit_shards, make_shards
-from stalewise.rollout.sampler import Sampler
+from stalewise.rollout.sampler import OffloadableSampler, Sampler
 from stalewise.rollout.workers import work_order
-from stalewise.rollout.workers.coordinator import CONFIG
+from stalewise.rollout.workers.coordinator import CONFIG, DIFFICULTY
 from stalewise.rollout.workers.shard_queue import OrderWithdrawn, ShardQueue, WorkerSession
 from stalewise.rollout.workers.sync import PolicySync, policy_digest
 from stalewise.rollout.workers.work_order import WorkOrder
@@ -38,6 +38,8 @@ from stalewise.types import NullCallback, ProgressCallback
 POLL_S = 0.1
 REMOTE_POLL_S = 2.0
 LOG_AFTER_S = 10.0  # of waiting for orders
+
+Afterwards = Callable[["RunLocation", Path], object]
 
 
 @dataclass
@@ -60,24 +62,27 @@ def work(
     once: bool = False,
     cache: str | Path | None = None,
     callback: ProgressCallback | None = None,
+    afterwards: Afterwards | None = None,
 ) -> WorkDone:
     """Make shards of all ordered batches until the run is complete; `once`: until no order is open.
 
     `source` is a run directory, the URL of a run's object store, or a config. `overrides` are settings that may differ
     between workers, such as `model.device` and the engine. Downloaded policies are kept in `cache`, or temporarily.
+    `afterwards` is called with each batch that is committed, where this worker shares the run directory.
     """
     callback = callback or NullCallback()
     location = RunLocation.find(str(source), overrides or {}, wait=not once, log=callback.log)
     config, name = location.config, worker or f"{socket.gethostname()}-{os.getpid()}"
-    task = config.make_task()
     with (
         tempfile.TemporaryDirectory(prefix="stalewise-worker-") as scratch,
         WorkerSession(location.object_store, name, lost_after_s=config.workers.lost_after_s) as session,
         ExitStack() as opened,
         closing(make_sampler(config, log=callback.log)) as sampler,
     ):
+        task = location.make_task(Path(scratch))
         opened.callback(close_task, task)
         rollout_worker = RolloutWorker(location, session, task, sampler, Path(cache or scratch), callback)
+        rollout_worker.afterwards = afterwards
         rollout_worker.work(once)
         return rollout_worker.done
 
@@ -134,6 +139,18 @@ class RunLocation:
             )
         return cls(object_store, config, run)
 
+    def make_task(self, scratch: Path) -> Task:
+        """The run's task; with the run's own table of pass rates, which is put into `scratch`."""
+        if not self.config.task.difficulty:
+            return self.config.make_task()
+        if (content := self.object_store.read(DIFFICULTY)) is None:
+            raise StoreError(
+                f"{self.object_store.where}/{DIFFICULTY} is missing, the run's table of pass rates: restart the "
+                "trainer, which puts it there"
+            )
+        (scratch / DIFFICULTY).write_bytes(content)
+        return self.config.make_task(scratch / DIFFICULTY)
+
 
 def _read_config(object_store: ObjectStore, wait: bool, log: Callable[[str], object]) -> dict[str, Any]:
     """The resolved config of the run in an object store."""
@@ -167,6 +184,7 @@ class RolloutWorker:
     callback: ProgressCallback
     processes: int = 1
     check: Callable[[], object] = lambda: None
+    afterwards: Afterwards | None = None
 
     def __post_init__(self) -> None:
         self.object_store, self.done = self.location.object_store, WorkDone(self.session.worker)
@@ -216,6 +234,10 @@ class RolloutWorker:
             if self.location.run is not None and not plan.most_prompts:  # one that may grow is the trainer's to commit
                 commit_shards(plan, directory, self.task.name)
                 work_order.withdraw_order(self.object_store, order.name)
+                if self.afterwards is not None:
+                    if isinstance(self.sampler, OffloadableSampler):
+                        self.sampler.sleep()
+                    self.afterwards(self.location, directory)
         except OrderWithdrawn:
             pass
         finally:
