@@ -208,8 +208,9 @@ class _Fork:
     def _link_policy(self, *, with_earlier: bool) -> None:
         """Link the checkpoint and what belongs to it; earlier ones where a guard may roll back to them."""
         names = {self.version}
-        if self.recorded.model.trains_adapters:
-            names.add(0)  # the base of the adapters
+        objective = self.config.objective
+        if self.recorded.model.trains_adapters or (objective.kl and objective.reference == "initial"):
+            names.add(0)  # the base of the adapters, or the reference
         if with_earlier:
             names |= {found for found in checkpoints.versions(self.run) if found <= self.version}
         for found in names:
@@ -222,7 +223,8 @@ class _Fork:
         if "task.difficulty" not in self.changes:
             self._link(self.run / DIFFICULTY)
         elif self.config.task.difficulty:
-            shutil.copyfile(self.config.task.difficulty, self.target / DIFFICULTY)
+            table = atomic.read_json(self.config.task.difficulty)
+            atomic.write_json_atomic(self.target / DIFFICULTY, table, sealed=True)
         for path in token_files(token_log_directory(self.run)):
             if int(path.stem.rpartition("u")[2]) < self.version:
                 self._link(path)
