@@ -72,9 +72,20 @@ def attack_commands(count: int, seed: int, folder: Path, longest: float = 4.0) -
         )
         wait = rng.uniform(0.3, longest)  # before that Python itself is starting
         time.sleep(wait)
-        process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=120)
+        told = _interrupt(process)
         statuses.append(process.returncode)
         if "Traceback" in told and ("__main__.py" in told or "/cli/" in told):  # before that, Python itself starts
             wrong.append(f"{words[0]} after {wait:.2f} s: {told[-600:]}")
     return {"interrupts": count, "ended_by_them": sum(status != 0 for status in statuses), "wrong": wrong}
+
+
+def _interrupt(process: subprocess.Popen[str]) -> str:
+    """What a process says that is interrupted: again after two minutes, since Python ignores it in a destructor."""
+    for _ in range(5):
+        process.send_signal(signal.SIGINT)
+        try:
+            return process.communicate(timeout=120)[1]
+        except subprocess.TimeoutExpired:
+            continue
+    process.kill()
+    return f"Traceback of nothing: __main__.py did not end. {process.communicate()[1]}"

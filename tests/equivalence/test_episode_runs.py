@@ -108,12 +108,8 @@ def test_the_embedded_policy_learns_the_game_of_sums(tmp_path: Path) -> None:
 
 
 def test_episodes_are_held_near_a_reference_and_forked(tmp_path: Path) -> None:
-    changes = {
-        "schedule": {"updates": 2, "stages": 2},
-        "objective": {"kl": 0.05},
-        "checkpoints": {"every": 1, "keep": 1},
-    }
-    config = make_config(settings(tmp_path, "first", **changes))
+    changes = {"schedule": {"updates": 2, "stages": 2}, "checkpoints": {"every": 1, "keep": 3}}
+    config = make_config(settings(tmp_path, "first", objective={"kl": 0.05}, **changes))
     run(config)
     forked = fork(config.directory, at=1, name="fork")
     run(forked)

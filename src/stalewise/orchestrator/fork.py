@@ -215,7 +215,13 @@ class _Fork:
             names |= {found for found in checkpoints.versions(self.run) if found <= self.version}
         for found in names:
             self._link(checkpoints.checkpoint_directory(self.run, found))
-        for path in [self.run / "data", self.run / "python", *self.run.glob("model-*"), *self.rollbacks]:
+        for path in [
+            self.run / "environment.json",
+            self.run / "data",
+            self.run / "python",
+            *self.run.glob("model-*"),
+            *self.rollbacks,
+        ]:
             self._link(path)
         if not any(key.startswith(("objective.kl", "objective.reference")) for key in self.changes):
             self._link(self.run / REFERENCE)

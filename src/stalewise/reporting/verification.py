@@ -236,12 +236,22 @@ def _verify_lines(found: Verification, run: Path) -> list[LedgerEntry]:
 
 
 def _verify_line_file(
-    found: Verification, path: Path, schema: RecordSchema, depends: str, again: str, *, stops: bool = True
+    found: Verification,
+    path: Path,
+    schema: RecordSchema,
+    depends: str,
+    again: str,
+    *,
+    stops: bool = True,
+    is_whole: bool = False,
 ) -> None:
+    """Compare the lines of a file; a torn end is damage where nothing is being written any more (`is_whole`)."""
     found.count("records", path)
     try:
         torn: list[str] = []
         lines = scan_lines(path, torn.append)
+        if torn and is_whole:
+            raise StoreError(torn[0].removeprefix(f"{path}: "))
         found.not_covered += [f"{_name(found, path)}: its end is torn, as by a crash; it is left out" for _ in torn]
     except StoreError as error:
         return _add(found, path, error, depends, again, stops=stops)
@@ -354,7 +364,8 @@ def _verify_batch(
             _add(found, file, error, depends, again, stops=False)  # opened only after its checksum was compared
     for path in sorted(directory.glob("calls-*.jsonl")):
         what = "whether environments answer again what they answered before"
-        _verify_line_file(found, path, CALLS, what, "delete it: nothing else depends on it", stops=not is_used)
+        again, is_whole = "delete it: nothing else depends on it", (directory / BATCH_MANIFEST).is_file()
+        _verify_line_file(found, path, CALLS, what, again, stops=not is_whole, is_whole=is_whole)
 
 
 def _readable_shards(

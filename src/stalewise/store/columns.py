@@ -170,7 +170,7 @@ class TokenColumn:
         """Whether the numbers of a shard are there."""
         try:
             metadata = pq.read_schema(self.path(shard)).metadata or {}
-        except (OSError, pa.ArrowException):
+        except (OSError, ValueError, pa.ArrowException):
             return False
         return metadata == self._metadata(shard)
 
@@ -210,7 +210,7 @@ def _read_values(path: Path) -> npt.NDArray[np.float32]:
     """The numbers in a file of a column; StoreError says what is wrong with it."""
     try:
         table = pq.read_table(path, page_checksum_verification=True)
-    except (OSError, pa.ArrowException) as error:
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise StoreError(str(error)) from error
     if table.schema.names != ["value"] or table.schema.field("value").type != pa.float32():
         raise StoreError("it has other columns than one of 32-bit numbers")

@@ -160,7 +160,7 @@ def test_what_few_runs_have_is_covered_too(run: Path) -> None:
     assert (found.files["rewards"], found.files["columns"], found.files["data"]) == (3, 1, 1)
     for name, path in files.items():
         content = path.read_bytes()
-        change(path, 0.4)
+        change(path, 0.05 if "columns" in name else 0.4)  # of a column only the numbers are covered
         assert {one.file for one in verify_run(run).damaged} == {name}
         path.unlink()
         missing = {one.file for one in verify_run(run).damaged}

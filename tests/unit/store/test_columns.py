@@ -66,3 +66,18 @@ def test_a_column_of_other_numbers_is_refused(tmp_path: Path) -> None:
             store.TokenColumn(tmp_path, "key").read(SHARD, 0, 1)
     path.write_bytes(path.read_bytes()[:-20])
     assert column_problem(path, tmp_path / "elsewhere") != ""
+
+
+def test_no_bit_of_a_column_changes_a_number_unnoticed(tmp_path: Path) -> None:
+    values = np.array([-0.5, -1.25, -3.0], dtype=np.float32)
+    store.TokenColumn(tmp_path, "key").write(SHARD, values)
+    path = store.TokenColumn(tmp_path, "key").path(SHARD)
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :])
+        column = store.TokenColumn(tmp_path, "key")
+        if column.has(SHARD):  # else it is computed again
+            try:
+                assert column.read(SHARD, 0, 3).tolist() == values.tolist(), place
+            except StoreError:
+                continue
