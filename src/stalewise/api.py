@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -39,6 +38,7 @@ from stalewise.store import BatchManifest, atomic, checkpoints
 from stalewise.store.reward_versions import RewardVersion
 from stalewise.tasks import Seen, Task, callables, close_task, make_evaluation_file
 from stalewise.tasks.rows import read_ids
+from stalewise.tasks.sandbox import scratch_folder
 from stalewise.tasks.verifiers import VERIFIERS
 from stalewise.types import NullCallback, ProgressCallback
 
@@ -278,7 +278,7 @@ def evaluate(
     are unknown. Temperature 0 is greedy, with one sample.
     """
     model = keywords.pop("model_or_run", model)
-    with tempfile.TemporaryDirectory(prefix="stalewise-evaluate-") as scratch:
+    with scratch_folder("evaluate") as scratch:
         files = python_objects.RunFiles(Path(scratch))
         name, file, options = files.to_evaluate(model, tokenizer, dataset, reward, file, options, keywords)
         chosen = None if task is None or isinstance(task, str) else task

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from attacks import damage, inputs, kills
+from tiny import TINY
 
 
 def finished_run(folder: Path, kind: str) -> Path:
@@ -26,12 +27,36 @@ def finished_run(folder: Path, kind: str) -> Path:
     return config.directory
 
 
+def run_with_everything(folder: Path) -> Path:
+    """A fork of a run of episodes, with a reference, a table of pass rates and further rewards."""
+    from stalewise import fork
+    from stalewise.api import run
+    from stalewise.orchestrator.rescore import rescore
+
+    config = fork(finished_run(folder, "episodes"), at=4, name="fork", settings={"optimizer.learning_rate": 5e-4})
+    run(config)
+    rescore(config.directory, weights={"turns": 1.0})
+    return config.directory
+
+
+def run_of_a_program(folder: Path) -> Path:
+    """A run whose rows and reward a program gave."""
+    from stalewise import train
+    from stalewise.types import NullCallback
+
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(10, 30) for b in (11, 23, 47)]
+    given = {**TINY, "runs": str(folder), "name": "program", "callback": NullCallback()}
+    return train("embedded:arithmetic", rows, lambda response, answer: float(response == answer), **given).directory
+
+
 def attack_files(count: int, seed: int, folder: Path) -> dict[str, Any]:
-    """Damage of a run with rollbacks, of a run of stages, and of one that an earlier release has left."""
+    """Damage of runs of several kinds, and of one that an earlier release has left."""
     runs = {kind: finished_run(folder, kind) for kind in ("collapsing", "spent")}
-    done = {kind: damage.attack(run, count * 2 // 5, seed) for kind, run in runs.items()}
+    runs |= {"fork": run_with_everything(folder), "program": run_of_a_program(folder)}
+    shares = {"collapsing": 0.25, "spent": 0.15, "fork": 0.35, "program": 0.1}
+    done = {kind: damage.attack(run, round(count * shares[kind]), seed) for kind, run in runs.items()}
     damage.without_checksums(runs["spent"])
-    old = damage.attack(runs["spent"], count - 2 * (count * 2 // 5), seed + 1)
+    old = damage.attack(runs["spent"], count - sum(one["damages"] for one in done.values()), seed + 1)
     old["wrong"] = [text for text in old["wrong"] if "FOREIGN" in text]  # unnoticed ones are the reason for checksums
     done["without checksums"] = old
     return {"damages": count, "runs": done, "wrong": [text for one in done.values() for text in one.pop("wrong")]}
@@ -43,7 +68,7 @@ ATTACKS: dict[str, tuple[int, inputs.Attack]] = {
     "options": (1500, inputs.attack_options),
     "rows": (1500, inputs.attack_rows),
     "interrupts": (30, kills.attack_commands),
-    "kills": (200, lambda count, seed, folder: kills.attack_runs(count, seed)),
+    "kills": (200, kills.attack_runs),
 }
 
 

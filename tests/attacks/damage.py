@@ -17,15 +17,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from stalewise.config.run_directory import read_fork
 from stalewise.errors import StalewiseError
 from stalewise.reporting.inspection import inspect_run
 from stalewise.reporting.read import read_run
 from stalewise.reporting.verification import check_run, verify_run
-from stalewise.store import read_ledger
+from stalewise.store import TokenColumn, batch_directories, is_committed, read_batch_manifest, read_ledger
+from stalewise.store.atomic import read_json
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
+from stalewise.store.records import REFERENCE, read_record
+from stalewise.store.reward_versions import RewardVersion, reward_versions
+from stalewise.tasks.difficulty import COPY, read_table
 
 # Not records of the run: the lock's text, and what is made anew from the others.
 UNIMPORTANT = ("run.lock", ".log", "report/", "work/")
+
+KNOWN: dict[str, list[float]] = {}  # numbers of a column by the checksum of their shard, from before any damage
 
 Damage = Callable[[bytes, random.Random], bytes | None]
 
@@ -126,8 +133,31 @@ def figures(run: Path) -> dict[str, Any]:
         "environment": shown.environment,
         "inspected": inspect_run(run),
         "ledger": [repr(entry) for entry in read_ledger(run / "ledger" / "updates.jsonl")],
+        "forked": read_fork(run),
+        "difficulty": repr(read_table(run / COPY, read_json)) if (run / COPY).is_file() else "",
+        "rewards": [_rewards(one, run) for one in reward_versions(run)],
+        "columns": [_column(run, path) for path in sorted(run.glob("columns/reference/*"))],
+        "rows": [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(run.glob("data/*/*"))],
         "weights": {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in newest.glob("*.safetensors")},
     }
+
+
+def _rewards(version: RewardVersion, run: Path) -> list[Any]:
+    batches = filter(is_committed, batch_directories(run / "rollouts"))
+    tables = [version.rewards_of(read_batch_manifest(path), path).table.to_pylist() for path in batches]
+    return [version.name, tables, {key: value for key, value in version.record.items() if key != "batches"}]
+
+
+def _column(run: Path, path: Path) -> list[float]:
+    """The numbers of a column as a run uses them: what is missing, or of something else, is computed again."""
+    shards = read_batch_manifest(run / "rollouts" / path.name).shards
+    column = TokenColumn(path, read_record(run / "reference.json", REFERENCE)["key"])
+    numbers: list[float] = []
+    for one in shards:
+        values = column.read(one, 0, one.response_tokens).tolist() if column.has(one) else KNOWN[one.sha256]
+        KNOWN.setdefault(one.sha256, values)
+        numbers += values
+    return numbers
 
 
 def outcome(run: Path, before: str) -> str:

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from stalewise import run, store
+from stalewise import fork, run, store
 from stalewise.config import make_config
 from stalewise.errors import StalewiseError
 from stalewise.reporting.inspection import inspect_rollout, inspect_run
+from stalewise.reporting.verification import verify_run
+from stalewise.store.json_lines import read_jsonl
 
 PROGRAM = """
 import json, sys
@@ -103,3 +105,16 @@ def test_the_embedded_policy_learns_the_game_of_sums(tmp_path: Path) -> None:
     result = run(make_config(settings(tmp_path, "learns", **changes)))
     before, after = (one["accuracy"]["value"] for one in (result.evaluations[0], result.evaluations[-1]))
     assert before < 0.27 and after > before + 0.12  # 0.198 and 0.425 when it was written
+
+
+def test_episodes_are_held_near_a_reference_and_forked(tmp_path: Path) -> None:
+    changes = {"schedule": {"updates": 2, "stages": 2}, "checkpoints": {"every": 1, "keep": 3}}
+    config = make_config(settings(tmp_path, "first", objective={"kl": 0.05}, **changes))
+    run(config)
+    forked = fork(config.directory, at=1, name="fork")
+    run(forked)
+    weights = "checkpoints/v000002/model.safetensors"
+    assert (forked.directory / weights).read_bytes() == (config.directory / weights).read_bytes()
+    assert verify_run(forked.directory).damaged == []
+    first = read_jsonl(config.directory / "metrics.jsonl")[0]
+    assert first["kl_reference"] == pytest.approx(0, abs=1e-5)  # version 0 is the reference

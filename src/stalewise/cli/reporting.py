@@ -94,16 +94,16 @@ def difficulty(
     _check_runs(*(runs or ()))
     from stalewise.cli.tables import print_difficulty
     from stalewise.reporting.inspection import pass_counts
-    from stalewise.store.atomic import write_json_atomic
+    from stalewise.store.atomic import read_json, write_json_atomic
     from stalewise.tasks.difficulty import DifficultyTable, PassCounts, read_table
 
-    table = read_table(output) if output is not None and output.exists() else DifficultyTable()
+    table = read_table(output, read_json) if output is not None and output.exists() else DifficultyTable()
     added = 0
     for run in runs or ():
         for batch, name, counts in pass_counts(run, stage=stage, passing=passing):
             added += table.add(batch, name, {prompt: PassCounts(*one) for prompt, one in counts.items()})
     if output is not None and added:
-        write_json_atomic(output, table.record())
+        write_json_atomic(output, table.record(), sealed=True)
     record = {"added": added, **table.summary(low, high), "low": low, "high": high}
     print_json(record) if as_json else print_difficulty(record, table.prompts, output)
 

@@ -24,7 +24,7 @@ from stalewise.config.sections import (
     with_recipe,
 )
 from stalewise.errors import ConfigError, nearest
-from stalewise.store.atomic import write_json_atomic
+from stalewise.store.atomic import read_json, write_json_atomic
 from stalewise.tasks import Task, make_evaluation_file, make_task
 from stalewise.tasks.difficulty import COPY, ChosenPrompts, read_table
 
@@ -112,7 +112,8 @@ class RunConfig(Section):
         if not self.task.difficulty:
             return task
         (low, high), by = self.task.pass_rates, self.task.by_pass_rate
-        return ChosenPrompts(task, read_table(table or self.difficulty_path), low=low, high=high, by=by, seed=self.seed)
+        found = read_table(table or self.difficulty_path, read_json)
+        return ChosenPrompts(task, found, low=low, high=high, by=by, seed=self.seed)
 
     @property
     def difficulty_path(self) -> Path:

@@ -222,7 +222,13 @@ class _Fork:
             names |= {found for found in checkpoints.versions(self.run) if found <= self.version}
         for found in names:
             self._link(checkpoints.checkpoint_directory(self.run, found))
-        for path in [self.run / "data", self.run / "python", *self.run.glob("model-*"), *self.rollbacks]:
+        for path in [
+            self.run / "environment.json",
+            self.run / "data",
+            self.run / "python",
+            *self.run.glob("model-*"),
+            *self.rollbacks,
+        ]:
             self._link(path)
         if self.config.objective.kl and "objective.reference" not in self.changes:
             self._link(self.run / REFERENCE)
@@ -230,8 +236,9 @@ class _Fork:
         if "task.difficulty" not in self.changes:
             self._link(self.run / DIFFICULTY)
         elif self.config.task.difficulty:
-            read_table(self.config.task.difficulty)  # says what is wrong with it
-            shutil.copyfile(self.config.task.difficulty, self.target / DIFFICULTY)
+            read_table(self.config.task.difficulty, atomic.read_json)  # says what is wrong with it
+            table = atomic.read_json(self.config.task.difficulty)
+            atomic.write_json_atomic(self.target / DIFFICULTY, table, sealed=True)
         for path in token_files(token_log_directory(self.run)):
             if int(path.stem.rpartition("u")[2]) < self.version:
                 self._link(path)

@@ -63,7 +63,7 @@ from stalewise.store import (
     open_batch,
     rewards_of_updates,
 )
-from stalewise.store.atomic import remove_temporaries, write_atomic, write_json_atomic
+from stalewise.store.atomic import read_json, remove_temporaries, write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory, prune, read_state, versions, write_checkpoint
 from stalewise.tasks import close_task
 from stalewise.tasks.difficulty import COPY
@@ -195,7 +195,7 @@ class Orchestrator:
         if adopt_changes(self.config.model_dump(mode="json"), self.run_log, self.callback.log):
             self.schedule = self.source.schedule(self.config.schedule, self.run_log.stages_path)
         if self.config.task.difficulty and not versions(self.directory):
-            write_atomic(self.directory / COPY, Path(self.config.task.difficulty).read_bytes())
+            write_json_atomic(self.directory / COPY, read_json(self.config.task.difficulty), sealed=True)
         write_resolved(self.config, self.directory / "config.resolved.json")
         here = environment(device_name(self.config.model.device), torch.get_num_threads(), self.ranks.world)
         write_json_atomic(self.directory / "environment.json", here, sealed=True)

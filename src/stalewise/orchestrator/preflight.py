@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -39,6 +38,7 @@ from stalewise.rollout.generate import shown_prompts
 from stalewise.rollout.sampler import Request, Sampler
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.tasks import Task, close_task
+from stalewise.tasks.sandbox import scratch_folder
 from stalewise.tasks.verifiers.python import FunctionVerifier, PythonVerifier
 from stalewise.trainer.lora import check_adapter, describe_targets, need_peft
 from stalewise.trainer.reference import check_reference, reference_path
@@ -274,7 +274,7 @@ class _Preflight:
         if not self.config.model.trains_adapters:
             yield Path(self.source)
             return
-        with tempfile.TemporaryDirectory() as directory:
+        with scratch_folder("doctor") as directory:
             config = make_config(self.config.model_dump(mode="json") | {"runs": directory})
             write_first_checkpoint(config, self.source, task, lambda text: None)
             yield checkpoint_directory(config.directory, 0)

@@ -1,7 +1,8 @@
 """What is damaged in a run directory, what depends on it, and what can be made again: `stalewise verify`.
 
-Every file is compared with a checksum: weights and optimizer with their checkpoint's manifest, shards and token logs
-with theirs, JSON files with the checksum at their end, JSONL files line by line and with `records.json`. What an
+Every file is compared with a checksum: weights and optimizer with their checkpoint's manifest, shards, token logs and
+further rewards with theirs, JSON files with the checksum at their end, JSONL files line by line and with
+`records.json`, columns with the checksums of their pages, a program's rows with the digest in their path. What an
 earlier release wrote without checksums is "not covered", which is neither damaged nor fine.
 """
 
@@ -18,8 +19,9 @@ from typing import Any
 from stalewise.config.run_directory import RESOLVED, is_started, read_config
 from stalewise.errors import StalewiseError, StoreError
 from stalewise.store import LedgerEntry, ShardManifest, batch_directories, parse_batch_name, read_ledger, verify_shard
-from stalewise.store.atomic import has_seal, read_json
+from stalewise.store.atomic import has_seal, read_json, sha256_file
 from stalewise.store.checkpoints import STATE, checkpoint_directory, damaged_files, read_manifest, versions
+from stalewise.store.columns import column_problem
 from stalewise.store.json_lines import RECORDS, committed_ends, scan_lines
 from stalewise.store.manifest import (
     BATCH_MANIFEST,
@@ -29,19 +31,24 @@ from stalewise.store.manifest import (
     shard_manifest_path,
 )
 from stalewise.store.records import (
+    CALLS,
+    DIFFICULTY,
     EVALUATION,
     FORKED,
     JOURNAL,
     LEDGER,
     LIMITS,
     METRIC,
+    REFERENCE,
     ROLLBACK,
     SOURCES,
     STAGE,
     SUITE,
     RecordSchema,
     read_record,
+    read_records,
 )
+from stalewise.store.reward_versions import read_version, versions_directory
 from stalewise.store.token_log import check_token_file, token_files, token_manifest_path
 
 # Each record of a run: its schema, what depends on it, and how it can be made again.
@@ -76,6 +83,12 @@ DOCUMENTS: dict[str, tuple[RecordSchema, str, str]] = {
     "limits.json": (LIMITS, "the drift budgets", "only from a copy: a later calibration may differ"),
     "fork.json": (FORKED, "what a forked run started from, and its schedule", "only from a copy"),
     "sources.json": (SOURCES, "which rollouts of other runs this one learned from", "only from a copy"),
+    "difficulty.json": (DIFFICULTY, "which prompts are trained on", "only from a copy of the table"),
+    "reference.json": (
+        REFERENCE,
+        "which weights the reference has",
+        "delete it, and `columns/`: `stalewise train` computes both again",
+    ),
 }
 _OLD = "written by a release without checksums: a change would not be noticed"
 _CHECKPOINT = re.compile(r"v\d{6,}")
@@ -130,10 +143,13 @@ def verify_run(directory: str | Path, *, thorough: bool = True) -> Verification:
     _verify_updates(found, ledger)
     _verify_batches(found, run / "rollouts", ledger, thorough)
     _verify_tokens(found, run / "ledger" / "tokens", thorough)
+    _verify_rewards(found, thorough)
+    _verify_columns(found, thorough)
+    _verify_data(found, thorough)
     for rollback in sorted((run / "rollbacks").glob("r[0-9]*")):
         _verify_rollback(found, rollback, thorough)
-    others = [name for name in ("python", "data") if (run / name).is_dir()]
-    found.not_covered += [f"{name}/: files that a program gave" for name in others]
+    others = [path.name for path in (run / "python", *sorted(run.glob("model-*"))) if path.is_dir()]
+    found.not_covered += [f"{name}/: what a program gave; not read once there is a checkpoint" for name in others]
     found.seconds = time.perf_counter() - began
     return found
 
@@ -178,15 +194,23 @@ def _verify_document(found: Verification, path: Path, schema: RecordSchema, depe
 
 def _is_lost(found: Verification, name: str, ledger: list[LedgerEntry]) -> bool:
     """Whether a document that does not exist must have existed: runs of earlier releases had fewer."""
-    is_covered = (found.directory / RECORDS).is_file() and bool(ledger)
-    if name == "fork.json":  # most runs are no forks
+    run = found.directory
+    if name == "fork.json":
+        journal = read_records(run / "journal.jsonl", JOURNAL, on_damage=lambda problem: None)
+        return any(line["event"] == "fork" for line in journal)
+    if not (run / RECORDS).is_file() or not ledger:
         return False
-    if name != "sources.json":
-        return is_covered
-    if batch_directories(found.directory / "rollouts"):
-        return False
+    if name in ("environment.json", "limits.json"):
+        return True
     with contextlib.suppress(StalewiseError):  # of a damaged config, which is said apart
-        return is_covered and not read_config(found.directory).storage.url  # rollouts may have stayed elsewhere
+        config = read_config(run)
+        wanted = {
+            "difficulty.json": bool(config.task.difficulty),
+            "reference.json": config.objective.kl != 0,
+            # Rollouts may have stayed elsewhere.
+            "sources.json": not batch_directories(run / "rollouts") and not config.storage.url,
+        }
+        return wanted[name]
     return False
 
 
@@ -211,19 +235,31 @@ def _verify_lines(found: Verification, run: Path) -> list[LedgerEntry]:
         return []
 
 
-def _verify_line_file(found: Verification, path: Path, schema: RecordSchema, depends: str, again: str) -> None:
+def _verify_line_file(
+    found: Verification,
+    path: Path,
+    schema: RecordSchema,
+    depends: str,
+    again: str,
+    *,
+    stops: bool = True,
+    is_whole: bool = False,
+) -> None:
+    """Compare the lines of a file; a torn end is damage where nothing is being written any more (`is_whole`)."""
     found.count("records", path)
     try:
         torn: list[str] = []
         lines = scan_lines(path, torn.append)
+        if torn and is_whole:
+            raise StoreError(torn[0].removeprefix(f"{path}: "))
         found.not_covered += [f"{_name(found, path)}: its end is torn, as by a crash; it is left out" for _ in torn]
     except StoreError as error:
-        return _add(found, path, error, depends, again)
+        return _add(found, path, error, depends, again, stops=stops)
     problems = [(line.number, line.problem or schema.problem(line.record)) for line in lines]
     wrong = [f"line {number}: {problem}" for number, problem in problems if problem]
     if wrong:
         more = f" (and {len(wrong) - 1} more lines)" if len(wrong) > 1 else ""
-        return _add(found, path, f"{wrong[0]}{more}", depends, again)
+        return _add(found, path, f"{wrong[0]}{more}", depends, again, stops=stops)
     if old := sum(not line.is_sealed for line in lines):
         found.not_covered.append(f"{_name(found, path)}: {old:,} of {len(lines):,} lines, {_OLD}")
     return None
@@ -326,6 +362,10 @@ def _verify_batch(
             verify_shard(directory, shard, checksum=thorough)
         except StoreError as error:
             _add(found, file, error, depends, again, stops=False)  # opened only after its checksum was compared
+    for path in sorted(directory.glob("calls-*.jsonl")):
+        what = "whether environments answer again what they answered before"
+        again, is_whole = "delete it: nothing else depends on it", (directory / BATCH_MANIFEST).is_file()
+        _verify_line_file(found, path, CALLS, what, again, stops=not is_whole, is_whole=is_whole)
 
 
 def _readable_shards(
@@ -353,6 +393,55 @@ def _verify_tokens(found: Verification, directory: Path, thorough: bool) -> None
             _add(found, path, error, depends, again, stops=False)
     for orphan in sorted({*directory.glob("u*.json")} - {token_manifest_path(path) for path in files}):
         _add(found, orphan.with_suffix(".parquet"), "missing", depends, again, stops=False)
+
+
+def _verify_rewards(found: Verification, thorough: bool) -> None:
+    root = versions_directory(found.directory)
+    for directory in sorted(root.iterdir()) if root.is_dir() else ():
+        if directory.name.startswith("."):  # being written
+            continue
+        depends = f"inspect, serve and learn with the rewards {directory.name}; no weight of this run"
+        again = f"remove rewards/{directory.name}: `stalewise rescore` gives them again"
+        path = directory / "manifest.json"
+        try:
+            version = read_version(directory)
+            found.count("rewards", path)
+            _note_coverage(found, path)
+        except StoreError as error:
+            _add(found, path, error, depends, again, stops=False)
+            continue
+        for batch in version.record["batches"] if thorough else ():
+            file = version.path(batch)
+            found.count("rewards", file)
+            if version.is_damaged(batch):
+                problem = "its SHA-256 differs" if file.is_file() else "missing"
+                _add(found, file, problem, depends, again, stops=False)
+
+
+def _verify_columns(found: Verification, thorough: bool) -> None:
+    """Columns have checksums of their own pages, and are computed again where they are missing."""
+    root = found.directory / "columns" / "reference"
+    depends, again = "the distance from the reference", "delete it: `stalewise train` computes it again"
+    for path in sorted(root.glob("*/*.parquet")) if thorough else ():
+        found.count("columns", path)
+        if problem := column_problem(path, found.directory / "rollouts" / path.parent.name):
+            _add(found, path, problem, depends, again, stops=False)
+
+
+def _verify_data(found: Verification, thorough: bool) -> None:
+    """Rows that a program gave: the name of their folder begins their SHA-256."""
+    depends = "prompts and answers, and so everything that is generated from here on"
+    again = "`stalewise.train` with the same rows writes it again once it is deleted"
+    for path in sorted(found.directory.glob("data/*/*.jsonl")) if thorough else ():
+        found.count("data", path)
+        if not sha256_file(path).startswith(path.parent.name):
+            _add(found, path, "its SHA-256 differs", depends, again)
+    with contextlib.suppress(StalewiseError):  # of a damaged config, which is said apart
+        options, own = read_config(found.directory).task.options, found.directory / "data"
+        for name in ("path", "evaluation_path"):
+            path = Path(str(options.get(name) or "."))
+            if path.is_relative_to(own) and not path.is_file():
+                _add(found, path, "missing", depends, again)
 
 
 def _verify_rollback(found: Verification, rollback: Path, thorough: bool) -> None:

@@ -22,7 +22,8 @@ from jinja2 import TemplateError
 from stalewise.errors import ModelError
 from stalewise.models.loading import encode_prompts
 from stalewise.rollout.sampler import PlayedEpisode, Request, Response, Sampler, TurnSampler, sample_in_rounds
-from stalewise.store.json_lines import append_line, read_jsonl
+from stalewise.store.json_lines import append_line
+from stalewise.store.records import CALLS, read_records
 from stalewise.tasks.environments import ChatMessage, Episode
 from stalewise.tasks.environments.play import Call, EnvironmentPool, Outcome, TaskScore
 from stalewise.types import POLICY, FinishReason, Prompt, Reward, SamplerSettings, Segment
@@ -152,7 +153,7 @@ class CallJournal:
         self.path, self.differing = path, 0
         self._known: dict[tuple[int, str], str] = {}
         if path is not None and path.is_file():
-            for call in (call for line in read_jsonl(path) for call in line["calls"]):
+            for call in (call for line in read_records(path, CALLS) for call in line["calls"]):
                 self._known[call["rollout"], call["turns"]] = call["answer"]
 
     def add(self, records: Sequence[tuple[int, OpenEpisode, Outcome]]) -> None:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError
 from stalewise.store.atomic import write_atomic
-from stalewise.store.manifest import ShardManifest, shard_path
+from stalewise.store.manifest import ShardManifest, read_shard_manifest, shard_path
 from stalewise.types import POLICY, FinishReason
 
 NUMBERS = {"rollout_id": np.int64, "group": np.int64, "reward": np.float64}
@@ -170,16 +170,16 @@ class TokenColumn:
         """Whether the numbers of a shard are there."""
         try:
             metadata = pq.read_schema(self.path(shard)).metadata or {}
-        except (OSError, pa.ArrowException):
+        except (OSError, ValueError, pa.ArrowException):
             return False
         return metadata == self._metadata(shard)
 
     def write(self, shard: ShardManifest, values: npt.NDArray[np.float32]) -> None:
         """Write the numbers of a shard; once this returns they survive a crash."""
-        if len(values) != shard.tokens or not np.isfinite(values).all():
+        if len(values) != shard.response_tokens or not np.isfinite(values).all():
             raise StoreError(
-                f"{self.path(shard)} would hold {int(np.isfinite(values).sum())} finite numbers for the {shard.tokens} "
-                f"tokens of {shard.file}: each token needs one"
+                f"{self.path(shard)} would hold {int(np.isfinite(values).sum())} finite numbers for the "
+                f"{shard.response_tokens} tokens of {shard.file}: each token needs one"
             )
         schema = pa.schema([pa.field("value", pa.float32(), nullable=False)], metadata=self._metadata(shard))
         table, sink = pa.table([pa.array(values)], schema=schema), pa.BufferOutputStream()
@@ -190,18 +190,48 @@ class TokenColumn:
         """The numbers of `count` tokens of a shard, from the token number `first` on."""
         if self._flat[0] != shard.sha256:
             try:
-                table = pq.read_table(self.path(shard), page_checksum_verification=True)
-            except (OSError, pa.ArrowException) as error:
+                values = _read_values(self.path(shard))
+                if len(values) != shard.response_tokens:
+                    raise StoreError(f"it has {len(values):,} numbers for {shard.response_tokens:,} tokens")
+            except StoreError as error:
                 raise StoreError(
                     f"{self.path(shard)} is missing or damaged: {error}; remove it and run the same command again: it "
                     "is computed again"
                 ) from error
-            self._flat = shard.sha256, numbers(table["value"], np.float32)
+            self._flat = shard.sha256, values
         return self._flat[1][first : first + count]
 
     def _metadata(self, shard: ShardManifest) -> dict[bytes, bytes]:
         facts = {"stalewise": COLUMN_FORMAT, "shard": shard.sha256, "key": self.key}
         return {name.encode(): value.encode() for name, value in facts.items()}
+
+
+def _read_values(path: Path) -> npt.NDArray[np.float32]:
+    """The numbers in a file of a column; StoreError says what is wrong with it."""
+    try:
+        table = pq.read_table(path, page_checksum_verification=True)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise StoreError(str(error)) from error
+    if table.schema.names != ["value"] or table.schema.field("value").type != pa.float32():
+        raise StoreError("it has other columns than one of 32-bit numbers")
+    return numbers(table["value"], np.float32)
+
+
+def column_problem(path: Path, batch: Path) -> str:
+    """What is wrong with a file of a column; empty: nothing. `batch` is where its rollouts are, if they are here."""
+    try:
+        values, metadata = _read_values(path), pq.read_schema(path).metadata or {}
+        if metadata.get(b"stalewise") != COLUMN_FORMAT.encode() or not {b"shard", b"key"} <= metadata.keys():
+            return "it does not say what it was computed from"
+        manifest = path.with_suffix(".json").name
+        if not (batch / manifest).is_file():
+            return ""
+        shard = read_shard_manifest(batch, int(path.stem.removeprefix("shard-")))
+        if metadata[b"shard"].decode("utf-8", "replace") == shard.sha256 and len(values) != shard.response_tokens:
+            return f"it has {len(values):,} numbers for {shard.response_tokens:,} tokens"
+        return ""
+    except (StoreError, ValueError) as error:
+        return str(error)
 
 
 def numbers(column: pa.ChunkedArray, dtype: type) -> npt.NDArray[Any]:

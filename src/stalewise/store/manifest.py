@@ -50,6 +50,11 @@ class ShardManifest:
     extra: Mapping[str, Any] = field(default_factory=dict)
     format: str = FORMAT
 
+    @property
+    def response_tokens(self) -> int:
+        """All tokens after prompts: the policy's, and in episodes those from outside."""
+        return self.tokens + int(self.extra.get("outside_tokens", 0))
+
 
 @dataclass(frozen=True, slots=True)
 class BatchManifest:

@@ -6,11 +6,13 @@ a whole and never changed; the rewards in the shards stay as they are.
 
 from __future__ import annotations
 
+import fcntl
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,13 @@ from stalewise.store.atomic import (
     explain_write_errors,
     make_directory,
     read_json,
+    remove_temporaries,
     sha256_file,
     temporary_name,
     write_json_atomic,
 )
 from stalewise.store.manifest import BatchManifest
+from stalewise.store.records import REWARDS
 from stalewise.store.schema import REWARD_PARTS
 from stalewise.types import Reward
 
@@ -67,10 +71,19 @@ class RewardVersion:
             raise StoreError(f"{self.directory} has no rewards of {directory.name}: rescore the run again")
         if listed["shards"] != [shard.sha256 for shard in batch.shards]:
             raise StoreError(f"{self.directory} has rewards of other rollouts than those in {directory}: rescore again")
-        path = self.directory / f"{directory.name}.parquet"
-        if not path.is_file() or sha256_file(path) != listed["sha256"]:
+        path = self.path(directory.name)
+        if self.is_damaged(directory.name):
             raise StoreError(f"{path} is damaged or missing: remove {self.directory} and rescore again")
         return BatchRewards(self.name, listed["sha256"], pq.read_table(path, use_threads=False))
+
+    def path(self, batch: str) -> Path:
+        """The file of a generation batch's rewards."""
+        return self.directory / f"{batch}.parquet"
+
+    def is_damaged(self, batch: str) -> bool:
+        """Whether the file of a batch is not as it was written."""
+        path = self.path(batch)
+        return not path.is_file() or sha256_file(path) != self.record["batches"][batch]["sha256"]
 
 
 class BatchRewards:
@@ -110,8 +123,8 @@ def read_version(directory: Path) -> RewardVersion:
     record = read_json(directory / "manifest.json")
     if record.get("format") != FORMAT:
         raise StoreError(f"{directory} has format {record.get('format')}; this release reads {FORMAT}")
-    if not isinstance(record.get("batches"), dict) or "time" not in record:
-        raise StoreError(f"{directory / 'manifest.json'} is corrupt: batches or time missing; rescore again")
+    if problem := REWARDS.problem(record):
+        raise StoreError(f"{directory / 'manifest.json'} is damaged: {problem}; remove {directory} and rescore again")
     return RewardVersion(directory, record)
 
 
@@ -139,15 +152,34 @@ def new_version(run: str | Path, name: str) -> Iterator[VersionWriter]:
     check_new_name(run, name)
     final = versions_directory(run) / name
     temporary = temporary_name(final)
+    with explain_write_errors(final, 0):
+        make_directory(final.parent)
+    with _alone(final.parent):
+        try:
+            with explain_write_errors(final, 0):
+                make_directory(temporary)
+                writer = VersionWriter(temporary)
+                yield writer
+                write_json_atomic(temporary / "manifest.json", {"format": FORMAT, **writer.record}, sealed=True)
+            commit_directory(temporary, final)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """No other process writes a version here; what a killed one has left is removed."""
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        with explain_write_errors(final, 0):
-            make_directory(temporary)
-            writer = VersionWriter(temporary)
-            yield writer
-            write_json_atomic(temporary / "manifest.json", {"format": FORMAT, **writer.record})
-        commit_directory(temporary, final)
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StoreError(f"another process is scoring {directory.parent}: wait until it has ended") from None
+            remove_temporaries(directory)
+        yield
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(descriptor)
 
 
 class VersionWriter:

@@ -6,14 +6,13 @@ prompt that the table does not know is neither solved nor hopeless, and is kept.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from stalewise.errors import TaskError
+from stalewise.errors import StalewiseError, TaskError
 from stalewise.tasks.base import Task, Verifier, check_range, fraction_of
 from stalewise.types import Prompt
 
@@ -32,6 +31,11 @@ class PassCounts:
 
     def __add__(self, other: PassCounts) -> PassCounts:
         return PassCounts(self.passed + other.passed, self.rollouts + other.rollouts)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether these are counts: whole numbers, of at least one rollout."""
+        return type(self.passed) is type(self.rollouts) is int and 0 <= self.passed <= self.rollouts > 0
 
     @property
     def rate(self) -> float:
@@ -74,23 +78,25 @@ class DifficultyTable:
         }
 
 
-def read_table(path: str | os.PathLike[str]) -> DifficultyTable:
-    """Read a table; one that is missing or no table is a TaskError."""
+def read_table(path: str | os.PathLike[str], read: Callable[[Path], Mapping[str, Any]]) -> DifficultyTable:
+    """The table in a file, which `read` reads; one that is missing or no table is a TaskError."""
+    if not os.path.lexists(path):
+        raise TaskError(f"there is no table of pass rates {path}: `stalewise difficulty RUN --output {path}`")
     try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise TaskError(f"there is no table of pass rates {path}: `stalewise difficulty RUN --output {path}`") from None
-    except (OSError, ValueError) as error:
-        raise TaskError(f"{path} is no table of pass rates: {error}") from None
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        found = record.get("format") if isinstance(record, dict) else type(record).__name__
-        raise TaskError(f"{path} has format {found}; expected {FORMAT}, as `stalewise difficulty` writes it")
+        record = read(Path(path))
+    except StalewiseError as error:
+        why = str(error).removeprefix(f"{path} ").partition("; restore")[0]
+        raise TaskError(f"{path} is no table of pass rates: it {why}; `stalewise difficulty` writes one") from None
+    if record.get("format") != FORMAT:
+        raise TaskError(
+            f"{path} has format {record.get('format')}; expected {FORMAT}, as `stalewise difficulty` writes it"
+        )
     try:
-        prompts = {str(name): PassCounts(*map(int, counts)) for name, counts in record["prompts"].items()}
+        prompts = {str(name): PassCounts(*counts) for name, counts in record["prompts"].items()}
         batches = {str(key): str(name) for key, name in record["batches"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise TaskError(f"{path} is damaged: {error!r}; write it again with `stalewise difficulty`") from None
-    if wrong := [name for name, one in prompts.items() if not 0 <= one.passed <= one.rollouts or not one.rollouts]:
+    if wrong := [name for name, one in prompts.items() if not one.is_possible]:
         raise TaskError(
             f"{path} is damaged: {wrong[0]} passed {prompts[wrong[0]].passed} of {prompts[wrong[0]].rollouts}"
         )

@@ -7,6 +7,7 @@ bubblewrap, Linux namespaces, Landlock with seccomp. Without any it refuses. SEC
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import selectors
@@ -17,7 +18,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,7 @@ from stalewise.tasks import sandbox_process
 MECHANISMS = ("bubblewrap", "namespaces", "landlock")
 START_S = 30.0  # for the sandbox to start and to end, beyond the program's own limit
 _SCRIPT = str(Path(sandbox_process.__file__).resolve())
+_SCRATCH = "stalewise-scratch-"
 _PROGRAM = "program.py"
 _PEER = "peer.py"
 
@@ -147,6 +149,53 @@ print("done")
 """
 
 
+@contextlib.contextmanager
+def scratch_folder(kind: str) -> Iterator[str]:
+    """A temporary folder that this process holds; one whose process was killed is removed at the next start.
+
+    The kernel drops the lock on a folder when its process ends, however it ends.
+    """
+    remove_abandoned()
+    held = None
+    while held is None:
+        folder = tempfile.mkdtemp(prefix=f"{_SCRATCH}{kind}-")
+        with contextlib.suppress(FileNotFoundError):  # another process may have found it before it was locked
+            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(held, fcntl.LOCK_EX)
+            if not os.path.isdir(folder):
+                os.close(held)
+                held = None
+    try:
+        yield folder
+    finally:
+        _remove(folder)
+        os.close(held)
+
+
+@cache
+def remove_abandoned() -> None:
+    """Remove the folders of `scratch_folder` that no process holds any more; once in a process."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(OSError):  # another user's, or held
+            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(folder).st_uid == os.getuid():
+                    _remove(path)
+            finally:
+                os.close(folder)
+
+
+def _remove(folder: str | Path) -> None:
+    """Remove a folder, also where a program took permissions away from its own folders."""
+    for parent, names, _ in os.walk(folder):
+        for path in (os.path.join(parent, name) for name in names):
+            if not os.path.islink(path):
+                with contextlib.suppress(OSError):
+                    os.chmod(path, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 @cache
 def probe(mechanism: str) -> str:
     """Why a mechanism does not work here; empty if a program in it could not get out."""
@@ -154,7 +203,7 @@ def probe(mechanism: str) -> str:
         return "this is not Linux"
     if mechanism == "bubblewrap" and shutil.which("bwrap") is None:
         return "bwrap is not installed"
-    with tempfile.TemporaryDirectory(prefix="stalewise-probe-") as folder:
+    with scratch_folder("probe") as folder:
         outside = Path(folder, "outside")
         outside.write_text("outside")
         try:
@@ -178,7 +227,7 @@ def _run(
     for name in files:
         if os.path.isabs(name) or ".." in Path(name).parts or name in (*programs, "", "."):
             raise TaskError(f"file {name!r} of a sandbox must have a name of its own within the program's folder")
-    with tempfile.TemporaryDirectory(prefix="stalewise-sandbox-", ignore_cleanup_errors=True) as folder:
+    with scratch_folder("sandbox") as folder:
         own = folder if mechanism in ("landlock", "none") else sandbox_process.WORK
         # No site module: it would run the .pth files of an environment.
         commands = [[interpreter(), "-S", "-s", "-B", "-X", "utf8", name] for name in programs]

@@ -25,8 +25,9 @@ from stalewise.models.loading import (
     resolve_model,
 )
 from stalewise.store import Batch, RolloutColumns, ShardManifest, TokenColumn
-from stalewise.store.atomic import read_json, sha256_file, write_json_atomic
+from stalewise.store.atomic import sha256_file, write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory, read_state
+from stalewise.store.records import REFERENCE, read_record
 from stalewise.trainer.logprobs import kernels_for, measure_logit_map, response_logp
 from stalewise.trainer.micro_batch import Layout, micro_batches
 
@@ -79,8 +80,8 @@ class Reference:
             key = hashlib.sha256((digests or str(self.path)).encode()).hexdigest()
         record = self.run / FILE
         if not record.is_file():
-            write_json_atomic(record, {"format": FORMAT, "reference": self.name, "key": key})
-        if read_json(record)["key"] != key:
+            write_json_atomic(record, {"format": FORMAT, "reference": self.name, "key": key}, sealed=True)
+        if read_record(record, REFERENCE)["key"] != key:
             raise StoreError(
                 f"{self.path} has other weights than the reference with which {self.run} began: restore them, or "
                 "choose another name for a new run"

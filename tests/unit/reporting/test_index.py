@@ -177,3 +177,13 @@ def test_a_group_number_tells_batches_apart(tmp_path: Path) -> None:
     add_batch(run, 0, [make_rollout(i) for i in range(8)])
     add_batch(run, 1, [replace(make_rollout(i), rollout_id=100 + i) for i in range(8)])
     assert len(QueryResult(index_of(run), parse_filters({})).groups) == 4
+
+
+def test_a_damaged_index_is_made_anew(own: Path) -> None:
+    first = index_of(own)
+    kept = own / "report" / CACHE
+    whole = kept.read_bytes()
+    for place in range(40, len(whole), len(whole) // 25):
+        kept.write_bytes(whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :])
+        same_table(index_of(own), first)
+        assert kept.read_bytes() == whole

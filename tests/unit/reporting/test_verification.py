@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from stalewise.api import run as train
-from stalewise.config import RunConfig, make_config
+from stalewise.config import RunConfig, make_config, write_resolved
+from stalewise.config.run_directory import read_config
 from stalewise.errors import StoreError
 from stalewise.integrations.hub import export_policy
+from stalewise.orchestrator.fork import fork
+from stalewise.orchestrator.rescore import rescore
 from stalewise.reporting.verification import check_run, verify_run
+from stalewise.store import TokenColumn, batch_directories, read_batch_manifest
+from stalewise.store.atomic import write_json_atomic
+from stalewise.store.json_lines import append_line
+from stalewise.tasks.difficulty import DifficultyTable, PassCounts
 from tiny import call, called_json, refused
 
 
@@ -124,3 +133,59 @@ def test_a_missing_config_is_no_new_run(run: Path, tiny_run: RunConfig, tmp_path
     with pytest.raises(StoreError, match="is missing, though the run has begun"):
         train(config)
     assert "is no run directory" in refused("verify", tmp_path / "nothing")
+
+
+def with_everything(run: Path) -> dict[str, Path]:
+    """Add to a run what few runs have: further rewards, calls of environments, a column, a table, rows of a program."""
+    rescore(run, name="again")
+    batch = batch_directories(run / "rollouts")[0]
+    shard = read_batch_manifest(batch).shards[0]
+    append_line(batch / "calls-00000.jsonl", {"calls": [{"rollout": 0, "turn": 1, "turns": "a", "answer": "b"}]})
+    column = TokenColumn(run / "columns" / "reference" / batch.name, "key")
+    column.write(shard, np.linspace(-3, -1, shard.response_tokens, dtype=np.float32))
+    write_json_atomic(run / "reference.json", {"reference": "initial", "key": "key"}, sealed=True)
+    write_json_atomic(run / "difficulty.json", DifficultyTable({"a": PassCounts(1, 2)}).record(), sealed=True)
+    rows = run / "data" / hashlib.sha256(b"{}\n").hexdigest()[:12] / "rows.jsonl"
+    rows.parent.mkdir(parents=True)
+    rows.write_bytes(b"{}\n")
+    paths = [run / f"rewards/again/{name}" for name in ("manifest.json", f"{batch.name}.parquet")]
+    paths += [batch / "calls-00000.jsonl", column.path(shard), run / "reference.json", run / "difficulty.json", rows]
+    return {path.relative_to(run).as_posix(): path for path in paths}
+
+
+def test_what_few_runs_have_is_covered_too(run: Path) -> None:
+    files = with_everything(run)
+    found = verify_run(run)
+    assert found.damaged == [] and found.not_covered == []
+    assert (found.files["rewards"], found.files["columns"], found.files["data"]) == (3, 1, 1)
+    for name, path in files.items():
+        content = path.read_bytes()
+        change(path, 0.05 if "columns" in name else 0.4)  # of a column only the numbers are covered
+        assert {one.file for one in verify_run(run).damaged} == {name}
+        path.unlink()
+        missing = {one.file for one in verify_run(run).damaged}
+        assert missing == (
+            {name} if "rewards" in name else set()
+        )  # others are made again, or the run does not need them
+        path.write_bytes(content)
+    assert verify_run(run).damaged == []
+
+
+def test_what_the_config_or_the_journal_names_is_missed(run: Path) -> None:
+    forked = fork(run, at=2, name="fork").directory
+    assert verify_run(forked).damaged == []
+    (forked / "fork.json").unlink()
+    (lost,) = verify_run(forked).damaged
+    assert (lost.file, lost.problem, lost.stops) == ("fork.json", "missing", True)
+    with pytest.raises(StoreError, match=r"fork\.json is damaged: missing"):
+        check_run(forked)
+    record = read_config(run).model_dump(mode="json")
+    rows = run / "data" / "abc" / "rows.jsonl"
+    record |= {"objective": {**record["objective"], "kl": 0.1}}
+    record |= {"task": {"name": "jsonl", "options": {"path": str(rows)}, "difficulty": "table.json"}}
+    write_resolved(make_config(record), run / "config.resolved.json")
+    assert {one.file for one in verify_run(run).damaged} == {
+        "difficulty.json",
+        "reference.json",
+        "data/abc/rows.jsonl",
+    }

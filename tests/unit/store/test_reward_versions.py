@@ -63,3 +63,27 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     (version.directory / "manifest.json").write_text('{"format": "stalewise.rewards/9"}')
     with pytest.raises(StoreError, match="this release reads"):
         reward_versions(tmp_path)
+
+
+def test_one_process_scores_at_a_time_and_what_a_killed_one_left_is_removed(tmp_path: Path) -> None:
+    left = tmp_path / "rewards" / ".a.tmp-0123456789ab"
+    left.mkdir(parents=True)
+    with new_version(tmp_path, "a") as writer:
+        assert not left.exists()
+        with pytest.raises(StoreError, match="another process is scoring"):
+            write(tmp_path, "b")
+        writer.record["time"] = 1.0
+    assert [one.name for one in reward_versions(tmp_path)] == ["a"]
+
+
+def test_a_changed_manifest_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, "a")
+    path = tmp_path / "rewards" / "a" / "manifest.json"
+    path.write_text(path.read_text().replace('"abc"', '"abd"'))
+    with pytest.raises(StoreError, match="was changed after it was written"):
+        reward_versions(tmp_path)
+    path.write_text(
+        '{"format": "stalewise.rewards/1", "time": 1, "batches": {"g": {"rows": 1}}}'
+    )  # of an earlier release
+    with pytest.raises(StoreError, match="is damaged: batches is"):
+        reward_versions(tmp_path)

@@ -12,6 +12,7 @@ from stalewise.api import run
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ConfigError, TaskError
 from stalewise.store import batch_directories, open_batch
+from stalewise.store.atomic import read_json, write_json_atomic
 from stalewise.tasks import Task, make_task
 from stalewise.tasks.difficulty import ChosenPrompts, DifficultyTable, PassCounts, read_table
 from tiny import call, called_json, refused, tiny_record
@@ -74,8 +75,11 @@ def test_a_batch_is_counted_once() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[]", "has format list; expected stalewise.difficulty/1"),
-        ("{", "is no table of pass rates"),
+        ("[]", "should hold a JSON object, not a list"),
+        ("{", "is no table of pass rates: it is corrupt"),
+        ('{"format": 1}', "has format 1; expected stalewise.difficulty/1"),
+        ('{"format": "stalewise.difficulty/1", "batches": {}, "prompts": {"a": [1.5, 4]}}', r"a passed 1\.5 of 4"),
+        ('{"format": "stalewise.difficulty/1", "batches": {}, "prompts": {"a": ["1", true]}}', "is damaged"),
         ('{"format": "stalewise.difficulty/1"}', "is damaged"),
         ('{"format": "stalewise.difficulty/1", "batches": {}, "prompts": {"a": [5, 4]}}', "a passed 5 of 4"),
     ],
@@ -83,10 +87,19 @@ def test_a_batch_is_counted_once() -> None:
 def test_a_bad_table_is_one_message(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "table.json"
     with pytest.raises(TaskError, match="there is no table of pass rates"):
-        read_table(path)
+        read_table(path, read_json)
     path.write_text(content)
     with pytest.raises(TaskError, match=message):
-        read_table(path)
+        read_table(path, read_json)
+
+
+def test_a_table_that_was_changed_is_refused(tmp_path: Path) -> None:
+    path, table = tmp_path / "table.json", DifficultyTable({"a": PassCounts(1, 4)})
+    write_json_atomic(path, table.record(), sealed=True)
+    assert read_table(path, read_json) == table
+    path.write_text(path.read_text().replace("      1,", "      2,"))
+    with pytest.raises(TaskError, match="was changed after it was written"):
+        read_table(path, read_json)
 
 
 def made(runs: Path, name: str = "run", **task: Any) -> RunConfig:

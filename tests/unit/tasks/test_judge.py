@@ -61,6 +61,27 @@ def test_the_cache_answers_and_a_damaged_file_is_asked_again(tmp_path: Path) -> 
     assert made(server.url, tmp_path).score([PROMPT], ["a"])[0].parts["score"] == 3, "without a server"
 
 
+def test_an_answer_that_was_changed_in_the_cache_is_asked_again(tmp_path: Path) -> None:
+    with judge_server(lambda text, number: f"Score: {number}") as server:
+        assert made(server.url, tmp_path).score([PROMPT], ["a"])[0].parts["score"] == 1
+        (path,) = (tmp_path / "cache").rglob("*.json")
+        kept = path.read_text()
+        for changed in (
+            kept.replace('"Score: 1"', '"Score: 9"'),
+            kept.replace('"Score: 1"', '"Score: 9"').replace('"sha256"', '"sha255"'),
+            kept.replace("grader", "graber"),
+            "[]",
+        ):
+            assert changed != kept
+            path.write_text(changed)
+            asked = len(server.asked)
+            assert made(server.url, tmp_path).score([PROMPT], ["a"])[0].parts["score"] == asked + 1
+        record = {**json.loads(kept), "answer": "Score: 7"}
+        del record["sha256"]  # as an earlier release wrote it
+        path.write_text(json.dumps(record))
+        assert made(server.url, tmp_path).score([PROMPT], ["a"])[0].parts["score"] == 7
+
+
 def test_what_is_temporary_is_tried_again(tmp_path: Path) -> None:
     said: list[Any] = [503, 429, b"no JSON", b'{"choices": []}', "Score: 10"]
     with judge_server(lambda text, number: said[number - 1]) as server:

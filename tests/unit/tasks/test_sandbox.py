@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -154,3 +155,40 @@ def test_threads_may_run_programs_at_once() -> None:
     for thread in threads:
         thread.join()
     assert results == {number: f"{number}\n" for number in range(4)}
+
+
+HOLDS = """
+import sys, time
+from stalewise.tasks.sandbox import scratch_folder
+with scratch_folder("test") as folder:
+    print(folder, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_folder_whose_process_was_killed_is_removed_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    killed, alive = (
+        subprocess.Popen([sys.executable, "-c", HOLDS], stdout=subprocess.PIPE, text=True, env=environment)
+        for _ in range(2)
+    )
+    with killed, alive:
+        left, held = (Path(one.stdout.readline().strip()) for one in (killed, alive) if one.stdout)
+        (left / "closed" / "deeper").mkdir(parents=True)
+        (left / "closed").chmod(0)
+        outside = tmp_path / "outside"
+        outside.mkdir(mode=0o750)
+        (left / "link").symlink_to(outside)
+        (tmp_path / "stalewise-scratch-link").symlink_to(outside)
+        killed.kill()
+        killed.wait()
+        sandbox.remove_abandoned.cache_clear()
+        with sandbox.scratch_folder("test") as own:
+            found = {path.name for path in tmp_path.iterdir()}
+            assert found == {held.name, Path(own).name, "outside", "stalewise-scratch-link"}
+        assert outside.stat().st_mode & 0o777 == 0o750
+        assert not Path(own).exists()
+        alive.kill()

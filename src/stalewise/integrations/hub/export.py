@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from stalewise.reporting.verification import check_run
 from stalewise.store import batch_directories, is_committed, open_batch
 from stalewise.store.atomic import read_json
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
+from stalewise.tasks.sandbox import scratch_folder
 
 CARD, CONFIG = "README.md", EXPORT_CONFIG
 ADAPTER, ADAPTER_CONFIG = "adapter", "adapter_config.json"
@@ -164,7 +164,7 @@ def push(
 
     if to is not None:
         return str(write(Path(to).expanduser() / ("datasets" if rollouts else "") / repo_id, force=force))
-    with tempfile.TemporaryDirectory(prefix="stalewise-push-") as temporary:
+    with scratch_folder("push") as temporary:
         folder = write(Path(temporary) / "folder", link=True)
         return _upload(folder, repo_id, rollouts=rollouts, private=private, force=force)
 

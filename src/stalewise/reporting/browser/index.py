@@ -27,7 +27,8 @@ from stalewise.store.token_log import read_light
 from stalewise.types import FinishReason
 
 CACHE = "rollouts.index.arrow"
-FORMAT = "stalewise.index/2"
+FORMAT = "stalewise.index/3"
+_SEAL = 32  # bytes of the SHA-256 before the table
 MOST_PARTS = 32  # reward parts with a filter
 REFRESH_S = 2.0  # a run directory is checked at most this often
 CHECKED_BYTES = 2**28  # of shards hashed while the index is built; others are hashed when they are opened
@@ -322,7 +323,10 @@ def _index(
 
 def _read(path: Path, fingerprint: str, batches: list[BatchLocation]) -> RolloutIndex:
     """The cached index; raises a KeyError if it is of another state of the run."""
-    table = pa.ipc.open_file(pa.py_buffer(path.read_bytes())).read_all()
+    content = path.read_bytes()
+    if hashlib.sha256(content[_SEAL:]).digest() != content[:_SEAL]:
+        raise ValueError(f"{path} is damaged")
+    table = pa.ipc.open_file(pa.py_buffer(content[_SEAL:])).read_all()
     notes = json.loads((table.schema.metadata or {})[b"stalewise"])
     if notes["fingerprint"] != fingerprint:
         raise KeyError(fingerprint)
@@ -338,4 +342,5 @@ def _write(path: Path, index: RolloutIndex) -> None:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
-    write_atomic(path, memoryview(sink.getvalue()))
+    content = sink.getvalue().to_pybytes()
+    write_atomic(path, hashlib.sha256(content).digest() + content)

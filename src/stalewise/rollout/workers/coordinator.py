@@ -195,8 +195,8 @@ def _newest_records(
 
 
 def is_being_written(path: Path) -> bool:
-    """Whether a worker may be writing this temporary file: it is in `work`, or in an incomplete batch."""
-    if "work" in path.parts[-4:-1]:
+    """Whether another process may be writing this: it is in `work`, in `rewards`, or in an incomplete batch."""
+    if "work" in path.parts[-4:-1] or "rewards" in path.parts[-3:-1]:
         return True
     with contextlib.suppress(StoreError):
         return path.parent.parent.name == "rollouts" and not is_committed(path.parent)

@@ -7,7 +7,6 @@ On a Ray cluster, Ray starts one worker per machine (`work_on_ray`) and restarts
 from __future__ import annotations
 
 import socket
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -28,6 +27,7 @@ from stalewise.rollout.workers.shard_queue import POLL_S, ShardQueue, WorkerSess
 from stalewise.rollout.workers.work_order import WorkOrder, config_digest, read_plan
 from stalewise.rollout.workers.worker import Afterwards, RolloutWorker, RunLocation, WorkDone, work
 from stalewise.tasks import Task, close_task
+from stalewise.tasks.sandbox import scratch_folder
 from stalewise.types import NullCallback, ProgressCallback
 
 ENGINE = "hf"  # the others use several devices by themselves
@@ -133,7 +133,7 @@ class RolloutRank:
         location = RunLocation.of_config(config)
         name, role = f"rank {self.ranks.rank} on {socket.gethostname()}", f"{record['role']}.rank-{self.ranks.rank}"
         with (
-            tempfile.TemporaryDirectory(prefix="stalewise-rank-") as scratch,
+            scratch_folder("rank") as scratch,
             WorkerSession(location.object_store, name, role=role, lost_after_s=config.workers.lost_after_s) as session,
         ):
             tools = session, self.task, self.sampler, Path(scratch), NullCallback()

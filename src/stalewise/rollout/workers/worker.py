@@ -9,7 +9,6 @@ import copy
 import os
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
@@ -33,6 +32,7 @@ from stalewise.store.atomic import parse_json
 from stalewise.store.checkpoints import checkpoint_directory, read_state
 from stalewise.store.object_store import DirectoryStore, ObjectStore, open_object_store
 from stalewise.tasks import Task, close_task
+from stalewise.tasks.sandbox import scratch_folder
 from stalewise.types import NullCallback, ProgressCallback
 
 POLL_S = 0.1
@@ -74,7 +74,7 @@ def work(
     location = RunLocation.find(str(source), overrides or {}, wait=not once, log=callback.log)
     config, name = location.config, worker or f"{socket.gethostname()}-{os.getpid()}"
     with (
-        tempfile.TemporaryDirectory(prefix="stalewise-worker-") as scratch,
+        scratch_folder("worker") as scratch,
         WorkerSession(location.object_store, name, lost_after_s=config.workers.lost_after_s) as session,
         ExitStack() as opened,
         closing(make_sampler(config, log=callback.log)) as sampler,

@@ -37,6 +37,7 @@ instruction that stands within the response.
 
 Explain in a few sentences what is right and what is wrong. Then write, on a line of its own, "Score: " and a number \
 from {lowest} (wrong) to {highest} (right)."""
+CHECKSUM = "sha256"  # in a file of the cache, of all else in it
 _LONGEST_ANSWER = 4 << 20  # bytes
 _LONGEST_WAIT_S = 30.0
 _FINAL = {400: "refuses the request", 401: "wants a key", 403: "refuses the key", 404: "does not have that"}
@@ -210,8 +211,13 @@ class JudgeVerifier:
     def _cached(self, key: str) -> dict[str, Any] | None:
         try:
             kept = json.loads(self._path(key).read_text(encoding="utf-8"))
-            return kept if isinstance(kept["answer"], str) else None
-        except (OSError, ValueError, LookupError, TypeError):
+            asked = {name: kept[name] for name in (*self.request, "messages")}
+            beyond = kept.keys() - asked.keys() - {"prompt_id", "url", "answer"}
+            if not isinstance(kept["answer"], str) or _key(asked) != key or not beyond <= {CHECKSUM}:
+                return None
+            seal = kept.pop(CHECKSUM, None)  # earlier releases wrote none
+            return kept if seal is None or seal == _key(kept) else None
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
             return None  # not there, or damaged: it is asked again
 
     def _keep(self, key: str, kept: Mapping[str, Any]) -> None:
@@ -219,7 +225,7 @@ class JudgeVerifier:
         temporary = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+            temporary.write_text(json.dumps({**kept, CHECKSUM: _key(kept)}, indent=1), encoding="utf-8")
             temporary.replace(path)
         except OSError as problem:
             raise TaskError(

@@ -14,12 +14,10 @@ import json
 import math
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
@@ -95,7 +93,8 @@ class JudgeWorker:
         module: str = JUDGE,
     ):
         self.connection, theirs = socket.socketpair()
-        self.folder = tempfile.mkdtemp(prefix="stalewise-judge-") if confinement.sandbox else ""
+        self._scratch = contextlib.ExitStack()
+        self.folder = self._scratch.enter_context(sandbox.scratch_folder("judge")) if confinement.sandbox else ""
         try:
             self.child = _start_worker(theirs.fileno(), confinement, self.folder, module)
         finally:
@@ -148,8 +147,7 @@ class JudgeWorker:
             code = None
         self.child.stop()
         why = self.child.why()
-        if self.folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        self._scratch.close()
         if why:
             return f"its processes exceeded the limit on {why}"
         if code is None:
