@@ -206,7 +206,9 @@ def _is_lost(found: Verification, name: str, ledger: list[LedgerEntry]) -> bool:
         config = read_config(run)
         wanted = {
             "difficulty.json": bool(config.task.difficulty),
-            "reference.json": config.objective.kl != 0,
+            # A fork that was given a reference computes it when it goes on.
+            "reference.json": config.objective.kl != 0
+            and ((run / "columns").is_dir() or not (run / "fork.json").is_file()),
             # Rollouts may have stayed elsewhere.
             "sources.json": not batch_directories(run / "rollouts") and not config.storage.url,
         }
