@@ -26,6 +26,13 @@ def test_mean_only_and_leave_one_out() -> None:
     )
 
 
+def test_batch_divides_by_the_std_of_all_rewards() -> None:
+    # Mean of all 2, variance (1 + 1 + 4 + 4) / 4; each group is centred by its own mean, which is 2 as well.
+    reward, group = torch.tensor([1.0, 3.0, 0.0, 4.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+    found = group_advantages(reward, group, kind="batch").advantage_N.tolist()
+    assert found == pytest.approx([one / math.sqrt(2.5) for one in (-1, 1, -2, 2)], rel=1e-5)
+
+
 def test_groups_may_be_interleaved_and_of_different_size() -> None:
     reward = torch.tensor([1.0, 10.0, 3.0, 20.0, 30.0])
     group = torch.tensor([9, -2, 9, -2, -2])

@@ -11,6 +11,7 @@ from batches import random_batch
 from stalewise.objectives.loss import evaluate, micro_batch_loss, micro_batch_sums
 from stalewise.objectives.reduce import natural_denominator
 from stalewise.objectives.registry import get_objective
+from stalewise.objectives.regularizers import Regularizers
 from stalewise.objectives.tokens import make_tokens
 
 
@@ -40,3 +41,12 @@ def test_the_pieces_make_the_whole() -> None:
     loss, token_loss = micro_batch_loss(objective, tokens, statistics, settings, natural_denominator(tokens, "token"))
     assert loss.item() == whole.loss.item()
     assert micro_batch_sums(tokens, token_loss).summary() == pytest.approx(whole.stats, nan_ok=True)
+
+
+def test_the_reference_reaches_the_divergence() -> None:
+    batch = random_batch(seed=4)
+    reference = batch["logp"].detach() - 0.3
+    plain = evaluate("grpo", **batch)
+    held = evaluate("grpo", **batch, reference_logp=reference, regularizers=Regularizers(kl=0.5, estimator="k2"))
+    # k2 is half of the squared difference, the same at every token.
+    assert held.loss.item() - plain.loss.item() == pytest.approx(0.5 * 0.3**2 / 2, rel=1e-4)

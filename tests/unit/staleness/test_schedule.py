@@ -129,3 +129,9 @@ def test_a_forked_schedule_begins_after_the_batches_of_another() -> None:
     with pytest.raises(IndexError):
         schedule.at(8)
     assert ForkedSchedule(4, 2, first_prompt=8).at(3).version == 2
+
+
+def test_the_worst_age_of_a_forked_schedule_may_be_of_its_past() -> None:
+    past = (PastBatch(0, 0, 2, 0), PastBatch(1, 2, 4, 0), PastBatch(2, 6, 1, 6))
+    schedule = ForkedSchedule(10, 1, past=past)
+    assert (schedule.begins_at, schedule.worst_age) == (7, 5)  # update 5 learns from rollouts of version 0

@@ -56,6 +56,7 @@ def test_a_stage_without_a_begin_has_no_step() -> None:
         ([1.0, 1.0, math.nan], True),  # unknown is not fine
         ([0.8, 0.79, 0.78], False),  # as low as from the start: new rollouts would be no better
         ([0.8, 0.7, 0.6], True),
+        ([1.0, 0.9, 0.9], False),  # at the bound, not below it
     ],
 )
 def test_spent_is_what_the_median_of_the_last_updates_says(ess: list[float], spent: bool) -> None:
