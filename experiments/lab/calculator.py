@@ -2,19 +2,22 @@
 
     python -m experiments.lab.calculator --output experiments/calculator/results.json --seeds 3
 
-The embedded policy works out chains such as "7+8-5+6-2+3=" step by step, and most of its samples are wrong. It has never
-made a call, so a short supervised start shows it the form of one: the policy says ";7+8-5+6-2+3=", the calculator
-"17;", the policy "#17". The other examples are responses of the kind that the policy was made from. Reinforcement
-learning has to find that calls pay: the reward is that of the last turn alone, and nothing is given for a call.
+The embedded policy works out chains such as "7+8-5+6-2+3=" step by step, and most of its samples are wrong. It has
+never made a call, so a short supervised start shows it the form of one: the policy says ";7+8-5+6-2+3=", the
+calculator "17;", the policy "#17". The other examples are responses of the kind that the policy was made from.
+Reinforcement learning has to find that calls pay: the reward is that of the last turn alone, and nothing is given for a
+call.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import tempfile
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +27,21 @@ from stalewise import run
 from stalewise.config import RunConfig, make_config
 from stalewise.models.loading import EMBEDDED, load_model, load_tokenizer
 from stalewise.reporting.inspection import numbered_batches
+from stalewise.rollout.engines.embedded import HFSampler
+from stalewise.rollout.generate import sample_for_evaluation, score_responses
 from stalewise.store import open_batch
+from stalewise.store.checkpoints import checkpoint_directory
+from stalewise.tasks import make_task
 from stalewise.tasks.arithmetic import MARKER, Steps
 from stalewise.tasks.environments.builtin import calculate
-from stalewise.types import Prompt
+from stalewise.types import Prompt, SamplerSettings
 
 IGNORED = -100  # label of tokens without a loss
 SHOWN = 0.6  # of the examples are calls
 DECIDED = 0.12  # of these calls have a label on their first token: the others teach the form of a call, not to make one
 SPOILED = 0.6  # of the other examples are wrong, as when the embedded policy was made
+HELD_OUT = 256  # chains
+CPU = torch.device("cpu")
 TERMS = {"fewest_terms": 4, "most_terms": 5}
 
 
@@ -40,7 +49,7 @@ def show_calls(directory: Path, *, steps: int = 60, batch: int = 48, seed: int =
     """Write a copy of the embedded policy that was shown calls of the calculator."""
     torch.manual_seed(seed)
     source = str(EMBEDDED / "arithmetic-steps")
-    model, tokenizer = load_model(source, device=torch.device("cpu")), load_tokenizer(source)
+    model, tokenizer = load_model(source, device=CPU), load_tokenizer(source)
     task, rng = Steps(seed=seed, **TERMS), random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98))
     for step in range(steps):
@@ -99,28 +108,46 @@ def settings(runs: Path, policy: Path, *, seed: int = 0, updates: int = 16, prom
 
 
 def learn(config: RunConfig) -> dict[str, Any]:
-    """Accuracy on held-out chains before and after, and what each stage's episodes were."""
+    """Accuracy and share of calls on held-out chains before and after, and what each stage's episodes were."""
     start = time.perf_counter()
     result = run(config)
-    accuracy = [evaluation["accuracy"]["value"] for evaluation in result.evaluations]
     return {
         "seed": config.seed,
         "updates": config.schedule.updates,
-        "accuracy": accuracy,
-        "stages": [calls_in(path) for _, path in numbered_batches(config.directory)],
         "seconds": round(time.perf_counter() - start, 1),
+        "before": held_out(config, config.model.path),
+        "after": held_out(config, checkpoint_directory(config.directory, result.updates)),
+        "stages": [calls_in(path) for _, path in numbered_batches(config.directory)],
     }
 
 
+def held_out(config: RunConfig, policy: str | Path) -> dict[str, float]:
+    """What sampled episodes of held-out chains are with this policy."""
+    sampler = HFSampler(
+        SamplerSettings(), max_new_tokens=config.sampler.max_new_tokens, device=CPU, dtype=torch.float32
+    )
+    sampler.load(Path(policy))
+    task = make_task(config.task.name, **config.task.options)
+    options = {"samples": 2, "seed": 1, "sampler": sampler, "rows_at_once": 512}
+    prompts, episodes = sample_for_evaluation(task, task.evaluation_prompts(HELD_OUT), **options)
+    return shares((reward.value, reward.parts) for reward in score_responses(task, prompts, episodes))
+
+
 def calls_in(batch: Path) -> dict[str, float]:
-    """The share of a batch's episodes that called the calculator; mean rewards with a call and without."""
-    rollouts = list(open_batch(batch).iter_rollouts())
-    calling = [rollout.reward for rollout in rollouts if rollout.reward_parts.get("calls", 0.0) > 0]
-    others = [rollout.reward for rollout in rollouts if not rollout.reward_parts.get("calls", 0.0) > 0]
+    """What the episodes of a batch are."""
+    return shares((rollout.reward, rollout.reward_parts) for rollout in open_batch(batch).iter_rollouts())
+
+
+def shares(episodes: Iterable[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
+    """Accuracy, the share of episodes with a call, and the accuracy of those with a call and of the others."""
+    both = [(reward, parts.get("calls", 0.0) > 0) for reward, parts in episodes]
+    rewards = [[reward for reward, is_call in both if is_call is which] for which in (True, False)]
+    accuracy = [sum(some) / len(some) if some else math.nan for some in ([reward for reward, _ in both], *rewards)]
     return {
-        "calls": len(calling) / len(rollouts),
-        "reward_with_call": sum(calling) / max(1, len(calling)),
-        "reward_without": sum(others) / max(1, len(others)),
+        "accuracy": round(accuracy[0], 4),
+        "calls": round(len(rewards[0]) / len(both), 4),
+        "accuracy_with_call": round(accuracy[1], 4),
+        "accuracy_without": round(accuracy[2], 4),
     }
 
 

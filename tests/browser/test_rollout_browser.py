@@ -17,7 +17,7 @@ from rollout_runs import GROUP_SIZE, HOSTILE, MANY, WORDS, make_rollout, seen_by
 from stalewise.reporting.browser import RunServer
 from stalewise.reporting.browser.group import printable
 from stalewise.store import batch_directories, read_tokens, token_log_directory
-from stalewise.types import TokenFlag
+from stalewise.types import POLICY, Segment, TokenFlag
 
 Serve = Callable[[Path], RunServer]
 HAS_SIDEWAYS_SCROLL = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
@@ -115,6 +115,36 @@ def test_what_was_not_consumed_shows_no_ratio(small: Path, page: Page, serve: Se
     expect(page.locator("#content")).to_contain_text("removed by rollback r000")
     expect(page.locator(".story").first).to_contain_text("No update has used it yet")
     assert {kind for token in tokens_of(page) for kind in token["kinds"]} == {"token", "unseen"}
+
+
+def test_an_episode_is_a_conversation_with_what_came_from_outside_folded(
+    tmp_path: Path, page: Page, serve: Serve
+) -> None:
+    from rollout_runs import add_batch, consume, start_run
+
+    run = start_run(tmp_path / "episodes")
+    turns = (Segment(POLICY, 3), Segment("tool <b>", 2), Segment(POLICY, 2))
+    ids, logp = (8, 9, 10, 11, 12, 13, 14), (-1.0, -0.5, -2.0, 0.0, 0.0, -0.7, -0.1)
+    rollouts = [
+        make_rollout(i, response_ids=ids, behaviour_logp=logp, reward=1.0, reward_error="", segments=turns if i else ())
+        for i in range(GROUP_SIZE)
+    ]
+    consume(run, add_batch(run, 0, rollouts), 0, range(1), per_update=GROUP_SIZE)
+    open_rollouts(page, serve(run))
+    assert page.locator(".tokens").nth(0).locator(".turn").count() == 0  # one turn, as ever
+    episode = page.locator(".tokens").nth(1)
+    expect(episode.locator(".turn")).to_have_count(3)
+    expect(episode.locator(".turn.own .speaker")).to_have_text(["policy, 3 tokens", "policy, 2 tokens"])
+    outside = episode.locator("details.turn.outside")
+    expect(outside.locator("summary")).to_have_text("tool <b>, 2 tokens")
+    expect(outside.locator(".token").first).not_to_be_visible()
+    outside.locator("summary").click()
+    expect(outside.locator(".token").first).to_be_visible()
+    kinds = [token["kinds"] for token in tokens_of(page, 1)]
+    assert [token["text"].strip() for token in tokens_of(page, 1)] == [printable(WORDS[i]) for i in ids]
+    assert [("read" in some) for some in kinds] == [False, False, False, True, True, False, False]
+    assert all(any(kind[:2] in ("r0", "up", "do") for kind in some) for some in kinds if "read" not in some)
+    expect(page.locator("article").nth(1)).to_contain_text("in 2 turns")
 
 
 def test_hostile_text_is_shown_and_never_executed(tmp_path: Path, page: Page, serve: Serve) -> None:

@@ -12,12 +12,16 @@ from typing import Any
 
 import pytest
 
-from stalewise import fork, run, store
+from ranks import finish, launch, printed
+from stalewise import evaluate, fork, learn, rescore, run, store
 from stalewise.config import make_config
+from stalewise.config.run_directory import read_result
 from stalewise.errors import StalewiseError
+from stalewise.planning.probe import LEAST_UPDATES, probe
 from stalewise.reporting.inspection import inspect_rollout, inspect_run
 from stalewise.reporting.verification import verify_run
 from stalewise.store.json_lines import read_jsonl
+from tiny import write_config
 
 PROGRAM = """
 import json, sys
@@ -91,6 +95,96 @@ def test_an_environment_and_a_second_policy_are_refused_together(tmp_path: Path)
     given["sampler"] = {**given["sampler"], "foreign": {"path": "embedded:arithmetic", "share": 0.5}}
     with pytest.raises(StalewiseError, match=r"sampler\.foreign"):
         run(make_config(given))
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run of the number game with a suite that is played, and one that is not."""
+    suites = [
+        {"name": "played", "options": {"environment": "sums", "environment_options": {"rounds": 2}}},
+        {"name": "one turn"},
+    ]
+    suites = [{"task": "arithmetic", "prompts": 8, "samples": 2, **one} for one in suites]
+    runs = tmp_path_factory.mktemp("runs")
+    run(make_config(settings(runs, "played", evaluation={"prompts": 8, "suite": suites})))
+    return runs / "played"
+
+
+def test_suites_are_played_in_their_own_environment(played: Path) -> None:
+    accuracy = {name: one["accuracy"]["value"] for name, one in read_result(played, 4).suites.items()}
+    assert set(accuracy) == {"played", "one turn"} and accuracy["played"] != accuracy["one turn"]
+    assert evaluate(played, prompts=8).accuracy.value == pytest.approx(
+        read_result(played, 4).evaluations[-1]["accuracy"]["value"]
+    )
+
+
+def test_another_run_learns_from_stored_episodes(played: Path, tmp_path: Path) -> None:
+    (batch, *_) = store.batch_directories(played / "rollouts")
+    first, second = (learn(make_config(settings(tmp_path, name)), [batch]) for name in ("first", "second"))
+    assert first.updates == second.updates == 2
+    metrics = [read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("first", "second")]
+    assert [one["loss"] for one in metrics[0]] == [one["loss"] for one in metrics[1]]
+    original = read_jsonl(played / "metrics.jsonl")  # the same policy, the same episodes
+    assert [one["loss"] for one in metrics[0]] == pytest.approx([one["loss"] for one in original[:2]], rel=1e-5)
+    own = sum(sum(rollout.mask) for rollout in store.open_batch(batch).iter_rollouts())
+    assert sum(one["tokens"] for one in metrics[0]) == own  # not one token from outside
+
+
+def test_episodes_are_not_scored_again_by_a_verifier_alone(played: Path) -> None:
+    with pytest.raises(StalewiseError, match=r"environment sums scored.*--weight"):
+        rescore(played, "number")
+    assert rescore(played, weights={"played": 0.5}).record["mean_after"] > 0
+
+
+@pytest.mark.slow
+def test_a_pipelined_run_plays_the_episodes_of_its_schedule(tmp_path: Path) -> None:
+    schedule = {"kind": "pipelined", "updates": 3, "updates_per_generation": 1}
+    config = make_config(settings(tmp_path, "pipelined", schedule=schedule, evaluation={"prompts": 4}))
+    assert run(config).updates == 3
+    batches = store.batch_directories(config.directory / "rollouts")
+    episodes = [one for batch in batches for one in store.open_batch(batch).iter_rollouts()]
+    assert len(batches) == 3 and sum(bool(one.segments) for one in episodes) > len(episodes) / 2
+
+
+@pytest.mark.slow
+def test_ranks_learn_from_episodes_as_one_process_does(tmp_path: Path) -> None:
+    changes = {"schedule": {"updates": 2, "stages": 1}, "evaluation": {"prompts": 4}}
+    changes |= {"optimizer": {"epsilon": 1e-2, "learning_rate": 1e-2}}
+    run(make_config(settings(tmp_path, "one", **changes)))
+    config = write_config(tmp_path / "two.toml", settings(tmp_path, "two", **changes))
+    codes = finish(launch(2, tmp_path, "train", config), timeout=200)
+    assert codes == [0, 0], printed(tmp_path, 2)
+    assert shards(tmp_path, "one") == shards(tmp_path, "two")
+    one, two = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    for mine, other in zip(one, two, strict=True):
+        assert mine["tokens"] == other["tokens"] and mine["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_probe_plays_episodes(tmp_path: Path) -> None:
+    small = {"batch": {"prompts": 4, "group_size": 4}, "evaluation": {"prompts": 4}}
+    found = probe(make_config(settings(tmp_path, "probed", **small)), train=run, updates=LEAST_UPDATES)
+    assert found.path.is_file()
+    batches = store.batch_directories(found.directory / "rollouts")
+    assert any(one.segments for batch in batches for one in store.open_batch(batch).iter_rollouts())
+
+
+def test_a_mixture_is_played_whole_or_not_at_all(tmp_path: Path) -> None:
+    tasks: list[dict[str, Any]] = [{"name": "arithmetic", "label": "one"}, {"name": "arithmetic", "label": "two"}]
+    given = settings(tmp_path, "mixed", schedule={"updates": 1, "stages": 1}, evaluation={"prompts": 4})
+    given["model"] |= {"path": "arithmetic"}
+    given["task"] = {"name": "mixture", "options": {"tasks": tasks, "environment": "sums"}}
+    config = make_config(given)
+    run(config)
+    (batch,) = store.batch_directories(config.directory / "rollouts")
+    rollouts = list(store.open_batch(batch).iter_rollouts())
+    assert {one.prompt_id.partition("::")[0] for one in rollouts if one.segments} == {"one", "two"}
+    given["task"] = {
+        "name": "mixture",
+        "options": {"tasks": [{**tasks[0], "options": {"environment": "sums"}}, tasks[1]]},
+    }
+    with pytest.raises(StalewiseError, match=r"mixture, one: an environment plays all tasks of a mixture or none"):
+        run(make_config({**given, "name": "refused"}))
 
 
 @pytest.mark.nightly

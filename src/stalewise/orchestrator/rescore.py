@@ -99,6 +99,12 @@ def rescore(
     check_new_name(run, name)
     repaired = _answers(answers)
     scores = weights is None or verifier is not None or bool(options) or bool(repaired)
+    played = config.task.options.get("environment")
+    if scores and played:
+        raise ConfigError(
+            f"{run} has episodes, which the environment {played} scored turn by turn: a verifier alone cannot score "
+            "them again. Weights of their recorded parts can change rewards (--weight PART=…)"
+        )
     scorer = _task(run, verifier, dict(options or {})) if scores else None
     change, counts = ScoreChange(), ErrorCounts()
     with contextlib.ExitStack() as closing:

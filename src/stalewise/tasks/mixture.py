@@ -151,6 +151,11 @@ def _checked(tasks: Any) -> list[Mapping[str, Any]]:
 def _make(table: Mapping[str, Any], seed: int) -> Task:
     from stalewise.tasks import make_task  # here, since that module names this one
 
+    if "environment" in table.get("options", {}):
+        raise TaskError(
+            f"mixture, {table.get('label') or table['name']}: an environment plays all tasks of a mixture or none: "
+            "give it to the mixture, as task.options.environment, or train on this task alone"
+        )
     try:
         return make_task(table["name"], seed=seed, **table.get("options", {}))
     except TaskError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -314,3 +315,96 @@ def test_the_sampler_of_the_steps_policy_is_unchanged_by_turns() -> None:  # one
 
     sample_in_rounds(sampler, requests, sampler.settings, Once())
     assert [heard[number].text for number in range(8)] == texts
+
+
+class Reciting:
+    """Says what it is told to, one text after the other, in tokens of its own."""
+
+    max_new_tokens = 4000
+
+    def __init__(self, tokenizer: Any, *turns: str) -> None:
+        self.tokenizer, self.turns, self.heard = tokenizer, turns, list[str]()
+
+    def sample(self, requests: Any, settings: Any) -> list[Response]:
+        made = list[Response]()
+        for request in requests:
+            context = self.tokenizer.decode(request.context)
+            self.heard.append(context)
+            text = self.turns[context.count("<|im_start|>assistant") - 1]
+            ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+            made.append(Response(np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32), text, FinishReason.STOP))
+        return made
+
+
+def test_a_python_tool_answers_from_the_sandbox_and_the_verifier_scores_the_last_turn(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"problem": "What is 6*7?", "answer": "42"}) + "\n")
+    options = {"environment": "python", "environment_options": {"workers": 1}, "held_out": 0.0}
+    task = make_task("jsonl", path=str(rows), chat=True, **options)
+    pool: Any = task.environment  # pyright: ignore[reportAttributeAccessIssue]
+    hostile = f"```python\nprint(open({str(rows)!r}).read())\n```"
+    sampler = Reciting(chat_tokenizer(CHATML), hostile, "```python\nprint(6*7)\n```", "So it is 42.")
+    try:
+        prompts, ids = encode_first(pool, task.prompts(0, 1), sampler.tokenizer)
+        (made,) = play_episodes(
+            pool,
+            prompts,
+            [Request(ids[0], 0)],
+            [0],
+            sampler=sampler,  # pyright: ignore[reportArgumentType]
+            settings=SamplerSettings(),
+        )
+        (reward,) = episode_rewards(prompts, [made], task.verifier)
+    finally:
+        pool.close()
+    assert "You can run Python" in sampler.heard[0]
+    assert "<|im_start|>tool\nerror: " in sampler.heard[1] and "<|im_start|>tool\n42<|im_end|>" in sampler.heard[2]
+    assert reward.value == 1 and reward.parts["calls"] == 2 and reward.parts["call_errors"] == 1
+    assert made.episode is not None and [one.by for one in made.episode.segments][1::2] == ["tool", "tool"]
+
+
+MANY = """
+import os, time
+
+class Many:
+    def reset(self, row):
+        self.number = int(row.prompt_id)
+        return [{"role": "user", "content": row.text}]
+
+    def step(self, response):
+        if self.number == 700:
+            os._exit(9)
+        if self.number == 900:
+            time.sleep(60)
+        return None if len(response) % 2 else [{"role": "tool", "content": "7;"}]
+
+    def score(self, episode):
+        return {"reward": float(len(episode.turns))}
+"""
+
+
+@pytest.mark.slow
+def test_thousands_of_episodes_are_in_flight_and_a_dead_and_a_slow_one_cost_themselves_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "many_environment.py").write_text(MANY)
+    monkeypatch.syspath_prepend(tmp_path)
+    count = 2048
+    sampler, task = sampler_of(slots=False, new_tokens=16), make_task("arithmetic")
+    pool = EnvironmentPool("many_environment:Many", workers=2, limit_s=2.0, max_turns=3)
+    prompts = [replace(prompt, prompt_id=str(number)) for number, prompt in enumerate(task.prompts(0, count))]
+    ids = [sampler.tokenizer(prompt.text)["input_ids"] for prompt in prompts]
+    requests = [Request(one, seed) for seed, one in enumerate(ids)]
+    in_flight = list[int]()
+    submit = pool.submit
+    monkeypatch.setattr(pool, "submit", lambda call: (submit(call), in_flight.append(pool.pending))[0])
+    try:
+        options = {"sampler": sampler, "settings": SamplerSettings()}
+        responses = play_episodes(pool, prompts, requests, range(count), **options)
+    finally:
+        pool.close()
+    errors = {number: one.episode.reward.error for number, one in enumerate(responses) if one.episode.reward.error}  # pyright: ignore[reportOptionalMemberAccess]
+    assert set(errors) == {700, 900}
+    assert errors[700].startswith("worker died") and errors[900].startswith("timeout")
+    assert max(in_flight) >= 2000
+    assert {len(one.episode.segments) for one in responses if one.episode} >= {0, 3}

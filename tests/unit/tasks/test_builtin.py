@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
+import re
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stalewise.errors import TaskError
-from stalewise.tasks import make_task
+from stalewise.tasks import make_task, sandbox
 from stalewise.tasks.base import CHAT
-from stalewise.tasks.environments import Episode, environment_factory, first_messages
+from stalewise.tasks.environments import Episode, environment_factory, first_messages, make_environments
 from stalewise.tasks.environments.builtin import Calculator, PythonTool, Retry, RunningSums, calculate
-from stalewise.tasks.environments.play import TaskScore
+from stalewise.tasks.environments.play import Call, Outcome, TaskScore
 from stalewise.types import Prompt
 
 ROW = Prompt("arithmetic/12+34", "12+34=", "46")
@@ -107,17 +109,76 @@ def test_reasoning_gym_in_several_turns() -> None:
     task.verifier.close()
 
 
+def program(text: str) -> str:
+    return f"```python\n{text}\n```"
+
+
 def test_the_python_tool_runs_programs_in_the_sandbox() -> None:
-    if importlib.util.find_spec("stalewise.tasks.sandbox") is None:
-        with pytest.raises(TaskError, match="needs the sandbox"):
-            PythonTool()
-        return
-    tool = PythonTool(seconds=2, most_characters=20, unsafe_without_sandbox=True)
+    tool = PythonTool(seconds=2, most_characters=20)
     tool.reset(Prompt("p", "x", "", CHAT))
-    assert tool.step("```python\nprint(6*7)\n```") == [{"role": "tool", "content": "42"}]
-    assert tool.step("```python\n1/0\n```") == [{"role": "tool", "content": "error: ZeroDivisionE …"}]
-    assert tool.step("```python\nprint('a' * 99)\n```") == [{"role": "tool", "content": "a" * 20 + " …"}]
+    assert tool.step(program("print(6*7)")) == [{"role": "tool", "content": "42"}]
+    assert tool.step(program("1/0")) == [{"role": "tool", "content": "error: ZeroDivisionE …"}]
+    assert tool.step(program("print('a' * 99)")) == [{"role": "tool", "content": "a" * 20 + " …"}]
     assert tool.step("The answer is 42.") is None
+
+
+def test_a_machine_that_cannot_isolate_programs_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_probe_all", lambda: ("", "no mechanism"))
+    with pytest.raises(TaskError, match=r"cannot be made: programs cannot be isolated.*bubblewrap"):
+        make_environments("python")
+    assert make_environments("python", {"unsafe_without_sandbox": True}).max_turns == 8
+
+
+# Each is bounded by itself, in case a sandbox does not hold. What a call is answered with.
+HOSTILE = {
+    "reads": ("print(open({secret!r}).read())", "error: "),
+    "writes": ("open({secret!r}, 'w').write('gone')", "error: "),
+    "kills its parent": ("import os\nos.kill(os.getppid(), 9)\nprint('alive')", ""),
+    "connects": ("import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)", "error: "),
+    "never ends": ("while True: pass", "error: timeout"),
+    "sleeps": ("import time\ntime.sleep(60)", "error: timeout"),
+    "takes memory": ("x = [bytearray(1 << 20) for _ in range(1000)]\nprint(len(x))", "error: "),
+    "prints": ("for _ in range(500): print('a' * 100_000)", ""),
+    "forks": ("import os\nfor _ in range(20):\n    if os.fork() == 0: os._exit(0)\nprint('done')", ""),
+    "leaves a child": ("import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)\nprint('left')", ""),
+    "recurses": ("def f(): return f()\nf()", "error: RecursionError"),
+    "prints bytes": ("import os\nos.write(1, bytes(range(256)))", ""),
+}
+
+
+@pytest.mark.slow
+def test_hostile_calls_cost_their_own_turn_and_nothing_else(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("a secret")
+    pool = make_environments("python", {"seconds": 0.5, "workers": 2, "limit_s": 30})
+    row = Prompt("p", "What is 6*7?", "42", CHAT)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.0)
+        places = {"secret": str(secret), "port": server.getsockname()[1]}
+        try:
+            for key, (text, _) in enumerate(HOSTILE.values()):
+                call = program(re.sub(r"\{(secret!r|port)\}", lambda name: name[0].format(**places), text))
+                pool.submit(Call(key, Episode(row, (call,), (), "stop")))
+            found = dict[int, Outcome]()
+            while pool.pending:
+                found |= {one.key: one for one in pool.collect(block=True)}
+            for key, (name, (_, begins)) in enumerate(HOSTILE.items()):
+                assert found[key].score is None, f"{name}: {found[key].score}"
+                said = found[key].messages[0]["content"]
+                assert said.startswith(begins) and "secret" not in said.replace(str(secret), ""), f"{name}: {said}"
+                assert len(said) <= 402
+                # The episode goes on where it was.
+                turns = (found[key].messages,)
+                first = program(re.sub(r"\{(secret!r|port)\}", lambda name: name[0].format(**places), HOSTILE[name][0]))
+                pool.submit(Call(key, Episode(row, (first, program("print(6*7)")), turns, "stop")))
+            while pool.pending:
+                for one in pool.collect(block=True):
+                    assert one.messages == ({"role": "tool", "content": "42"},), list(HOSTILE)[one.key]
+            with pytest.raises(BlockingIOError):
+                server.accept()
+        finally:
+            pool.close()
+    assert secret.read_text() == "a secret"
 
 
 def test_names_of_environments() -> None:

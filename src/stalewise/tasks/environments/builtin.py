@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import operator
 import re
 from abc import ABC, abstractmethod
@@ -148,9 +147,8 @@ class PythonTool(_Tool):
         unsafe_without_sandbox: bool = False,
     ) -> None:
         super().__init__(role, instructions)
-        if importlib.util.find_spec("stalewise.tasks.sandbox") is None:
-            raise TaskError("the environment python needs the sandbox (stalewise.tasks.sandbox), which is not here")
         self._run, limits = load("stalewise.tasks.sandbox:run_python"), load("stalewise.tasks.sandbox:Limits")
+        load("stalewise.tasks.sandbox:isolation")(unsafe_without_sandbox=unsafe_without_sandbox)  # or it says why not
         self._limits, self._most = limits(seconds=seconds, memory_mb=memory_mb), most_characters
         self._unsafe = unsafe_without_sandbox
 
