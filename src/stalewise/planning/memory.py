@@ -187,7 +187,7 @@ def estimate(
     device = pick_device(config.model.device)
     precision = pick_precision(config.model.precision, device)
     weight = pick_weights_dtype(config.model.precision).itemsize
-    adapters, embedded = config.model.trains_adapters, config.sampler.engine == "hf"  # others have their own processes
+    adapters, embedded = config.model.trains_adapters, not config.sampler.is_foreign  # others have their own processes
     trained = shape.trained * (4 if adapters else weight) // shards
     certain = {
         "weights": shape.parameters * weight // shards + (trained if adapters else 0),
@@ -427,7 +427,7 @@ def check_memory(config: RunConfig, source: str, world: int = 1, local_world: in
 
 def check_sampling_memory(model: ModelSection, engine: str, source: str) -> None:
     """Refuse to sample from a model whose weights alone are too large for the device, before they are loaded."""
-    shape = model_shape(source, model) if engine == "hf" else None
+    shape = model_shape(source, model) if engine in ("hf", "auto") else None
     if shape is None:
         return
     device = pick_device(model.device)
