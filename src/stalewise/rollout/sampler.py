@@ -163,6 +163,16 @@ class OffloadableSampler(Protocol):
 
 
 @runtime_checkable
+class SchedulingSampler(Protocol):
+    """An engine that begins with the requests whose responses will probably be long."""
+
+    schedules: bool  # whether it does so on this device
+
+    def recall(self, prompts: Sequence[tuple[int, ...]], mean_lengths: Sequence[float]) -> None:
+        """How long the responses to prompts were that were sampled before this process began, oldest first."""
+
+
+@runtime_checkable
 class LiveSampler(Protocol):
     """An engine in the trainer's process: it can take weights from the trainer's memory."""
 
