@@ -168,9 +168,9 @@ class VllmSection(Section):
     )
     tensor_parallel: int = Field(default=1, ge=1, description="GPUs per copy of the policy.")
     copies: int = Field(default=0, ge=0, description="Copies of the policy; 0: as many as fit on the GPUs.")
-    while_learning: Literal["sleep", "close", "stay"] = Field(
+    while_learning: Literal["sleep", "drop", "close", "stay"] = Field(
         default="sleep",
-        description="While the trainer works: sleep frees GPU memory, close ends vLLM, stay keeps both.",
+        description="While the trainer works: sleep keeps weights on the host, drop none; close ends vLLM; stay.",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Further arguments of vllm.LLM.")
 
