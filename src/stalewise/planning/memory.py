@@ -120,7 +120,7 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         trained = "" if self.shape.trained == self.shape.parameters else f", {self.shape.trained / 1e6:,.2f} M trained"
-        both = self.learning | max(self.sampling, self.reference, key=lambda one: sum(one.values()))
+        both = {**self.learning, **max(self.sampling, self.reference, key=lambda one: sum(one.values()))}
         parts = {"learning": self.learning, "sampling": self.sampling, "the reference": self.reference, "both": both}
         turns = parts[self.largest]
         more = f"; {self.peak / GIB:.2f} where more rollouts at once fit" if self.peak > self.total else ""
