@@ -160,7 +160,7 @@ def _wait(device: torch.device) -> None:
 def measure_run(options: Mapping[str, Any], work: Path) -> dict[str, Any]:
     """One run; its seconds from the journal."""
     size, mu, updates = options["size"], options["mu"], options["updates"]
-    name = f"{size}-mu{mu}"
+    name, vllm = f"{size}-mu{mu}", VLLM | {"while_learning": options.get("sleep", "sleep")}
     settings = make_config(
         {
             "name": name,
@@ -169,7 +169,11 @@ def measure_run(options: Mapping[str, Any], work: Path) -> dict[str, Any]:
             "model": {"path": str(work / size)},
             "schedule": {"kind": "synchronous", "updates": updates, "updates_per_generation": mu},
             "batch": {"prompts": options["prompts"], "group_size": 8},
-            "sampler": {"max_new_tokens": options["tokens"], "engine": options["engine"], "vllm": VLLM},
+            "sampler": {
+                "max_new_tokens": options["tokens"],
+                "engine": options["engine"],
+                "vllm": vllm,
+            },
             "objective": {"name": "mu_grpo"},
             "optimizer": {"learning_rate": 1e-7},
             "checkpoints": {"every": updates, "keep": 1},
@@ -261,9 +265,9 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
             options = {"size": size, "mu": mu, "updates": arguments.updates, "prompts": arguments.prompts}
             if mu > arguments.updates or time.monotonic() - began > arguments.deadline_s:
                 continue
-            more = {"tokens": arguments.tokens, "engine": arguments.engine}
+            more = {"tokens": arguments.tokens, "engine": arguments.engine, "sleep": arguments.sleep}
             found = in_a_process("run", {**options, **more}, work)
-            name = size if arguments.engine == "hf" else f"{size}-{arguments.engine}"
+            name = size if arguments.engine == "hf" else f"{size}-vllm" + ("-drop" if arguments.sleep == "drop" else "")
             result["runs"][f"{name}/{mu}"] = found
             print(size, mu, json.dumps(found), flush=True)
             result["headline"] = headline({k: run for k, run in result["runs"].items() if "error" not in run})
@@ -284,6 +288,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=16, help="of an update, with 8 responses each")
     parser.add_argument("--tokens", type=int, default=256, help="of a response at most")
     parser.add_argument("--engine", default="hf", choices=("hf", "vllm"), help="vllm: on the learner's GPU, sleeping")
+    parser.add_argument("--sleep", default="sleep", choices=("sleep", "drop"), help="of vLLM: level 1 or level 2")
     parser.add_argument("--moment-bytes", type=int, choices=(1, 2, 4), default=4, help="of a number in `copy`")
     parser.add_argument("--deadline-s", type=float, default=1e9, help="after which no further run is begun")
     parser.add_argument("--work", type=Path, help="where models and runs go; a temporary directory by default")

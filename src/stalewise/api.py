@@ -28,7 +28,7 @@ from stalewise.orchestrator.ranks import join_ranks, run_on_all_ranks
 from stalewise.orchestrator.rescore import ROWS_TASKS
 from stalewise.orchestrator.rescore import rescore as score_again
 from stalewise.orchestrator.rollout_source import RolloutSource
-from stalewise.orchestrator.setup import check_objective, resolve_learning_rate
+from stalewise.orchestrator.setup import check_objective, resolve_settings
 from stalewise.planning.memory import check_sampling_memory
 from stalewise.planning.planner import plan_for_training
 from stalewise.reporting.progress import watching
@@ -72,7 +72,7 @@ def run(config: RunConfig, callback: ProgressCallback | None = None, *, say_plan
 
     def train(ranks: Ranks) -> RunResult:
         check_objective(config.objective, config.batch.without_variance)  # before anything is loaded
-        resolved = resolve_learning_rate(config, progress.log)
+        resolved = resolve_settings(config, progress.log)
         if (say_plan or resolved.plan.strict) and not is_started(resolved.directory):
             plan = plan_for_training(resolved)  # raises where plan.strict is set and the run is not known to be safe
             for line in plan.lines if say_plan else ():
@@ -150,7 +150,7 @@ def generate(
     generate from a copied checkpoint, and the rollouts are copied back.
     """
     callback = callback or NullCallback()
-    config = resolve_learning_rate(config, callback.log)
+    config = resolve_settings(config, callback.log)
     with atomic.RunLock(config.directory):
         if checkpoint is None:
             restore(config, callback.log)
@@ -214,7 +214,7 @@ def learn(
 
     def train(ranks: Ranks) -> RunResult:
         check_objective(config.objective, config.batch.without_variance)  # before anything is loaded
-        resolved = resolve_learning_rate(config, progress.log)
+        resolved = resolve_settings(config, progress.log)
         planned, sources = plan_sources(resolved, paths, start, unused=unused, rewards=rewards, log=progress.log)
         with atomic.RunLock(planned.directory):
             return Orchestrator(planned, progress, OfflineRollouts(sources, start), ranks=ranks).run()

@@ -33,6 +33,7 @@ class VllmServer:
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", "policy"]
         command += ["--dtype", "float32", "--max-model-len", "96", "--enforce-eager", "--block-size", "32"]
         command += ["--logprobs-mode", "processed_logprobs"]
+        command += ["--chat-template", "{% for message in messages %}{{ message.content }}{% endfor %}"]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command,

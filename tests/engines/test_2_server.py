@@ -10,9 +10,10 @@ from servers import VllmServer
 
 from policies import furthest, long_requests, requests, tokens_of
 from stalewise.config.sections import ServerSection
-from stalewise.errors import EngineError
+from stalewise.errors import EngineError, TaskError
 from stalewise.rollout.engines.server import ServerSampler
-from stalewise.types import SamplerSettings
+from stalewise.tasks import make_verifier
+from stalewise.types import Prompt, SamplerSettings
 
 PLAIN = SamplerSettings(name="server")
 CUT = SamplerSettings(name="server", temperature=0.7, top_p=0.9, top_k=5)
@@ -75,6 +76,31 @@ def test_a_request_that_takes_too_long_is_one_message(server: VllmServer, untied
     sampler._servers[0].endpoint.timeout_s = 0.002
     with pytest.raises(EngineError, match=r"took longer than 0\.002 s, 2 times"):
         sampler.sample(requests(4))
+
+
+def test_a_judge_asks_vllm(server: VllmServer, untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(server).load(untied)
+    for name in ("http_proxy", "HTTP_PROXY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+
+    def judge(model: str = "policy", **options: Any) -> Any:
+        given = {"rubric": "{problem}{response}", "pattern": r"^(\d+)", "scale": [0, 200], "max_tokens": 4, **options}
+        return make_verifier("judge", url=f"{server.url}/v1", model=model, cache=str(tmp_path), retries=0, **given)
+
+    # The policy of the server adds: what is "problem" and "response" together is a sum.
+    prompts = [Prompt(f"q{first}", f"{first}+", "") for first in (12, 50, 10, 61)]
+    rewards = judge().score(prompts, ["34=", "13=", "20=", "73="])
+    assert [reward.error for reward in rewards] == [""] * 4
+    assert [reward.parts["score"] for reward in rewards] == [46, 63, 30, 134]
+    assert [reward.value for reward in rewards] == [0.23, 0.315, 0.15, 0.67]
+    kept = judge().kept(prompts[1], "13=")
+    assert kept is not None and kept["answer"] == "63"
+    with pytest.raises(TaskError, match=r"answers 404: .*model 'another'"):
+        judge("another").score(prompts[:1], ["35="])
+    # One question that is longer than the judge's context has no score; the others have theirs.
+    long, short = judge().score(prompts[1:3], ["1" * 200, "22="])
+    assert "answers 400" in long.error and long.value != long.value
+    assert short.parts["score"] > 0
 
 
 def test_raw_log_probabilities_would_be_noticed(server: VllmServer, untied: Path) -> None:

@@ -168,9 +168,9 @@ class VllmSection(Section):
     )
     tensor_parallel: int = Field(default=1, ge=1, description="GPUs per copy of the policy.")
     copies: int = Field(default=0, ge=0, description="Copies of the policy; 0: as many as fit on the GPUs.")
-    while_learning: Literal["sleep", "close", "stay"] = Field(
+    while_learning: Literal["sleep", "drop", "close", "stay"] = Field(
         default="sleep",
-        description="While the trainer works: sleep frees GPU memory, close ends vLLM, stay keeps both.",
+        description="While the trainer works: sleep keeps weights on the host, drop none; close ends vLLM; stay.",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Further arguments of vllm.LLM.")
 
@@ -233,7 +233,9 @@ class ForeignSection(Section):
 class SamplerSection(Section):
     """How rollouts are sampled."""
 
-    engine: Literal["hf", "vllm", "server"] = Field(default="hf", description="hf: in this process; docs/engines.md.")
+    engine: Literal["hf", "vllm", "server", "auto"] = Field(
+        default="hf", description="hf: in this process; auto: hf or vllm, whichever is faster; docs/engines.md."
+    )
     temperature: float = Field(default=1.0, gt=0, description="Sampling temperature; the trainer's policy has 1.")
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="Nucleus sampling: keep tokens of this total probability."
@@ -251,12 +253,17 @@ class SamplerSection(Section):
     def _contradictions(self) -> Iterator[str]:
         if self.engine == "server" and not self.server.urls:
             yield 'engine = "server" needs server.urls, as in ["http://localhost:8000"]'
-        if self.engine != "hf" and self.temperature < LEAST_VLLM_TEMPERATURE:
+        if self.is_foreign and self.temperature < LEAST_VLLM_TEMPERATURE:
             yield f"vLLM samples at no temperature below {LEAST_VLLM_TEMPERATURE}: raise it, or engine = hf"
-        if self.engine != "hf" and self.weights != "exact":
+        if self.is_foreign and self.weights != "exact":
             yield f'weights = "{self.weights}" needs engine = "hf": {self.engine} loads its own weights'
-        if self.engine != "hf" and self.foreign.share:
+        if self.is_foreign and self.foreign.share:
             yield f'foreign needs engine = "hf": {self.engine} has one policy at a time'
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the engine has processes and limits of its own; `auto` may be one that has not."""
+        return self.engine in ("vllm", "server")
 
 
 class ObjectiveSection(Section):

@@ -36,7 +36,7 @@ from stalewise.errors import ConfigError, StoreError, nearest
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.orchestrator.setup import FILE as LIMITS
 from stalewise.orchestrator.setup import FORMAT as LIMITS_FORMAT
-from stalewise.orchestrator.setup import resolve_learning_rate
+from stalewise.orchestrator.setup import resolve_settings
 from stalewise.orchestrator.stages import read_schedule
 from stalewise.planning.planner import budget_limits
 from stalewise.staleness.schedule import PastBatch
@@ -154,7 +154,7 @@ def _changed_config(
             f"--set schedule.updates={2 * version or 1} would train on"
         )
     planned = any(key.startswith("schedule.") for key in settings) and "optimizer.learning_rate" not in settings
-    return resolve_learning_rate(config) if planned else config
+    return resolve_settings(config) if planned else config
 
 
 def _remove(record: dict[str, Any], key: str) -> None:

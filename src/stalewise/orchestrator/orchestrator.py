@@ -45,7 +45,14 @@ from stalewise.rollout.factory import (
     make_sampler,
     unscored_problem,
 )
-from stalewise.rollout.generate import BatchPlan, DeferredShards, Refill, ScoreCheck, generate_batch
+from stalewise.rollout.generate import (
+    BatchPlan,
+    DeferredShards,
+    Refill,
+    ScoreCheck,
+    generate_batch,
+    recall_lengths,
+)
 from stalewise.rollout.sampler import LiveSampler, OffloadableSampler
 from stalewise.rollout.workers.coordinator import Coordinator, is_being_written
 from stalewise.rollout.workers.rank_workers import coordinator_of
@@ -160,6 +167,7 @@ class Orchestrator:
             self._verify(newest)
         self.run_log.drop_updates(first=newest)
         self.schedule = forget_stages(self.schedule, self.run_log.stages_path, newest)
+        recall_lengths(self.sampler, self.directory / "rollouts")
         self.coordinator.publish()
         self.source.start(self)
 

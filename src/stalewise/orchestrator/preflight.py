@@ -29,6 +29,7 @@ from stalewise.orchestrator.setup import (
     check_objective,
     check_vllm_room,
     describe_regularizers,
+    engine_of_run,
     write_first_checkpoint,
 )
 from stalewise.planning.memory import GIB, ModelShape, estimate, free_bytes, ways_out
@@ -107,6 +108,8 @@ class _Preflight:
         yield (device := self._run("device", self._device))
         if device.status != "bad":
             yield self._run("model directory", self._model_directory)
+        if self.source and self.config.sampler.engine == "auto":
+            yield self._run("engine", self._engine)
         if self.source:
             yield (memory := self._run("memory", self._memory))
             if (shape := self.shape) is not None:
@@ -170,6 +173,12 @@ class _Preflight:
     def _model_directory(self) -> tuple[Status, str]:
         self.source = resolve_model(self.config.model.path, self.config.task.name)
         return "ok", self.source
+
+    def _engine(self) -> tuple[Status, str]:
+        sampler = self.config.sampler
+        engine, why = engine_of_run(self.config.directory, sampler, self.config.model, self.source)
+        self.config = self.config.model_copy(update={"sampler": sampler.model_copy(update={"engine": engine})})
+        return "ok", f"auto: {engine}, {why}"
 
     def _memory(self) -> tuple[Status, str]:
         needed = estimate(self.config, self.source)

@@ -24,7 +24,7 @@ from stalewise.config.run_directory import check_identity, is_started
 from stalewise.errors import ConfigError, ModelError, StoreError, TaskError, nearest
 from stalewise.models.loading import embedded_policy
 from stalewise.objectives.registry import Objective, get_objective, register_objective
-from stalewise.orchestrator.setup import resolve_learning_rate
+from stalewise.orchestrator.setup import resolve_settings
 from stalewise.store import atomic
 from stalewise.tasks import callables
 from stalewise.tasks.hf_datasets import rows_of
@@ -89,7 +89,7 @@ def config_of(
             'Python finds, or use kind = "staged"'
         )
     if is_started(directory):
-        check_identity(resolve_learning_rate(config))
+        check_identity(resolve_settings(config))
     files.write(record.get("objective", {}).get("name", ""))
     return config
 

@@ -1,4 +1,4 @@
-"""The start of a run: its learning rate, its drift limits, its objective, and version 0."""
+"""The start of a run: its engine and learning rate, its drift limits, its objective, and version 0."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from stalewise.config.run_directory import (
     is_started,
     read_config,
 )
-from stalewise.config.sections import ObjectiveSection
+from stalewise.config.sections import ModelSection, ObjectiveSection, SamplerSection
 from stalewise.errors import CalibrationError, ConfigError
-from stalewise.models.loading import encode_prompts, load_model, load_tokenizer, pick_device
+from stalewise.models.loading import encode_prompts, load_model, load_tokenizer, pick_device, resolve_model
 from stalewise.objectives import get_objective
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.planning.memory import GIB, estimate
 from stalewise.planning.planner import budget_limits, law_learning_rate, rests_on_collapses, rounded_down
+from stalewise.rollout.factory import pick_engine
 from stalewise.store import atomic, checkpoints
 from stalewise.store.json_lines import truncate_jsonl
 from stalewise.store.records import LIMITS, read_record
@@ -37,11 +38,22 @@ LEAST_ROOM = 0.05  # of a GPU, below which no vLLM is advised
 FILE = "limits.json"  # in the run directory
 
 
-def resolve_learning_rate(config: RunConfig, log: Callable[[str], object] = lambda text: None) -> RunConfig:
-    """The config with the learning rate that the calibration allows, where `plan.learning_rate` asks for it.
+def engine_of_run(directory: Path, section: SamplerSection, model: ModelSection, source: str) -> tuple[str, str]:
+    """The engine that `auto` stands for in this run, and why."""
+    began = read_config(directory).sampler.engine if is_started(directory) else "auto"
+    return pick_engine(section, model, source) if began == "auto" else (began, "with which the run began")
 
-    A run that has begun keeps its rate, whatever was calibrated since.
+
+def resolve_settings(config: RunConfig, log: Callable[[str], object] = lambda text: None) -> RunConfig:
+    """The config with the engine that `auto` picks, and the learning rate that `plan.learning_rate` asks for.
+
+    A run that has begun keeps both, whatever was calibrated or installed since.
     """
+    if config.sampler.engine == "auto":
+        source = resolve_model(config.model.path, config.task.name)
+        engine, why = engine_of_run(config.directory, config.sampler, config.model, source)
+        log(f"sampler.engine auto: {engine}, {why}")
+        config = config.model_copy(update={"sampler": config.sampler.model_copy(update={"engine": engine})})
     if config.plan.learning_rate == "given":
         return config
     record, given = config.model_dump(mode="json"), config.optimizer.learning_rate

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from stalewise.config import LoraSection, RunConfig
-from stalewise.config.sections import ModelSection, ObjectiveSection
+from stalewise.config.sections import ModelSection, ObjectiveSection, SamplerSection
 from stalewise.errors import ModelError
 from stalewise.models.compilation import MOMENT_BYTES, leaves_half, most_logits
 from stalewise.models.kernels import can_compile
@@ -76,6 +76,8 @@ class MemoryEstimate:
     spare: int = 0  # bytes of further keys and values, which the embedded engine takes where they are free
     stays: int = 0  # bytes of keys and values that are kept while learning
     reference: Mapping[str, int] = field(default_factory=dict[str, int])  # while its column is computed
+    one_response: int = 0  # bytes of keys and values of the longest response with its prompt, in the embedded engine
+    may_wait: int = 0  # bytes that could leave the device while sampling
 
     @property
     def least(self) -> int:
@@ -103,6 +105,11 @@ class MemoryEstimate:
         return self.least + max(sum(self.sampling.values()), sum(self.reference.values()))
 
     @property
+    def for_one_response(self) -> int:
+        """Bytes without which not even one response can be sampled, whatever waits in host memory."""
+        return self.least - self.may_wait + self.one_response
+
+    @property
     def largest(self) -> str:
         """Which of learning, sampling and the reference needs most; "both" where they happen at once."""
         if self.at_once:
@@ -113,7 +120,7 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         trained = "" if self.shape.trained == self.shape.parameters else f", {self.shape.trained / 1e6:,.2f} M trained"
-        both = self.learning | max(self.sampling, self.reference, key=lambda one: sum(one.values()))
+        both = {**self.learning, **max(self.sampling, self.reference, key=lambda one: sum(one.values()))}
         parts = {"learning": self.learning, "sampling": self.sampling, "the reference": self.reference, "both": both}
         turns = parts[self.largest]
         more = f"; {self.peak / GIB:.2f} where more rollouts at once fit" if self.peak > self.total else ""
@@ -187,7 +194,7 @@ def estimate(
     device = pick_device(config.model.device)
     precision = pick_precision(config.model.precision, device)
     weight = pick_weights_dtype(config.model.precision).itemsize
-    adapters, embedded = config.model.trains_adapters, config.sampler.engine == "hf"  # others have their own processes
+    adapters, embedded = config.model.trains_adapters, not config.sampler.is_foreign  # others have their own processes
     trained = shape.trained * (4 if adapters else weight) // shards
     certain = {
         "weights": shape.parameters * weight // shards + (trained if adapters else 0),
@@ -208,14 +215,17 @@ def estimate(
     if at_once:
         process = PROCESS_BYTES if device.type == "cuda" else 0
         sampling |= {"the generator's weights": shape.parameters * precision.itemsize, "its process": process}
-    leaves = config.learner.offload == "always" and device.type == "cuda" and shards == 1 and not at_once
+    can_leave = config.learner.offload != "never" and device.type == "cuda" and shards == 1 and not at_once
+    state = sum(certain.values()) - certain["sampler's weights"] if can_leave else 0
     needed = MemoryEstimate(
         shape=shape,
         certain=certain,
         learning=_learning(config, length, shape, device, autocast, weight),
         sampling=sampling,
-        waits=sum(certain.values()) - certain["sampler's weights"] if leaves else 0,
+        waits=state if config.learner.offload == "always" else 0,
         at_once=at_once,
+        one_response=length * token_bytes if embedded else 0,
+        may_wait=state,
     )
     if config.objective.kl:
         other = _reference_shape(config.objective, config.model, config.task.name) or shape
@@ -347,16 +357,32 @@ def ways_out(config: RunConfig, source: str, needed: MemoryEstimate, free: int) 
     fitting = _fitting(config, source, lambda changed: changed.total <= free)
     fits = f"; these would fit: {', or '.join(fitting)}" if fitting else ""
     if needed.largest == "sampling":
-        return f"if it runs out, lower sampler.rollouts_per_shard, or {smaller}{fits}"
+        shorter = _fitting(config, source, lambda changed: changed.total <= free, _less_sampling(config.sampler))
+        fits = f"; these would fit: {', or '.join([*shorter, *fitting])}" if shorter else fits
+        return f"if it runs out, lower sampler.rollouts_per_shard or sampler.max_new_tokens, or {smaller}{fits}"
     helps = needed.largest != "the reference" and not config.learner.gradient_checkpointing
     save = "set learner.gradient_checkpointing, or " if helps else ""
     return f"if it runs out, {save}lower learner.tokens_per_micro_batch, or {smaller}{fits}"
 
 
-def _fitting(config: RunConfig, source: str, fits: Callable[[MemoryEstimate], bool]) -> list[str]:
-    """Settings with which the run fits, those that change least first."""
+def _less_sampling(sampler: SamplerSection) -> dict[str, dict[str, dict[str, Any]]]:
+    """Smaller shards or shorter responses, by how they are written; each at a quarter, a sixteenth, …"""
+    keys = ("rollouts_per_shard", "max_new_tokens")
+    parts = [(key, getattr(sampler, key) // 4**power) for key in keys for power in (1, 2, 3)]
+    return {f"sampler.{key} = {value}": {"sampler": {key: value}} for key, value in parts if value >= 16}
+
+
+def _fitting(
+    config: RunConfig,
+    source: str,
+    fits: Callable[[MemoryEstimate], bool],
+    tried: dict[str, dict[str, dict[str, Any]]] | None = None,
+) -> list[str]:
+    """Settings with which the run fits, those that change least first; of one setting, one value."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for text, changes in _changes(config).items():
+    for text, changes in (_changes(config) if tried is None else tried).items():
+        if tried is not None and any(_keys(changes) == _keys(other) for other in found.values()):
+            continue
         if any(_includes(changes, other) for other in found.values()):
             continue
         sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
@@ -364,6 +390,10 @@ def _fitting(config: RunConfig, source: str, fits: Callable[[MemoryEstimate], bo
         if changed is not None and fits(changed):
             found[text] = changes
     return list(found)
+
+
+def _keys(changes: dict[str, dict[str, Any]]) -> list[str]:
+    return [f"{name}.{key}" for name, values in changes.items() for key in values]
 
 
 def _includes(changes: dict[str, dict[str, Any]], other: dict[str, dict[str, Any]]) -> bool:
@@ -421,13 +451,24 @@ def check_memory(config: RunConfig, source: str, world: int = 1, local_world: in
         return ""
     figures = f"{needed} on {device}, where {free / GIB:.2f} GiB are free: {ways_out(config, source, needed, free)}"
     if needed.least > free:
-        raise ModelError(f"{source} is too large: {figures}")
+        alone = needed.certain["sampler's weights"] + needed.one_response
+        also = " to train; generating alone would fit" if 0 < alone <= free else ""
+        raise ModelError(f"{source} is too large{also}: {figures}")
+    if needed.for_one_response > free:
+        new_tokens, room = config.sampler.max_new_tokens, needed.one_response - (needed.for_one_response - free)
+        fitting = int(room / needed.one_response * (UNKNOWN_PROMPT + new_tokens)) - UNKNOWN_PROMPT
+        raise ModelError(
+            f"{source} fits for learning and not for generating: one response of sampler.max_new_tokens = {new_tokens} "
+            f"takes {needed.one_response / GIB:.2f} GiB of keys and values, and {room / GIB:.2f} are there for them ("
+            + (f"at most sampler.max_new_tokens = {fitting} would fit" if fitting > 0 else "no token would fit")
+            + f"): {figures}"
+        )
     return f"memory may run out: {figures}"
 
 
 def check_sampling_memory(model: ModelSection, engine: str, source: str) -> None:
     """Refuse to sample from a model whose weights alone are too large for the device, before they are loaded."""
-    shape = model_shape(source, model) if engine == "hf" else None
+    shape = model_shape(source, model) if engine in ("hf", "auto") else None
     if shape is None:
         return
     device = pick_device(model.device)

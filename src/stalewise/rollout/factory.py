@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from stalewise.config import RunConfig
-from stalewise.config.sections import ForeignSection
+from stalewise.config.sections import LEAST_VLLM_TEMPERATURE, ForeignSection, ModelSection, SamplerSection
 from stalewise.errors import ConfigError
 from stalewise.models.compilation import compiling_pays
 from stalewise.models.loading import pick_device, pick_precision
@@ -50,6 +51,8 @@ def make_sampler(
 ) -> Sampler:
     """The sampler of this config; it calls `on_tokens` with the number of new tokens as it samples."""
     section, device = config.sampler, pick_device(config.model.device)
+    if section.engine == "auto":  # training and `doctor` have picked one
+        section = section.model_copy(update={"engine": "hf"})
     precision = pick_precision(config.model.precision, device)
     is_server = section.engine == "server"  # whose precision is fixed when it is started
     settings = SamplerSettings(
@@ -75,6 +78,33 @@ def make_sampler(
     embedded = partial(HFSampler, settings, max_new_tokens=limit, device=device, dtype=precision)
     embedded = partial(embedded, on_tokens=on_tokens, compiling_pays=compiles)
     return MixedPolicySampler(embedded(), embedded()) if section.foreign.share else embedded()
+
+
+def pick_engine(section: SamplerSection, model: ModelSection, source: str) -> tuple[str, str]:
+    """The engine that `auto` stands for on this machine with the model at `source`, and why.
+
+    Where the embedded engine decodes in slots it was faster than vLLM in every comparison (docs/engines.md), so vLLM
+    is for models that have none, and for those that are too large for one GPU.
+    """
+    device = pick_device(model.device)
+    if device.type != "cuda":
+        return "hf", "there is no GPU"
+    if find_spec("vllm") is None:
+        return "hf", "vLLM is not installed"
+    if section.foreign.share or section.weights != "exact" or section.temperature < LEAST_VLLM_TEMPERATURE:
+        return "hf", "vLLM does not have what sampler.foreign, weights or temperature ask for"
+    dtype = pick_precision(model.precision, device)
+    tried = HFSampler(SamplerSettings(), max_new_tokens=1, device=device, dtype=dtype)
+    try:
+        tried.load(Path(source))
+        problem = tried.slots_problem
+    except torch.OutOfMemoryError:
+        problem = "its weights do not fit on one GPU"
+    finally:
+        tried.close()
+    if problem:
+        return "vllm", f"hf has no slots for this model: {problem}"
+    return "hf", "it decodes this model in slots"
 
 
 def check_engine_devices(config: RunConfig) -> None:

@@ -19,13 +19,14 @@ from stalewise.errors import TaskError
 from stalewise.models.loading import encode_prompts
 from stalewise.rollout.episodes import CallJournal, encode_first, episode_rewards, play_episodes
 from stalewise.rollout.mixed_policy import check_tokenizers
-from stalewise.rollout.sampler import Request, Response, Sampler
+from stalewise.rollout.sampler import Request, Response, Sampler, SchedulingSampler
 from stalewise.rollout.token_sampling import rollout_seed
 from stalewise.tasks import ErrorCounts, Task, count_errors
 from stalewise.tasks.environments.play import EnvironmentPool
 from stalewise.types import Prompt, Reward, SamplerSettings
 
 ENOUGH_RESPONSES = 64  # before the fraction without a score is judged
+RECALLED_ROWS = 1 << 16  # rollouts whose lengths a resumed run reads
 PROMPTS_TO_COMPARE = 256  # that the tokenizers of two policies must encode alike
 
 
@@ -342,6 +343,27 @@ def _responses(
         its_requests = [request for request, its in zip(requests, policies, strict=True) if its == policy]
         sampled[policy] = iter(sampler.sample(its_requests, replace(sampler.settings, policy=policy)))
     return (next(sampled[policy]) for policy in policies)
+
+
+def recall_lengths(sampler: Sampler, rollouts: Path) -> None:
+    """Tell an engine that schedules by length how long the responses of committed batches are; the newest are enough.
+
+    So a run that is resumed knows what it had learned of lengths. The order changes no response.
+    """
+    if not isinstance(sampler, SchedulingSampler) or not sampler.schedules:
+        return
+    newest, rows = list[store.Batch](), 0
+    for directory in reversed([one for one in store.batch_directories(rollouts) if store.is_committed(one)]):
+        if rows >= RECALLED_ROWS:
+            break
+        newest.append(store.open_batch(directory, verify=False))
+        rows += len(newest[-1])
+    for batch in reversed(newest):
+        for shard in batch.manifest.shards:
+            found, lengths = batch.rows_of(shard), dict[tuple[int, ...], list[int]]()
+            for row, length in enumerate(found.response_lengths.tolist()):
+                lengths.setdefault(tuple(found.prompt(row).tolist()), []).append(length)
+            sampler.recall(list(lengths), [sum(each) / len(each) for each in lengths.values()])
 
 
 def environment_of(task: Task) -> EnvironmentPool | None:

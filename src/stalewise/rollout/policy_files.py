@@ -67,7 +67,8 @@ class ExternalSampler:
     def check_lengths(self, prompt_ids: Sequence[Sequence[int]]) -> None:
         """Refuse prompts that leave no room for a response."""
         limits = [limit for limit in (self.policy.context, self._max_length) if limit is not None]
-        check_lengths(prompt_ids, limit=min(limits, default=None), max_new_tokens=self.max_new_tokens)
+        least, more = min(limits, default=None), " (or raise sampler.vllm.max_model_len)" if self._max_length else ""
+        check_lengths(prompt_ids, limit=least, max_new_tokens=self.max_new_tokens, more=more)
 
     def make_responses(self, answers: Sequence[Answer], requests: Sequence[Request], engine: str) -> list[Response]:
         """Check answers and decode their texts; an unusable one is an EngineError that names the engine."""

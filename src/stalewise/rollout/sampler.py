@@ -142,15 +142,17 @@ def open_turns(answered: list[tuple[int, list[int]]]) -> list[tuple[int, list[in
     return sorted((number, outside) for number, outside in answered if outside)
 
 
-def check_lengths(prompt_ids: Sequence[Sequence[int]], *, limit: int | None, max_new_tokens: int) -> None:
-    """Refuse prompts that leave no room for a response within `limit` tokens."""
+def check_lengths(
+    prompt_ids: Sequence[Sequence[int]], *, limit: int | None, max_new_tokens: int, more: str = ""
+) -> None:
+    """Refuse prompts that leave no room for a response within `limit` tokens; `more` is said at the end."""
     longest = max(map(len, prompt_ids))
     if limit is not None and longest + max_new_tokens > limit:
         raise ModelError(
             f"the longest prompt has {longest} tokens; with sampler.max_new_tokens = {max_new_tokens} that is over the "
             f"model's context of {limit}: shorten prompts or lower max_new_tokens"
             + (f" to at most {limit - longest}" if limit > longest else "")
-            + " (or raise sampler.vllm.max_model_len)"
+            + more
         )
 
 
@@ -160,6 +162,16 @@ class OffloadableSampler(Protocol):
 
     def sleep(self) -> None:
         """Release the memory until the next `load`."""
+
+
+@runtime_checkable
+class SchedulingSampler(Protocol):
+    """An engine that begins with the requests whose responses will probably be long."""
+
+    schedules: bool  # whether it does so on this device
+
+    def recall(self, prompts: Sequence[tuple[int, ...]], mean_lengths: Sequence[float]) -> None:
+        """How long the responses to prompts were that were sampled before this process began, oldest first."""
 
 
 @runtime_checkable

@@ -121,6 +121,8 @@ class LLM:
 
     def sleep(self, level: int) -> None:
         note("sleep", level=level)
+        if level == 2:
+            del self.model  # until it is loaded again
 
     def wake_up(self) -> None:
         note("wake")

@@ -271,6 +271,17 @@ def test_a_prompt_that_is_longer_than_the_context(tmp_path: Path) -> None:
     assert "over the model's context of 128" in message
 
 
+def test_more_new_tokens_than_the_context_has(tmp_path: Path) -> None:
+    config = config_file(tmp_path, sampler={"max_new_tokens": 4000})
+    message = refused("train", config)
+    assert message == (
+        "the longest prompt has 6 tokens; with sampler.max_new_tokens = 4000 that is over the model's context of 128: "
+        "shorten prompts or lower max_new_tokens to at most 122"
+    )
+    doctor = call("doctor", config)
+    assert doctor.exit_code == 1 and "to at most 122" in doctor.stdout
+
+
 def test_responses_that_are_all_truncated(tmp_path: Path) -> None:
     config = config_file(tmp_path, sampler={"max_new_tokens": 1})
     for _ in range(2):  # the rollouts are there at the second time, and still teach nothing

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from callbacks import Listener
+from callbacks import Listener, StopAt
 from stalewise.api import run
 from stalewise.config import make_config
+from stalewise.config.run_directory import read_config
 from stalewise.config.sections import ObjectiveSection
 from stalewise.errors import ConfigError
 from stalewise.models.loading import EMBEDDED
 from stalewise.orchestrator import setup as module
+from stalewise.orchestrator.preflight import examine
 from stalewise.orchestrator.setup import check_objective, check_vllm_room, drift_limits
 from stalewise.store.atomic import write_json_atomic
 from tiny import tiny_record
@@ -31,6 +33,24 @@ def test_the_recipe_fills_in_what_a_config_does_not_say() -> None:
     assert make_config(own.model_dump(mode="json")) == own
     with pytest.raises(ConfigError, match="recipe"):
         make_config({"recipe": "magic"})
+
+
+def test_auto_is_an_engine_that_a_run_keeps(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listener, config = Listener(), make_config(tiny_record(runs, sampler={"engine": "auto"}))
+    plain = make_config(tiny_record(runs, "plain"))
+    assert config.identity() == {**plain.identity()}
+    with pytest.raises(KeyboardInterrupt):
+        run(config, StopAt(1))
+    assert read_config(config.directory).sampler.engine == "hf"
+    monkeypatch.setattr(module, "pick_engine", lambda *_: ("vllm", "installed since"))
+    run(config, listener)
+    assert "sampler.engine auto: hf, with which the run began" in listener.said
+    run(plain)
+    final = "checkpoints/v000004/model.safetensors"
+    assert (config.directory / final).read_bytes() == (plain.directory / final).read_bytes()
+    new = make_config(tiny_record(runs, "new", sampler={"engine": "auto"}))
+    checks = {check.name: check for check in examine(new)}
+    assert checks["engine"].detail == "auto: vllm, installed since"
 
 
 def test_the_recipe_trains_without_a_calibration_and_says_so(runs: Path) -> None:

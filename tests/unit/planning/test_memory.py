@@ -380,6 +380,35 @@ def test_no_way_out_is_named_that_does_not_fit(megabytes: float, model: dict[str
     assert found == f"choose a smaller model or a larger device{advice}"
 
 
+def test_a_run_that_fits_for_learning_or_for_generating_alone(
+    shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 MB hold weights, gradients, moments and the sampler's weights; a token's keys and values take 1,200 bytes."""
+    free = [0]
+    monkeypatch.setattr("stalewise.planning.memory.free_bytes", lambda device: free[0])
+    long = config(sampler={"max_new_tokens": 9872, "rollouts_per_shard": 8})  # with a prompt of 128: 10,000 tokens
+    free[0] = 26_000_000
+    with pytest.raises(ModelError, match="x fits for learning and not for generating: one response of") as refusal:
+        check_memory(long, "x")
+    # 6 MB are left: 5,000 tokens, 128 of them the prompt's.
+    assert "takes 0.01 GiB of keys and values, and 0.01 are there for them (at most" in str(refusal.value)
+    assert "at most sampler.max_new_tokens = 4872 would fit" in str(refusal.value)
+    assert "at least 0.02 GiB and up to" in str(refusal.value) and "keys and values 0.09" in str(refusal.value)
+    free[0] = 20_000_000
+    with pytest.raises(ModelError, match=r"\(no token would fit\)"):
+        check_memory(long, "x")
+    free[0] = 33_000_000  # one response fits, and eight at once may not: their shards need not be so large
+    assert "memory may run out" in (said := check_memory(long, "x"))
+    assert "lower sampler.rollouts_per_shard or sampler.max_new_tokens, or choose a smaller model" in said
+    assert "sampler.max_new_tokens = 617" in said and "2468" not in said
+    free[0] = 17_000_000
+    with pytest.raises(ModelError, match="x is too large to train; generating alone would fit: 1"):
+        check_memory(long, "x")
+    free[0] = 10_000_000
+    with pytest.raises(ModelError, match="x is too large: 1"):
+        check_memory(long, "x")
+
+
 @pytest.mark.parametrize(
     ("sections", "advice"),
     [

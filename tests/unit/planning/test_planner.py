@@ -12,7 +12,7 @@ import pytest
 from calibrations import ENVIRONMENT, PROBE, SWEEP, config_at, stable_and_not
 from stalewise.config import RunConfig
 from stalewise.errors import CalibrationError
-from stalewise.orchestrator.setup import resolve_learning_rate
+from stalewise.orchestrator.setup import resolve_settings
 from stalewise.planning.calibration import (
     Calibration,
     CalibrationIdentity,
@@ -216,12 +216,12 @@ def test_a_rate_that_is_merely_known_to_be_safe_does_not_take_the_place_of_a_lar
     said: list[str] = []
     config = calibrated(runs, sweep=whole)(**given, **if_calibrated)
     assert law_learning_rate(config) < 0.1
-    assert resolve_learning_rate(config, said.append).optimizer.learning_rate == 0.1
+    assert resolve_settings(config, said.append).optimizer.learning_rate == 0.1
     assert "stays 0.1, as given: up to" in said[0] and "no run of the sweep says that more is not" in said[0]
     asked_for = calibrated(runs, sweep=whole)(**given, plan={"learning_rate": "planned"})
-    assert resolve_learning_rate(asked_for).optimizer.learning_rate == law_learning_rate(asked_for)
+    assert resolve_settings(asked_for).optimizer.learning_rate == law_learning_rate(asked_for)
     fallen = calibrated(runs, sweep=SWEEP)(**given, **if_calibrated)
-    assert resolve_learning_rate(fallen).optimizer.learning_rate == law_learning_rate(fallen) < 0.1
+    assert resolve_settings(fallen).optimizer.learning_rate == law_learning_rate(fallen) < 0.1
 
 
 def test_stops_and_sizes() -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from stalewise.config import make_config
 from stalewise.errors import ConfigError, EngineError
+from stalewise.rollout import factory
 from stalewise.rollout.engines import http as endpoint
 from stalewise.rollout.engines.server import ServerSampler
-from stalewise.rollout.factory import check_engine_devices, make_sampler
+from stalewise.rollout.factory import check_engine_devices, make_sampler, pick_engine
 from tiny import tiny_record
 
 
@@ -29,6 +31,46 @@ def test_the_engine_of_the_config_is_the_one_that_is_made(runs: Path) -> None:
     assert (sampler.settings.name, sampler.settings.precision) == ("server", "bfloat16")
     with pytest.raises(EngineError, match="vLLM is not installed"):
         make_sampler(make_config(tiny_record(runs, sampler={"engine": "vllm"})))
+
+
+@pytest.mark.parametrize(
+    ("device", "vllm", "sampler", "found", "engine", "why"),
+    [
+        ("cpu", True, {}, "", "hf", "there is no GPU"),
+        ("cuda", False, {}, "", "hf", "vLLM is not installed"),
+        ("cuda", True, {"weights": "int8"}, "other caches", "hf", "vLLM does not have"),
+        ("cuda", True, {}, "", "hf", "it decodes this model in slots"),
+        ("cuda", True, {}, "other caches", "vllm", "hf has no slots for this model: other caches"),
+        ("cuda", True, {}, torch.OutOfMemoryError(), "vllm", "its weights do not fit on one GPU"),
+    ],
+)
+def test_auto_is_the_embedded_engine_where_it_has_slots(
+    device: str, vllm: bool, sampler: dict[str, Any], found: Any, engine: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = list[bool]()
+
+    class Tried:
+        slots_problem = found
+
+        def __init__(self, settings: object, **_: object) -> None:
+            assert not closed
+
+        def load(self, source: Path) -> None:
+            assert source == Path("policy")
+            if isinstance(found, Exception):
+                raise found
+
+        def close(self) -> None:
+            closed.append(True)
+
+    config = make_config({"sampler": {"engine": "auto", **sampler}})
+    monkeypatch.setattr(factory, "pick_device", lambda name: torch.device(device))
+    monkeypatch.setattr(factory, "pick_precision", lambda *_: torch.bfloat16)
+    monkeypatch.setattr(factory, "find_spec", lambda name: object() if vllm else None)
+    monkeypatch.setattr(factory, "HFSampler", Tried)
+    chosen, said = pick_engine(config.sampler, config.model, "policy")
+    assert chosen == engine and why in said
+    assert len(closed) == ("slot" in said or "fit" in said)
 
 
 @pytest.mark.parametrize(

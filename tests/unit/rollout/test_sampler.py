@@ -26,7 +26,7 @@ def test_responses_are_equal_by_value() -> None:
 def test_the_longest_prompt_and_its_response_must_fit() -> None:
     check_lengths([[1], [1, 2, 3]], limit=8, max_new_tokens=5)
     check_lengths([[1] * 99], limit=None, max_new_tokens=5)
-    with pytest.raises(ModelError, match=r"prompt has 3 tokens; .* the model's context of 7: .* to at most 4 "):
+    with pytest.raises(ModelError, match=r"prompt has 3 tokens; .* the model's context of 7: .* to at most 4$"):
         check_lengths([[1], [1, 2, 3]], limit=7, max_new_tokens=5)
 
 

@@ -303,6 +303,30 @@ def test_out_of_memory_is_tried_again_with_half_and_then_said(monkeypatch: pytes
     assert tokens_of(sampler.sample(wanted)) == tokens_of(expected)
 
 
+@pytest.mark.parametrize("when", ["first", "last"])
+def test_memory_that_ends_at_the_first_or_the_last_token_is_one_message(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = make(slots=True)
+    wanted, run, done = requests(sampler, 8), SlotDecoder.run, dict[SlotDecoder, int]()
+    expected = sampler.sample(wanted)
+    last = max(len(tokens) for tokens in tokens_of(expected))
+
+    def fails(decoder: SlotDecoder, rows: int, slots: np.ndarray, steps: int) -> None:
+        done[decoder] = done.get(decoder, 0) + steps
+        if when == "first" or done[decoder] >= last:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nmore")
+        run(decoder, rows, slots, steps)
+
+    monkeypatch.setattr(SlotDecoder, "run", fails)
+    with pytest.raises(ModelError, match="out of memory while responses were sampled") as refusal:
+        sampler.sample(wanted)
+    assert "lower sampler.max_new_tokens = " in str(refusal.value) and "\n" not in str(refusal.value)
+    monkeypatch.undo()
+    sampler = make(slots=True)
+    assert tokens_of(sampler.sample(wanted)) == tokens_of(expected)
+
+
 def test_long_responses_do_not_run_alone_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     few_blocks(monkeypatch, block_size=8, blocks=999, slots=4)
     model: Any = load_model(resolve_model("auto", "arithmetic"), device=torch.device("cpu"))

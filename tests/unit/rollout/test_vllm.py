@@ -233,7 +233,7 @@ def test_vllm_begins_at_the_gpu_of_model_device(monkeypatch: pytest.MonkeyPatch)
         device_groups(0, 1, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("while_learning", ["sleep", "close", "stay"])
+@pytest.mark.parametrize("while_learning", ["sleep", "drop", "close", "stay"])
 def test_what_the_engine_does_while_the_learner_works(
     while_learning: str, make: Make, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,12 +252,14 @@ def test_what_the_engine_does_while_the_learner_works(
         events
         == {
             "sleep": ["start", "sleep", "wake", "reload_weights", "sleep", "wake"],
+            "drop": ["start", "sleep", "wake", "reload_weights", "sleep", "wake", "reload_weights"],
             "close": ["start", "start", "start"],
             "stay": ["start", "reload_weights"],
         }[while_learning]
     )
-    assert notes(tmp_path, "start")[0]["arguments"]["enable_sleep_mode"] == (while_learning == "sleep")
-    assert all(line["level"] == 1 for line in notes(tmp_path, "sleep"))
+    assert notes(tmp_path, "start")[0]["arguments"]["enable_sleep_mode"] == (while_learning in ("sleep", "drop"))
+    assert {line["level"] for line in notes(tmp_path, "sleep")} <= {2 if while_learning == "drop" else 1}
+    assert furthest(asked, sampler.sample(asked), other, SamplerSettings()) < 1e-5
 
 
 def test_a_start_that_fails_is_one_message_with_the_log(

@@ -124,6 +124,15 @@ def test_a_wrong_key_or_model_stops_at_once(tmp_path: Path) -> None:
         made(server.url + "/wrong", tmp_path).score([PROMPT], ["a"])
 
 
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_question_that_is_refused_costs_its_own_response_only(tmp_path: Path, status: int) -> None:
+    with judge_server(lambda text, number: status if "long" in text else "Score: 5") as server:
+        long, short = made(server.url, tmp_path, workers=1).score([PROMPT] * 2, ["long", "short"])
+        assert f"answers {status}: busy" in long.error and math.isnan(long.value)
+        assert short == Reward(0.5, {"score": 5.0})
+        assert len(server.asked) == 2  # it is not asked again
+
+
 def test_questions_are_asked_at_once_and_results_keep_their_order(tmp_path: Path) -> None:
     with judge_server(lambda text, number: "Score: " + text.split("number ")[1][0], delay_s=0.2) as server:
         rewards = made(server.url, tmp_path, workers=4).score([PROMPT] * 8, [f"number {n}" for n in range(8)])

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stalewise
+from judge_server import judge_server
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import TaskError
 from stalewise.orchestrator.contamination import seen_in_training
@@ -23,7 +24,7 @@ from stalewise.reporting.trackers import Trackers
 from stalewise.store import batch_directories, open_batch
 from stalewise.store.checkpoints import checkpoint_directory
 from stalewise.store.json_lines import read_jsonl
-from stalewise.tasks import make_task
+from stalewise.tasks import close_task, make_task
 from stalewise.tasks.mixture import LARGEST_BLOCK, MixtureTask, block_counts, split
 from stalewise.tasks.rows import own_id, task_of
 from stalewise.types import NullCallback, Reward
@@ -93,6 +94,30 @@ def test_each_response_is_scored_by_its_task_in_order() -> None:
     stranger = make_task("arithmetic").prompts(0, 1)
     with pytest.raises(TaskError, match="which the mixture does not have"):
         task.verifier.score(stranger, ["1"])
+
+
+def test_parts_may_have_a_judge_and_code_and_no_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("http_proxy", raising=False)
+    rows = "".join(
+        json.dumps({"problem": f"p{n}", "answer": "a", "tests": ["assert f() == 1"]}) + "\n" for n in range(9)
+    )
+    (tmp_path / "rows.jsonl").write_text(rows)
+    with judge_server(lambda text, number: "Score: 5") as server:
+        asked = {"url": server.url, "model": "m", "rubric": "{response}", "cache": str(tmp_path / "cache")}
+        judge = {"verifier": "judge", "verifier_options": asked}
+        options = {"path": str(tmp_path / "rows.jsonl"), "held_out": 0.2}
+        tasks = [
+            {"name": "jsonl", "label": "judged", "options": {**options, **judge}},
+            {"name": "jsonl", "label": "coded", "options": {**options, "verifier": "code"}},
+        ]
+        task = MixtureTask(tasks)
+        prompts = task.prompts(0, 4)
+        rewards = task.verifier.score(prompts, ["def f(): return 1"] * 4)
+        close_task(task)
+    found = [(task_of(prompt.prompt_id), reward.value) for prompt, reward in zip(prompts, rewards, strict=True)]
+    assert sorted(found) == [("coded", 1.0), ("coded", 1.0), ("judged", 0.5), ("judged", 0.5)]
+    with pytest.raises(TaskError, match="mixture, arithmetic: environments cannot be mixed with other tasks"):
+        MixtureTask([{"name": "arithmetic", "options": {"environment": "sums"}}, {"name": "arithmetic-steps"}])
 
 
 def test_held_out_prompts_are_of_all_tasks_and_of_no_training(tmp_path: Path) -> None:

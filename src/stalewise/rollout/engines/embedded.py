@@ -220,6 +220,15 @@ class HFSampler:
                 torch.cuda.empty_cache()
 
     @property
+    def schedules(self) -> bool:
+        """Whether requests begin in the order of their expected lengths: in slots they do."""
+        return self._slots_wanted
+
+    def recall(self, prompts: Sequence[tuple[int, ...]], mean_lengths: Sequence[float]) -> None:
+        """How long the responses to prompts were that were sampled before this process began, oldest first."""
+        self._history.note(prompts, mean_lengths)
+
+    @property
     def tokenizer(self) -> Any:
         """Tokenizer of the loaded policy."""
         return self._tokenizer

@@ -108,6 +108,9 @@ class VllmReplica:
             self.log.unlink(missing_ok=True)
 
 
+SLEEP_LEVELS = {"sleep": 1, "drop": 2}  # of vLLM, by sampler.vllm.while_learning
+
+
 class VllmSampler(ExternalSampler):
     """Samples with vLLM on this machine."""
 
@@ -150,7 +153,7 @@ class VllmSampler(ExternalSampler):
         if self._running is None or self._running.architecture != policy.architecture:
             return False
         try:
-            if self._running.weights == policy.weights:
+            if self._running.weights == policy.weights and self._options.while_learning != "drop":
                 self._call("wake")
             elif policy.tied and not reloads_tied_layers():
                 return False
@@ -174,7 +177,7 @@ class VllmSampler(ExternalSampler):
             for devices in self._groups:
                 self._replicas.append(VllmReplica(devices))
             self.preferred_batch_size = REQUESTS_PER_REPLICA * len(self._replicas)
-            self._call("start", str(policy.checkpoint), arguments, self._options.while_learning == "sleep")
+            self._call("start", str(policy.checkpoint), arguments, SLEEP_LEVELS.get(self._options.while_learning, 0))
         except BaseException:
             self.close()
             raise
@@ -209,7 +212,7 @@ class VllmSampler(ExternalSampler):
         """Free GPU memory for the trainer, as the config says, until the next `load`."""
         if self._options.while_learning == "close":
             self.close()
-        elif self._options.while_learning == "sleep":
+        elif self._options.while_learning in SLEEP_LEVELS:
             self._call("sleep")
 
     def close(self) -> None:

@@ -32,15 +32,15 @@ class VllmEngine:
         self.llm: Any = None
         self.asleep = False
 
-    def start(self, model: str, arguments: Mapping[str, Any], sleeps: bool) -> None:
-        """Load the first policy."""
+    def start(self, model: str, arguments: Mapping[str, Any], sleep_level: int) -> None:
+        """Load the first policy; 0: it never sleeps."""
         platform = importlib.import_module("vllm.platforms").current_platform
-        self.sleeps = sleeps and platform.is_cuda_alike()  # others have no sleep mode
+        self.sleep_level = sleep_level if platform.is_cuda_alike() else 0  # others have no sleep mode
         self.llm = self.vllm.LLM(
             model=model,
             logprobs_mode="processed_logprobs",  # of the distribution that is sampled from
             generation_config="vllm",  # not the model's own sampling settings
-            enable_sleep_mode=self.sleeps,
+            enable_sleep_mode=self.sleep_level > 0,
             **{"enable_prefix_caching": True, "disable_log_stats": True, **arguments},
         )
 
@@ -52,10 +52,12 @@ class VllmEngine:
             raise RuntimeError("vLLM did not reset its prefix cache")
 
     def sleep(self) -> None:
-        """Free GPU memory; the weights move to host memory."""
-        if self.sleeps and not self.asleep:
-            # Level 2 drops the weights, and reload_weights does not restore all of them in every architecture.
-            self.llm.sleep(level=1)
+        """Free GPU memory. At level 1 the weights move to host memory; at level 2 they are gone until `reload`.
+
+        In some architectures `reload` does not restore all of them: the check of the policy then restarts vLLM.
+        """
+        if self.sleep_level and not self.asleep:
+            self.llm.sleep(level=self.sleep_level)
             self.asleep = True
 
     def wake(self) -> None:

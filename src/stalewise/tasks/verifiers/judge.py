@@ -40,7 +40,8 @@ from {lowest} (wrong) to {highest} (right)."""
 CHECKSUM = "sha256"  # in a file of the cache, of all else in it
 _LONGEST_ANSWER = 4 << 20  # bytes
 _LONGEST_WAIT_S = 30.0
-_FINAL = {400: "refuses the request", 401: "wants a key", 403: "refuses the key", 404: "does not have that"}
+_FINAL = {401: "wants a key", 403: "refuses the key", 404: "does not have that"}
+_OF_THE_QUESTION = (400, 413, 422)  # mostly a question that is longer than the judge's context: others may be answered
 
 
 class _NoAnswer(Exception):
@@ -189,6 +190,8 @@ class JudgeVerifier:
                         f"verifier judge: {problem}: it {_FINAL[error.code]} (model {self.model!r}, key from "
                         f"${self.key_variable})"
                     ) from None
+                if error.code in _OF_THE_QUESTION:
+                    raise _NoAnswer(problem) from None
                 wait_s = _seconds_in(error.headers.get("Retry-After"))
             except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:  # no connection, or no JSON
                 problem, wait_s = f"{self.url}: {type(error).__name__}: {error}", 0.0
