@@ -7,6 +7,7 @@ import doctest
 import inspect
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,6 +17,7 @@ from scripts.draw_objectives import drawing
 from scripts.reference import PAGES as PAGES_MADE
 
 from batches import random_batch
+from stalewise import __version__
 from stalewise.objectives import OBJECTIVES, evaluate
 from stalewise.objectives.batch_statistics import vcpo_factor
 from stalewise.objectives.diagnostics import age_statistics, drift_statistics
@@ -155,6 +157,17 @@ def test_every_metric_is_documented_and_no_other() -> None:
         ),
     }
     assert set(first_two_cells((ROOT / "docs/metrics.md").read_text())) == reported
+
+
+def test_the_version_and_the_extras_are_the_same_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["hatch"]["version"]["path"] == "src/stalewise/__init__.py"
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    newest = re.findall(r"^## (?:Unreleased \()?(\d[\w.]*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert newest == __version__
+    extras = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/install.md").read_text(), re.MULTILINE)
+    assert sorted(extras) == sorted(project["project"]["optional-dependencies"])
 
 
 def test_files_speak_of_the_project_only() -> None:
