@@ -18,7 +18,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/pytest
 # be idle.
 TWO    := -n 2 --dist loadfile --no-loadscope-reorder --ignore tests/browser --ignore tests/on_ray
 
-.PHONY: install quick test lint types unit nightly browser test-kernels test-engines test-verl test-ray test-architectures demo soak attack attack-hostile mutation benchmark clean smollm2 reproduce docs dist
+.PHONY: install quick test lint types unit nightly browser test-kernels test-engines test-verl test-ray test-architectures demo soak attack attack-hostile mutation benchmark clean smollm2 reproduce docs notebooks dist
 
 install: $(STAMP)
 
@@ -116,6 +116,16 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 		$$($(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
 	touch $(DOCS)/.installed
 
+# The site, in site/: a link, an anchor or a page that is not there is an error. The pages made from code come first.
+docs: install $(DOCS)/.installed
+	PYTHONPATH=. $(BIN)/python scripts/reference.py
+	PYTHONPATH=. $(BIN)/python scripts/draw_objectives.py
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
+
+# The notebooks, executed, with what they print.
+notebooks: install
+	OMP_NUM_THREADS=1 $(BIN)/python scripts/notebooks.py --write
+
 # The source archive, and the wheel made from it; both are checked, and the demo runs from the wheel in an environment
 # that has nothing else. About five minutes.
 dist: $(DOCS)/.installed
@@ -167,4 +177,4 @@ benchmark: install
 	$(BIN)/python benchmarks/objectives.py
 
 clean:
-	rm -rf $(VENV) $(ENGINES) $(VERL) $(DOCS) $(TRITON) .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(ENGINES) $(VERL) $(DOCS) $(TRITON) .pytest_cache .ruff_cache .hypothesis build dist site

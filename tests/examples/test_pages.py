@@ -141,6 +141,56 @@ def test_informative_groups(tmp_path: Path) -> None:
     assert space["second"].updates == 4
 
 
+def write_tables(page: str, directory: Path) -> list[str]:
+    """Write each TOML block of a page under the name that it has; returns the names."""
+    found = re.findall(r"^```toml\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    names = [str(tomllib.loads(table)["name"]) for table in found]
+    for name, table in zip(names, found, strict=True):
+        (directory / f"{name}.toml").write_text(table)
+    return names
+
+
+def test_first_run(tmp_path: Path) -> None:
+    assert write_tables("docs/first_run.md", tmp_path) == ["first"]
+    assert run_commands("docs/first_run.md") == 6
+    records = [json.loads(line) for line in (tmp_path / "runs/first/eval.jsonl").read_text().splitlines()]
+    first, last = (record["accuracy"]["value"] for record in (records[0], records[-1]))
+    assert first < 0.45 and last > 0.7  # 0.4 → 0.8, as the page says
+    assert (tmp_path / "policy/model.safetensors").is_file()
+
+
+def test_your_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = run_blocks("docs/your_data.md")
+    assert space["result"].updates == 8
+    assert write_tables("docs/your_data.md", tmp_path) == ["from_files"]
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run_commands("docs/your_data.md") == 2
+    make_config(tomllib.loads((ROOT / "configs/gsm8k_jsonl.toml").read_text()))
+
+
+def test_choosing(tmp_path: Path) -> None:
+    assert write_tables("docs/choosing.md", tmp_path) == ["auto"]
+    assert run_commands("docs/choosing.md") == 3
+    assert list((tmp_path / "runs/calibrations").glob("*.json"))
+
+
+def test_long_responses(tmp_path: Path) -> None:
+    assert write_tables("docs/long_responses.md", tmp_path) == ["long"]
+    assert run_commands("docs/long_responses.md") == 2
+
+
+def test_debugging(tmp_path: Path) -> None:
+    run_blocks("docs/debugging.md")
+    assert run_commands("docs/debugging.md") == 7
+
+
+def test_reuse(tmp_path: Path) -> None:
+    space = run_blocks("docs/reuse.md")
+    assert len(space["rollouts"]) == 64 and space["again"].updates == 4
+    assert run_commands("docs/reuse.md") == 3
+    assert (tmp_path / "table.json").is_file()
+
+
 def printed_in_comments(page: str) -> list[str]:
     """What the lines of a page's examples that print say that they print."""
     lines = [

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import inspect
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
+from scripts.draw_objectives import drawing
+from scripts.reference import PAGES as PAGES_MADE
 
 from batches import random_batch
+from stalewise import __version__
 from stalewise.objectives import OBJECTIVES, evaluate
 from stalewise.objectives.batch_statistics import vcpo_factor
 from stalewise.objectives.diagnostics import age_statistics, drift_statistics
@@ -110,7 +115,15 @@ def test_every_objective_has_a_section_with_its_parameters(name: str) -> None:
     assert disagreements(name, section) == []
     assert ("\nNo parameters." in section) == (not OBJECTIVES[name].parameters())
     assert ("Needs `proximal_logp`" in section) == OBJECTIVES[name].needs_proximal
-    for part in ("**Source.**", "**On fresh data", "**Statistics.**", "**Conventions.**"):
+    figure = f"images/objectives/{name}.svg"
+    for part in (
+        "**Source.**",
+        "**On fresh data",
+        "**Statistics.**",
+        "**Conventions.**",
+        "**Use it.**",
+        f"]({figure})",
+    ):
         assert part in section, part
 
 
@@ -146,6 +159,17 @@ def test_every_metric_is_documented_and_no_other() -> None:
     assert set(first_two_cells((ROOT / "docs/metrics.md").read_text())) == reported
 
 
+def test_the_version_and_the_extras_are_the_same_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["hatch"]["version"]["path"] == "src/stalewise/__init__.py"
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    newest = re.findall(r"^## (?:Unreleased \()?(\d[\w.]*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert newest == __version__
+    extras = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/install.md").read_text(), re.MULTILINE)
+    assert sorted(extras) == sorted(project["project"]["optional-dependencies"])
+
+
 def test_files_speak_of_the_project_only() -> None:
     # Written apart, so that this file does not find itself.
     elsewhere = ["/" + "work/", "/" + "root/", ".." + "/shared"]
@@ -175,6 +199,51 @@ def test_the_worked_examples_are_among_them(capsys: pytest.CaptureFixture[str]) 
         assert ">>> " in OBJECTIVE_SECTIONS[section]
     assert doctest_failures("```python\n>>> 1 + 1\n3\n\n```\n", "wrong") == (1, 1)
     assert "Expected" in capsys.readouterr().out
+
+
+EQUATION = re.compile(r"^\| [^|]+ \| [^|]+ \| `([\w/]+\.py):(\w+)` \| `([^`]+)` \|$", re.MULTILINE)
+
+
+def without_their_line(page: str) -> list[str]:
+    """Rows of the map of equations whose line is not in the function that they name."""
+    missing: list[str] = []
+    for path, name, line in EQUATION.findall(page):
+        source = (ROOT / "src/stalewise" / path).read_text()
+        functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+        found = [ast.get_source_segment(source, node) or "" for node in functions if node.name == name]
+        if not any(line in text for text in found):
+            missing.append(f"{path}:{name}: {line}")
+    return missing
+
+
+def test_every_equation_is_computed_where_the_map_says() -> None:
+    page = (ROOT / "docs/equations.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "| formula |" not in line]
+    assert len(EQUATION.findall(page)) == len(rows) > 25
+    assert without_their_line(page) == []
+    assert len(without_their_line(page.replace("(1 - ess) *", "ess *"))) == 1  # a line that has changed is found
+    described = {name for name in OBJECTIVES if f"surrogates.py:{name}`" in page}
+    assert {*OBJECTIVES} - described == {"dapo", "dr_grpo", "cispo", "tis", "m2po"}  # the same lines as others compute
+
+
+@pytest.mark.parametrize("name", PAGES_MADE)
+def test_generated_pages_are_as_the_script_writes_them(name: str) -> None:
+    assert (ROOT / "docs" / name).read_text() == PAGES_MADE[name](), "run `python scripts/reference.py`"
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_figures_of_objectives_are_as_the_script_draws_them(name: str) -> None:
+    assert (ROOT / f"docs/images/objectives/{name}.svg").read_text() == drawing(name)
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    listed = re.findall(r"^ +- [^:]+: ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    own = {name for name in listed if not name.startswith(("repository/", "notebooks/"))}
+    assert own == {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    for name in {*listed} - own:
+        source = name.removeprefix("repository/") if name.startswith("repository/") else name.replace(".md", ".ipynb")
+        assert (ROOT / source).is_file(), name
 
 
 # The comparison itself must be able to fail.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.progress_bar import ProgressBar
@@ -16,10 +16,6 @@ from rich.text import Text
 
 from stalewise.config import RunConfig
 from stalewise.config.run_directory import RunResult
-from stalewise.planning.cluster_plan import ClusterPlan, ScheduleOutcome
-from stalewise.planning.planner import ConfigPlan, describe_safety, rounded_down
-from stalewise.planning.probe import ProbeResult
-from stalewise.planning.sweep import SweepResult
 from stalewise.reporting.compare import RunComparison
 from stalewise.reporting.inspection import visible
 from stalewise.reporting.status import RunPhase, RunStatus
@@ -34,6 +30,12 @@ from stalewise.reporting.summary import (
 from stalewise.reporting.trackers import measures_of
 from stalewise.reporting.verification import Verification
 from stalewise.statistics import format_duration
+
+if TYPE_CHECKING:  # planning fits the law with scipy, which takes a second to import
+    from stalewise.planning.cluster_plan import ClusterPlan, ScheduleOutcome
+    from stalewise.planning.planner import ConfigPlan
+    from stalewise.planning.probe import ProbeResult
+    from stalewise.planning.sweep import SweepResult
 
 WIDE = 200  # columns if stdout is not a terminal, so that scripts get whole cells
 MIB, GIB = 2**20, 2**30
@@ -421,6 +423,8 @@ def print_sweep(result: SweepResult) -> None:
 
 def print_plan(plan: ConfigPlan, memory: str, peak_memory_bytes: int | None) -> None:
     """Whether a config is safe, its costs, and those of other schedules."""
+    from stalewise.planning.planner import describe_safety
+
     lines = [] if plan.problem else describe_safety(plan)
     if plan.staleness_allowed is not None:
         lines.append(f"its own η is safe up to S = {plan.staleness_allowed}")
@@ -446,6 +450,8 @@ def print_plan(plan: ConfigPlan, memory: str, peak_memory_bytes: int | None) -> 
 
 
 def _print_choices(plan: ConfigPlan) -> None:
+    from stalewise.planning.planner import rounded_down
+
     columns = ("µ", "S", "safe η", "binds", f"time for T = {plan.updates}", "updates as far", "time as far", "")
     table = make_table(columns, left=("binds", ""))
     for choice in plan.choices:

@@ -215,12 +215,13 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure avg@k, pass@k and majority@k on held-out prompts, with intervals; tasks and files may be repeated."""
+    if wrong := [text for text in option or () if "=" not in text]:
+        raise ConfigError(f"--option {wrong[0]}: expected key=value, as in path=test.jsonl")
+    _check_model_or_run(model_or_run)
     from stalewise import api
     from stalewise.cli.tables import print_evaluation, print_lines, suite_table
     from stalewise.reporting.progress import watching
 
-    if wrong := [text for text in option or () if "=" not in text]:
-        raise ConfigError(f"--option {wrong[0]}: expected key=value, as in path=test.jsonl")
     options, tasks, files, suites = overrides(option), task or [], file or [], suite or []
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
     sampling |= {"samples": samples}
@@ -240,6 +241,15 @@ def evaluate(
         return print_json(alone.record()) if as_json else print_evaluation(alone)
     records = [one.record() for one in results.values()]
     print_json(records) if as_json else print_lines(suite_table(records))
+
+
+def _check_model_or_run(name: str) -> None:
+    """Refuse what is neither a run, a checkpoint nor a model, before torch is imported for it."""
+    from stalewise.models import resolve_model
+
+    path = Path(name).expanduser()
+    if not any((path / file).is_file() for file in ("config.resolved.json", "state.json")):
+        resolve_model(name)
 
 
 @app.command()

@@ -1,9 +1,90 @@
-"""Models: loading, attention, fast operators and GPU kernels."""
+"""Models: where they come from, loading, attention, fast operators and GPU kernels.
+
+What `model.path` means is found here, without torch; `stalewise.models.loading` loads it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from stalewise.errors import ModelError, nearest
+from stalewise.models.gguf import SMOLLM2, gguf_directory, is_gguf, smollm2_directory
+
+EMBEDDED = Path(__file__).parent / "policies"
+HUB_S = 5.0  # seconds in which a hub must answer
 
 
-def __getattr__(name: str) -> object:
-    if name != "resolve_model":  # documents of release 0.1.0 import it from here
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from stalewise.models.loading import resolve_model
+def embedded_policies() -> list[str]:
+    """Names of the policies in the package."""
+    return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
 
-    return resolve_model
+
+def embedded_policy(path: str) -> str:
+    """The name of an embedded policy, written with or without `embedded:`; empty if it is none."""
+    name = path.removeprefix("embedded:")
+    if name != path and name not in embedded_policies():
+        raise ModelError(f"there is no embedded policy {name!r}; {nearest(name, embedded_policies())}")
+    return name if name in embedded_policies() else ""
+
+
+def resolve_model(path: str, task: str = "") -> str:
+    """The directory or hub name of `model.path`; `auto` is the embedded policy of the task."""
+    if path == "auto" and task not in embedded_policies():
+        raise ModelError(f'task {task} has no embedded policy: set model.path = "a directory or a hub name"')
+    if name := task if path == "auto" else embedded_policy(path):
+        return str(EMBEDDED / name)
+    if path == SMOLLM2:
+        return str(smollm2_directory())
+    if is_gguf(path):
+        return str(gguf_directory(Path(path).expanduser()))
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        if not (directory / "config.json").is_file():
+            raise ModelError(f"{directory} has no config.json: it is no Hugging Face model directory, or incomplete")
+        return str(directory)
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise ModelError(f"{path} is no directory; embedded policies: {nearest(path, [*embedded_policies(), SMOLLM2])}")
+    _check_hub(path)
+    return path  # owner/name on a hub
+
+
+def _check_hub(name: str) -> None:
+    """Raise at once where no hub answers and the model is not in its cache: loading would retry for minutes."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if constants.is_offline_mode() or isinstance(try_to_load_from_cache(name, "config.json"), str):
+        return
+    if not _answers(constants.ENDPOINT):
+        problem = f"{constants.ENDPOINT} does not answer within {HUB_S:g} s"
+        raise loading_error(name, "", OSError(problem))
+
+
+@lru_cache
+def _answers(url: str) -> bool:
+    try:
+        with urlopen(Request(url, method="HEAD"), timeout=HUB_S):
+            return True
+    except HTTPError:
+        return True  # it has an opinion
+    except (OSError, ValueError):
+        return False
+
+
+def loading_error(path: str, what: str, error: Exception) -> ModelError:
+    """The error for what transformers cannot load, with remedies for a hub name."""
+    if isinstance(error, OSError) and not Path(path).is_dir():
+        return ModelError(
+            f"{path} is no directory, and no hub provides it ({first_line(error).rstrip('.')}): name a directory with "
+            "the model, or connect to the hub, with HF_TOKEN set if it restricts access; "
+            f'model.path = "auto" and "{SMOLLM2}" need no hub'
+        )
+    return ModelError(f"{path} {what}: {first_line(error)}")
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error, or all of it if that line introduces a list."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines) if lines[0].endswith(":") else lines[0]

@@ -14,21 +14,17 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import torch
-from huggingface_hub import constants, try_to_load_from_cache
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 from transformers.utils import logging as transformers_logging
 
-from stalewise.errors import ModelError, nearest
-from stalewise.models.gguf import SMOLLM2, gguf_directory, is_gguf, smollm2_directory
+from stalewise.errors import ModelError
+from stalewise.models import EMBEDDED, embedded_policies, embedded_policy, first_line, loading_error, resolve_model
 from stalewise.types import Prompt
 
-EMBEDDED = Path(__file__).parent / "policies"
-HUB_S = 5.0  # seconds in which a hub must answer
+__all__ = ["EMBEDDED", "embedded_policies", "embedded_policy", "loading_error", "resolve_model"]  # as before they moved
 
 # They would break our own progress bars.
 transformers_logging.disable_progress_bar()
@@ -40,60 +36,6 @@ TEMPLATE_S = 10.0  # in which chat templates must be rendered, and a hundredth o
 LONGEST_TEMPLATE = 1 << 18  # characters
 LONGEST_CHAT = 1 << 22  # characters of one rendered prompt, beyond its messages
 TEMPLATE_MEMORY = 1 << 29  # bytes that rendering may take
-
-
-def embedded_policies() -> list[str]:
-    """Names of the policies in the package."""
-    return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
-
-
-def embedded_policy(path: str) -> str:
-    """The name of an embedded policy, written with or without `embedded:`; empty if it is none."""
-    name = path.removeprefix("embedded:")
-    if name != path and name not in embedded_policies():
-        raise ModelError(f"there is no embedded policy {name!r}; {nearest(name, embedded_policies())}")
-    return name if name in embedded_policies() else ""
-
-
-def resolve_model(path: str, task: str = "") -> str:
-    """The directory or hub name of `model.path`; `auto` is the embedded policy of the task."""
-    if path == "auto" and task not in embedded_policies():
-        raise ModelError(f'task {task} has no embedded policy: set model.path = "a directory or a hub name"')
-    if name := task if path == "auto" else embedded_policy(path):
-        return str(EMBEDDED / name)
-    if path == SMOLLM2:
-        return str(smollm2_directory())
-    if is_gguf(path):
-        return str(gguf_directory(Path(path).expanduser()))
-    directory = Path(path).expanduser()
-    if directory.is_dir():
-        if not (directory / "config.json").is_file():
-            raise ModelError(f"{directory} has no config.json: it is no Hugging Face model directory, or incomplete")
-        return str(directory)
-    if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ModelError(f"{path} is no directory; embedded policies: {nearest(path, [*embedded_policies(), SMOLLM2])}")
-    _check_hub(path)
-    return path  # owner/name on a hub
-
-
-def _check_hub(name: str) -> None:
-    """Raise at once where no hub answers and the model is not in its cache: loading would retry for minutes."""
-    if constants.is_offline_mode() or isinstance(try_to_load_from_cache(name, "config.json"), str):
-        return
-    if not _answers(constants.ENDPOINT):
-        problem = f"{constants.ENDPOINT} does not answer within {HUB_S:g} s"
-        raise loading_error(name, "", OSError(problem))
-
-
-@lru_cache
-def _answers(url: str) -> bool:
-    try:
-        with urlopen(Request(url, method="HEAD"), timeout=HUB_S):
-            return True
-    except HTTPError:
-        return True  # it has an opinion
-    except (OSError, ValueError):
-        return False
 
 
 def pick_device(device: str) -> torch.device:
@@ -149,23 +91,6 @@ def load_model(path: str, *, device: torch.device, dtype: torch.dtype = torch.fl
     model.to(device).eval()
     _check_causal(model, path)
     return model
-
-
-def loading_error(path: str, what: str, error: Exception) -> ModelError:
-    """The error for what transformers cannot load, with remedies for a hub name."""
-    if isinstance(error, OSError) and not Path(path).is_dir():
-        return ModelError(
-            f"{path} is no directory, and no hub provides it ({_first_line(error).rstrip('.')}): name a directory with "
-            "the model, or connect to the hub, with HF_TOKEN set if it restricts access; "
-            f'model.path = "auto" and "{SMOLLM2}" need no hub'
-        )
-    return ModelError(f"{path} {what}: {_first_line(error)}")
-
-
-def _first_line(error: Exception) -> str:
-    """The first line of an error, or all of it if that line introduces a list."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines) if lines[0].endswith(":") else lines[0]
 
 
 @torch.no_grad()
@@ -317,7 +242,7 @@ def _render(prompt: Prompt, tokenizer: Any) -> tuple[str, str]:
         )
         return text, ""
     except Exception as error:  # templates are programs that may refuse or fail
-        return "", (_first_line(error) or type(error).__name__)[:500]
+        return "", (first_line(error) or type(error).__name__)[:500]
 
 
 def call_limited(function: Callable[[], Any], *, seconds: float, memory: int, longest: int) -> Any:

@@ -8,46 +8,33 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from packaging.requirements import Requirement
 
+from stalewise import __version__
 from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import check_identity
 from stalewise.errors import StalewiseError
-from stalewise.models.loading import (
-    describe_prompt,
-    load_tokenizer,
-    pick_device,
-    pick_precision,
-    resolve_model,
-)
 from stalewise.orchestrator.checkpoint_writer import fits_beside
-from stalewise.orchestrator.model_check import check_model
-from stalewise.orchestrator.setup import (
-    check_objective,
-    check_vllm_room,
-    describe_regularizers,
-    engine_of_run,
-    write_first_checkpoint,
-)
-from stalewise.planning.memory import GIB, ModelShape, estimate, free_bytes, ways_out
 from stalewise.reporting.trackers import check_installed
-from stalewise.rollout.factory import batch_plan, check_engine_devices, check_second_policy, make_sampler
-from stalewise.rollout.generate import shown_prompts
 from stalewise.rollout.sampler import Request, Sampler
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.tasks import Task, close_task
 from stalewise.tasks.sandbox import scratch_folder
 from stalewise.tasks.verifiers.python import FunctionVerifier, PythonVerifier
-from stalewise.trainer.lora import check_adapter, describe_targets, need_peft
-from stalewise.trainer.reference import check_reference, reference_path
 from stalewise.types import Prompt
+
+if TYPE_CHECKING:
+    from stalewise.planning.memory import ModelShape
+
+# What needs torch and transformers, which take seconds to import, is imported where it is used: the checks that come
+# before it are printed at once.
 
 Status = Literal["ok", "warning", "bad"]
 PROMPTS = 256  # training prompts that are checked
 SHOWN = 1200  # characters of a prompt
+GIB = 2**30
 WEIGHT_BYTES, MOMENT_BYTES = 4, 8  # per weight, and per trained weight
 TOKEN_BYTES = 6  # of a stored token: an id and a log-probability, compressed
 
@@ -70,7 +57,7 @@ def examine(config: RunConfig) -> Iterator[Check]:
 
 def installation() -> Iterator[Check]:
     """Versions of the packages that stalewise depends on."""
-    problems, versions_found = [], [f"stalewise {version('stalewise')}"]
+    problems, versions_found = [], [f"stalewise {__version__}"]
     for requirement in map(Requirement, requires("stalewise") or []):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -98,13 +85,13 @@ class _Preflight:
         self.sampler: Sampler | None = None
 
     def checks(self) -> Iterator[Check]:
-        yield self._run("objective", self._objective)
         yield self._run("run directory", self._directory)
         if self.config.trackers:
             yield self._run("trackers", self._trackers)
         yield self._run("task", self._task)  # before the model, which may take minutes to arrive
         if (task := self.task) is not None:
             yield self._run("verifier", lambda: _verifier(task))
+        yield self._run("objective", self._objective)
         yield (device := self._run("device", self._device))
         if device.status != "bad":
             yield self._run("model directory", self._model_directory)
@@ -140,6 +127,8 @@ class _Preflight:
             return Check(name, "bad", f"{type(error).__name__}: {' '.join(str(error).split())}")
 
     def _objective(self) -> tuple[Status, str]:
+        from stalewise.orchestrator.setup import check_objective, describe_regularizers
+
         section, without_variance = self.config.objective, self.config.batch.without_variance
         settings = check_objective(section, without_variance)
         named = ", ".join(f"{name} = {value}" for name, value in settings.items())
@@ -156,6 +145,11 @@ class _Preflight:
         return "ok", ", ".join(self.config.trackers)
 
     def _device(self) -> tuple[Status, str]:
+        import torch
+
+        from stalewise.models.loading import pick_device, pick_precision
+        from stalewise.rollout.factory import check_engine_devices
+
         model = self.config.model
         device = pick_device(model.device)
         check_engine_devices(self.config)
@@ -171,16 +165,24 @@ class _Preflight:
         return "ok", f"CPU, {torch.get_num_threads()} threads, {precision}"
 
     def _model_directory(self) -> tuple[Status, str]:
+        from stalewise.models.loading import resolve_model
+
         self.source = resolve_model(self.config.model.path, self.config.task.name)
         return "ok", self.source
 
     def _engine(self) -> tuple[Status, str]:
+        from stalewise.orchestrator.setup import engine_of_run
+
         sampler = self.config.sampler
         engine, why = engine_of_run(self.config.directory, sampler, self.config.model, self.source)
         self.config = self.config.model_copy(update={"sampler": sampler.model_copy(update={"engine": engine})})
         return "ok", f"auto: {engine}, {why}"
 
     def _memory(self) -> tuple[Status, str]:
+        from stalewise.models.loading import pick_device
+        from stalewise.orchestrator.setup import check_vllm_room
+        from stalewise.planning.memory import estimate, free_bytes, ways_out
+
         needed = estimate(self.config, self.source)
         if needed is None:
             return "warning", f"unknown: the config of {self.source} does not say how large the model is"
@@ -210,6 +212,8 @@ class _Preflight:
         return "warning" if needed > 0.8 * free else "ok", figures
 
     def _adapters(self) -> tuple[Status, str]:
+        from stalewise.trainer.lora import check_adapter, describe_targets, need_peft
+
         model = self.config.model
         if model.adapter:
             doubts: list[str] = []
@@ -222,12 +226,16 @@ class _Preflight:
     def _tokenizer(self) -> tuple[Status, str]:
         from transformers import AutoTokenizer
 
+        from stalewise.models.loading import load_tokenizer
+
         tokenizer = load_tokenizer(self.source)
         own: Any = AutoTokenizer.from_pretrained(self.source, trust_remote_code=False)
         note = "" if own.pad_token_id is not None else ", having no token for it"
         return "ok", f"ends with {tokenizer.eos_token!r}, pads with {tokenizer.pad_token!r}{note}"
 
     def _load(self) -> tuple[Status, str]:
+        from stalewise.rollout.factory import make_sampler
+
         sampler = self.opened.enter_context(contextlib.closing(make_sampler(self.config)))
         sampler.load(Path(self.source))
         self.sampler = sampler
@@ -237,7 +245,8 @@ class _Preflight:
         config, schedule = self.config, self.config.schedule.schedule()
         self.task = task = config.make_task()
         self.opened.callback(close_task, task)
-        needed = sum(batch_plan(config, schedule, g).prompts for g in range(schedule.generation_batches))
+        batches = range(schedule.generation_batches)
+        needed = sum(len(schedule.prompts_of(g, config.batch.prompts)) for g in batches)
         held_out = len(task.evaluation_prompts(config.evaluation.prompts))
         training = "endless" if task.size is None else f"{task.size:,}"
         figures = f"{task.name}: {training} training prompts, {needed:,} needed; {held_out} held out"
@@ -250,6 +259,8 @@ class _Preflight:
         return "ok", figures
 
     def _prompts(self, task: Task, sampler: Sampler) -> tuple[Status, str]:
+        from stalewise.rollout.generate import shown_prompts
+
         training = task.prompts(0, min(PROMPTS, task.size or PROMPTS))
         prompts = [*training, *task.evaluation_prompts(self.config.evaluation.prompts)]
         _, encoded = shown_prompts(task, prompts, sampler.tokenizer)
@@ -258,12 +269,16 @@ class _Preflight:
         return "ok", f"the longest of {len(prompts)} has {longest} tokens, and {new} new ones fit after it"
 
     def _foreign(self, task: Task) -> tuple[Status, str]:
+        from stalewise.rollout.factory import check_second_policy
+
         foreign, group_size = self.config.sampler.foreign, self.config.batch.group_size
         check_second_policy(self.config.sampler.foreign, Path(self.source), task)
         makes = f"makes {foreign.places(group_size)} of the {group_size} rollouts of a group"
         return "ok", f"{foreign.path} has the same tokens and {makes}"
 
     def _reference(self) -> tuple[Status, str]:
+        from stalewise.trainer.reference import check_reference, reference_path
+
         section, model = self.config.objective, self.config.model
         check_reference(section, model, self.config.task.name, self.source)
         found = reference_path(section, model, self.config.task.name) or "version 0 of the run"
@@ -271,6 +286,8 @@ class _Preflight:
 
     def _learning(self, task: Task, sampler: Sampler) -> tuple[Status, str]:
         """Decode and learn a few tokens of the lengths that the run allows, and compare with plain forward passes."""
+        from stalewise.orchestrator.model_check import check_model
+
         warnings: list[str] = []
         learns = self.config.learner.parallel != "sharded"  # a shard alone computes nothing
         with self._first_checkpoint(task) as checkpoint:
@@ -280,6 +297,8 @@ class _Preflight:
     @contextlib.contextmanager
     def _first_checkpoint(self, task: Task) -> Iterator[Path]:
         """What version 0 of the run would be: the model, or in a temporary directory the model with adapters."""
+        from stalewise.orchestrator.setup import write_first_checkpoint
+
         if not self.config.model.trains_adapters:
             yield Path(self.source)
             return
@@ -324,6 +343,9 @@ def gold_response(task: Task, prompt: Prompt) -> str:
 
 def _first_prompt(task: Task, sampler: Sampler) -> tuple[Status, str]:
     """What the policy sees of the first prompt, with its special tokens; a long one without its middle."""
+    from stalewise.models.loading import describe_prompt
+    from stalewise.rollout.generate import shown_prompts
+
     _, (ids,) = shown_prompts(task, task.prompts(0, 1), sampler.tokenizer)
     text = describe_prompt(ids, sampler.tokenizer)
     half = SHOWN // 2
@@ -332,6 +354,8 @@ def _first_prompt(task: Task, sampler: Sampler) -> tuple[Status, str]:
 
 
 def _sampling(task: Task, sampler: Sampler) -> tuple[Status, str]:
+    from stalewise.rollout.generate import shown_prompts
+
     _, encoded = shown_prompts(task, task.prompts(0, 1), sampler.tokenizer)
     limit, sampler.max_new_tokens = sampler.max_new_tokens, 1
     response = sampler.sample([Request(encoded[0], seed=0)])[0]

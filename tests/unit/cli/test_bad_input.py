@@ -490,3 +490,20 @@ def test_names_and_messages_cannot_steer_the_terminal(tmp_path: Path) -> None:
     assert shown.exit_code == 0 and "\x1b" not in shown.stdout and "\x07" not in shown.stdout
     assert "\\x1b[31mred[bold]" in shown.stdout
     assert "\x1b" not in call("train", tmp_path / "\x1b[31m.toml").stderr
+
+
+def test_eval_refuses_what_is_not_there_before_torch_is_imported() -> None:
+    code = """
+import sys
+from tiny import refused
+print(refused('eval', 'nowhere', '--task', 'arithmetic'), 'torch' in sys.modules)
+"""
+    paths = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.startswith("nowhere is no directory") and done.stdout.endswith("False\n"), done.stderr

@@ -142,8 +142,8 @@ def test_doctor_says_what_would_go_wrong(tmp_path: Path, monkeypatch: pytest.Mon
 
     assert list(bad(model={"path": str(tmp_path)})) == ["model directory"]
     assert list(bad(objective={"name": "grpoo"}, task={"name": "jsonl", "options": {"path": "none"}})) == [
-        "objective",
         "task",
+        "objective",
         "model directory",  # auto is for tasks with an embedded policy
     ]
     assert "over the model's context of 128" in bad(sampler={"max_new_tokens": 128})["prompts"]

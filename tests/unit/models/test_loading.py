@@ -70,7 +70,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(ModelError, match=rf"no hub provides it \({endpoint} does not answer within 5 s\)"):
             resolve_model("nobody/has-this")
     # Without a network, what is in the cache of the hub's library is used.
-    monkeypatch.setattr("stalewise.models.loading.try_to_load_from_cache", lambda name, file: str(tmp_path / file))
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, file: str(tmp_path / file))
     assert resolve_model("nobody/has-this") == "nobody/has-this"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,12 +16,27 @@ from tiny import tiny_record
 
 def test_a_config_that_will_run_passes_every_check(runs: Path) -> None:
     checks = {check.name: check for check in examine(make_config(tiny_record(runs)))}
-    names = ["objective", "run directory", "task", "verifier", "device", "model directory", "memory", "disk"]
+    names = ["run directory", "task", "verifier", "objective", "device", "model directory", "memory", "disk"]
     names += ["host memory", "tokenizer", "model", "prompts", "first prompt", "sampling", "learning"]
     assert list(checks) == ["installation", *names]
     assert {check.status for check in checks.values()} == {"ok"}
     assert checks["run directory"].detail.endswith("tiny: a new run")
     assert not (runs / "tiny").exists()  # nothing is written
+
+
+def test_the_first_checks_do_not_wait_for_torch() -> None:
+    code = """
+import sys
+from stalewise.cli import tables
+from stalewise.config import RunConfig
+from stalewise.orchestrator.preflight import examine
+for check in examine(RunConfig()):
+    print(check.name, *{'torch', 'transformers', 'scipy'} & set(sys.modules), sep=',')
+    if check.name == 'verifier':
+        break
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split("\n") == ["installation", "run directory", "task", "verifier", ""]
 
 
 def test_what_depends_on_something_bad_is_skipped(runs: Path) -> None:
