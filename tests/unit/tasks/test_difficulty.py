@@ -76,7 +76,7 @@ def test_a_batch_is_counted_once() -> None:
     ("content", "message"),
     [
         ("[]", "should hold a JSON object, not a list"),
-        ("{", "is no table of pass rates: it is corrupt"),
+        ("{", "is no table of pass rates: is corrupt"),
         ('{"format": 1}', "has format 1; expected stalewise.difficulty/1"),
         ('{"format": "stalewise.difficulty/1", "batches": {}, "prompts": {"a": [1.5, 4]}}', r"a passed 1\.5 of 4"),
         ('{"format": "stalewise.difficulty/1", "batches": {}, "prompts": {"a": ["1", true]}}', "is damaged"),
