@@ -106,5 +106,5 @@ def test_a_line_of_100_mb_is_refused_by_its_number_before_it_is_read(tmp_path: P
 
 def test_a_mixture_that_is_no_list_is_told_so() -> None:
     for tasks in (None, {}, 7):
-        with pytest.raises(TaskError, match="task mixture: tasks is .*, expected a list"):
+        with pytest.raises(TaskError, match=r"task mixture: tasks is .*, expected a list"):
             make_task("mixture", tasks=tasks)
