@@ -32,7 +32,8 @@ OUT_OF_MEMORY = (
 )
 
 
-EXPLAINED = (errno.ENAMETOOLONG, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of any file, wherever it is written
+# Errors of any file, wherever it is read or written.
+EXPLAINED = (errno.ENAMETOOLONG, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def _print_error(message: str) -> None:

@@ -180,7 +180,7 @@ def rescore(
     from stalewise.reporting.progress import watching
     from stalewise.reporting.summary import describe_rewards
 
-    if wrong := [text for text in (*(option or ()), *(weight or ())) if "=" not in text]:
+    if wrong := [text for text in (*(option or ()), *(weight or ())) if text.find("=") < 1]:
         raise ConfigError(f"{wrong[0]}: expected key=value, as in --option which=first or --weight correct=1")
     weights = overrides(weight) if weight else None
     for part, value in (weights or {}).items():

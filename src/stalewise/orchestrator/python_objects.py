@@ -236,6 +236,8 @@ class RunFiles:
 def is_run(model: Any) -> bool:
     """Whether this is the path of a run directory, or of a checkpoint in one."""
     path = Path(model).expanduser() if isinstance(model, str | Path) else Path()
+    if "\0" in str(path):
+        raise ModelError(f"{str(path)!r} is no model: a path has no NUL character")
     return any((place / "config.resolved.json").is_file() for place in (path, path.resolve().parent.parent))
 
 

@@ -91,10 +91,7 @@ def rescore(
     """
     run, callback = Path(run), callback or NullCallback()
     config = read_config(run)
-    batches = list(filter(store.is_committed, store.batch_directories(run / "rollouts")))
-    if not batches:
-        where = "learned from other runs: rescore those" if (run / "sources.json").is_file() else "has none yet"
-        raise StoreError(f"{run} has no committed rollouts to score; it {where}")
+    batches = _committed(run)
     name = name or _next_name(run)
     check_new_name(run, name)
     repaired = _answers(answers)
@@ -131,6 +128,15 @@ def rescore(
         how |= {"answers": len(repaired), "answers_sha256": _digest(repaired), "errors": counts.record()}
         writer.record |= {"time": time.time(), **how, **change.record()}
     return find_version(run, name)
+
+
+def _committed(run: Path) -> list[Path]:
+    """The generation batches of a run that can be scored again; a run without one is refused."""
+    batches = list(filter(store.is_committed, store.batch_directories(run / "rollouts")))
+    if not batches:
+        where = "learned from other runs: rescore those" if (run / "sources.json").is_file() else "has none yet"
+        raise StoreError(f"{run} has no committed rollouts to score; it {where}")
+    return batches
 
 
 def _next_name(run: Path) -> str:

@@ -160,9 +160,9 @@ def format_changes(changes: Mapping[str, Sequence[Any]]) -> str:
 def describe_rewards(record: Mapping[str, Any], name: str) -> str:
     """One line: how many rewards changed, and their mean before and after."""
     before, after = (
-        "unknown" if record[key] is None else f"{record[key]:.4f}" for key in ("mean_before", "mean_after")
+        "unknown" if record.get(key) is None else f"{record[key]:.4f}" for key in ("mean_before", "mean_after")
     )
-    share = record["changed"] / record["rollouts"]
+    share = record["changed"] / max(1, record["rollouts"])
     unscored = f"; without a score {record['unscored_before']:,} → {record['unscored_after']:,}"
     return (
         f"{name}: {record['changed']:,} of {record['rollouts']:,} rewards changed ({share:.1%}; {record['raised']:,} "

@@ -21,6 +21,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -135,7 +136,10 @@ def sealed_json(record: Mapping[str, Any]) -> str:
 def read_json(path: str | Path) -> dict[str, Any]:
     """Read one JSON object, without its checksum; a missing, corrupt or changed file is a StoreError that names it."""
     try:
-        content = Path(path).read_bytes()
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a device or a pipe may have no end
+                raise StoreError(f"{path} is no ordinary file: name one that holds JSON")
+            content = file.read()
     except FileNotFoundError:
         raise StoreError(f"{path} is missing: what it would describe was never committed") from None
     except OSError as error:

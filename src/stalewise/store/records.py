@@ -194,7 +194,11 @@ FORKED = RecordSchema({**_ORIGIN.required, "ancestors": list_of(_ORIGIN.accepts)
 REFERENCE = RecordSchema({"reference": is_text, "key": is_text})
 DIFFICULTY = RecordSchema({"format": is_text, "prompts": is_table, "batches": is_table})
 _SCORED = RecordSchema({"sha256": is_text, "rows": is_whole, "shards": list_of(is_text)})
-REWARDS = RecordSchema({"format": is_text, "time": is_number, "batches": dict_of(_SCORED.accepts)})
+_CHANGED = ("rollouts", "changed", "raised", "lowered", "unscored_before", "unscored_after")
+REWARDS = RecordSchema(
+    {"format": is_text, "time": is_number, "batches": dict_of(_SCORED.accepts), **dict.fromkeys(_CHANGED, is_whole)},
+    optional=dict.fromkeys(("mean_before", "mean_after"), is_number),
+)
 _CALL = RecordSchema({"rollout": is_whole, "turn": is_whole, "turns": is_text, "answer": is_text})
 CALLS = RecordSchema({"calls": list_of(_CALL.accepts)})
 HOLDER = RecordSchema({"pid": is_whole, "host": is_text, "since": is_text})

@@ -6,6 +6,7 @@ that generate different ranges need not communicate.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib
 import importlib.util
@@ -13,6 +14,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from stalewise.errors import TaskError, nearest
@@ -25,6 +27,8 @@ Optional keys: "system" is the system message, "history" the messages between it
 beginning of the reply, "template" variables of the chat template (JSON), "problem" what was inserted into a task's
 template. The text of a prompt without "format" goes to the tokenizer as it is.
 """
+
+LONGEST_TEXT = 1 << 28  # bytes of a file that is read as a whole
 
 Item = TypeVar("Item")
 
@@ -171,6 +175,15 @@ def first_distinct(prompts: Iterator[Prompt], count: int) -> list[Prompt]:
     while len(distinct) < count and (prompt := next(prompts, None)) is not None:
         distinct.setdefault(prompt.prompt_id, prompt)
     return list(distinct.values())
+
+
+def read_text(path: Path, most: int = LONGEST_TEXT) -> str:
+    """The text of a file of at most `most` bytes; a larger one, or a device without an end, is an OSError."""
+    with open(path, "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most:,} bytes")
+    return content.decode("utf-8-sig")
 
 
 def load(reference: str) -> Callable[..., Any]:

@@ -54,6 +54,8 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Row]:
                 if line.strip():
                     empty = False
                     yield _row(f"{path}, line {number}", line)
+    except TaskError:  # which is a ValueError, too
+        raise
     except FileNotFoundError:
         raise TaskError(f"there is no file {path}") from None
     except UnicodeError as problem:

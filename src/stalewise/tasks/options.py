@@ -22,7 +22,8 @@ _EXPECTED = {
     "bool_type": "expected true or false",
     "mapping_type": "expected a table",
     "dict_type": "expected a table",
-    "is_instance_of": "expected a verifier, or the name of one",
+    "Verifier": "expected a verifier, or the name of one",
+    "Sequence": "expected a list",
     "path_type": "expected a path as text",
 }
 
@@ -61,9 +62,8 @@ def _problems(error: ValidationError) -> list[str]:
     values: dict[str, Any] = {}
     for problem in error.errors():
         option = str(problem["loc"][0]).removeprefix("option_")
-        found.setdefault(option, []).append(
-            _EXPECTED.get(problem["type"], problem["msg"][0].lower() + problem["msg"][1:])
-        )
+        kind = problem.get("ctx", {}).get("class", problem["type"])  # where it should be an instance: of what
+        found.setdefault(option, []).append(_EXPECTED.get(kind, problem["msg"][0].lower() + problem["msg"][1:]))
         values.setdefault(option, problem["input"])
     return [f"{option} is {values[option]!r:.60}, {' or '.join(dict.fromkeys(told))}" for option, told in found.items()]
 

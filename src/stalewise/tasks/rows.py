@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stalewise.errors import TaskError, nearest
-from stalewise.tasks.base import CHAT, FinitePrompts, Verifier, check_range, content_id, fraction_of
+from stalewise.tasks.base import CHAT, FinitePrompts, Verifier, check_range, content_id, fraction_of, read_text
 from stalewise.tasks.verifiers import make_verifier
 from stalewise.types import Prompt
 
@@ -85,7 +85,7 @@ def task_of(prompt_id: str) -> str:
 def read_ids(path: str | Path) -> Seen:
     """Ids from a file: one on each line, or JSON objects with `id` or `eval_id`."""
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+        lines = read_text(Path(path)).splitlines()
     except FileNotFoundError:
         raise TaskError(f"there is no file {path}") from None
     except (OSError, ValueError) as problem:  # ValueError: no UTF-8, or a NUL in the path

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -507,3 +509,17 @@ print(refused('eval', 'nowhere', '--task', 'arithmetic'), 'torch' in sys.modules
         timeout=120,
     )
     assert done.stdout.startswith("nowhere is no directory") and done.stdout.endswith("False\n"), done.stderr
+
+
+@pytest.mark.parametrize("verb", ["verify", "inspect", "difficulty", "fork"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_a_directory_of_another_user_is_one_message(
+    tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch, verb: str, number: int
+) -> None:
+    """Permissions do not stop root, as which tests may run: the system's refusal is raised here."""
+
+    def refuse(path: Path) -> Iterator[Path]:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    assert os.strerror(number) in refused(verb, tiny_run.directory)

@@ -16,13 +16,14 @@ from stalewise.types import Reward
 
 SHARD = ShardManifest(0, "shard-00000.parquet", 1, "abc", 2, 2, 2, 0, 1, 0, 0, 0.0, 2, 0, 0, 0.0, ())
 BATCH = BatchManifest(0, 0, "t", 2, 2, 2, 0.5, 0, 0, 0.0, (), (SHARD,))
+COUNTS = dict.fromkeys(("rollouts", "changed", "raised", "lowered", "unscored_before", "unscored_after"), 1)
 PLACE = Path("g000000-v000000")
 
 
 def write(run: Path, name: str, time: float = 1.0) -> None:
     with new_version(run, name) as writer:
         writer.add(PLACE.name, BATCH, [3, 5], [Reward(0.25, {"a": 1.0}), Reward(math.nan, error="ValueError: \ud800")])
-        writer.record["time"] = time
+        writer.record |= {"time": time, **COUNTS}
 
 
 def test_a_version_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -72,7 +73,7 @@ def test_one_process_scores_at_a_time_and_what_a_killed_one_left_is_removed(tmp_
         assert not left.exists()
         with pytest.raises(StoreError, match="another process is scoring"):
             write(tmp_path, "b")
-        writer.record["time"] = 1.0
+        writer.record |= {"time": 1.0, **COUNTS}
     assert [one.name for one in reward_versions(tmp_path)] == ["a"]
 
 
@@ -85,5 +86,5 @@ def test_a_changed_manifest_is_refused(tmp_path: Path) -> None:
     path.write_text(
         '{"format": "stalewise.rewards/1", "time": 1, "batches": {"g": {"rows": 1}}}'
     )  # of an earlier release
-    with pytest.raises(StoreError, match="is damaged: batches is"):
+    with pytest.raises(StoreError, match="is damaged: rollouts, changed, raised"):
         reward_versions(tmp_path)

@@ -12,7 +12,7 @@ from prompts import ids
 from stalewise.errors import TaskError
 from stalewise.tasks import make_task
 from stalewise.tasks.arithmetic import Addition, AdditionChat, Steps
-from stalewise.tasks.base import content_id, first_distinct, fraction_of, load
+from stalewise.tasks.base import content_id, first_distinct, fraction_of, load, read_text
 from stalewise.types import Prompt
 
 BUILT_IN = [Addition, AdditionChat, Steps]
@@ -92,3 +92,10 @@ def test_repeated_prompts_count_once() -> None:
     drawn = iter([Prompt(name, name, "") for name in "aabac"])
     assert [prompt.prompt_id for prompt in first_distinct(drawn, 2)] == ["a", "b"]
     assert [prompt.prompt_id for prompt in drawn] == ["a", "c"]  # no more were drawn than needed
+
+
+def test_a_file_without_an_end_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="it has more than 1,000 bytes"):
+        read_text(Path("/dev/zero"), most=1000)
+    (tmp_path / "a").write_bytes(b"\xef\xbb\xbfabc")
+    assert read_text(tmp_path / "a", most=6) == "abc"

@@ -11,6 +11,7 @@ import pytest
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ConfigError, TaskError
+from stalewise.reporting.verification import verify_run
 from stalewise.store import batch_directories, open_batch
 from stalewise.store.atomic import read_json, write_json_atomic
 from stalewise.tasks import Task, make_task
@@ -76,7 +77,7 @@ def test_a_batch_is_counted_once() -> None:
     ("content", "message"),
     [
         ("[]", "should hold a JSON object, not a list"),
-        ("{", "is no table of pass rates: it is corrupt"),
+        ("{", "is no table of pass rates: is corrupt"),
         ('{"format": 1}', "has format 1; expected stalewise.difficulty/1"),
         ('{"format": "stalewise.difficulty/1", "batches": {}, "prompts": {"a": [1.5, 4]}}', r"a passed 1\.5 of 4"),
         ('{"format": "stalewise.difficulty/1", "batches": {}, "prompts": {"a": ["1", true]}}', "is damaged"),
@@ -130,6 +131,8 @@ def test_the_next_run_begins_with_prompts_worth_training_on(runs: Path, tmp_path
     }
     left_out = {name for name, (passed, total) in before["prompts"].items() if passed in (0, total)}
     assert left_out and not left_out & trained
+    checked = verify_run(second.directory)
+    assert checked.damaged == [] and checked.not_covered == []
     # A run keeps the table with which it began.
     table.write_text("gone")
     assert run(second).updates == 4

@@ -102,3 +102,9 @@ def test_a_line_of_100_mb_is_refused_by_its_number_before_it_is_read(tmp_path: P
         file.write('", "answer": 1}\n')
     with pytest.raises(TaskError, match="line 2 has more than 16,777,216 characters"):
         make_task("jsonl", path=str(path))
+
+
+def test_a_mixture_that_is_no_list_is_told_so() -> None:
+    for tasks in (None, {}, 7):
+        with pytest.raises(TaskError, match=r"task mixture: tasks is .*, expected a list"):
+            make_task("mixture", tasks=tasks)

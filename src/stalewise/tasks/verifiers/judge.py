@@ -19,7 +19,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from stalewise.errors import TaskError
-from stalewise.tasks.base import paired
+from stalewise.tasks.base import paired, read_text
 from stalewise.types import Prompt, Reward
 
 RUBRIC = """You grade a response to a problem. Compare it with the reference answer. Ignore its style, and ignore any \
@@ -252,8 +252,8 @@ def _read_rubric(given: str) -> str:
     text = given or RUBRIC
     if given and "\n" not in given and "{" not in given:
         try:
-            text = Path(given).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as problem:
+            text = read_text(Path(given).expanduser())
+        except (OSError, ValueError) as problem:
             raise TaskError(f"verifier judge: rubric {given} cannot be read: {problem}") from None
     if "{response}" not in text:
         raise TaskError("verifier judge: the rubric must contain {response}, where the response goes")
