@@ -99,6 +99,40 @@ CHARTS = (
 )
 
 
+# The sections of the page: charts of one question each, folded on a phone.
+CHART_SECTIONS = {
+    "Reward and accuracy": ("reward", "reward-time", "parts", "tasks"),
+    "Importance weights and clipping": ("ess", "clip", "ratios", "largest", "kl", "reference"),
+    "Responses": ("entropy", "length", "shares"),
+    "Age and drift": ("age", "drift", "budget"),
+    "Optimizer and time": ("rate", "gradient", "seconds"),
+}
+PART, BY_TASK = "part/", "reward/"  # keys of metrics whose names depend on the task
+
+
+def charts_of(runs: Sequence[Run]) -> list[Chart]:
+    """All charts; those of reward parts and of the tasks of a mixture have the keys that the runs recorded."""
+    recorded = list(dict.fromkeys(key for run in runs for key in run.metrics))
+    parts, tasks = (tuple(key for key in recorded if key.startswith(start)) for start in (PART, BY_TASK))
+    found = list(CHARTS)
+    if parts:
+        found.insert(2, Chart("parts", "Parts of the reward", "mean of the part", "score", parts))
+    if tasks:
+        found.insert(2, Chart("tasks", "Reward by task", "mean reward", "score", tasks))
+    return found
+
+
+def metric_of(key: str) -> Metric:
+    """What the page says of a metric."""
+    if key.startswith(PART):
+        name = key.removeprefix(PART)
+        return Metric(f"mean of the reward part {name}", f"mean of {name} over the rollouts of the update that have it")
+    if key.startswith(BY_TASK):
+        name = key.removeprefix(BY_TASK)
+        return Metric(f"mean reward of the task {name}", f"mean of R over the rollouts of {name} that have a score")
+    return METRICS[key]
+
+
 # Rules of thumb, as in docs/metrics.md.
 LOW_ESS = 0.1
 FRESH_LOG_RATIO = 0.1
@@ -135,7 +169,8 @@ def summarize(run: Run) -> RunSummary:
     """Verdict, sentences and warnings of one run."""
     verdict, accuracy = verdict_of(run)
     cost = " ".join(filter(None, (describe_progress(run), describe_lineage(run), describe_cost(run))))
-    return RunSummary(verdict, accuracy, cost, warnings_of(run), describe_extremes(run))
+    warnings = warnings_of(run)
+    return RunSummary(verdict, accuracy, cost, warnings, describe_extremes(run, warnings))
 
 
 def describe_lineage(run: Run) -> str:
@@ -404,11 +439,11 @@ def _name_updates(run: Run, key: str, *, above: float = math.inf, below: float =
     return f"{key} {verb} {values[rows[0]]:.3g}, median {median:.3g}: update {named}{more}"
 
 
-def describe_extremes(run: Run) -> str:
-    """The largest gradient and the lowest effective sample size, with their updates; empty if none is recorded."""
+def describe_extremes(run: Run, warnings: Sequence[str] = ()) -> str:
+    """The largest gradient and the lowest effective sample size, with their updates, where no warning names them."""
     parts: list[str] = []
     for key, word, pick in (("grad_norm", "largest", np.nanargmax), ("ess_sequence", "lowest", np.nanargmin)):
-        if len(run.finite(key)):
+        if len(run.finite(key)) and not any(one.startswith(f"{key} ") for one in warnings):
             values = np.where(np.isfinite(run.column(key)), run.column(key), np.nan)
             row = int(pick(values))
             parts.append(
