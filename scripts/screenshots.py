@@ -53,16 +53,11 @@ def train(runs: Path) -> Path:
     return run(make_config(record)).directory
 
 
-def shoot(page: Page, path: Path, *, height: int | None = None) -> None:
-    """The visible part of a page, or its first `height` pixels, as a small PNG."""
-    full = height is not None
-    clip = (
-        {"x": 0, "y": 0, "width": page.viewport_size["width"], "height": height}
-        if height and page.viewport_size
-        else None
-    )
-    page.screenshot(path=path, full_page=full, clip=clip)
-    image = Image.open(path).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+def shoot(page: Page, path: Path, height: int) -> None:
+    """The first `height` pixels of a page as a small PNG."""
+    page.screenshot(path=path, full_page=True)
+    image = Image.open(path).convert("RGB")
+    image = image.crop((0, 0, image.width, min(image.height, height))).quantize(COLOURS, dither=Image.Dither.NONE)
     image.save(path, optimize=True)
     print(f"{path}: {image.width} × {image.height}, {path.stat().st_size:,} bytes")
 

@@ -142,7 +142,7 @@ def test_the_gold_answer_and_the_prompt_at_other_versions_are_shown(tmp_path: Pa
     expect(others).to_have_count(0)
 
 
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", [1280, 760, 390])
 def test_the_sort_control_shows_its_longest_choice(small: Path, page: Page, serve: Serve, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 844})
     open_rollouts(page, serve(small))
