@@ -39,7 +39,10 @@ def write_run(directory: Path, *, updates: int = 8, done: int | None = None, **c
 
 def metrics(update: int, **changes: float) -> dict[str, float]:
     values = dict.fromkeys([key for key in PLOTTED if key != ACCURACY], 0.25)
-    return {"update": update, **values, "taken": 1.0, "loss": 0.5, "nonfinite": 0.0, "age_max": 0.0, **changes}
+    return {"update": update, **values, "taken": 1.0, "loss": 0.5, "nonfinite": 0.0, "age_max": 0.0} | {
+        "kl_behaviour_policy": 0.05,
+        **changes,
+    }
 
 
 def add_evaluation(directory: Path, version: int, value: float, **changes: Any) -> None:

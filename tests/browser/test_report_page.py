@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Frame, Page, expect
 
-from rundirs import metrics, write_run
+from rundirs import add_evaluation, metrics, write_run
 from stalewise.reporting.browser import RunServer
 from stalewise.reporting.render import write_report
 from stalewise.reporting.summary import ACCURACY, CHARTS
 from stalewise.store.json_lines import append_line
 
 UPDATES = 8
-DRAWN = "() => [...document.querySelectorAll('[data-figure]')].every((plot) => plot.querySelector('.main-svg'))"
-POINTS = """() => Object.fromEntries([...document.querySelectorAll("[data-figure]")].map((plot) => [
+DRAWN = """() => [...document.querySelectorAll("[data-figure]")]
+    .every((plot) => plot.querySelector(".main-svg") || plot.closest("details:not([open])"))"""
+POINTS = """() => Object.fromEntries([...document.querySelectorAll("[data-figure]")].filter((one) => one.data)
+    .map((plot) => [
     plot.dataset.figure,
     plot.calcdata.map((points) => points.length),
 ]))"""
@@ -48,12 +50,29 @@ def test_the_plots_of_a_report_have_a_point_for_each_update(report: Path, page: 
     check_points(page, UPDATES, 2)
 
 
-def test_the_report_fits_a_phone(report: Path, page: Page) -> None:
+def test_the_report_fits_a_phone_and_draws_what_is_unfolded(tmp_path: Path, page: Page) -> None:
+    run = write_run(tmp_path / "run", updates=200)
+    for version in range(0, 200, 2):  # many rows of the tables
+        add_evaluation(run, version, 0.5)
     page.set_viewport_size({"width": 390, "height": 844})
     page.emulate_media(color_scheme="dark")
-    page.goto(report.as_uri())
+    page.goto(write_report([run]).as_uri())
     drawn(page)
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert page.evaluate("document.documentElement.scrollHeight") <= 8000
+    ess = page.locator("[data-figure=ess]")
+    expect(ess.locator(".main-svg")).to_have_count(0)
+    page.get_by_text("Importance weights and clipping").click()
+    expect(ess.locator(".main-svg").first).to_be_visible()
+    assert ess.bounding_box()["width"] > 300  # pyright: ignore[reportOptionalSubscript]
+
+
+def test_reward_and_accuracy_come_before_time(report: Path, page: Page) -> None:
+    page.goto(report.as_uri())
+    drawn(page)
+    tops = [page.locator(f"[data-figure={name}]").bounding_box() for name in ("reward", "time", "ess")]
+    tops = [box["y"] for box in tops if box]
+    assert len(tops) == 3 and tops == sorted(tops)
 
 
 def test_the_served_report_follows_the_run_and_stays_where_it_was_read(

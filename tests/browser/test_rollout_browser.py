@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,8 @@ import pyarrow.dataset as ds
 import pytest
 from playwright.sync_api import Page, expect
 
-from rollout_runs import GROUP_SIZE, HOSTILE, MANY, WORDS, make_rollout, seen_by
+from rollout_runs import GROUP_SIZE, HOSTILE, MANY, WORDS, add_batch, consume, make_rollout, seen_by, start_run
+from stalewise.config.run_directory import read_config
 from stalewise.reporting.browser import RunServer
 from stalewise.reporting.browser.group import printable
 from stalewise.store import batch_directories, read_tokens, token_log_directory
@@ -110,6 +112,64 @@ def test_tokens_are_marked_as_the_token_log_says(small: Path, page: Page, serve:
     expect(vetoed.locator(".story").first).to_contain_text("The veto was triggered by token 2")
 
 
+def sums_run(directory: Path) -> Path:
+    """Groups 0 and 41 have the same prompt, at versions 0 and 4; the gold answer of group 1 has changed since."""
+    run = start_run(directory)
+    prompts = read_config(run).make_task().prompts(0, 80)
+    asked = [prompts[0].prompt_id if group == 41 else prompts[group].prompt_id for group in range(80)]
+    asked[1] = "another"
+    for number in range(2):
+        rows = range(number * 160, (number + 1) * 160)
+        rollouts = [make_rollout(i, prompt_id=asked[i // GROUP_SIZE], version_first=4 * number) for i in rows]
+        consume(run, add_batch(run, number, rollouts), number, range(4 * number, 4 * number + 4), per_update=40)
+    return run
+
+
+def test_the_gold_answer_and_the_prompt_at_other_versions_are_shown(tmp_path: Path, page: Page, serve: Serve) -> None:
+    run = sums_run(tmp_path / "run")
+    answer = read_config(run).make_task().prompts(0, 1)[0].answer
+    open_rollouts(page, serve(run))
+    expect(page.locator("#gold pre")).to_have_text(answer)
+    expect(page.locator("article .gold")).to_have_text([f"gold {answer}"] * GROUP_SIZE)
+    others = page.get_by_role("group", name="This prompt across versions").get_by_role("button")
+    expect(others).to_have_text([re.compile("version 0: reward"), re.compile("version 4: reward")])
+    others.nth(1).click()
+    expect(page.locator("h2")).to_contain_text("Group 41")
+    expect(others.nth(1)).to_have_attribute("aria-pressed", "true")
+    page.locator("#list").focus()
+    page.keyboard.press("ArrowDown")
+    expect(page.locator("#gold")).to_have_text("Gold answerunknown: the data of the task were changed since")
+    expect(others).to_have_count(0)
+
+
+@pytest.mark.parametrize("width", [1280, 760, 390])
+def test_the_sort_control_shows_its_longest_choice(small: Path, page: Page, serve: Serve, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 844})
+    open_rollouts(page, serve(small))
+    needed, has = page.get_by_label("Sort by").evaluate(
+        """(select) => {
+          const context = document.createElement("canvas").getContext("2d");
+          const style = getComputedStyle(select);
+          context.font = style.font;
+          const widths = [...select.options].map((option) => context.measureText(option.text).width);
+          const padding = parseFloat(style.paddingLeft) + parseFloat(style.paddingRight);
+          return [Math.max(...widths), select.clientWidth - padding];
+        }"""
+    )
+    assert has - needed >= 18  # the arrow
+
+
+def test_filters_are_folded_on_a_phone(small: Path, page: Page, serve: Serve) -> None:
+    page.set_viewport_size({"width": 390, "height": 844})
+    open_rollouts(page, serve(small), "truncated=true&reward_min=0")
+    expect(page.get_by_label("Batch")).to_be_hidden()
+    expect(page.locator("#legend .token").first).to_be_hidden()
+    expect(page.locator("#all-active")).to_have_text("(2 set)")
+    expect(page.get_by_label("Sort by")).to_be_visible()
+    page.locator("#search > summary").click()
+    expect(page.get_by_label("Batch")).to_be_visible()
+
+
 def test_what_was_not_consumed_shows_no_ratio(small: Path, page: Page, serve: Serve) -> None:
     open_rollouts(page, serve(small), "in=r000:g000002-v000008&open=80")
     expect(page.locator("#content")).to_contain_text("removed by rollback r000")
@@ -148,8 +208,6 @@ def test_an_episode_is_a_conversation_with_what_came_from_outside_folded(
 
 
 def test_hostile_text_is_shown_and_never_executed(tmp_path: Path, page: Page, serve: Serve) -> None:
-    from rollout_runs import add_batch, consume, start_run
-
     run = start_run(tmp_path / "<b>run")
     everything = tuple(range(len(HOSTILE)))
     rollouts = [
@@ -235,7 +293,9 @@ def test_text_has_contrast_and_a_phone_has_no_sideways_scroll(
     page.emulate_media(color_scheme=scheme)
     page.set_viewport_size({"width": 390, "height": 844})
     open_rollouts(page, serve(small), "vetoed=true")
+    page.locator("#search > summary").click()
     page.locator("#more summary").click()
+    page.locator("#legend > summary").click()
     assert not page.evaluate(HAS_SIDEWAYS_SCROLL)
     contrasts = page.evaluate(CONTRASTS)
     assert len(contrasts) > 30

@@ -25,7 +25,7 @@ from stalewise.config.sections import (
 )
 from stalewise.errors import ConfigError, nearest
 from stalewise.store.atomic import read_json, write_json_atomic
-from stalewise.tasks import Task, make_evaluation_file, make_task
+from stalewise.tasks import TASKS, Task, make_evaluation_file, make_task
 from stalewise.tasks.difficulty import COPY, ChosenPrompts, read_table
 
 FORMAT = "stalewise.run/1"
@@ -115,6 +115,19 @@ class RunConfig(Section):
         found = read_table(table or self.difficulty_path, read_json)
         return ChosenPrompts(task, found, low=low, high=high, by=by, seed=self.seed)
 
+    def prompts_task(self, suite: sections.SuiteSection | None = None) -> Task:
+        """The task, or that of a suite, to read prompts and answers from.
+
+        Its verifier is another: no function of a config is imported, no judge or environment is started.
+        """
+        options = _only_prompts(self.task.name, self.task.options)
+        task = self.task.model_copy(update={"options": options})
+        config = self.model_copy(update={"task": task})
+        if suite is None:
+            return config.make_task()
+        of_suite = _only_prompts(suite.task or self.task.name, suite.options)
+        return config.make_suite(suite.model_copy(update={"options": of_suite}))
+
     @property
     def difficulty_path(self) -> Path:
         """The table of pass rates: a run that has begun keeps its own copy."""
@@ -132,6 +145,19 @@ class RunConfig(Section):
     def identity(self) -> dict[str, Any]:
         """The settings that must stay the same when a run is resumed; see `identity_of`."""
         return identity_of(self.model_dump(mode="json"))
+
+
+def _only_prompts(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a task that its prompts depend on."""
+    if name not in TASKS or name == "verifiers":
+        raise ConfigError(f"the prompts of the task {name!r} are known to the program that made the run only")
+    of_scoring = ("verifier", "verifier_options", "environment", "environment_options")
+    kept = {key: value for key, value in options.items() if key not in of_scoring}
+    if name == "mixture":
+        tables: list[Mapping[str, Any]] = kept["tasks"]
+        own = [{**one, "options": _only_prompts(one["name"], one.get("options", {}))} for one in tables]
+        return {**kept, "tasks": own}
+    return kept | ({"verifier": "exact"} if "verifier" in options else {})
 
 
 def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from stalewise.models.loading import load_tokenizer, resolve_model, vocabulary_s
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.staleness.schedule import BatchSpan, ListedSchedule, Schedule
 from stalewise.store import atomic, checkpoints
+from stalewise.store.reader import parts_of
 from stalewise.store.records import SOURCES, read_record
 from stalewise.store.reward_versions import FIRST, BatchRewards, find_version
 
@@ -94,6 +95,10 @@ class OfflineBatch(store.Batch):
         if not self.source.left_out:
             return values
         return values[~np.isin(super().column("rollout_id"), store.from_ranges(self.source.left_out))]
+
+    def reward_parts(self) -> tuple[npt.NDArray[np.int64], dict[str, npt.NDArray[np.float64]]]:
+        """Ids and parts of the rewards that are learned from."""
+        return super().reward_parts() if self.source.rewards is None else parts_of([self.source.rewards.table])
 
     def take(self, rollout_ids: npt.ArrayLike) -> store.RolloutColumns:
         """Fetch the given rollouts in the given order."""

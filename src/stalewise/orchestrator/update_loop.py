@@ -50,6 +50,20 @@ class RewardsByTask:
         return metrics
 
 
+class RewardParts:
+    """Mean values of the parts of rewards, as metrics; none where rewards have no parts."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._ids, self._parts = batch.reward_parts()
+
+    def of(self, rollout_ids: RolloutIds) -> dict[str, float]:
+        """`part/NAME` of each part of the batch; NaN where no rollout of the update has it."""
+        rows = np.searchsorted(self._ids, rollout_ids)
+        own = {name: values[rows] for name, values in self._parts.items()}
+        known = {name: values[~np.isnan(values)] for name, values in own.items()}
+        return {f"part/{name}": float(one.mean()) if len(one) else math.nan for name, one in known.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class UpdateLoop:
     """Takes updates of a run and logs them."""
@@ -67,11 +81,11 @@ class UpdateLoop:
         rollouts = rollouts_of_updates(batch, self.prompts_per_update)
         steps = [self.schedule.at(update) for update in updates]
         ids = [rollouts[step.update - self.schedule.updates_of(step.generation_batch).start] for step in steps]
-        by_task = RewardsByTask(batch)
+        by_task, parts = RewardsByTask(batch), RewardParts(batch)
 
         def make(rollout_ids: RolloutIds) -> UpdateBatch:
             made = trainer.prepare(batch.take(rollout_ids))
-            return replace(made, statistics=made.statistics | by_task.of(rollout_ids))
+            return replace(made, statistics=made.statistics | by_task.of(rollout_ids) | parts.of(rollout_ids))
 
         inputs = prefetch(make, ids, trainer.device)
         prepared = zip(steps, ids, inputs, strict=True)

@@ -19,6 +19,7 @@ from stalewise import statistics
 from stalewise.config.run_directory import read_config
 from stalewise.errors import StalewiseError, StoreError, nearest
 from stalewise.reporting.read import UNIMPORTANT, Run, differing_keys, read_run, read_runs
+from stalewise.types import Prompt
 
 MOST_TEXTS = 4096  # held-out prompts of a task without an end
 FEWEST_PROMPTS = 2  # in common; with fewer it is another task
@@ -280,18 +281,39 @@ def flips(directory: Path, before: int | None = None, after: int | None = None, 
     chosen = min(scores) if before is None else before, max(scores) if after is None else after
     if missing := [version for version in chosen if version not in scores]:
         raise StoreError(f"version {missing[0]} of {directory} was not evaluated; evaluated: {sorted(scores)}")
-    old, new = (scores[version] for version in chosen)
-    common, texts = [prompt for prompt in old if prompt in new], _prompt_texts(directory, suite)
+    return {"suite": suite, **_flipped(scores, *chosen, held_out_prompts(directory, suite))}
+
+
+def flips_of(run: Run) -> dict[str, Any] | None:
+    """The flips between the first and the last evaluation of a run, for its report; None with fewer than two."""
+    scores = {record["version"]: prompt_scores(record) for record in run.evaluations if record.get("by_prompt")}
+    return _flipped(scores, min(scores), max(scores), held_out_prompts(run.directory)) if len(scores) > 1 else None
+
+
+def _flipped(
+    scores: Mapping[int, Mapping[str, float]], before: int, after: int, prompts: Mapping[str, Prompt]
+) -> dict[str, Any]:
+    old, new = scores[before], scores[after]
+    common = [prompt for prompt in old if prompt in new]
 
     def listed(first: Mapping[str, float], second: Mapping[str, float]) -> list[dict[str, Any]]:
-        found = [prompt for prompt in common if first[prompt] < 0.5 <= second[prompt]]
-        return [{"prompt_id": p, "score_before": old[p], "score_after": new[p], "text": texts.get(p)} for p in found]
+        return [
+            {
+                "prompt_id": prompt,
+                "score_before": old[prompt],
+                "score_after": new[prompt],
+                "text": prompts[prompt].text if prompt in prompts else None,
+                "answer": prompts[prompt].answer if prompt in prompts else None,
+                "scores": {version: found.get(prompt) for version, found in scores.items()},
+            }
+            for prompt in common
+            if first[prompt] < 0.5 <= second[prompt]
+        ]
 
     gained, lost = listed(old, new), listed(new, old)
     return {
-        "suite": suite,
-        "before": chosen[0],
-        "after": chosen[1],
+        "before": before,
+        "after": after,
         "prompts": len(common),
         "gained": gained,
         "lost": lost,
@@ -300,14 +322,12 @@ def flips(directory: Path, before: int | None = None, after: int | None = None, 
     }
 
 
-def _prompt_texts(directory: Path, suite: str) -> dict[str, str]:
-    """The texts of held-out prompts by id, where their task can still be made."""
+def held_out_prompts(directory: Path, suite: str = "") -> dict[str, Prompt]:
+    """Held-out prompts by id, where their task can still be made from the config."""
     try:
         config = read_config(directory)
-        named = next((one for one in config.evaluation.suite if one.label == suite), None)
-        task = config.make_task() if named is None else config.make_suite(named)
-        task.verifier.close()
-        return {prompt.prompt_id: prompt.text for prompt in task.evaluation_prompts(MOST_TEXTS)}
+        task = config.prompts_task(next((one for one in config.evaluation.suite if one.label == suite), None))
+        return {prompt.prompt_id: prompt for prompt in task.evaluation_prompts(MOST_TEXTS)}
     except StalewiseError:
         return {}
 

@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 
 from stalewise.reporting.compare import NORMAL_95
 from stalewise.reporting.read import ACTIVITIES, IDLE, Column, Run, StageSeconds, total_seconds, version_clock
-from stalewise.reporting.summary import ACCURACY, CHARTS, Chart
+from stalewise.reporting.summary import ACCURACY, Chart, charts_of
 
 LONGEST_CURVE = 1000  # points; a chart is about 600 pixels wide
 BUCKETS = 500
@@ -84,7 +84,7 @@ def bucket_width(points: int) -> int:
 
 def draw_charts(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     """Figures for plotly.js by chart name; charts without any value are left out."""
-    figures = {chart.name: draw(chart, runs) for chart in CHARTS}
+    figures = {chart.name: draw(chart, runs) for chart in charts_of(runs)}
     return {name: as_json(figure) for name, figure in figures.items() if figure.data}
 
 
@@ -95,7 +95,7 @@ def draw(chart: Chart, runs: Sequence[Run]) -> go.Figure:
     for i, run in enumerate(runs):
         for j, key in enumerate(chart.keys):
             style = style_of(i, j, is_single=len(runs) == 1)
-            name = key if len(runs) == 1 else f"{html.escape(run.label)}: {key}"  # plotly reads names as HTML
+            name = html.escape(key if len(runs) == 1 else f"{run.label}: {key}")  # plotly reads names as HTML
             for series in series_of(run, chart, key):
                 # The page shows and hides runs by `meta`.
                 drawn.append((series, [t.update(meta={"run": i}) for t in traces_of(series, key, name, style)]))

@@ -17,6 +17,7 @@ from plotly.offline import get_plotlyjs, get_plotlyjs_version
 from stalewise import __version__
 from stalewise.config import RunConfig
 from stalewise.errors import StoreError
+from stalewise.reporting.compare import flips_of
 from stalewise.reporting.figures import (
     BUCKETS,
     FEWEST_BARS,
@@ -35,18 +36,21 @@ from stalewise.reporting.figures import (
 )
 from stalewise.reporting.read import ACTIVITIES, IDLE, UNIMPORTANT, Run, differing_keys, flatten, read_runs
 from stalewise.reporting.summary import (
-    CHARTS,
-    METRICS,
+    CHART_SECTIONS,
     Chart,
+    charts_of,
     format_interval,
     format_value,
     join_names,
+    metric_of,
     ranking,
     summarize,
 )
 from stalewise.store.atomic import write_atomic
 
 MOST_ROWS = 64  # of a table of stages or evaluations
+MOST_FLIPS = 12  # of each kind that are shown without unfolding
+MOST_VERSIONS = 8  # columns of the table of flips
 
 
 def write_report(directories: Sequence[Path], output: Path | None = None) -> Path:
@@ -76,7 +80,7 @@ def render(runs: Sequence[Run]) -> str:
     )
     environment.filters |= {"interval": format_interval, "value": format_value, "stage_end": describe_stage_end}
     figures = draw_charts(runs)
-    charts = [chart for chart in CHARTS if chart.name in figures]
+    charts = {chart.name: chart for chart in charts_of(runs) if chart.name in figures}
     time = run_bars(runs)
     most_bars = max(FEWEST_BARS, MOST_BARS // len(runs))
     stages = {f"stages-{i}": group_stages(run.spent, most_bars) for i, run in enumerate(runs) if run.spent}
@@ -85,9 +89,15 @@ def render(runs: Sequence[Run]) -> str:
         title=join_names([run.label for run in runs]) if len(runs) < 4 else f"{len(runs)} runs",
         release=__version__,
         runs=[(run, summarize(run)) for run in runs],
-        charts=charts,
-        missing=[chart.title for chart in CHARTS if chart.name not in figures],
-        metrics=METRICS,
+        sections={
+            title: [charts[name] for name in names if name in charts]
+            for title, names in CHART_SECTIONS.items()
+            if any(name in charts for name in names)
+        },
+        first_section=next(iter(CHART_SECTIONS)),
+        missing=[chart.title for chart in charts_of(runs) if chart.name not in figures],
+        metric_of=metric_of,
+        flips=[(run, found) for run in runs if (found := flips_of(run))],
         style_of=partial(style_of, is_single=len(runs) == 1),
         ranking=ranking(runs) if len(runs) > 1 else "",
         figures={
@@ -96,12 +106,14 @@ def render(runs: Sequence[Run]) -> str:
             **{name: draw_bars(bars, "stage (number)") for name, bars in stages.items()},
         },
         alternatives={
-            **{chart.name: describe_chart(chart, runs) for chart in charts},
+            **{chart.name: describe_chart(chart, runs) for chart in charts.values()},
             "time": f"Where the time of each run went. {describe_bars(time)}",
             **{name: f"Where the time of each stage went. {describe_bars(bars)}" for name, bars in stages.items()},
         },
         activities=[name for name in (*ACTIVITIES, *sorted(names - {*ACTIVITIES, IDLE}), IDLE) if name in names],
         most_rows=MOST_ROWS,
+        most_flips=MOST_FLIPS,
+        spread_versions=spread_versions,
         thinning=describe_thinning(runs),
         has_stage_lines=len(runs) == 1 and 0 < len(runs[0].stage_starts) <= MOST_STAGE_LINES,
         has_rollbacks=any(run.rollbacks for run in runs),
@@ -113,6 +125,12 @@ def render(runs: Sequence[Run]) -> str:
         library_version=get_plotlyjs_version(),
     )
     return page.encode(errors="replace").decode()  # JSON can hold half a surrogate pair, UTF-8 cannot
+
+
+def spread_versions(versions: Sequence[int]) -> list[int]:
+    """At most MOST_VERSIONS of these versions, the first and the last among them."""
+    places = np.linspace(0, len(versions) - 1, min(len(versions), MOST_VERSIONS)).round().astype(int)
+    return [versions[place] for place in dict.fromkeys(places.tolist())]
 
 
 def describe_chart(chart: Chart, runs: Sequence[Run]) -> str:

@@ -99,11 +99,50 @@ CHARTS = (
 )
 
 
+# The sections of the page: charts of one question each, folded on a phone.
+CHART_SECTIONS = {
+    "Reward and accuracy": ("reward", "reward-time", "parts", "tasks"),
+    "Importance weights and clipping": ("ess", "clip", "ratios", "largest", "kl", "reference"),
+    "Responses": ("entropy", "length", "shares"),
+    "Age and drift": ("age", "drift", "budget"),
+    "Optimizer and time": ("rate", "gradient", "seconds"),
+}
+PART, BY_TASK = "part/", "reward/"  # keys of metrics whose names depend on the task
+
+
+def charts_of(runs: Sequence[Run]) -> list[Chart]:
+    """All charts; those of reward parts and of the tasks of a mixture have the keys that the runs recorded."""
+    recorded = list(dict.fromkeys(key for run in runs for key in run.metrics))
+    parts, tasks = (tuple(key for key in recorded if key.startswith(start)) for start in (PART, BY_TASK))
+    found = list(CHARTS)
+    if parts:
+        found.insert(2, Chart("parts", "Parts of the reward", "mean of the part", "score", parts))
+    if tasks:
+        found.insert(2, Chart("tasks", "Reward by task", "mean reward", "score", tasks))
+    return found
+
+
+def metric_of(key: str) -> Metric:
+    """What the page says of a metric."""
+    if key.startswith(PART):
+        name = key.removeprefix(PART)
+        return Metric(f"mean of the reward part {name}", f"mean of {name} over the rollouts of the update that have it")
+    if key.startswith(BY_TASK):
+        name = key.removeprefix(BY_TASK)
+        return Metric(f"mean reward of the task {name}", f"mean of R over the rollouts of {name} that have a score")
+    return METRICS[key]
+
+
 # Rules of thumb, as in docs/metrics.md.
 LOW_ESS = 0.1
 FRESH_LOG_RATIO = 0.1
 MOST = 0.5
 NEAR_LIMIT = 0.8  # of the drift limits
+HIGH_KL = 0.1  # nats per token
+LARGE_RATIO = 10.0  # where the advantage is negative
+SPIKE = 5.0  # times the median
+DIP = 0.5  # of the median
+MOST_NAMED = 3  # updates of a spike
 
 PRESENT_PARTICIPLE = {
     "generate": "generating",
@@ -123,13 +162,15 @@ class RunSummary:
     worked: str
     cost: str
     warnings: list[str]
+    extremes: str  # the most unusual values of the run, whether or not they break a rule
 
 
 def summarize(run: Run) -> RunSummary:
     """Verdict, sentences and warnings of one run."""
     verdict, accuracy = verdict_of(run)
     cost = " ".join(filter(None, (describe_progress(run), describe_lineage(run), describe_cost(run))))
-    return RunSummary(verdict, accuracy, cost, warnings_of(run))
+    warnings = warnings_of(run)
+    return RunSummary(verdict, accuracy, cost, warnings, describe_extremes(run, warnings))
 
 
 def describe_lineage(run: Run) -> str:
@@ -264,7 +305,7 @@ def warnings_of(run: Run) -> list[str]:
 def findings(run: Run) -> list[str]:
     """The warnings without unfinished batches, which are normal while a run goes on."""
     found = [*_course_warnings(run), *_budget_warnings(run), *_rollout_warnings(run), *_update_warnings(run)]
-    return [*found, *_age_warnings(run), *run.notes]
+    return [*found, *_spike_warnings(run), *_age_warnings(run), *run.notes]
 
 
 def _course_warnings(run: Run) -> Iterator[str]:
@@ -366,6 +407,51 @@ def _update_warnings(run: Run) -> Iterator[str]:
         count = int((~np.isfinite(values[taken])).sum()) if len(values) else 0
         if count:
             yield f"{key} is not finite in {count_noun(count, 'update')}; the curve has a gap there."
+
+
+def _spike_warnings(run: Run) -> Iterator[str]:
+    """Single updates far from the others: curves of hundreds of updates hide them."""
+    limit = run.config.get("optimizer.max_grad_norm", 1.0)
+    norm = run.finite("grad_norm")
+    bound = max(SPIKE * float(np.median(norm)) if len(norm) else 0.0, limit if isinstance(limit, float | int) else 1.0)
+    if where := _name_updates(run, "grad_norm", above=bound):
+        yield f"{where}; gradients are scaled down to a norm of {limit:g}. Look at the rollouts of these updates."
+    ess = run.finite("ess_sequence")
+    if where := _name_updates(run, "ess_sequence", below=DIP * float(np.median(ess)) if len(ess) else 0.0):
+        yield f"{where}: there few responses carry the estimate. Use more stages or a lower learning rate."
+    if where := _name_updates(run, "kl_behaviour_policy", above=HIGH_KL):
+        yield f"{where}: there the policy has moved far from the one that generated the rollouts."
+    if where := _name_updates(run, "ratio_max_negative", above=LARGE_RATIO):
+        yield f"{where}: responses that are to become less likely have become more likely."
+
+
+def _name_updates(run: Run, key: str, *, above: float = math.inf, below: float = -math.inf) -> str:
+    """Where a metric is above or below a bound: the farthest value, how often that is, and the updates."""
+    values, update = run.column(key), run.column("update")
+    rows = np.flatnonzero((values > above) | (values < below))
+    if not len(rows):
+        return ""
+    rows = rows[np.argsort(values[rows])[:: 1 if math.isfinite(below) else -1]]  # the farthest first
+    named = ", ".join(f"{update[row]:.0f}" for row in rows[:MOST_NAMED])
+    more = f", … ({len(rows)} updates)" if len(rows) > MOST_NAMED else ""
+    verb = "falls to" if math.isfinite(below) else "reaches"
+    median = float(np.median(run.finite(key)))
+    return f"{key} {verb} {values[rows[0]]:.3g}, median {median:.3g}: update {named}{more}"
+
+
+def describe_extremes(run: Run, warnings: Sequence[str] = ()) -> str:
+    """The largest gradient and the lowest effective sample size, with their updates, where no warning names them."""
+    parts: list[str] = []
+    for key, word, pick in (("grad_norm", "largest", np.nanargmax), ("ess_sequence", "lowest", np.nanargmin)):
+        if len(run.finite(key)) and not any(one.startswith(f"{key} ") for one in warnings):
+            values = np.where(np.isfinite(run.column(key)), run.column(key), np.nan)
+            row = int(pick(values))
+            parts.append(
+                f"{word} {key} {values[row]:.3g} at update {run.column('update')[row]:.0f} "
+                f"(median {np.median(run.finite(key)):.3g})"
+            )
+    sentence = "; ".join(parts)
+    return f"{sentence[0].upper()}{sentence[1:]}." if sentence else ""
 
 
 def _age_warnings(run: Run) -> Iterator[str]:

@@ -26,6 +26,21 @@ EPISODE_COLUMNS = (*ROW_COLUMNS, "segments")  # the last is there in shards with
 ROW_GROUP_ROWS = 256  # the unit of reading: small enough for scattered reads, large enough for compression
 
 
+MOST_PARTS = 32  # of rewards, that are told apart
+
+
+def part_columns(parts: pa.ListArray) -> dict[str, npt.NDArray[np.float64]]:
+    """The values of each reward part, from a column `reward_parts`; NaN where a rollout lacks it."""
+    pairs = parts.flatten()
+    names, values = pairs.field(0).to_numpy(zero_copy_only=False), pairs.field(1).to_numpy(zero_copy_only=False)
+    rows = np.repeat(np.arange(len(parts)), np.diff(parts.offsets.to_numpy()))
+    columns: dict[str, npt.NDArray[np.float64]] = {}
+    for name in sorted(set(names))[:MOST_PARTS]:
+        columns[name] = np.full(len(parts), np.nan)
+        columns[name][rows[names == name]] = values[names == name]
+    return columns
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutColumns:
     """R rollouts. Row i has the prompt `prompt_ids[prompt_offsets[i] : prompt_offsets[i + 1]]`, and so on.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from stalewise.store.columns import (
     column_range,
     concatenate,
     numbers,
+    part_columns,
     rows_from_table,
 )
 from stalewise.store.manifest import (
@@ -145,6 +146,10 @@ class Batch:
             return column.to_numpy()
         return numbers(column, SCHEMA.field(name).type.to_pandas_dtype())
 
+    def reward_parts(self) -> tuple[npt.NDArray[np.int64], dict[str, npt.NDArray[np.float64]]]:
+        """Ids of all rollouts, and the values of each part of their rewards; NaN where one lacks it."""
+        return parts_of(self.iter_tables(["rollout_id", "reward_parts"]))
+
     def informative(self) -> npt.NDArray[np.bool_]:
         """Whether each rollout is of a group whose rewards differ, with the penalty of the selection."""
         reward = self.column("reward")
@@ -218,6 +223,13 @@ class Batch:
             raise StoreError(f"{path} is missing: run the same command again, it is generated again") from None
         except (pa.ArrowException, OSError) as error:
             raise _damaged(path, str(error)) from error
+
+
+def parts_of(tables: Iterable[pa.Table]) -> tuple[npt.NDArray[np.int64], dict[str, npt.NDArray[np.float64]]]:
+    """Ids and reward parts of rollouts, from tables with `rollout_id` and `reward_parts`."""
+    table = pa.concat_tables(tables).combine_chunks()
+    column = table["reward_parts"]
+    return table["rollout_id"].to_numpy(), part_columns(column.chunk(0)) if column.num_chunks else {}
 
 
 def _damaged(path: Path, why: str) -> StoreError:

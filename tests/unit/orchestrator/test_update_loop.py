@@ -8,15 +8,32 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pytest
 import torch
 
+from stalewise.config import RunConfig
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.orchestrator.stages import DriftBudget
 from stalewise.orchestrator.update_loop import PreparedUpdate, UpdateLoop
 from stalewise.staleness.schedule import Schedule
 from stalewise.staleness.spent import Stage, StageSchedule
+from stalewise.store import batch_directories, open_batch
 from stalewise.store.json_lines import read_jsonl
 from stalewise.types import NullCallback
+
+
+def test_the_parts_of_rewards_are_metrics_of_each_update(tiny_run: RunConfig) -> None:
+    parts = {
+        one.rollout_id: one.reward_parts
+        for path in batch_directories(tiny_run.directory / "rollouts")
+        for one in open_batch(path).iter_rollouts()
+    }
+    metrics = read_jsonl(tiny_run.directory / "metrics.jsonl")
+    ledger = read_jsonl(tiny_run.directory / "ledger" / "updates.jsonl")
+    for line, entry in zip(metrics, ledger, strict=True):
+        used = [parts[i] for first, last in entry["rollout_ids"] for i in range(first, last + 1)]
+        for name in ("correct", "format"):
+            assert line[f"part/{name}"] == pytest.approx(np.mean([one[name] for one in used]))
 
 
 class Pending:

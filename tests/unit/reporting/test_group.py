@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,16 @@ from rollout_runs import (
     seen_by,
     start_run,
 )
-from stalewise.reporting.browser.group import WINDOW, TokenDecoder, describe_group, describe_tokens, printable
+from stalewise.config import make_config, write_resolved
+from stalewise.config.run_directory import read_config
+from stalewise.reporting.browser.group import (
+    WINDOW,
+    GoldAnswers,
+    TokenDecoder,
+    describe_group,
+    describe_tokens,
+    printable,
+)
 from stalewise.reporting.browser.query import QueryResult, parse_filters
 from stalewise.store import TokenLog, batch_directories, token_files, token_log_directory
 from stalewise.types import POLICY, Segment, TokenFlag
@@ -52,6 +62,24 @@ def test_a_group_shows_what_the_token_log_says(run: Path) -> None:
         assert response["trigger_place"] == (int(triggers[0]) if len(triggers) else None)
         assert (response["update"], response["finish"]) == (0, str(rollout.finish_reason))
         assert response["parts"] == rollout.reward_parts
+
+
+def test_gold_answers_need_no_verifier_and_say_why_they_are_unknown(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"id": "a", "problem": "1+1", "answer": "2"}\n{"id": "b", "problem": "2+2", "answer": "4"}\n')
+    options: dict[str, Any] = {"path": str(data), "held_out": 0.0, "verifier": "python"}
+    options["verifier_options"] = {"function": "no_such_module:reward"}  # it would be imported
+    run = start_run(tmp_path / "run")
+    write_resolved(make_config({"task": {"name": "jsonl", "options": options}}), run / "config.resolved.json")
+    names = [prompt.prompt_id for prompt in read_config(run).prompts_task().prompts(0, 2)]
+    add_batch(run, 0, [make_rollout(i, prompt_id=[*names, "c"][i // GROUP_SIZE]) for i in range(3 * GROUP_SIZE)])
+    index, gold = index_of(run), GoldAnswers()
+    answers = {"a": "2", "b": "4"}
+    assert [gold.of(index, index.batches[0].key, group)["answer"] for group in range(2)] == [answers[n] for n in names]
+    assert gold.of(index, index.batches[0].key, 2)["why"] == "the data of the task were changed since"
+    write_resolved(make_config({"task": {"name": "verifiers"}}), run / "config.resolved.json")
+    unknown = GoldAnswers().of(index, index.batches[0].key, 0)
+    assert unknown["answer"] is None and "known to the program that made the run only" in unknown["why"]
 
 
 def test_a_rollout_that_was_not_consumed_has_no_ratio(run: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from rundirs import add_evaluation, figures_of, metrics, write_run
 from stalewise.config import make_config, write_resolved
+from stalewise.config.run_directory import read_config
 from stalewise.errors import StoreError
 from stalewise.reporting.figures import (
     BAR_COLOURS,
@@ -27,6 +28,7 @@ from stalewise.reporting.render import (
     describe_stage_end,
     packed_plotly,
     render,
+    spread_versions,
     write_report,
 )
 from stalewise.reporting.summary import CHARTS, METRICS
@@ -48,7 +50,7 @@ def test_a_complete_run_makes_one_page_with_everything(tmp_path: Path) -> None:
     page = path.read_text()
     for words in ("Improved.", "0.400 [0.350, 0.450]", "0.800 [0.750, 0.850]", "8 of 8 updates", "2 of 2 generation"):
         assert words in page, words
-    assert "The records show no problem." in page
+    assert "No rule of thumb is broken." in page
     assert set(figures_of(page)) == {*(chart.name for chart in CHARTS), "time", "stages-0"}
     assert page == render(read_runs([run]))  # no date and no chance in it
 
@@ -63,6 +65,30 @@ def test_the_page_asks_for_nothing_outside_of_itself(tmp_path: Path) -> None:
 def test_the_library_inside_is_plotly() -> None:
     code = gzip.decompress(base64.b64decode(packed_plotly())).decode()
     assert code.lstrip().startswith("/**\n* plotly.js")
+
+
+def test_held_out_prompts_that_flipped_are_listed_with_their_answers(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    ids = [prompt.prompt_id for prompt in read_config(run).make_task().evaluation_prompts(3)]
+    for version, score in ((0, [0, 4, 4]), (4, [1, 4, 2]), (8, [4, 1, 4])):
+        by_prompt = {"prompt_ids": ids, "score": score, "scored": [4, 4, 4]}
+        add_evaluation(run, version, 0.5, by_prompt=by_prompt)
+    page = " ".join(re.sub("<[^>]*>", " ", text_of(write_report([run]).read_text())).split())
+    assert "From version 0 to version 8, 1 of 3 prompts were gained, 1 were lost and 1 stayed as they were" in page
+    numbers = ids[1].removeprefix("arithmetic/").split("+")
+    lost, gained = page[page.index("Lost (1)") :], page[page.index("Gained (1)") :]
+    assert f"{'+'.join(numbers)}= {sum(map(int, numbers))} 1.00 1.00 0.25" in lost
+    assert "0.00 0.25 1.00" in gained
+    assert spread_versions(range(20)) == [0, 3, 5, 8, 11, 14, 16, 19]
+
+
+def test_parts_of_rewards_have_a_chart(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", done=7)
+    assert "parts" not in figures_of(write_report([run]).read_text())
+    append_line(run / "metrics.jsonl", metrics(7, **{"part/format": 0.5, "part/<b>": 0.75}))
+    page = write_report([run]).read_text()
+    assert [one["name"] for one in figures_of(page)["parts"]["data"]] == ["part/format", "part/&lt;b&gt;"]
+    assert "mean of the reward part &lt;b&gt;" in page and "reward part <b>" not in page
 
 
 def test_every_axis_has_a_title_with_a_unit(tmp_path: Path) -> None:

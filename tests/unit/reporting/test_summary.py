@@ -13,6 +13,7 @@ from stalewise.reporting.read import read_run, read_runs, verifier_errors
 from stalewise.reporting.summary import (
     CHARTS,
     count_noun,
+    describe_extremes,
     format_interval,
     format_value,
     join_names,
@@ -56,6 +57,10 @@ WARNINGS = [
     ({"age_max": 4.0}, "Rollouts reach age 4; the schedule allows 3"),  # 8 updates in 2 stages
     ({"log_ratio_max_abs": 0.2}, "On fresh rollouts log-ratios reach 0.2"),
     ({"batch_budget": 0.85}, "batch_budget reaches 0.85: 85% of the drift that the law allows within one generation"),
+    ({"grad_norm": 6.1}, "grad_norm reaches 6.1, median 0.25: update 7; gradients are scaled down to a norm of 1."),
+    ({"ess_sequence": 0.1}, "ess_sequence falls to 0.1, median 0.25: update 7: there few responses carry"),
+    ({"kl_behaviour_policy": 0.6}, "kl_behaviour_policy reaches 0.6"),
+    ({"ratio_max_negative": 11.0}, "ratio_max_negative reaches 11, median 0.25: update 7: responses that are to"),
     ({"horizon_budget": 1.2}, "horizon_budget reaches 1.20: more than all of the drift that the law allows over the"),
 ]
 
@@ -66,6 +71,20 @@ def test_what_is_wrong_with_updates_is_said(tmp_path: Path, change: dict[str, fl
     assert warnings(read_run(run)) == ""
     append_line(run / "metrics.jsonl", metrics(7, **change))
     assert words in warnings(read_run(run))
+
+
+def test_spikes_are_named_farthest_first_and_counted(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", done=3, updates=40)
+    for update in range(3, 40):
+        append_line(
+            run / "metrics.jsonl", metrics(update, grad_norm={9: 2.0, 20: 7.0, 21: 3.0, 30: 1.3}.get(update, 0.2))
+        )
+    told = warnings(read_run(run))
+    # Five times the median is 1.0, and so is optimizer.max_grad_norm.
+    assert "grad_norm reaches 7, median 0.2: update 20, 21, 9, … (4 updates);" in told
+    assert summarize(read_run(run)).extremes == "Lowest ess_sequence 0.25 at update 0 (median 0.25)."  # not told twice
+    assert describe_extremes(read_run(run)).startswith("Largest grad_norm 7 at update 20 (median 0.2); lowest ess_")
+    assert summarize(read_run(write_run(tmp_path / "empty", done=0))).extremes == ""
 
 
 def test_an_update_that_was_not_taken_is_no_gap_to_warn_of(tmp_path: Path) -> None:

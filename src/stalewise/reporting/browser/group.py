@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache, partial
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 
+from stalewise.config.run_directory import RESOLVED, read_config
 from stalewise.errors import StalewiseError, StoreError
 from stalewise.reporting.browser.index import Column, RolloutIndex
 from stalewise.reporting.browser.locations import BatchLocation, read_rows
@@ -20,6 +23,36 @@ from stalewise.store.reward_versions import BatchRewards
 from stalewise.types import Rollout, TokenFlag
 
 WINDOW = 1000  # tokens of a response in one answer
+MOST_VERSIONS = 64  # groups of one prompt that are listed
+
+
+class GoldAnswers:
+    """Gold answers of prompts, from the tasks of the runs that generated them. A task is made once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tasks: dict[Path, Any] = {}
+
+    def of(self, index: RolloutIndex, batch: str, group: int) -> dict[str, Any]:
+        """The gold answer of a group's prompt, or why it is unknown."""
+        location, rows = _find(index, batch, index.column("group") == group, f"group {group}")
+        prompt_id = index.table.column("prompt_id")[int(rows[0])].as_py()
+        try:
+            with self._lock:  # making a task may read a large file: once
+                prompt = self._task(location.directory).prompts(group, 1)[0]
+        except (StalewiseError, OSError) as error:
+            return {"answer": None, "why": visible(" ".join(str(error).split()))}
+        if prompt.prompt_id != prompt_id:  # a group is the number of its prompt in the order of the task
+            return {"answer": None, "why": "the data of the task were changed since"}
+        return {"answer": printable(prompt.answer), "why": ""}
+
+    def _task(self, batch: Path) -> Any:
+        run = next((path for path in batch.resolve().parents if (path / RESOLVED).is_file()), None)
+        if run is None:
+            raise StoreError(f"{batch} lies in no run, whose config names the task")
+        if run not in self._tasks:
+            self._tasks[run] = read_config(run).prompts_task()
+        return self._tasks[run]
 
 
 class TokenDecoder:
@@ -82,6 +115,7 @@ def describe_group(index: RolloutIndex, batch: str, group: int, decoder: TokenDe
         "group": group,
         "prompt_id": visible(index.table.column("prompt_id")[int(rows[0])].as_py()),
         "prompt": decoder.prompt(prompt),
+        "versions": groups_of_prompt(index, int(rows[0])),
         "degenerate": bool(index.column("degenerate")[int(rows[0])]),
         "responses": [
             describe_response(index, int(row), rollouts, logged, decoder)
@@ -91,6 +125,29 @@ def describe_group(index: RolloutIndex, batch: str, group: int, decoder: TokenDe
         "rewards_used": visible(location.rewards),
         "problems": problems,
     }
+
+
+def groups_of_prompt(index: RolloutIndex, row: int) -> list[dict[str, Any]]:
+    """All groups with the prompt of this row, by the version of the policy that answered it."""
+    prompt_id = index.table.column("prompt_id")
+    same = np.flatnonzero(pc.call_function("equal", [prompt_id, prompt_id[row]]).to_numpy())
+    numbers = np.unique(index.column("group_number")[same])
+    found: list[dict[str, Any]] = []
+    for number in numbers.tolist():
+        rows = rows_of_group(index, number)
+        reward = index.column("reward")[rows]
+        known = reward[~np.isnan(reward)]
+        location = index.batches[int(index.column("place")[rows[0]])]
+        found.append(
+            {
+                "batch": location.key,
+                "group": int(index.column("group")[rows[0]]),
+                "version": int(index.column("version_first")[rows].min()),
+                "reward": json_number(known.mean()) if len(known) else None,
+                "rollback": location.rollback,
+            }
+        )
+    return sorted(found, key=lambda one: one["version"])[:MOST_VERSIONS]
 
 
 def describe_tokens(

@@ -27,7 +27,7 @@ from urllib.parse import parse_qsl, quote, urlsplit
 
 from stalewise.config.run_directory import RESOLVED, read_resolved
 from stalewise.errors import ConfigError, StalewiseError
-from stalewise.reporting.browser.group import TokenDecoder, describe_group, describe_tokens
+from stalewise.reporting.browser.group import GoldAnswers, TokenDecoder, describe_group, describe_tokens
 from stalewise.reporting.browser.index import IndexCache, RolloutIndex
 from stalewise.reporting.browser.query import QueryResult, RolloutFilters, parse_filters
 from stalewise.reporting.read import read_runs
@@ -66,6 +66,7 @@ class RunServer(ThreadingHTTPServer):
         self.token = secrets.token_urlsafe(24)
         self.indexes = IndexCache(run)
         self._decoder = TokenDecoder(run)
+        self.gold = GoldAnswers()
         self.status = StatusLine(run)
         self._queries: OrderedDict[tuple[str, RolloutFilters], Future[QueryResult]] = OrderedDict()
         self._query_lock = threading.Lock()
@@ -278,6 +279,10 @@ def _group(server: RunServer, parameters: dict[str, str]) -> dict[str, Any]:
     return describe_group(server.indexes.index(), parameters.get("batch", ""), group, server.decoder)
 
 
+def _gold(server: RunServer, parameters: dict[str, str]) -> dict[str, Any]:
+    return server.gold.of(server.indexes.index(), parameters.get("batch", ""), _integer(parameters, "group"))
+
+
 def _tokens(server: RunServer, parameters: dict[str, str]) -> dict[str, Any]:
     rollout, start = _integer(parameters, "rollout"), _integer(parameters, "start", 0)
     return describe_tokens(server.indexes.index(), parameters.get("batch", ""), rollout, start, server.decoder)
@@ -295,6 +300,7 @@ ROUTES: dict[str, Callable[[RunServer, dict[str, str]], dict[str, Any]]] = {
     "api/overview": _overview,
     "api/groups": _groups,
     "api/group": _group,
+    "api/gold": _gold,
     "api/tokens": _tokens,
 }
 

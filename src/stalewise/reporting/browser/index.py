@@ -22,6 +22,7 @@ from stalewise.errors import StalewiseError, StoreError
 from stalewise.reporting.browser.locations import BatchLocation, check_shard, find_batches, read_shard
 from stalewise.store import ShardManifest, read_batch_manifest, read_ledger, shard_path, token_files
 from stalewise.store.atomic import write_atomic
+from stalewise.store.columns import MOST_PARTS, part_columns
 from stalewise.store.reward_versions import FIRST, find_version
 from stalewise.store.token_log import read_light
 from stalewise.types import FinishReason
@@ -29,7 +30,6 @@ from stalewise.types import FinishReason
 CACHE = "rollouts.index.arrow"
 FORMAT = "stalewise.index/3"
 _SEAL = 32  # bytes of the SHA-256 before the table
-MOST_PARTS = 32  # reward parts with a filter
 REFRESH_S = 2.0  # a run directory is checked at most this often
 CHECKED_BYTES = 2**28  # of shards hashed while the index is built; others are hashed when they are opened
 PART = "part:"
@@ -208,25 +208,13 @@ def _index_columns(table: pa.Table) -> dict[str, pa.Array]:
     columns["reward"] = pa.array(np.asarray(table.column("reward").to_numpy(), dtype=np.float64))
     columns["truncated"] = pa.array(table.column("finish_reason").to_numpy() == FinishReason.LENGTH.value)
     columns["error"] = pa.array(table.column("reward_error").to_numpy() != "")
-    return columns | _parts(_array(table, "reward_parts"))
+    parts = part_columns(_array(table, "reward_parts"))
+    return columns | {f"{PART}{name}": pa.array(values) for name, values in parts.items()}
 
 
 def _array(table: pa.Table, name: str) -> pa.Array:
     column = table.column(name).combine_chunks()
     return column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
-
-
-def _parts(parts: pa.ListArray) -> dict[str, pa.Array]:
-    """The values of each reward part; NaN where a rollout lacks it."""
-    pairs = parts.flatten()
-    names, values = pairs.field(0).to_numpy(zero_copy_only=False), pairs.field(1).to_numpy(zero_copy_only=False)
-    rows = np.repeat(np.arange(len(parts)), np.diff(parts.offsets.to_numpy()))
-    columns: dict[str, pa.Array] = {}
-    for name in sorted(set(names))[:MOST_PARTS]:
-        column = np.full(len(parts), np.nan)
-        column[rows[names == name]] = values[names == name]
-        columns[f"{PART}{name}"] = pa.array(column)
-    return columns
 
 
 def _concatenate(tables: list[dict[str, pa.Array]]) -> pa.Table:

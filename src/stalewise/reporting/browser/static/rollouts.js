@@ -54,6 +54,8 @@ function restore() {
 function countActive() {
   const inside = [...by("more").querySelectorAll("input, select")].filter((field) => (field.type === "checkbox" ? field.checked : field.value !== ""));
   by("active").textContent = inside.length ? `(${inside.length} set)` : "";
+  const all = Object.keys(filters()).filter((name) => name !== "sort" && name !== "descending").length;
+  by("all-active").textContent = all ? `(${all} set)` : "";
 }
 
 // ---------------------------------------------------------------- the list
@@ -168,6 +170,26 @@ function windows(response, batch, view) {
   return element("p", { className: "windows" }, ...buttons, where);
 }
 
+// The gold answer comes later: finding it may take the server the time to read the task's data.
+function showGold({ answer, why }, mine) {
+  if (mine !== shown) return;
+  by("gold").append(answer === null ? element("p", { className: "faint" }, `unknown: ${why}`) : element("pre", {}, answer));
+  by("gold").hidden = false;
+  if (answer === null || answer.length > 40 || answer.includes("\n")) return;
+  for (const tokens of document.querySelectorAll("article .tokens")) tokens.after(element("p", { className: "gold" }, element("span", { className: "faint" }, "gold "), answer));
+}
+
+// The other groups with the same prompt: what later policies made of it.
+function versions(found, batch) {
+  if (found.versions.length < 2) return [];
+  const buttons = found.versions.map((one) => {
+    const text = `version ${one.version}${one.rollback ? `, ${one.rollback}` : ""}: reward ${one.reward === null ? "unknown" : digits(one.reward, 3)}`;
+    const isThis = one.batch === batch && one.group === found.group;
+    return element("button", { type: "button", "aria-pressed": String(isThis), onclick: () => open(one.batch, one.group) }, text);
+  });
+  return [element("div", { className: "versions", role: "group", "aria-label": "This prompt across versions" }, element("span", { className: "faint" }, "This prompt across versions"), ...buttons)];
+}
+
 async function open(batch, group) {
   const mine = (shown += 1);
   const content = by("content");
@@ -184,11 +206,15 @@ async function open(batch, group) {
       element("h2", {}, `Group ${found.group}`, element("span", { className: "faint" }, ` in ${found.directory}`)),
       element("p", { className: "faint" }, `${notes.join(" · ")} · prompt id ${found.prompt_id}`),
       ...found.problems.map((text) => element("p", { className: "bad" }, text)),
-      element("div", { className: "card ask" }, element("h3", {}, "Prompt"), element("pre", {}, found.prompt)),
+      element("div", { className: "card ask" },
+        element("div", {}, element("h3", {}, "Prompt"), element("pre", {}, found.prompt)),
+        element("div", { id: "gold", hidden: true }, element("h3", {}, "Gold answer"))),
+      ...versions(found, batch),
       element("div", { className: "responses" }, ...found.responses.map((response, place) => card(response, place, batch, views))),
     );
     by("detail").hidden = true;
     remember({ in: batch, open: group });
+    showGold(await ask("gold", { batch, group }), mine);
   } catch (error) {
     if (mine === shown) content.replaceChildren(element("p", { className: "bad" }, error.message));
   }
@@ -235,6 +261,7 @@ async function refresh() {
 
 async function start() {
   legend();
+  if (matchMedia("(max-width: 45rem)").matches) for (const id of ["search", "legend"]) by(id).open = false;
   try {
     await overview();
   } catch (error) {
