@@ -96,12 +96,8 @@ def rescore(
     check_new_name(run, name)
     repaired = _answers(answers)
     scores = weights is None or verifier is not None or bool(options) or bool(repaired)
-    played = config.task.options.get("environment")
-    if scores and played:
-        raise ConfigError(
-            f"{run} has episodes, which the environment {played} scored turn by turn: a verifier alone cannot score "
-            "them again. Weights of their recorded parts can change rewards (--weight PART=…)"
-        )
+    if scores:
+        _refuse_episodes(run, config.task.options)
     scorer = _task(run, verifier, dict(options or {})) if scores else None
     change, counts = ScoreChange(), ErrorCounts()
     with contextlib.ExitStack() as closing:
@@ -128,6 +124,14 @@ def rescore(
         how |= {"answers": len(repaired), "answers_sha256": _digest(repaired), "errors": counts.record()}
         writer.record |= {"time": time.time(), **how, **change.record()}
     return find_version(run, name)
+
+
+def _refuse_episodes(run: Path, options: Mapping[str, Any]) -> None:
+    if played := options.get("environment"):
+        raise ConfigError(
+            f"{run} has episodes, which the environment {played} scored turn by turn: a verifier alone cannot score "
+            "them again. Weights of their recorded parts can change rewards (--weight PART=…)"
+        )
 
 
 def _committed(run: Path) -> list[Path]:
