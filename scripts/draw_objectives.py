@@ -31,15 +31,14 @@ def weight(name: str, ratio: float, advantage: float) -> float:
     logp = torch.full_like(log_ratio, -1.0, requires_grad=True)
     behaviour = -1.0 - log_ratio
     signs = [1.0 if index % 2 else -1.0 for index in range(OTHERS)]
-    proximal = {"proximal_logp": behaviour} if OBJECTIVES[name].needs_proximal else {}
     result = evaluate(
         name,
         logp=logp,
         behaviour_logp=behaviour,
         advantage=torch.tensor([advantage, *signs], dtype=torch.float64),
         mask=torch.ones_like(log_ratio),
+        proximal_logp=behaviour if OBJECTIVES[name].needs_proximal else None,
         denominator=1.0,
-        **proximal,
     )
     (gradient,) = torch.autograd.grad(result.loss, logp)
     return -gradient[0, 0].item()

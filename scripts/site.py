@@ -13,8 +13,6 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mkdocs.structure.files import File, Files
-
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 FENCE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
@@ -55,7 +53,8 @@ def _target(page: str, link: str) -> str:
 def outside(root: Path) -> set[str]:
     """What pages link to outside of docs/, and so on from there."""
     pages = [str(path.relative_to(root)) for path in sorted(root.glob("docs/**/*.md"))]
-    waiting, found = [*pages, *LISTED], set(LISTED)
+    waiting: list[str] = [*pages, *LISTED]
+    found: set[str] = {*LISTED}
     while waiting:
         page = waiting.pop()
         if not page.endswith(".md"):
@@ -86,8 +85,10 @@ def _output(output: dict[str, Any]) -> str:
     return f"```text\n{text.rstrip()}\n```" if text.strip() else ""
 
 
-def on_files(files: Files, config: Any) -> Files:
+def on_files(files: Any, config: Any) -> Any:
     """Add pages and files that are not in docs/."""
+    from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports]  # in .venv-docs
+
     for path in sorted(outside(ROOT)):
         content = (ROOT / path).read_bytes()
         if path.endswith(".md"):

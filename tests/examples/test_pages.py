@@ -150,6 +150,7 @@ def write_tables(page: str, directory: Path) -> list[str]:
     return names
 
 
+@pytest.mark.slow
 def test_first_run(tmp_path: Path) -> None:
     assert write_tables("docs/first_run.md", tmp_path) == ["first"]
     assert run_commands("docs/first_run.md") == 6

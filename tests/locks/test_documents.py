@@ -15,6 +15,7 @@ import pytest
 import torch
 from scripts.draw_objectives import drawing
 from scripts.reference import PAGES as PAGES_MADE
+from scripts.site import linked, notebook_markdown, outside, rewritten, site_path
 
 from batches import random_batch
 from stalewise import __version__
@@ -244,6 +245,53 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     for name in {*listed} - own:
         source = name.removeprefix("repository/") if name.startswith("repository/") else name.replace(".md", ".ipynb")
         assert (ROOT / source).is_file(), name
+
+
+def test_links_lead_somewhere_in_the_site() -> None:
+    added = outside(ROOT)
+    inside = [str(page.relative_to(ROOT)) for page in PAGES if page.is_relative_to(ROOT / "docs")]
+    there = {site_path(name) for name in [*inside, *added, "notebooks/first_run.ipynb", "notebooks/tour.ipynb"]}
+    there |= {str(path.relative_to(ROOT / "docs")) for path in ROOT.glob("docs/images/**/*")}
+    pages = [*inside, *(name for name in added if name.endswith(".md"))]
+    broken = [
+        f"{page}: {link}" for page in pages for link in site_links(page) if site_path(link) not in there and link != "."
+    ]
+    assert broken == []
+    assert "repository/SECURITY.md" in there and "repository/experiments/ours/README.md" in there
+
+
+def site_links(page: str) -> list[str]:
+    return linked(page, (ROOT / page).read_text())
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "expected"),
+    [
+        (
+            "docs/index.md",
+            "[a](../SECURITY.md#programs) [b](tasks.md)",
+            "[a](repository/SECURITY.md#programs) [b](tasks.md)",
+        ),
+        ("SECURITY.md", "[c](docs/browser.md#access)", "[c](../browser.md#access)"),
+        (
+            "docs/index.md",
+            "[n](../notebooks/tour.ipynb)\n```\n[x](y.md)\n```\n",
+            "[n](notebooks/tour.md)\n```\n[x](y.md)\n```\n",
+        ),
+        ("experiments/ours/README.md", "![f](lab.svg) [h](https://a.b/c)", "![f](lab.svg) [h](https://a.b/c)"),
+    ],
+)
+def test_links_of_the_site_follow_the_files(page: str, text: str, expected: str) -> None:
+    assert rewritten(page, text) == expected
+
+
+def test_cells_of_a_notebook_become_markdown() -> None:
+    printed = {"output_type": "stream", "text": ["2\n"]}
+    cells = [
+        {"cell_type": "markdown", "source": ["# T"]},
+        {"cell_type": "code", "source": ["1 + 1"], "outputs": [printed]},
+    ]
+    assert notebook_markdown({"cells": cells}) == "# T\n\n```python\n1 + 1\n```\n\n```text\n2\n```\n"
 
 
 # The comparison itself must be able to fail.
