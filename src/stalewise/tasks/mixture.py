@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from stalewise.errors import TaskError, nearest
-from stalewise.tasks.base import Task, Verifier, check_range, close_task, paired, shuffled, stream
+from stalewise.tasks.base import Task, Verifier, check_range, paired, shuffled, stream
 from stalewise.tasks.rows import IN_MIXTURE, MIXTURE, task_of
 from stalewise.types import Prompt, Reward
 
@@ -35,12 +35,6 @@ class MixtureTask:
         for table in tables:
             task = _make(table, seed)
             label = table.get("label") or task.name
-            if getattr(task, "environment", None) is not None:
-                close_task(task)
-                raise TaskError(
-                    f"mixture, {label}: environments cannot be mixed with other tasks: leave the option environment "
-                    "out, or train on this task alone"
-                )
             if label in self.tasks:
                 raise TaskError(f"mixture: two tasks are called {label!r}: give each a label")
             self.tasks[label] = task

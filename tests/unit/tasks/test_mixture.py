@@ -116,7 +116,7 @@ def test_parts_may_have_a_judge_and_code_and_no_environment(tmp_path: Path, monk
         close_task(task)
     found = [(task_of(prompt.prompt_id), reward.value) for prompt, reward in zip(prompts, rewards, strict=True)]
     assert sorted(found) == [("coded", 1.0), ("coded", 1.0), ("judged", 0.5), ("judged", 0.5)]
-    with pytest.raises(TaskError, match="mixture, arithmetic: environments cannot be mixed with other tasks"):
+    with pytest.raises(TaskError, match="mixture, arithmetic: an environment plays all tasks"):
         MixtureTask([{"name": "arithmetic", "options": {"environment": "sums"}}, {"name": "arithmetic-steps"}])
 
 
