@@ -96,12 +96,8 @@ def rescore(
     check_new_name(run, name)
     repaired = _answers(answers)
     scores = weights is None or verifier is not None or bool(options) or bool(repaired)
-    played = config.task.options.get("environment")
-    if scores and played:
-        raise ConfigError(
-            f"{run} has episodes, which the environment {played} scored turn by turn: a verifier alone cannot score "
-            "them again. Weights of their recorded parts can change rewards (--weight PART=…)"
-        )
+    if scores:
+        _refuse_episodes(run, config.task.options.get("environment"))
     scorer = _task(run, verifier, dict(options or {})) if scores else None
     change, counts = ScoreChange(), ErrorCounts()
     with contextlib.ExitStack() as closing:
@@ -137,6 +133,14 @@ def _committed(run: Path) -> list[Path]:
         where = "learned from other runs: rescore those" if (run / "sources.json").is_file() else "has none yet"
         raise StoreError(f"{run} has no committed rollouts to score; it {where}")
     return batches
+
+
+def _refuse_episodes(run: Path, environment: str | None) -> None:
+    if environment:
+        raise ConfigError(
+            f"{run} has episodes, which the environment {environment} scored turn by turn: a verifier alone cannot "
+            "score them again. Weights of their recorded parts can change rewards (--weight PART=…)"
+        )
 
 
 def _next_name(run: Path) -> str:
