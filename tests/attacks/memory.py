@@ -51,7 +51,7 @@ def make_store(folder: Path, count: int) -> Path:
     run, first, update = config.directory, 10_000, 4
     shard = _table(run)
     for batch in (2, 3):
-        directory = store.batch_directory(run, version=4, generation_batch=batch)
+        directory = store.batch_directory(run / "rollouts", version=4, generation_batch=batch)
         shards = count // 2 // PER_SHARD
         for index in range(shards):
             store.write_shard(directory, index, _moved(shard, first + index * PER_SHARD))
@@ -105,7 +105,7 @@ def verbs(run: Path, folder: Path) -> dict[str, list[str]]:
 def peak(words: list[str], folder: Path) -> tuple[float, float, str]:
     """Peak memory of a verb in MiB, its seconds, and what it said if it failed."""
     began, status = time.monotonic(), folder / "status"
-    command = [sys.executable, "-c", PROGRAM, str(status), *words]
+    command = [sys.executable, "-u", "-c", PROGRAM, str(status), *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     with process:
         assert process.stdout is not None
