@@ -40,7 +40,8 @@ atexit.register(lambda: place.write_text(Path("/proc/self/status").read_text()))
 runpy.run_module("stalewise", run_name="__main__", alter_sys=True)
 """
 PER_SHARD, PER_UPDATE, GROUP = 1000, 1000, 8
-LIMIT_KB = {"serve": 800}  # for each thousand rollouts; the browser keeps an index of all of them
+# For each thousand rollouts. The browser keeps an index of all of them, `rescore` the rewards of a generation batch.
+LIMIT_KB = {"serve": 800, "rescore": 1000}
 OTHERS_KB = 400  # such as the pass rates of `difficulty`, which are what it shows
 
 
@@ -145,6 +146,7 @@ def attack(sizes: list[int], only: str = "") -> dict[str, Any]:
                     continue
                 megabytes, seconds[name], told = peak(words, own)
                 peaks.setdefault(name, {})[count] = round(megabytes)
+                print(f"{name} with {count:,} rollouts: {megabytes:.0f} MiB", file=sys.stderr, flush=True)
                 wrong += [f"{name} with {count:,} rollouts: {told}"] if told else []
     for name, found in peaks.items():
         least, most = min(found), max(found)
