@@ -40,7 +40,8 @@ atexit.register(lambda: place.write_text(Path("/proc/self/status").read_text()))
 runpy.run_module("stalewise", run_name="__main__", alter_sys=True)
 """
 PER_SHARD, PER_UPDATE, GROUP = 1000, 1000, 8
-LIMIT_KB = {"serve": 800}  # for each thousand rollouts; the browser keeps an index of all of them
+# For each thousand rollouts. The browser keeps an index of all of them, `rescore` the rewards of a generation batch.
+LIMIT_KB = {"serve": 800, "rescore": 1000}
 OTHERS_KB = 400  # such as the pass rates of `difficulty`, which are what it shows
 
 
@@ -51,7 +52,7 @@ def make_store(folder: Path, count: int) -> Path:
     run, first, update = config.directory, 10_000, 4
     shard = _table(run)
     for batch in (2, 3):
-        directory = store.batch_directory(run, version=4, generation_batch=batch)
+        directory = store.batch_directory(run / "rollouts", version=4, generation_batch=batch)
         shards = count // 2 // PER_SHARD
         for index in range(shards):
             store.write_shard(directory, index, _moved(shard, first + index * PER_SHARD))
@@ -105,7 +106,7 @@ def verbs(run: Path, folder: Path) -> dict[str, list[str]]:
 def peak(words: list[str], folder: Path) -> tuple[float, float, str]:
     """Peak memory of a verb in MiB, its seconds, and what it said if it failed."""
     began, status = time.monotonic(), folder / "status"
-    command = [sys.executable, "-c", PROGRAM, str(status), *words]
+    command = [sys.executable, "-u", "-c", PROGRAM, str(status), *words]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     with process:
         assert process.stdout is not None
@@ -145,6 +146,7 @@ def attack(sizes: list[int], only: str = "") -> dict[str, Any]:
                     continue
                 megabytes, seconds[name], told = peak(words, own)
                 peaks.setdefault(name, {})[count] = round(megabytes)
+                print(f"{name} with {count:,} rollouts: {megabytes:.0f} MiB", file=sys.stderr, flush=True)
                 wrong += [f"{name} with {count:,} rollouts: {told}"] if told else []
     for name, found in peaks.items():
         least, most = min(found), max(found)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attacks import damage, inputs, kills
+from attacks import damage, inputs, kills, memory
 from stalewise.api import run as train
 from stalewise.config import RunConfig, make_config
 from tiny import tiny_record
@@ -45,3 +45,11 @@ def test_random_inputs_are_taken_or_refused_in_words(attack: inputs.Attack, tmp_
 def test_an_interrupt_within_an_import_is_no_traceback(tmp_path: Path) -> None:
     found = kills.attack_commands(3, 1, tmp_path, longest=1.5)
     assert found["wrong"] == [] and found["ended_by_them"] > 0
+
+
+def test_verbs_are_measured_on_a_store_of_many_rollouts(tmp_path: Path) -> None:
+    run = memory.make_store(tmp_path, 4000)
+    megabytes, _, told = memory.peak(memory.verbs(run, tmp_path)["difficulty"], tmp_path)
+    assert told == "" and 20 < megabytes < 400
+    table = json.loads((tmp_path / "table.json").read_text())
+    assert sum(total for _, total in table["prompts"].values()) == 4000 + 64

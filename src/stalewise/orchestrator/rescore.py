@@ -90,8 +90,7 @@ def rescore(
         callback: receives the progress.
     """
     run, callback = Path(run), callback or NullCallback()
-    config = read_config(run)
-    batches = _committed(run)
+    config, batches = read_config(run), _committed(run)
     name = name or _next_name(run)
     check_new_name(run, name)
     repaired = _answers(answers)

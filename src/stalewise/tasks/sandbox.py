@@ -156,7 +156,7 @@ def scratch_folder(kind: str) -> Iterator[str]:
     The kernel drops the lock on a folder when its process ends, however it ends.
     """
     remove_abandoned()
-    held = None
+    folder, held = "", None
     while held is None:
         folder = tempfile.mkdtemp(prefix=f"{_SCRATCH}{kind}-")
         with contextlib.suppress(FileNotFoundError):  # another process may have found it before it was locked
