@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import Literal
 
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
@@ -25,6 +26,7 @@ from stalewise.reporting.render import write_report
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 WINDOWS = {"": (1280, 900), "-phone": (390, 844)}
+THEMES: dict[str, Literal["light", "dark"]] = {"": "light", "-dark": "dark"}
 TALLEST_PHONE = 8000  # pixels of the report
 COLOURS = 128  # of a picture: half the bytes, and no difference to see
 DRAWN = """() => [...document.querySelectorAll("[data-figure]")]
@@ -65,7 +67,7 @@ def shoot(page: Page, path: Path, height: int) -> None:
 def take_pictures(browser: Browser, report: Path, rollouts: str, images: Path) -> None:
     """The report and the rollouts, light and dark, in a window and on a phone."""
     for window, (width, height) in WINDOWS.items():
-        for theme, scheme in {"": "light", "-dark": "dark"}.items():
+        for theme, scheme in THEMES.items():
             context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
             page = context.new_page()
             page.goto(report.as_uri())
