@@ -178,7 +178,8 @@ class Orchestrator:
         size = sum(file.stat().st_size for file in self._checkpoint(newest).rglob("*") if file.is_file())
         seconds = time.perf_counter() - start
         what = f"checked version {newest} and the records: {(found.bytes + size) / 1e6:,.1f} MB in {seconds:.1f} s"
-        left = f"; not covered: {len(found.not_covered)} files of an earlier release" if found.not_covered else ""
+        count = len(found.not_covered)
+        left = f"; {count} without checksums, which `stalewise verify` names" if count else ""
         self.callback.log(f"{what}, undamaged{left}")
 
     def _check_model(self, *, is_new: bool, learns: bool) -> None:
