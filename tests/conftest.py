@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 from importlib.util import find_spec
 
@@ -9,6 +10,10 @@ import torch
 # Under `nohup`, or in the background of a shell without job control, SIGINT is ignored, and children inherit that.
 # Tests interrupt children: with a handler here, a child starts with the default disposition.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What fsync guards against, a power cut, no test can cause: after a kill the page cache is still there. On a slow disk
+# it takes most of the time. That it is called, and when, is tested in tests/unit/store/test_atomic.py.
+os.fsync = lambda descriptor: None
 
 if find_spec("hypothesis"):  # not in the environments of engines
     from hypothesis import settings

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from policies import POLICY
 from stalewise.cli.tables import make_table, print_lines
 from stalewise.config import RunConfig, make_config
 from stalewise.store import write_shard
@@ -20,7 +21,8 @@ def test_eval_prints_a_table_or_json(tiny_run: RunConfig) -> None:
     record = called_json("eval", "arithmetic", "--prompts", 2, "--samples", 1, "--max-new-tokens", 8)
     assert (record["prompts"], list(record["pass_at"])) == (2, ["1"])
     assert "expected key=value" in refused("eval", tiny_run.directory, "--option", "path")
-    assert "name the task" in refused("eval", tiny_run.directory.parent)
+    assert "has no config.json" in refused("eval", tiny_run.directory.parent)
+    assert "name the task" in refused("eval", POLICY)
 
 
 def test_inspect_shows_what_is_in_a_run(tiny_run: RunConfig) -> None:
