@@ -37,7 +37,8 @@ $(STAMP): pyproject.toml constraints.txt
 CHANGED = $$(git diff --name-only --diff-filter=d HEAD -- '*.py'; git ls-files --others --exclude-standard -- '*.py')
 quick: install lint
 	files="$(CHANGED)"; if [ -n "$$files" ]; then $(BIN)/pyright $$files; fi
-	$(PYTEST) -n 2 -m "not slow and not nightly" tests/unit/objectives tests/unit/staleness tests/locks tests/examples
+	$(PYTEST) -n 2 -m "not slow and not nightly" tests/unit/objectives tests/unit/staleness tests/locks \
+		tests/examples/test_minimal_loop.py
 
 # Types and the browser have one core each.
 test: install lint unit

@@ -120,7 +120,12 @@ def tiny_model(directory: Path) -> None:
     )
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     LlamaForCausalLM(
         LlamaConfig(vocab_size=258, max_position_embeddings=2048, eos_token_id=256, pad_token_id=0, **sizes)
     ).save_pretrained(directory)
