@@ -254,6 +254,7 @@ def without_torch() -> list[str]:
     return [name for name, module in FOUND.items() if module.room in WITHOUT_TORCH and name not in IMPORTED_LATE]
 
 
+@pytest.mark.slow
 def test_rooms_without_torch_have_no_way_to_it() -> None:
     chains = [way_to_torch(FOUND, name) for name in without_torch()]
     assert [" → ".join(chain) for chain in chains if chain] == []
@@ -272,6 +273,7 @@ def test_rooms_without_torch_import_without_it_for_real() -> None:
     assert loaded == ""
 
 
+@pytest.mark.slow
 def test_every_pure_module_can_be_the_first_to_be_imported() -> None:
     names = [name for name, module in FOUND.items() if module.room in PURE]
     code = f"""
