@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import tempfile
 from pathlib import Path
@@ -82,6 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--updates", type=int, default=64)
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=16)
@@ -98,13 +100,14 @@ def main() -> None:
         if "table" in arguments.arms:
             run(make_config(settings(runs, "earlier", "keep", 1000, arguments)))
             write_table(runs / "earlier", runs / "table.json")
-        for seed in range(arguments.seeds):
+        for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
             for arm in arguments.arms:
                 record = settings(runs, f"{arm}-{seed}", arm, seed, arguments)
                 if arm == "table":
                     set_dotted(record, "task.difficulty", str(runs / "table.json"))
                 run(make_config(record))
                 results[arm].append({"seed": seed, **measure(runs / f"{arm}-{seed}", arguments.target)})
+                shutil.rmtree(runs / f"{arm}-{seed}")  # checkpoints of a large model are gigabytes
                 print(arm, seed, {k: v for k, v in results[arm][-1].items() if k != "evaluations"}, flush=True)
                 if arguments.out is not None:
                     asked = {key: value for key, value in vars(arguments).items() if key != "out"}

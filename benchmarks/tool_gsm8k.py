@@ -6,7 +6,7 @@
 
 A job is an arm (`tool`, `one_turn`) and a seed. Its figures go into one JSON when it has ended; what is there is not
 done again. A job that was interrupted goes on where its run was. `--budget-s` begins no job after that time. Rows
-are those of benchmarks/gsm8k.py (`convert`).
+are those of benchmarks/gsm8k.py.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import sys
 import time
@@ -35,11 +36,13 @@ TEMPLATE = (
 
 def settings(arm: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
     """The config of one run."""
+    from stalewise.config import parse_override, set_dotted
+
     options: dict[str, Any] = {"path": str(given.train), "evaluation_path": str(given.test), "chat": True}
     options |= {"system": SYSTEM, "verifier": "math"}
     if given.smoke:  # a random model is never right
         options |= {"verifier": "python", "verifier_options": {"function": RANDOM_REWARD, "workers": 1}}
-    return {
+    record: dict[str, Any] = {
         "name": f"{arm}-s{seed}",
         "runs": str(given.work),
         "seed": seed,
@@ -54,6 +57,9 @@ def settings(arm: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
         "checkpoints": {"every": max(1, given.updates // 4), "keep": 1},
         "evaluation": {"every": given.updates, "prompts": given.test_prompts, "samples": given.test_samples},
     }
+    for text in given.set:
+        set_dotted(record, *parse_override(text))
+    return record
 
 
 def run_job(arm: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
@@ -165,7 +171,7 @@ def main(given: argparse.Namespace) -> None:
         if given.smoke:
             prepare_smoke(given)
         done = {(job["arm"], job["seed"]) for job in jobs}
-        for arm, seed in ((arm, seed) for seed in range(given.seeds) for arm in ARMS):
+        for arm, seed in ((arm, seed) for seed in range(given.seeds) for arm in given.arms):
             if (arm, seed) in done:
                 continue
             if given.budget_s and time.monotonic() - begun > given.budget_s:
@@ -173,6 +179,7 @@ def main(given: argparse.Namespace) -> None:
                 continue
             jobs.append(run_job(arm, seed, given))
             write(given.out, jobs)
+            shutil.rmtree(given.work / f"{arm}-s{seed}")  # its checkpoints are gigabytes
     print(table(jobs) if jobs else "nothing was measured")
 
 
@@ -189,6 +196,10 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=2e-6)
     parser.add_argument("--test-prompts", type=int, default=1319)
     parser.add_argument("--test-samples", type=int, default=1)
+    parser.add_argument(
+        "--arms", nargs="+", default=list(ARMS), choices=ARMS, help="two processes: one arm each, --out each"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the config")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--budget-s", type=float, default=0.0)
     parser.add_argument("--smoke", action="store_true")
