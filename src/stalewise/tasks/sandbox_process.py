@@ -448,7 +448,8 @@ def supervise(spec_fd: int, report_fd: int) -> int:
     report["seconds"] = usage.ru_utime + usage.ru_stime
     if spec["mechanism"] in ("landlock", "none"):
         empty_folder(spec["folder"])
-    os.write(report_fd, json.dumps(report).encode())
+    with contextlib.suppress(BrokenPipeError):  # whoever asked was killed
+        os.write(report_fd, json.dumps(report).encode())
     return int(report["status"])
 
 
