@@ -247,12 +247,17 @@ def test_the_figures_of_the_readme_were_measured() -> None:
             assert generating == (f"{runs[sampler]['tokens_per_second']:,.0f}" if sampler else "")
 
 
-def test_the_picture_of_the_readme_is_of_the_kept_runs() -> None:
+def test_picture_and_words_of_the_readme_are_of_the_kept_runs() -> None:
     record = json.loads((ROOT / "benchmarks/results/versus_trl-h200.json").read_text())
     assert (ROOT / "docs/images/headline.svg").read_text() == draw_curves(record) + "\n"
     low, high = record["time_to_accuracy_ratio_range"]
     words = f"{record['time_to_accuracy_ratio']:.1f} times as fast ({low:.1f} to {high:.1f} by seed)"
-    assert words in re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    assert words in readme
+    verdicts = re.findall(r"\| \*\*([a-z ]+)\*\* \|", (ROOT / "docs/results.md").read_text())
+    shown, opposite, open_ = (verdicts.count(verdict) for verdict in ("shown", "opposite", "not shown"))
+    told = f'{shown} of {len(verdicts)} verdicts are "shown", {opposite} are "opposite", {open_} are "not shown"'
+    assert told in readme
 
 
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
