@@ -146,6 +146,26 @@ def _needs(page: str, kind: str) -> list[str]:
     return [found[1] for block in blocks(page, kind) if (found := NEEDS.match(block))]
 
 
+def programs() -> dict[str, set[str]]:
+    """The options that pages which are no guides print, by program."""
+    found: dict[str, set[str]] = {}
+    for page in sorted(NO_GUIDES):
+        for block in blocks(page, "sh"):
+            for line in block.replace("\\\n", " ").splitlines():
+                _, *words = shlex.split(line, comments=True)
+                program = " ".join(words[: 2 if words[0] == "-m" else 1])
+                found.setdefault(program, set()).update(word for word in words if word.startswith("--"))
+    return found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("program", programs())
+def test_options_of_what_takes_hours_are_there(program: str) -> None:
+    command = [sys.executable, *program.split(), "--help"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert programs()[program] <= set(re.findall(r"--[\w-]+", shown))
+
+
 # One row for each block that begins with "# Needs ….".
 NOT_RUN = [
     ("README.md", "a GPU, and the network for model and data"),
