@@ -63,7 +63,7 @@ def load_judge(function: str) -> Judge:
     found = load(function)
     if not callable(found):
         raise TypeError(f"{function} is not a function")
-    judge = found if takes_prompt_object(found) else make_judge(found)
+    judge: Any = found if takes_prompt_object(found) else make_judge(found)
     return (lambda prompt, response: asyncio.run(judge(prompt, response))) if is_async(found) else judge
 
 
