@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shlex
@@ -121,9 +122,11 @@ def run_nearby(path: str | Path) -> str:
     """What to name instead of a directory that is a level above or below that of a run."""
     path = Path(path)
     for above in (path.parent, *path.parent.parents[:2]):
-        if (above / RESOLVED).is_file():
+        if os.path.isfile(above / RESOLVED):
             return f"name the run that it belongs to, {above}"
-    runs = sorted(entry.parent for entry in path.glob(f"*/{RESOLVED}"))
+    runs: list[Path] = []
+    with contextlib.suppress(OSError):  # a directory that cannot be read, a name that none can have
+        runs = sorted(entry.parent for entry in path.glob(f"*/{RESOLVED}"))
     return f"name a run in it, such as {runs[0]}" if runs else "name the directory of a run"
 
 
