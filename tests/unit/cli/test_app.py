@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -137,6 +138,18 @@ def test_ctrl_c_within_a_destructor_is_not_forgotten(tiny_run: RunConfig, monkey
     monkeypatch.setattr("stalewise.reporting.inspection.inspect_run", inspect)
     result = call("inspect", tiny_run.directory)
     assert (result.exit_code, result.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EFBIG])
+def test_a_file_that_cannot_be_read_or_written_is_one_message(
+    number: int, tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise OSError(number, os.strerror(number), "some/file")
+
+    monkeypatch.setattr("stalewise.reporting.inspection.inspect_run", fail)
+    result = call("inspect", tiny_run.directory)
+    assert (result.exit_code, result.stderr) == (2, f"error: some/file: {os.strerror(number)}\n")
 
 
 def test_other_exceptions_keep_their_traceback(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

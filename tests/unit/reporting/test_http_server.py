@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -163,6 +165,27 @@ def test_300_half_open_requests_keep_nobody_out_and_are_ended(own: Path, monkeyp
         server.shutdown()
         thread.join()
     assert server.unread == {}
+
+
+def test_a_client_that_does_not_read_its_answer_is_left(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stalewise.reporting.browser import http_server
+
+    monkeypatch.setattr(http_server, "SEND_S", 0.5)
+    monkeypatch.setattr(http_server.RunServer, "report", lambda self: "a" * 2**26)
+    read = 0
+    with make_server(own) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        path = urlsplit(f"{server.url}report").path
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as connection:
+            connection.sendall(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
+            time.sleep(2)
+            with contextlib.suppress(OSError):
+                while part := connection.recv(2**20):
+                    read += len(part)
+        server.shutdown()
+        thread.join()
+    assert 0 < read < 2**26
 
 
 def test_the_browser_serves_without_torch(run: Path) -> None:

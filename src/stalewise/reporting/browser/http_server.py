@@ -158,10 +158,10 @@ class RequestHandler(BaseHTTPRequestHandler):
 
     server: RunServer  # pyright: ignore[reportIncompatibleVariableOverride]
     server_version, sys_version = "stalewise", ""
-    timeout = SEND_S  # of each read and write
 
     def setup(self) -> None:
         """Begin a connection."""
+        self.timeout = SEND_S  # of each read and write
         super().setup()
         self.server.unread[self.connection] = time.monotonic()
 
