@@ -168,6 +168,43 @@ def test_a_slow_environment_does_not_hold_up_others(module: str) -> None:
         pool.close()
 
 
+LOADS = """
+import time
+
+loaded = []
+
+
+class Loads:
+    def __init__(self):
+        if not loaded:  # once per process, as an import or a dataset
+            time.sleep(2.5)
+            loaded.append(True)
+
+    def reset(self, row):
+        return [{"role": "user", "content": row.text}]
+
+    def step(self, response):
+        return None
+
+    def score(self, episode):
+        return 1.0
+"""
+
+
+def test_loading_takes_no_time_of_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loads_environment.py").write_text(LOADS)
+    monkeypatch.syspath_prepend(tmp_path)
+    pool = EnvironmentPool("loads_environment:Loads", workers=1, limit_s=1.0)
+    try:
+        row = Prompt("p", "hi", "")
+        assert pool.first([row])[0][0]["content"] == "hi"
+        pool.submit(Call(0, Episode(row, ("x",), (), "stop")))
+        (outcome,) = pool.collect(block=True)
+        assert isinstance(outcome.score, Reward) and outcome.score.value == 1.0, outcome
+    finally:
+        pool.close()
+
+
 def test_what_cannot_begin_is_refused_at_once(module: str) -> None:
     with pytest.raises(TaskError, match=r"cannot be made: .*unexpected keyword"):
         EnvironmentPool(module, {"speed": 3})

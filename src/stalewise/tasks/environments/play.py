@@ -6,6 +6,7 @@ there from its turns, so what one environment does costs its own episode only.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -137,6 +138,8 @@ def main(descriptor: int) -> None:
 
     def make(factory: str, options: Mapping[str, Any]) -> Answer:
         host = EnvironmentHost(factory, options)
+        with contextlib.suppress(Exception):  # what raises now and then costs its episode
+            load(factory)(**options)  # what the first one imports or loads takes no time of an answer
         return lambda asked: (
             outcome_record(host.answer(call_of_record(asked["call"])))
             if "call" in asked
