@@ -264,6 +264,11 @@ def test_ranks_learn_from_episodes_as_one_process_does(tmp_path: Path) -> None:
     one, two = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     for mine, other in zip(one, two, strict=True):
         assert mine["tokens"] == other["tokens"] and mine["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6)
+    for update in range(2):  # what each rank computed stands at the tokens that it is of
+        logs = [store.read_tokens(store.token_log_directory(tmp_path / name), update) for name in ("one", "two")]
+        mine, other = ({row["rollout_id"]: row["logp"] for row in log.to_pylist()} for log in logs)
+        assert mine.keys() == other.keys()
+        assert all(other[number] == pytest.approx(logp, abs=1e-3) for number, logp in mine.items())
 
 
 @pytest.mark.slow
