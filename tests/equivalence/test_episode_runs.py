@@ -167,7 +167,8 @@ class SometimesTwice:
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of episodes of one turn and of two."""
-    changes = {"schedule": {"updates": 1, "stages": 1}, "sampler": {"max_new_tokens": 20, "rollouts_per_shard": 4}}
+    changes: dict[str, Any] = {"schedule": {"updates": 1, "stages": 1}}
+    changes["sampler"] = {"max_new_tokens": 20, "rollouts_per_shard": 4}
     changes["task"] = {"name": "arithmetic", "options": {"environment": f"{__name__}:SometimesTwice"}}
     config = make_config(settings(tmp_path_factory.mktemp("runs"), "mixed", **changes))
     run(config)
