@@ -153,6 +153,13 @@ def test_a_cut_turn_is_scored_without_being_answered(module: str) -> None:
     assert full.score == Reward(1.0, {"turns": 1.0})
 
 
+def test_what_an_earlier_episode_left_under_a_key_is_not_taken_for_a_later_one(module: str) -> None:
+    host = EnvironmentHost(module, {})
+    assert host.answer(Call(5, episode("nan"))).score is None  # then it went on in another worker
+    later = host.answer(Call(5, episode("a", "end")))
+    assert later.score == Reward(2.0, {"turns": 2.0})  # an environment that heard "nan" scores nan
+
+
 def test_a_slow_environment_does_not_hold_up_others(module: str) -> None:
     pool = EnvironmentPool(module, workers=2, limit_s=3.0)
     try:
