@@ -108,7 +108,7 @@ class EnvironmentHost:
     def _caught_up(self, key: int, episode: Episode, turns: int) -> Environment:
         """The environment of an episode after so many turns: as it was left, or replayed.
 
-        A key is used again by later episodes. What an earlier one left here, because it went on elsewhere, is not theirs.
+        Later episodes use a key again. What an earlier one left here, because it went on elsewhere, is not theirs.
         """
         environment, heard = self._live.pop(key, (None, None))
         if environment is None or heard != _heard(episode, turns):
