@@ -14,30 +14,39 @@ Record = Mapping[str, Any]
 COLOURS = {"trl": "#e45756", "trl_same_mu": "#f2a541", "stalewise": "#4c78a8"}
 WIDTH, HEIGHT, TOP, BOTTOM = 960, 400, 56, 48
 LEFT, SPLIT = 56, 470  # the first panel reaches from LEFT to SPLIT
+NARROW = 760  # width of the first panel where it is alone
 
 
 def draw(record: Record) -> str:
     """The whole picture."""
+    title = "stalewise against TRL: accuracy by wall-clock, and each figure against what it must reach"
+    return _picture(title, WIDTH, [*_curves(record, SPLIT - 20), *_bars(record)])
+
+
+def draw_curves(record: Record) -> str:
+    """The first panel alone, for the README."""
+    return _picture("stalewise against TRL: accuracy by wall-clock", NARROW, _curves(record, NARROW - 24))
+
+
+def _picture(title: str, width: int, parts: list[str]) -> str:
     style = 'font-family="system-ui, sans-serif" font-size="13" fill="#333"'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" {style}>',
-            "<title>stalewise against TRL: accuracy by wall-clock, and each figure against what it must reach</title>",
-            f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
-            *_curves(record),
-            *_bars(record),
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" role="img" {style}>',
+            f"<title>{escape(title)}</title>",
+            f'<rect width="{width}" height="{HEIGHT}" fill="#fff"/>',
+            *parts,
             "</svg>",
         ]
     )
 
 
-def _curves(record: Record) -> list[str]:
+def _curves(record: Record, right: int) -> list[str]:
     runs = {name: run for name, run in record["runs"].items() if name.startswith("accuracy/") and run.get("curves")}
     if not runs:
         return []
     longest = max(run["times"][-1] for run in runs.values())
     step = _nice(longest / 5)
-    right = SPLIT - 20
 
     def x(seconds: float) -> float:
         return LEFT + (right - LEFT) * seconds / longest

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from processes import begin
 from ranks import finish, launch, printed
 from stalewise import evaluate, fork, learn, rescore, run, store
 from stalewise.config import make_config
@@ -67,12 +66,13 @@ def test_a_killed_run_of_episodes_is_resumed_to_the_same_bytes(tmp_path: Path) -
     expected = shards(tmp_path, "whole")
     assert len(expected) == 8  # 2 stages of 2 updates of 32 rollouts, 16 to a shard
     killed = settings(tmp_path, "killed")
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, json.dumps(killed)], stderr=subprocess.DEVNULL)
+    process = begin(PROGRAM, json.dumps(killed), directory=tmp_path)
     deadline = time.monotonic() + 120
     while not list((tmp_path / "killed").glob("rollouts/*/shard-00001.json")) and time.monotonic() < deadline:
         time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     before = {path: data for path, data in shards(tmp_path, "killed").items() if path in expected}
     assert 1 <= len(before) < len(expected)
     run(make_config(killed))

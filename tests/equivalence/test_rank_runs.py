@@ -86,16 +86,26 @@ def killed_while_learning(directory: Path, config: Path, run: Path, victim: int)
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on two ranks as torchrun starts them."""
-    directory = tmp_path_factory.mktemp("torchrun")
+    """A run on two ranks that know of each other as torchrun's do."""
+    directory = tmp_path_factory.mktemp("two")
+    assert finish(launch(2, directory, "train", config_in(directory, "two"), "--json")) == [0, 0]
+    first, second = printed(directory, 2)
+    assert json.loads(first.splitlines()[-1])["updates"] == UPDATES
+    assert (first.count("learn: "), "{" in second, "learn: " in second) == (3, False, False)  # printed once
+    return directory / "two"
+
+
+@pytest.mark.nightly
+def test_torchrun_starts_the_same_run(undisturbed: Path, tmp_path: Path) -> None:
+    """Ranks of the other tests get the variables that torchrun sets; this one starts torchrun itself."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    command += ["stalewise", "train", str(config_in(directory, "two")), "--json"]
+    command += ["stalewise", "train", str(config_in(tmp_path, "two")), "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout)["updates"] == UPDATES  # printed once
     assert done.stderr.count("learn: ") == 3
-    return directory / "two"
+    assert_close(undisturbed, tmp_path / "two")
 
 
 def test_a_run_on_two_ranks_is_the_run_of_one(undisturbed: Path, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def test_shares_of_episodes_with_a_call() -> None:
     assert found == {"accuracy": 0.75, "calls": 0.5, "accuracy_with_call": 1.0, "accuracy_without": 0.5}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # 20 s for an experiment; tests/equivalence/test_episode_runs.py has runs of episodes
 def test_a_few_updates_raise_the_share_of_calls(tmp_path: Path) -> None:
     """A short form: one stage is stale for 8 updates, the next is made by a policy that calls more often."""
     policy = calculator.show_calls(tmp_path / "policy", steps=40, batch=32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import inspect
+import json
 import re
 import subprocess
 import tomllib
@@ -13,7 +14,9 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from benchmarks.versus.plot import draw_curves
 from scripts.draw_objectives import drawing
+from scripts.package_readme import for_package_index
 from scripts.reference import PAGES as PAGES_MADE
 from scripts.site import linked, notebook_markdown, outside, rewritten, site_path
 
@@ -162,7 +165,7 @@ def test_every_metric_is_documented_and_no_other() -> None:
 
 def test_the_version_and_the_extras_are_the_same_everywhere() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert project["project"]["dynamic"] == ["version"]
+    assert project["project"]["dynamic"] == ["version", "readme"]
     assert project["tool"]["hatch"]["version"]["path"] == "src/stalewise/__init__.py"
     assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text()
     newest = re.findall(r"^## (?:Unreleased \()?(\d[\w.]*)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
@@ -187,6 +190,74 @@ def test_files_speak_of_the_project_only() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)
 def test_links_lead_somewhere(page: Path) -> None:
     assert broken_links(page) == []
+
+
+RELATIVE = re.compile(r"\]\((?!https?:|#)[^)]*\)")
+
+
+def test_the_readme_of_a_package_has_no_relative_links() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(RELATIVE.findall(text)) > 20
+    for repository in ("", "https://example.org/stalewise"):
+        assert RELATIVE.findall(for_package_index(text, repository)) == []
+    hook = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"]["custom"]
+    assert hook["path"] == "scripts/package_readme.py"
+
+
+@pytest.mark.parametrize(
+    ("repository", "expected"),
+    [
+        ("", "a `b` [d](https://e.f) [g](#h)\n\n```\n[x](y.md)\n```\n"),
+        (
+            "https://r.s/t/",
+            "![p](https://r.s/t/raw/HEAD/i.svg)\na [`b`](https://r.s/t/blob/HEAD/c.md#k) [d](https://e.f) [g](#h)\n\n"
+            "```\n[x](y.md)\n```\n",
+        ),
+    ],
+)
+def test_links_of_the_readme_of_a_package(repository: str, expected: str) -> None:
+    text = "![p](i.svg)\n<!-- note -->\na [`b`](c.md#k) [d](https://e.f) [g](#h)\n\n```\n[x](y.md)\n```\n"
+    assert for_package_index(text, repository).lstrip("\n") == expected
+
+
+# Rows of the README's table of measurements: the raw file, the run that learned, and the run that generated.
+MEASURED = {
+    ("SmolLM2-135M", "all weights"): ("versus_trl-h200", "learner/stalewise", "sampler/stalewise"),
+    ("0.5B", "all weights"): ("learner-h200-7b", "0.5b/full/plain/graphs", ""),
+    ("0.5B", "all weights, gradient checkpointing"): ("learner-h200", "0.5b/full/recompute/graphs", ""),
+    ("1.5B", "all weights"): ("learner-h200", "1.5b/full/plain/graphs", "log"),
+    ("1.5B", "all weights, gradient checkpointing"): ("learner-h200", "1.5b/full/recompute/graphs", ""),
+    ("7B", "all weights, 8-bit moments, gradient checkpointing"): ("learner-h200-7b", "7b/stage/recompute/auto", "log"),
+    ("7B", "LoRA, gradient checkpointing"): ("learner-h200-7b", "7b/lora-stage/recompute/auto", ""),
+}
+
+
+def test_the_figures_of_the_readme_were_measured() -> None:
+    text = (ROOT / "README.md").read_text().partition("## Measured on one H200\n")[2].partition("\n## ")[0]
+    rows = [tuple(cell.strip() for cell in line.split("|")[1:-1]) for line in text.splitlines() if line.startswith("|")]
+    assert {row[:2] for row in rows[2:]} == set(MEASURED)
+    for model, trained, memory, learning, generating in rows[2:]:
+        name, learner, sampler = MEASURED[model, trained]
+        runs = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())["runs"]
+        assert memory == f"{runs[learner]['peak_reserved_bytes'] / 1e9:.0f} GB"
+        assert learning == f"{runs[learner]['tokens_per_second']:,.0f}"
+        if sampler == "log":
+            assert f"| {generating.removesuffix(' ¹')} |" in (ROOT / "docs/log.md").read_text()
+        else:
+            assert generating == (f"{runs[sampler]['tokens_per_second']:,.0f}" if sampler else "")
+
+
+def test_picture_and_words_of_the_readme_are_of_the_kept_runs() -> None:
+    record = json.loads((ROOT / "benchmarks/results/versus_trl-h200.json").read_text())
+    assert (ROOT / "docs/images/headline.svg").read_text() == draw_curves(record) + "\n"
+    low, high = record["time_to_accuracy_ratio_range"]
+    words = f"{record['time_to_accuracy_ratio']:.1f} times as fast ({low:.1f} to {high:.1f} by seed)"
+    readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    assert words in readme
+    verdicts = re.findall(r"\| \*\*([a-z ]+)\*\* \|", (ROOT / "docs/results.md").read_text())
+    shown, opposite, open_ = (verdicts.count(verdict) for verdict in ("shown", "opposite", "not shown"))
+    told = f'{shown} of {len(verdicts)} verdicts are "shown", {opposite} are "opposite", {open_} are "not shown"'
+    assert told in readme
 
 
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_IDS)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import shlex
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,7 +48,7 @@ def _noting_interrupts(group: Group) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # where signals cannot be handled
         yield
         return
-    before = signal.getsignal(signal.SIGINT)
+    before, ignoring = signal.getsignal(signal.SIGINT), sys.unraisablehook
     handler = signal.default_int_handler if before is signal.SIG_DFL else before  # see `stalewise.__main__`
 
     def interrupt(number: int, frame: Any) -> None:
@@ -54,11 +56,19 @@ def _noting_interrupts(group: Group) -> Iterator[None]:
         if callable(handler):
             handler(number, frame)
 
+    def ignored(what: Any) -> None:
+        if not issubclass(what.exc_type, KeyboardInterrupt):
+            ignoring(what)
+        else:  # it came within a destructor, which Python does not let it end: once more, outside of it
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+
     signal.signal(signal.SIGINT, before if before is signal.SIG_IGN else interrupt)
+    sys.unraisablehook = ignored
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+        sys.unraisablehook = ignoring
 
 
 # What stands after an option instead of the name of a Python type; a flag takes no value.

@@ -148,7 +148,9 @@ def generate(
 @app.command()
 def learn(
     config: ConfigFile,
-    rollouts: Annotated[list[Path], typer.Option(help="Run directory or generation batch; may be repeated.")],
+    rollouts: Annotated[
+        list[Path] | None, typer.Option(help="Run directory or generation batch, needed; may be repeated.")
+    ] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Policy to start from instead of model.path.")] = None,
     unused: Annotated[bool, typer.Option("--unused", help="Only rollouts their own runs did not learn from.")] = False,
     rewards: Annotated[
@@ -158,6 +160,11 @@ def learn(
     as_json: AsJson = False,
 ) -> None:
     """Learn from existing rollouts in one pass, with any objective, in a new run directory."""
+    if not rollouts:
+        raise ConfigError(
+            "learn needs rollouts: `stalewise learn CONFIG --rollouts RUN`, where CONFIG is the TOML file of the new "
+            "run and RUN the directory of the run that has them, or a generation batch in its `rollouts`"
+        )
     checked = read_config_file(config, settings)
     from stalewise.api import learn
 

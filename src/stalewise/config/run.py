@@ -40,7 +40,9 @@ class RunConfig(Section):
         default="run", description="Directory under `runs`.", min_length=1, max_length=120, pattern=r"^\w[\w.\-]*$"
     )
     runs: str = Field(default="runs", description="Directory of all runs.")
-    seed: int = Field(default=0, ge=0, description="Determines prompts, sampling and the order of batches.")
+    seed: int = Field(
+        default=0, ge=0, le=2**63 - 1, description="Determines prompts, sampling and the order of batches."
+    )
     recipe: Literal["none", "auto"] = Field(
         default="none", description="auto: the settings that docs/control.md recommends, where this file sets none."
     )
@@ -163,14 +165,17 @@ def _only_prompts(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def identity_of(record: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a resolved config that must stay the same when a run is resumed.
 
-    Free to change: directories, trackers, what is recorded or checked, engines (each rollout records its own), devices.
+    Free to change: directories, trackers, what is recorded or checked, engines (each rollout records its own), and the
+    number of a GPU. The kind of a device and the threads are not: both round differently. `auto` takes what a machine
+    has, and `environment.json` records it.
     """
     record = with_moved_files(record, HERE)
     free = ("format", "name", "runs", "trackers", "plan", "workers", "storage")
     engines = ("engine", *get_args(SamplerSection.model_fields["engine"].annotation))  # and each engine's table
     return {
         **_without(record, free),
-        "model": _without(record.get("model", {}), ("check",)),
+        "model": _without(_with_kind(record.get("model", {}), "device"), ("check",)),
+        "schedule": _with_kind(record.get("schedule", {}), "generator_device"),
         "task": _without(record["task"], ("max_unscored",)),
         "evaluation": _without(record.get("evaluation", {}), ("suite",)),
         "sampler": _without(record.get("sampler", {}), engines),
@@ -202,6 +207,12 @@ def with_moved_files(record: Mapping[str, Any], directory: str) -> dict[str, Any
 
 def _without(record: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in keys}
+
+
+def _with_kind(record: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """A table whose device is of a kind, without the number."""
+    device = record.get(key)
+    return {**record, key: device.partition(":")[0]} if isinstance(device, str) else dict(record)
 
 
 def is_section(field: FieldInfo) -> bool:

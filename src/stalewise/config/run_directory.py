@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import shlex
@@ -110,11 +111,23 @@ def read_resolved(directory: str | Path) -> dict[str, Any]:
     """The config of a run directory as it is stored."""
     path = Path(directory) / RESOLVED
     if not os.path.isfile(path) and (os.access(directory, os.X_OK) or not os.path.exists(directory)):
-        raise StoreError(f"{directory} is no run directory: it has no {RESOLVED}; name the directory of a run")
+        raise StoreError(f"{directory} is no run directory: it has no {RESOLVED}; {run_nearby(directory)}")
     record = read_json(path)
     if record.get("format") != FORMAT:
         raise StoreError(f"{path} has format {record.get('format')}; this release reads {FORMAT}")
     return record
+
+
+def run_nearby(path: str | Path) -> str:
+    """What to name instead of a directory that is a level above or below that of a run."""
+    path = Path(path)
+    for above in (path.parent, *path.parent.parents[:2]):
+        if os.path.isfile(above / RESOLVED):
+            return f"name the run that it belongs to, {above}"
+    runs: list[Path] = []
+    with contextlib.suppress(OSError):  # a directory that cannot be read, a name that none can have
+        runs = sorted(entry.parent for entry in path.glob(f"*/{RESOLVED}"))
+    return f"name a run in it, such as {runs[0]}" if runs else "name the directory of a run"
 
 
 def is_started(directory: Path) -> bool:

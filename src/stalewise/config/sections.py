@@ -12,6 +12,14 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 from stalewise.staleness.schedule import Schedule, pipelined, staged, synchronous
 
 Url = Annotated[str, StringConstraints(pattern=r"^https?://[^/\s]+(/\S*)?$")]
+# Larger values are slips of the pen: they multiply into sizes that no machine holds, or into loops that never end.
+MOST_UPDATES = 1_000_000
+MOST_PROMPTS = 1_000_000
+MOST_RESPONSES = 65_536  # to one prompt
+MOST_TOKENS = 1 << 20  # of a response
+MOST_PER_UPDATE = 1 << 24  # responses
+MOST = 2**31 - 1  # where a large number means "no limit"
+
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -57,7 +65,9 @@ def _default(section: BaseModel, name: str) -> Any:
 class LoraSection(Section):
     """Low-rank adapters, trained instead of all weights; docs/models.md."""
 
-    rank: int = Field(default=0, ge=0, description="Rank of the adapters; 0: no adapters, all weights are trained.")
+    rank: int = Field(
+        default=0, ge=0, le=MOST_RESPONSES, description="Rank of the adapters; 0: no adapters, all weights are trained."
+    )
     alpha: float = Field(default=32.0, gt=0, description="The adapter's product is scaled by alpha / rank.")
     targets: list[str] = Field(
         default_factory=list,
@@ -80,7 +90,9 @@ class ModelSection(Section):
         default="auto", description="Of forward and backward passes; bfloat16-only: of weights, too; auto: by device."
     )
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
-    threads: int = Field(default=0, ge=0, description="CPU threads; 0: torch decides. Equal bits need equal threads.")
+    threads: int = Field(
+        default=0, ge=0, le=4096, description="CPU threads; 0: torch decides. Equal bits need equal threads."
+    )
     check: Literal["refuse", "warn", "off"] = Field(
         default="refuse",
         description="If decoding or learning differs from a plain forward pass of the model: refuse to train, or warn.",
@@ -136,19 +148,24 @@ class TaskSection(Section):
 class BatchSection(Section):
     """How many rollouts one update learns from."""
 
-    prompts: int = Field(default=32, ge=1, description="Prompts per update.")
-    group_size: int = Field(default=8, ge=2, description="Rollouts per prompt.")
+    prompts: int = Field(default=32, ge=1, le=MOST_PROMPTS, description="Prompts per update.")
+    group_size: int = Field(default=8, ge=2, le=MOST_RESPONSES, description="Rollouts per prompt.")
     without_variance: Literal["keep", "skip", "drop", "refill"] = Field(
         default="keep",
         description="Groups of equal rewards: compute, skip (the same gradient), drop, or generate others instead.",
     )
     refill_limit: float | None = Field(
-        default=None, gt=1, description="For refill: generate at most this many times the prompts; default: 3."
+        default=None, gt=1, le=1000, description="For refill: generate at most this many times the prompts; default: 3."
     )
 
     def _contradictions(self) -> Iterator[str]:
         if self.refill_limit is not None and self.without_variance != "refill":
             yield 'refill_limit has no meaning without without_variance = "refill": remove it'
+        if (responses := self.reserved * self.group_size) > MOST_PER_UPDATE:
+            yield (
+                f"an update would have {responses:,} responses (prompts × group_size, with refill_limit): "
+                f"{MOST_PER_UPDATE:,} are the most"
+            )
 
     @property
     def reserved(self) -> int:
@@ -164,10 +181,10 @@ class VllmSection(Section):
         default=0.5, gt=0, le=1, description="Fraction of each GPU's memory for vLLM; the trainer needs the rest."
     )
     max_model_len: int | None = Field(
-        default=None, ge=2, description="Longest prompt + response; default: the model's."
+        default=None, ge=2, le=MOST, description="Longest prompt + response; default: the model's."
     )
-    tensor_parallel: int = Field(default=1, ge=1, description="GPUs per copy of the policy.")
-    copies: int = Field(default=0, ge=0, description="Copies of the policy; 0: as many as fit on the GPUs.")
+    tensor_parallel: int = Field(default=1, ge=1, le=4096, description="GPUs per copy of the policy.")
+    copies: int = Field(default=0, ge=0, le=4096, description="Copies of the policy; 0: as many as fit on the GPUs.")
     while_learning: Literal["sleep", "drop", "close", "stay"] = Field(
         default="sleep",
         description="While the trainer works: sleep keeps weights on the host, drop none; close ends vLLM; stay.",
@@ -199,9 +216,9 @@ class ServerSection(Section):
     paths: dict[str, str] = Field(
         default_factory=dict, description="Local path prefixes and the server paths where the same checkpoints are."
     )
-    concurrency: int = Field(default=64, ge=1, description="Maximum concurrent requests per server.")
+    concurrency: int = Field(default=64, ge=1, le=65_536, description="Maximum concurrent requests per server.")
     timeout_s: float = Field(default=600.0, gt=0, description="Time limit of one request in seconds.")
-    retries: int = Field(default=4, ge=0, description="Retries of a failed request, with growing delays.")
+    retries: int = Field(default=4, ge=0, le=1000, description="Retries of a failed request, with growing delays.")
     wait_s: float = Field(default=300.0, ge=0, description="Seconds to wait for a server that went away during a run.")
     api_key_env: str = Field(default="", description="Environment variable with the API key, if the servers need one.")
 
@@ -240,12 +257,16 @@ class SamplerSection(Section):
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="Nucleus sampling: keep tokens of this total probability."
     )
-    top_k: int = Field(default=0, ge=0, description="Sample from this many most probable tokens; 0: from all.")
+    top_k: int = Field(default=0, ge=0, le=MOST, description="Sample from this many most probable tokens; 0: from all.")
     weights: Literal["exact", "fp8", "int8"] = Field(
         default="exact", description="Weights to sample with; fp8 and int8 round the matrices of the linear layers."
     )
-    max_new_tokens: int = Field(default=64, ge=1, description="Responses are truncated at this many tokens.")
-    rollouts_per_shard: int = Field(default=2048, ge=1, description="Rollouts decoded together and committed at once.")
+    max_new_tokens: int = Field(
+        default=64, ge=1, le=MOST_TOKENS, description="Responses are truncated at this many tokens."
+    )
+    rollouts_per_shard: int = Field(
+        default=2048, ge=1, le=MOST_PER_UPDATE, description="Rollouts decoded together and committed at once."
+    )
     foreign: ForeignSection = Field(default_factory=ForeignSection)
     vllm: VllmSection = Field(default_factory=VllmSection)
     server: ServerSection = Field(default_factory=ServerSection)
@@ -343,7 +364,9 @@ class OptimizerSection(Section):
 class LearnerSection(Section):
     """How the trainer uses the machine."""
 
-    tokens_per_micro_batch: int = Field(default=16384, ge=1, description="Tokens per forward and backward pass.")
+    tokens_per_micro_batch: int = Field(
+        default=16384, ge=1, le=MOST, description="Tokens per forward and backward pass."
+    )
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations instead of keeping them.")
     compile: Literal["auto", "always", "layers", "graphs", "never"] = Field(
         default="auto",
@@ -380,11 +403,17 @@ class SuiteSection(Section):
     task: str = Field(default="", description="A task, as in task.name; default: the run's own.")
     file: str = Field(default="", description="JSONL file to evaluate on instead, in the form of the run's rows.")
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the task or the file.")
-    prompts: int = Field(default=0, ge=0, description="Prompts; 0: all of a file, evaluation.prompts of a task.")
-    samples: int | None = Field(default=None, ge=1, description="Responses per prompt; default: 4, or 1 if greedy.")
+    prompts: int = Field(
+        default=0, ge=0, le=MOST_PROMPTS, description="Prompts; 0: all of a file, evaluation.prompts of a task."
+    )
+    samples: int | None = Field(
+        default=None, ge=1, le=MOST_RESPONSES, description="Responses per prompt; default: 4, or 1 if greedy."
+    )
     temperature: float = Field(default=1.0, ge=0, description="Sampling temperature; 0: greedy.")
     top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling.")
-    max_new_tokens: int | None = Field(default=None, ge=1, description="Limit; default: sampler.max_new_tokens.")
+    max_new_tokens: int | None = Field(
+        default=None, ge=1, le=MOST_TOKENS, description="Limit; default: sampler.max_new_tokens."
+    )
     every: int = Field(default=0, ge=0, description="Updates between evaluations; 0: only at the start and the end.")
 
     def _contradictions(self) -> Iterator[str]:
@@ -410,8 +439,10 @@ class EvaluationSection(Section):
     """How held-out accuracy is measured."""
 
     every: int = Field(default=0, ge=0, description="Updates between evaluations; 0: only at the start and the end.")
-    prompts: int = Field(default=128, ge=1, description="Held-out prompts.")
-    samples: int = Field(default=4, ge=1, description="Sampled responses per prompt, at temperature 1.")
+    prompts: int = Field(default=128, ge=1, le=MOST_PROMPTS, description="Held-out prompts.")
+    samples: int = Field(
+        default=4, ge=1, le=MOST_RESPONSES, description="Sampled responses per prompt, at temperature 1."
+    )
     suite: list[SuiteSection] = Field(
         default_factory=list[SuiteSection], description="Further held-out sets, each a [[evaluation.suite]]."
     )
@@ -460,10 +491,13 @@ class ScheduleSection(Section):
     kind: Literal["staged", "synchronous", "pipelined"] = Field(
         default="staged", description="A few large stages; a fresh batch every few updates; or generation ahead."
     )
-    updates: int = Field(default=128, ge=1, description="Optimizer updates of the whole run.")
+    updates: int = Field(default=128, ge=1, le=MOST_UPDATES, description="Optimizer updates of the whole run.")
     stages: int | None = Field(default=None, ge=1, description="Stages of a staged run; default: 4.")
     updates_per_generation: int | None = Field(
-        default=None, ge=1, description="Updates per generation batch (µ), synchronous or pipelined; default: 4."
+        default=None,
+        ge=1,
+        le=MOST_UPDATES,
+        description="Updates per generation batch (µ), synchronous or pipelined; default: 4.",
     )
     lag: int | None = Field(default=None, ge=1, le=8, description="Generation batches that training lags; default: 1.")
     generator_device: str | None = Field(default=None, description="Of a pipelined run; default: model.device.")

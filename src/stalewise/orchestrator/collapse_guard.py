@@ -129,12 +129,12 @@ class Rollbacks:
                     os.rename(source, directory / "rollouts" / name)
             atomic.fsync_directory(directory / "rollouts")
             last = record["to_version"]
-            checkpoints.remove_after(self.directory, last)
             self.run_log.tokens.truncate(last, keep=directory / "tokens")
             self.run_log.drop_updates(first=last)
             for path in (self.run_log.evaluations_path, self.run_log.suites_path):
                 json_lines.truncate_jsonl(path, lambda line, last=last: line["version"] <= last)
             json_lines.truncate_jsonl(self.run_log.stages_path, lambda line, last=last: line["first_update"] <= last)
+            checkpoints.remove_after(self.directory, last)  # at no moment a record of a version that does not exist
             self.run_log.reload()
             self.run_log.log_event("rollback", 0.0, rollback=index, to_version=last, reason=record["reason"])
             atomic.write_json_atomic(directory / DONE, {"time": time.time()}, sealed=True)

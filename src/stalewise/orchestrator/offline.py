@@ -22,13 +22,14 @@ import numpy.typing as npt
 
 from stalewise import store
 from stalewise.config import RunConfig, ScheduleSection, make_config
-from stalewise.config.run_directory import RESOLVED, is_started, read_config
+from stalewise.config.run_directory import RESOLVED, is_started, read_config, run_nearby
 from stalewise.config.sections import ModelSection
 from stalewise.errors import ConfigError, ModelError, StoreError
 from stalewise.models.loading import load_tokenizer, resolve_model, vocabulary_size
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.staleness.schedule import BatchSpan, ListedSchedule, Schedule
 from stalewise.store import atomic, checkpoints
+from stalewise.store.manifest import BATCH_MANIFEST
 from stalewise.store.reader import parts_of
 from stalewise.store.records import SOURCES, read_record
 from stalewise.store.reward_versions import FIRST, BatchRewards, find_version
@@ -248,9 +249,11 @@ def _batches_of(path: Path) -> list[Path]:
         if not batches:
             raise StoreError(f"{path} has no committed generation batch yet: `stalewise generate` makes one")
         return batches
-    if not path.is_dir():
+    if not path.exists():
         raise StoreError(f"{path} does not exist: name a run directory or a generation batch in its `rollouts`")
-    store.read_batch_manifest(path)  # raises where it is no batch
+    if not (path / BATCH_MANIFEST).is_file() and not (path.is_dir() and path.parent.name == "rollouts"):
+        raise StoreError(f"{path} is no run and no generation batch: {run_nearby(path)}, or a batch in its `rollouts`")
+    store.read_batch_manifest(path)  # raises where it is not committed
     return [path]
 
 

@@ -32,7 +32,7 @@ from stalewise.orchestrator.model_check import check_model, report_problem, stag
 from stalewise.orchestrator.ranks import compute_reference, make_trainer
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.orchestrator.run_log import RunLog
-from stalewise.orchestrator.setup import adopt_changes, check_vllm_room, drift_limits, write_first_checkpoint
+from stalewise.orchestrator.setup import adopt_changes, check_vllm_room, drift_limits, log_move, write_first_checkpoint
 from stalewise.orchestrator.stages import DriftBudget, begin_stage, forget_stages
 from stalewise.orchestrator.update_loop import UpdateLoop
 from stalewise.planning.memory import check_memory, offloads, pick_parallel
@@ -207,6 +207,7 @@ class Orchestrator:
             write_json_atomic(self.directory / COPY, read_json(self.config.task.difficulty), sealed=True)
         write_resolved(self.config, self.directory / "config.resolved.json")
         here = environment(device_name(self.config.model.device), torch.get_num_threads(), self.ranks.world)
+        log_move(self.directory, here, self.callback.log)
         write_json_atomic(self.directory / "environment.json", here, sealed=True)
         self.guard.rollbacks.finish()
 

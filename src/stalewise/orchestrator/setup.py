@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from stalewise.config.run_directory import (
     read_config,
 )
 from stalewise.config.sections import ModelSection, ObjectiveSection, SamplerSection
-from stalewise.errors import CalibrationError, ConfigError
+from stalewise.errors import CalibrationError, ConfigError, StoreError
 from stalewise.models.loading import encode_prompts, load_model, load_tokenizer, pick_device, resolve_model
 from stalewise.objectives import get_objective
 from stalewise.orchestrator.run_log import RunLog
@@ -36,6 +37,22 @@ from stalewise.trainer.lora import save_first
 FORMAT = "stalewise.limits/1"
 LEAST_ROOM = 0.05  # of a GPU, below which no vLLM is advised
 FILE = "limits.json"  # in the run directory
+
+
+def log_move(directory: Path, here: Mapping[str, Any], log: Callable[[str], object]) -> None:
+    """Say that a run goes on where numbers round differently from where it was."""
+    path = directory / "environment.json"
+    if not is_started(directory) or not path.is_file():
+        return
+    with contextlib.suppress(StoreError):  # damaged: it is about to be written anew
+        before, now = (_place(record) for record in (atomic.read_json(path), here))
+        if before != now:
+            log(f"this run was on {before} and goes on on {now}: its numbers round differently from here on")
+
+
+def _place(record: Mapping[str, Any]) -> str:
+    device = str(record.get("device", "an unknown device"))
+    return f"cpu with {record.get('threads')} thread(s)" if device == "cpu" else device
 
 
 def engine_of_run(directory: Path, section: SamplerSection, model: ModelSection, source: str) -> tuple[str, str]:

@@ -206,8 +206,8 @@ class MeasuredOn:
         return f"{device} and the engine {self.engine}"
 
     def is_as_fast_as(self, other: MeasuredOn) -> bool:
-        """Whether times measured on one hold on the other, judging by names."""
-        same = (self.device, self.engine) == (other.device, other.engine)
+        """Whether times measured on one hold on the other, judging by names; `auto` picks one engine on a device."""
+        same = self.device == other.device and (self.engine == other.engine or "auto" in (self.engine, other.engine))
         return same and (self.device != "cpu" or self.threads == other.threads)
 
 
@@ -249,11 +249,16 @@ def earlier_calibration(runs: str, identity: CalibrationIdentity) -> Calibration
     return read_calibration(path) if path.is_file() else None
 
 
-def save_calibration(config: RunConfig, environment: dict[str, Any], **parts: Probe | Sweep) -> Path:
-    """Write a probe or a sweep to the file of this config's identity; the other part stays."""
+def save_calibration(
+    config: RunConfig, environment: dict[str, Any], *, engine: str | None = None, **parts: Probe | Sweep
+) -> Path:
+    """Write a probe or a sweep to the file of this config's identity; the other part stays.
+
+    `engine` is the one that ran, where the config's is `auto`.
+    """
     identity = identity_of_config(config)
     before = earlier_calibration(config.runs, identity) or Calibration(identity, environment)
-    here = MeasuredOn(environment["device"], config.sampler.engine, environment["threads"])
+    here = MeasuredOn(environment["device"], engine or config.sampler.engine, environment["threads"])
     places = {**before.places, **dict.fromkeys(parts, here)}
     path = calibration_path(config.runs, identity)
     write_json_atomic(path, asdict(replace(before, environment=environment, places=places, **parts)))

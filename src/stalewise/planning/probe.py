@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from stalewise.config import RunConfig, make_config
-from stalewise.config.run_directory import RunResult
+from stalewise.config.run_directory import RunResult, read_config
 from stalewise.errors import CalibrationError, ConfigError
 from stalewise.planning import calibration
 from stalewise.planning.calibration import Probe, UpdateNormPhase
@@ -56,8 +56,12 @@ def probe(
     else:
         peak = _peak_memory(config.model.device)
     measured = measure(probing.directory, peak)
-    environment = read_json(probing.directory / "environment.json")
-    return ProbeResult(measured, calibration.save_calibration(config, environment, probe=measured), probing.directory)
+    environment, engine = (
+        read_json(probing.directory / "environment.json"),
+        read_config(probing.directory).sampler.engine,
+    )
+    path = calibration.save_calibration(config, environment, engine=engine, probe=measured)
+    return ProbeResult(measured, path, probing.directory)
 
 
 def probe_config(config: RunConfig, updates: int) -> RunConfig:

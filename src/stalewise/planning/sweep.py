@@ -19,7 +19,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from stalewise.config import RunConfig
-from stalewise.config.run_directory import check_identity
+from stalewise.config.run_directory import check_identity, read_config
 from stalewise.config.sections import ModelSection
 from stalewise.errors import CalibrationError
 from stalewise.planning import calibration
@@ -74,13 +74,15 @@ def sweep(
         name, reason = next(iter(failed.items()))
         raise CalibrationError(f"all {len(failed)} runs of the sweep failed; {name}: {reason}")
     directory = Path(cells[0].config.runs)
-    environment = read_json(directory / runs[0].directory / "environment.json")
+    one = directory / runs[0].directory
+    environment, engine = read_json(one / "environment.json"), read_config(one).sampler.engine
     before, keys = calibration.earlier_calibration(config.runs, identity), {run.key for run in runs}
     if before is not None and before.sweep is not None and before.sweep.rule == rule:
         runs = [*(run for run in before.sweep.runs if run.key not in keys), *runs]
     result = fit_sweep(runs, rule)
     drawn = write_map(result, directory / "map.html")
-    return SweepResult(result, calibration.save_calibration(config, environment, sweep=result), drawn, failed)
+    path = calibration.save_calibration(config, environment, engine=engine, sweep=result)
+    return SweepResult(result, path, drawn, failed)
 
 
 def default_jobs(model: ModelSection) -> int:

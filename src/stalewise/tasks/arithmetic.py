@@ -12,8 +12,8 @@ from __future__ import annotations
 import operator
 import random
 import re
-from functools import cached_property
-from itertools import accumulate
+from functools import cached_property, lru_cache
+from itertools import accumulate, product
 
 from stalewise.errors import TaskError
 from stalewise.tasks.base import (
@@ -68,6 +68,19 @@ class StepsVerifier(LocalVerifier):
         return response.strip().rpartition(MARKER)[2] if MARKER in response else None
 
 
+@lru_cache(maxsize=4)  # a program makes a task for each run, doctor and evaluation
+def _sides(name: str, fraction: float, smallest: int, largest: int, operations: str) -> bytes:
+    """For each question, in order, 1 if it is held out and 0 if not."""
+    terms = range(smallest, largest + 1)
+
+    def is_held_out(operation: str, left: int, right: int) -> bool:
+        # 47+38 and 38+47 are on the same side: one of them in training would give the other away.
+        first, second = (left, right) if operation == "-" else (min(left, right), max(left, right))
+        return fraction_of(f"{name}/{first}{operation}{second}") < fraction
+
+    return bytes(is_held_out(*question) for question in product(operations, terms, terms))
+
+
 class Addition:
     """`arithmetic`: two-digit addition. The answer to the prompt "47+38=" is "85"."""
 
@@ -114,18 +127,13 @@ class Addition:
 
     def _questions(self, *, held_out: bool) -> list[Prompt]:
         terms = range(self.smallest, self.largest + 1)
+        sides = _sides(self.name, self.held_out, self.smallest, self.largest, self.operations)
+        questions = product(self.operations, terms, terms)
         return [
             self._prompt(left, operation, right)
-            for operation in self.operations
-            for left in terms
-            for right in terms
-            if self._is_held_out(left, operation, right) is held_out
+            for (operation, left, right), side in zip(questions, sides, strict=True)
+            if side == held_out
         ]
-
-    def _is_held_out(self, left: int, operation: str, right: int) -> bool:
-        # 47+38 and 38+47 are on the same side: one of them in training would give the other away.
-        first, second = (left, right) if operation == "-" else (min(left, right), max(left, right))
-        return fraction_of(f"{self.name}/{first}{operation}{second}") < self.held_out
 
     @cached_property
     def _evaluation(self) -> list[Prompt]:

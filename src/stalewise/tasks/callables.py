@@ -383,6 +383,28 @@ def bind(function: Callable[..., Any]) -> Bound:
     return call
 
 
+def takes_prompt_object(function: Callable[..., Any]) -> bool:
+    """Whether a function has the form (prompt, response) of the verifier python, which passes a `Prompt`.
+
+    It can be called with two arguments, names neither `answer` nor `completion`, does not begin with `response`, and
+    has no `**row` beside its parameters. Any other function is called by names, as `bind` does.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some builtins have none
+        return True
+    parameters = signature.parameters.values()
+    names = [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    takes_row = bool(names) and any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if takes_row or {"answer", "completion", "completions"} & set(names) or names[:1] == ["response"]:
+        return False
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        return False
+    return True
+
+
 def _as_trl(function: Callable[..., Any], values: Mapping[str, Any], names: set[str] | None) -> Any:
     columns = {"prompts": values["prompt"], "completions": values["response"]}
     columns |= {key: value for key, value in values.items() if key not in ("prompt", "response")}

@@ -5,12 +5,13 @@ Also which evaluation prompts were trained on, by id and by problem (`Seen`).
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import math
 import re
 import unicodedata
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -113,7 +114,7 @@ def _ids_of(line: str, where: str) -> list[str]:
 
 
 MOST_CHARACTERS = 2**22  # of a text: some million tokens
-WHOLE_ROW = ("code", "function", "judge")  # verifiers that may use any field of a row
+WHOLE_ROW = ("code", "function", "judge", "python")  # verifiers that may use any field of a row
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -314,8 +315,14 @@ class RowsTask:
         whole_problem = json.dumps(messages) if len(messages) > 1 else problem
         row_id = _text(row, self._form.id_field) if named else content_id(whole_problem, answer)
         turns = tuple(messages[:-1]) if is_list else None
-        whole = _json(dict(row.fields), row.where) if self._form.verifier in WHOLE_ROW else ""
+        whole = self._whole(row) if self._form.verifier in WHOLE_ROW else ""
         return _Question(row_id, named, problem, answer, row.where, whole, turns)
+
+    def _whole(self, row: Row) -> str:
+        """The row as JSON; for a function of a module without what JSON cannot hold, which it need not name."""
+        if self._form.verifier != "python":
+            return _json(dict(row.fields), row.where)
+        return "{" + ", ".join(f"{json.dumps(name)}: {text}" for name, text in _held(row.fields)) + "}"
 
     def _prompt(self, question: _Question, prefix: str = "") -> Prompt:
         text, metadata = self._form.apply(question.problem), dict(self._form.metadata)
@@ -338,6 +345,13 @@ def _json(value: Any, where: str) -> str:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise TaskError(f"{where} holds what JSON cannot: {error}; use text and numbers") from None
+
+
+def _held(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The names and the JSON of those fields that JSON can hold."""
+    for name, value in fields.items():
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            yield str(name), json.dumps(value, ensure_ascii=False)
 
 
 def _messages(row: Row, name: str) -> list[dict[str, str]]:

@@ -155,7 +155,7 @@ def scratch_folder(kind: str) -> Iterator[str]:
 
     The kernel drops the lock on a folder when its process ends, however it ends.
     """
-    remove_abandoned()
+    remove_abandoned(os.getpid())
     folder, held = "", None
     while held is None:
         folder = tempfile.mkdtemp(prefix=f"{_SCRATCH}{kind}-")
@@ -173,8 +173,8 @@ def scratch_folder(kind: str) -> Iterator[str]:
 
 
 @cache
-def remove_abandoned() -> None:
-    """Remove the folders of `scratch_folder` that no process holds any more; once in a process."""
+def remove_abandoned(process: int) -> None:
+    """Remove the folders of `scratch_folder` that no process holds any more; once in a process, also a forked one."""
     for path in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
         with contextlib.suppress(OSError):  # another user's, or held
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

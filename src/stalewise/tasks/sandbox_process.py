@@ -444,11 +444,11 @@ def supervise(spec_fd: int, report_fd: int) -> int:
     with os.fdopen(heard, "rb") as lines:
         for line in lines:
             report |= json.loads(line)
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    report["seconds"] = usage.ru_utime + usage.ru_stime
+    report["seconds"] = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # user and system
     if spec["mechanism"] in ("landlock", "none"):
         empty_folder(spec["folder"])
-    os.write(report_fd, json.dumps(report).encode())
+    with contextlib.suppress(BrokenPipeError):  # the caller was killed
+        os.write(report_fd, json.dumps(report).encode())
     return int(report["status"])
 
 

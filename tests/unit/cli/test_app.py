@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,21 @@ def test_ctrl_c_says_how_to_go_on_where_one_can(
         assert versions(tmp_path / "tiny") == [0]
     else:
         assert result.stderr == "interrupted\n"
+
+
+def test_ctrl_c_within_a_destructor_is_not_forgotten(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def inspect(*arguments: Any, **options: Any) -> None:
+        Interrupted()
+        time.sleep(20)
+        raise AssertionError("nobody has noticed")
+
+    monkeypatch.setattr("stalewise.reporting.inspection.inspect_run", inspect)
+    result = call("inspect", tiny_run.directory)
+    assert (result.exit_code, result.stderr) == (130, "interrupted\n")
 
 
 def test_other_exceptions_keep_their_traceback(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

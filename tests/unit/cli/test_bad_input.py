@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from processes import completed
 from rundirs import write_run
 from stalewise.api import run as train
 from stalewise.config import RunConfig, make_config
@@ -410,13 +411,7 @@ main()
 def test_ctrl_c_in_the_middle_and_on_again(tmp_path: Path) -> None:
     schedule = {"kind": "staged", "updates": 8, "stages": 2}
     config = config_file(tmp_path, schedule=schedule, checkpoints={"every": 2})
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, "train", str(config)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = completed(INTERRUPTED, "train", config, directory=tmp_path)
     assert (done.returncode, done.stdout) == (130, ""), done.stderr
     *_, said, again = done.stderr.splitlines()
     assert said == "interrupted: committed work is kept; the same command resumes:"
@@ -452,7 +447,7 @@ def test_a_disk_that_is_full_within_a_checkpoint_is_one_message(tmp_path: Path) 
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000)); "
         "from stalewise.cli import main; sys.argv = ['stalewise', 'train', sys.argv[1]]; main()"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(config)], capture_output=True, text=True, timeout=200)
+    done = completed(program, config, directory=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: disk full while writing ")
     run = tmp_path / "runs" / "tiny"
@@ -481,7 +476,7 @@ def test_names_that_no_file_can_have(tmp_path: Path) -> None:
     assert "name is 'xxx" in refused("train", config, "--set", f"name={'x' * 300}")
     assert "is no run directory" in refused("inspect", tmp_path / ("x" * 300))
     assert "File name too long" in refused("init", tmp_path / ("x" * 300))
-    text = config.read_text().replace('name = "tiny"', 'name = "tiny"\nmodel = { path = "a\\u0000b" }')
+    text = config.read_text().replace('check = "off"', 'path = "a\\u0000b"')
     config.write_text(text)
     assert "model.path has a NUL character" in refused("train", config)
 

@@ -116,6 +116,10 @@ def test_generate_and_learn(tmp_path: Path) -> None:
     other = ["--set", "name=other", "--set", "objective.name=p3o"]
     learned = called_json("learn", config, *other, "--rollouts", tmp_path / "tiny")
     assert (learned["updates"], learned["directory"]) == (2, str(tmp_path / "other"))
+    needed = "learn needs rollouts: `stalewise learn CONFIG --rollouts RUN`, where CONFIG is the TOML file of"
+    assert refused("learn", tmp_path / "tiny/rollouts").startswith(needed)
+    named = refused("learn", tmp_path / "tiny/rollouts", "--rollouts", tmp_path / "tiny")
+    assert named.endswith(f"config.resolved.json; name the run that it belongs to, {tmp_path / 'tiny'}")
     shown = called_json("inspect", tmp_path / "other")
     assert [(batch["rows"], batch["updates"], batch["ages"]) for batch in shown["batches"]] == [(32, 2, [0, 1])]
     assert (shown["updates"], shown["updates_done"], shown["objective"]) == (2, 2, "p3o")

@@ -57,6 +57,15 @@ def test_what_may_change_is_no_difference() -> None:
     assert identity_differences(make_config(free), recorded) == []
     changed = make_config({"batch": {"prompts": 8}, "seed": 1})
     assert identity_differences(changed, recorded, but=["seed"]) == ["batch.prompts was 32 and is 8"]
+    there = make_config({"model": {"device": "cuda:0", "threads": 2}}).model_dump(mode="json")
+    assert identity_differences(make_config({"model": {"device": "cuda:1", "threads": 2}}), there) == []
+    assert identity_differences(make_config({"model": {"device": "cpu", "threads": 1}}), there) == [
+        "model.device was 'cuda' and is 'cpu'",
+        "model.threads was 2 and is 1",
+    ]
+    pipelined: dict[str, Any] = {"kind": "pipelined", "generator_device": "cuda:1"}
+    there = make_config({"schedule": pipelined}).model_dump(mode="json")
+    assert identity_differences(make_config({"schedule": {**pipelined, "generator_device": "cuda:2"}}), there) == []
     del recorded["evaluation"]["samples"]  # a setting that is newer than the run had its default
     assert identity_differences(make_config({}), recorded) == []
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from stalewise.config.run import make_config, set_dotted
 from stalewise.config.sections import (
     ForeignSection,
     LoraSection,
@@ -18,6 +19,7 @@ from stalewise.config.sections import (
     StorageSection,
     VllmSection,
 )
+from stalewise.errors import ConfigError
 
 CONTRADICTIONS: list[tuple[type[Section], dict[str, Any], str]] = [
     (LoraSection, {"targets": ["q_proj"]}, "alpha and targets have no meaning without a rank"),
@@ -35,6 +37,34 @@ CONTRADICTIONS: list[tuple[type[Section], dict[str, Any], str]] = [
     (StorageSection, {"url": "bucket"}, "no URL: write file:///absolute/path"),
     (StorageSection, {"url": "s3://b", "options": {"secret_key": "x"}}, "pass secrets in the environment"),
 ]
+
+
+# Settings that multiply into sizes or loops: each has a largest value.
+SIZES = """seed model.threads model.lora.rank batch.prompts batch.group_size sampler.top_k sampler.max_new_tokens
+sampler.rollouts_per_shard sampler.vllm.tensor_parallel sampler.vllm.copies sampler.vllm.max_model_len
+sampler.server.concurrency sampler.server.retries learner.tokens_per_micro_batch evaluation.prompts evaluation.samples
+schedule.updates schedule.stages schedule.updates_per_generation batch.refill_limit"""
+
+
+@pytest.mark.parametrize("key", SIZES.split())
+def test_a_number_that_no_machine_could_serve_is_refused_by_its_name(key: str) -> None:
+    record: dict[str, Any] = {"schedule": {"kind": "synchronous"}} if key.endswith("per_generation") else {}
+    if key == "batch.refill_limit":
+        record = {"batch": {"without_variance": "refill"}}
+    set_dotted(record, key, 1e20 if key == "batch.refill_limit" else 10**20)
+    message = rf"^config: ({re.escape(key)} is 1\S+: input should be less|schedule: stages is 1\d+ but)"
+    with pytest.raises(ConfigError, match=message):
+        make_config(record)
+
+
+def test_an_update_has_at_most_so_many_responses() -> None:
+    fits: dict[str, Any] = {"prompts": 4096, "group_size": 4096}
+    make_config({"batch": fits, "sampler": {"rollouts_per_shard": 4096}})
+    message = (
+        r"batch: an update would have 50,331,648 responses \(prompts × group_size, with refill_limit\): 16,777,216"
+    )
+    with pytest.raises(ConfigError, match=message):
+        make_config({"batch": {**fits, "without_variance": "refill"}, "sampler": {"rollouts_per_shard": 4096}})
 
 
 @pytest.mark.parametrize(

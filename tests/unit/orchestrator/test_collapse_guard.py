@@ -15,10 +15,11 @@ from stalewise.errors import ConfigError, StoreError
 from stalewise.orchestrator.collapse_guard import Collapsed
 from stalewise.store import (
     batch_directories,
+    checkpoints,
     open_batch,
 )
 from stalewise.store.atomic import read_json, write_json_atomic
-from stalewise.store.checkpoints import checkpoint_directory
+from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.store.json_lines import read_jsonl
 from stalewise.trainer.trainer import NonFiniteUpdate
 from tiny import tiny_record
@@ -63,6 +64,24 @@ def test_a_run_that_collapses_is_taken_back_and_goes_on(guarded: tuple[RunConfig
     assert sum(record["event"] == "rollback" for record in journal) == len(places)
     accuracies = [record["accuracy"]["value"] for record in read_jsonl(config.directory / "eval.jsonl")]
     assert accuracies[-1] > 0
+
+
+def test_a_rollback_leaves_no_record_of_a_removed_checkpoint_at_any_moment(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard, schedule = {"action": "both", "window": 4, "rollbacks": 8}, {"updates": 12, "stages": 3}
+    config = made(runs, optimizer=RUINOUS, guard=guard, schedule=schedule, evaluation=JUDGED)
+
+    def killed(directory: Path, last: int) -> None:
+        evaluated = [record["version"] for record in read_jsonl(directory / "eval.jsonl")]
+        assert max(evaluated) <= last < versions(directory)[-1]
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(checkpoints, "remove_after", killed)
+        run(config)
+    run(config)
+    assert versions(config.directory)[-1] == 12
 
 
 def test_rollouts_that_are_made_anew_are_other_rollouts(guarded: tuple[RunConfig, Listener]) -> None:

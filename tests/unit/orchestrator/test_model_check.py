@@ -44,7 +44,7 @@ def a_run(directory: Path, runs: Path, **changes: Any) -> RunConfig:
 
 
 def test_a_run_records_how_far_it_is_from_plain_passes(runs: Path) -> None:
-    run(make_config(tiny_record(runs)))
+    run(make_config(tiny_record(runs, model={"check": "refuse"})))
     journal = [json.loads(line) for line in (runs / "tiny" / "journal.jsonl").read_text().splitlines()]
     (found,) = [record["found"] for record in journal if record.get("reason") == "check"]
     assert found.startswith("decoding with a growing cache differs by up to ")

@@ -298,9 +298,9 @@ def test_a_step_to_infinity_is_never_committed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("objective", "schedule"),
     [
-        ("grpo", {"kind": "synchronous", "updates": 24}),
+        pytest.param("grpo", {"kind": "synchronous", "updates": 24}, marks=pytest.mark.nightly),
         ("mu_grpo", {"kind": "staged", "updates": 24, "stages": 2}),
-        ("p3o", {"kind": "staged", "updates": 24, "stages": 2}),
+        pytest.param("p3o", {"kind": "staged", "updates": 24, "stages": 2}, marks=pytest.mark.nightly),
     ],
 )
 def test_the_embedded_policy_learns(tmp_path: Path, objective: str, schedule: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from stalewise.errors import ConfigError
 from stalewise.models.loading import EMBEDDED
 from stalewise.orchestrator import setup as module
 from stalewise.orchestrator.preflight import examine
-from stalewise.orchestrator.setup import check_objective, check_vllm_room, drift_limits
+from stalewise.orchestrator.setup import check_objective, check_vllm_room, drift_limits, log_move
 from stalewise.store.atomic import write_json_atomic
 from tiny import tiny_record
 
@@ -93,3 +93,24 @@ def test_a_learner_and_vllm_that_do_not_fit_on_one_gpu_are_refused(runs: Path, m
     with pytest.raises(ConfigError, match=r"while vLLM samples: train adapters"):
         check(0.1)
     check_vllm_room(make_config(tiny_record(runs)), policy)
+
+
+def test_a_run_that_moves_to_another_device_says_so(tmp_path: Path) -> None:
+    heard: list[str] = []
+    file = tmp_path / "environment.json"
+    log_move(tmp_path, {"device": "cpu", "threads": 2}, heard.append)
+    write_json_atomic(file, {"device": "cpu", "threads": 1}, sealed=True)
+    log_move(tmp_path, {"device": "cpu", "threads": 2}, heard.append)  # nothing has begun
+    (tmp_path / "checkpoints" / "v000000").mkdir(parents=True)
+    log_move(tmp_path, {"device": "cpu", "threads": 1}, heard.append)
+    assert heard == []
+    log_move(tmp_path, {"device": "cpu", "threads": 2}, heard.append)
+    log_move(tmp_path, {"device": "NVIDIA H200", "threads": 1}, heard.append)
+    rest = "its numbers round differently from here on"
+    assert heard == [
+        f"this run was on cpu with 1 thread(s) and goes on on cpu with 2 thread(s): {rest}",
+        f"this run was on cpu with 1 thread(s) and goes on on NVIDIA H200: {rest}",
+    ]
+    file.write_text("{")
+    log_move(tmp_path, {"device": "NVIDIA H200", "threads": 1}, heard.append)  # damaged, and about to be written anew
+    assert len(heard) == 2

@@ -14,6 +14,7 @@ from stalewise.errors import CalibrationError, ConfigError
 from stalewise.planning.calibration import (
     CollapseRule,
     UpdateNormPhase,
+    read_calibration,
 )
 from stalewise.planning.probe import generation_costs, measure, phases, switching_costs, uneven_stage
 from stalewise.store import batch_directories, read_batch_manifest
@@ -22,7 +23,7 @@ from tiny import call, called_json, refused, tiny_record, write_config
 
 
 def test_a_probe_measures_a_real_run(tmp_path: Path, runs: Path) -> None:
-    file = write_config(tmp_path / "tiny.toml", tiny_record(runs, plan={"strict": True}))
+    file = write_config(tmp_path / "tiny.toml", tiny_record(runs, plan={"strict": True}, sampler={"engine": "auto"}))
     found = called_json("probe", file, "--updates", 8)
     directory = runs / "tiny-probe"
     metrics = read_jsonl(directory / "metrics.jsonl")
@@ -40,6 +41,8 @@ def test_a_probe_measures_a_real_run(tmp_path: Path, runs: Path) -> None:
         assert 0 < found[name] < math.inf
     assert found["peak_memory_bytes"] > 50e6
     assert 0 < found["bytes_per_rollout"] < 10_000 < found["bytes_per_checkpoint"]
+    calibration = read_calibration(next((runs / "calibrations").iterdir()))
+    assert calibration.places["probe"].engine == "hf"  # what `auto` picked
     before = (directory / "journal.jsonl").read_bytes()
     again = called_json("probe", file, "--updates", 8)
     assert again == found  # of a run that is complete, nothing is done anew

@@ -73,7 +73,7 @@ class Heard:
 
 
 def test_a_sweep_of_real_runs_goes_on_where_it_stopped(runs: Path) -> None:
-    config = tiny_config(runs)
+    config = tiny_config(runs, sampler={"engine": "auto"})
     heard = Heard()
     settings: dict[str, Any] = {"stalenesses": [1], "updates": 4, "rule": RULE, "callback": heard}
     busy, broken = (runs / "tiny-sweep" / f"S0001-lr{rate}-seed0" for rate in ("3e-4", "1e30"))
@@ -102,6 +102,7 @@ def test_a_sweep_of_real_runs_goes_on_where_it_stopped(runs: Path) -> None:
     kept = find_calibration(config)
     assert kept is not None and kept.sweep is not None
     assert (kept.sweep.runs, kept.environment["threads"]) == (part.sweep.runs, 1)
+    assert kept.places["sweep"].engine == "hf"  # what `auto` picked
 
 
 @pytest.mark.nightly

@@ -143,12 +143,12 @@ def test_slots_that_are_full_or_wait_leave_the_others_alone(share: float, monkey
 
 
 def test_slots_that_were_given_up_half_way_begin_anew() -> None:
-    sampler = make(slots=True)
+    sampler = make(max_new_tokens=16, slots=True)
     wanted = requests(sampler, 70)
     together, expected = sampler.sample(wanted), sampler.sample(wanted[:30])
     decoder = sampler._decoder
     assert decoder is not None
-    given_up: Any = decoder.decode(RequestQueue(wanted[::-1], 64))
+    given_up: Any = decoder.decode(RequestQueue(wanted[::-1], 16))
     next(given_up)
     given_up.close()
     # The same requests fill the same slots and the same shapes: nothing may differ, to the last bit.
@@ -280,7 +280,7 @@ def test_memory_follows_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_out_of_memory_is_tried_again_with_half_and_then_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    sampler = make(slots=True)
+    sampler = make(max_new_tokens=24, slots=True)
     wanted = requests(sampler, 40)
     expected, failures, run = sampler.sample(wanted), [9, 3], SlotDecoder.run
 
@@ -307,7 +307,7 @@ def test_out_of_memory_is_tried_again_with_half_and_then_said(monkeypatch: pytes
 def test_memory_that_ends_at_the_first_or_the_last_token_is_one_message(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sampler = make(slots=True)
+    sampler = make(max_new_tokens=24, slots=True)
     wanted, run, done = requests(sampler, 8), SlotDecoder.run, dict[SlotDecoder, int]()
     expected = sampler.sample(wanted)
     last = max(len(tokens) for tokens in tokens_of(expected))
@@ -323,7 +323,7 @@ def test_memory_that_ends_at_the_first_or_the_last_token_is_one_message(
         sampler.sample(wanted)
     assert "lower sampler.max_new_tokens = " in str(refusal.value) and "\n" not in str(refusal.value)
     monkeypatch.undo()
-    sampler = make(slots=True)
+    sampler = make(max_new_tokens=24, slots=True)
     assert tokens_of(sampler.sample(wanted)) == tokens_of(expected)
 
 

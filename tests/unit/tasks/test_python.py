@@ -1,10 +1,19 @@
 """Functions of the user's."""
 
+import json
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+
 import pytest
 
+from prompts import write
 from stalewise.errors import TaskError
-from stalewise.tasks import make_verifier
-from stalewise.tasks.verifiers.python import PythonVerifier
+from stalewise.tasks import make_task, make_verifier
+from stalewise.tasks.rows import Row, RowsTask
+from stalewise.tasks.verifiers.judge_process import judged
+from stalewise.tasks.verifiers.python import PythonVerifier, load_judge
+from stalewise.types import Prompt, Reward
 from verifying import score
 
 
@@ -27,3 +36,80 @@ def test_function_that_cannot_be_loaded(judges: str) -> None:
 def test_a_module_that_is_not_there_is_refused_before_any_process_starts() -> None:
     with pytest.raises(TaskError, match="there is no module 'no_such_module' on the Python path"):
         PythonVerifier("no_such_module:judge")
+
+
+FORMS = """
+def old(prompt, response): return response == prompt.answer
+def old_other_names(question, text, strict=True): return text == question.answer
+def old_any(*args, **options): return len(args) == 2 and args[1] == args[0].answer
+class Old:
+    def __call__(self, prompt, response): return response == prompt.answer
+old_object = Old()
+
+def all_names(prompt, response, answer, **row): return (prompt, response, answer, row["level"]) == ("3+5", "8", "8", 2)
+def row_alone(prompt, response, **row): return (prompt, response, row) == ("3+5", "8", ROW)
+ROW = {"problem": "3+5", "answer": "8", "level": 2}
+def some(response, answer): return response == answer
+def one(response): return response == "8"
+def of_the_row(response, level): return (response, level) == ("8", 2)
+def by_keyword(prompt, response, *, level): return (prompt, response, level) == ("3+5", "8", 2)
+def third(prompt, response, level): return (prompt, response, level) == ("3+5", "8", 2)
+def in_order(question, text, gold): return (question, text, gold) == ("3+5", "8", "8")
+def as_trl(completions, answer, **columns): return [a == b for a, b in zip(completions, answer)]
+async def later(response, answer): return response == answer
+async def later_old(prompt, response): return response == prompt.answer
+def asks_for_more(response, colour): return 1.0
+"""
+OLD = ["old", "old_other_names", "old_any", "old_object", "later_old"]
+NAMED = ["all_names", "row_alone", "some", "one", "of_the_row", "by_keyword", "third", "in_order", "as_trl", "later"]
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("forms")
+    (folder / "forms_of_the_test.py").write_text(FORMS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield "forms_of_the_test"
+
+
+@pytest.fixture
+def prompt(forms: str, tmp_path: Path) -> Prompt:
+    path = write(tmp_path / "row.jsonl", [{"problem": "3+5", "answer": "8", "level": 2}])
+    options = {"function": f"{forms}:old"}
+    task = make_task(
+        "jsonl", path=str(path), verifier="python", verifier_options=options, template="Q: {problem}", held_out=0.0
+    )
+    return task.prompts(0, 1)[0]
+
+
+@pytest.mark.parametrize("name", OLD + NAMED)
+def test_a_function_is_called_by_its_signature(name: str, forms: str, prompt: Prompt) -> None:
+    judge = load_judge(f"{forms}:{name}")
+    assert judged(judge, prompt, "8") == Reward(1.0)
+    assert judged(judge, prompt, "9") == Reward(0.0)
+
+
+def test_both_forms_run_in_worker_processes(forms: str, prompt: Prompt) -> None:
+    for name in ("old", "all_names"):
+        verifier = make_verifier("python", function=f"{forms}:{name}", workers=1)
+        try:
+            assert verifier.score([prompt, prompt], ["8", "9"]) == [Reward(1.0), Reward(0.0)]
+        finally:
+            verifier.close()
+
+
+def test_a_function_that_asks_for_what_no_row_has(forms: str, prompt: Prompt) -> None:
+    error = judged(load_judge(f"{forms}:asks_for_more"), prompt, "8").error
+    assert error == (
+        "TaskError: the reward function asks_for_more asks for 'colour', which it does not get: "
+        "it may name answer, level, problem, prompt, response"
+    )
+
+
+def test_fields_that_are_no_json_are_left_out_of_the_row() -> None:
+    fields = {"problem": "3+5", "answer": "8", "made": date(2020, 1, 1), "level": 2}
+    rows = [Row("row 0", fields)]
+    task = RowsTask("rows", rows, held_out=0.0, verifier="python", verifier_options={"function": "json:dumps"})
+    (prompt,) = task.prompts(0, 1)
+    assert json.loads(prompt.metadata["row"]) == {"problem": "3+5", "answer": "8", "level": 2}

@@ -38,7 +38,12 @@ def test_each_choice(precision: str, computed: torch.dtype, held: torch.dtype, t
 
 
 def config(runs: Path, name: str, **model: Any) -> RunConfig:
-    small = {"batch": {"prompts": 2}, "evaluation": {"prompts": 2}, "checkpoints": {"every": 1}}
+    small = {
+        "batch": {"prompts": 2},
+        "evaluation": {"prompts": 2},
+        "checkpoints": {"every": 1},
+        "sampler": {"max_new_tokens": 4},
+    }
     return make_config(tiny_record(runs, name, model={"precision": "bfloat16-only", **model}, **small))
 
 

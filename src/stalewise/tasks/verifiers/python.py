@@ -14,7 +14,7 @@ from typing import Any
 
 from stalewise.errors import TaskError
 from stalewise.tasks.base import load, paired
-from stalewise.tasks.callables import bind, importable_name, is_async, registered
+from stalewise.tasks.callables import bind, check_parameters, importable_name, is_async, registered, takes_prompt_object
 from stalewise.tasks.sandbox import probe
 from stalewise.tasks.verifiers.judge_process import Judge, failed, judged, reward_of
 from stalewise.tasks.verifiers.pool import Confinement, ProcessVerifier
@@ -22,7 +22,10 @@ from stalewise.types import Prompt, Reward
 
 
 class PythonVerifier(ProcessVerifier):
-    """A function "module:function", called with (prompt, response) in a worker process.
+    """A function "module:function", called in a worker process.
+
+    It is called with what it names of `prompt`, `response`, `answer` and the row's fields, as a reward function of
+    `stalewise.train` is. One with the two parameters (prompt, response) gets a `Prompt`, which has all of these.
 
     It returns the reward as a number, or a dict of numbers with the key "reward"; the others are its parts. A dict
     without "reward" is an error: neither the sum nor the mean of the parts would be an obvious reward.
@@ -57,10 +60,11 @@ class PythonVerifier(ProcessVerifier):
 
 def load_judge(function: str) -> Judge:
     """Import the user's function; runs in a worker."""
-    judge = load(function)
-    if not callable(judge):
+    found = load(function)
+    if not callable(found):
         raise TypeError(f"{function} is not a function")
-    return judge
+    judge: Any = found if takes_prompt_object(found) else make_judge(found)
+    return (lambda prompt, response: asyncio.run(judge(prompt, response))) if is_async(found) else judge
 
 
 MOST_LEFT_BEHIND = 8  # calls that did not return; more would use up the machine
@@ -113,7 +117,13 @@ def arguments(prompt: Prompt, response: str) -> dict[str, Any]:
 def make_judge(function: Any) -> Judge:
     """A judge that calls the function with what it names."""
     call = bind(function)
-    return lambda prompt, response: call(arguments(prompt, response))
+
+    def judge(prompt: Prompt, response: str) -> Any:
+        values = arguments(prompt, response)
+        check_parameters(function, values)
+        return call(values)
+
+    return judge
 
 
 def load_function_judge(function: str) -> Judge:
