@@ -111,11 +111,10 @@ def table(jobs: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def tiny_model(directory: Path) -> None:
-    """A random model with a chat template, one token per character."""
-    import torch
+def chat_tokenizer(template: str = TEMPLATE) -> Any:
+    """One token per character, with a chat template; the tests of episodes use it, too."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     vocabulary = {chr(code): code for code in range(256)} | {"<|im_end|>": 256, "<|im_start|>": 257}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
@@ -124,7 +123,15 @@ def tiny_model(directory: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=made, eos_token="<|im_end|>", pad_token="\0", additional_special_tokens=["<|im_start|>"]
     )
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def tiny_model(directory: Path) -> None:
+    """A random model with a chat template."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
         "hidden_size": 32,
@@ -135,7 +142,7 @@ def tiny_model(directory: Path) -> None:
     LlamaForCausalLM(
         LlamaConfig(vocab_size=258, max_position_embeddings=2048, eos_token_id=256, pad_token_id=0, **sizes)
     ).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    chat_tokenizer().save_pretrained(directory)
 
 
 def prepare_smoke(given: argparse.Namespace) -> None:

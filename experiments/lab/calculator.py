@@ -101,7 +101,7 @@ def settings(runs: Path, policy: Path, *, seed: int = 0, updates: int = 16, prom
             "sampler": {"max_new_tokens": 48},
             "batch": {"prompts": prompts, "group_size": 8},
             "schedule": {"updates": updates, "stages": 2},
-            "optimizer": {"learning_rate": 5e-4},
+            "optimizer": {"learning_rate": 5e-4, "schedule": "cosine"},
             "evaluation": {"prompts": 128},
         }
     )

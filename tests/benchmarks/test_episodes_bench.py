@@ -23,12 +23,16 @@ def test_gsm8k_with_a_tool_and_without_in_small_and_not_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["--smoke", "--out", str(tmp_path / "out.json"), "--work", str(tmp_path / "work")]
-    tool_gsm8k.main(tool_gsm8k.parsed(words))
+    tool_gsm8k.main(tool_gsm8k.parsed([*words, "--arms", "tool"]))
+    assert [job["arm"] for job in json.loads((tmp_path / "out.json").read_text())["jobs"]] == ["tool"]
+    tool_gsm8k.main(tool_gsm8k.parsed([*words, "--set", "optimizer.learning_rate=0.125"]))
     jobs = json.loads((tmp_path / "out.json").read_text())["jobs"]
     assert [(job["arm"], job["seed"]) for job in jobs] == [("tool", 0), ("one_turn", 0)]
     assert all(len(job["stages"]) == 2 and job["stages"][0]["unscored"] == 0 for job in jobs)
     assert jobs[0]["config"]["task"]["options"]["environment"] == "python"
     assert "environment" not in jobs[1]["config"]["task"]["options"]
+    assert [job["config"]["optimizer"]["learning_rate"] for job in jobs] == [2e-6, 0.125]
+    assert not list((tmp_path / "work").glob("*-s0"))  # its figures are kept, its checkpoints are not
     assert "mean of 1" in capsys.readouterr().out
     monkeypatch.setattr(tool_gsm8k, "run_job", lambda *_: pytest.fail("it was done before"))
     tool_gsm8k.main(tool_gsm8k.parsed(words))

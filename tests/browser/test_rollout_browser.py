@@ -204,7 +204,7 @@ def test_an_episode_is_a_conversation_with_what_came_from_outside_folded(
     assert [token["text"].strip() for token in tokens_of(page, 1)] == [printable(WORDS[i]) for i in ids]
     assert [("read" in some) for some in kinds] == [False, False, False, True, True, False, False]
     assert all(any(kind[:2] in ("r0", "up", "do") for kind in some) for some in kinds if "read" not in some)
-    expect(page.locator("article").nth(1)).to_contain_text("in 2 turns")
+    expect(page.locator("article").nth(1)).to_contain_text("5 in 2 turns, 2 from outside")
 
 
 def test_hostile_text_is_shown_and_never_executed(tmp_path: Path, page: Page, serve: Serve) -> None:

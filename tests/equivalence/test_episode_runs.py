@@ -8,19 +8,30 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 from processes import begin
 from ranks import finish, launch, printed
 from stalewise import evaluate, fork, learn, rescore, run, store
 from stalewise.config import make_config
-from stalewise.config.run_directory import read_result
+from stalewise.config.run_directory import read_config, read_result
 from stalewise.errors import StalewiseError
+from stalewise.integrations.hub import export_policy, export_rollouts
 from stalewise.planning.probe import LEAST_UPDATES, probe
 from stalewise.reporting.inspection import inspect_rollout, inspect_run
+from stalewise.reporting.read import read_run
+from stalewise.reporting.summary import describe_progress
 from stalewise.reporting.verification import verify_run
+from stalewise.rollout.engines.embedded import HFSampler
+from stalewise.rollout.generate import sample_for_evaluation
+from stalewise.store.checkpoints import checkpoint_directory
 from stalewise.store.json_lines import read_jsonl
-from tiny import write_config
+from stalewise.tasks import make_task
+from stalewise.tasks.environments import ChatMessage, Episode
+from stalewise.types import POLICY, Prompt, Rollout, SamplerSettings, Segment
+from tiny import call, write_config
 
 PROGRAM = """
 import json, sys
@@ -136,6 +147,102 @@ def test_episodes_are_not_scored_again_by_a_verifier_alone(played: Path) -> None
     assert rescore(played, weights={"played": 0.5}).record["mean_after"] > 0
 
 
+class SometimesTwice:
+    """Asks a second sum where the first one is even; so some shards of 4 rollouts have episodes and others have not."""
+
+    local = True
+
+    def reset(self, row: Prompt) -> list[ChatMessage]:
+        self.left = 1 - int(row.answer) % 2
+        return [{"role": "user", "content": row.text}]
+
+    def step(self, response: str) -> list[ChatMessage] | None:
+        self.left -= 1
+        return None if self.left < 0 else [{"role": "user", "content": "12+34="}]
+
+    def score(self, episode: Episode) -> float:
+        return float(episode.turns[0] == episode.prompt.answer)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of episodes of one turn and of two."""
+    changes: dict[str, Any] = {"schedule": {"updates": 1, "stages": 1}}
+    changes["sampler"] = {"max_new_tokens": 20, "rollouts_per_shard": 4}
+    changes["task"] = {"name": "arithmetic", "options": {"environment": f"{__name__}:SometimesTwice"}}
+    config = make_config(settings(tmp_path_factory.mktemp("runs"), "mixed", **changes))
+    run(config)
+    return config.directory
+
+
+def rollouts_of(directory: Path) -> list[Rollout]:
+    return [
+        one
+        for path in store.batch_directories(directory / "rollouts")
+        for one in store.open_batch(path).iter_rollouts()
+    ]
+
+
+def test_counts_of_tokens_are_of_the_policys_own(mixed: Path) -> None:
+    rollouts = rollouts_of(mixed)
+    own, turns = sum(sum(one.mask) for one in rollouts), sum(max(1, (len(one.segments) + 1) // 2) for one in rollouts)
+    outside = 6 * sum(bool(one.segments) for one in rollouts)  # "12+34="
+    assert 0 < outside < 6 * len(rollouts)
+    (batch,) = inspect_run(mixed)["batches"]
+    assert (batch["tokens"], batch["outside_tokens"], batch["turns"]) == (own, outside, turns)
+    assert f"│ {own:,} │ {outside:,} │ {turns:,} │" in " ".join(call("inspect", mixed).stdout.split())
+    assert f"{own:,} response tokens and {outside:,} from outside" in describe_progress(read_run(mixed))
+    episode = next(one for one in rollouts if one.segments)
+    rows = call("inspect", mixed, "--group", episode.group).stdout.splitlines()
+    cells = [[cell.strip() for cell in line.split("│")] for line in rows]
+    (row,) = (row for row in cells if row[1:2] == [str(episode.rollout_id)])
+    assert int(row[3]) == sum(episode.mask) == len(episode.response_ids) - 6
+
+
+def test_lengths_of_an_evaluation_leave_out_what_the_environment_said(mixed: Path) -> None:
+    config = read_config(mixed)
+    task = make_task(config.task.name, **config.task.options)
+    sampler = HFSampler(SamplerSettings(), max_new_tokens=20, device=torch.device("cpu"), dtype=torch.float32)
+    sampler.load(checkpoint_directory(mixed, 1))
+    _, responses = sample_for_evaluation(
+        task, task.evaluation_prompts(8), samples=4, seed=0, sampler=sampler, rows_at_once=512
+    )
+    segments = [one.episode.segments or (Segment(POLICY, len(one.token_ids)),) for one in responses if one.episode]
+    own = [sum(part.tokens for part in parts if part.by == POLICY) for parts in segments]
+    found = evaluate(mixed, prompts=8, samples=4)
+    assert found.response_length == pytest.approx(sum(own) / len(own))
+    assert found.response_length < sum(len(one.token_ids) for one in responses) / len(responses) - 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
+def test_exported_episodes_load_with_their_segments(
+    mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    folder = export_rollouts(mixed, tmp_path / "rollouts")
+    have = ["segments" in pq.read_schema(path).names for path in sorted(folder.glob("rollouts/*/*.parquet"))]
+    assert any(have) and not all(have)
+    loaded = datasets.load_dataset(str(folder), split="train", cache_dir=str(tmp_path / "cache"))
+    rollouts = rollouts_of(mixed)
+    assert [
+        tuple(Segment(part["by"], part["tokens"]) for part in segments or ()) for segments in loaded["segments"]
+    ] == [one.segments for one in rollouts]
+    assert [tuple(logp) for logp in loaded["behaviour_logp"]] == [one.behaviour_logp for one in rollouts]
+    assert learn(make_config(settings(tmp_path, "again", schedule={"updates": 1, "stages": 1})), [folder]).updates == 1
+
+
+def test_cards_of_episodes_count_the_policys_tokens_and_name_the_environment(mixed: Path, tmp_path: Path) -> None:
+    (batch,) = inspect_run(mixed)["batches"]
+    text = (export_rollouts(mixed, tmp_path / "rollouts") / "README.md").read_text()
+    assert f"32 responses ({batch['tokens']:,} tokens of the policy, {batch['outside_tokens']:,} from outside)" in text
+    assert f"| 0 | 0 | 32 | {batch['turns']} | {batch['tokens']} | {batch['outside_tokens']} |" in text
+    assert "SometimesTwice` answered the policy between its turns" in text and "`segments` (lengths of" in text
+    text = (export_policy(mixed, tmp_path / "policy") / "README.md").read_text()
+    assert "SometimesTwice` answered it after each turn" in text and "the policy's own tokens" in text
+    assert f"| {read_result(mixed, 1).evaluations[-1]['response_length']:.1f} |" in text
+
+
 @pytest.mark.slow
 def test_a_pipelined_run_plays_the_episodes_of_its_schedule(tmp_path: Path) -> None:
     schedule = {"kind": "pipelined", "updates": 3, "updates_per_generation": 1}
@@ -158,6 +265,11 @@ def test_ranks_learn_from_episodes_as_one_process_does(tmp_path: Path) -> None:
     one, two = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     for mine, other in zip(one, two, strict=True):
         assert mine["tokens"] == other["tokens"] and mine["loss"] == pytest.approx(other["loss"], rel=1e-4, abs=1e-6)
+    for update in range(2):  # what each rank computed stands at the tokens that it is of
+        logs = [store.read_tokens(store.token_log_directory(tmp_path / name), update) for name in ("one", "two")]
+        mine, other = ({row["rollout_id"]: row["logp"] for row in log.to_pylist()} for log in logs)
+        assert mine.keys() == other.keys()
+        assert all(other[number] == pytest.approx(logp, abs=1e-3) for number, logp in mine.items())
 
 
 @pytest.mark.slow

@@ -230,6 +230,8 @@ def print_run(record: dict[str, Any]) -> None:
 
 def _batches(batches: list[dict[str, Any]]) -> Table:
     counts = ("batch", "version", "rollouts", "tokens")
+    has_episodes = any(batch.get("outside_tokens") for batch in batches)
+    counts += ("from outside", "turns") if has_episodes else ()
     table = make_table((*counts, "reward", "truncated", "verifier errors", "updates", "age", "tokens/s"))
     for batch in batches:
         head = (str(batch["generation_batch"]), str(batch["version"]), f"{batch['rows']:,}")
@@ -239,6 +241,7 @@ def _batches(batches: list[dict[str, Any]]) -> Table:
         table.add_row(
             *head,
             f"{batch['tokens']:,}",
+            *((f"{batch['outside_tokens']:,}", f"{batch['turns']:,}") if has_episodes else ()),
             "unknown" if batch["reward"] is None else f"{batch['reward']:.3f}",
             _percent(batch["truncated"], batch["rows"]),
             _percent(batch["verifier_errors"], batch["rows"]),
@@ -288,9 +291,9 @@ def print_group(records: list[dict[str, Any]]) -> None:
     table = make_table(("rollout", "reward", "tokens", "log-probability", "response"), left=("response",))
     for record in records:
         reward = "unknown" if record["reward_error"] else f"{record['reward']:g}"
-        logp = sum(token["logp"] for token in record["tokens"] if token["logp"] is not None)
+        own = [token["logp"] for token in record["tokens"] if token["logp"] is not None]
         text = Text(_text(record["text"]))
-        table.add_row(str(record["rollout_id"]), reward, str(len(record["tokens"])), f"{logp:.3f}", text)
+        table.add_row(str(record["rollout_id"]), reward, str(len(own)), f"{sum(own):.3f}", text)
     print_lines(visible(f"group {first['group']}: {first['prompt_id']}  {_text(first['prompt'])}"), table)
 
 

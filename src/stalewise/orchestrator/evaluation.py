@@ -40,7 +40,7 @@ class Evaluation:
     samples: int
     accuracy: Interval  # avg@k: mean reward of all samples
     pass_at: dict[int, Interval]  # fraction of prompts with a right answer among k samples, unbiased
-    response_length: float
+    response_length: float  # mean tokens of the policy
     truncated_fraction: float
     verifier_errors: int
     verifier_error_kinds: dict[str, int]
@@ -112,7 +112,7 @@ def evaluate_checkpoint(
         samples=samples,
         accuracy=average(score_PK),
         pass_at={k: pass_at_k(score_PK, k) for k in sorted({*(2**i for i in range(samples.bit_length())), samples})},
-        response_length=float(np.mean([len(response.token_ids) for response in responses])),
+        response_length=float(np.mean([response.policy_tokens for response in responses])),
         truncated_fraction=float(np.mean([r.finish_reason is FinishReason.LENGTH for r in responses])),
         verifier_errors=errors.failed,
         seconds=time.perf_counter() - start,

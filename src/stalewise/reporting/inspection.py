@@ -81,7 +81,7 @@ def _batch(index: int, path: Path, ledger: list[store.LedgerEntry], verify: bool
         shards = store.committed_shards(path)
         return record | {"shards": len(shards), "rows": sum(shard.rows for shard in shards)}
     manifest = store.open_batch(path).manifest if verify else store.read_batch_manifest(path)
-    counts = ("rows", "tokens", "prompt_tokens", "truncated", "verifier_errors", "seconds")
+    counts = ("rows", "tokens", "prompt_tokens", "truncated", "verifier_errors", "seconds", "outside_tokens", "turns")
     return record | {
         "shards": len(manifest.shards),
         **{name: getattr(manifest, name) for name in counts},

@@ -255,7 +255,9 @@ def _data_of(run: Run) -> str:
     else:
         made = f"{len(run.batches)} of {_count_batches(run.schedule.generation_batches)}"
     rollouts = count_noun(sum(batch.rows for batch in run.batches), "rollout")
-    return f"{made} ({rollouts}, {count_noun(sum(batch.tokens for batch in run.batches), 'response token')})"
+    tokens = count_noun(sum(batch.tokens for batch in run.batches), "response token")
+    outside = sum(batch.outside_tokens for batch in run.batches)
+    return f"{made} ({rollouts}, {tokens}{f' and {outside:,} from outside' if outside else ''})"
 
 
 def describe_cost(run: Run) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stalewise.errors import ModelError
-from stalewise.types import FinishReason, Reward, SamplerSettings, Segment
+from stalewise.types import POLICY, FinishReason, Reward, SamplerSettings, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,12 @@ class Response:
     text: str
     finish_reason: FinishReason
     episode: PlayedEpisode | None = None  # of several turns
+
+    @property
+    def policy_tokens(self) -> int:
+        """The number of tokens that the policy wrote."""
+        outside = (one.tokens for one in self.episode.segments if one.by != POLICY) if self.episode else ()
+        return len(self.token_ids) - sum(outside)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Response) and all(map(np.array_equal, astuple(self), astuple(other)))

@@ -53,7 +53,17 @@ class ShardManifest:
     @property
     def response_tokens(self) -> int:
         """All tokens after prompts: the policy's, and in episodes those from outside."""
-        return self.tokens + int(self.extra.get("outside_tokens", 0))
+        return self.tokens + self.outside_tokens
+
+    @property
+    def outside_tokens(self) -> int:
+        """Tokens of episodes that are not the policy's."""
+        return int(self.extra.get("outside_tokens", 0))
+
+    @property
+    def turns(self) -> int:
+        """Turns of the policy; without episodes one per rollout."""
+        return int(self.extra.get("turns", self.rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +84,16 @@ class BatchManifest:
     shards: tuple[ShardManifest, ...]
     extra: Mapping[str, Any] = field(default_factory=dict)
     format: str = FORMAT
+
+    @property
+    def outside_tokens(self) -> int:
+        """Tokens of episodes that are not the policy's."""
+        return sum(shard.outside_tokens for shard in self.shards)
+
+    @property
+    def turns(self) -> int:
+        """Turns of the policy; without episodes one per rollout."""
+        return sum(shard.turns for shard in self.shards)
 
 
 _COUNTS = dict.fromkeys(("rows", "tokens", "prompt_tokens", "truncated", "verifier_errors"), is_whole)

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.tool_gsm8k import TEMPLATE as CHATML
+from benchmarks.tool_gsm8k import chat_tokenizer
 
 from sampling import steps_sampler
 from stalewise.errors import ModelError
@@ -236,10 +238,6 @@ def test_what_was_sampled_is_never_encoded_again() -> None:
     assert (reward.value, dict(reward.parts)) == (1.0, {"turns": 2.0, "correct": 1.0, "format": 0.0, "said": 1.0})
 
 
-CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 NO_TOOL = CHATML.replace("{{ '<|im_start|>'", "{% if m['role'] != 'tool' %}{{ '<|im_start|>'", 1).replace(
     "'<|im_end|>\n' }}", "'<|im_end|>\n' }}{% endif %}", 1
 )
@@ -247,21 +245,6 @@ REFUSES = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     "{{ m['content'] }}{% endfor %}"
 )
-
-
-def chat_tokenizer(template: str) -> Any:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocabulary = {chr(code): code for code in range(256)} | {"<|im_end|>": 256, "<|im_start|>": 257}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    made.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # pyright: ignore[reportAttributeAccessIssue]
-    made.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
-    )
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def test_a_chat_template_writes_what_stands_between_turns() -> None:

@@ -153,6 +153,13 @@ def test_a_cut_turn_is_scored_without_being_answered(module: str) -> None:
     assert full.score == Reward(1.0, {"turns": 1.0})
 
 
+def test_what_an_earlier_episode_left_under_a_key_is_not_taken_for_a_later_one(module: str) -> None:
+    host = EnvironmentHost(module, {})
+    assert host.answer(Call(5, episode("nan"))).score is None  # then it went on in another worker
+    later = host.answer(Call(5, episode("a", "end")))
+    assert later.score == Reward(2.0, {"turns": 2.0})  # an environment that heard "nan" scores nan
+
+
 def test_a_slow_environment_does_not_hold_up_others(module: str) -> None:
     pool = EnvironmentPool(module, workers=2, limit_s=3.0)
     try:
@@ -164,6 +171,43 @@ def test_a_slow_environment_does_not_hold_up_others(module: str) -> None:
         while len(found) < 39:
             found += pool.collect(block=True)
         assert 0 not in {one.key for one in found} and time.monotonic() - start < 3.0
+    finally:
+        pool.close()
+
+
+LOADS = """
+import time
+
+loaded = []
+
+
+class Loads:
+    def __init__(self):
+        if not loaded:  # once per process, as an import or a dataset
+            time.sleep(2.5)
+            loaded.append(True)
+
+    def reset(self, row):
+        return [{"role": "user", "content": row.text}]
+
+    def step(self, response):
+        return None
+
+    def score(self, episode):
+        return 1.0
+"""
+
+
+def test_loading_takes_no_time_of_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loads_environment.py").write_text(LOADS)
+    monkeypatch.syspath_prepend(tmp_path)
+    pool = EnvironmentPool("loads_environment:Loads", workers=1, limit_s=1.0)
+    try:
+        row = Prompt("p", "hi", "")
+        assert pool.first([row])[0][0]["content"] == "hi"
+        pool.submit(Call(0, Episode(row, ("x",), (), "stop")))
+        (outcome,) = pool.collect(block=True)
+        assert isinstance(outcome.score, Reward) and outcome.score.value == 1.0, outcome
     finally:
         pool.close()
 

@@ -6,13 +6,14 @@ import contextlib
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from stalewise import __version__
@@ -37,6 +38,7 @@ from stalewise.statistics import format_duration
 from stalewise.store import atomic
 from stalewise.store.atomic import read_json
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
+from stalewise.store.schema import EPISODE_SCHEMA, EPISODES
 
 RECORD = EXPORT_RECORD
 SMOLLM2_ON_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -234,19 +236,44 @@ def dataset_card(run: Run, config: RunConfig, base: BasePolicy, *, config_name: 
 
     rows = sum(batch.rows for batch in run.batches)
     files = [{"split": "train", "path": "rollouts/*/*.parquet"}]
+    has_episodes = any(batch.format == EPISODES for batch in run.batches)
     metadata = DatasetCardData(
         pretty_name=f"Rollouts of {config.name}",
         task_categories=["text-generation"],
         size_categories=size_category(rows),
         tags=["stalewise", "rollouts", "reinforcement-learning"],
         configs=[{"config_name": "default", "data_files": files}],
+        # Of a run with episodes some shards have the column `segments` and others do not: `datasets` must be told.
+        dataset_info={"features": hub_features(EPISODE_SCHEMA)} if has_episodes else None,
     )
     body = _template("dataset_card.md").render(
         **_common(run, config, base, config_name),
         batches=run.batches,
+        has_episodes=has_episodes,
         limits=[text for text in findings(run) if text not in run.notes],
     )
     return str(DatasetCard(f"---\n{metadata.to_yaml()}\n---\n\n{body}"))
+
+
+_HUB_NAMES = {"double": "float64", "float": "float32"}
+
+
+def hub_features(fields: Iterable[pa.Field]) -> list[dict[str, Any]]:
+    """Columns as the metadata of a dataset repository describes them.
+
+    >>> hub_features([pa.field("ids", pa.list_(pa.int32())), pa.field("text", pa.string())])
+    [{'name': 'ids', 'list': 'int32'}, {'name': 'text', 'dtype': 'string'}]
+    """
+
+    def inner(kind: pa.DataType) -> Any:
+        return hub_features(kind) if pa.types.is_struct(kind) else _HUB_NAMES.get(str(kind), str(kind))
+
+    def described(kind: pa.DataType) -> dict[str, Any]:
+        if pa.types.is_list(kind):
+            return {"list": inner(kind.value_type)}
+        return {"struct" if pa.types.is_struct(kind) else "dtype": inner(kind)}
+
+    return [{"name": field.name, **described(field.type)} for field in fields]
 
 
 def _common(run: Run, config: RunConfig, base: BasePolicy, config_name: str) -> dict[str, Any]:
@@ -262,6 +289,7 @@ def _common(run: Run, config: RunConfig, base: BasePolicy, config_name: str) -> 
         "task_options": {key.removeprefix(prefix): settings[key] for key in settings if key.startswith(prefix)},
         "sources": ["/".join(path.parts[-3:]) for path in sources],
         "planned": run.planned_updates,
+        "played_in": str(config.task.options.get("environment", "")),
         "lineage": describe_lineage(_without_places(run)),
     }
 

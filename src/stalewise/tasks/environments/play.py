@@ -6,6 +6,7 @@ there from its turns, so what one environment does costs its own episode only.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -62,12 +63,19 @@ class Outcome:
     seconds: float = 0.0
 
 
+Heard = tuple[str, tuple[str, ...]]  # what an environment's state follows from: its row, and the turns that it answered
+
+
+def _heard(episode: Episode, turns: int) -> Heard:
+    return episode.prompt.prompt_id, episode.turns[:turns]
+
+
 class EnvironmentHost:
     """The environments of the episodes that are played in this process."""
 
     def __init__(self, factory: str, options: Mapping[str, Any]) -> None:
         self._make, self._options = load(factory), dict(options)
-        self._live: OrderedDict[int, tuple[Environment, int]] = OrderedDict()  # by key: and how many turns it saw
+        self._live: OrderedDict[int, tuple[Environment, Heard]] = OrderedDict()  # by key
 
     def first(self, row: Prompt) -> tuple[ChatMessage, ...]:
         """The messages that an episode of this row begins with."""
@@ -90,7 +98,7 @@ class EnvironmentHost:
         if not call.is_over:
             answer = environment.step(episode.turns[-1])
             if answer is not None:
-                self._keep(call.key, environment, len(episode.turns))
+                self._keep(call.key, environment, _heard(episode, len(episode.turns)))
                 return Outcome(call.key, checked_messages(answer, "step"))
             episode = replace(episode, finish_reason=FinishReason.STOP.value)
         self._live.pop(call.key, None)
@@ -98,9 +106,12 @@ class EnvironmentHost:
         return Outcome(call.key, score=score if isinstance(score, TaskScore) else reward_of(score))
 
     def _caught_up(self, key: int, episode: Episode, turns: int) -> Environment:
-        """The environment of an episode after so many turns: as it was left, or replayed."""
-        environment, seen = self._live.pop(key, (None, 0))
-        if environment is None or seen != turns:
+        """The environment of an episode after so many turns: as it was left, or replayed.
+
+        Later episodes use a key again. What an earlier one left here, because it went on elsewhere, is not theirs.
+        """
+        environment, heard = self._live.pop(key, (None, None))
+        if environment is None or heard != _heard(episode, turns):
             environment = self._make(**self._options)
             checked_messages(environment.reset(episode.prompt), "reset")
             for number in range(turns):
@@ -110,8 +121,8 @@ class EnvironmentHost:
                     raise RuntimeError("the environment answered the same turns differently when it was replayed")
         return environment
 
-    def _keep(self, key: int, environment: Environment, turns: int) -> None:
-        self._live[key] = environment, turns
+    def _keep(self, key: int, environment: Environment, heard: Heard) -> None:
+        self._live[key] = environment, heard
         if len(self._live) > LIVE:
             self._live.popitem(last=False)
 
@@ -137,6 +148,8 @@ def main(descriptor: int) -> None:
 
     def make(factory: str, options: Mapping[str, Any]) -> Answer:
         host = EnvironmentHost(factory, options)
+        with contextlib.suppress(Exception):  # what raises now and then costs its episode
+            load(factory)(**options)  # what the first one imports or loads takes no time of an answer
         return lambda asked: (
             outcome_record(host.answer(call_of_record(asked["call"])))
             if "call" in asked

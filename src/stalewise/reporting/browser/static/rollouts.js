@@ -111,13 +111,20 @@ async function search() {
 
 // ---------------------------------------------------------------- a group
 
+function written(response) {
+  if (!response.segments.length) return `${response.length}`;
+  const own = response.segments.filter((one) => one.by === "policy");
+  const tokens = own.reduce((sum, one) => sum + one.tokens, 0);
+  return `${tokens} in ${own.length} turns, ${response.length - tokens} from outside`;
+}
+
 function facts(response) {
   const sampler = response.sampler;
   const rows = [
     ["advantage", digits(response.advantage)],
     ["update", response.update === null ? "not used yet" : `${response.update}, at age ${response.age}`],
     ["finished", response.finish === "length" ? "truncated by the token limit" : `stopped (${response.finish})`],
-    ["tokens", `${response.length}${response.segments.length ? ` in ${response.segments.filter((one) => one.by === "policy").length} turns` : ""}${response.clipped ? `, ${response.clipped} clipped` : ""}${response.vetoed ? `, ${response.vetoed} vetoed` : ""}`],
+    ["tokens", `${written(response)}${response.clipped ? `, ${response.clipped} clipped` : ""}${response.vetoed ? `, ${response.vetoed} vetoed` : ""}`],
     ["version", response.version_first === response.version_last ? `${response.version_first}` : `${response.version_first} to ${response.version_last}`],
     ["sampler", `${sampler.name}, ${sampler.precision}, temperature ${sampler.temperature}${sampler.top_p < 1 ? `, top-p ${sampler.top_p}` : ""}${sampler.top_k ? `, top-k ${sampler.top_k}` : ""}, seed ${sampler.seed}`],
   ];
