@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,14 +86,15 @@ def _moved(table: pa.Table, first: int) -> pa.Table:
 
 def verbs(run: Path, folder: Path) -> dict[str, list[str]]:
     """The words of each verb."""
-    where = str(run)
+    where, other = str(run), folder / "other"
+    shutil.copytree(run, other, dirs_exist_ok=True)
     return {
         "watch": ["watch", where],
         "inspect": ["inspect", where],
         "inspect --rollout": ["inspect", where, "--rollout", "10000"],
         "inspect --verify": ["inspect", where, "--verify"],
         "report": ["report", where, "--output", str(folder / "report.html")],
-        "compare": ["compare", where, where],
+        "compare": ["compare", where, str(other)],
         "verify": ["verify", where],
         "difficulty": ["difficulty", where, "--output", str(folder / "table.json")],
         "rescore": ["rescore", where, "--weight", "correct=0.5"],
