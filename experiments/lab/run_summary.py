@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,18 @@ from experiments.lab.downsample import POINTS, downsampled, rounded
 
 from stalewise.planning.calibration import CollapseRule
 from stalewise.planning.grid import find_collapse_of_run
-from stalewise.reporting.read import ACTIVITIES, Run, read_run
+from stalewise.reporting.read import Run, read_run
 
 METRICS = (  # curves an experiment may ask for
     *("reward", "ess", "clip_fraction", "veto_fraction", "ratio_mean_negative", "ratio_max_negative", "entropy"),
     *("log_ratio_mean_abs", "response_length", "age_mean", "mismatch_mean"),
 )
 RULE = CollapseRule(smoothing=2, window=3)  # described by `COLLAPSE_RULE`
+COLLAPSE_RULE = (
+    "the mean of two evaluations of held-out accuracy falls below half of its best and does not come back within "
+    "three, or the run ends below it, or an update is not finite"
+)
+EARLY = (4, 20)  # updates over which G is measured, in every run: after the warm-up of the law's runs, before collapses
 
 
 def summarize_run(directory: Path, ended: str = "") -> dict[str, Any]:
@@ -34,28 +38,25 @@ def summarize_run(directory: Path, ended: str = "") -> dict[str, Any]:
         "evaluations": {
             "version": [record["version"] for record in evaluations],
             "accuracy": [rounded(record["accuracy"]["value"]) for record in evaluations],
-            "seconds": [rounded(run.seconds_at(record["version"])) for record in evaluations],
         },
-        "final_interval": [rounded(evaluations[-1]["accuracy"][end]) for end in ("low", "high")] if evaluations else [],
-        "seconds": {name: rounded(run.seconds.get(name, 0.0)) for name in ACTIVITIES},
-        "training_seconds": rounded(run.training_seconds),
-        "generations": len(run.batches) or len(run.sources),
-        "rollouts": int(sum(batch.rows for batch in run.batches)),
+        "generations": len(run.batches),
         "rollbacks": len(run.rollbacks),
-        "update_norm_per_lr": _norm_per_rate(run, collapsed_at),
+        "early_norm_per_lr": early_norm_per_rate(run.column("learning_rate"), run.column("drift")),
         "series": {key: series(run, key) for key in METRICS if len(run.finite(key))},
         "environment": {key: run.environment.get(key) for key in ("device", "machine", "torch", "python", "threads")},
     }
 
 
-def _norm_per_rate(run: Run, collapsed_at: int | None) -> float | None:
-    """G: drift until the collapse or the end, per update and unit of learning rate."""
-    updates, drift = run.column("update"), run.column("drift")
-    known = np.flatnonzero(np.isfinite(drift) & (updates < (collapsed_at or math.inf))) if len(drift) else []
-    if not len(known):
+def early_norm_per_rate(rate: np.ndarray, drift: np.ndarray) -> float | None:
+    """G: Σ‖Δθ‖ / Σ η over the updates `EARLY`, whatever became of the run; None for a run that ended before.
+
+    >>> early_norm_per_rate(np.full(30, 0.5), np.arange(1.0, 31.0))
+    2.0
+    """
+    first, end = EARLY
+    if len(drift) < end or not np.isfinite(drift[first - 1 : end]).all():
         return None
-    last = known[-1]
-    return rounded(float(drift[last]) / (run.config["optimizer.learning_rate"] * (float(updates[last]) + 1)))
+    return rounded(float((drift[end - 1] - drift[first - 1]) / rate[first:end].sum()))
 
 
 def series(run: Run, key: str) -> list[list[float | None]]:
