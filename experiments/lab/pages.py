@@ -10,9 +10,8 @@ from pathlib import Path
 
 from experiments.lab.definition import Experiment
 from experiments.lab.figures import figures
-from experiments.lab.plan import FIRST_SEED, TUNING_SEEDS, WIDENINGS
+from experiments.lab.plan import COLLAPSE_RULE, FIRST_SEED, TUNING_SEEDS, WIDENINGS
 from experiments.lab.results import Results, read_results, results_name
-from experiments.lab.run_summary import COLLAPSE_RULE
 from experiments.lab.statistics import mean_of
 from experiments.lab.verdicts import UNKNOWN, Finding, judge, rules
 

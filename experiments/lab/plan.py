@@ -20,6 +20,7 @@ TUNING_SEEDS = (101, 102)
 FIRST_SEED = 200
 WIDENINGS = 2  # rates that may be added to a grid
 LAST = 3  # evaluations whose mean is a run's score
+COLLAPSE_RULE = "its score is below half of its best evaluation, or an update is not finite"
 NEAR = 3  # best rates of an arm that its spread is pooled over
 
 Kept = Callable[[str], Mapping[str, Any] | None]  # the result of a job by its key
@@ -31,8 +32,8 @@ def score(run: Mapping[str, Any]) -> float:
 
 
 def is_collapsed(run: Mapping[str, Any]) -> bool:
-    """Whether the run collapsed."""
-    return run["collapsed_at"] is not None
+    """Whether the run collapsed, by `COLLAPSE_RULE`."""
+    return bool(run["ended"]) or score(run) < max(run["evaluations"]["accuracy"]) / 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,18 +8,11 @@ from typing import Any
 import numpy as np
 from experiments.lab.downsample import POINTS, downsampled, rounded
 
-from stalewise.planning.calibration import CollapseRule
-from stalewise.planning.grid import find_collapse_of_run
 from stalewise.reporting.read import Run, read_run
 
 METRICS = (  # curves an experiment may ask for
     *("reward", "ess", "clip_fraction", "veto_fraction", "ratio_mean_negative", "ratio_max_negative", "entropy"),
     *("log_ratio_mean_abs", "response_length", "age_mean", "mismatch_mean"),
-)
-RULE = CollapseRule(smoothing=2, window=3)  # described by `COLLAPSE_RULE`
-COLLAPSE_RULE = (
-    "the mean of two evaluations of held-out accuracy falls below half of its best and does not come back within "
-    "three, or the run ends below it, or an update is not finite"
 )
 EARLY = (4, 20)  # updates over which G is measured, in every run: after the warm-up of the law's runs, before collapses
 
@@ -28,13 +21,9 @@ def summarize_run(directory: Path, ended: str = "") -> dict[str, Any]:
     """Numbers of a run. `ended` is the reason where it stopped early."""
     run = read_run(directory)
     evaluations = run.evaluations
-    collapsed_at = find_collapse_of_run(evaluations, RULE)
-    if ended and collapsed_at is None:
-        collapsed_at = min(run.updates + 1, run.planned_updates)
     return {
         "ended": ended,
         "updates": run.updates,
-        "collapsed_at": collapsed_at,
         "evaluations": {
             "version": [record["version"] for record in evaluations],
             "accuracy": [rounded(record["accuracy"]["value"]) for record in evaluations],

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 from experiments.lab.definition import Job
-from experiments.lab.plan import describe_plan, next_jobs, score, seeds_of, tune, wider
+from experiments.lab.plan import describe_plan, is_collapsed, next_jobs, score, seeds_of, tune, wider
 
 from tiny_lab import define
 
 
 def outcome(value: float, *, fell: bool = False) -> dict[str, Any]:
-    return {"ended": "", "collapsed_at": 3 if fell else None, "evaluations": {"accuracy": [0.1, value, value, value]}}
+    return {"ended": "", "evaluations": {"accuracy": [10.0 if fell else 0.1, value, value, value]}}
 
 
 class Runs:
@@ -44,7 +44,7 @@ def by_rate(scores: dict[float, float], spread: float = 0.0, hot: float = 1.0) -
 
 def test_tuning_comes_first_then_judged_seeds_at_the_rates_that_won(tmp_path: Path) -> None:
     (experiment,) = define(tmp_path)
-    runs = Runs(by_rate({1e-4: 0.5, 1e-3: 0.9, 1e-2: 0.2, 5e-4: 0.5}, hot=1e-2))
+    runs = Runs(by_rate({1e-4: 0.5, 1e-3: 0.9, 1e-2: 0.2, 5e-4: 0.5}, hot=1e-3))
     first = next_jobs([experiment], "lab", runs)
     tuning = [job for job in first if job.config["seed"] in (101, 102)]
     assert len(tuning) == 2 * 3 * 2 and not any(job.options for job in tuning)
@@ -54,9 +54,9 @@ def test_tuning_comes_first_then_judged_seeds_at_the_rates_that_won(tmp_path: Pa
     runs.finish(tuning)
     judged = [job for job in next_jobs([experiment], "lab", runs) if job.config["seed"] >= 200 and job.kind == "train"]
     found, _ = tune(experiment, "lab", runs)
-    assert (found.best("auto"), found.hot("GRPO"), found.widened) == (1e-3, 1e-2, 0)
+    assert (found.best("auto"), found.hot("GRPO"), found.widened) == (1e-3, 1e-3, 0)
     rates = sorted(rate_of(job) for job in judged if job.config["seed"] == 200)
-    assert rates == [5e-4, 1e-3, 1e-3, 1e-3, 1e-2]  # fixed; auto, GRPO and GRPO with foreign rollouts; hot
+    assert rates == [5e-4, 1e-3, 1e-3, 1e-3, 1e-3]  # fixed; auto, GRPO, GRPO hot and with foreign rollouts
     assert sum(job.options == {"pass_samples": 4} for job in judged) == 2  # of GRPO, on both seeds
 
 
@@ -100,6 +100,9 @@ def test_a_score_is_the_mean_of_the_last_three_evaluations() -> None:
     run = outcome(0.0) | {"evaluations": {"accuracy": [0.9, 0.1, 0.2, 0.6]}}
     assert score(run) == pytest.approx(0.3)
     assert score(run | {"ended": "not finite"}) == 0.0
+    # 0.3 is below half of 0.9; from 0.6 it would not be, nor without the first evaluation.
+    assert is_collapsed(run) and is_collapsed(outcome(0.9) | {"ended": "not finite"})
+    assert not is_collapsed(outcome(0.0) | {"evaluations": {"accuracy": [0.6, 0.1, 0.2, 0.6]}})
 
 
 def test_rates_beside_a_grid() -> None:

@@ -248,7 +248,7 @@ def test_equal_runs_of_two_experiments_are_made_once(tmp_path: Path) -> None:
 )
 def test_a_wrong_definition_is_refused(tmp_path: Path, lab: str, part: str) -> None:
     def result(key: str) -> dict[str, Any]:
-        return {"ended": "", "collapsed_at": None, "evaluations": {"accuracy": [0.5]}}
+        return {"ended": "", "evaluations": {"accuracy": [0.5]}}
 
     with pytest.raises(ConfigError, match=part.replace("?", r"\?")):
         next_jobs(define(tmp_path, lab), "lab", result)

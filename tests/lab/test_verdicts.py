@@ -19,18 +19,18 @@ ROOT = Path(__file__).parents[2]
 JITTER = (-0.01, -0.005, 0.0, 0.0, 0.005, 0.01)  # of six seeds
 
 
-def run(value: float, *, best: float | None = None, fell: bool = False, **more: Any) -> dict[str, Any]:
+def run(value: float, *, best: float, **more: Any) -> dict[str, Any]:
     """A kept run that ends at this accuracy, and was at `best` on the way."""
-    curve = [0.4, value if best is None else best, value, value, value]
-    evaluations = {"version": [0, 32, 64, 96, 128], "accuracy": curve}
-    return {"ended": "", "collapsed_at": 64 if fell else None, "evaluations": evaluations, "series": {}, **more}
+    evaluations = {"version": [0, 32, 64, 96, 128], "accuracy": [0.2, best, value, value, value]}
+    return {"ended": "", "evaluations": evaluations, "series": {}, **more}
 
 
 def arm(name: str, value: float, *, axes: dict[str, str] | None = None, fell: int = 0, **more: Any) -> dict[str, Any]:
-    """Six seeds around a value, the first `fell` of which collapsed."""
-    best = more.pop("best", value)
+    """Six seeds around a value, the first `fell` of which were there and end at a quarter of it."""
+    ends = [value / 4 if place < fell else value for place in range(len(JITTER))]
     seeds = {
-        str(200 + place): run(value + by, best=best + by, fell=place < fell, **more) for place, by in enumerate(JITTER)
+        str(200 + place): run(end + by, best=value + by, **more)
+        for place, (end, by) in enumerate(zip(ends, JITTER, strict=True))
     }
     return {"name": name, "kind": "train", "axes": axes or {}, "rate": 1e-3, "seeds": seeds}
 
@@ -65,11 +65,11 @@ def verdict(rule: str, made: Results) -> str:
 
 
 def clips(tight: tuple[float, int], relaxed: tuple[float, int]) -> Results:
-    hot = [
-        arm(f"{name}, hot", 0.3, best=best, fell=fell)
-        for name, (best, fell) in (("tight", tight), ("relaxed", relaxed))
-    ]
-    return results(*hot, arm("tight", 0.8), arm("relaxed", 0.9))
+    """Best accuracy on the way and collapses of both clips at the hot rate."""
+    given = (("tight", tight), ("relaxed", relaxed))
+    return results(
+        *(arm(f"{name}, hot", best, fell=fell) for name, (best, fell) in given), arm("tight", 0.8), arm("relaxed", 0.9)
+    )
 
 
 def test_clipping_dilemma() -> None:
@@ -182,10 +182,9 @@ def grid(power: float, limit: float = 4.0) -> Results:
         for rate in (3e-4, 5e-4, 8e-4, 1.2e-3, 2e-3, 3e-3, 5e-3):
             for updates in (64, 128, 256, 512):
                 fell = rate * 200 * updates**power > limit * 256 ** (power - 0.5)
-                one = arm("", 0.5, axes={"lag": lag, "rate": f"{rate:g}", "T": str(updates)}, early_norm_per_lr=200.0)
-                for seed in one["seeds"].values():
-                    seed["collapsed_at"] = 9 if fell else None
-                arms.append(one | {"name": f"{lag} {rate:g} {updates}"})
+                axes = {"lag": lag, "rate": f"{rate:g}", "T": str(updates)}
+                name = f"{lag} {rate:g} {updates}"
+                arms.append(arm(name, 0.5, axes=axes, fell=6 * fell, early_norm_per_lr=200.0))
     return results(*arms)
 
 
