@@ -39,13 +39,18 @@ def summarize_run(directory: Path, ended: str = "") -> dict[str, Any]:
 def early_norm_per_rate(rate: np.ndarray, drift: np.ndarray) -> float | None:
     """G: Σ‖Δθ‖ / Σ η over the updates `EARLY`, whatever became of the run; None for a run that ended before.
 
-    >>> early_norm_per_rate(np.full(30, 0.5), np.arange(1.0, 31.0))
+    Updates without any advantage take no step: they have neither drift nor rate (NaN) and do not count.
+
+    >>> nan = np.nan
+    >>> early_norm_per_rate(np.array([*[0.5] * 10, nan, *[0.5] * 19]), np.array([*range(1, 11), nan, *range(11, 30)]))
     2.0
     """
     first, end = EARLY
-    if len(drift) < end or not np.isfinite(drift[first - 1 : end]).all():
+    before, within = (part[np.isfinite(part)] for part in (drift[:first], drift[first:end]))
+    if len(drift) < end or not len(within):
         return None
-    return rounded(float((drift[end - 1] - drift[first - 1]) / rate[first:end].sum()))
+    start = float(before[-1]) if len(before) else 0.0
+    return rounded((float(within[-1]) - start) / float(np.nansum(rate[first:end])))
 
 
 def series(run: Run, key: str) -> list[list[float | None]]:

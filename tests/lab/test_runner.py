@@ -25,6 +25,7 @@ from experiments.lab.pages import import_results
 from experiments.lab.plan import next_jobs
 from experiments.lab.raw_logprobs import RawLogprobs
 from experiments.lab.results import LARGEST_BYTES, read_results, text_of
+from experiments.lab.run_summary import early_norm_per_rate
 from experiments.lab.runner import record_machine
 
 from stalewise.errors import ConfigError
@@ -45,9 +46,6 @@ seeds = [2, 2]
 [[lab.arms]]
 name = "auto"
 set = { recipe = "auto", schedule = { kind = "staged" } }
-[[lab.arms]]
-name = "GRPO"
-set = { objective = { name = "grpo" } }
 [[lab.arms]]
 name = "P3O, foreign"
 rate = "of auto"
@@ -108,7 +106,7 @@ def reproduced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str
 
 @pytest.mark.nightly
 def test_a_command_that_was_killed_goes_on_and_does_nothing_twice(tmp_path: Path) -> None:
-    define(tmp_path, RUNNABLE)
+    define(tmp_path, RUNNABLE.split('[[lab.arms]]\nname = "P3O, foreign"')[0])  # one arm is enough
     process = start(tmp_path)
     deadline = time.monotonic() + 120
     while not list((tmp_path / "out" / "kept").glob("*.json")):
@@ -129,10 +127,10 @@ def test_a_command_that_was_killed_goes_on_and_does_nothing_twice(tmp_path: Path
 
 def test_every_job_is_done_but_the_broken_ones(reproduced: tuple[Path, dict[str, Any]]) -> None:
     _, answer = reproduced
-    # 5 arms × 2 judged seeds, the policy that others sample with, and the tuning: 2 arms × 2 seeds at each of 3 rates,
+    # 4 arms × 2 judged seeds, the policy that others sample with, and the tuning: one arm × 2 seeds at each of 3 rates,
     # or of more where the grid was widened.
-    tuning = answer["done"] - 11
-    assert tuning >= 12 and tuning % 4 == 0 and answer["jobs"] == answer["done"] + 2
+    tuning = answer["done"] - 9
+    assert tuning >= 6 and tuning % 2 == 0 and answer["jobs"] == answer["done"] + 2
     assert len(answer["failed"]) == 2 and all("no-such-directory" in reason for reason in answer["failed"].values())
 
 
@@ -163,7 +161,7 @@ def test_the_command_renders_and_does_nothing_again(reproduced: tuple[Path, dict
     words = ("all", "--render-only", "--from", root / "out", "--experiments", experiments, "--json")
     status, stdout, _ = lab(*words)
     answer = json.loads(stdout)["experiments"]["tiny"]["lab"]
-    assert status == 0 and answer["verdict"] in ("shown", "not shown", "opposite") and 0 <= answer["p"] <= 1
+    assert status == 0 and answer["verdict"] == "cannot say" and "missing: auto and a single" in answer["ours"]
     page = (experiments / "tiny" / "README.md").read_text()
     assert "Rule, stated before these runs" in page and "broken, seed 200" in page and "(lab.svg)" in page
     assert (experiments / "tiny" / "lab-scores.svg").read_text().startswith("<svg")
@@ -282,6 +280,17 @@ def test_raw_log_probabilities_are_those_before_temperature() -> None:
         assert theirs.logp == pytest.approx((logits_NV / 1.5).log_softmax(1)[place].numpy(), abs=1e-5)
     plain = [sampler.sample(requests, SamplerSettings()) for sampler in (raw, tempered)]
     assert plain[0] == plain[1]
+
+
+def test_drift_per_rate_is_that_of_updates_4_to_19_that_took_a_step() -> None:
+    # Each step moves by 2η. Update 10 took none: 15 steps of 16 in the window, and the same ratio.
+    rate, norm = np.full(40, 0.5), np.full(40, 1.0)
+    rate[10] = norm[10] = np.nan
+    rate[:4] = 0.1  # warm-up is outside of the window, and so is what comes after it
+    norm[20:] = 100.0
+    drift = np.where(np.isnan(norm), np.nan, np.nancumsum(norm))
+    assert early_norm_per_rate(rate, drift) == 2.0
+    assert early_norm_per_rate(rate[:19], drift[:19]) is None  # it ended before
 
 
 def test_curves_are_thinned_to_means() -> None:
