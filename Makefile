@@ -166,7 +166,7 @@ attack: attack-hostile
 attack-hostile: install
 	cd tests && OMP_NUM_THREADS=1 PYTHONPATH=.:.. ../$(BIN)/python -m attacks.hostile --seed $(SEED) --count $(COUNT)
 
-# The claims of the papers: `make reproduce-clipping-dilemma`, or `make reproduce` for all; on a GPU with SETTING=real.
+# The claims of the papers: `make reproduce-clipping-dilemma`, or `make reproduce` for all.
 SETTING := lab
 reproduce: install
 	$(BIN)/python -m experiments.lab all --setting $(SETTING)

@@ -15,8 +15,9 @@ from typing import Any
 
 from experiments.lab.definition import SETTINGS, Experiment, load_experiments
 from experiments.lab.pages import describe_runs, found, import_results, render, results_table, write_files
+from experiments.lab.plan import describe_plan
 from experiments.lab.results import read_results, results_name
-from experiments.lab.runner import LabResult, default_experiments, run_experiments
+from experiments.lab.runner import LabResult, default_experiments, kept_results, run_experiments
 from experiments.lab.verdicts import rules
 
 from stalewise.errors import ConfigError, StalewiseError
@@ -28,10 +29,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     option = parser.add_argument
     option("names", nargs="*", metavar="NAME", help="experiments, or all; without a name: list them")
     option("--setting", choices=SETTINGS, default="lab", help="lab (embedded policies) or real (a language model)")
-    option("--seeds", type=positive_integer, help="run fewer seeds than the experiment asks for")
+    option("--plan", action="store_true", help="print jobs and estimated core-seconds of each claim; run nothing")
+    option("--smoke", action="store_true", help="runs of seconds, to try the whole path; judge nothing by them")
     option("--workers", type=positive_integer, help="number of jobs at a time")
     option("--out", type=Path, default=Path("runs/reproduce"), help="directory for runs and results")
-    option("--deadline-s", type=float, help="start no job after this many seconds")
+    option("--deadline-s", type=float, help="start no job after this many seconds; 0: only collect results")
     option("--render-only", action="store_true", help="run nothing; render from kept results")
     option("--no-render", action="store_true", help="write results to --out only; leave experiments/ and docs/ alone")
     option("--from", dest="source", type=Path, help="with --render-only: first import results from this directory")
@@ -44,6 +46,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
         raise ConfigError("--from needs --render-only: it imports results made elsewhere")
     if arguments.render_only and arguments.no_render:
         raise ConfigError("--render-only and --no-render exclude each other: give one of them")
+    if arguments.smoke and not (arguments.no_render or arguments.plan):
+        raise ConfigError("--smoke needs --no-render: its runs are too short to be kept")
     return arguments
 
 
@@ -65,14 +69,16 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _main(arguments: argparse.Namespace) -> int:
     root, source = arguments.experiments or default_experiments(), arguments.source
-    chosen = load_experiments(root, [] if arguments.names in ([], ["all"]) else arguments.names)
+    chosen = load_experiments(root, [] if arguments.names in ([], ["all"]) else arguments.names, smoke=arguments.smoke)
+    if arguments.plan:
+        print("\n".join(describe_plan(chosen, arguments.setting, kept_results(arguments.out))))
+        return 0
     result: LabResult | None = None
     if arguments.names and not arguments.render_only:
         result = run_experiments(
             chosen,
             arguments.setting,
             out=arguments.out,
-            seeds=arguments.seeds,
             workers=arguments.workers,
             deadline_s=arguments.deadline_s,
             keep_runs=arguments.keep_runs,
@@ -98,29 +104,26 @@ def render_pages(root: Path, source: Path | None, *, replace: bool) -> None:
         _log(refusal)
     files = render(experiments)
     if (root.parent / "docs").is_dir():
-        files[root.parent / "docs" / "results.md"] = results_table(experiments)
+        table = results_table(experiments)
+        files |= {root.parent / "docs" / "results.md": table} if table is not None else {}
     write_files(files)
 
 
 def _log_unkept_results(experiments: Sequence[Experiment], source: Path) -> None:
-    """Log the verdicts of results in `source` that are not the kept ones."""
+    """Log what results in `source` say that are not the kept ones; verdicts need all claims."""
     for experiment in experiments:
         for setting in experiment.settings:
             own, kept = (path / results_name(setting) for path in (source / experiment.name, experiment.directory))
-            if own.is_file() and not (kept.is_file() and own.read_bytes() == kept.read_bytes()):
-                results = read_results(own)
+            results = read_results(own)
+            if results is not None and not (kept.is_file() and own.read_bytes() == kept.read_bytes()):
                 finding = rules()[experiment.table.verdict](results)
-                _log(f"{own}: {finding.verdict} ({finding.ours}); {describe_runs(results)}")
+                _log(f"{own}: {finding.ours}; {describe_runs(results)}")
 
 
 def _print(experiments: Sequence[Experiment], result: LabResult | None, as_json: bool) -> None:
-    verdicts = {
-        experiment.name: {
-            setting: {"verdict": finding.verdict, "ours": finding.ours}
-            for setting, (_, finding) in found(experiment).items()
-        }
-        for experiment in experiments
-    }
+    verdicts: dict[str, dict[str, Any]] = {experiment.name: {} for experiment in experiments}
+    for (name, setting), one in found(experiments).items():
+        verdicts[name][setting] = {"verdict": one.verdict, "p": one.p, "ours": one.finding.ours}
     record: dict[str, Any] = {} if result is None else asdict(result) | {"results": list(map(str, result.results))}
     if as_json:
         print(json.dumps({**record, "experiments": verdicts}))

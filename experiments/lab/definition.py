@@ -1,4 +1,4 @@
-"""Experiment definitions: a claim, the arms that test it in each setting, and the jobs of these arms.
+"""Experiment definitions: a claim, and the arms that test it in each setting.
 
 Read from `experiments/NAME/experiment.toml`; `experiments/bases.toml` holds tables that experiments share.
 """
@@ -10,11 +10,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from stalewise.config import RunConfig, make_config, read_toml
 from stalewise.config.sections import Section
@@ -22,10 +23,15 @@ from stalewise.errors import ConfigError, nearest
 
 SETTINGS = ("lab", "real")
 FILE, BASES = "experiment.toml", "bases.toml"
-FIRST_SEED = 1  # seed 0 was used to choose settings, so it is in no result
-WARM = "warm:"  # prefix of model.path for a policy made by a warm start, as in warm:chains
+# What cuts a run down to a few seconds, to try the whole path from definitions to pages. 48 updates suit every lag.
+SMOKE: dict[str, Any] = {
+    "schedule": {"updates": 48},
+    "batch": {"prompts": 6, "group_size": 4},
+    "evaluation": {"every": 8, "prompts": 8, "samples": 2},
+}
+POLICY = "policy:"  # prefix of a path: the last policy of a run of this name in bases.toml
 
-Kind = Literal["train", "learn", "evaluate", "bias", "warm"]
+Kind = Literal["train", "evaluate", "policy"]
 
 
 class Source(Section):
@@ -40,29 +46,27 @@ class ArmTable(Section):
     """One arm, or one per combination of its axes' values."""
 
     name: str = Field(description="Name in figures; {axis} is replaced by the axis' value.")
-    kind: Literal["train", "learn", "evaluate", "bias"] = Field(default="train", description="What its jobs do.")
-    of: str = Field(default="", description="For learn and evaluate: the arm whose rollouts or policy is used.")
-    seeds: int | None = Field(default=None, ge=1, description="Number of seeds, if not that of the setting.")
-    late: bool = Field(default=False, description="Run its jobs after other arms of the same seed.")
+    kind: Literal["train", "evaluate"] = Field(default="train", description="A run, or an evaluation of its start.")
+    rate: str = Field(
+        default="tuned",
+        description="Learning rate: tuned; of ARM: as tuned for that arm; hot of ARM: the smallest at which all tuning "
+        "seeds of that arm collapse; set: that of its settings.",
+    )
     axes: dict[str, dict[str, dict[str, Any]]] = Field(
         default_factory=dict, description="Axis → value → settings; one arm per combination."
     )
-    options: dict[str, Any] = Field(default_factory=dict, description="Options of a job that is not a training run.")
+    options: dict[str, Any] = Field(default_factory=dict, description="pass_samples, raw_logprobs: see run_job.")
     set: dict[str, Any] = Field(default_factory=dict, description="Settings of the run.")
-
-    @model_validator(mode="after")
-    def _no_contradiction(self) -> Self:
-        if (self.kind in ("learn", "evaluate")) != bool(self.of):
-            raise ValueError(f"arm {self.name}: `of` goes with the kinds learn and evaluate, and only with them")
-        return self
 
 
 class SettingTable(Section):
     """How the claim is tested in one setting."""
 
     base: str = Field(description="Table of experiments/bases.toml that every run starts from.")
-    seeds: int = Field(ge=1, description="Number of seeds of every arm, from seed 1.")
-    task: str = Field(default="", description="Description of the task.")
+    task: str = Field(description="Description of the task.")
+    rates: list[float] = Field(default_factory=list, description="Learning rates that every tuned arm is tried at.")
+    seeds: tuple[int, int] = Field(strict=False, description="Fewest and most judged seeds of each arm.")
+    margin: float = Field(default=0.03, gt=0, description="Difference that the number of seeds must find.")
     set: dict[str, Any] = Field(default_factory=dict, description="Settings of every run; override the base.")
     arms: list[ArmTable] = Field(min_length=1)
 
@@ -90,10 +94,13 @@ class Arm:
     kind: Kind
     axes: dict[str, str]
     settings: dict[str, Any]
-    of: str
     options: dict[str, Any]
-    seeds: int
-    late: bool
+    rate: str
+
+    @property
+    def is_tuned(self) -> bool:
+        """Whether it is tried at every learning rate of the grid."""
+        return self.rate == "tuned" and self.kind == "train"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +110,7 @@ class Job:
     key: str
     kind: Kind
     config: dict[str, Any]  # of the run, without name and directory
-    needs: tuple[str, ...] = ()  # keys of jobs that must be done first
+    needs: tuple[str, ...] = ()  # keys of policies that must be made first
     options: dict[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
@@ -111,7 +118,7 @@ class Job:
         return {"key": self.key, "kind": self.kind, "config": self.config, "needs": self.needs, "options": self.options}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # hashed by identity
 class Experiment:
     """An experiment as defined by its file."""
 
@@ -119,6 +126,7 @@ class Experiment:
     directory: Path
     table: ExperimentTable
     bases: dict[str, Any]
+    is_smoke: bool = False  # whether its runs are cut down to a few seconds
 
     @property
     def settings(self) -> list[str]:
@@ -132,45 +140,70 @@ class Experiment:
             raise ConfigError(f"experiment {self.name} has no setting {name}; it has {', '.join(self.settings)}")
         return found
 
-    def arms(self, setting: str) -> list[Arm]:
-        """All arms in file order."""
+    def arms(self, setting: str) -> dict[str, Arm]:
+        """All arms by name, in file order."""
         table = self.setting(setting)
-        base = merged(self._base(table.base), table.set)
-        return [arm for rows in table.arms for arm in _expand(rows, base, table.seeds)]
-
-    def _base(self, name: str) -> dict[str, Any]:
-        if name not in self.bases:
-            raise ConfigError(f"{self.directory / FILE}: base {name} is not in {BASES}; {nearest(name, self.bases)}")
-        return self.bases[name]
-
-    def jobs(self, setting: str, seeds: int | None = None) -> Iterator[tuple[Arm, int, list[Job]]]:
-        """For each arm and seed its job, preceded by the jobs it needs."""
-        arms = {arm.name: arm for arm in self.arms(setting)}
-        if len(arms) < len(self.arms(setting)):
+        if table.base not in self.bases:
+            hint = nearest(table.base, self.bases)
+            raise ConfigError(f"{self.directory / FILE}: base {table.base} is not in {BASES}; {hint}")
+        base = merged(self.bases[table.base], table.set)
+        listed = [arm for rows in table.arms for arm in _expand(rows, base)]
+        arms = {arm.name: arm for arm in listed}
+        if len(arms) < len(listed):
             raise ConfigError(f"{self.directory / FILE}: two arms of the setting {setting} have the same name")
-        for arm in arms.values():
-            if arm.of and arm.of not in arms:
-                raise ConfigError(f"{self.directory / FILE}: arm {arm.name} is of {arm.of}; {nearest(arm.of, arms)}")
-            for seed in range(FIRST_SEED, FIRST_SEED + min(arm.seeds, seeds or arm.seeds)):
-                yield arm, seed, self._chain(arm, seed, arms)
+        for arm in listed:
+            named = arm.rate.removeprefix("hot of ").removeprefix("of ")
+            if named not in ("tuned", "set") and not (named in arms and arms[named].is_tuned and named != arm.rate):
+                hint = nearest(named, [name for name, one in arms.items() if one.is_tuned])
+                raise ConfigError(f"{self.directory / FILE}: arm {arm.name} has the rate {arm.rate!r}; {hint}")
+        if any(arm.is_tuned for arm in listed) and len(table.rates) < 3:
+            raise ConfigError(f"{self.directory / FILE}: {setting}.rates needs three values or more: an inner one wins")
+        return arms
 
-    def _chain(self, arm: Arm, seed: int, arms: Mapping[str, Arm]) -> list[Job]:
-        before = self._chain(arms[arm.of], seed, arms) if arm.of else []
-        config = checked({**arm.settings, "seed": seed}, f"{self.directory / FILE}, arm {arm.name}")
-        path = str(config["model"]["path"])
-        if path.startswith(WARM):
-            before = [warm_job(path.removeprefix(WARM), self.bases), *before]
-        needs = tuple(dict.fromkeys(job.key for job in before))
-        content = {"kind": arm.kind, "config": config, "options": arm.options, "needs": needs}
-        return [*before, Job(digest(content), arm.kind, config, needs, arm.options)]
+    def job(self, arm: Arm, seed: int, rate: float | None, *, judged: bool = True) -> list[Job]:
+        """The job of an arm, preceded by the policies it needs. Options are of judged runs alone."""
+        return _jobs(self, arm.name, json.dumps(arm.settings), arm.kind, json.dumps(arm.options), seed, rate, judged)
 
 
-def warm_job(name: str, bases: Mapping[str, Any]) -> Job:
-    """The supervised warm start of this name in `bases.toml`."""
-    warm = bases.get("warm", {})
-    if name not in warm:
-        raise ConfigError(f"model.path {WARM}{name}: no such warm start in {BASES}; {nearest(name, warm)}")
-    return Job(digest({"kind": "warm", "options": warm[name]}), "warm", {}, (), {"name": name, **warm[name]})
+@cache
+def _jobs(
+    experiment: Experiment,
+    name: str,
+    settings: str,
+    kind: Kind,
+    options: str,
+    seed: int,
+    rate: float | None,
+    judged: bool,
+) -> list[Job]:
+    """Cached: a plan is made again after every job."""
+    record = {**json.loads(settings), "seed": seed}
+    if rate is not None:
+        record = merged(record, {"optimizer": {"learning_rate": rate}})
+    chosen: dict[str, Any] = {
+        key: value for key, value in json.loads(options).items() if judged or key != "pass_samples"
+    }
+    if experiment.is_smoke:
+        record = merged(record, SMOKE)
+        chosen |= {"pass_samples": 4} if "pass_samples" in chosen else {}
+    before: list[Job] = []
+    path = str(record.get("sampler", {}).get("foreign", {}).get("path", ""))
+    if path.startswith(POLICY):
+        before = [policy_job(path.removeprefix(POLICY), experiment)]
+    config = checked(record, f"{experiment.directory / FILE}, arm {name}")
+    needs = tuple(job.key for job in before)
+    content = {"kind": kind, "config": config, "options": chosen, "needs": needs}
+    return [*before, Job(digest(content), kind, config, needs, chosen)]
+
+
+def policy_job(name: str, experiment: Experiment) -> Job:
+    """The run of this name in `bases.toml` whose last policy others use."""
+    bases, found = experiment.bases, experiment.bases.get("policy", {})
+    if name not in found:
+        raise ConfigError(f"{POLICY}{name}: no such policy in {BASES}; {nearest(name, found)}")
+    record = merged(bases[found[name]["base"]], found[name]["set"])
+    config = checked(merged(record, SMOKE) if experiment.is_smoke else record, f"{BASES}, policy {name}")
+    return Job(digest({"kind": "policy", "config": config}), "policy", config)
 
 
 def checked(record: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -178,11 +211,11 @@ def checked(record: Mapping[str, Any], source: str) -> dict[str, Any]:
     return make_config(record, source=source).identity() | {"learner": dict(record.get("learner", {}))}
 
 
-def run_config(job_config: Mapping[str, Any], *, name: str, runs: Path, model: str | None = None) -> RunConfig:
-    """Config of a job's run; `model` is the path of its warm start."""
+def run_config(job_config: Mapping[str, Any], *, name: str, runs: Path, foreign: str | None = None) -> RunConfig:
+    """Config of a job's run; `foreign` is the path of the second policy."""
     record = {**job_config, "name": name, "runs": str(runs)}
-    if model is not None:
-        record["model"] = {**record["model"], "path": model}
+    if foreign is not None:
+        record = merged(record, {"sampler": {"foreign": {"path": foreign}}})
     return make_config(record, source=name)
 
 
@@ -204,22 +237,22 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _expand(table: ArmTable, base: Mapping[str, Any], seeds: int) -> Iterator[Arm]:
+def _expand(table: ArmTable, base: Mapping[str, Any]) -> Iterator[Arm]:
     settings = merged(base, table.set)
     for values in product(*(axis.items() for axis in table.axes.values())):
         place = dict(zip(table.axes, (name for name, _ in values), strict=True))
-        whole = settings
+        whole, options = settings, dict(table.options)
         for _, over in values:
-            whole = merged(whole, over)
-        name, of = (_filled(text, place) for text in (table.name, table.of))
-        yield Arm(name, table.kind, place, whole, of, table.options, table.seeds or seeds, table.late)
+            options |= over.get("options", {})
+            whole = merged(whole, {key: value for key, value in over.items() if key != "options"})
+        yield Arm(_filled(table.name, place), table.kind, place, whole, options, _filled(table.rate, place))
 
 
 def _filled(template: str, place: Mapping[str, str]) -> str:
     return re.sub(r"\{(\w+)\}", lambda match: place.get(match[1], match[0]), template)
 
 
-def load_experiment(directory: Path) -> Experiment:
+def load_experiment(directory: Path, *, smoke: bool = False) -> Experiment:
     """Read one experiment; any problem with its file is a ConfigError."""
     path = directory / FILE
     bases = directory.parent / BASES
@@ -228,10 +261,10 @@ def load_experiment(directory: Path) -> Experiment:
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    return Experiment(directory.name, directory, table, read_toml(bases) if bases.is_file() else {})
+    return Experiment(directory.name, directory, table, read_toml(bases) if bases.is_file() else {}, smoke)
 
 
-def load_experiments(root: Path, names: Sequence[str] = ()) -> list[Experiment]:
+def load_experiments(root: Path, names: Sequence[str] = (), *, smoke: bool = False) -> list[Experiment]:
     """Experiments under a directory, all or by name, ordered by number."""
     found = {path.parent.name: path.parent for path in sorted(root.glob(f"*/{FILE}"))}
     if not found:
@@ -239,5 +272,5 @@ def load_experiments(root: Path, names: Sequence[str] = ()) -> list[Experiment]:
     for name in names:
         if name not in found:
             raise ConfigError(f"there is no experiment {name}; {nearest(name, found)}")
-    chosen = [load_experiment(found[name]) for name in (names or found)]
+    chosen = [load_experiment(found[name], smoke=smoke) for name in (names or found)]
     return sorted(chosen, key=lambda experiment: experiment.table.number)

@@ -1,4 +1,4 @@
-"""Runs jobs in a few worker processes: in order, each after the jobs it needs, skipping those with a result."""
+"""Runs jobs in a few worker processes: in order, each after the policies it needs, skipping those with a result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from experiments.lab.definition import Job
@@ -17,7 +17,6 @@ from experiments.lab.definition import Job
 from stalewise.store.atomic import write_json_atomic
 
 CHECKOUT = Path(__file__).parents[2]
-HEAVY = ("checkpoints", "rollouts", "ledger", "bias")  # parts of a run directory to delete once its numbers are kept
 
 
 def kept_path(out: Path, key: str) -> Path:
@@ -30,21 +29,14 @@ def failed_path(out: Path, key: str) -> Path:
     return out / "failed" / f"{key}.json"
 
 
-def again_path(out: Path, key: str) -> Path:
-    """Marks a job that must run again although it has a result."""
-    return out / "again" / key
+def policy_path(out: Path, key: str) -> Path:
+    """A policy that other runs sample with."""
+    return out / "policies" / key
 
 
-def warm_path(out: Path, key: str) -> Path:
-    """Policy made by a warm start."""
-    return out / "warm" / key
-
-
-def output_for_others(out: Path, job: Job) -> Path | None:
-    """Directory that dependent jobs read beside the result; None where there is none."""
-    if job.kind == "warm":
-        return warm_path(out, job.key)
-    return out / "runs" / job.key / "checkpoints" if job.kind in ("train", "learn") else None
+def is_done(out: Path, job: Job) -> bool:
+    """Whether a job has a result, and a policy where others need it."""
+    return kept_path(out, job.key).is_file() and (job.kind != "policy" or policy_path(out, job.key).is_dir())
 
 
 class JobPool:
@@ -52,7 +44,7 @@ class JobPool:
 
     def __init__(
         self,
-        jobs: Sequence[Job],
+        plan: Callable[[], Sequence[Job]],
         out: Path,
         *,
         workers: int,
@@ -60,38 +52,25 @@ class JobPool:
         keep_runs: bool = False,
         log: Callable[[str], object] = lambda text: None,
     ) -> None:
-        self.jobs = {job.key: job for job in jobs}
-        self.out, self.workers, self.keep_runs, self.log = out, workers, keep_runs, log
+        """`plan` gives the jobs that are known now, in order; it is asked again after each job."""
+        self.plan, self.out, self.workers, self.keep_runs, self.log = plan, out, workers, keep_runs, log
         self.until = None if deadline_s is None else time.monotonic() + deadline_s
         self.lock = threading.Condition()
         self.failed: dict[str, str] = {}
-        needed_again = self._needed_again()
-        self.waiting = [key for key in self.jobs if not kept_path(out, key).is_file() or key in needed_again]
-        self.total = len(self.waiting)
         self.running: set[str] = set()
         self.processes: set[subprocess.Popen[str]] = set()
+        self.is_stopped = False
+        self.refresh()
 
-    def _needed_again(self) -> set[str]:
-        """Done jobs whose rollouts or policies were deleted but are needed by a job that is not done.
-
-        The old result stays until the run is repeated, since the deadline may come first. A mark on disk prevents a
-        half-finished repeat from counting as a complete run.
-        """
-        pending = {key for key in self.jobs if not kept_path(self.out, key).is_file()}
-        for key in pending:
-            for need in self.jobs[key].needs:
-                output = output_for_others(self.out, self.jobs[need])
-                if output is not None and need not in pending and not output.is_dir():
-                    shutil.rmtree(self.out / "runs" / need, ignore_errors=True)
-                    again_path(self.out, need).parent.mkdir(parents=True, exist_ok=True)
-                    again_path(self.out, need).touch()
-        return {key for key in self.jobs if again_path(self.out, key).is_file()}
+    def refresh(self) -> None:
+        """Ask the plan again: jobs may have become known, and some are no longer wanted."""
+        self.jobs = {job.key: job for job in self.plan()}
+        taken = {*self.failed, *self.running}
+        self.waiting = [key for key, job in self.jobs.items() if key not in taken and not is_done(self.out, job)]
 
     def run(self) -> dict[str, str]:
         """Run jobs until the deadline; returns the reasons of failed jobs by key."""
-        threads = [
-            threading.Thread(target=self._work, args=(number,)) for number in range(min(self.workers, self.total))
-        ]
+        threads = [threading.Thread(target=self._work, args=(number,)) for number in range(self.workers)]
         for thread in threads:
             thread.start()
         try:
@@ -100,11 +79,10 @@ class JobPool:
                     thread.join(0.5)
         except BaseException:
             with self.lock:
-                self.waiting.clear()
+                self.is_stopped = True
                 for process in self.processes:
                     process.kill()
             raise
-        self._strip(self.jobs)  # also what a killed process left
         for key, problem in self.failed.items():
             write_json_atomic(failed_path(self.out, key), {"problem": problem})
         return self.failed
@@ -113,7 +91,8 @@ class JobPool:
         """The first job whose dependencies are done; None if nothing is left to start."""
         with self.lock:
             while True:
-                if not self.waiting or (self.until is not None and time.monotonic() > self.until):
+                late = self.until is not None and time.monotonic() > self.until
+                if self.is_stopped or late:
                     return None
                 for key in list(self.waiting):
                     job = self.jobs[key]
@@ -126,7 +105,7 @@ class JobPool:
                         return job
                 if not self.running:
                     return None
-                self.lock.wait(1.0)
+                self.lock.wait(1.0)  # a job that ends may make others known
 
     def _work(self, number: int) -> None:
         process: subprocess.Popen[str] | None = None
@@ -139,12 +118,15 @@ class JobPool:
                     self.running.discard(job.key)
                     if problem:
                         self.failed[job.key] = problem
-                    else:
-                        again_path(self.out, job.key).unlink(missing_ok=True)
-                    self._strip((job.key, *job.needs))
-                    done = self.total - len(self.waiting) - len(self.running)
+                    elif (
+                        not self.keep_runs
+                    ):  # weights and rollouts of a grid would fill a disk; a failed run can resume
+                        shutil.rmtree(self.out / "runs" / job.key, ignore_errors=True)
+                    self.refresh()
+                    done = len(self.jobs) - len(self.waiting) - len(self.running)
                     self.log(
-                        f"{done} of {self.total}: {job.kind} {job.key}" + (f" failed: {problem}" if problem else "")
+                        f"{done} of {len(self.jobs)} known: {job.kind} {job.key}"
+                        + (f" failed: {problem}" if problem else "")
                     )
                     self.lock.notify_all()
         finally:
@@ -195,13 +177,3 @@ class JobPool:
             process.wait()
         process.stdout.close()
         self.processes.discard(process)
-
-    def _strip(self, keys: Iterable[str]) -> None:
-        """Delete weights and rollouts that no job needs any more (a grid would fill a disk). Failed runs can resume."""
-        if self.keep_runs:
-            return
-        unfinished = {*self.waiting, *self.running}
-        needed = {need for key in unfinished for need in self.jobs[key].needs}
-        for key in {*keys} - needed - unfinished - set(self.failed):
-            for name in HEAVY:
-                shutil.rmtree(self.out / "runs" / key / name, ignore_errors=True)

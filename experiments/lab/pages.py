@@ -5,25 +5,15 @@ from __future__ import annotations
 import inspect
 import shutil
 from collections.abc import Mapping, Sequence
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from experiments.lab.definition import Experiment
 from experiments.lab.figures import figures
-from experiments.lab.finding import COLLAPSE_RULE, UNKNOWN, Finding
-from experiments.lab.results import (
-    ArmResult,
-    Results,
-    best,
-    collapsed,
-    final,
-    read_results,
-    results_name,
-    seconds,
-    switches,
-)
-from experiments.lab.verdicts import rules
+from experiments.lab.plan import COLLAPSE_RULE, FIRST_SEED, TUNING_SEEDS, WIDENINGS
+from experiments.lab.results import Results, read_results, results_name
+from experiments.lab.statistics import mean_of
+from experiments.lab.verdicts import UNKNOWN, Finding, judge, rules
 
 from stalewise.errors import ConfigError, nearest
 from stalewise.store.atomic import write_atomic
@@ -31,33 +21,53 @@ from stalewise.store.atomic import write_atomic
 PAGE = "README.md"
 COMMAND = "python -m experiments.lab"
 SETTING_TITLES = {"lab": "Laboratory", "real": "Real model"}
+DESIGN = (
+    "Every run has warm-up and cosine decay, except where the page says otherwise, and is evaluated on 500 held-out "
+    "questions with 4 samples each. A run's score is the mean of its last three evaluations, or 0 if an update was not "
+    f"finite. Learning rates are tuned on seeds {TUNING_SEEDS[0]} and {TUNING_SEEDS[1]}, with the same grid for every "
+    "arm of a claim; where the best rate of any arm is at an edge, all arms get one more rate at that end, at most "
+    f"{WIDENINGS} times. Arms are then judged on seeds from {FIRST_SEED} on, which nothing else has used. The number "
+    "of seeds is that with which the margin is found (one-sided 5%, power 90%), from the two largest standard "
+    "deviations among the tuning runs, within the range that the definition allows. Intervals are Welch's, 95%. A "
+    "verdict needs a p-value below 0.05 after Holm's correction over all claims of the setting."
+)
 
 
-def found(experiment: Experiment) -> dict[str, tuple[Results, Finding]]:
-    """Results and verdict of each setting that has results."""
-    if experiment.table.verdict not in rules():
-        hint = nearest(experiment.table.verdict, rules())
-        raise ConfigError(f"experiment {experiment.name}: unknown verdict {experiment.table.verdict}; {hint}")
-    made: dict[str, tuple[Results, Finding]] = {}
-    for setting in experiment.settings:
-        path = experiment.directory / results_name(setting)
-        if path.is_file():
-            made[setting] = _judged(path, path.stat().st_mtime_ns, experiment.table.verdict)
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Results with what the rule says of them, and the verdict among all claims."""
+
+    results: Results
+    finding: Finding
+    verdict: str
+    p: float
+
+
+def found(experiments: Sequence[Experiment]) -> dict[tuple[str, str], Judged]:
+    """By experiment and setting, where there are results of this design."""
+    known: dict[str, dict[str, tuple[Results, Finding]]] = {}
+    for experiment in experiments:
+        if experiment.table.verdict not in rules():
+            hint = nearest(experiment.table.verdict, rules())
+            raise ConfigError(f"experiment {experiment.name}: unknown verdict {experiment.table.verdict}; {hint}")
+        for setting in experiment.settings:
+            results = read_results(experiment.directory / results_name(setting))
+            if results is not None:
+                finding = rules()[experiment.table.verdict](results)
+                known.setdefault(setting, {})[experiment.name] = (results, finding)
+    made: dict[tuple[str, str], Judged] = {}
+    for setting, by_name in known.items():
+        verdicts = judge({name: finding for name, (_, finding) in by_name.items()})
+        for name, (results, finding) in by_name.items():
+            made[name, setting] = Judged(results, finding, *verdicts[name])
     return made
-
-
-@cache
-def _judged(path: Path, changed: int, verdict: str) -> tuple[Results, Finding]:
-    """Cached by modification time: fitting the law takes seconds."""
-    results = read_results(path)
-    return results, rules()[verdict](results)
 
 
 def import_results(experiments: Sequence[Experiment], source: Path, *, replace: bool = False) -> list[str]:
     """Copy results made elsewhere to their experiments; returns a sentence for each that is refused.
 
     Results of fewer jobs than the kept ones are refused unless `replace` is set, so that a trial does not overwrite a
-    full run.
+    full run. Results of the superseded design give way.
     """
     refused: list[str] = []
     for experiment in experiments:
@@ -65,33 +75,35 @@ def import_results(experiments: Sequence[Experiment], source: Path, *, replace: 
             path, kept = (
                 directory / results_name(setting) for directory in (source / experiment.name, experiment.directory)
             )
-            if not path.is_file() or path.parent.resolve() == experiment.directory.resolve():
+            if (new := read_results(path)) is None or path.parent.resolve() == experiment.directory.resolve():
                 continue
-            done = read_results(path).done  # raises if the format differs
-            before = read_results(kept).done if kept.is_file() else 0
-            if done < before and not replace:
+            before = old.done if (old := read_results(kept)) is not None else 0
+            if new.done < before and not replace:
                 refused.append(
-                    f"{kept} is kept: it has {before} jobs, {path} only {done}; --replace overwrites it, and the page "
-                    "then shows the smaller number"
+                    f"{kept} is kept: it has {before} jobs, {path} only {new.done}; --replace overwrites it, and the "
+                    "page then shows the smaller number"
                 )
-            else:
+            elif new.done:
                 shutil.copyfile(path, kept)
     return refused
 
 
 def render(experiments: Sequence[Experiment]) -> dict[Path, str]:
-    """Content of every file rendered from the kept results."""
+    """Content of every file rendered from results of this design. Pages of the superseded design stay as they are."""
+    judged = found(experiments)
     files: dict[Path, str] = {}
     for experiment in experiments:
-        made = found(experiment)
         drawn: dict[str, list[str]] = {}
-        for setting, (results, finding) in made.items():
-            pictures = figures()[experiment.table.verdict](results) if finding.verdict != UNKNOWN else {}
-            for end, text in pictures.items():
+        made = {
+            setting: judged[key] for setting in experiment.settings if (key := (experiment.name, setting)) in judged
+        }
+        for setting, one in made.items():
+            for end, text in figures(experiment.table.verdict, one.results).items():
                 name = f"{setting}{end}.svg"
                 files[experiment.directory / name] = text
                 drawn.setdefault(setting, []).append(name)
-        files[experiment.directory / PAGE] = page(experiment, made, drawn)
+        if made:
+            files[experiment.directory / PAGE] = page(experiment, made, drawn)
     return files
 
 
@@ -102,48 +114,28 @@ def write_files(files: Mapping[Path, str]) -> None:
             write_atomic(path, text)
 
 
-def page(
-    experiment: Experiment, made: Mapping[str, tuple[Results, Finding]], drawn: Mapping[str, Sequence[str]]
-) -> str:
+def page(experiment: Experiment, made: Mapping[str, Judged], drawn: Mapping[str, Sequence[str]]) -> str:
     """The page of an experiment. The rule comes before the figures."""
     table = experiment.table
     rule = " ".join((inspect.getdoc(rules()[table.verdict]) or "").split())
     sources = [f"- {source.paper}, {source.place}: {source.says}." for source in table.sources]
-    lines = [
-        f"# {table.number}. {table.title}",
-        "",
-        f"**Claim.** {table.claim}",
-        "",
-        "**Sources.**",
-        "",
-        *sources,
-        "",
-        f"**Rule, stated before these runs.** {rule} Beyond doubt means that the 95% interval over seeds lies on one "
-        "side. A single seed has no interval: then a difference of more than 0.05 counts.",
-        "",
-        "Exploratory laboratory runs with seed 0 chose the settings (η, µ, the length of runs). Seed 0 is in no "
-        "result: seeds start at 1.",
-        "",
-        f"A run has collapsed if {COLLAPSE_RULE}.",
-        "",
-    ]
+    lines = [f"# {table.number}. {table.title}", "", f"**Claim.** {table.claim}", "", "**Sources.**", "", *sources, ""]
+    lines += [f"**Rule, stated before these runs.** {rule}", "", DESIGN, ""]
+    lines += [f"A run has collapsed if {COLLAPSE_RULE}.", ""]
     if table.words:
         lines += [table.words, ""]
-    for setting in experiment.settings:
+    for setting, one in made.items():
         lines += [f"## {SETTING_TITLES[setting]}", "", f"{experiment.setting(setting).task}.", ""]
         lines += ["```sh", f"{COMMAND} {experiment.name} --setting {setting}", "```", ""]
-        if setting not in made:
-            lines += ["Not run yet.", ""]
-            continue
-        results, finding = made[setting]
-        lines += [f"**Verdict: {finding.verdict}.** {finding.ours}.", "", f"{describe_runs(results)}", ""]
-        lines += [f"- {line}" for line in finding.lines]
-        lines += [""] if finding.lines else []
+        p = f" (p = {one.p:.2g} after Holm)" if one.verdict != UNKNOWN else ""
+        lines += [f"**Verdict: {one.verdict}**{p}. {one.finding.ours}.", "", describe_runs(one.results), ""]
+        lines += [f"- {line}" for line in one.finding.lines]
+        lines += [""] if one.finding.lines else []
         for name in drawn.get(setting, ()):
             lines += [f"![{table.title}, {SETTING_TITLES[setting].lower()}]({name})", ""]
-        lines += [*arm_table(results.arms), ""]
-        lines += [f"- Failed: {name}: {reason}" for name, reason in results.record["failed"].items()]
-        lines += [""] if results.record["failed"] else []
+        lines += [*arm_table(one.results), "", *tuning_table(one.results)]
+        lines += [f"- Failed: {name}: {reason}" for name, reason in one.results.record["failed"].items()]
+        lines += [""] if one.results.record["failed"] else []
     if table.reading:
         lines += ["## Interpretation, written after the results", "", table.reading, ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -152,91 +144,81 @@ def page(
 def describe_runs(results: Results) -> str:
     """Number of jobs, hardware and time, as text."""
     record = results.record
-    devices = {run.get("environment", {}).get("device") for arm in results.arms for run in arm.runs.values()}
-    device = " and ".join(sorted(name for name in devices if name)) or "cpu"
-    spent = sum(run.get("wall_seconds", 0.0) for arm in results.arms for run in arm.runs.values())
-    seeds = sorted({len(arm.runs) for arm in results.arms})
-    many = f"{seeds[0]} to {seeds[-1]} seeds" if len(seeds) > 1 else f"{seeds[0]} seed{'s' if seeds[0] > 1 else ''}"
     machines = " and ".join(f"{one['cores']} cores ({one['workers']} at a time)" for one in record["machine"])
-    return (
-        f"{record['done']} of {record['planned']} jobs done, {many} per arm; {device}, {machines}, "
-        f"{spent:,.0f} s of jobs in all."
-    )
+    return f"{record['done']} of {record['planned']} jobs done, {machines}, {record['cpu_seconds']:,} core-seconds."
 
 
-def arm_table(arms: Sequence[ArmResult]) -> list[str]:
-    """Table of all arms that are runs."""
-    rows = [arm for arm in arms if arm.kind in ("train", "learn")]
-    if not rows:
+def arm_table(results: Results) -> list[str]:
+    """Table of all arms that are runs; the law's, which are many, are in its figure."""
+    rows = [arm for arm in results.arms if arm.kind == "train"]
+    if not rows or "T" in rows[0].axes:
         return []
-    head = "| arm | seeds | final accuracy [95%] | best during the run | collapsed | generations | seconds |"
-    lines = [head, "|---|---|---|---|---|---|---|"]
+    lines = ["| arm | η | seeds | score [95%] | best on the way | collapsed |", "|---|---|---|---|---|---|"]
     for arm in rows:
-        lost, of = arm.count(collapsed)
-        lines.append(
-            f"| {arm.name} | {of} | {arm.mean(final)} | {arm.mean(best).value:.3f} | {lost} of {of} | "
-            f"{arm.mean(switches).value:.0f} | {arm.mean(seconds).value:.1f} |"
-        )
+        lost, of = arm.collapses
+        best = mean_of(arm.best).value
+        lines.append(f"| {arm.name} | {arm.rate:g} | {of} | {arm.mean} | {best:.3f} | {lost} of {of} |")
     return lines
 
 
-def results_table(experiments: Sequence[Experiment]) -> str:
-    """docs/results.md: the table of all experiments."""
+def tuning_table(results: Results) -> list[str]:
+    """The trials of every arm, and the calculation of seeds."""
+    tuning = results.tuning
+    if not tuning:
+        return []
+    rates = [f"{rate:g}" for rate in tuning["rates"]]
+    lines = ["Mean score on the tuning seeds by learning rate (best in bold), and standard deviation over seeds:", ""]
+    lines += ["| arm | " + " | ".join(rates) + " | SD |", "|---" * (len(rates) + 2) + "|"]
+    for arm, by_rate in tuning["scores"].items():
+        best = f"{tuning['best'][arm]:g}" if tuning["is_complete"] else ""
+        cells: list[str] = []
+        for rate in rates:
+            value = f"{sum(by_rate[rate]) / len(by_rate[rate]):.3f}" if by_rate[rate] else "–"
+            cells.append(f"**{value}**" if rate == best else value)
+        spread = f"{tuning['spread'][arm]:.3f}" if tuning["is_complete"] else "–"
+        lines.append(f"| {arm} | " + " | ".join(cells) + f" | {spread} |")
+    if not tuning["is_complete"]:
+        return [*lines, "", "The tuning is not complete, so that no arm is judged yet.", ""]
+    words = f"The grid was widened by {tuning['widened']} steps." if tuning["widened"] else "The grid was not widened."
+    if tuning["edges"]:
+        words += f" At an edge of it still: {', '.join(tuning['edges'])}."
+    words += (
+        f" A difference of {tuning['margin']:g} asks for {tuning['seeds_asked']} seeds of each arm; "
+        f"{tuning['seeds_run']} are planned."
+    )
+    return [*lines, "", words, ""]
+
+
+def results_table(experiments: Sequence[Experiment]) -> str | None:
+    """docs/results.md: the table of all experiments; None while no results of this design exist."""
+    judged = found(experiments)
+    if not judged:
+        return None
     lines = [
-        "# Results: the claims, reproduced small",
+        "# Results: the claims, tested small",
         "",
-        "Each claim is tested in the laboratory (embedded policies, CPU) and on a real model (SmolLM2-135M-Instruct, "
-        "GPU). The rule of each verdict was stated before these runs; where an estimate was changed afterwards, the "
-        "page says so. Settings were chosen with seed 0, which is in no result. The runs are some thousand times "
-        "smaller than the papers': a verdict says whether an effect is there, not how large it is elsewhere. Claims "
-        "that are not shown, or whose opposite is shown, are listed like all others. [How to run them](experiments.md)."
-        f" `{COMMAND} all --render-only` writes this page.",
+        "A verdict says whether an effect is there in runs that are some thousand times smaller than the papers', not "
+        "how large it is elsewhere. The rule of each verdict was stated before its runs. Claims that are not shown, or "
+        "whose opposite is shown, are listed like all others. [How to run them](experiments.md). "
+        f"`{COMMAND} all --render-only` writes this page.",
         "",
-        "| | claim | source | ours, 95% interval over seeds | verdict | command | hardware, time |",
+        DESIGN,
+        "",
+        "| | claim | source | ours, 95% interval | verdict | p (Holm) | seeds, time |",
         "|---|---|---|---|---|---|---|",
     ]
     for experiment in experiments:
         table = experiment.table
-        made = found(experiment)
         source = "; ".join(f"{one.paper}, {one.place}: {one.says}" for one in table.sources)
-        for place, setting in enumerate(experiment.settings):
-            about = (
-                [f"[{table.number}](../experiments/{experiment.name}/{PAGE})", table.claim, source]
-                if place == 0
-                else [""] * 3
-            )
-            command = f"`{COMMAND} {experiment.name} --setting {setting}`"
-            if setting in made:
-                results, finding = made[setting]
-                cells = [f"{setting}: {finding.ours}", f"**{finding.verdict}**", command, hardware(results)]
-            else:
-                cells = [f"{setting}: –", "not run yet", command, "–"]
+        about = [f"[{table.number}](../experiments/{experiment.name}/{PAGE})", table.claim, source]
+        for setting in experiment.settings:
+            one = judged.get((experiment.name, setting))
+            cells = [f"{setting}: –", "not run yet", "–", "–"]
+            if one is not None:
+                record = one.results.record
+                seeds = max((len(arm.runs) for arm in one.results.arms), default=0)
+                time = f"{seeds} seeds, {record['cpu_seconds']:,} core-seconds"
+                cells = [f"{setting}: {one.finding.ours}", f"**{one.verdict}**", f"{one.p:.2g}", time]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in [*about, *cells]) + " |")
-    outside = [line for experiment in experiments for line in outside_checks(experiment)]
-    if outside:
-        lines += ["", "The outside check (one seed, 95% interval over questions):", ""]
-        lines += [f"- {line}" for line in outside]
+            about = [""] * 3
     return "\n".join(lines) + "\n"
-
-
-def outside_checks(experiment: Experiment) -> list[str]:
-    """Accuracy on questions unrelated to the training task."""
-    made = found(experiment)
-    return [
-        f"{arm.name}: {run['accuracy']['value']:.1%} [{run['accuracy']['low']:.1%}, {run['accuracy']['high']:.1%}] of "
-        f"{run['prompts']} questions"
-        for results, _ in made.values()
-        for arm in results.arms
-        if arm.kind == "evaluate" and arm.name.startswith("GSM8K")
-        for run in arm.runs.values()
-    ]
-
-
-def hardware(results: Results) -> str:
-    """Device, seeds and seconds, as short text."""
-    runs: list[Mapping[str, Any]] = [run for arm in results.arms for run in arm.runs.values()]
-    device = next((name for run in runs if (name := run.get("environment", {}).get("device"))), "cpu")
-    spent = sum(run.get("wall_seconds", 0.0) for run in runs)
-    counts = sorted({len(arm.runs) for arm in results.arms})
-    seeds = f"{counts[0]}–{counts[-1]} seeds" if counts[0] < counts[-1] else f"{counts[0]} seed{'s' * (counts[0] > 1)}"
-    return f"{device}, {seeds}, {spent:,.0f} s of jobs"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,16 @@ from typing import Any
 import numpy as np
 from experiments.lab.definition import Experiment
 from experiments.lab.downsample import POINTS, downsample_record
-from experiments.lab.job_pool import failed_path, kept_path
+from experiments.lab.job_pool import failed_path
+from experiments.lab.plan import Kept, Tuning, is_collapsed, judged_jobs, score, seeds_of, tune
+from experiments.lab.statistics import Mean, mean_of
 
 from stalewise.errors import StoreError
 from stalewise.store.atomic import read_json, write_atomic
 
-FORMAT = "stalewise.results/1"
+FORMAT = "stalewise.results/2"
+SUPERSEDED = "stalewise.results/1"  # of an earlier design: its files stay until there are new ones
 LARGEST_BYTES = 300_000
-CONFIDENCE = 0.95
 
 
 def results_name(setting: str) -> str:
@@ -27,38 +28,77 @@ def results_name(setting: str) -> str:
     return f"results-{setting}.json"
 
 
-def collect(experiment: Experiment, setting: str, out: Path, machine: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def collect(
+    experiment: Experiment, setting: str, out: Path, kept: Kept, machine: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """Results of the finished jobs, with as many points per curve as the size limit allows."""
+    tuning, tuning_jobs = tune(experiment, setting, kept)
     arms: dict[str, dict[str, Any]] = {}
     problems: dict[str, str] = {}
-    planned = 0
-    for arm, seed, chain in experiment.jobs(setting):
-        entry = arms.setdefault(arm.name, {"name": arm.name, "kind": arm.kind, "axes": arm.axes, "seeds": {}})
-        key = chain[-1].key
-        planned += 1
-        if kept_path(out, key).is_file():
-            entry["seeds"][str(seed)] = read_json(kept_path(out, key))
-        elif failed_path(out, key).is_file():
-            problems[f"{arm.name}, seed {seed}"] = read_json(failed_path(out, key))["problem"]
-    done = sum(len(entry["seeds"]) for entry in arms.values())
-    head = {
+    wanted = {job.key: f"tuning {job.key}" for job in tuning_jobs}
+    for arm, seed, chain in judged_jobs(experiment, setting, tuning):
+        rate = tuning.rate_of(arm)
+        rate = arm.settings.get("optimizer", {}).get("learning_rate") if rate is None else rate
+        head = {"name": arm.name, "kind": arm.kind, "axes": arm.axes, "rate": rate, "rate_is": arm.rate, "seeds": {}}
+        entry = arms.setdefault(arm.name, head)
+        wanted |= {job.key: f"{arm.name}, seed {seed}" for job in chain}
+        if (result := kept(chain[-1].key)) is not None:
+            entry["seeds"][str(seed)] = result
+    missing = [key for key in wanted if kept(key) is None]
+    for key in missing:
+        if failed_path(out, key).is_file():
+            problems[wanted[key]] = read_json(failed_path(out, key))["problem"]
+    record = {
         "format": FORMAT,
         "experiment": experiment.name,
         "setting": setting,
         "machine": [dict(one) for one in machine],
-        "planned": planned,
-        "done": done,
+        "planned": len(wanted),
+        "done": len(wanted) - len(missing),
+        "cpu_seconds": round(sum((kept(key) or {}).get("cpu_seconds", 0.0) for key in wanted)),
         "failed": problems,
+        "tuning": tuning_record(experiment, setting, tuning),
+        "arms": list(arms.values()),
     }
-    points, metrics = POINTS, experiment.table.metrics
+    return _thinned(record, experiment.table.metrics)
+
+
+def tuning_record(experiment: Experiment, setting: str, tuning: Tuning) -> dict[str, Any]:
+    """The trials, and what followed from them."""
+    if not tuning.scores:
+        return {}
+    record: dict[str, Any] = {
+        "rates": list(tuning.rates),
+        "widened": tuning.widened,
+        "is_complete": tuning.is_complete,
+        "scores": {
+            arm: {f"{rate:g}": [round(value, 4) for value in values] for rate, values in by_rate.items()}
+            for arm, by_rate in tuning.scores.items()
+        },
+    }
+    if tuning.is_complete:
+        asked, run = seeds_of(experiment, setting, tuning)
+        record |= {
+            "best": {arm: tuning.best(arm) for arm in tuning.scores},
+            "edges": list(tuning.edges()),
+            "spread": {arm: round(tuning.spread(arm), 4) for arm in tuning.scores},
+            "margin": experiment.setting(setting).margin,
+            "seeds_asked": asked,
+            "seeds_run": run,
+        }
+    return record
+
+
+def _thinned(record: dict[str, Any], metrics: Sequence[str]) -> dict[str, Any]:
+    points = POINTS
     while True:
-        thin = [
-            {**entry, "seeds": {seed: downsample_record(one, metrics, points) for seed, one in entry["seeds"].items()}}
-            for entry in arms.values()
+        arms = [
+            {**arm, "seeds": {seed: downsample_record(one, metrics, points) for seed, one in arm["seeds"].items()}}
+            for arm in record["arms"]
         ]
-        record = {**head, "arms": thin}
-        if points <= 4 or len(text_of(record)) <= LARGEST_BYTES:
-            return record
+        thin = {**record, "arms": arms}
+        if points <= 4 or len(text_of(thin)) <= LARGEST_BYTES:
+            return thin
         points //= 2
 
 
@@ -80,119 +120,50 @@ def write_results(record: Mapping[str, Any], path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Mean:
-    """Mean over seeds with its 95% interval (Student's t); NaN interval for one seed."""
-
-    value: float
-    low: float
-    high: float
-    seeds: int
-
-    def __str__(self) -> str:
-        if self.seeds == 0 or math.isnan(self.value):
-            return "–"
-        if self.seeds == 1:
-            return f"{self.value:.3f} (one seed)"
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
-
-
-def mean_of(values: Iterable[float | None]) -> Mean:
-    """Mean and interval of the finite values.
-
-    >>> str(mean_of([0.5, 0.7, 0.9]))
-    '0.700 [0.203, 1.197]'
-    """
-    known = np.array([value for value in values if value is not None and math.isfinite(value)], np.float64)
-    if not len(known):
-        return Mean(math.nan, math.nan, math.nan, 0)
-    value = float(known.mean())
-    if len(known) == 1:
-        return Mean(value, math.nan, math.nan, 1)
-    half = student(len(known) - 1) * float(known.std(ddof=1)) / math.sqrt(len(known))
-    return Mean(value, value - half, value + half, len(known))
-
-
-def student(freedom: int) -> float:
-    """Half-width of the interval in standard errors."""
-    from scipy.stats import t
-
-    return float(t.ppf((1 + CONFIDENCE) / 2, freedom))
-
-
-Measure = Callable[[Mapping[str, Any]], float | None]
-
-
-def final(run: Mapping[str, Any]) -> float | None:
-    """Held-out accuracy of the last evaluated policy."""
-    accuracy = run.get("evaluations", {}).get("accuracy", [])
-    return accuracy[-1] if accuracy else None
-
-
-def best(run: Mapping[str, Any]) -> float | None:
-    """Best held-out accuracy during the run."""
-    return max(run.get("evaluations", {}).get("accuracy", []), default=None)
-
-
-def collapsed(run: Mapping[str, Any]) -> float:
-    """1 if the run collapsed, else 0."""
-    return float(run.get("collapsed_at") is not None)
-
-
-def seconds(run: Mapping[str, Any]) -> float | None:
-    """Seconds of training without evaluation."""
-    return run.get("training_seconds")
-
-
-def not_learning(run: Mapping[str, Any]) -> float | None:
-    """Share of the training time spent generating, switching or waiting."""
-    total = run.get("training_seconds")
-    return 1 - run["seconds"]["learn"] / total if total else None
-
-
-def switches(run: Mapping[str, Any]) -> float | None:
-    """Number of generations, each a switch to generating and back."""
-    return run.get("generations")
-
-
-@dataclass(frozen=True, slots=True)
 class ArmResult:
-    """The runs of one arm."""
+    """The judged runs of one arm."""
 
     name: str
     kind: str
     axes: dict[str, str]
+    rate: float | None
     runs: dict[int, dict[str, Any]]
 
-    def mean(self, measure: Measure) -> Mean:
-        """Mean of a measure over the seeds."""
-        return mean_of(measure(run) for run in self.runs.values())
+    @property
+    def scores(self) -> list[float]:
+        """Score of each seed."""
+        return [score(run) for run in self.runs.values()]
 
-    def count(self, measure: Measure) -> tuple[int, int]:
-        """Number of seeds where the measure is 1, and number of seeds."""
-        return sum(measure(run) == 1 for run in self.runs.values()), len(self.runs)
+    @property
+    def best(self) -> list[float]:
+        """Best held-out accuracy on the way, of each seed."""
+        return [max(run["evaluations"]["accuracy"]) for run in self.runs.values()]
 
-    def curve(self, key: str = "accuracy", x: str = "version") -> list[tuple[float, float, float, float]]:
-        """(x, mean, min, max) over seeds: accuracy by version or seconds, or a metric by update."""
-        return curve_of(list(self.runs.values()), key, x)
+    @property
+    def mean(self) -> Mean:
+        """Mean score."""
+        return mean_of(self.scores)
 
+    @property
+    def collapses(self) -> tuple[int, int]:
+        """How many of its runs collapsed, and how many there are."""
+        return sum(map(is_collapsed, self.runs.values())), len(self.runs)
 
-def curve_of(runs: Sequence[Mapping[str, Any]], key: str, x: str) -> list[tuple[float, float, float, float]]:
-    """Points where every run has a value; the shortest run ends the curve."""
-    pairs: list[tuple[Sequence[float], Sequence[float | None]]] = []
-    for run in runs:
-        if key == "accuracy":
-            found = run.get("evaluations", {})
-            pairs.append((found.get(x, []), found.get("accuracy", [])))
-        else:
-            pairs.append(tuple(run.get("series", {}).get(key, [[], []])))
-    length = min((len(values) for values, _ in pairs), default=0)
-    points: list[tuple[float, float, float, float]] = []
-    for place in range(length):
-        at = [xs[place] for xs, _ in pairs if xs[place] is not None]
-        values = [value for _, ys in pairs if (value := ys[place]) is not None]
-        if at and values:
-            points.append((float(np.mean(at)), float(np.mean(values)), min(values), max(values)))
-    return points
+    def curve(self, key: str = "accuracy") -> list[tuple[float, float, float, float]]:
+        """(x, mean, min, max) over seeds where every run has a value: accuracy by version, or a metric by update."""
+        pairs: list[Any] = []
+        for run in self.runs.values():
+            found = run["evaluations"]
+            pairs.append(
+                (found["version"], found["accuracy"]) if key == "accuracy" else run["series"].get(key, [[], []])
+            )
+        points: list[tuple[float, float, float, float]] = []
+        for place in range(min((len(values) for values, _ in pairs), default=0)):
+            values = [y for _, ys in pairs if (y := ys[place]) is not None]
+            if values:
+                x = float(np.mean([xs[place] for xs, _ in pairs]))
+                points.append((x, float(np.mean(values)), min(values), max(values)))
+        return points
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +178,15 @@ class Results:
         return int(self.record["done"])
 
     @property
+    def tuning(self) -> Mapping[str, Any]:
+        """The trials; empty where nothing was tuned."""
+        return self.record["tuning"]
+
+    @property
     def arms(self) -> list[ArmResult]:
         """Arms with at least one run."""
         return [
-            ArmResult(arm["name"], arm["kind"], arm["axes"], {int(seed): run for seed, run in arm["seeds"].items()})
+            ArmResult(arm["name"], arm["kind"], arm["axes"], arm["rate"], {int(s): r for s, r in arm["seeds"].items()})
             for arm in self.record["arms"]
             if arm["seeds"]
         ]
@@ -227,21 +203,11 @@ class Results:
         """Values of an axis in the order of the arms."""
         return list(dict.fromkeys(arm.axes[axis] for arm in self.arms if axis in arm.axes))
 
-    @property
-    def fewest_seeds(self) -> int:
-        """Smallest number of seeds of any arm."""
-        return min((len(arm.runs) for arm in self.arms), default=0)
 
-
-def difference(a: ArmResult, b: ArmResult, measure: Measure = final) -> Mean:
-    """b − a, paired by seed."""
-    pairs = [(measure(a.runs[seed]), measure(b.runs[seed])) for seed in a.runs if seed in b.runs]
-    return mean_of(second - first for first, second in pairs if first is not None and second is not None)
-
-
-def read_results(path: Path) -> Results:
-    """Read a results file; a StoreError if its format is not supported."""
-    record = read_json(path)
+def read_results(path: Path) -> Results | None:
+    """Read a results file; None if there is none or it is of the superseded design, StoreError for other formats."""
+    if not path.is_file() or (record := read_json(path)).get("format") == SUPERSEDED:
+        return None
     if record.get("format") != FORMAT:
         raise StoreError(
             f"{path} has format {record.get('format')}; this release reads {FORMAT}: run the experiment again"

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments.lab.definition import FILE, Experiment, Job
-from experiments.lab.job_pool import JobPool, kept_path
+from experiments.lab.definition import FILE, Experiment
+from experiments.lab.job_pool import JobPool, is_done, kept_path
+from experiments.lab.plan import Kept, next_jobs
 from experiments.lab.results import collect, results_name, write_results
 
 from stalewise.store.atomic import read_json, write_json_atomic
@@ -34,21 +35,22 @@ def default_experiments() -> Path:
     return here if any(here.glob(f"*/{FILE}")) else Path(__file__).parents[1]
 
 
-def ordered_jobs(experiments: Sequence[Experiment], setting: str, seeds: int | None = None) -> list[Job]:
-    """Every job once, ordered by seed; within a seed, arms marked `late` come last."""
-    found: list[tuple[tuple[int, bool, int], list[Job]]] = []
-    for experiment in experiments:
-        if setting in experiment.settings:
-            for arm, seed, chain in experiment.jobs(setting, seeds):
-                found.append(((seed, arm.late, len(found)), chain))
-    ordered = (job for _, chain in sorted(found, key=lambda pair: pair[0]) for job in chain)
-    return list({job.key: job for job in ordered}.values())
-
-
 def default_workers(setting: str) -> int:
     """One process per core in the lab setting; one with a real model."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores if setting == "lab" else 1
+
+
+def kept_results(out: Path) -> Kept:
+    """Results of jobs in a directory, each read once."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def kept(key: str) -> dict[str, Any] | None:
+        if key not in known and kept_path(out, key).is_file():
+            known[key] = read_json(kept_path(out, key))
+        return known.get(key)
+
+    return kept
 
 
 def run_experiments(
@@ -56,7 +58,6 @@ def run_experiments(
     setting: str,
     *,
     out: Path,
-    seeds: int | None = None,
     workers: int | None = None,
     deadline_s: float | None = None,
     keep_runs: bool = False,
@@ -64,36 +65,35 @@ def run_experiments(
 ) -> LabResult:
     """Run the jobs that have no result yet, and write the results of each experiment under `out`."""
     start = time.perf_counter()
-    jobs = ordered_jobs(experiments, setting, seeds)
-    if not jobs:
+    chosen = [one for one in experiments if setting in one.settings]
+    if not chosen:
         experiments[0].setting(setting)  # raises, naming the settings there are
-    workers = workers or default_workers(setting)
+    workers, kept = workers or default_workers(setting), kept_results(out)
     out.mkdir(parents=True, exist_ok=True)
-    pool = JobPool(jobs, out, workers=workers, deadline_s=deadline_s, keep_runs=keep_runs, log=log)
-    log(f"{setting}: {len(jobs)} jobs, {pool.total} to do, {workers} at a time")
+
+    def plan():
+        return next_jobs(chosen, setting, kept)
+
+    pool = JobPool(plan, out, workers=workers, deadline_s=deadline_s, keep_runs=keep_runs, log=log)
+    log(f"{setting}: {len(pool.jobs)} jobs known, {len(pool.waiting)} to do, {workers} at a time")
     try:
         failed = pool.run()
     finally:
         seconds = time.perf_counter() - start
         machine = record_machine(out, setting, workers, seconds)
-        results = write_experiment_results(experiments, setting, out, machine)
-    done = sum(kept_path(out, job.key).is_file() for job in jobs)
+        results = [write_experiment(one, setting, out, kept, machine) for one in chosen]
+    jobs = plan()
+    done = sum(is_done(out, job) for job in jobs)
     return LabResult(setting, len(jobs), done, failed, seconds, results)
 
 
-def write_experiment_results(
-    experiments: Sequence[Experiment], setting: str, out: Path, machine: list[dict[str, Any]]
-) -> list[Path]:
-    """Write the results of every experiment that has any in this setting."""
-    written: list[Path] = []
-    for experiment in experiments:
-        if setting in experiment.settings:
-            record = collect(experiment, setting, out, machine)
-            if record["done"]:
-                path = out / experiment.name / results_name(setting)
-                write_results(record, path)
-                written.append(path)
-    return written
+def write_experiment(
+    experiment: Experiment, setting: str, out: Path, kept: Kept, machine: Sequence[dict[str, Any]]
+) -> Path:
+    """Write the results of an experiment, as far as there are any."""
+    path = out / experiment.name / results_name(setting)
+    write_results(collect(experiment, setting, out, kept, machine), path)
+    return path
 
 
 def record_machine(out: Path, setting: str, workers: int, seconds: float) -> list[dict[str, Any]]:

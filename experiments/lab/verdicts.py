@@ -1,330 +1,292 @@
-"""The rule of each experiment, stated before its runs. The docstring of a function is printed on the page."""
+"""The rule of each experiment, stated before its runs. The docstring of a function is printed on the page.
+
+A rule gives two one-sided p-values: that the claim is not so, and that its opposite is not so. Where a claim has
+several parts, all must hold, so that its p-value is the largest of theirs. `judge` corrects for the number of claims.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import product
-from typing import Any
+from dataclasses import dataclass, field
 
-import numpy as np
-from experiments.lab.comparisons import (
-    collapsed_of,
-    largest_value,
-    less,
-    mean_metric,
-    only,
-    over_all,
-    speed_up,
-    time_to_equal,
-    tuned,
-)
-from experiments.lab.finding import EQUAL, Finding, above, below, judged, missing, signed
-from experiments.lab.law import the_law
-from experiments.lab.results import (
-    ArmResult,
-    Mean,
-    Results,
-    best,
-    collapsed,
-    difference,
-    final,
-    mean_of,
-    not_learning,
-    seconds,
-    switches,
-)
+from experiments.lab.law import LawScores, judge_models, observations
+from experiments.lab.results import ArmResult, Results
+from experiments.lab.statistics import ALPHA, Difference, fisher, holm, mean_of, smallest_found, welch
+
+SHOWN, NOT_SHOWN, OPPOSITE, UNKNOWN = "shown", "not shown", "opposite", "cannot say"
+EQUAL = 0.02  # accuracies closer than this count as equal
+FALL = 0.1  # a loss of accuracy that is a failure
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Two p-values, our number, and further lines for the page. Without p-values the results cannot say."""
+
+    p_shown: float | None
+    p_opposite: float | None
+    ours: str
+    lines: list[str] = field(default_factory=list)
+
+
+def missing(what: str) -> Finding:
+    """A finding for results that lack `what`."""
+    return Finding(None, None, f"missing: {what}")
+
+
+def judge(findings: Mapping[str, Finding]) -> dict[str, tuple[str, float]]:
+    """Verdict of each claim with its adjusted p-value: Holm over all claims, for claims and for opposites."""
+    known = {name: one for name, one in findings.items() if one.p_shown is not None and one.p_opposite is not None}
+    shown = holm({name: one.p_shown or 0.0 for name, one in known.items()})
+    opposite = holm({name: one.p_opposite or 0.0 for name, one in known.items()})
+    verdicts: dict[str, tuple[str, float]] = {}
+    for name in findings:
+        if name not in known:
+            verdicts[name] = (UNKNOWN, 1.0)
+        elif shown[name] < ALPHA:
+            verdicts[name] = (SHOWN, shown[name])
+        else:
+            verdicts[name] = (OPPOSITE, opposite[name]) if opposite[name] < ALPHA else (NOT_SHOWN, shown[name])
+    return verdicts
+
+
+def _ready(*arms: ArmResult | None) -> bool:
+    """Whether all arms are there, with two seeds or more."""
+    return all(arm is not None and len(arm.runs) > 1 for arm in arms)
+
+
+def _less(one: ArmResult, other: ArmResult) -> Difference:
+    """Score of the first minus that of the second."""
+    return welch(other.scores, one.scores)
+
+
+def _told(one: ArmResult, other: ArmResult) -> str:
+    gap = _less(one, other)
+    return (
+        f"{one.name} (η {one.rate:g}) {one.mean}, {other.name} (η {other.rate:g}) {other.mean}: {gap}; "
+        f"a difference of {smallest_found(gap):.3f} would be found"
+    )
+
+
+def _counts(arms: Sequence[ArmResult]) -> str:
+    return ", ".join("{} {} of {}".format(arm.name, *arm.collapses) for arm in arms)
 
 
 def clipping_dilemma(results: Results) -> Finding:
-    """Decided at the largest µ and the largest η. Shown where the relaxed clip's best accuracy on the way is above the
-    tight clip's best, and its final accuracy is below its own best by more than 0.1, both beyond doubt. Opposite
-    where the tight clip's best is above the relaxed clip's, beyond doubt. Otherwise not shown.
+    """At the hot rate. Shown where the relaxed clip's best accuracy on the way is above the tight clip's (Welch), and
+    the relaxed clip collapses more often (Fisher). Opposite where the tight clip's best is above the relaxed clip's.
     """
-    place = {"mu": largest_value(results, "mu"), "rate": largest_value(results, "rate")}
-    tight, relaxed = (only(results.where(clip=clip, **place)) for clip in ("tight", "relaxed"))
-    if tight is None or relaxed is None:
-        return missing("a tight and a relaxed clip at the largest µ")
-    climb = difference(tight, relaxed, best)
-    fall = relaxed.mean(lambda run: less(best(run), final(run)))
-    clipped = [f"{arm.name}: {arm.mean(mean_metric('clip_fraction')).value:.1%}" for arm in (tight, relaxed)]
+    tight, relaxed = results.arm("tight, hot"), results.arm("relaxed, hot")
+    own = [results.arm("tight"), results.arm("relaxed")]
+    if tight is None or relaxed is None or not _ready(tight, relaxed, *own):
+        return missing("both clips at the hot rate and at their own")
+    climb = welch(tight.best, relaxed.best)
+    falls = fisher(relaxed.collapses, tight.collapses)
+    ours = (
+        f"best on the way {mean_of(tight.best)} tight, {mean_of(relaxed.best)} relaxed ({climb}); collapsed "
+        "{} of {} tight, {} of {} relaxed".format(*tight.collapses, *relaxed.collapses)
+    )
     return Finding(
-        judged(above(climb) and above(fall, 0.1), below(climb)),
-        f"best {tight.mean(best)} tight, {relaxed.mean(best)} relaxed, which ends at {relaxed.mean(final)}",
+        max(climb.p_above(), falls),
+        climb.p_below(),
+        ours,
         [
-            f"Relaxed less tight, best on the way: {signed(climb)}; the relaxed clip then falls by {fall}.",
-            f"The tight clip ends at {tight.mean(final)}.",
-            f"Clipped tokens, mean over the run: {'; '.join(clipped)}.",
+            f"Scores at the hot rate: {_told(relaxed, tight)}.",
+            f"Each at its own rate, which is not part of the rule: {_told(own[1], own[0])}."  # type: ignore[arg-type]
+            f" Collapsed: {_counts([arm for arm in own if arm is not None])}.",
         ],
     )
 
 
 def where_the_harm_is(results: Results) -> Finding:
-    """Decided at the largest µ and η 5e-4 (real model: 2e-5). Shown where each of post, suffix and sequence ends with a
-    higher accuracy than each of none and trigger, beyond doubt in all six pairs. Opposite where no pair is so and at
-    least one is the other way round, beyond doubt. Otherwise not shown. The region: places (µ, η) at which the mean of
-    the three is above the mean of the two by at least 0.1.
+    """At the hot rate. Shown where the relaxed clip without a veto collapses more often than with the suffix vetoed,
+    and than with the whole response vetoed (Fisher, both). Opposite where either veto collapses more often than none.
     """
-    head = [arm for arm in results.arms if "region" not in arm.axes]
-    arms = {arm.axes["scope"]: arm for arm in head}
-    pairs = [(low, high) for low in ("none", "trigger") for high in ("post", "suffix", "sequence")]
-    if any(scope not in arms for pair in pairs for scope in pair):
-        return missing("all five scopes at the first place")
-    gaps = {f"{high} less {low}": difference(arms[low], arms[high]) for low, high in pairs}
-    right, wrong = sum(above(gap) for gap in gaps.values()), sum(below(gap) for gap in gaps.values())
-    lines = [f"{name}: {signed(gap)}." for name, gap in gaps.items()]
-    lines.append("Collapsed: " + ", ".join(f"{scope} {collapsed_of(arm)}" for scope, arm in arms.items()) + ".")
-    region = _region(results)
-    if region:
-        wide = [place for place, gap in region.items() if gap >= 0.1]
-        lines.append(
-            f"The scopes differ by 0.1 or more at {len(wide)} of {len(region)} places tried: {', '.join(wide)}."
-        )
-        lines.append("Three less two, by place: " + "; ".join(f"{p}: {gap:+.2f}" for p, gap in region.items()) + ".")
-    ours = ", ".join(f"{scope} {arm.mean(final)}" for scope, arm in arms.items())
-    return Finding(judged(right == 6, right == 0 and wrong > 0), f"{ours}; {right} of 6 pairs", lines)
-
-
-def _region(results: Results) -> dict[str, float]:
-    """Mean of post, suffix and sequence minus the mean of none and trigger, by µ and η."""
-    found: dict[str, float] = {}
-    apart = {"region": "yes"} if results.where(region="yes") else {}  # else a run would count in both of its arms
-    for mu, rate in product(results.values("mu"), results.values("rate")):
-        means: dict[str, float] = {}
-        for scope in ("none", "trigger", "post", "suffix", "sequence"):
-            arms = results.where(mu=mu, rate=rate, scope=scope, **apart)
-            means[scope] = mean_of(final(run) for arm in arms for run in arm.runs.values()).value
-        gap = np.mean([means[s] for s in ("post", "suffix", "sequence")]) - (means["none"] + means["trigger"]) / 2
-        if math.isfinite(gap):
-            found[f"µ {mu}, η {rate}"] = float(gap)
-    return found
+    scopes = ("none", "suffix", "sequence", "tight")
+    hot = {scope: arm for scope in scopes if (arm := results.arm(f"{scope}, hot")) is not None}
+    own = {scope: arm for scope in scopes if (arm := results.arm(scope)) is not None}
+    if not all(_ready(side.get(scope)) for side in (hot, own) for scope in scopes):
+        return missing("all scopes and the tight clip, at the hot rate and at their own")
+    vetoes = [hot["suffix"], hot["sequence"]]
+    worse = [fisher(hot["none"].collapses, arm.collapses) for arm in vetoes]
+    better = [fisher(arm.collapses, hot["none"].collapses) for arm in vetoes]
+    control = fisher(hot["none"].collapses, hot["tight"].collapses)
+    lines = [f"Scores at the hot rate: {_told(arm, hot['none'])}." for arm in (*vetoes, hot["tight"])]
+    lines += [
+        f"The control: a tight clip without any veto collapses {'less often than' if control < ALPHA else 'like'} none "
+        f"(p = {control:.2g}); {_told(hot['suffix'], hot['tight'])}.",
+        f"Each at its own rate: {_told(own['suffix'], own['tight'])}; {_told(own['suffix'], own['none'])}; collapsed "
+        f"{_counts(list(own.values()))}.",
+    ]
+    return Finding(max(worse), min(1.0, 2 * min(better)), f"collapsed: {_counts(list(hot.values()))}", lines)
 
 
 def accuracy_at_speed(results: Results) -> Finding:
-    """Each method at the η at which its mean final accuracy is best. Shown where µ-GRPO in 4 stages is not below GRPO
-    with µ=4 by more than 0.02, and takes less time, both beyond doubt. Opposite where it is below by more than 0.02, or
-    takes more time, beyond doubt. Otherwise not shown. Time is that of training at equal updates, without evaluating.
+    """µ-GRPO against GRPO with µ=4, each at its own rate, at equal updates. Shown where it is not below by more than
+    0.02 at µ = 16, at 64 and at 256 (Welch, one-sided, all three). Opposite where it is below by more than that at any
+    (the smallest p-value, times three).
     """
-    fresh = tuned(results.where(method="GRPO", stages="fresh"))
-    staged = tuned(results.where(method="µ-GRPO", stages="4"))
-    if fresh is None or staged is None:
-        return missing("GRPO with µ=4 and µ-GRPO in 4 stages")
-    gap, ratio = difference(fresh, staged), speed_up(fresh, staged)
-    reached = time_to_equal(fresh, staged)
-    lines = [f"µ-GRPO in 4 stages less GRPO µ=4: {signed(gap)} at {ratio} times the speed{reached}."]
-    for arm in results.arms:
-        if arm.kind == "train":
-            lines.append(
-                f"{arm.name}: {arm.mean(final)}, {arm.mean(seconds).value:.1f} s, learner not learning "
-                f"{arm.mean(not_learning).value:.0%}, {arm.mean(switches).value:.0f} generations."
-            )
-    lines += [
-        f"{arm.name}: {run['accuracy']['value']:.3f} [{run['accuracy']['low']:.3f}, {run['accuracy']['high']:.3f}] of "
-        f"{run['prompts']} questions."
-        for arm in results.arms
-        if arm.kind == "evaluate"
-        for run in arm.runs.values()
-    ]
-    worse, slower = below(gap, -EQUAL), ratio.seeds > 1 and ratio.high < 1
-    equal = gap.low > -EQUAL if gap.seeds > 1 else gap.value > -EQUAL
-    faster = ratio.low > 1 if ratio.seeds > 1 else ratio.value > 1
-    ours = f"{fresh.mean(final)} → {staged.mean(final)} at {ratio.value:.2f}× the speed"
-    idle = f"; not learning {fresh.mean(not_learning).value:.0%} → {staged.mean(not_learning).value:.0%}"
-    return Finding(judged(equal and faster, worse or slower), ours + idle, lines)
+    fresh = results.arm("GRPO, µ=4")
+    staged = results.where(method="µ-GRPO")
+    if fresh is None or not _ready(fresh, *staged) or len(staged) < 3:
+        return missing("GRPO with µ=4, and µ-GRPO at three µ")
+    gaps = [_less(arm, fresh) for arm in staged]
+    lines = [f"{_told(arm, fresh)}." for arm in (*staged, *results.where(method="tight clip")) if _ready(arm)]
+    ours = f"{fresh.mean} with µ=4; µ-GRPO less that: "
+    ours += ", ".join(f"{gap} at µ={arm.axes['mu']}" for gap, arm in zip(gaps, staged, strict=True))
+    worst = min(1.0, len(gaps) * min(gap.p_below(-EQUAL) for gap in gaps))
+    return Finding(max(gap.p_above(-EQUAL) for gap in gaps), worst, ours, lines)
+
+
+def _chosen(results: Results, arms: Sequence[ArmResult]) -> ArmResult:
+    """The arm with the best mean on the tuning seeds, at its best rate."""
+
+    def tuned(arm: ArmResult) -> float:
+        return max(sum(values) / len(values) for values in results.tuning["scores"][arm.name].values())
+
+    return max(arms, key=tuned)
 
 
 def no_knob(results: Results) -> Finding:
-    """At every µ, P3O against GRPO with the ε at which its mean final accuracy is best. Shown where P3O is at no µ
-    below it by more than 0.02 (lower end of the interval). Opposite where at every µ it is below by more than that,
-    beyond doubt. Otherwise not shown.
+    """At every µ, P3O against GRPO with the ε that was best on the tuning seeds, each at its own rate. Shown where P3O
+    is not below it by more than 0.03 at any µ (Welch, one-sided, all). Opposite where it is below by more than that at
+    any (the smallest p-value, times the number of µ).
     """
-    gaps: dict[str, Mean] = {}
+    gaps: dict[str, Difference] = {}
     lines: list[str] = []
-    for rate, mu in product((None, *results.values("rate")), results.values("mu")):  # another η is beside the rule
-        arms = [arm for arm in results.where(mu=mu) if arm.axes.get("rate") == rate]
-        p3o = only([arm for arm in arms if arm.axes["method"] == "P3O"])
-        others = [arm for arm in arms if arm.axes["method"] != "P3O"]
-        chosen = tuned(others)
-        if p3o is None or chosen is None:
-            continue
-        gap = difference(chosen, p3o)
-        listed = ", ".join(f"{arm.axes['method']} {arm.mean(final)}" for arm in [*others, p3o])
-        place = f"µ={mu}" if rate is None else f"Beside the rule, η={rate}, µ={mu}"
-        lines.append(f"{place}: {listed}; P3O less the best of GRPO ({chosen.axes['method']}): {signed(gap)}.")
-        if rate is None:
-            gaps[mu] = gap
+    for mu in results.values("mu"):
+        arms = [arm for arm in results.where(mu=mu) if _ready(arm)]
+        p3o = next((arm for arm in arms if arm.axes["method"] == "P3O"), None)
+        others = [arm for arm in arms if arm is not p3o]
+        if p3o is None or len(others) < 3:
+            return missing(f"P3O and GRPO with three ε at µ={mu}")
+        rival = _chosen(results, others)
+        gaps[mu] = _less(p3o, rival)
+        lines.append(f"{_told(p3o, rival)}. Collapsed: {_counts(arms)}.")
+        tight = next(arm for arm in others if arm.axes["method"] == "GRPO ε=0.2")
+        lines += [f"Against the tight clip: {_told(p3o, tight)}."] if tight is not rival else []
     if not gaps:
-        return missing("P3O and GRPO at one µ")
-    kept = all((gap.low if gap.seeds > 1 else gap.value) > -EQUAL for gap in gaps.values())
-    ours = "P3O less best GRPO: " + ", ".join(f"{signed(gap)} at µ={mu}" for mu, gap in gaps.items())
-    return Finding(judged(kept, all(below(gap, -EQUAL) for gap in gaps.values())), ours, lines)
+        return missing("P3O and GRPO at any µ")
+    ours = "P3O less best GRPO: " + ", ".join(f"{gap} at µ={mu}" for mu, gap in gaps.items())
+    margin = results.tuning["margin"]
+    worst = min(1.0, len(gaps) * min(gap.p_below(-margin) for gap in gaps.values()))
+    return Finding(max(gap.p_above(-margin) for gap in gaps.values()), worst, ours, lines)
 
 
 def mismatch(results: Results) -> Finding:
-    """A method's loss is its final accuracy without mismatch less that with it, seed by seed. Shown where P3O's mean
-    loss is below 0.1 under every mismatch, and below GRPO's, beyond doubt, under at least one. Opposite where P3O's
-    loss is above GRPO's, beyond doubt, under more of them than it is below. Otherwise not shown.
+    """The loss of a method under a mismatch is its score without mismatch less that with it. Shown where P3O loses less
+    than 0.1 under every mismatch (Welch, one-sided, all), and GRPO loses more than 0.1 under at least one (the smallest
+    p-value, times their number). Opposite where P3O loses more than 0.1 under one of them (likewise).
     """
-    losses: dict[tuple[str, str], Mean] = {}
-    gaps: dict[str, Mean] = {}
     kinds = [kind for kind in results.values("mismatch") if kind != "none"]
-    for kind, method in product(kinds, results.values("method")):
-        plain, disturbed = (only(results.where(method=method, mismatch=k)) for k in ("none", kind))
-        if plain is not None and disturbed is not None:
-            losses[kind, method] = difference(disturbed, plain)
+    losses: dict[tuple[str, str], Difference] = {}
+    for method in ("P3O", "GRPO ε=0.2"):
+        plain = results.arm(f"{method}, none")
+        for kind in kinds:
+            under = results.arm(f"{method}, {kind}")
+            if plain is None or under is None or not _ready(plain, under):
+                return missing(f"{method} without mismatch and under {kind}")
+            losses[method, kind] = _less(plain, under)
+    if not losses:
+        return missing("any mismatch")
+    lines: list[str] = []
     for kind in kinds:
-        grpo, p3o = (only(results.where(method=method, mismatch=kind)) for method in ("GRPO", "P3O"))
-        plain = [only(results.where(method=method, mismatch="none")) for method in ("GRPO", "P3O")]
-        if grpo and p3o and plain[0] and plain[1]:
-            gaps[kind] = _loss_gap(grpo, p3o, plain[0], plain[1])
-    if not gaps:
-        return missing("GRPO and P3O with and without a mismatch")
-    stays = all(losses[kind, "P3O"].value < 0.1 for kind in gaps)
-    fewer, more = sum(below(gap) for gap in gaps.values()), sum(above(gap) for gap in gaps.values())
-    lines = [
-        f"{kind}: loss of "
-        + ", ".join(f"{m} {loss.value:+.3f}" for (k, m), loss in losses.items() if k == kind)
-        + (f"; P3O's loss less GRPO's {signed(gaps[kind])}." if kind in gaps else ".")
-        for kind in kinds
-    ]
-    worst = max(gaps, key=lambda kind: losses[kind, "P3O"].value)
-    ours = f"P3O loses {signed(losses[worst, 'P3O'])} at most, under {worst}; by the rule less than GRPO in {fewer}, "
-    ours += f"more in {more} of {len(gaps)}"
-    return Finding(judged(stays and fewer > 0, more > fewer), ours, lines)
-
-
-def _loss_gap(grpo: ArmResult, p3o: ArmResult, grpo_plain: ArmResult, p3o_plain: ArmResult) -> Mean:
-    """P3O's loss minus GRPO's, paired by seed."""
-    values: list[float | None] = []
-    for seed in set(grpo.runs) & set(p3o.runs) & set(grpo_plain.runs) & set(p3o_plain.runs):
-        theirs = less(final(grpo_plain.runs[seed]), final(grpo.runs[seed]))
-        ours = less(final(p3o_plain.runs[seed]), final(p3o.runs[seed]))
-        values.append(less(ours, theirs))
-    return mean_of(values)
+        arms = results.where(mismatch=kind)
+        lost = "; ".join(f"{method} loses {losses[method, kind]}" for method in ("P3O", "GRPO ε=0.2"))
+        lines.append(f"{kind}: {lost}. Collapsed: {_counts(arms)}.")
+    p3o, grpo = ([losses[method, kind] for kind in kinds] for method in ("P3O", "GRPO ε=0.2"))
+    stays = max(loss.p_below(FALL) for loss in p3o)
+    falls = [min(1.0, len(kinds) * min(loss.p_above(FALL) for loss in side)) for side in (grpo, p3o)]
+    worst = [max(kinds, key=lambda kind: losses[method, kind].value) for method in ("P3O", "GRPO ε=0.2")]
+    ours = f"P3O loses {losses['P3O', worst[0]]} at most, under {worst[0]}; "
+    ours += f"GRPO {losses['GRPO ε=0.2', worst[1]]}, under {worst[1]}"
+    return Finding(max(stays, falls[0]), falls[1], ours, lines)
 
 
 def two_anchors(results: Results) -> Finding:
-    """Decided at the largest η. Shown where, at temperature 1.2, two anchors end below one anchor by more than 0.1, and
-    at 1.0 not above it, beyond doubt in both cases. Opposite where two anchors end above one at 1.2, beyond doubt.
-    Otherwise not shown.
+    """For each of the two losses with two anchors: at temperature 1.0 it is not above one anchor by 0.03 or more, and
+    at 1.2 it is below by more than 0.1 (Welch, one-sided). Shown where that is so of both. Opposite where one of them
+    is above one anchor at 1.2 (the smaller p-value, times two).
     """
-    rate = largest_value(results, "rate")
-    gaps: dict[str, Mean] = {}
+    parts: list[float] = []
+    above: list[float] = []
     lines: list[str] = []
-    for temperature, at in product(("1.0", "1.2"), results.values("rate")):
-        one, two = (
-            only(results.where(method=m, temperature=temperature, rate=at)) for m in ("one anchor", "two anchors")
-        )
-        if one is None or two is None:
-            continue
-        gap = difference(one, two)
-        lines.append(
-            f"Temperature {temperature}, η {at}: one anchor {one.mean(final)}, two anchors {two.mean(final)} "
-            f"({signed(gap)}); collapsed {collapsed_of(one)} and {collapsed_of(two)}."
-        )
-        if at == rate:
-            gaps[temperature] = gap
-    if len(gaps) < 2:
-        return missing("one and two anchors at both temperatures")
-    ours = f"two less one: {signed(gaps['1.0'])} at 1.0, {signed(gaps['1.2'])} at 1.2"
-    return Finding(judged(below(gaps["1.2"], -0.1) and not above(gaps["1.0"]), above(gaps["1.2"])), ours, lines)
+    told: list[str] = []
+    for method in ("separate", "mixture"):
+        for temperature in ("1.0", "1.2"):
+            one, two = (results.arm(f"{name}, T={temperature}") for name in ("one anchor", method))
+            if one is None or two is None or not _ready(one, two):
+                return missing(f"one anchor and {method} at temperature {temperature}")
+            gap = _less(two, one)
+            parts.append(gap.p_below(results.tuning["margin"]) if temperature == "1.0" else gap.p_below(-FALL))
+            above += [gap.p_above()] if temperature == "1.2" else []
+            told.append(f"{method} {gap} at {temperature}")
+            lines.append(f"{_told(two, one)}. Collapsed: {_counts([one, two])}.")
+    lines.append(
+        f"The control, a tight clip: {', '.join(f'{a.name} {a.mean}' for a in results.where(method='tight clip'))}."
+    )
+    return Finding(max(parts), min(1.0, 2 * min(above)), "two anchors less one: " + ", ".join(told), lines)
+
+
+def the_law(results: Results) -> Finding:
+    """Fitted on runs of 64 and 128 updates, the models predict who collapses among runs of 256 and 512. Shown where the
+    law (η·G·T) has a larger log-likelihood per run there than displacement (η·G·√T) and than η alone (t-test over cells
+    of equal settings, one-sided, both). Opposite where displacement is better than the law. Halves by seed, each
+    predicted from the other, stand beside it.
+    """
+    found = observations(results)
+    fell = sum(one.collapsed for one in found)
+    if fell < 5 or len(found) - fell < 5 or len({one.updates for one in found}) < 4:
+        return missing(f"five collapses and five survivals at four lengths: {fell} of {len(found)} collapsed")
+    scores: LawScores = judge_models(found)
+    law, displacement, rate = (scores.per_run[name] for name in ("law", "displacement", "rate"))
+    ours = (
+        f"log-likelihood per run of 256 and 512 updates: law {law:.3f}, displacement {displacement:.3f}, η {rate:.3f}"
+    )
+    p_law = max(scores.law_less_displacement.p_above(), scores.law_less_rate.p_above())
+    return Finding(p_law, scores.law_less_displacement.p_below(), ours, scores.lines)
 
 
 def pass_at_k(results: Results) -> Finding:
-    """Shown where P3O's pass@1 after training is above that before, beyond doubt, and its pass@64 is at no µ below
-    that before by more than 0.02 (lower end of the interval). Opposite where pass@64 is below by more than that, beyond
-    doubt, at any µ. Otherwise not shown.
+    """At every µ: P3O's pass@1 after training is above that before, and its pass@64 is not below that before by more
+    than 0.02 (Student's t over seeds, one-sided). Shown where that is so at all µ. Opposite where pass@64 is below by
+    more than that at any (the smallest p-value, times the number of µ).
     """
     before = results.arm("before")
-    after = [arm for arm in results.arms if arm.name.startswith("after ")]
-    p3o = [arm for arm in after if "P3O" in arm.name]
+    p3o = [arm for arm in results.where(method="P3O") if _ready(arm)]
     if before is None or not p3o:
         return missing("pass@k before and after P3O")
-    start = next(iter(before.runs.values()))
-    k = max(start["pass_at"], key=int)
-    first = [_gain(arm, start, "1") for arm in p3o]
-    last = [_gain(arm, start, k) for arm in p3o]
-    lines = [f"Before: pass@1 {start['pass_at']['1']['value']:.3f}, pass@{k} {start['pass_at'][k]['value']:.3f}."]
-    lines += [
-        f"{arm.name}: pass@1 {signed(_gain(arm, start, '1'))}, pass@{k} {signed(_gain(arm, start, k))}."
-        for arm in after
-    ]
-    kept = all((gap.low if gap.seeds > 1 else gap.value) > -EQUAL for gap in last)
-    ours = "; ".join(
-        f"{a.name.removeprefix('after ')}: pass@1 {signed(f)}, pass@{k} {signed(g)}"
-        for a, f, g in zip(p3o, first, last, strict=True)
+    start = {k: one["value"] for k, one in next(iter(before.runs.values()))["pass_at"].items()}
+    last = max(start, key=int)
+
+    def gain(arm: ArmResult, k: str) -> Difference:
+        values = [run["pass_at"][k]["value"] - start[k] if "pass_at" in run else -start[k] for run in arm.runs.values()]
+        return welch([0.0, 0.0], values)  # a constant has no variance: Student's t
+
+    lines = [f"Before: pass@1 {start['1']:.3f}, pass@{last} {start[last]:.3f}."]
+    for arm in (arm for arm in results.arms if arm.kind == "train" and _ready(arm)):
+        lines.append(f"{arm.name} (η {arm.rate:g}): " + ", ".join(f"pass@{k} {gain(arm, k)}" for k in start) + ".")
+    ours = "P3O: " + "; ".join(
+        f"pass@1 {gain(arm, '1')}, pass@{last} {gain(arm, last)} at µ={arm.axes['mu']}" for arm in p3o
     )
-    return Finding(judged(all(map(above, first)) and kept, any(below(gap, -EQUAL) for gap in last)), ours, lines)
-
-
-def _gain(arm: ArmResult, start: Mapping[str, Any], k: str) -> Mean:
-    return arm.mean(lambda run: run["pass_at"][k]["value"] - start["pass_at"][k]["value"])
+    shown = max(max(gain(arm, "1").p_above(), gain(arm, last).p_above(-EQUAL)) for arm in p3o)
+    return Finding(shown, min(1.0, len(p3o) * min(gain(arm, last).p_below(-EQUAL) for arm in p3o)), ours, lines)
 
 
 def ours(results: Results) -> Finding:
-    """Accuracy at equal wall-clock: at the shortest mean time of the compared arms, on straight lines between a run's
-    evaluations. `auto` and the single methods each at the η at which that is best. Shown where `auto` is above the best
-    single method, beyond doubt; opposite where it is below, beyond doubt; otherwise not shown.
+    """At equal updates, each at its own rate. The rival is the single method that was best on the tuning seeds. Shown
+    where `auto` is not below it by more than 0.02 (Welch, one-sided); opposite where it is below by more than that.
     """
-    arms = [arm for arm in results.arms if "method" in arm.axes]
-    automatic = [arm for arm in arms if arm.axes["method"] == "auto"]
-    single = [arm for arm in arms if arm.axes["method"] != "auto"]
-    if not automatic or not single:
+    automatic = results.arm("auto")
+    single = [
+        arm for arm in results.arms if arm.name in results.tuning["scores"] and arm.name != "auto" and _ready(arm)
+    ]
+    if automatic is None or not _ready(automatic) or not single:
         return missing("auto and a single method")
-    gap, other, told = _at_clock(automatic, single, min(arm.mean(seconds).value for arm in arms))
-    lines = [told]
-    # A collapsed run may end early and would set the time for all.
-    whole = [arm.mean(seconds).value for arm in arms if not arm.count(collapsed)[0]]
-    if whole:
-        lines.append("Beside the rule, by the shortest time of an arm that never collapsed: ")
-        lines[-1] += _at_clock(automatic, single, min(whole))[2]
-    for method in results.values("method"):
-        finals = {arm.axes["rate"]: arm.mean(final) for arm in arms if arm.axes["method"] == method}
-        lines.append(
-            f"{method}, final accuracy: " + ", ".join(f"η {rate} {mean}" for rate, mean in finals.items()) + "."
-        )
-    lines += _less_each(results, automatic)
-    if planned := [arm for arm in results.arms if "planned" in arm.axes]:
-        lines.append("As planned: " + ", ".join(f"{arm.name} {arm.mean(final)}" for arm in planned) + ".")
-    stage = sorted((arm for arm in results.arms if arm.kind == "learn"), key=lambda arm: -arm.mean(final).value)
-    if stage:
-        lines.append(
-            "One stored stage, final accuracy by objective: "
-            + ", ".join(f"{a.axes['objective']} {a.mean(final)}" for a in stage)
-            + "."
-        )
-    return Finding(judged(above(gap), below(gap)), f"auto less {other}: {signed(gap)} at equal wall-clock", lines)
-
-
-def _less_each(results: Results, automatic: Sequence[ArmResult]) -> list[str]:
-    """`auto` minus each method run at the same learning rates: at each rate, and averaged."""
-    own = {arm.axes["rate"]: arm for arm in automatic}
-    lines: list[str] = []
-    for method in results.values("method"):
-        rival = {arm.axes["rate"]: arm for arm in results.where(method=method)}
-        if method != "auto" and rival.keys() == own.keys():
-            at = [f"η {rate} {signed(difference(rival[rate], own[rate]))}" for rate in own]
-            whole = signed(over_all(automatic, list(rival.values())))
-            lines.append(f"auto less {method}, final accuracy: {', '.join(at)}, mean over η {whole}.")
-    return lines
-
-
-def _at_clock(automatic: Sequence[ArmResult], single: Sequence[ArmResult], clock: float) -> tuple[Mean, str, str]:
-    """`auto` minus the best single method at a time, the name of that method, and both as text."""
-
-    def there(run: Mapping[str, Any]) -> float | None:
-        known = [
-            (s, a)
-            for s, a in zip(run["evaluations"]["seconds"], run["evaluations"]["accuracy"], strict=True)
-            if s is not None
-        ]
-        return float(np.interp(clock, [s for s, _ in known], [a for _, a in known])) if known else None
-
-    one, other = (tuned(side, there) for side in (automatic, single))
-    assert one is not None and other is not None
-    gap = difference(other, one, there)
-    told = f"at {clock:.1f} s of training, best η each, {one.name} has {one.mean(there)}, {other.name} "
-    return gap, other.name, told + f"{other.mean(there)} ({signed(gap)})."
+    rival = _chosen(results, single)
+    gap = _less(automatic, rival)
+    lines = [f"{_told(automatic, arm)}." for arm in single]
+    lines.append(f"Above it beyond doubt: {'yes' if gap.p_above() < ALPHA else 'no'} (p = {gap.p_above():.2g}).")
+    return Finding(gap.p_above(-EQUAL), gap.p_below(-EQUAL), f"auto less {rival.name}: {gap}", lines)
 
 
 def rules() -> dict[str, Callable[[Results], Finding]]:

@@ -62,7 +62,7 @@ def test_costs_by_hand(runs: Path) -> None:
 
 
 def calibrated(runs: Path, **parts: Probe | Sweep) -> Callable[..., RunConfig]:
-    save_calibration(config_at(runs), ENVIRONMENT, **parts)
+    save_calibration(config_at(runs), ENVIRONMENT, engine=None, **parts)
     return lambda **changes: config_at(runs, **changes)
 
 

@@ -161,8 +161,8 @@ class RequestHandler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         """Begin a connection."""
-        self.timeout = SEND_S  # of each read and write
         super().setup()
+        self.connection.settimeout(SEND_S)  # of each read and write
         self.server.unread[self.connection] = time.monotonic()
 
     def finish(self) -> None:
