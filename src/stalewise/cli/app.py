@@ -59,7 +59,7 @@ def _noting_interrupts(group: Group) -> Iterator[None]:
     def ignored(what: Any) -> None:
         if not issubclass(what.exc_type, KeyboardInterrupt):
             ignoring(what)
-        else:  # it came within a destructor, which Python does not let it end: once more, outside of it
+        else:  # raised in a destructor, where Python drops it: send it again a moment later
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
 
     signal.signal(signal.SIGINT, before if before is signal.SIG_IGN else interrupt)

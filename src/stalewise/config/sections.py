@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 from stalewise.staleness.schedule import Schedule, pipelined, staged, synchronous
 
 Url = Annotated[str, StringConstraints(pattern=r"^https?://[^/\s]+(/\S*)?$")]
-# Larger values are slips of the pen: they multiply into sizes that no machine holds, or into loops that never end.
+# Larger values are typing errors: they multiply into sizes that no machine holds, or into loops that never end.
 MOST_UPDATES = 1_000_000
 MOST_PROMPTS = 1_000_000
 MOST_RESPONSES = 65_536  # to one prompt
@@ -66,7 +66,7 @@ class LoraSection(Section):
     """Low-rank adapters, trained instead of all weights; docs/models.md."""
 
     rank: int = Field(
-        default=0, ge=0, le=MOST_RESPONSES, description="Rank of the adapters; 0: no adapters, all weights are trained."
+        default=0, ge=0, le=65_536, description="Rank of the adapters; 0: no adapters, all weights are trained."
     )
     alpha: float = Field(default=32.0, gt=0, description="The adapter's product is scaled by alpha / rank.")
     targets: list[str] = Field(

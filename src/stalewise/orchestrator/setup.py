@@ -40,14 +40,14 @@ FILE = "limits.json"  # in the run directory
 
 
 def log_move(directory: Path, here: Mapping[str, Any], log: Callable[[str], object]) -> None:
-    """Say that a run goes on where numbers round differently from where it was."""
+    """Say so if a run continues on another device or with other threads, where numbers round differently."""
     path = directory / "environment.json"
     if not is_started(directory) or not path.is_file():
         return
     with contextlib.suppress(StoreError):  # damaged: it is about to be written anew
         before, now = (_place(record) for record in (atomic.read_json(path), here))
         if before != now:
-            log(f"this run was on {before} and goes on on {now}: its numbers round differently from here on")
+            log(f"this run was on {before} and continues on {now}: from here on its numbers round differently")
 
 
 def _place(record: Mapping[str, Any]) -> str:

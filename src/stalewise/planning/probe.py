@@ -56,10 +56,8 @@ def probe(
     else:
         peak = _peak_memory(config.model.device)
     measured = measure(probing.directory, peak)
-    environment, engine = (
-        read_json(probing.directory / "environment.json"),
-        read_config(probing.directory).sampler.engine,
-    )
+    environment = read_json(probing.directory / "environment.json")
+    engine = read_config(probing.directory).sampler.engine
     path = calibration.save_calibration(config, environment, engine=engine, probe=measured)
     return ProbeResult(measured, path, probing.directory)
 

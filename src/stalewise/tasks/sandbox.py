@@ -174,7 +174,7 @@ def scratch_folder(kind: str) -> Iterator[str]:
 
 @cache
 def remove_abandoned(process: int) -> None:
-    """Remove the folders of `scratch_folder` that no process holds any more; once in a process, also a forked one."""
+    """Remove the folders of `scratch_folder` that no process holds any more; once for each process id."""
     for path in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
         with contextlib.suppress(OSError):  # another user's, or held
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -106,10 +106,10 @@ def test_a_run_that_moves_to_another_device_says_so(tmp_path: Path) -> None:
     assert heard == []
     log_move(tmp_path, {"device": "cpu", "threads": 2}, heard.append)
     log_move(tmp_path, {"device": "NVIDIA H200", "threads": 1}, heard.append)
-    rest = "its numbers round differently from here on"
+    rest = "from here on its numbers round differently"
     assert heard == [
-        f"this run was on cpu with 1 thread(s) and goes on on cpu with 2 thread(s): {rest}",
-        f"this run was on cpu with 1 thread(s) and goes on on NVIDIA H200: {rest}",
+        f"this run was on cpu with 1 thread(s) and continues on cpu with 2 thread(s): {rest}",
+        f"this run was on cpu with 1 thread(s) and continues on NVIDIA H200: {rest}",
     ]
     file.write_text("{")
     log_move(tmp_path, {"device": "NVIDIA H200", "threads": 1}, heard.append)  # damaged, and about to be written anew
