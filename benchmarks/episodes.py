@@ -27,6 +27,8 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 QUIET = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+# The engine in this process: one of its own that fails leaves this one waiting for it.
+QUIET |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 LAST_WORDS = 15  # lines of a process that failed
 Play = Callable[[Sequence[Any], Sequence[Any], Any], list[Any]]  # prompts, requests, environment: responses
 
