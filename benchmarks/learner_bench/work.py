@@ -163,6 +163,9 @@ def measure_stage(settings: Settings, part: Part, work: Path, rates: dict[str, f
         phase("to host memory", held.sleep)
     phase("generate again", lambda: _sampled(sampler, prompts))
     sampler.sleep()
+    if waits:  # coming back drops the graphs
+        phase("back to the device", held.execution.wake)
+        phase("record graphs again", lambda: learn(held, updates[:2]))
     phase("learn again", lambda: learn(held, updates[:2]))
     seconds = phases["learn again"]["seconds"] / 2  # graphs are recorded in the first updates
     found = {
