@@ -11,8 +11,9 @@ there (log-normal, median a sixth of it, half of the spread by prompt). Each pro
 response, so both sides make the same number of tokens. Temperature 1, bfloat16, log-probability of each token.
 
 Ours: the `hf` engine. vLLM: the best of several `max_num_seqs`, with CUDA graphs, prefix cache, 90% of the memory, no
-seeds for single requests (slower), no text (ours has it). Both are warmed up with other prompts. A measurement is a
-process; results are merged into one JSON, and what is there is not measured again (`--again` does).
+seeds for single requests (slower), no text (ours has it). Both are warmed up with other prompts. Our side of a part is
+a process; so is vLLM with one size and one `max_num_seqs`, for all parts that are asked for, since it takes a minute to
+start. Results are merged into one JSON, and what is there is not measured again (`--again` does).
 
 `DIRECTORY` holds vLLM and what it needs, for PYTHONPATH of its process alone; without it, vLLM must be installed.
 """
@@ -28,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +68,7 @@ class Part:
 
     requests: int
     prompt: int
-    seqs: tuple[int, ...]  # vLLM's max_num_seqs to try
+    seqs: tuple[int, ...]  # vLLM's max_num_seqs to try; one where every request is decoded at once in any case
     bar: float = 1.0  # the ratio that is wanted
     seconds: int = 120
 
@@ -81,15 +83,15 @@ SHAPES = {
 PARTS = {
     "135m/64": Part(8192, 36, (512, 2048), seconds=200),
     "0.5b/512": Part(2048, 128, (512, 2048), seconds=200),
-    "0.5b/4096": Part(512, 128, (256, 512), seconds=330),
-    "0.5b/16384": Part(128, 128, (128,), seconds=380),
+    "0.5b/4096": Part(256, 128, (512,), seconds=200),
+    "0.5b/16384": Part(64, 128, (512,), seconds=290),
     "1.5b/512": Part(2048, 128, (512, 1024, 2048), 3.0, seconds=330),
-    "1.5b/4096": Part(256, 128, (256,), seconds=250),
-    "1.5b/16384": Part(64, 128, (64,), seconds=380),
+    "1.5b/4096": Part(256, 128, (512,), seconds=220),
+    "1.5b/16384": Part(64, 128, (512,), seconds=320),
     "7b/256": Part(1024, 128, (512, 1024), 1.3, seconds=230),
-    "7b/4096": Part(128, 128, (128,), seconds=280),
+    "7b/4096": Part(128, 128, (512,), seconds=250),
 }
-TRIAL = {"tiny/12": Part(24, 9, (8,))}
+TRIAL = {"tiny/12": Part(24, 9, (8,)), "tiny/30": Part(16, 9, (8,))}
 
 
 def lengths(kind: str, requests: int, tokens: int, seed: int = 0) -> list[int]:
@@ -202,16 +204,15 @@ def measure_ours(name: str, part: Part, model: Path, compiled: bool, profile: bo
     return {**found, "size": str(decoder.size), "rows": sorted(decoder.graphs)}
 
 
-def measure_vllm(name: str, part: Part, model: Path, seqs: int, options: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM with one `max_num_seqs`."""
+def measure_vllm(names: Sequence[str], model: Path, seqs: int, options: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM with one `max_num_seqs`: what was found of each of these parts of one size."""
     import torch
     import vllm  # pyright: ignore[reportMissingImports]
 
     cuda = torch.cuda.is_available()
-    size, tokens = name.split("/")
     arguments = {
         "dtype": "bfloat16" if cuda else "float32",
-        "max_model_len": part.prompt + int(tokens) + 8,
+        "max_model_len": max(part_of(name).prompt + int(name.split("/")[1]) for name in names) + 8,
         "max_num_seqs": seqs,
         "gpu_memory_utilization": 0.9,
         "enable_prefix_caching": True,
@@ -226,11 +227,11 @@ def measure_vllm(name: str, part: Part, model: Path, seqs: int, options: Mapping
         generation_config="vllm",
         **arguments,
     )
-    found: dict[str, Any] = {"start_seconds": _now(False) - start, "arguments": arguments, "vllm": vllm.__version__}
+    head: dict[str, Any] = {"start_seconds": _now(False) - start, "arguments": arguments, "vllm": vllm.__version__}
     flat = {"flat_logprobs": True} if hasattr(vllm.SamplingParams(), "flat_logprobs") else {}
 
-    def sample(limits: Sequence[int], seed: int) -> tuple[float, list[int]]:
-        asked = [{"prompt_token_ids": ids} for ids in prompts(part, SHAPES[size].vocabulary, seed)]
+    def sample(part: Part, vocabulary: int, limits: Sequence[int], seed: int) -> tuple[float, list[int]]:
+        asked = [{"prompt_token_ids": ids} for ids in prompts(part, vocabulary, seed)]
         settings = [
             vllm.SamplingParams(
                 temperature=1.0, max_tokens=limit, ignore_eos=True, logprobs=0, detokenize=False, **flat
@@ -244,7 +245,17 @@ def measure_vllm(name: str, part: Part, model: Path, seqs: int, options: Mapping
             raise RuntimeError("a response lacks log-probabilities")
         return seconds, [len(one.token_ids) for one in outputs]
 
-    return found | measured(sample, part, int(tokens))
+    found: dict[str, Any] = {}
+    for name in names:
+        size, tokens = name.split("/")
+        part = part_of(name)
+        found[name] = head | measured(partial(sample, part, SHAPES[size].vocabulary), part, int(tokens))
+    return found
+
+
+def part_of(name: str) -> Part:
+    """The part of this name."""
+    return {**PARTS, **TRIAL}[name]
 
 
 def measured(sample: Sample, part: Part, tokens: int) -> dict[str, Any]:
@@ -308,13 +319,13 @@ def _where() -> dict[str, Any]:
 
 def work(spec: Mapping[str, Any]) -> dict[str, Any]:
     """What a process of its own does."""
-    part, model = {**PARTS, **TRIAL}[spec["part"]], Path(spec["model"])
+    names, model = spec["parts"], Path(spec["model"])
     if spec["side"] == "model":
-        make_model(spec["part"].split("/")[0], model)
+        make_model(names[0].split("/")[0], model)
         return {}
     if spec["side"] == "ours":
-        return measure_ours(spec["part"], part, model, spec["compiled"], spec["profile"])
-    return measure_vllm(spec["part"], part, model, spec["seqs"], spec["options"])
+        return {name: measure_ours(name, part_of(name), model, spec["compiled"], spec["profile"]) for name in names}
+    return measure_vllm(names, model, spec["seqs"], spec["options"])
 
 
 # ---------------------------------------------------------------- all of them, and one file
@@ -334,7 +345,7 @@ def summary(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 def bar_of(name: str) -> float:
     """The ratio wanted; bars above 1 are for fixed lengths."""
-    part = {**PARTS, **TRIAL}.get(name)
+    part = {**PARTS, **TRIAL}.get(name)  # none has the name of drawn lengths
     return part.bar if part is not None else 1.0
 
 
@@ -373,17 +384,23 @@ def jobs(
     compiled: bool = False,
     profile: bool = False,
 ) -> list[dict[str, Any]]:
-    """The processes that are missing for these parts: ours, and vLLM with each `max_num_seqs`."""
+    """The processes that are missing for these parts: ours, and vLLM with each `max_num_seqs` of a size."""
     wanted: list[dict[str, Any]] = []
+    theirs: dict[tuple[str, int], dict[str, Any]] = {}
     for name in names:
-        part, found = {**PARTS, **TRIAL}[name], record["parts"].get(name, {})
+        part, found = part_of(name), record["parts"].get(name, {})
         share = part.seconds / (1 + len(part.seqs))
         if again or not _rate(found.get("ours"), KINDS[-1]):
             options = {"compiled": compiled, "profile": profile}
-            wanted.append({"part": name, "side": "ours", "seconds": share, **options})
+            wanted.append({"parts": [name], "side": "ours", "seconds": share, **options})
         for seqs in part.seqs:
             if again or not _rate(found.get("vllm", {}).get(str(seqs)), KINDS[-1]):
-                wanted.append({"part": name, "side": "vllm", "seqs": seqs, "seconds": share})
+                key = (name.split("/")[0], seqs)
+                if key not in theirs:
+                    theirs[key] = {"parts": [], "side": "vllm", "seqs": seqs, "seconds": 0.0}
+                    wanted.append(theirs[key])
+                theirs[key]["parts"].append(name)
+                theirs[key]["seconds"] += share
     return wanted
 
 
@@ -422,26 +439,30 @@ def main(arguments: argparse.Namespace) -> int:
     )
     for job in (job for job in wanted if arguments.side in ("both", job["side"])):
         if arguments.budget_s and time.monotonic() - begun + job["seconds"] > arguments.budget_s:
-            print(f"left for another call: {job['part']} {job['side']} {job.get('seqs', '')}", flush=True)
+            print(f"left for another call: {_named(job)}", flush=True)
             continue
-        size = job["part"].split("/")[0]
+        size = job["parts"][0].split("/")[0]
         model, start = arguments.work / size, time.monotonic()
         options = json.loads(arguments.vllm_options)
         found = {} if model.exists() else run_job({**job, "side": "model"}, model, "", {})
         found = found or run_job(job, model, arguments.vllm, options)
-        found["process_seconds"] = time.monotonic() - start
-        part = record["parts"].setdefault(job["part"], {})
-        if job["side"] == "ours":
-            part["ours"] = found
-        else:
-            part.setdefault("vllm", {})[str(job["seqs"])] = found
+        seconds = time.monotonic() - start
+        for name in job["parts"]:
+            part = record["parts"].setdefault(name, {})
+            of_it = (found if "error" in found else found[name]) | {"process_seconds": seconds}  # of all its parts
+            if job["side"] == "ours":
+                part["ours"] = of_it
+            else:
+                part.setdefault("vllm", {})[str(job["seqs"])] = of_it
         write(out, record)
-        rates = {kind: round(_rate(found, kind)) for kind in KINDS} if "error" not in found else found["error"]
-        print(
-            f"{job['part']} {job['side']} {job.get('seqs', '')}: {rates} ({found['process_seconds']:.0f} s)", flush=True
-        )
+        rates = {name: [round(_rate(found[name], kind)) for kind in KINDS] for name in found if name != "error"}
+        print(f"{_named(job)}: {found.get('error', rates)} ({seconds:.0f} s)", flush=True)
     print(table(record) if record["parts"] else "nothing was measured")
     return 1 if record.get("missed") else 0
+
+
+def _named(job: Mapping[str, Any]) -> str:
+    return f"{','.join(job['parts'])} {job['side']} {job.get('seqs', '')}".strip()
 
 
 def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:

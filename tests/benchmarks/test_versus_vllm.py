@@ -57,12 +57,24 @@ def test_the_ratio_is_to_the_best_of_vllm_and_bars_are_for_fixed_lengths() -> No
 def test_only_what_is_missing_is_measured() -> None:
     record: dict[str, Any] = {"parts": {"7b/256": {"ours": side(1, 1), "vllm": {"512": side(1, 1), "1024": {}}}}}
     wanted = bench.jobs(record, ["7b/256", "7b/4096"])
-    assert [(job["part"], job["side"], job.get("seqs")) for job in wanted] == [
-        ("7b/256", "vllm", 1024),
-        ("7b/4096", "ours", None),
-        ("7b/4096", "vllm", 128),
+    assert [(job["parts"], job["side"], job.get("seqs")) for job in wanted] == [
+        (["7b/256"], "vllm", 1024),
+        (["7b/4096"], "ours", None),
+        (["7b/4096"], "vllm", 512),
     ]
     assert len(bench.jobs(record, ["7b/256"], again=True)) == 3
+
+
+def test_vllm_starts_once_for_the_parts_of_a_size() -> None:
+    wanted = bench.jobs({"parts": {}}, ["0.5b/512", "0.5b/4096", "1.5b/4096"])
+    theirs = [(job["parts"], job["seqs"], job["seconds"]) for job in wanted if job["side"] == "vllm"]
+    seconds = [bench.PARTS[name].seconds for name in ("0.5b/512", "0.5b/4096", "1.5b/4096")]
+    assert theirs == [
+        (["0.5b/512", "0.5b/4096"], 512, seconds[0] / 3 + seconds[1] / 2),
+        (["0.5b/512"], 2048, seconds[0] / 3),
+        (["1.5b/4096"], 512, seconds[2] / 2),
+    ]
+    assert [job["parts"] for job in wanted if job["side"] == "ours"] == [["0.5b/512"], ["0.5b/4096"], ["1.5b/4096"]]
 
 
 def test_a_side_that_fails_says_why_and_the_others_go_on(
@@ -72,7 +84,7 @@ def test_a_side_that_fails_says_why_and_the_others_go_on(
 
     def run_job(job: Any, model: Path, vllm: str, options: Any) -> dict[str, Any]:
         assert model == tmp_path / "tiny" and vllm == "there" and options == {"a": 1}
-        return side(8, 8) if job["side"] == "ours" else {"error": ["ImportError: no vllm"]}
+        return {"tiny/12": side(8, 8)} if job["side"] == "ours" else {"error": ["ImportError: no vllm"]}
 
     monkeypatch.setattr(bench, "run_job", run_job)
     out = tmp_path / "out.json"
@@ -89,7 +101,7 @@ def test_our_side_makes_the_lengths_that_are_asked_for(tmp_path: Path, monkeypat
     monkeypatch.setattr(torch, "set_default_dtype", lambda dtype: None)  # it is for a process of its own
     bench.make_model("tiny", tmp_path / "tiny")
     options = {"compiled": False, "profile": True}
-    found = bench.work({"part": "tiny/12", "side": "ours", "model": str(tmp_path / "tiny"), **options})
+    found = bench.work({"parts": ["tiny/12"], "side": "ours", "model": str(tmp_path / "tiny"), **options})["tiny/12"]
     assert found["profile"]["ms_per_step"]
     assert found["problem"] == "" and found["fixed"]["tokens"] == 24 * 12
     assert found["drawn"]["tokens"] == sum(bench.lengths("drawn", 24, 12)) < 24 * 12
