@@ -227,7 +227,11 @@ MEASURED = {
     ("0.5B", "all weights, gradient checkpointing"): ("learner-h200", "0.5b/full/recompute/graphs", ""),
     ("1.5B", "all weights"): ("learner-h200", "1.5b/full/plain/graphs", "1.5b/512"),
     ("1.5B", "all weights, gradient checkpointing"): ("learner-h200", "1.5b/full/recompute/graphs", ""),
-    ("7B", "all weights, 8-bit moments, gradient checkpointing"): ("learner-h200-7b", "7b/stage/recompute/auto", "7b/256"),
+    ("7B", "all weights, 8-bit moments, gradient checkpointing"): (
+        "learner-h200-7b",
+        "7b/stage/recompute/auto",
+        "7b/256",
+    ),
     ("7B", "LoRA, gradient checkpointing"): ("learner-h200-7b", "7b/lora-stage/recompute/auto", ""),
 }
 

@@ -34,12 +34,19 @@ if TYPE_CHECKING:
 TERMINATED = 143  # exit status of a process ended by SIGTERM
 
 
+def _import_packages() -> None:
+    from stalewise.models import import_packages
+
+    import_packages()
+
+
 @app.command()
 def demo(
     as_json: AsJson = False,
     runs: Annotated[Path, typer.Option(help="Directory of the demo's runs.")] = Path("runs/demo"),
 ) -> None:
     """Train the embedded policy in minutes: GRPO against two methods that use a few large stages."""
+    _import_packages()
     from stalewise.cli.demo import main as run_demo
     from stalewise.reporting.progress import watching
 
@@ -69,6 +76,7 @@ def init(
 def train(config: ConfigFile, settings: Settings = None, as_json: AsJson = False) -> None:
     """Train with a config; resumes its run directory."""
     checked = read_config_file(config, settings)
+    _import_packages()
     from stalewise.api import run
 
     _run_and_print(checked, lambda callback: run(checked, callback, say_plan=True), as_json)
@@ -225,6 +233,7 @@ def evaluate(
     if wrong := [text for text in option or () if "=" not in text]:
         raise ConfigError(f"--option {wrong[0]}: expected key=value, as in path=test.jsonl")
     _check_model_or_run(model_or_run)
+    _import_packages()
     from stalewise import api
     from stalewise.cli.tables import print_evaluation, print_lines, suite_table
     from stalewise.reporting.progress import watching

@@ -5,6 +5,7 @@ What `model.path` means is found here, without torch; `stalewise.models.loading`
 
 from __future__ import annotations
 
+import gc
 from functools import lru_cache
 from pathlib import Path
 from urllib.error import HTTPError
@@ -15,6 +16,20 @@ from stalewise.models.gguf import SMOLLM2, gguf_directory, is_gguf, smollm2_dire
 
 EMBEDDED = Path(__file__).parent / "policies"
 HUB_S = 5.0  # seconds in which a hub must answer
+
+
+def import_packages() -> None:
+    """Import torch and transformers for a command: what they create stays, and is never searched for garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        import torch  # noqa: F401
+        import transformers.modeling_utils  # noqa: F401
+
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def embedded_policies() -> list[str]:
