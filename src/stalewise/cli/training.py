@@ -93,6 +93,8 @@ def _run_and_print(config: RunConfig, train: Callable[[ProgressCallback], RunRes
         result = train(callback)
     if is_first:
         print_result(result, as_json)
+        if not as_json:
+            typer.echo(f"next: stalewise report {result.directory}, or stalewise serve {result.directory}", err=True)
 
 
 @app.command()

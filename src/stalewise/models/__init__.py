@@ -61,7 +61,8 @@ def resolve_model(path: str, task: str = "") -> str:
             raise ModelError(f"{directory} has no config.json: it is no Hugging Face model directory, or incomplete")
         return str(directory)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ModelError(f"{path} is no directory; embedded policies: {nearest(path, [*embedded_policies(), SMOLLM2])}")
+        known = nearest(path, [*embedded_policies(), SMOLLM2])
+        raise ModelError(f"{path} is not a directory; embedded policies: {known}")
     _check_hub(path)
     return path  # owner/name on a hub
 
@@ -92,8 +93,8 @@ def loading_error(path: str, what: str, error: Exception) -> ModelError:
     """The error for what transformers cannot load, with remedies for a hub name."""
     if isinstance(error, OSError) and not Path(path).is_dir():
         return ModelError(
-            f"{path} is no directory, and no hub provides it ({first_line(error).rstrip('.')}): name a directory with "
-            "the model, or connect to the hub, with HF_TOKEN set if it restricts access; "
+            f"{path} is not a directory, and no hub provides it ({first_line(error).rstrip('.')}): name a directory "
+            "with the model, or connect to the hub, with HF_TOKEN set if it restricts access; "
             f'model.path = "auto" and "{SMOLLM2}" need no hub'
         )
     return ModelError(f"{path} {what}: {first_line(error)}")

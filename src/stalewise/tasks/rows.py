@@ -393,7 +393,7 @@ def _plain_text(text: str, where: str) -> str:
     if len(text) > MOST_CHARACTERS:
         raise TaskError(f"{where} has {len(text):,} characters: {MOST_CHARACTERS:,} are the most")
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise TaskError(f"{where} has half of a surrogate pair, which is no text: remove it")
+        raise TaskError(f"{where} has half of a surrogate pair, which is not text: remove it")
     return text
 
 
