@@ -345,6 +345,13 @@ OF_TRL = {
     "mask_truncated_completions": 'truncated="mask"',
     "callbacks": "callback",
 }
+# Usual abbreviations, which are too far from the names here to be guessed.
+ABBREVIATIONS = {
+    "lr": "learning_rate",
+    "batch_size": 'settings={"batch.prompts": …} (prompts per update) times group_size',
+    "max_tokens": "max_new_tokens",
+    "kl_coef": "kl",
+}
 
 
 def settings_record(keywords: Mapping[str, Any], dotted: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -374,8 +381,8 @@ def _key_of(name: str, value: Any) -> str:
         return f"{name}.kind" if name == "schedule" else f"{name}.name"
     if name in COMMON:
         return COMMON[name]
-    if name in OF_TRL:
-        raise ConfigError(f"{name} is not a setting here: it is {OF_TRL[name]}")
+    if known := (OF_TRL | ABBREVIATIONS).get(name):
+        raise ConfigError(f"{name} is not a setting here: use {known}")
     found = [key for key in [*_tables(), *setting_names()] if key.rpartition(".")[2] == name]
     if not found:
         names = {key.rpartition(".")[2] for key in [*_tables(), *setting_names()]}

@@ -41,7 +41,8 @@ def test_a_last_name_is_enough(keywords: dict[str, Any], record: dict[str, Any])
         ({"every": 3}, r'every is the name of several settings: write settings={"checkpoints.every": …} or settings'),
         ({"prompts": 3}, "prompts is the name of several settings"),
         ({"learnin_rate": 1}, "learnin_rate is not a setting; did you mean learning_rate"),
-        ({"num_generations": 8}, "num_generations is not a setting here: it is group_size"),
+        ({"num_generations": 8}, "num_generations is not a setting here: use group_size"),
+        ({"lr": 1e-4}, "lr is not a setting here: use learning_rate"),
         ({"sampler": 3}, "sampler is a table of settings: pass a dict, not 3"),
     ],
 )
