@@ -54,9 +54,10 @@ types: install
 unit: install
 	$(PYTEST) $(TWO)
 
-# Longer forms of tests of `make unit`: more kills, more ranks, more seeds.
-nightly: install
+# Longer forms of tests of `make unit` and `make test-engines`: more kills, more ranks, more seeds, more copies.
+nightly: install $(ENGINES)/.installed
 	$(PYTEST) $(TWO) -m nightly
+	PYTHONDONTWRITEBYTECODE= $(ENGINES)/bin/pytest -m nightly tests/engines
 
 # In a process of its own: it keeps an event loop running, which others would run into.
 browser: install

@@ -21,8 +21,10 @@ start. Results are merged into one JSON, and what is there is not measured again
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -412,10 +414,16 @@ def run_job(job: Mapping[str, Any], model: Path, vllm: str, options: Mapping[str
     with tempfile.TemporaryDirectory() as place:
         spec = {"profile": False, **job, "model": str(model), "out": f"{place}/found.json", "options": dict(options)}
         command = [sys.executable, str(HERE / "versus_vllm.py"), "--worker", json.dumps(spec)]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if done.returncode == 0:
+        with open(f"{place}/words", "w") as words:  # no pipe: vLLM's own processes would hold it open
+            process = subprocess.Popen(
+                command, env=environment, stdout=words, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            process.wait()
+        with contextlib.suppress(ProcessLookupError):  # they may outlive it, with the GPU's memory
+            os.killpg(process.pid, signal.SIGKILL)
+        if process.returncode == 0:
             return json.loads(Path(spec["out"]).read_text())
-    return {"error": done.stdout.strip().splitlines()[-LAST_WORDS:]}
+        return {"error": Path(f"{place}/words").read_text(errors="replace").strip().splitlines()[-LAST_WORDS:]}
 
 
 def write(path: Path, record: dict[str, Any]) -> None:

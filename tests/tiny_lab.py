@@ -25,15 +25,15 @@ device = "cpu"
 threads = 1
 [tiny.schedule]
 kind = "synchronous"
-updates = 4
+updates = 2
 [tiny.batch]
-prompts = 8
+prompts = 4
 group_size = 4
 [tiny.sampler]
 max_new_tokens = 4
 [tiny.evaluation]
-every = 2
-prompts = 8
+every = 1
+prompts = 4
 samples = 2
 [policy.strong]
 base = "tiny"

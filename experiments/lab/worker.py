@@ -6,6 +6,7 @@ the parent is gone then, and what was committed is kept. Imports no typer, rich 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import queue
@@ -24,6 +25,7 @@ def main(out: Path) -> None:
     threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
     from experiments.lab.run_job import run_job
 
+    gc.freeze()  # what was imported stays: the collection after each job need not walk it
     while True:
         job = json.loads(jobs.get())
         problem = ""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -105,3 +107,24 @@ def test_our_side_makes_the_lengths_that_are_asked_for(tmp_path: Path, monkeypat
     assert found["profile"]["ms_per_step"]
     assert found["problem"] == "" and found["fixed"]["tokens"] == 24 * 12
     assert found["drawn"]["tokens"] == sum(bench.lengths("drawn", 24, 12)) < 24 * 12
+
+
+def test_a_process_that_outlives_its_worker_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "versus_vllm.py"
+    script.write_text(
+        "import json, pathlib, subprocess, sys\n"
+        "spec = json.loads(sys.argv[2])\n"
+        "left = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(120)'])\n"
+        "pathlib.Path(spec['out']).write_text(json.dumps({'left': left.pid}))\n"
+        "print('last words')\n"
+        "sys.exit(spec['seqs'])\n"
+    )
+    monkeypatch.setattr(bench, "HERE", tmp_path)
+    start = time.monotonic()
+    found = bench.run_job({"parts": [], "side": "vllm", "seqs": 0}, tmp_path, "", {})
+    assert time.monotonic() - start < 60
+    end = time.monotonic() + 30
+    while psutil.pid_exists(found["left"]) and psutil.Process(found["left"]).status() != "zombie":
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert bench.run_job({"parts": [], "side": "vllm", "seqs": 3}, tmp_path, "", {}) == {"error": ["last words"]}

@@ -73,6 +73,7 @@ def interrupted(starting: VllmServer, untied: Path, tmp_path_factory: pytest.Tem
     return Interrupted(config, shards(stage))
 
 
+@pytest.mark.nightly
 def test_the_embedded_policy_and_its_tied_output_layer(interrupted: Interrupted, tmp_path: Path) -> None:
     """Meanwhile, vLLM without a server."""
     asked, other = requests(64), moved(POLICY, tmp_path / "moved", by=0.02)

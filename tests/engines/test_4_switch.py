@@ -28,7 +28,10 @@ class StopBefore(NullCallback):
             raise KeyboardInterrupt
 
 
-def test_a_run_goes_on_from_hf_to_a_server_to_vllm(server: VllmServer, untied: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("copies", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_a_run_goes_on_from_hf_to_a_server_to_vllm(
+    server: VllmServer, untied: Path, tmp_path: Path, copies: int
+) -> None:
     schedule = {"kind": "staged", "updates": 6, "stages": 3}
 
     def config(sampler: dict[str, Any]) -> RunConfig:
@@ -38,7 +41,7 @@ def test_a_run_goes_on_from_hf_to_a_server_to_vllm(server: VllmServer, untied: P
         run(config({"engine": "hf"}), StopBefore("generate", 2))
     with pytest.raises(KeyboardInterrupt):
         run(config(served(server)), StopBefore("generate", 2))
-    options = {"copies": 2, "max_model_len": 96, "options": {"enforce_eager": True}}
+    options = {"copies": copies, "max_model_len": 96, "options": {"enforce_eager": True}}
     result = run(config({"engine": "vllm", "vllm": options}))
     assert len(result.evaluations) == 2
     batches = [open_batch(path).manifest for path in sorted((tmp_path / "tiny" / "rollouts").iterdir())]

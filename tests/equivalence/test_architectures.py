@@ -14,11 +14,14 @@ from stalewise.api import run
 from stalewise.config import make_config
 from stalewise.errors import ModelError
 
+ALIKE = ("mistral", "opt")  # to llama and to gpt2
 REFUSED = {"rwkv": "RwkvForCausalLM", "bart": "BartForCausalLM"}  # states and positions that their forward passes lose
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers, about kernels that are not installed
-@pytest.mark.parametrize("family", DOZEN)
+@pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=pytest.mark.nightly) if one in ALIKE else one for one in DOZEN]
+)
 def test_a_family_is_right_or_refused(family: str, tmp_path: Path) -> None:
     build(family, tmp_path / "model")
     config = make_config(settings(tmp_path / "model", tmp_path, "one"))

@@ -243,7 +243,7 @@ def test_cards_of_episodes_count_the_policys_tokens_and_name_the_environment(mix
     assert f"| {read_result(mixed, 1).evaluations[-1]['response_length']:.1f} |" in text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pipelined_run_plays_the_episodes_of_its_schedule(tmp_path: Path) -> None:
     schedule = {"kind": "pipelined", "updates": 3, "updates_per_generation": 1}
     config = make_config(settings(tmp_path, "pipelined", schedule=schedule, evaluation={"prompts": 4}))

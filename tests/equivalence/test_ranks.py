@@ -39,14 +39,10 @@ LOW = ("bfloat16", "bfloat16-only")
 OTHERS = ("untied", "unpackable")
 Case = tuple[str, str, int]
 CASES: list[Case] = [(name, kind, world) for name in SETTING_IDS for kind in KINDS for world in (2, 4)]
-# Two ranks with replicas take the updates of every objective. Shards and four ranks exchange the same sums in another
-# way: a few objectives stand for step control, whole responses, an anchor, statistics of the batch and a veto.
-FEW = ("grpo", "gspo", "decoupled_ppo", "m2po-paper", "mu_grpo-suffix")
-QUICK = [
-    (name, kind, world)
-    for name, kind, world in CASES
-    if (kind, world) == ("replicated", 2) or (name in FEW and world == 2) or name == FEW[-1]
-]
+# A few objectives stand for step control, whole responses, an anchor that is kept and one that is renewed, statistics
+# of the batch and a veto. test_splits.py has the gradient of every objective on two ranks, `make nightly` the updates.
+FEW = ("grpo", "gspo", "decoupled_ppo", "p3o_two_anchor", "m2po-paper", "mu_grpo-suffix")
+QUICK = [(name, kind, world) for name, kind, world in CASES if name in FEW and (world == 2 or name == FEW[-1])]
 FRESH = {"version": 0, "steps": 0, "drift": 0.0}
 
 
@@ -119,7 +115,7 @@ def special_cases(ranks: Any, runs: Path, out: Path, kind: str, rows: list[Rollo
 
     for precision in LOW:
         settings = config(runs, SETTING_IDS.index("p3o"), model={"precision": precision})
-        learned(make_trainer(settings, runs / "start", FRESH, ranks, kind), rows[:1], out / f"{precision}-{kind}")
+        learned(make_trainer(settings, runs / "untied", FRESH, ranks, kind), rows[:1], out / f"{precision}-{kind}")
 
     for name in OTHERS:
         settings = config(runs, SETTING_IDS.index("p3o"))
@@ -213,21 +209,21 @@ def made(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     before = make_trainer(config(runs, SETTING_IDS.index("decoupled_ppo")), runs / "start", FRESH, ALONE, "alone")
     before.update(rows[0])
     write_checkpoint(runs, 1, save=before.save, state=before.state()).rename(runs / "one-update")
-    for setting, name in enumerate(SETTING_IDS):
-        trainer = make_trainer(config(runs, setting), runs / "start", FRESH, ALONE, "alone")
+    cases = QUICK if "not nightly" in str(request.config.getoption("markexpr")) else CASES
+    for name in sorted({"p3o", *(name for name, _, _ in cases)}):
+        trainer = make_trainer(config(runs, SETTING_IDS.index(name)), runs / "start", FRESH, ALONE, "alone")
         learned(trainer, rows, runs / "alone" / name)
-    for precision in LOW:
-        settings = config(runs, SETTING_IDS.index("p3o"), model={"precision": precision})
-        learned(make_trainer(settings, runs / "start", FRESH, ALONE, "alone"), rows[:1], runs / "alone" / precision)
     for name, model in zip(OTHERS, other_models(), strict=True):
         write_checkpoint(runs, 0, save=partial(save_model, model), state=FRESH).rename(runs / name)
         settings = config(runs, SETTING_IDS.index("p3o"))
         learned(make_trainer(settings, runs / name, FRESH, ALONE, "alone"), rows, runs / "alone" / name)
+    for precision in LOW:  # of the smallest model: bfloat16 takes long on a CPU
+        settings = config(runs, SETTING_IDS.index("p3o"), model={"precision": precision})
+        learned(make_trainer(settings, runs / "untied", FRESH, ALONE, "alone"), rows[:1], runs / "alone" / precision)
     learned(before, rows[1:], runs / "alone" / "restored")
     regularized(ALONE, runs, rows, runs / "alone" / "regularized", "alone")
     grpo = make_trainer(config(runs, SETTING_IDS.index("grpo")), runs / "start", FRESH, ALONE, "alone")
     learned(grpo, [few(rows[0])], runs / "alone" / "few")
-    cases = QUICK if "not nightly" in str(request.config.getoption("markexpr")) else CASES
     assert finish(start(4, rank_main, runs, runs / "ranks", cases)) == [0, 0, 0, 0]
     return runs
 
@@ -285,7 +281,7 @@ def test_half_the_digits_are_the_same_half(made: Path, precision: str, kind: str
         assert mine[name] == pytest.approx(other[name], rel=1e-2, abs=1e-3), name
     ours, theirs = (load_file(place / "model.safetensors") for place in places)
     assert {tensor.dtype for tensor in ours.values()} == {tensor.dtype for tensor in theirs.values()}
-    assert distance(ours, theirs) <= 0.1 * distance(theirs, load_file(made / "start" / "model.safetensors"))
+    assert distance(ours, theirs) <= 0.1 * distance(theirs, load_file(made / "untied" / "model.safetensors"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -331,7 +327,9 @@ def test_an_update_that_is_not_finite_changes_nothing_on_any_rank(made: Path, ki
 def test_the_updates_are_worth_comparing(made: Path) -> None:
     """They move weights by far more than the tolerance; and what the objectives do differs."""
     before = load_file(made / "start" / "model.safetensors")
-    found = {name: load_file(made / "alone" / name / "model.safetensors") for name in SETTING_IDS}
+    files = {name: made / "alone" / name / "model.safetensors" for name in SETTING_IDS}
+    found = {name: load_file(path) for name, path in files.items() if path.exists()}
+    assert found.keys() >= {*FEW}
     assert all(
         distance(after, before) > 1e-4 * distance(before, dict.fromkeys(before, 0.0)) for after in found.values()
     )

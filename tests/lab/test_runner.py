@@ -42,7 +42,7 @@ RUNNABLE = """
 base = "tiny"
 task = "tiny"
 rates = [1e-4, 1e-3, 1e-2]
-seeds = [2, 2]
+seeds = [1, 1]
 [[lab.arms]]
 name = "auto"
 set = { recipe = "auto", schedule = { kind = "staged" } }
@@ -59,7 +59,7 @@ set = { objective = { name = "p3o" }, sampler = { temperature = 1.2 } }
 name = "lag"
 rate = "set"
 [lab.arms.set]
-schedule = { kind = "pipelined", updates_per_generation = 1, lag = 2 }
+schedule = { kind = "pipelined", updates_per_generation = 1, lag = 1 }
 objective = { name = "grpo" }
 optimizer = { learning_rate = 1e-3 }
 [[lab.arms]]
@@ -127,26 +127,26 @@ def test_a_command_that_was_killed_goes_on_and_does_nothing_twice(tmp_path: Path
 
 def test_every_job_is_done_but_the_broken_ones(reproduced: tuple[Path, dict[str, Any]]) -> None:
     _, answer = reproduced
-    # 4 arms × 2 judged seeds, the policy that others sample with, and the tuning: one arm × 2 seeds at each of 3 rates,
-    # or of more where the grid was widened.
-    tuning = answer["done"] - 9
-    assert tuning >= 6 and tuning % 2 == 0 and answer["jobs"] == answer["done"] + 2
-    assert len(answer["failed"]) == 2 and all("no-such-directory" in reason for reason in answer["failed"].values())
+    # 4 arms, the policy that others sample with, and the tuning: one arm × 2 seeds at each of 3 rates, or of more where
+    # the grid was widened.
+    tuning = answer["done"] - 5
+    assert tuning >= 6 and tuning % 2 == 0 and answer["jobs"] == answer["done"] + 1
+    assert len(answer["failed"]) == 1 and all("no-such-directory" in reason for reason in answer["failed"].values())
 
 
 def test_results_hold_what_figures_and_verdicts_need(reproduced: tuple[Path, dict[str, Any]]) -> None:
     root, _ = reproduced
     results = read_results(root / "out" / "tiny" / "results-lab.json")
-    assert results is not None and results.record["failed"].keys() == {"broken, seed 200", "broken, seed 201"}
+    assert results is not None and results.record["failed"].keys() == {"broken, seed 200"}
     tuning = results.tuning
-    assert tuning["is_complete"] and tuning["best"]["auto"] in tuning["rates"] and tuning["seeds_run"] == 2
+    assert tuning["is_complete"] and tuning["best"]["auto"] in tuning["rates"] and tuning["seeds_run"] == 1
     arms = {arm.name: arm for arm in results.arms}
     assert arms["auto"].rate == arms["P3O, raw"].rate == tuning["best"]["auto"] and arms["lag"].rate == 1e-3
     run = arms["P3O, raw"].runs[200]
-    assert run["evaluations"]["version"] == [0, 2, 4] and run["series"].keys() == {"ess"}
+    assert run["evaluations"]["version"] == [0, 1, 2] and run["series"].keys() == {"ess"}
     assert set(run["pass_at"]) == {"1", "2", "4"} and "pass_at" not in arms["lag"].runs[200]
     assert run["cpu_seconds"] > 0 and results.record["cpu_seconds"] > run["cpu_seconds"]
-    assert arms["lag"].runs[201]["generations"] == 4
+    assert arms["lag"].runs[200]["generations"] == 2
 
 
 def test_weights_and_rollouts_go_and_policies_for_others_stay(reproduced: tuple[Path, dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,7 @@ class Module:
     def package(self) -> str:
         return self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
 
+    @cache  # noqa: B019 - of as many modules as there are
     def imports(self) -> list[Import]:
         return list(_imports(self.tree, self.package, at_import_time=True))
 
@@ -113,6 +115,7 @@ def _is_for_types_only(node: ast.AST, child: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and child in node.body
 
 
+@cache
 def modules(source: Path = SOURCE) -> dict[str, Module]:
     found: dict[str, Module] = {}
     for path in sorted((source / "stalewise").rglob("*.py")):
@@ -187,11 +190,8 @@ def way_to_torch(found: dict[str, Module], start: str) -> list[str]:
     return []
 
 
-FOUND = modules()
-
-
 def test_rooms_import_only_what_the_table_allows() -> None:
-    assert forbidden_arrows(FOUND) == []
+    assert forbidden_arrows(modules()) == []
 
 
 def reachable(table: Mapping[str, frozenset[str]], room: str) -> set[str]:
@@ -247,16 +247,16 @@ def test_the_table_keeps_rollout_and_trainer_apart() -> None:
 
 
 def test_pure_rooms_do_no_input_or_output() -> None:
-    assert impurities(FOUND) == []
+    assert impurities(modules()) == []
 
 
 def without_torch() -> list[str]:
-    return [name for name, module in FOUND.items() if module.room in WITHOUT_TORCH and name not in IMPORTED_LATE]
+    return [name for name, module in modules().items() if module.room in WITHOUT_TORCH and name not in IMPORTED_LATE]
 
 
 @pytest.mark.slow
 def test_rooms_without_torch_have_no_way_to_it() -> None:
-    chains = [way_to_torch(FOUND, name) for name in without_torch()]
+    chains = [way_to_torch(modules(), name) for name in without_torch()]
     assert [" → ".join(chain) for chain in chains if chain] == []
 
 
@@ -275,7 +275,7 @@ def test_rooms_without_torch_import_without_it_for_real() -> None:
 
 @pytest.mark.slow
 def test_every_pure_module_can_be_the_first_to_be_imported() -> None:
-    names = [name for name, module in FOUND.items() if module.room in PURE]
+    names = [name for name, module in modules().items() if module.room in PURE]
     code = f"""
 import importlib, sys, torch, scipy.optimize, scipy.special
 for name in {names!r}:

@@ -86,7 +86,7 @@ class Addition:
 
     name = "arithmetic"
     held_out = 1 / 8  # fraction of the questions that only evaluation sees
-    smallest, largest, operations = 10, 99, "+"
+    smallest, largest, operations, prefill = 10, 99, "+", False
 
     def __init__(self, *, seed: int = 0):
         self.seed = seed
@@ -121,24 +121,32 @@ class Addition:
             digits[index] = pick(rng, [digit for digit in choices if digit != digits[index]])
         return "".join(digits)
 
-    def _prompt(self, left: int, operation: str, right: int) -> Prompt:
+    @classmethod
+    def _prompt(cls, left: int, operation: str, right: int, prefill: bool) -> Prompt:
         problem = f"{left}{operation}{right}"
-        return Prompt(f"{self.name}/{problem}", f"{problem}=", str(_OPERATIONS[operation](left, right)))
+        return Prompt(f"{cls.name}/{problem}", f"{problem}=", str(_OPERATIONS[operation](left, right)))
 
-    def _questions(self, *, held_out: bool) -> list[Prompt]:
-        terms = range(self.smallest, self.largest + 1)
-        sides = _sides(self.name, self.held_out, self.smallest, self.largest, self.operations)
-        questions = product(self.operations, terms, terms)
-        return [
-            self._prompt(left, operation, right)
-            for (operation, left, right), side in zip(questions, sides, strict=True)
-            if side == held_out
-        ]
+    def _questions(self, *, held_out: bool) -> tuple[Prompt, ...]:
+        return _questions(type(self), held_out, self.smallest, self.largest, self.operations, self.prefill)
 
     @cached_property
     def _evaluation(self) -> list[Prompt]:
         questions = self._questions(held_out=True)
         return sorted(questions, key=lambda prompt: fraction_of("order/" + prompt.prompt_id))
+
+
+@lru_cache(maxsize=8)
+def _questions(
+    task: type[Addition], held_out: bool, smallest: int, largest: int, operations: str, prefill: bool
+) -> tuple[Prompt, ...]:
+    """The questions of one side, in order."""
+    terms = range(smallest, largest + 1)
+    sides = _sides(task.name, task.held_out, smallest, largest, operations)
+    return tuple(
+        task._prompt(left, operation, right, prefill)
+        for (operation, left, right), side in zip(product(operations, terms, terms), sides, strict=True)
+        if side == held_out
+    )
 
 
 class AdditionChat(Addition):
@@ -161,9 +169,10 @@ class AdditionChat(Addition):
         super().__init__(seed=seed)
         self.verifier = NumberVerifier(which="first" if prefill else "last")
 
-    def _prompt(self, left: int, operation: str, right: int) -> Prompt:
-        plain = super()._prompt(left, operation, right)
-        metadata = {**CHAT, "prefill": f"{left} {operation} {right} ="} if self.prefill else CHAT
+    @classmethod
+    def _prompt(cls, left: int, operation: str, right: int, prefill: bool) -> Prompt:
+        plain = super()._prompt(left, operation, right, prefill)
+        metadata = {**CHAT, "prefill": f"{left} {operation} {right} ="} if prefill else CHAT
         return Prompt(plain.prompt_id, f"What is {left}{operation}{right}?", plain.answer, metadata)
 
 

@@ -13,7 +13,7 @@ import importlib.util
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -145,10 +145,7 @@ class FinitePrompts:
         if not prompts:
             raise TaskError(f"task {name} has no training prompts")
         self._prompts = list(prompts)
-        # Two epochs, since a range that crosses a boundary needs both.
-        self._order: Callable[[int], list[int]] = lru_cache(maxsize=2)(
-            lambda epoch: shuffled(len(self._prompts), stream(name, seed, "epoch", epoch))
-        )
+        self._order: Callable[[int], list[int]] = partial(_epoch_order, name, seed, len(prompts))
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -158,6 +155,12 @@ class FinitePrompts:
         check_range(start, count)
         positions = (divmod(index, len(self._prompts)) for index in range(start, start + count))
         return [self._prompts[self._order(epoch)[position]] for epoch, position in positions]
+
+
+# A range that crosses a boundary needs two epochs; a program makes a task for each run, doctor and evaluation.
+@lru_cache(maxsize=4)
+def _epoch_order(name: str, seed: int, length: int, epoch: int) -> list[int]:
+    return shuffled(length, stream(name, seed, "epoch", epoch))
 
 
 def shuffled(length: int, rng: random.Random) -> list[int]:

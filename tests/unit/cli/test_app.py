@@ -72,7 +72,14 @@ def test_choices_and_defaults_are_shown_and_checked() -> None:
     assert wrong.exit_code == 2 and all(f"'{choice}'" in wrong.stderr for choice in ("all", "first", "last"))
 
 
-@pytest.mark.parametrize(("shell", "how"), [("bash", "COMPREPLY"), ("zsh", "#compdef"), ("fish", "complete --command")])
+@pytest.mark.parametrize(
+    ("shell", "how"),
+    [
+        ("bash", "COMPREPLY"),
+        pytest.param("zsh", "#compdef", marks=pytest.mark.nightly),
+        pytest.param("fish", "complete --command", marks=pytest.mark.nightly),
+    ],
+)
 def test_shells_complete_commands_and_settings(shell: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # the option then takes a shell's name
     asked = {**os.environ, "_STALEWISE_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}

@@ -46,7 +46,9 @@ class Gradients(TrainerCallback):
 # ---------------------------------------------------------------- training
 
 
-@pytest.mark.parametrize("objective", ["grpo", "mu_grpo", "p3o"])
+@pytest.mark.parametrize(
+    "objective", [*(pytest.param(name, marks=pytest.mark.nightly) for name in ("grpo", "mu_grpo")), "p3o"]
+)
 def test_it_trains_and_logs(tmp_path: Path, objective: str) -> None:
     """Three generation batches of three updates, each in two micro-batches; the reward rises from first to last."""
     trainer = make_trainer(

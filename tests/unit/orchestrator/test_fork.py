@@ -64,7 +64,11 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("kind", "at"),
-    [("staged", 1), ("staged", 2), pytest.param("pipelined", 2, marks=pytest.mark.nightly), ("spent", 3)],
+    [
+        ("staged", 1),
+        ("staged", 2),
+        *(pytest.param(kind, at, marks=pytest.mark.nightly) for kind, at in (("pipelined", 2), ("spent", 3))),
+    ],
 )
 def test_an_unchanged_fork_ends_in_the_same_weights(tmp_path: Path, first: Path, kind: str, at: int) -> None:
     run = first

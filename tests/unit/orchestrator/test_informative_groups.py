@@ -111,7 +111,9 @@ def test_batches_grow_until_every_update_is_full(runs: Path) -> None:
     assert [e["refilled_prompts"] for e in events] == [len(batch) // 4 - 16 for batch in batches]
 
 
-@pytest.mark.parametrize("changes", [{}, {"schedule": {"stages": None, "end": "spent"}}])
+@pytest.mark.parametrize(
+    "changes", [pytest.param({}, marks=pytest.mark.nightly), {"schedule": {"stages": None, "end": "spent"}}]
+)
 def test_a_run_that_was_stopped_grows_alike(runs: Path, changes: dict[str, Any]) -> None:
     whole, stopped = made(runs, "whole", **changes), made(runs, "stopped", **changes)
     run(whole)

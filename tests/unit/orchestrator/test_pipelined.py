@@ -30,9 +30,34 @@ def made(runs: Path, name: str = "run", **changes: Mapping[str, Any]) -> RunConf
     return make_config(tiny_record(runs, name, **{"optimizer": {"learning_rate": 1e-3}, **changes}))
 
 
-def test_generation_and_learning_run_side_by_side(runs: Path) -> None:
+@pytest.mark.nightly
+def test_a_generator_that_fails_says_why_and_loses_nothing(runs: Path, tmp_path: Path) -> None:
+    weightless = tmp_path / "weightless"  # whoever samples from it finds that out
+    shutil.copytree(EMBEDDED / "arithmetic", weightless, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = made(runs, schedule=PIPELINED, sampler={"foreign": {"path": str(weightless), "share": 0.5}})
+    with pytest.raises(EngineError, match=r"the generating process ended: .*weightless.*run the same command again"):
+        run(config)
+    assert "Fatal" not in (config.directory / "generator.log").read_text()
+
+
+def test_a_generator_that_is_killed_is_one_message_and_the_next_runs_beside_learning(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = BackgroundGeneration.start
+
+    def start_and_kill(self: BackgroundGeneration, run: Orchestrator) -> None:
+        start(self, run)
+        assert self.process is not None
+        self.process.kill()
+
     config = made(runs, schedule=PIPELINED, checkpoints={"every": 32, "keep": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(BackgroundGeneration, "start", start_and_kill)
+        with pytest.raises(EngineError, match=r"the generating process ended: .*run the same command again"):
+            run(config)
     result = run(config)
+    assert result.updates == 6
+    assert "Fatal" not in (config.directory / "generator.log").read_text()
     made_by = [json.loads((d / "manifest.json").read_text()) for d in batch_directories(config.directory / "rollouts")]
     assert [(one["generation_batch"], one["version"]) for one in made_by] == [(0, 0), (1, 0), (2, 2)]
     ours, theirs = (read_jsonl(config.directory / name) for name in ("journal.jsonl", "journal-generator.jsonl"))
@@ -44,31 +69,10 @@ def test_generation_and_learning_run_side_by_side(runs: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_generator_that_fails_says_why_and_loses_nothing(runs: Path, tmp_path: Path) -> None:
-    weightless = tmp_path / "weightless"  # whoever samples from it finds that out
-    shutil.copytree(EMBEDDED / "arithmetic", weightless, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = made(runs, schedule=PIPELINED, sampler={"foreign": {"path": str(weightless), "share": 0.5}})
-    with pytest.raises(EngineError, match=r"the generating process ended: .*weightless.*run the same command again"):
-        run(config)
-    assert "Fatal" not in (config.directory / "generator.log").read_text()
-
-
-def test_a_generator_that_is_killed_is_one_message(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = BackgroundGeneration.start
-
-    def start_and_kill(self: BackgroundGeneration, run: Orchestrator) -> None:
-        start(self, run)
-        assert self.process is not None
-        self.process.kill()
-
+def test_batches_that_were_made_elsewhere_are_learned_from(runs: Path) -> None:
     config = made(runs, schedule=PIPELINED)
-    with monkeypatch.context() as patched:
-        patched.setattr(BackgroundGeneration, "start", start_and_kill)
-        with pytest.raises(EngineError, match=r"the generating process ended: .*run the same command again"):
-            run(config)
     assert generate(config)  # here, as it could be on another machine
     assert run(config).updates == 6
-    assert "Fatal" not in (config.directory / "generator.log").read_text()
 
 
 @pytest.mark.nightly

@@ -423,7 +423,8 @@ def test_what_may_run_out_is_said_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], advice: str
 ) -> None:
     batch = {"prompts": 64, "group_size": 4}
-    record = tiny_record(tmp_path, learner={"tokens_per_micro_batch": 2**16}, batch=batch)
+    once = {"updates": 1, "stages": 1}
+    record = tiny_record(tmp_path, learner={"tokens_per_micro_batch": 2**16}, batch=batch, schedule=once)
     for section, settings in sections.items():
         record[section] = {**record.get(section, {}), **settings}
     monkeypatch.setattr("stalewise.planning.memory.free_bytes", lambda device: int(0.02 * GIB))

@@ -76,33 +76,42 @@ def test_a_sweep_of_real_runs_goes_on_where_it_stopped(runs: Path) -> None:
     config = tiny_config(runs, sampler={"engine": "auto"})
     heard = Heard()
     settings: dict[str, Any] = {"stalenesses": [1], "updates": 4, "rule": RULE, "callback": heard}
-    busy, broken = (runs / "tiny-sweep" / f"S0001-lr{rate}-seed0" for rate in ("3e-4", "1e30"))
-    with RunLock(busy):
-        found = sweep(config, learning_rates=[3e-4, 1e30], **settings)
-    assert list(found.failed) == [busy.name]
-    assert "is in use by process" in found.failed[busy.name]
+    sound, broken = (runs / "tiny-sweep" / f"S0001-lr{rate}-seed0" for rate in ("3e-4", "1e30"))
+    found = sweep(config, learning_rates=[1e30], **settings)
     (run,) = found.sweep.runs
     # A rate of 1e30 makes weights that are not finite in the first update, or ratios in the second.
     assert (run.directory, run.collapsed_at in (1, 2)) == (broken.name, True)
-    assert (heard.done, heard.total) == (8, 8)
+    assert (heard.done, heard.total) == (4, 4)
 
     before = (broken / "train.log").stat().st_mtime_ns
     again = sweep(config, learning_rates=[3e-4, 1e30], **settings)
     assert (again.failed, (broken / "train.log").stat().st_mtime_ns) == ({}, before)  # not trained once more
     assert {run.directory: run.collapsed_at is None for run in again.sweep.runs} == {
-        busy.name: True,
+        sound.name: True,
         broken.name: False,
     }
     assert again.sweep.problem == "2 runs cannot calibrate the law: at least 6 are needed"
     assert again.map.is_file()
 
     part = sweep(config, learning_rates=[3e-4], **settings)
-    assert {run.directory for run in part.sweep.runs} == {busy.name, broken.name}  # one is of the sweep before
-    assert (busy / "train.log").stat().st_mtime_ns > before
+    assert {run.directory for run in part.sweep.runs} == {sound.name, broken.name}  # one is of the sweep before
+    assert (sound / "train.log").stat().st_mtime_ns > before
     kept = find_calibration(config)
     assert kept is not None and kept.sweep is not None
     assert (kept.sweep.runs, kept.environment["threads"]) == (part.sweep.runs, 1)
     assert kept.places["sweep"].engine == "hf"  # what `auto` picked
+
+
+@pytest.mark.nightly
+def test_a_run_of_a_sweep_that_is_in_use_failed_and_the_others_count(runs: Path) -> None:
+    config, heard = tiny_config(runs), Heard()
+    busy, other = (runs / "tiny-sweep" / f"S0001-lr{rate}-seed0" for rate in ("3e-4", "1e30"))
+    with RunLock(busy):
+        found = sweep(config, stalenesses=[1], learning_rates=[3e-4, 1e30], updates=4, rule=RULE, callback=heard)
+    assert list(found.failed) == [busy.name]
+    assert "is in use by process" in found.failed[busy.name]
+    assert [run.directory for run in found.sweep.runs] == [other.name]
+    assert (heard.done, heard.total) == (8, 8)
 
 
 @pytest.mark.nightly

@@ -128,7 +128,7 @@ def test_slots_that_all_end_at_once_are_filled_again(monkeypatch: pytest.MonkeyP
     assert {len(response.token_ids) for response in sampler.sample(requests(sampler, 40))} == {2}
 
 
-@pytest.mark.parametrize("share", [0.03, 0.3, 0.6])
+@pytest.mark.parametrize("share", [0.03, pytest.param(0.3, marks=pytest.mark.nightly), 0.6])
 def test_slots_that_are_full_or_wait_leave_the_others_alone(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stalewise.rollout.engines.paged_cache.MOST_SLOTS", 16)
     monkeypatch.setattr("stalewise.rollout.engines.paged_cache.FEWEST_ROWS", 4)
@@ -178,7 +178,7 @@ def test_pools_that_take_turns_share_their_slots() -> None:
     assert (sampler._decoder.size.slots, sampler._decoder.size.blocks) == (1024, 1024 + 16 * 2)
 
 
-@pytest.mark.parametrize("group_size", [1, 3, 40])
+@pytest.mark.parametrize("group_size", [pytest.param(1, marks=pytest.mark.nightly), 3, 40])
 def test_responses_look_back_to_prompts_that_they_share(group_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stalewise.rollout.engines.paged_cache.MOST_SLOTS", 16)
     monkeypatch.setattr("stalewise.rollout.engines.paged_cache.FEWEST_ROWS", 4)
@@ -227,7 +227,7 @@ def test_a_kernel_that_cannot_be_made_is_a_reason_to_do_without_slots() -> None:
     assert "out of shared memory" in slots_problem(model, draw=no_draw)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (2, 3))])
 def test_few_blocks_change_no_response(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(seed)
     block_size, limit, group_size = (1, 3, 8, 16)[seed], int(rng.integers(20, 40)), int(rng.integers(2, 5))

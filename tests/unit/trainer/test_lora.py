@@ -492,9 +492,9 @@ def test_an_adapter_that_does_not_fit(adapter: Path, tmp_path: Path, settings: d
     assert versions(tmp_path / "runs" / "tiny") == []
 
 
-@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(
-    ("target", "kind"), [("embed_tokens", "model.embed_tokens, an embedding"), ("lm_head", "lm_head, the output layer")]
+    ("target", "kind", "tied"),
+    [("embed_tokens", "model.embed_tokens, an embedding", True), ("lm_head", "lm_head, the output layer", False)],
 )
 def test_an_adapter_of_the_first_or_the_last_layer(tmp_path: Path, target: str, kind: str, tied: bool) -> None:
     model = policy(POLICY)

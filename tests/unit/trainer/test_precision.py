@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import families  # noqa: F401 - its task pays random policies
 from callbacks import StopAt
+from policies import POLICY, SIZE
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
-from stalewise.models.loading import EMBEDDED, pick_precision, pick_weights_dtype
+from stalewise.models.loading import EMBEDDED, load_tokenizer, pick_precision, pick_weights_dtype
 from stalewise.store.atomic import sha256_file
 from stalewise.store.checkpoints import checkpoint_directory
 from stalewise.trainer.trainer import Trainer
@@ -44,11 +47,20 @@ def config(runs: Path, name: str, **model: Any) -> RunConfig:
         "checkpoints": {"every": 1},
         "sampler": {"max_new_tokens": 4},
     }
-    return make_config(tiny_record(runs, name, model={"precision": "bfloat16-only", **model}, **small))
+    model = {"path": str(runs / "model"), "precision": "bfloat16-only", **model}
+    return make_config(tiny_record(runs, name, model=model, task={"name": "coins"}, **small))
+
+
+def save_small_model(directory: Path) -> None:
+    """bfloat16 takes long on a CPU, and the embedded policies are larger than this."""
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SIZE, tie_word_embeddings=True)).save_pretrained(directory)
+    load_tokenizer(str(POLICY)).save_pretrained(directory)
 
 
 @pytest.mark.parametrize("model", [{}, {"lora": {"rank": 4}}], ids=["weights", "adapters"])
 def test_a_run_in_bfloat16_alone_goes_on_exactly(tmp_path: Path, model: dict[str, Any]) -> None:
+    save_small_model(tmp_path / "model")
     whole, parts = (config(tmp_path, name, **model) for name in ("whole", "parts"))
     run(whole)
     with pytest.raises(KeyboardInterrupt):

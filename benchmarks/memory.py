@@ -1,0 +1,177 @@
+"""What a run takes of a GPU's memory, beside the estimate of `doctor`.
+
+    python benchmarks/memory.py [--parts 0.5b/full/one,1.5b/lora/pipelined] [--out FILE]
+    python benchmarks/memory.py --parts tiny/full/one    # in a minute, on a CPU
+
+A part is a size (0.5b, 1.5b, 7b), what is trained (full, or lora of rank 16 on bfloat16 weights) and a schedule: `one`
+process, in two stages, or `pipelined`, with a generator beside the learner on one GPU. Each is a whole run of eight
+updates with random weights in Qwen2.5's shapes, and rewards of a coin. The peak is what the driver counts as used,
+looked at ten times a second, less what was used before: so contexts and what the allocator holds are in it. Without a
+GPU it is the resident memory of the run's processes, of which there is no estimate to speak of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import psutil
+from switches import Coin, write_model
+
+from stalewise.api import run
+from stalewise.config import RunConfig, make_config
+from stalewise.planning.memory import estimate
+from stalewise.store.atomic import read_json, write_json_atomic
+
+FORMAT = "stalewise.memory/1"
+DEFAULT = ",".join(map("/".join, product(("0.5b", "1.5b"), ("full", "lora"), ("one", "pipelined"))))
+UPDATES, PROMPT_TOKENS = 8, 16
+# Rollouts and tokens: 7B is trained with gradient checkpointing and, where all of it is, with moments in 8 bits.
+PROMPTS = {"tiny": 2, "0.5b": 16, "1.5b": 8, "7b": 8}
+TOKENS = {"tiny": 24}
+ASKS = "--query-gpu=memory.used", "--format=csv,noheader,nounits"
+
+
+def config_of(part: str, work: Path) -> RunConfig:
+    """The config of a part's run."""
+    size, kind, schedule = part.split("/")
+    record: dict[str, Any] = {
+        "name": part.replace("/", "-"),
+        "runs": str(work),
+        "task": {"name": "jsonl", "options": task_options(work)},
+        "model": {"path": str(work / size)},
+        "batch": {"prompts": PROMPTS[size], "group_size": 8},
+        "sampler": {"max_new_tokens": TOKENS.get(size, 512)},
+        "optimizer": {"learning_rate": 1e-7},
+        "checkpoints": {"every": UPDATES, "keep": 1},
+        "evaluation": {"prompts": 8, "samples": 1},
+    }
+    if schedule == "pipelined":
+        record["schedule"] = {"kind": "pipelined", "updates": UPDATES, "updates_per_generation": 2, "lag": 1}
+    else:
+        record["schedule"] = {"kind": "staged", "updates": UPDATES, "stages": 2}
+    if kind == "lora":
+        record["model"] |= {"lora": {"rank": 16}, "precision": "auto" if size == "tiny" else "bfloat16-only"}
+    if size == "7b":
+        record["learner"] = {"gradient_checkpointing": True}
+        record["optimizer"] |= {"moments": "int8"} if kind == "full" else {}
+    return make_config(record)
+
+
+def task_options(work: Path) -> dict[str, Any]:
+    """Prompts of 16 words, and rewards by parity of a checksum, in files, which a generator's process can read."""
+    rows, rewards = work / "prompts.jsonl", work / "coin_of_memory.py"
+    texts = [prompt.text for prompt in Coin().prompts(0, 512)]
+    rows.write_text("".join(json.dumps({"problem": text, "answer": "0"}) + "\n" for text in texts))
+    rewards.write_text("import zlib\n\n\ndef coin(response):\n    return float(zlib.crc32(response.encode()) & 1)\n")
+    options = {"function": "coin_of_memory:coin", "workers": 1}
+    return {"path": str(rows), "verifier": "python", "verifier_options": options}
+
+
+def work_on(part: str, work: Path) -> dict[str, Any]:
+    """The run, in a process of its own; what `doctor` foresaw."""
+    config = config_of(part, work)
+    if not Path(config.model.path).is_dir():
+        write_model(part.partition("/")[0], Path(config.model.path))
+    foreseen = estimate(config, config.model.path, longest_prompt=PROMPT_TOKENS)
+    run(config)
+    return {"estimate_bytes": foreseen and foreseen.peak, "certain_bytes": foreseen and foreseen.least}
+
+
+def used_bytes(process: psutil.Process | None = None) -> int:
+    """Bytes in use on the GPU; without one, by a process and its children."""
+    try:
+        said = subprocess.run(["nvidia-smi", *ASKS], capture_output=True, text=True, check=True).stdout
+        return int(said.splitlines()[0]) << 20
+    except (OSError, subprocess.CalledProcessError):
+        if process is None:
+            return 0
+    total = 0
+    for one in (process, *process.children(recursive=True)):
+        try:
+            total += one.memory_info().rss
+        except psutil.Error:  # it has ended
+            continue
+    return total
+
+
+class Peak(threading.Thread):
+    """Looks at the memory in use until it is stopped."""
+
+    def __init__(self, process: psutil.Process, before: int) -> None:
+        super().__init__(daemon=True)
+        self.process, self.before, self.most, self.is_over = process, before, 0, threading.Event()
+
+    def run(self) -> None:
+        while not self.is_over.wait(0.1):
+            try:
+                self.most = max(self.most, used_bytes(self.process) - self.before)
+            except psutil.NoSuchProcess:
+                return
+
+
+def measure(part: str, work: Path) -> dict[str, Any]:
+    """Peak and estimate of a part, or why it failed."""
+    before, start, place = used_bytes(), time.monotonic(), work / "found.json"
+    place.unlink(missing_ok=True)
+    command = [sys.executable, __file__, "--work", str(work), "--one", part, "--out", str(place)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(work), os.environ.get("PYTHONPATH", "")])}
+    with open(work / "words", "w") as words:
+        process = subprocess.Popen(command, stdout=words, stderr=subprocess.STDOUT, env=environment)
+        peak = Peak(psutil.Process(process.pid), before)
+        peak.start()
+        process.wait()
+        peak.is_over.set()
+        peak.join()
+    if process.returncode:
+        return {"error": (work / "words").read_text(errors="replace").strip().splitlines()[-15:]}
+    found = {**read_json(place), "peak_bytes": peak.most, "seconds": time.monotonic() - start}
+    foreseen = found["estimate_bytes"]
+    return found | {"estimate_ratio": foreseen / peak.most if foreseen and peak.most else None}
+
+
+def line(part: str, found: Mapping[str, Any]) -> str:
+    """A part in one line."""
+    if "error" in found:
+        return f"{part}: {' | '.join(found['error'][-3:])}"
+    foreseen = found["estimate_bytes"] or 0
+    share = f", {found['estimate_ratio']:.2f} of the peak" if found["estimate_ratio"] else ""
+    return f"{part}: peak {found['peak_bytes'] / 1e9:.1f} GB, estimate {foreseen / 1e9:.1f} GB{share}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default=DEFAULT)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--work", type=Path, help="where models and runs go; a temporary directory by default")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        arguments.out.write_text(json.dumps(work_on(arguments.one, arguments.work)))
+        return 0
+    result: dict[str, Any] = read_json(arguments.out) if arguments.out and arguments.out.is_file() else {}
+    result = {"format": FORMAT, "parts": {}} | result
+    with tempfile.TemporaryDirectory() as place:
+        work = arguments.work or Path(place)
+        work.mkdir(parents=True, exist_ok=True)
+        for part in arguments.parts.split(","):
+            found = measure(part, work)
+            result["parts"][part] = found
+            print(line(part, found), flush=True)
+            if arguments.out:
+                write_json_atomic(arguments.out, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

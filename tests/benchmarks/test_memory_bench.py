@@ -1,0 +1,54 @@
+"""The benchmark of memory: its configs, the peak that it sees, and its words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]  # benchmarks/ is no part of the package
+
+from benchmarks import memory  # noqa: E402
+
+
+@pytest.mark.parametrize("part", [*memory.DEFAULT.split(","), "7b/full/one", "7b/lora/one"])
+def test_every_part_has_a_config(part: str, tmp_path: Path) -> None:
+    size, kind, schedule = part.split("/")
+    config = memory.config_of(part, tmp_path)
+    assert config.model.trains_adapters == (kind == "lora")
+    assert config.schedule.kind == {"one": "staged", "pipelined": "pipelined"}[schedule]
+    assert config.learner.gradient_checkpointing == (size == "7b")
+    assert config.optimizer.moments == ("int8" if part == "7b/full/one" else "float32")
+
+
+def test_the_peak_is_that_of_the_process_and_its_children() -> None:
+    inner = "import time; held = b'x' * (150 << 20); time.sleep(60)"
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
+    with subprocess.Popen([sys.executable, "-c", outer]) as process:
+        peak = memory.Peak(psutil.Process(process.pid), before=20 << 20)
+        peak.start()
+        end = time.monotonic() + 30
+        while peak.most < 140 << 20 and time.monotonic() < end:
+            time.sleep(0.05)
+        for one in psutil.Process(process.pid).children():
+            one.kill()
+    peak.is_over.set()
+    peak.join()
+    assert 140 << 20 <= peak.most < 250 << 20
+
+
+def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
+    (tmp_path / "tiny").mkdir()  # a model that is not there
+    found = memory.measure("tiny/full/one", tmp_path)
+    assert "config.json" in " ".join(found["error"])
+
+
+def test_lines() -> None:
+    found = {"peak_bytes": 50_000_000_000, "estimate_bytes": 45_000_000_000, "estimate_ratio": 0.9}
+    assert memory.line("0.5b/full/one", found) == "0.5b/full/one: peak 50.0 GB, estimate 45.0 GB, 0.90 of the peak"
+    assert memory.line("7b/full/one", {"error": ["a", "b", "c", "d"]}) == "7b/full/one: b | c | d"
