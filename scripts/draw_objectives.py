@@ -19,8 +19,8 @@ from stalewise.objectives import OBJECTIVES, evaluate
 
 IMAGES = Path(__file__).parents[1] / "docs/images/objectives"
 OTHERS, SPREAD = 32, 0.5
-LARGEST = 4.0  # of the axis; what is beyond is drawn on its edge
-RATIOS = [2 ** (step / 8) for step in range(-32, 33)]  # 1/16 to 16
+LARGEST = 6.0  # of the axis; a line that leaves it ends there
+RATIOS = [2 ** (step / 16) for step in range(-64, 65)]  # 1/16 to 16
 
 
 def weight(name: str, ratio: float, advantage: float) -> float:
@@ -48,10 +48,9 @@ def drawing(name: str) -> str:
     """The figure of one objective."""
     series = []
     for label, advantage in (("A = 1", 1.0), ("A = −1", -1.0)):
-        values = [max(-LARGEST, min(LARGEST, weight(name, ratio, advantage))) for ratio in RATIOS]
-        series.append(
-            Series(label, [(ratio, value, value, value) for ratio, value in zip(RATIOS, values, strict=True)])
-        )
+        values = [(ratio, weight(name, ratio, advantage)) for ratio in RATIOS]
+        points = [(ratio, value, value, value) for ratio, value in values if abs(value) <= LARGEST]
+        series.append(Series(label, points))
     panel = Panel(name, series, x_title="ratio r", y_title="weight of ∇ℓ", x_log=True, y_range=(-LARGEST, LARGEST))
     return draw_panels(f"{name}: weight of a token by its ratio", [panel], columns=1)
 

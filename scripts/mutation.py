@@ -154,7 +154,7 @@ class Operators(ast.NodeVisitor):
         """Replace the operator that stands between two operands."""
         start, end = self.span(left)[1], self.span(right)[0]
         gap = self.source[start:end]
-        code = b"\n".join(line.split(b"#")[0].ljust(len(line)) for line in gap.split(b"\n"))  # a comment is no operator
+        code = b"\n".join(line.split(b"#")[0].ljust(len(line)) for line in gap.split(b"\n"))  # not in comments
         at = start + code.index(old.encode())
         self.add(operator, at, at + len(old.encode()), new)
 

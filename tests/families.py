@@ -164,7 +164,7 @@ DOZEN = (
     "bart",
 )
 SPREAD = 1.5  # of the logits, at most
-_AS_MADE = ("A_log", "conv", "dt_", "time_", "inv_freq", "rope")  # parameters that are no plain matrices
+_AS_MADE = ("A_log", "conv", "dt_", "time_", "inv_freq", "rope")  # parameters that are not plain matrices
 
 
 class Coins:

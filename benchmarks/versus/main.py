@@ -183,7 +183,7 @@ def main(script: Path, description: str | None, argv: Sequence[str] | None = Non
 
 def _show(arguments: argparse.Namespace) -> None:
     if not arguments.out or not arguments.out.is_file():
-        raise SystemExit(f"--table and --plot read --out, and {arguments.out} is no file")
+        raise SystemExit(f"--table and --plot read --out, and {arguments.out} is not a file")
     record = json.loads(arguments.out.read_text())
     if arguments.plot:
         arguments.plot.parent.mkdir(parents=True, exist_ok=True)

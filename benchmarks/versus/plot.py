@@ -11,37 +11,38 @@ from .table import ROWS, bound, reaches, shown
 
 Record = Mapping[str, Any]
 
-COLOURS = {"trl": "#e45756", "trl_same_mu": "#f2a541", "stalewise": "#4c78a8"}
+COLOURS = {"trl": "#e45756", "trl_same_mu": "#d18700", "stalewise": "#2f6db3"}
 WIDTH, HEIGHT, TOP, BOTTOM = 960, 400, 56, 48
 LEFT, SPLIT = 56, 470  # the first panel reaches from LEFT to SPLIT
-NARROW = 760  # width of the first panel where it is alone
+NARROW, LOW = 760, 320  # size of the first panel where it is alone
 
 
 def draw(record: Record) -> str:
     """The whole picture."""
     title = "stalewise against TRL: accuracy by wall-clock, and each figure against what it must reach"
-    return _picture(title, WIDTH, [*_curves(record, SPLIT - 20), *_bars(record)])
+    return _picture(title, WIDTH, HEIGHT, [*_curves(record, SPLIT - 20, HEIGHT), *_bars(record)])
 
 
 def draw_curves(record: Record) -> str:
     """The first panel alone, for the README."""
-    return _picture("stalewise against TRL: accuracy by wall-clock", NARROW, _curves(record, NARROW - 24))
+    return _picture("stalewise against TRL: accuracy by wall-clock", NARROW, LOW, _curves(record, NARROW - 24, LOW))
 
 
-def _picture(title: str, width: int, parts: list[str]) -> str:
+def _picture(title: str, width: int, height: int, parts: list[str]) -> str:
+    box = f'viewBox="0 0 {width} {height}"'
     style = 'font-family="system-ui, sans-serif" font-size="13" fill="#333"'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" role="img" {style}>',
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" {box} role="img" {style}>',
             f"<title>{escape(title)}</title>",
-            f'<rect width="{width}" height="{HEIGHT}" fill="#fff"/>',
+            f'<rect width="{width}" height="{height}" fill="#fff"/>',
             *parts,
             "</svg>",
         ]
     )
 
 
-def _curves(record: Record, right: int) -> list[str]:
+def _curves(record: Record, right: int, height: int) -> list[str]:
     runs = {name: run for name, run in record["runs"].items() if name.startswith("accuracy/") and run.get("curves")}
     if not runs:
         return []
@@ -52,20 +53,22 @@ def _curves(record: Record, right: int) -> list[str]:
         return LEFT + (right - LEFT) * seconds / longest
 
     def y(accuracy: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * accuracy
+        return height - BOTTOM - (height - BOTTOM - TOP) * accuracy
 
-    parts = [_text(LEFT, 20, "held-out accuracy by seconds of training")]
+    parts = [_text(LEFT, 20, "held-out accuracy, one line per seed")]
+    parts.append(_text((LEFT + right) / 2, height - BOTTOM + 40, "seconds of training", "middle"))
     for tick in range(6):
         parts.append(_line(LEFT, y(tick / 5), right, y(tick / 5), "#ddd"))
         parts.append(_text(LEFT - 8, y(tick / 5) + 4, f"{tick / 5:.1f}", "end"))
     for tick in range(int(longest / step) + 1):
-        parts.append(_text(x(tick * step), HEIGHT - BOTTOM + 20, f"{tick * step:g}", "middle"))
+        parts.append(_text(x(tick * step), height - BOTTOM + 20, f"{tick * step:g}", "middle"))
     for name, run in runs.items():
         method = name.split("/")[1]
-        points = " ".join(
-            f"{x(t):.1f},{y(a):.1f}" for t, a in zip(run["times"], run["curves"]["held_out"], strict=True)
-        )
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[method]}" stroke-width="2"/>')
+        places = [(x(t), y(a)) for t, a in zip(run["times"], run["curves"]["held_out"], strict=True)]
+        points = " ".join(f"{across:.1f},{down:.1f}" for across, down in places)
+        colour, (end, final) = COLOURS[method], places[-1]
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<circle cx="{end:.1f}" cy="{final:.1f}" r="4" fill="{colour}"/>')
     return [*parts, *_legend(record)]
 
 
@@ -73,15 +76,16 @@ def _legend(record: Record) -> list[str]:
     settings = record["settings"]
     mu = settings["updates"] // settings["stages"]
     words = {
+        "stalewise": f"stalewise, µ = {mu}",
         "trl": f"TRL, µ = {settings['trl_mu']}",
         "trl_same_mu": f"TRL, µ = {mu}",
-        "stalewise": f"stalewise, µ = {mu}",
     }
     parts: list[str] = []
-    for place, (method, text) in enumerate(words.items()):
-        left = LEFT + place * 136
+    left = LEFT
+    for method, text in words.items():
         parts.append(f'<rect x="{left}" y="30" width="12" height="12" fill="{COLOURS[method]}"/>')
         parts.append(_text(left + 18, 41, text))
+        left += 34 + 7 * len(text)  # a letter is about 7 wide
     return parts
 
 

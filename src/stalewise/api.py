@@ -180,7 +180,7 @@ def generate(
 
 def _batches_of_checkpoint(orchestrator: Orchestrator, checkpoint: Path) -> list[int]:
     if not (checkpoint / "manifest.json").is_file():
-        raise StoreError(f"{checkpoint} is no checkpoint of a run: to generate with another model, set model.path")
+        raise StoreError(f"{checkpoint} is not a checkpoint of a run: to generate with another model, set model.path")
     version, schedule = checkpoints.read_state(checkpoint)["version"], orchestrator.schedule
     if schedule.is_open_ended and not schedule.generation_batches:
         raise StoreError('with schedule.end = "spent" stages are found in training: generate where the run is')
@@ -244,7 +244,7 @@ def rescore(
         options = {**(options or {}), "function": callables.register(reward, found)}
         reward = "function"
     elif reward is not None and reward not in VERIFIERS:
-        raise TaskError(f"reward={reward!r} is no verifier: pass a function, or {', '.join(VERIFIERS)}")
+        raise TaskError(f"reward={reward!r} is not a verifier: pass a function, or {', '.join(VERIFIERS)}")
     keywords = {"options": options, "answers": answers, "weights": weights, "name": name, "callback": callback}
     return score_again(run, reward, **keywords)
 
@@ -393,7 +393,7 @@ def _policy(name: str, task: str | None) -> _Policy:
         return _Policy(path, checkpoints.read_state(path)["version"], read_config(run), run)
     name = embedded_policy(name) or name
     if task is None and name not in embedded_policies():
-        raise TaskError(f"{name} is no run directory: name the task to evaluate it on, as in --task arithmetic")
+        raise TaskError(f"{name} is not a run directory: name the task to evaluate it on, as in --task arithmetic")
     config = make_config({"model": {"path": name}, "task": {"name": task or name}})
     return _Policy(Path(resolve_model(name)), 0, config, None)
 

@@ -202,5 +202,5 @@ PROGRAMS: dict[str, tuple[str, set[str]]] = {
         "sys.setrecursionlimit(10**9)\ndef f(x): return f((x,)) + 1\nf(0)",
         {"killed", "failed", "memory", "timeout"},
     ),
-    "writes what is no text": ("os.write(1, bytes(range(256)) * 10)", ORDINARY),
+    "writes what is not text": ("os.write(1, bytes(range(256)) * 10)", ORDINARY),
 }

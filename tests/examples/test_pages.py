@@ -45,7 +45,7 @@ def blocks(page: str, kind: str = "python") -> list[str]:
 
 
 def to_run(page: str) -> list[str]:
-    """Blocks that can be run here: TOML is loaded in tests/unit/config, and other kinds are no code."""
+    """Blocks that can be run here: TOML is loaded in tests/unit/config, and other kinds are not code."""
     return [text for kind in ("python", "sh", "sql") for text in blocks(page, kind) if not NEEDS.match(text)]
 
 

@@ -70,7 +70,7 @@ def test_a_copied_checkpoint_generates_on_another_machine(tiny_run: RunConfig, r
     assert [(batch.generation_batch, batch.version) for batch in first] == [(0, 0)]
     with pytest.raises(StoreError, match=r"version 4 makes no generation batch .* versions that do: \[0, 2\]"):
         generate(config, checkpoint=checkpoint_directory(tiny_run.directory, 4))
-    with pytest.raises(StoreError, match="is no checkpoint of a run"):
+    with pytest.raises(StoreError, match="is not a checkpoint of a run"):
         generate(config, checkpoint=EMBEDDED / "arithmetic")
 
 
@@ -90,7 +90,7 @@ def test_a_run_is_evaluated_as_it_was_trained(tiny_run: RunConfig) -> None:
 def test_a_model_is_evaluated_on_the_task_that_is_named(tiny_run: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="name the task to evaluate it on"):
         evaluate(EMBEDDED / "arithmetic")
-    with pytest.raises(ModelError, match="is no directory"):
+    with pytest.raises(ModelError, match="is not a directory"):
         evaluate(tmp_path / "none", task="arithmetic")
     with pytest.raises(TaskError, match="has no option 'terms'"):
         evaluate("arithmetic", options={"terms": 3})

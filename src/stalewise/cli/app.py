@@ -169,6 +169,10 @@ def complete_setting(incomplete: str) -> list[str]:
     return [f"{name}=" for name in setting_names() if name.startswith(incomplete)]
 
 
+# For helps, which must not wait for the import of the tasks.
+TASK_NAMES = "arithmetic, arithmetic-chat, arithmetic-steps, gym, hf, jsonl, mixture, verifiers"
+
+
 def complete_task(incomplete: str) -> list[str]:
     """The tasks that begin so, for the shell's completion of `--task`."""
     from stalewise.tasks import TASKS

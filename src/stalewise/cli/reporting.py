@@ -26,7 +26,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace an earlier export.
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run directories; several are compared.")],
-    output: Annotated[Path | None, typer.Option(help="File to write.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File to write; default: report/index.html in the run.")] = None,
 ) -> None:
     """Write an HTML report of one or several runs."""
     _check_runs(*runs)  # before the slow import

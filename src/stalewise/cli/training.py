@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from stalewise.cli.app import (
+    TASK_NAMES,
     AsJson,
     ConfigFile,
     RunDirectory,
@@ -34,12 +35,19 @@ if TYPE_CHECKING:
 TERMINATED = 143  # exit status of a process ended by SIGTERM
 
 
+def _import_packages() -> None:
+    from stalewise.models import import_packages
+
+    import_packages()
+
+
 @app.command()
 def demo(
     as_json: AsJson = False,
     runs: Annotated[Path, typer.Option(help="Directory of the demo's runs.")] = Path("runs/demo"),
 ) -> None:
     """Train the embedded policy in minutes: GRPO against two methods that use a few large stages."""
+    _import_packages()
     from stalewise.cli.demo import main as run_demo
     from stalewise.reporting.progress import watching
 
@@ -50,7 +58,7 @@ def demo(
 @app.command()
 def init(
     path: Annotated[Path, typer.Argument(help="File to write.")] = Path("stalewise.toml"),
-    task: Annotated[str, typer.Option(help="Task of the config.", autocompletion=complete_task)] = "arithmetic",
+    task: Annotated[str, typer.Option(help=f"Task: {TASK_NAMES}.", autocompletion=complete_task)] = "arithmetic",
 ) -> None:
     """Write a commented config."""
     from stalewise.config.template import config_template
@@ -69,6 +77,7 @@ def init(
 def train(config: ConfigFile, settings: Settings = None, as_json: AsJson = False) -> None:
     """Train with a config; resumes its run directory."""
     checked = read_config_file(config, settings)
+    _import_packages()
     from stalewise.api import run
 
     _run_and_print(checked, lambda callback: run(checked, callback, say_plan=True), as_json)
@@ -85,6 +94,8 @@ def _run_and_print(config: RunConfig, train: Callable[[ProgressCallback], RunRes
         result = train(callback)
     if is_first:
         print_result(result, as_json)
+        if not as_json:
+            typer.echo(f"next: stalewise report {result.directory}, or stalewise serve {result.directory}", err=True)
 
 
 @app.command()
@@ -153,9 +164,7 @@ def learn(
     ] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Policy to start from instead of model.path.")] = None,
     unused: Annotated[bool, typer.Option("--unused", help="Only rollouts their own runs did not learn from.")] = False,
-    rewards: Annotated[
-        str, typer.Option(metavar="NAME", help="Rewards that `rescore` made; default: first.")
-    ] = "first",
+    rewards: Annotated[str, typer.Option(metavar="NAME", help="Rewards that `rescore` made.")] = "first",
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
@@ -208,15 +217,15 @@ def evaluate(
     model_or_run: Annotated[str, typer.Argument(help="Run directory, checkpoint, model directory or hub name.")],
     task: Annotated[
         list[str] | None,
-        typer.Option(help="Task to evaluate on; default: the run's own.", autocompletion=complete_task),
+        typer.Option(help=f"Task; default: the run's. One of {TASK_NAMES}.", autocompletion=complete_task),
     ] = None,
     file: Annotated[list[Path] | None, typer.Option(help="JSONL file to evaluate on instead, all rows.")] = None,
     suite: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Suite of the run; all: each.")] = None,
     option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the task.")] = None,
     exclude_ids: Annotated[Path | None, typer.Option(help="Ids to leave out, one per line or in JSON.")] = None,
-    prompts: Annotated[int | None, typer.Option(min=1, help="Held-out prompts; default: all of a file.")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Responses per prompt.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Largest number of tokens per response.")] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Prompts; default: the run's, all of a file.")] = None,
+    samples: Annotated[int | None, typer.Option(min=1, help="Responses per prompt; default: the run's, or 4.")] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Default: the run's, or 64.")] = None,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0: greedy.")] = 1.0,
     top_p: Annotated[float, typer.Option(min=1e-6, max=1, help="Nucleus sampling.")] = 1.0,
     as_json: AsJson = False,
@@ -225,6 +234,7 @@ def evaluate(
     if wrong := [text for text in option or () if "=" not in text]:
         raise ConfigError(f"--option {wrong[0]}: expected key=value, as in path=test.jsonl")
     _check_model_or_run(model_or_run)
+    _import_packages()
     from stalewise import api
     from stalewise.cli.tables import print_evaluation, print_lines, suite_table
     from stalewise.reporting.progress import watching

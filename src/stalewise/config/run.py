@@ -300,7 +300,7 @@ def _explain(problem: Any) -> str:
         for section in [name for name in problem["loc"][:-1] if isinstance(name, str)]:  # not places in a list
             model = model.model_fields[section].annotation
             model = next(iter(get_args(model)), model)
-        return f"{key} is no setting; {nearest(str(problem['loc'][-1]), model.model_fields)}"
+        return f"{key} is not a setting; {nearest(str(problem['loc'][-1]), model.model_fields)}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{key}: {message}" if problem["loc"] else message
@@ -345,6 +345,13 @@ OF_TRL = {
     "mask_truncated_completions": 'truncated="mask"',
     "callbacks": "callback",
 }
+# Usual abbreviations, which are too far from the names here to be guessed.
+ABBREVIATIONS = {
+    "lr": "learning_rate",
+    "batch_size": 'settings={"batch.prompts": …} (prompts per update) times group_size',
+    "max_tokens": "max_new_tokens",
+    "kl_coef": "kl",
+}
 
 
 def settings_record(keywords: Mapping[str, Any], dotted: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -374,12 +381,12 @@ def _key_of(name: str, value: Any) -> str:
         return f"{name}.kind" if name == "schedule" else f"{name}.name"
     if name in COMMON:
         return COMMON[name]
-    if name in OF_TRL:
-        raise ConfigError(f"{name} is no setting here: it is {OF_TRL[name]}")
+    if known := (OF_TRL | ABBREVIATIONS).get(name):
+        raise ConfigError(f"{name} is not a setting here: use {known}")
     found = [key for key in [*_tables(), *setting_names()] if key.rpartition(".")[2] == name]
     if not found:
         names = {key.rpartition(".")[2] for key in [*_tables(), *setting_names()]}
-        raise ConfigError(f"{name} is no setting; {nearest(name, names)}")
+        raise ConfigError(f"{name} is not a setting; {nearest(name, names)}")
     depth = min(key.count(".") for key in found)
     nearest_ones = [key for key in found if key.count(".") == depth]
     if len(nearest_ones) > 1:
@@ -395,7 +402,7 @@ def _tables() -> list[str]:
 
 
 def setting_names() -> list[str]:
-    """The dotted keys of all settings that are no tables."""
+    """The dotted keys of all settings that are not tables."""
     return [key for key, is_table in _keys(RunConfig) if not is_table]
 
 

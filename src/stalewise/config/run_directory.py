@@ -111,7 +111,7 @@ def read_resolved(directory: str | Path) -> dict[str, Any]:
     """The config of a run directory as it is stored."""
     path = Path(directory) / RESOLVED
     if not os.path.isfile(path) and (os.access(directory, os.X_OK) or not os.path.exists(directory)):
-        raise StoreError(f"{directory} is no run directory: it has no {RESOLVED}; {run_nearby(directory)}")
+        raise StoreError(f"{directory} is not a run directory: it has no {RESOLVED}; {run_nearby(directory)}")
     record = read_json(path)
     if record.get("format") != FORMAT:
         raise StoreError(f"{path} has format {record.get('format')}; this release reads {FORMAT}")

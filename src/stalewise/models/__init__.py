@@ -5,6 +5,7 @@ What `model.path` means is found here, without torch; `stalewise.models.loading`
 
 from __future__ import annotations
 
+import gc
 from functools import lru_cache
 from pathlib import Path
 from urllib.error import HTTPError
@@ -15,6 +16,20 @@ from stalewise.models.gguf import SMOLLM2, gguf_directory, is_gguf, smollm2_dire
 
 EMBEDDED = Path(__file__).parent / "policies"
 HUB_S = 5.0  # seconds in which a hub must answer
+
+
+def import_packages() -> None:
+    """Import torch and transformers for a command: what they create stays, and is never searched for garbage."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        import torch  # noqa: F401
+        import transformers.modeling_utils  # noqa: F401
+
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def embedded_policies() -> list[str]:
@@ -46,7 +61,8 @@ def resolve_model(path: str, task: str = "") -> str:
             raise ModelError(f"{directory} has no config.json: it is no Hugging Face model directory, or incomplete")
         return str(directory)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ModelError(f"{path} is no directory; embedded policies: {nearest(path, [*embedded_policies(), SMOLLM2])}")
+        known = nearest(path, [*embedded_policies(), SMOLLM2])
+        raise ModelError(f"{path} is not a directory; embedded policies: {known}")
     _check_hub(path)
     return path  # owner/name on a hub
 
@@ -77,8 +93,8 @@ def loading_error(path: str, what: str, error: Exception) -> ModelError:
     """The error for what transformers cannot load, with remedies for a hub name."""
     if isinstance(error, OSError) and not Path(path).is_dir():
         return ModelError(
-            f"{path} is no directory, and no hub provides it ({first_line(error).rstrip('.')}): name a directory with "
-            "the model, or connect to the hub, with HF_TOKEN set if it restricts access; "
+            f"{path} is not a directory, and no hub provides it ({first_line(error).rstrip('.')}): name a directory "
+            "with the model, or connect to the hub, with HF_TOKEN set if it restricts access; "
             f'model.path = "auto" and "{SMOLLM2}" need no hub'
         )
     return ModelError(f"{path} {what}: {first_line(error)}")

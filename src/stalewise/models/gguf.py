@@ -57,7 +57,7 @@ def gguf_directory(weights: Path, name: str = "") -> Path:
     """Where the model of a GGUF file lies as a Hugging Face directory; made when its content is first met."""
     if not weights.is_file():
         raise ModelError(
-            f"{weights} is no file: name a GGUF file on this machine; one on a hub has to be downloaded first"
+            f"{weights} is not a file: name a GGUF file on this machine; one on a hub has to be downloaded first"
         )
     stat = weights.stat()
     sha256 = _digest(str(weights.resolve()), stat.st_size, stat.st_mtime_ns)
@@ -153,7 +153,7 @@ def find_weights() -> Path:
     if named := os.environ.get(FILE_VARIABLE):
         path = Path(named).expanduser()
         if not path.is_file():
-            raise ModelError(f"{FILE_VARIABLE} is {named}, which is no file: name a GGUF file, or unset it")
+            raise ModelError(f"{FILE_VARIABLE} is {named}, which is not a file: name a GGUF file, or unset it")
         return path
     try:
         files = distribution(PACKAGE).files or []

@@ -80,7 +80,7 @@ def read_header(path: Path) -> GGUFHeader:
         begin = file.read(24)
         if begin[:4] != MAGIC:
             what = "is empty" if not size else "does not begin as GGUF files do"
-            raise ModelError(f"{path} {what}: it is no model in GGUF, or a copy that went wrong; copy it again")
+            raise ModelError(f"{path} {what}: it is not a model in GGUF, or a copy that went wrong; copy it again")
         version = int.from_bytes(begin[4:8], "little")
         if len(begin) == 24 and version not in _VERSIONS:
             swapped = ", written for a big-endian machine" if version & 0xFFFF == 0 else ""

@@ -132,7 +132,7 @@ def _changed_config(
             raise ConfigError(f"--unset {key}: there is no such setting; {nearest(key, known)}")
     for key in [*unset, *settings]:
         if key in ("name", "runs"):
-            raise ConfigError(f"{key} is no change of settings: --name names the fork, which lies beside its run")
+            raise ConfigError(f"{key} is not a change of settings: --name names the fork, which lies beside its run")
         if key.startswith(OF_THE_CHECKPOINT):
             raise ConfigError(
                 f"a fork takes {key} from its checkpoint: start a new run with model.path = that checkpoint"

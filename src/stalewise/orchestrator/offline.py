@@ -252,7 +252,8 @@ def _batches_of(path: Path) -> list[Path]:
     if not path.exists():
         raise StoreError(f"{path} does not exist: name a run directory or a generation batch in its `rollouts`")
     if not (path / BATCH_MANIFEST).is_file() and not (path.is_dir() and path.parent.name == "rollouts"):
-        raise StoreError(f"{path} is no run and no generation batch: {run_nearby(path)}, or a batch in its `rollouts`")
+        nearby = run_nearby(path)
+        raise StoreError(f"{path} is neither a run nor a generation batch: {nearby}, or a batch in its `rollouts`")
     store.read_batch_manifest(path)  # raises where it is not committed
     return [path]
 

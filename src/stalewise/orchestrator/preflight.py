@@ -16,6 +16,7 @@ from stalewise import __version__
 from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import check_identity
 from stalewise.errors import StalewiseError
+from stalewise.models import import_packages
 from stalewise.orchestrator.checkpoint_writer import fits_beside
 from stalewise.reporting.trackers import check_installed
 from stalewise.rollout.sampler import Request, Sampler
@@ -127,6 +128,7 @@ class _Preflight:
             return Check(name, "bad", f"{type(error).__name__}: {' '.join(str(error).split())}")
 
     def _objective(self) -> tuple[Status, str]:
+        import_packages()
         from stalewise.orchestrator.setup import check_objective, describe_regularizers
 
         section, without_variance = self.config.objective, self.config.batch.without_variance

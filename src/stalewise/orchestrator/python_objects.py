@@ -182,7 +182,7 @@ class RunFiles:
         given = dict(options.get("verifier_options") or {})
         if reward is None or isinstance(reward, str):
             if reward is not None and reward not in VERIFIERS:
-                raise TaskError(f"reward={reward!r} is no verifier: pass a function, or {', '.join(VERIFIERS)}")
+                raise TaskError(f"reward={reward!r} is not a verifier: pass a function, or {', '.join(VERIFIERS)}")
             return {"verifier": reward or "number", "verifier_options": given}
         is_list = isinstance(reward, list | tuple)
         if is_list and not (reward and all(map(callable, reward))):
@@ -191,7 +191,7 @@ class RunFiles:
             )
         if not is_list and not callable(reward):
             raise TaskError(
-                f"reward={reward!r:.60} is no function: expected (prompt, response, answer, **row) → number"
+                f"reward={reward!r:.60} is not a function: expected (prompt, response, answer, **row) → number"
             )
         for one in reward if is_list else [reward]:
             callables.check_parameters(one, row)
@@ -237,12 +237,12 @@ def is_run(model: Any) -> bool:
     """Whether this is the path of a run directory, or of a checkpoint in one."""
     path = Path(model).expanduser() if isinstance(model, str | Path) else Path()
     if "\0" in str(path):
-        raise ModelError(f"{str(path)!r} is no model: a path has no NUL character")
+        raise ModelError(f"{str(path)!r} is not a model: a path has no NUL character")
     return any((place / "config.resolved.json").is_file() for place in (path, path.resolve().parent.parent))
 
 
 def check_loaded(model: Any, tokenizer: Any) -> None:
-    """Refuse what is no loaded model of transformers with its tokenizer."""
+    """Refuse what is not a loaded model of transformers with its tokenizer."""
     if hasattr(model, "peft_config"):
         raise ModelError("the model has PEFT adapters: call merge_and_unload() first, or name them in adapter=…")
     if not isinstance(model, PreTrainedModel):

@@ -79,6 +79,6 @@ def _explain(problem: Any) -> str:
     if problem["type"] == "unexpected_keyword_argument":
         *tables, last = problem["loc"]
         kind: Any = get_type_hints(Cluster)[tables[0]] if tables else Cluster
-        return f"{key} is no setting; {nearest(last, [one.name for one in fields(kind)])}"
+        return f"{key} is not a setting; {nearest(last, [one.name for one in fields(kind)])}"
     is_input_bad = problem["type"] not in ("missing", "missing_argument", "value_error")
     return f"{key} is {problem['input']!r}: {message}" if is_input_bad else f"{key}: {message}"

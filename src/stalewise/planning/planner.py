@@ -274,10 +274,15 @@ def plan_for_training(config: RunConfig) -> TrainingPlan:
     """Messages before training; with plan.strict a CalibrationError if the config is not known to be safe."""
     try:
         plan = make_planner(config).plan()
-    except _NoCalibration as error:
+    except _NoCalibration:
         if config.plan.strict:
             raise
-        return TrainingPlan([str(error)], None)
+        rate = rate_name(config.optimizer.learning_rate)
+        command = sweep_command(config.schedule.schedule(), config.optimizer.learning_rate)
+        unknown = (
+            f"plan: training with η = {rate} as set; a calibration (optional, dozens of runs) would say if it is safe"
+        )
+        return TrainingPlan([f"{unknown}: `{command}`"], None)
     lines = describe_safety(plan)
     if config.plan.strict and not plan.is_safe:
         raise CalibrationError(" ".join(line.removeprefix("plan: ") for line in lines))

@@ -170,7 +170,7 @@ def check_run(directory: str | Path, *, everything: bool = False) -> Verificatio
 def _verify_config(found: Verification) -> None:
     path = found.directory / RESOLVED
     if not path.is_file() and not is_started(found.directory):
-        raise StoreError(f"{found.directory} is no run directory: it has no {RESOLVED}; name the directory of a run")
+        raise StoreError(f"{found.directory} is not a run directory: it has no {RESOLVED}; name the directory of a run")
     found.count("config", path)
     try:
         read_config(found.directory)

@@ -138,7 +138,7 @@ def read_json(path: str | Path) -> dict[str, Any]:
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a device or a pipe may have no end
-                raise StoreError(f"{path} is no ordinary file: name one that holds JSON")
+                raise StoreError(f"{path} is not an ordinary file: name one that holds JSON")
             content = file.read()
     except FileNotFoundError:
         raise StoreError(f"{path} is missing: what it would describe was never committed") from None

@@ -165,7 +165,7 @@ def read_batch_manifest(directory: str | Path) -> BatchManifest:
     path = Path(directory) / BATCH_MANIFEST
     if not path.exists():
         raise StoreError(
-            f"{directory} is no committed generation batch: {BATCH_MANIFEST} is missing; finish generating it"
+            f"{directory} is not a committed generation batch: {BATCH_MANIFEST} is missing; finish generating it"
         )
     record = _checked(read_json(path), path, BatchManifest)
     record["shards"] = tuple(_shard_manifest(shard, path) for shard in record["shards"])

@@ -86,7 +86,7 @@ def read_table(path: str | os.PathLike[str], read: Callable[[Path], Mapping[str,
         record = read(Path(path))
     except StalewiseError as error:
         why = str(error).removeprefix(f"{path} ").partition("; restore")[0]
-        raise TaskError(f"{path} is no table of pass rates: {why}; `stalewise difficulty` writes one") from None
+        raise TaskError(f"{path} is not a table of pass rates: {why}; `stalewise difficulty` writes one") from None
     if record.get("format") != FORMAT:
         raise TaskError(
             f"{path} has format {record.get('format')}; expected {FORMAT}, as `stalewise difficulty` writes it"

@@ -107,7 +107,7 @@ def _load(path: str, config: str | None, split: str) -> Any:
         return datasets.load_dataset(path, config, split=split)
     if local.is_file():
         if local.suffix not in FORMATS:
-            raise TaskError(f"{local} is no dataset: name a directory, or a file that ends in {', '.join(FORMATS)}")
+            raise TaskError(f"{local} is not a dataset: name a directory, or a file that ends in {', '.join(FORMATS)}")
         if split != "train":
             raise TaskError(f"{local} is a single file and has no split {split!r}")
         return datasets.load_dataset(FORMATS[local.suffix], data_files=str(local), split=split)

@@ -130,12 +130,12 @@ def _checked(tasks: Any) -> list[Mapping[str, Any]]:
     if not isinstance(tasks, list | tuple) or not all(isinstance(table, Mapping) for table in tasks):
         raise TaskError("mixture: tasks must be a list of tables, each a [[task.options.tasks]] with a name")
     if len(tasks) < 2:
-        raise TaskError(f"mixture: {len(tasks)} task(s) are no mixture: name at least two")
+        raise TaskError(f"mixture: {len(tasks)} task(s) are not a mixture: name at least two")
     for number, table in enumerate(tasks):
         where = f"mixture, task {number}"
         for key in table:
             if key not in KEYS:
-                raise TaskError(f"{where}: {key!r} is no setting; {nearest(str(key), KEYS)}")
+                raise TaskError(f"{where}: {key!r} is not a setting; {nearest(str(key), KEYS)}")
         if not isinstance(table.get("name"), str) or table["name"] == MIXTURE:
             raise TaskError(f"{where}: needs a name, as in arithmetic or jsonl, which is not mixture itself")
         weight, label = table.get("weight", 1), table.get("label", "")

@@ -30,7 +30,7 @@ _EXPECTED = {
 
 @lru_cache(maxsize=256)
 def options_model(factory: Callable[..., Any]) -> type[BaseModel]:
-    """The model of the options of a class or function. Nothing is converted: "3" is no number."""
+    """The model of the options of a class or function. Nothing is converted: "3" is not a number."""
     fields: dict[str, Any] = {
         name: (_type_of(parameter), ... if parameter.default is parameter.empty else parameter.default)
         for name, parameter in _signature(factory).parameters.items()

@@ -375,7 +375,9 @@ def _messages(row: Row, name: str) -> list[dict[str, str]]:
 def _text(row: Row, name: str) -> str:
     """Read a field that must hold text or a number."""
     if name not in row.fields:
-        raise TaskError(f"{row.where}: there is no field {name!r}; {nearest(name, map(str, row.fields))}")
+        others = "problem_field (prompt_field in Python) and answer_field name other fields"
+        known = nearest(name, map(str, row.fields))
+        raise TaskError(f"{row.where}: there is no field {name!r}; {known}; {others}")
     value = row.fields[name]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise TaskError(f"{row.where}: field {name!r} must be text or a number, not {type(value).__name__}")
@@ -393,7 +395,7 @@ def _plain_text(text: str, where: str) -> str:
     if len(text) > MOST_CHARACTERS:
         raise TaskError(f"{where} has {len(text):,} characters: {MOST_CHARACTERS:,} are the most")
     if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-        raise TaskError(f"{where} has half of a surrogate pair, which is no text: remove it")
+        raise TaskError(f"{where} has half of a surrogate pair, which is not text: remove it")
     return text
 
 

@@ -90,7 +90,7 @@ def chunk_gradient(
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The two functions of the output layer that are no matrix products; `gradient` may overwrite the product."""
+    """The two functions of the output layer that are not matrix products; `gradient` may overwrite the product."""
 
     statistics: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
     gradient: Callable[[Tensor, Tensor, Tensor, Tensor, OfEntropy | None], Tensor]

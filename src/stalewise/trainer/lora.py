@@ -263,7 +263,7 @@ def find_targets(model: Any, targets: list[str]) -> Targets:
     known = {_last(name) for name in layers} | {_target_name(name) for name in parameters}
     if wrong := [target for target in targets if target not in known]:
         raise ModelError(
-            f"model.lora.targets names {wrong[0]!r}, which is no linear layer, expert or router within "
+            f"model.lora.targets names {wrong[0]!r}, which is not a linear layer, expert or router within "
             f"{type(model).__name__}; {nearest(wrong[0], known)}"
         )
     chosen = known if not targets else set(targets)
@@ -321,7 +321,7 @@ def read_adapter_config(adapter: Path, source: str, log: Log) -> Any:
     except ModelError:
         raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ModelError(f"{adapter / _CONFIG} is no config of a PEFT adapter: {error}") from error
+        raise ModelError(f"{adapter / _CONFIG} is not a config of a PEFT adapter: {error}") from error
     more = [name for name in _MORE_THAN_PRODUCTS if getattr(loaded, name, None)]
     more += ["bias"] if loaded.bias != "none" else []
     more += ["init_lora_weights"] if loaded.init_lora_weights not in _PLAIN_STARTS else []

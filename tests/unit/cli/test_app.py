@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 import stalewise.store.writer
-from stalewise.cli.app import app, overrides, placeholder
+from stalewise.cli.app import TASK_NAMES, app, overrides, placeholder
 from stalewise.config import RunConfig
 from stalewise.store.checkpoints import versions
+from stalewise.tasks import TASKS
 from tiny import call, tiny_record, write_config
 
 COMMANDS = [
@@ -66,6 +67,7 @@ def test_placeholders_are_words_or_choices(shown: str, expected: str) -> None:
 def test_choices_and_defaults_are_shown_and_checked() -> None:
     shown = call("difficulty", "--help").stdout
     assert "all|first|last" in shown and "[default: all]" in shown
+    assert ", ".join(TASKS) == TASK_NAMES
     wrong = call("difficulty", "--stage", "middle")
     assert wrong.exit_code == 2 and all(f"'{choice}'" in wrong.stderr for choice in ("all", "first", "last"))
 

@@ -59,7 +59,7 @@ def sums(answer: str = "") -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("optimizer.learning_rat=1e-4", "optimizer.learning_rat is no setting; did you mean learning_rate?"),
+        ("optimizer.learning_rat=1e-4", "optimizer.learning_rat is not a setting; did you mean learning_rate?"),
         ("schedule.updates=many", "schedule.updates is 'many': input should be a valid integer"),
         ("schedule.lag=2", "lag has no meaning in a staged schedule: remove it or change kind"),
         ("objective.name=grop", "objective: no objective is called 'grop'; did you mean grpo"),
@@ -92,7 +92,7 @@ def test_a_config_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     message = refused("train", config_file(tmp_path, model={"path": "./none"}))
-    assert message.startswith("./none is no directory; embedded policies: ")
+    assert message.startswith("./none is not a directory; embedded policies: ")
     (tmp_path / "empty").mkdir()
     message = refused("train", config_file(tmp_path, model={"path": str(tmp_path / "empty")}))
     assert "has no config.json" in message
@@ -102,14 +102,14 @@ def test_a_name_on_a_hub_that_cannot_be_reached(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     config = config_file(tmp_path, model={"path": "nobody/has-this"})
     message = refused("train", config)
-    assert message.startswith("nobody/has-this is no directory, and no hub provides it (")
+    assert message.startswith("nobody/has-this is not a directory, and no hub provides it (")
     assert message.endswith(
         "): name a directory with the model, or connect to the hub, with HF_TOKEN set if it restricts access; "
         'model.path = "auto" and "smollm2" need no hub'
     )
-    assert "bad     tokenizer       nobody/has-this is no directory" in call("doctor", config).stdout
+    assert "bad     tokenizer       nobody/has-this is not a directory" in call("doctor", config).stdout
     for load in (vocabulary_size, fingerprint, lambda name: read_policy_files(Path(name))):
-        with pytest.raises(ModelError, match="nobody/has-this is no directory, and no hub provides it"):
+        with pytest.raises(ModelError, match="nobody/has-this is not a directory, and no hub provides it"):
             load("nobody/has-this")
 
 
@@ -474,7 +474,7 @@ def test_a_run_directory_that_is_moved_away_ends_the_run_and_comes_back(tmp_path
 def test_names_that_no_file_can_have(tmp_path: Path) -> None:
     config = config_file(tmp_path)
     assert "name is 'xxx" in refused("train", config, "--set", f"name={'x' * 300}")
-    assert "is no run directory" in refused("inspect", tmp_path / ("x" * 300))
+    assert "is not a run directory" in refused("inspect", tmp_path / ("x" * 300))
     assert "File name too long" in refused("init", tmp_path / ("x" * 300))
     text = config.read_text().replace('check = "off"', 'path = "a\\u0000b"')
     config.write_text(text)
@@ -503,7 +503,7 @@ print(refused('eval', 'nowhere', '--task', 'arithmetic'), 'torch' in sys.modules
         text=True,
         timeout=120,
     )
-    assert done.stdout.startswith("nowhere is no directory") and done.stdout.endswith("False\n"), done.stderr
+    assert done.stdout.startswith("nowhere is not a directory") and done.stdout.endswith("False\n"), done.stderr
 
 
 @pytest.mark.parametrize("verb", ["verify", "inspect", "difficulty", "fork"])

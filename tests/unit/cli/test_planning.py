@@ -39,7 +39,7 @@ def test_the_command_prints_all_schedules() -> None:
         (("x.toml", "--cluster", str(EXAMPLE)), "give one of them"),
         (("x.toml", "--simulate"), "--simulate needs --cluster"),
         (("--cluster", "missing.toml"), "missing.toml does not exist"),
-        (("--cluster", str(EXAMPLE), "--set", "lengths.meen=3"), "lengths.meen is no setting; did you mean mean?"),
+        (("--cluster", str(EXAMPLE), "--set", "lengths.meen=3"), "lengths.meen is not a setting; did you mean mean?"),
         (("--cluster", str(EXAMPLE), "--set", "lengths.mean=9000"), "mean is 9000.0 and most is 8192"),
         (("--cluster", str(EXAMPLE), "--set", "devices=0"), "devices is 0: input should be greater than or equal to 1"),
         (("--cluster", str(EXAMPLE), "--set", "schedule.stages=0"), "schedule.stages is 0: input should be"),

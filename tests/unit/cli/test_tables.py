@@ -57,7 +57,7 @@ def test_inspect_shows_a_rollout_token_by_token(tiny_run: RunConfig) -> None:
     assert record["prompt_id"] in call("inspect", tiny_run.directory, "--group", 9).stdout
     assert "rollout ids are 0 to 63" in refused("inspect", tiny_run.directory, "--rollout", 64)
     assert "has no committed group 99" in refused("inspect", tiny_run.directory, "--group", 99)
-    assert "is no run directory" in refused("inspect", tiny_run.directory.parent)
+    assert "is not a run directory" in refused("inspect", tiny_run.directory.parent)
 
 
 def test_inspect_shows_control_characters_as_escapes(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ def test_a_run_from_init_to_report(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "generate: 32/32 rollouts",
         "learn: 2/2 updates",
         "evaluate: 8/8 responses",
+        "next: stalewise report runs/first, or stalewise serve runs/first",
     ]
     again = called_json(*words)
     assert (again["directory"], again["updates"]) == ("runs/first", 2)
@@ -151,7 +152,7 @@ def test_doctor_says_what_would_go_wrong(tmp_path: Path, monkeypatch: pytest.Mon
         "model directory",  # auto is for tasks with an embedded policy
     ]
     assert "over the model's context of 128" in bad(sampler={"max_new_tokens": 128})["prompts"]
-    assert "no setting" in bad(sampler={"max_tokens": 1})["config"]
+    assert "is not a setting" in bad(sampler={"max_tokens": 1})["config"]
     rows = tmp_path / "rows.jsonl"
     rows.write_text("\n".join(json.dumps({"problem": f"{a}+1=", "answer": "twelve"}) for a in range(30)))
     sections = {"model": {"path": "arithmetic"}, "task": {"name": "jsonl", "options": {"path": str(rows)}}}

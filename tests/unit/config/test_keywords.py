@@ -40,8 +40,9 @@ def test_a_last_name_is_enough(keywords: dict[str, Any], record: dict[str, Any])
     [
         ({"every": 3}, r'every is the name of several settings: write settings={"checkpoints.every": …} or settings'),
         ({"prompts": 3}, "prompts is the name of several settings"),
-        ({"learnin_rate": 1}, "learnin_rate is no setting; did you mean learning_rate"),
-        ({"num_generations": 8}, "num_generations is no setting here: it is group_size"),
+        ({"learnin_rate": 1}, "learnin_rate is not a setting; did you mean learning_rate"),
+        ({"num_generations": 8}, "num_generations is not a setting here: use group_size"),
+        ({"lr": 1e-4}, "lr is not a setting here: use learning_rate"),
         ({"sampler": 3}, "sampler is a table of settings: pass a dict, not 3"),
     ],
 )
@@ -53,7 +54,7 @@ def test_what_is_unknown_or_ambiguous_is_refused(keywords: dict[str, Any], messa
 def test_dotted_names_are_checked_with_the_rest() -> None:
     with pytest.raises(ConfigError, match="expected a name such as"):
         settings_record({}, {3: 4})  # type: ignore[dict-item]
-    with pytest.raises(ConfigError, match=r"checkpoints\.evry is no setting; did you mean every"):
+    with pytest.raises(ConfigError, match=r"checkpoints\.evry is not a setting; did you mean every"):
         make_config(settings_record({}, {"checkpoints.evry": 4}))
 
 

@@ -56,8 +56,8 @@ def test_names_of_the_examples_are_distinct() -> None:
 
 
 MISTAKES = [
-    ({"optimiser": {}}, "optimiser is no setting; did you mean optimizer?"),
-    ({"optimizer": {"learning_rat": 1e-4}}, "optimizer.learning_rat is no setting; did you mean learning_rate?"),
+    ({"optimiser": {}}, "optimiser is not a setting; did you mean optimizer?"),
+    ({"optimizer": {"learning_rat": 1e-4}}, "optimizer.learning_rat is not a setting; did you mean learning_rate?"),
     ({"optimizer": {"learning_rate": "1e-4"}}, "optimizer.learning_rate is '1e-4': input should be a valid number"),
     ({"optimizer": {"learning_rate": 0.0}}, "optimizer.learning_rate is 0.0: input should be greater than 0"),
     ({"schedule": {"updates": 2.5}}, "schedule.updates is 2.5: input should be a valid integer"),

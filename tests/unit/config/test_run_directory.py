@@ -71,7 +71,7 @@ def test_what_may_change_is_no_difference() -> None:
 
 
 def test_other_directories_and_formats_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"is no run directory: it has no config\.resolved\.json"):
+    with pytest.raises(StoreError, match=r"is not a run directory: it has no config\.resolved\.json"):
         read_config(tmp_path)
     config = config_in(tmp_path)
     path = config.directory / "config.resolved.json"

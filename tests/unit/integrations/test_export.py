@@ -80,7 +80,7 @@ def test_a_damaged_checkpoint_is_not_handed_on(tiny_run: RunConfig, tmp_path: Pa
     weights.write_bytes(data)
     assert "model.safetensors is damaged" in refused("export", copied, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    assert "is no run directory" in refused("export", tmp_path, tmp_path / "out")
+    assert "is not a run directory" in refused("export", tmp_path, tmp_path / "out")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")

@@ -41,10 +41,10 @@ def test_what_is_there_is_not_overwritten(tiny_run: RunConfig, tmp_path: Path) -
     for precious in (tiny_run.directory, checkpoint_directory(tiny_run.directory, 4)):
         before = file_names(precious)
         message = refused("export", tiny_run.directory, precious, "--force")
-        assert "is no earlier export, so --force does not replace it" in message
+        assert "is not an earlier export, so --force does not replace it" in message
         assert file_names(precious) == before
     (tmp_path / "file").write_text("mine")
-    assert "is no earlier export" in refused("export", tiny_run.directory, tmp_path / "file", "--force")
+    assert "is not an earlier export" in refused("export", tiny_run.directory, tmp_path / "file", "--force")
     (tmp_path / "empty").mkdir()
     assert file_names(export_policy(tiny_run.directory, tmp_path / "empty")) == sorted([*POLICY_FILES, *EXPORT_FILES])
 

@@ -371,7 +371,7 @@ def test_a_version_that_is_not_read(tmp_path: Path) -> None:
 
 def test_without_a_file_or_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "small.gguf"
-    assert refused("train", config_file(tmp_path, path)).startswith(f"{path} is no file: name a GGUF file")
+    assert refused("train", config_file(tmp_path, path)).startswith(f"{path} is not a file: name a GGUF file")
     write_gguf(path, small_model("llama"))
     monkeypatch.setattr(package, "find_spec", lambda name: None)
     assert "needs the package gguf: pip install 'stalewise[gguf]'" in refused("train", config_file(tmp_path, path))

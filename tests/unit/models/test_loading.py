@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import socket
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from stalewise.errors import ModelError, TaskError
+from stalewise.models import import_packages
 from stalewise.models.loading import EMBEDDED, describe_prompt, encode_prompts, load_tokenizer, resolve_model
 from stalewise.tasks import make_task
 from stalewise.types import Prompt
@@ -156,3 +158,16 @@ def test_what_needs_a_chat_says_so(rows: dict[str, Any]) -> None:
     for options, message in cases:
         with pytest.raises(TaskError, match=message):
             make_task("jsonl", **rows, **options)
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_importing_packages_freezes_them_and_leaves_the_collector_as_it_was(is_enabled: bool):
+    before = gc.isenabled()
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        import_packages()
+        assert gc.isenabled() == is_enabled
+        assert gc.get_freeze_count() > 100_000  # torch alone leaves more
+    finally:
+        gc.unfreeze()
+        (gc.enable if before else gc.disable)()

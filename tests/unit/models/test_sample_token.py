@@ -106,7 +106,7 @@ def test_a_chunk_far_below_the_others_is_passed_over(low: slice) -> None:
 
 
 def test_within_a_low_chunk_the_least_probable_token_still_counts() -> None:
-    """e^−110 is no number of float32 as seen from the row's maximum, but it is one as seen from the chunk's."""
+    """e^−110 is not a number of float32 as seen from the row's maximum, but it is one as seen from the chunk's."""
     logits_RV = torch.zeros(1, THREE_CHUNKS, device=DEVICE)
     logits_RV[:, :CHUNK] = -80.0
     logits_RV[:, :3], logits_RV[:, 3] = -torch.inf, -110.0

@@ -220,7 +220,7 @@ def test_a_file_that_cannot_be_read(weights: Path, tmp_path: Path, monkeypatch: 
         assert message.startswith(f"{weights} {said}")
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
     monkeypatch.setenv("STALEWISE_SMOLLM2", str(tmp_path / "none.gguf"))
-    assert "none.gguf, which is no file" in refused("train", config_file(tmp_path))
+    assert "none.gguf, which is not a file" in refused("train", config_file(tmp_path))
 
 
 def test_without_a_reader_of_gguf_the_extra_is_named(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,7 +223,7 @@ def test_prompts_of_the_run_before_were_seen(tmp_path: Path, first: Path) -> Non
 def test_bad_input_is_one_message_and_makes_nothing(first: Path, tmp_path: Path) -> None:
     before = sorted(path.name for path in first.parent.iterdir())
     assert "has no checkpoint of version 9; it has 0, 1, 2, 3, 4" in refused("fork", first, "--at", 9)
-    assert "is no run directory" in refused("fork", tmp_path)
+    assert "is not a run directory" in refused("fork", tmp_path)
     assert "did you mean" in refused("fork", first, "--set", "optimizer.learning_rat=1")
     assert "no such setting" in refused("fork", first, "--at", 1, "--unset", "optimizer.rate")
     assert "takes model.path from its checkpoint" in refused("fork", first, "--at", 1, "--set", "model.path=x")

@@ -140,7 +140,7 @@ def test_what_cannot_be_learned_from(tiny_run: RunConfig, runs: Path, tmp_path: 
     batch = rollouts_of(tiny_run)[0]
     for rollouts, error, message in (
         ([tmp_path / "none"], StoreError, "does not exist"),
-        ([tmp_path], StoreError, "is no run and no generation batch: name the directory of a run, or a batch in"),
+        ([tmp_path], StoreError, "is neither a run nor a generation batch: name the directory of a run, or a batch in"),
         ([batch.parent], StoreError, f"name the run that it belongs to, {tiny_run.directory}, or a batch in its"),
         ([batch / "manifest.json"], StoreError, f"name the run that it belongs to, {tiny_run.directory}"),
         ([tiny_run.directory / "checkpoints"], StoreError, f"name the run that it belongs to, {tiny_run.directory}"),

@@ -150,7 +150,7 @@ def test_flips(evaluated: RunConfig) -> None:
 @pytest.mark.parametrize(
     ("suite", "message"),
     [
-        ({"nme": "a"}, "evaluation.suite.0.nme is no setting; did you mean name"),
+        ({"nme": "a"}, "evaluation.suite.0.nme is not a setting; did you mean name"),
         ({"task": "arithmetic", "file": "a.jsonl"}, "task and file both choose the prompts"),
         ({"temperature": 0.0, "samples": 4}, "greedy responses"),
         ({"temperature": -1.0}, "greater than or equal to 0"),

@@ -211,8 +211,8 @@ def test_a_port_in_use_is_said_with_what_to_do(run: Path) -> None:
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    assert "is no run directory" in refused("serve", tmp_path)
-    with pytest.raises(StoreError, match="no run directory"):
+    assert "is not a run directory" in refused("serve", tmp_path)
+    with pytest.raises(StoreError, match="is not a run directory"):
         make_server(tmp_path)
 
 

@@ -148,7 +148,7 @@ def test_a_run_that_never_learned(tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="is no run directory: "):
+    with pytest.raises(StoreError, match="is not a run directory: "):
         write_report([tmp_path])
     with pytest.raises(StoreError, match="at least one"):
         write_report([])

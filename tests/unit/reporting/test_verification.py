@@ -132,7 +132,7 @@ def test_a_missing_config_is_no_new_run(run: Path, tiny_run: RunConfig, tmp_path
     config = make_config(record)
     with pytest.raises(StoreError, match="is missing, though the run has begun"):
         train(config)
-    assert "is no run directory" in refused("verify", tmp_path / "nothing")
+    assert "is not a run directory" in refused("verify", tmp_path / "nothing")
 
 
 def with_everything(run: Path) -> dict[str, Path]:

@@ -137,7 +137,7 @@ def test_a_policy_with_other_tokens_is_refused_before_anything_is_generated(
 
 def test_a_path_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        ModelError, match=r"^sampler\.foreign\.path: .*nowhere is no directory; embedded policies: .*arithmetic"
+        ModelError, match=r"^sampler\.foreign\.path: .*nowhere is not a directory; embedded policies: .*arithmetic"
     ):
         check_tokenizers(str(tmp_path / "nowhere"), POLICY, [])
 
@@ -145,7 +145,7 @@ def test_a_path_that_leads_nowhere_is_refused(tmp_path: Path) -> None:
 def test_a_foreign_policy_is_looked_at_before_anything_is_made(runs: Path, tmp_path: Path) -> None:
     foreign = {"foreign": {"path": str(tmp_path / "nowhere"), "share": 0.5}}
     config = make_config(tiny_record(runs, sampler=foreign))
-    with pytest.raises(ModelError, match=r"^sampler\.foreign\.path: .*nowhere is no directory"):
+    with pytest.raises(ModelError, match=r"^sampler\.foreign\.path: .*nowhere is not a directory"):
         stalewise.run(config)
     assert not is_started(config.directory) and not (config.directory / "eval.jsonl").exists()
 
@@ -166,7 +166,7 @@ def test_a_foreign_policy_is_looked_at_before_anything_is_made(runs: Path, tmp_p
         ({"foreign": {"path": "a", "share": 0.0}}, "sampler.foreign: path and a share above 0 go together"),
         ({"foreign": {"path": "a"}}, "sampler.foreign: path and a share above 0 go together"),
         ({"foreign": {"share": 0.5}}, "sampler.foreign: path and a share above 0 go together"),
-        ({"foreign": {"part": 0.5}}, "sampler.foreign.part is no setting; did you mean path"),
+        ({"foreign": {"part": 0.5}}, "sampler.foreign.part is not a setting; did you mean path"),
     ],
 )
 def test_settings_that_make_no_sense_are_named(sampler: Mapping[str, Any], message: str) -> None:

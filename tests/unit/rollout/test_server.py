@@ -531,7 +531,7 @@ def test_contradictions_in_the_config_are_named(runs: Path) -> None:
         ({"server": {"urls": ["http://a", "http://a"]}}, "names a server twice"),
         ({"server": {"reload": "command"}}, "command and reload"),
         ({"server": {"reload": "none"}}, 'reload = "none" needs servers in float32'),
-        ({"server": {"url": "http://a"}}, "sampler.server.url is no setting; did you mean urls"),
+        ({"server": {"url": "http://a"}}, "sampler.server.url is not a setting; did you mean urls"),
         ({"vllm": {"options": {"dtype": "half"}}}, "options.dtype follows from other settings"),
         ({"engine": "vllm", "temperature": 0.001}, "no temperature below 0.01"),
     ):

@@ -340,5 +340,5 @@ def test_holder_that_has_not_said_who_it_is(tmp_path: Path) -> None:
 def test_what_has_no_end_is_not_read(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a.json"
     {"device": lambda: path.symlink_to("/dev/zero"), "pipe": lambda: os.mkfifo(path), "directory": path.mkdir}[kind]()
-    with pytest.raises(StoreError, match="Is a directory" if kind == "directory" else "is no ordinary file"):
+    with pytest.raises(StoreError, match="Is a directory" if kind == "directory" else "is not an ordinary file"):
         read_json(path)

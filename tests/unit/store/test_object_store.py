@@ -265,7 +265,7 @@ def test_a_checkpoint_that_is_not_what_it_should_be_is_not_used(runs: Path, endp
     (folder,) = sync.published().values()
     with pytest.raises(StoreError, match="another manifest than the order names: another policy is there"):
         sync.fetch_policy(0, digest[:-1] + ("0" if digest[-1] != "0" else "1"), tmp_path / "other")
-    with pytest.raises(StoreError, match=r"is no checkpoint: its manifest\.json is missing"):
+    with pytest.raises(StoreError, match=r"is not a checkpoint: its manifest\.json is missing"):
         sync.fetch_policy(7, digest, tmp_path / "other")
     object_store.write(f"{folder}/model.safetensors", b"half")
     with pytest.raises(StoreError, match=r"model\.safetensors is half written or damaged: 4 bytes"):

@@ -77,7 +77,7 @@ def test_a_batch_is_counted_once() -> None:
     ("content", "message"),
     [
         ("[]", "should hold a JSON object, not a list"),
-        ("{", "is no table of pass rates: is corrupt"),
+        ("{", "is not a table of pass rates: is corrupt"),
         ('{"format": 1}', "has format 1; expected stalewise.difficulty/1"),
         ('{"format": "stalewise.difficulty/1", "batches": {}, "prompts": {"a": [1.5, 4]}}', r"a passed 1\.5 of 4"),
         ('{"format": "stalewise.difficulty/1", "batches": {}, "prompts": {"a": ["1", true]}}', "is damaged"),
@@ -137,7 +137,7 @@ def test_the_next_run_begins_with_prompts_worth_training_on(runs: Path, tmp_path
     table.write_text("gone")
     assert run(second).updates == 4
     assert ids(second.make_task(), 0, 16) == ids(second.make_task(), 0, 16)
-    with pytest.raises(TaskError, match="is no table of pass rates"):
+    with pytest.raises(TaskError, match="is not a table of pass rates"):
         run(made(runs, "third", difficulty=str(table)))
 
 

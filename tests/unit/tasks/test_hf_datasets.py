@@ -50,7 +50,7 @@ def test_hugging_face_datasets_from_files(tmp_path: Path, sums: Path, monkeypatc
     with pytest.raises(TaskError, match="is a single file and has no split 'test'"):
         make_task("hf", path=str(sums), split="test")
     (tmp_path / "notes.md").write_text("nothing")
-    with pytest.raises(TaskError, match=r"notes\.md is no dataset: name a directory, or a file that ends in \.parquet"):
+    with pytest.raises(TaskError, match=r"notes\.md is not a dataset: name a directory, or a file that ends in"):
         make_task("hf", path=str(tmp_path / "notes.md"))
 
 
@@ -69,6 +69,6 @@ def test_a_file_has_one_split_and_a_known_format(tmp_path: Path) -> None:
         (tmp_path / f"a{suffix}").write_text("problem,answer\n1+1,2\n")
     with pytest.raises(TaskError, match="is a single file and has no split 'test'"):
         next(read_dataset(str(tmp_path / "a.csv"), None, "test"))
-    with pytest.raises(TaskError, match=r"is no dataset: name a directory, or a file that ends in .*csv") as caught:
+    with pytest.raises(TaskError, match=r"is not a dataset: name a directory, or a file that ends in .*csv") as caught:
         next(read_dataset(str(tmp_path / "a.txt"), None, "train"))
     assert all(suffix in str(caught.value) for suffix in FORMATS)

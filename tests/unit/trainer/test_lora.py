@@ -162,11 +162,11 @@ def test_targets_choose_layers(tmp_path: Path) -> None:
     adapters = Adapters(model, new_config(settings, model, str(POLICY)))
     assert {name.rpartition(".")[2] for name in adapters.layers} == {"q_proj", "v_proj"}
     config = write_config(tmp_path / "a.toml", tiny_record(tmp_path, model={"lora": {"rank": 2, "targets": ["q_pro"]}}))
-    assert "model.lora.targets names 'q_pro', which is no linear layer" in refused("train", config)
+    assert "model.lora.targets names 'q_pro', which is not a linear layer" in refused("train", config)
     config = write_config(
         tmp_path / "a.toml", tiny_record(tmp_path, model={"lora": {"rank": 2, "targets": ["lm_head"]}})
     )
-    assert "names 'lm_head', which is no linear layer, expert or router within" in refused("train", config)
+    assert "names 'lm_head', which is not a linear layer, expert or router within" in refused("train", config)
     assert versions(tmp_path / "tiny") == []
 
 
@@ -532,7 +532,7 @@ def test_a_directory_that_holds_no_adapter(adapter: Path, tmp_path: Path) -> Non
     (adapter / "adapter_model.safetensors").unlink()
     assert "adapter_model.safetensors cannot be read" in refused("train", adapter_config(tmp_path, adapter))
     (adapter / "adapter_config.json").write_text("{")
-    assert "is no config of a PEFT adapter" in refused("train", adapter_config(tmp_path, adapter))
+    assert "is not a config of a PEFT adapter" in refused("train", adapter_config(tmp_path, adapter))
 
 
 def test_without_peft_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,7 +546,7 @@ def test_settings_that_contradict_each_other() -> None:
         ({"lora": {"alpha": 8.0}}, r"model.lora: alpha and targets have no meaning without a rank"),
         ({"lora": {"targets": ["q_proj"]}}, r"model.lora: alpha and targets have no meaning without a rank"),
         ({"lora": {"rank": 2}, "adapter": "a"}, r"model: adapter brings its own rank, alpha and targets"),
-        ({"lora": {"rnak": 2}}, r"model.lora.rnak is no setting; did you mean rank"),
+        ({"lora": {"rnak": 2}}, r"model.lora.rnak is not a setting; did you mean rank"),
     ):
         with pytest.raises(ConfigError, match=message):
             make_config({"model": settings})

@@ -91,7 +91,7 @@ def _check_free(directory: Path, force: bool) -> None:
     if not force:
         raise StoreError(f"{directory} exists and is not overwritten: name another directory, or use --force")
     if not _export_record(directory):  # only earlier exports are ever removed
-        raise StoreError(f"{directory} is no earlier export, so --force does not replace it: name another directory")
+        raise StoreError(f"{directory} is not an earlier export, so --force does not replace it: choose another")
 
 
 def _export_record(directory: Path) -> dict[str, Any] | None:
@@ -308,7 +308,7 @@ def _without_places(run: Run) -> Run:
 
 
 class _Code(str):
-    """Text that a card shows as code, where `<` is no tag."""
+    """Text that a card shows as code, where `<` is not a tag."""
 
     __slots__ = ()
 

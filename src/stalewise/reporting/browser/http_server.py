@@ -141,7 +141,7 @@ class RunServer(ThreadingHTTPServer):
 def make_server(run: str | Path, port: int = 0) -> RunServer:
     """A server for a run directory, bound and not yet serving; port 0 takes any free port."""
     run = Path(run)
-    read_resolved(run)  # refuses what is no run directory
+    read_resolved(run)  # refuses what is not a run directory
     try:
         return RunServer(run, port)
     except OSError as error:

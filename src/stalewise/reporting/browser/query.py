@@ -98,7 +98,7 @@ class QueryResult:
         passes &= _between(column("reward"), filters.reward_min, filters.reward_max)
         if filters.part:
             if filters.part not in index.parts:
-                raise ConfigError(f"filter part: {visible(filters.part)} is no reward part of this run")
+                raise ConfigError(f"filter part: {visible(filters.part)} is not a reward part of this run")
             passes &= _between(column(PART + filters.part), filters.part_min, filters.part_max)
         for name in ("clipped", "vetoed", "truncated", "error", "degenerate"):
             if getattr(filters, name):

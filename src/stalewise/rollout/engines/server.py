@@ -47,7 +47,7 @@ def path_on_server(checkpoint: Path, paths: dict[str, str]) -> str:
     for here in sorted(paths, key=len, reverse=True):
         if path.is_relative_to(Path(here).absolute()):
             return str(Path(paths[here]) / path.relative_to(Path(here).absolute()))
-    return str(path) if checkpoint.exists() else str(checkpoint)  # a name on a hub is no path
+    return str(path) if checkpoint.exists() else str(checkpoint)  # a name on a hub is not a path
 
 
 def reload_weights(endpoint: Endpoint, checkpoint: Path, options: ServerSection) -> None:

@@ -84,7 +84,7 @@ class PolicySync:
         content = self.object_store.read(f"{folder}/manifest.json")
         where = f"{self.object_store.where}/{folder}"
         if content is None:
-            raise StoreError(f"{where} is no checkpoint: its manifest.json is missing; is the run's trainer running?")
+            raise StoreError(f"{where} is not a checkpoint: its manifest.json is missing; does the run's trainer run?")
         if digest is not None and hashlib.sha256(content).hexdigest() != digest:
             raise StoreError(f"{where} has another manifest than the order names: another policy is there")
         files = _checkpoint_files(content, f"{where}/manifest.json")

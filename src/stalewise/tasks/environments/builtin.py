@@ -86,7 +86,7 @@ class _Tool(ABC):
 
     @abstractmethod
     def call(self, response: str) -> str | None:
-        """What the tool answers; None if the turn is no call."""
+        """What the tool answers; None if the turn is not a call."""
 
     def step(self, response: str) -> list[ChatMessage] | None:
         """Answer a call."""

@@ -92,7 +92,7 @@ class JudgeVerifier:
         try:
             self.pattern = re.compile(pattern)
         except re.error as problem:
-            raise TaskError(f"verifier judge: pattern {pattern!r} is no regular expression: {problem}") from None
+            raise TaskError(f"verifier judge: pattern {pattern!r} is not a regular expression: {problem}") from None
         if self.pattern.groups != 1:
             raise TaskError(f"verifier judge: pattern {pattern!r} must have one group, which captures the score")
         self.request = {"model": model, "temperature": float(temperature), "max_tokens": int(max_tokens)}
@@ -168,7 +168,7 @@ class JudgeVerifier:
         try:
             score = float(found[-1])
         except ValueError:
-            raise _NoAnswer(f"{found[-1]!r} is no number") from None
+            raise _NoAnswer(f"{found[-1]!r} is not a number") from None
         if not lowest <= score <= highest:
             raise _NoAnswer(f"its score {score:g} is outside of {lowest:g} to {highest:g}")
         return score

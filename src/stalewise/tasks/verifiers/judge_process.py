@@ -97,7 +97,7 @@ def reward_of_record(record: Mapping[str, object]) -> Reward:
     texts = isinstance(error, str) and isinstance(trace, str)
     numbers = isinstance(value, int | float) and isinstance(parts, Mapping) and len(parts) <= _MOST_PARTS
     if not (texts and numbers):
-        return Reward(math.nan, error="worker died: it sent an answer that is no reward")
+        return Reward(math.nan, error="worker died: it sent an answer that is not a reward")
     if error:
         return Reward(math.nan, error=str(error)[:_LONGEST_ERROR], traceback=str(trace)[-_LONGEST_TRACEBACK:])
     answer = record.get("answer")

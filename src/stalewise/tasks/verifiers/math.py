@@ -71,7 +71,7 @@ def load_judge() -> Judge:
 
     @lru_cache(maxsize=256)  # the responses of a group share their gold answer
     def parse_gold(answer: str) -> list[Any]:
-        plain = answer.replace(r"\$", "")  # a price: this dollar is no delimiter
+        plain = answer.replace(r"\$", "")  # a price: this dollar is not a delimiter
         delimited = any(mark in plain for mark in ("$", r"\boxed", r"\(", r"\["))
         # Undelimited LaTeX would be searched for plain numbers, and "x^2+1" has no reading at all.
         return parse(answer if delimited else rf"\boxed{{{answer}}}", parsing_timeout=None)  # type: ignore[arg-type]

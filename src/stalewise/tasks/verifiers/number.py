@@ -77,7 +77,7 @@ def number_in(text: str, *, which: Literal["first", "last"] = "last") -> Fractio
     token = ""
     for match in _NUMBER.finditer(text):
         token = match.group()
-        if text.endswith("/", 0, match.start()):  # the 2/2024 in 1/2/2024 is no fraction
+        if text.endswith("/", 0, match.start()):  # the 2/2024 in 1/2/2024 is not a fraction
             token = token.rpartition("/")[2]
         if which == "first":
             break
