@@ -67,7 +67,8 @@ def test_placeholders_are_words_or_choices(shown: str, expected: str) -> None:
 def test_choices_and_defaults_are_shown_and_checked() -> None:
     shown = call("difficulty", "--help").stdout
     assert "all|first|last" in shown and "[default: all]" in shown
-    assert ", ".join(TASKS) == TASK_NAMES
+    own = [name for name, place in TASKS.items() if place.startswith("stalewise.")]  # tests of benchmarks add others
+    assert ", ".join(own) == TASK_NAMES
     wrong = call("difficulty", "--stage", "middle")
     assert wrong.exit_code == 2 and all(f"'{choice}'" in wrong.stderr for choice in ("all", "first", "last"))
 

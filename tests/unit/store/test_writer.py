@@ -76,7 +76,7 @@ def check_after_kill(root: Path, reference: dict[int, str]) -> None:
     if "done" in said:
         assert store.is_committed(directory)
     if not store.is_committed(directory):
-        with pytest.raises(StoreError, match=r"no committed generation batch: manifest\.json is missing"):
+        with pytest.raises(StoreError, match=r"not a committed generation batch: manifest\.json is missing"):
             store.open_batch(directory)
         for index in range(writer.next_shard(directory), 4):
             writer.write_shard(directory, index, make_rollouts(index * 150, 150))

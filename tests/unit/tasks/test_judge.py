@@ -167,7 +167,7 @@ def test_rows_of_a_file_reach_the_judge(tmp_path: Path) -> None:
         ({"scale": [1]}, "lowest and the highest"),
         ({"workers": 0}, "workers ≥ 1"),
         ({"limit_s": math.inf}, "finite limit_s"),
-        ({"pattern": "("}, "no regular expression"),
+        ({"pattern": "("}, "not a regular expression"),
         ({"pattern": "x"}, "one group"),
         ({"rubric": "none.txt"}, "cannot be read"),
         ({"rubric": "{problem}\n"}, r"must contain \{response\}"),
