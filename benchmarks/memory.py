@@ -6,8 +6,8 @@
 A part is a size (0.5b, 1.5b, 7b), what is trained (full, or lora of rank 16 on bfloat16 weights) and a schedule: `one`
 process, in two stages, or `pipelined`, with a generator beside the learner on one GPU. Each is a whole run of eight
 updates with random weights in Qwen2.5's shapes, and rewards of a coin. The peak is what the driver counts as used,
-looked at ten times a second, less what was used before: so contexts and what the allocator holds are in it. Without a
-GPU it is the resident memory of the run's processes, of which there is no estimate to speak of.
+looked at ten times a second, less what was used before: so CUDA contexts and what torch's allocator reserves are in it.
+Without a GPU it is the resident memory of the run's processes, and the estimate means nothing.
 """
 
 from __future__ import annotations

@@ -367,12 +367,12 @@ class Many:
 
 
 @pytest.mark.slow
-def test_a_thousand_episodes_are_in_flight_and_a_dead_and_a_slow_one_cost_themselves_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("count", [1024, pytest.param(4096, marks=pytest.mark.nightly)])
+def test_many_episodes_are_in_flight_and_a_dead_and_a_slow_one_cost_themselves_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     (tmp_path / "many_environment.py").write_text(MANY)
     monkeypatch.syspath_prepend(tmp_path)
-    count = 1024
     sampler, task = sampler_of(slots=False, new_tokens=16), make_task("arithmetic")
     pool = EnvironmentPool("many_environment:Many", workers=2, limit_s=2.0, max_turns=3)
     prompts = [replace(prompt, prompt_id=str(number)) for number, prompt in enumerate(task.prompts(0, count))]
@@ -389,5 +389,5 @@ def test_a_thousand_episodes_are_in_flight_and_a_dead_and_a_slow_one_cost_themse
     errors = {number: one.episode.reward.error for number, one in enumerate(responses) if one.episode.reward.error}  # pyright: ignore[reportOptionalMemberAccess]
     assert set(errors) == {700, 900}
     assert errors[700].startswith("worker died") and errors[900].startswith("timeout")
-    assert max(in_flight) >= 1000
+    assert max(in_flight) >= 0.97 * count
     assert {len(one.episode.segments) for one in responses if one.episode} >= {0, 3}
