@@ -174,7 +174,7 @@ def is_tuning(job: Record) -> bool:
 def size_of(job: Record) -> dict[str, Any]:
     """The settings that must be equal for jobs to be compared."""
     free = {"trl_batch", "trl_checkpointing", "vllm_memory", "vllm_sleep", "threads", "device", "rollouts_per_shard"}
-    free |= {"verifier_workers"}
+    free |= {"verifier_workers", "vllm_cache_gb"}
     usual = {"evaluate_every": Settings().evaluate_every} if is_tuning(job) else {}  # final accuracy decides there
     return {key: value for key, value in {**job["settings"], **usual}.items() if key not in free}
 

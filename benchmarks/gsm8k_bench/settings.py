@@ -48,6 +48,7 @@ class Settings:
     trl_checkpointing: bool = False
     vllm_memory: float = 0.2  # share of the device that vLLM takes beside TRL's learner
     vllm_sleep: bool = False
+    vllm_cache_gb: float = 0.0  # for jobs that share a device: vLLM's cache in GB; 0: vLLM measures what is free
 
     @property
     def rollouts(self) -> int:
@@ -149,7 +150,13 @@ def our_record(
         "model": {"path": settings.model, "device": settings.device, "threads": settings.threads},
         "task": {"name": "jsonl", "options": options},
         "schedule": schedule,
-        "batch": {"prompts": settings.prompts, "group_size": settings.group_size},
+        "batch": {
+            "prompts": settings.prompts,
+            "group_size": settings.group_size,
+            # Half of the groups have equal rewards here. Without passes over them the gradient is the same; P3O also
+            # learns from them, by its divergence.
+            "without_variance": "keep" if arm == "p3o" else "skip",
+        },
         "sampler": {"max_new_tokens": settings.max_new_tokens, "rollouts_per_shard": settings.rollouts_per_shard},
         "objective": objective,
         "optimizer": {

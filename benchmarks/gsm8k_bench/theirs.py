@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import time
@@ -74,6 +75,14 @@ def trl_arguments(
             "generation_kwargs": {"detokenize": False},
         }
     return arguments
+
+
+def fix_vllm_cache(gigabytes: float) -> None:
+    """Let vLLM take this much for its cache instead of measuring: it fails where others free memory meanwhile."""
+    from trl.generation import vllm_generation
+
+    engine: Any = vllm_generation
+    engine.LLM = functools.partial(engine.LLM, kv_cache_memory_bytes=int(gigabytes * 1e9))
 
 
 def rendered(prompts: Sequence[Any], tokenizer: Any) -> tuple[list[str], int]:
@@ -252,6 +261,8 @@ def train(settings: Settings, seed: int, rate: float, work: Path, *, vllm: bool)
     texts, longest = rendered(prompts, tokenizer)
     model_length = -(-(longest + settings.max_new_tokens + 1) // 64) * 64
     arguments = trl_arguments(settings, work, seed=seed, rate=rate, vllm=vllm, model_length=model_length)
+    if vllm and settings.vllm_cache_gb:
+        fix_vllm_cache(settings.vllm_cache_gb)
     watch = Stopwatch()
     clock = SavingClock(base, work / "weights", settings, watch)
     rewarding = Rewards(task, prompts)
