@@ -39,6 +39,28 @@ def repeated_classes(source: Path) -> dict[str, list[str]]:
     return {name: paths for name, paths in where.items() if len(paths) > 1}
 
 
+def names_bound_again(source: Path) -> list[str]:
+    """Names at the top of a module that a later line binds anew: what was written between reads the later value."""
+    found = []
+    for path, tree in trees(source):
+        seen: set[str] = set()
+        for node in tree.body:
+            targets = (
+                node.targets
+                if isinstance(node, ast.Assign)
+                else [node.target]
+                if isinstance(node, ast.AnnAssign)
+                else []
+            )
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            names += [node.name] if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else []
+            found += [
+                f"{path.relative_to(source)}:{node.lineno} {name}" for name in names if name in seen and name != "_"
+            ]
+            seen.update(names)
+    return found
+
+
 def repeated_modules(source: Path) -> dict[str, list[str]]:
     """Modules and packages of one name; a file may be called after its own room, and a file in cli/ after any room."""
     where: dict[str, list[str]] = defaultdict(list)
@@ -109,6 +131,12 @@ def untested_modules(source: Path, unit: Path) -> list[str]:
         if not test.is_file() or not re.search(imports, test.read_text()):
             missing.append(f"{module}: {test.relative_to(unit.parent)}")
     return missing
+
+
+def test_a_module_binds_each_of_its_names_once(tmp_path: Path) -> None:
+    assert names_bound_again(SOURCE) == []
+    (tmp_path / "joined.py").write_text("BLOCK = 4096\n\n\ndef size():\n    return BLOCK\n\n\nBLOCK = 64\n")
+    assert names_bound_again(tmp_path) == ["joined.py:8 BLOCK"]
 
 
 def test_no_public_class_name_exists_twice() -> None:

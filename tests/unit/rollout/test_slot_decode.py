@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import MambaConfig, MambaForCausalLM
 
 from policies import tokens_of
@@ -350,3 +351,31 @@ def test_long_responses_do_not_run_alone_at_the_end(monkeypatch: pytest.MonkeyPa
         found.append(steps[0])
     # In order: 14 × 8 / 4 and then 48 steps. The long ones first: 14 × 8 / 2 beside them. Slots wait for some checks.
     assert found[0] >= 28 + 48 and found[1] < 28 + 48
+
+
+class Operations(TorchDispatchMode):
+    """Names of what torch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.__name__.partition(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_asks_for_nothing_that_a_cuda_graph_cannot_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = Operations()
+    step = SlotDecoder._step
+
+    def watched(decoder: SlotDecoder, slot_R: torch.Tensor) -> None:
+        with seen:
+            step(decoder, slot_R)
+
+    monkeypatch.setattr(SlotDecoder, "_step", watched)
+    sampler = make(SamplerSettings(), slots=True)
+    sampler.sample(requests(sampler, 4))
+    assert "embedding" in seen.names
+    # `isin` waits for the device where there are many stop tokens: it sorts.
+    assert not seen.names & {"isin", "nonzero", "masked_select", "_local_scalar_dense", "item", "_unique2"}

@@ -11,7 +11,8 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
-BLOCK = 4096  # tokens of the vocabulary at a time
+CHUNK = 4096  # tokens of the vocabulary at a time
+WIDTH = 64  # tokens of a chunk whose probabilities are summed before one of them is drawn
 
 
 def statistics_on_device(
@@ -22,7 +23,7 @@ def statistics_on_device(
     lse_C, logp_C, entropy_C = (torch.empty(rows, dtype=torch.float32, device=product_CV.device) for _ in range(3))
     if rows:
         results = lse_C, logp_C, entropy_C
-        fixed = {"SCALE": scale, "CAP": cap, "VOCABULARY": vocabulary, "SIZE": BLOCK}
+        fixed = {"SCALE": scale, "CAP": cap, "VOCABULARY": vocabulary, "SIZE": CHUNK}
         _statistics[(rows,)](  # pyright: ignore[reportIndexIssue]
             product_CV.contiguous(), target_C, *results, **fixed, num_warps=8
         )
@@ -45,11 +46,11 @@ def gradient_on_device(
     rows, vocabulary = product_CV.shape
     product_CV = product_CV.contiguous()
     if rows:
-        fixed = {"SCALE": scale, "CAP": cap, "VOCABULARY": vocabulary, "SIZE": BLOCK}
+        fixed = {"SCALE": scale, "CAP": cap, "VOCABULARY": vocabulary, "SIZE": CHUNK}
         fixed["HAS_ENTROPY"] = of_entropy is not None
         gradient_C = gradient_C.contiguous()
         entropy_C, its_gradient_C = (lse_C, gradient_C) if of_entropy is None else of_entropy
-        _gradient[(rows, triton.cdiv(vocabulary, BLOCK))](  # pyright: ignore[reportIndexIssue]
+        _gradient[(rows, triton.cdiv(vocabulary, CHUNK))](  # pyright: ignore[reportIndexIssue]
             *(product_CV, lse_C, target_C, gradient_C, entropy_C.contiguous(), its_gradient_C.contiguous()),
             **fixed,
             num_warps=8,
@@ -137,10 +138,6 @@ def _gradient(
     tl.store(product + row * VOCABULARY + place, value.to(product.dtype.element_ty), mask=is_there)
 
 
-CHUNK = 4096  # tokens of the vocabulary at a time
-BLOCK = 64  # tokens of a chunk whose probabilities are summed before one of them is chosen
-
-
 def draw_on_device(logits_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
     """Token of each row by inversion, [R] in int64, and its log-probability, [R] in float32, as `token_sampling.draw`.
 
@@ -159,7 +156,7 @@ def draw_on_device(logits_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor
             VOCABULARY=vocabulary,
             SIZE=size,
             CHUNKS=triton.next_power_of_2(triton.cdiv(vocabulary, size)),
-            WIDTH=min(BLOCK, size),
+            WIDTH=min(WIDTH, size),
             num_warps=4,
         )
     return token_R, logp_R

@@ -230,7 +230,9 @@ class SlotDecoder:
         self.logp_SN[slot_R, place_R] = torch.where(alive_R, logp_R, self.logp_SN[slot_R, place_R])
         self.token_S[slot_R] = token_R
         self.count_S[slot_R] = count_R + alive_R
-        going_on_R = (given_R | ~torch.isin(token_R, self.stop_ids)) & (count_R + 1 < self.limit_S[slot_R])
+        # `torch.isin` sorts where there are many, which no graph can capture.
+        stops_R = (token_R.unsqueeze(1) == self.stop_ids).any(dim=1)
+        going_on_R = (given_R | ~stops_R) & (count_R + 1 < self.limit_S[slot_R])
         self.alive_S[slot_R] = alive_R & going_on_R
 
     def run(self, rows: int, slots: np.ndarray, steps: int) -> None:
