@@ -38,7 +38,7 @@ COMMANDS = """\
 
 `stalewise COMMAND --help` shows the same. Data goes to standard output and everything else to standard error. Exit
 status: 0; 1 where a check fails; 2 for bad input; 3 where a plan is unknown; 130 after Ctrl-C. `stalewise
---install-completion` completes commands, options and settings in bash, zsh and fish.
+--install-completion` completes commands, options, files, settings and their values in bash, zsh and fish.
 
 """
 

@@ -14,7 +14,7 @@ Record = Mapping[str, Any]
 COLOURS = {"trl": "#e45756", "trl_same_mu": "#d18700", "stalewise": "#2f6db3"}
 WIDTH, HEIGHT, TOP, BOTTOM = 960, 400, 56, 48
 LEFT, SPLIT = 56, 470  # the first panel reaches from LEFT to SPLIT
-NARROW, LOW = 760, 320  # size of the first panel where it is alone
+NARROW, LOW = 760, 240  # size of the first panel where it is alone
 
 
 def draw(record: Record) -> str:

@@ -163,10 +163,18 @@ class App(typer.Typer):
 
 
 def complete_setting(incomplete: str) -> list[str]:
-    """The settings that begin so, for the shell's completion of `--set`."""
-    from stalewise.config import setting_names
+    """The settings that begin so, for the shell's completion of `--set`; of a single one also its values.
 
-    return [f"{name}=" for name in setting_names() if name.startswith(incomplete)]
+    A shell that is offered `name=` alone would put a space after it.
+    """
+    from stalewise.config import setting_names, setting_values
+
+    key, equals, _ = incomplete.partition("=")
+    names = [name for name in setting_names() if name == key or (name.startswith(key) and not equals)]
+    offered = [f"{name}=" for name in names]
+    if len(names) == 1:
+        offered += [f"{names[0]}={value}" for value in setting_values(names[0])]
+    return [text for text in offered if text.startswith(incomplete)]
 
 
 # For helps, which must not wait for the import of the tasks.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -404,6 +404,21 @@ def _tables() -> list[str]:
 def setting_names() -> list[str]:
     """The dotted keys of all settings that are not tables."""
     return [key for key, is_table in _keys(RunConfig) if not is_table]
+
+
+def setting_values(key: str) -> list[str]:
+    """Values to offer for a setting, as `--set` takes them: its choices, or its default, a word or a number."""
+    section: Any = RunConfig
+    *tables, name = key.split(".")
+    for table in tables:
+        section = section.model_fields[table].annotation
+    field: FieldInfo = section.model_fields[name]
+    if get_origin(field.annotation) is Literal:
+        return [str(choice) for choice in get_args(field.annotation)]
+    if field.annotation is bool:
+        return ["true", "false"]
+    default = field.get_default(call_default_factory=True)
+    return [str(default)] if isinstance(default, str | int | float | Path) and str(default) else []
 
 
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, bool]]:

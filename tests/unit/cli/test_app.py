@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import pty
 import re
+import select
+import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +20,7 @@ from typing import Any
 import pytest
 
 import stalewise.store.writer
-from stalewise.cli.app import TASK_NAMES, app, overrides, placeholder
+from stalewise.cli.app import TASK_NAMES, app, complete_setting, overrides, placeholder
 from stalewise.config import RunConfig
 from stalewise.store.checkpoints import versions
 from stalewise.tasks import TASKS
@@ -95,6 +100,97 @@ def test_shells_complete_commands_and_settings(shell: str, how: str, monkeypatch
         assert expected in done.stdout, (done.stdout, done.stderr)
     command = [sys.executable, "-m", "stalewise", "--show-completion", shell]
     assert how in subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+@pytest.mark.parametrize(
+    ("incomplete", "expected"),
+    [
+        ("optimizer.w", ["optimizer.warmup_updates=", "optimizer.weight_decay="]),
+        ("optimizer.l", ["optimizer.learning_rate=", "optimizer.learning_rate=0.0001"]),
+        ("optimizer.sch", [f"optimizer.schedule={value}" for value in ("", "constant", "cosine", "linear")]),
+        ("optimizer.schedule=co", ["optimizer.schedule=constant", "optimizer.schedule=cosine"]),
+        ("batch.prompts=", ["batch.prompts=", "batch.prompts=32"]),
+        ("learner.gradient_c", [f"learner.gradient_checkpointing={value}" for value in ("", "true", "false")]),
+        ("schedule.stag", ["schedule.stages="]),  # None by default
+        ("nothing", []),
+    ],
+)
+def test_settings_are_completed_with_their_values(incomplete: str, expected: list[str]) -> None:
+    assert complete_setting(incomplete) == expected
+
+
+# Called for a completion it is stalewise; otherwise it writes down its arguments.
+IN_ITS_PLACE = f"""#!/bin/sh
+if [ -n "$_STALEWISE_COMPLETE" ]; then exec {sys.executable} -m stalewise "$@"; fi
+printf '[%s]' "$@" > "$HOME/arguments"
+mv "$HOME/arguments" "$HOME/done"
+"""
+# Started in a session of its own, it makes its input the terminal of that session and becomes the shell.
+ON_A_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+TYPED = ["echo be''gin\r", "stalewise tra\t", "confs/a\t", "--set optimizer.lear\t", "1e-5 --js\t", "\r"]
+SHOWN = ["begin", "stalewise train ", "confs/a.toml ", "optimizer.learning_rate=", "--json ", ""]
+
+
+def screen(terminal: int, shown: bytes, wanted: str, seconds: float) -> bytes:
+    """What has been shown so far, read until a text is there or the time is over."""
+    end = time.monotonic() + seconds
+    while wanted.encode() not in shown and (left := end - time.monotonic()) > 0:
+        if select.select([terminal], [], [], left)[0]:
+            with contextlib.suppress(OSError):  # the shell has ended
+                shown += os.read(terminal, 65536).replace(b"\a", b"")  # a bell rings where there is a choice
+    return shown
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_tab_completes_in_a_real_shell(shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Types a command with tabs; the shell must run it with whole words, and none that a stray space made."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    for name in ("ZDOTDIR", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "INPUTRC"):
+        monkeypatch.delenv(name, raising=False)
+    there = tmp_path / "bin/stalewise"
+    there.parent.mkdir()
+    there.write_text(IN_ITS_PLACE)
+    there.chmod(0o755)
+    (tmp_path / "confs").mkdir()
+    (tmp_path / "confs/a.toml").touch()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", f"{there.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("TERM", "dumb")
+    detection = {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    install = [sys.executable, "-c", "import stalewise.cli; stalewise.cli.main()", "--install-completion", shell]
+    subprocess.run(install, env={**os.environ, **detection}, check=True, capture_output=True, timeout=60)
+    terminal, inner = pty.openpty()
+    termios.tcsetwinsize(terminal, (50, 200))
+    process = subprocess.Popen(
+        [sys.executable, "-c", ON_A_TERMINAL, shell, "-i"],
+        stdin=inner,
+        stdout=inner,
+        stderr=inner,
+        cwd=tmp_path,
+        start_new_session=True,
+    )
+    os.close(inner)
+    try:
+        for keys, wanted in zip(TYPED, SHOWN, strict=True):
+            os.write(terminal, keys.encode())
+            shown = screen(terminal, b"", wanted, 10.0)
+            if wanted.encode() not in shown and shell == "zsh":  # its first tab loads the completion
+                os.write(terminal, b"\t")
+                shown = screen(terminal, shown, wanted, 30.0)
+            assert wanted.encode() in shown, shown
+        end = time.monotonic() + 30
+        while not (tmp_path / "done").exists() and time.monotonic() < end:
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+    assert (tmp_path / "done").read_text() == "[train][confs/a.toml][--set][optimizer.learning_rate=1e-5][--json]"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
