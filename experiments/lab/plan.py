@@ -20,7 +20,7 @@ TUNING_SEEDS = (101, 102)
 FIRST_SEED = 200
 WIDENINGS = 2  # rates that may be added to a grid
 LAST = 3  # evaluations whose mean is a run's score
-COLLAPSE_RULE = "its score is below half of its best evaluation, or an update is not finite"
+COLLAPSE_RULE = "its score is below half of its best evaluation, an update is not finite, or the guard ends the run"
 NEAR = 3  # best rates of an arm that its spread is pooled over
 
 Kept = Callable[[str], Mapping[str, Any] | None]  # the result of a job by its key

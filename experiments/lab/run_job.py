@@ -18,6 +18,7 @@ from experiments.lab.run_summary import summarize_run
 
 from stalewise.config import RunConfig
 from stalewise.models.loading import resolve_model
+from stalewise.orchestrator.collapse_guard import Collapsed
 from stalewise.orchestrator.evaluation import evaluate_checkpoint
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.orchestrator.setup import resolve_settings
@@ -30,7 +31,7 @@ from stalewise.types import NullCallback
 
 
 def run_job(job: Mapping[str, Any], out: Path) -> dict[str, Any]:
-    """Run a job and write its result. A run that stops at a non-finite update has a result too."""
+    """Run a job and write its result, also of a run that an update that is not finite, or the guard, ends."""
     start, cpu = time.perf_counter(), time.process_time()
     foreign = None
     if str(job["config"]["sampler"]["foreign"]["path"]).startswith(POLICY):
@@ -52,7 +53,7 @@ def _train(config: RunConfig, options: Mapping[str, Any], out: Path) -> dict[str
     """A run, resumed where it stands. `pass_samples`: then pass@k of its last policy with that many samples."""
     try:
         _run(config, raw_logprobs=options.get("raw_logprobs", False))
-    except NonFiniteUpdate as error:
+    except (NonFiniteUpdate, Collapsed) as error:
         return summarize_run(config.directory, ended=str(error))
     record = summarize_run(config.directory)
     if samples := options.get("pass_samples"):

@@ -183,7 +183,11 @@ class CollapseGuard:
         return {*good[-1:], *(v for v in possible if v in known.best)}
 
     def roll_back(self, schedule: Schedule, why: Degradation, assessment: Assessment) -> int:
-        """Roll back to the latest good version and return it; or raise Collapsed."""
+        """Roll back to the latest good version and return it; or raise Collapsed.
+
+        A version that the run got worse from again after a rollback may have been harmed before its scores showed it:
+        where there is an earlier one, that one is taken.
+        """
         good = {v for v in {schedule.begins_at, *assessment.good, *assessment.best} if v < why.bad_version}
         targets = [v for v in self._possible_targets(schedule) if v in good]
         done, last = len(self.rollbacks.records), "no policy is known to be good"
@@ -195,7 +199,8 @@ class CollapseGuard:
             again = f" once more after {done} rollbacks" if done else ""
             advice = "start a new run with a lower optimizer.learning_rate"
             raise Collapsed(f"the run collapsed{again}: {why.describe()}; {last}: {advice}")
-        to_version = max(targets)
+        tried = {record["to_version"] for record in self.rollbacks.records}
+        to_version = max([v for v in targets if v not in tried] or targets)
         consumed = {one.generation_batch for one in self.run_log.updates if one.update >= to_version}
         self.rollbacks.roll_back(
             why,

@@ -11,8 +11,11 @@ import pytest
 from callbacks import Listener
 from stalewise.api import learn, run
 from stalewise.config import RunConfig, make_config
+from stalewise.config.run_directory import schedule_of
 from stalewise.errors import ConfigError, StoreError
-from stalewise.orchestrator.collapse_guard import Collapsed
+from stalewise.orchestrator.collapse_guard import Collapsed, CollapseGuard
+from stalewise.orchestrator.run_log import RunLog
+from stalewise.staleness.collapse import Assessment, Degradation
 from stalewise.store import (
     batch_directories,
     checkpoints,
@@ -134,6 +137,19 @@ def test_a_run_is_taken_back_only_so_often(runs: Path) -> None:
         run(config)
     assert len(list((config.directory / "rollbacks").iterdir())) == 2
     assert checkpoint_directory(config.directory, 0).is_dir()  # the last good policy is never pruned
+
+
+def test_a_policy_that_a_run_got_worse_from_again_is_not_taken_twice(runs: Path) -> None:
+    checkpoints_kept = {"every": 2, "keep": 8}
+    config = made(runs, guard={"action": "halve"}, schedule={"updates": 6, "stages": 1}, checkpoints=checkpoints_kept)
+    run(config)
+    guard = CollapseGuard(config.guard, RunLog(config.directory), evaluated_every=0, uses_rewards=True)
+    schedule, good = schedule_of(config.schedule, config.directory), Assessment(good=frozenset({0, 2, 4}))
+    assert versions(config.directory) == [0, 2, 4, 6]
+    assert guard.roll_back(schedule, Degradation("the reward fell", 6), good) == 4
+    assert guard.roll_back(schedule, Degradation("the reward fell", 6), good) == 2  # version 4 was tried
+    assert guard.roll_back(schedule, Degradation("the reward fell", 6), good) == 0
+    assert guard.roll_back(schedule, Degradation("the reward fell", 6), good) == 0  # no other is left
 
 
 def test_an_update_that_is_not_finite_is_taken_back(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
