@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -186,7 +187,7 @@ class CollapseGuard:
         """Roll back to the latest good version and return it; or raise Collapsed.
 
         A version that the run got worse from again after a rollback may have been harmed before its scores showed it:
-        where there is an earlier one, that one is taken.
+        those come first that were tried least often.
         """
         good = {v for v in {schedule.begins_at, *assessment.good, *assessment.best} if v < why.bad_version}
         targets = [v for v in self._possible_targets(schedule) if v in good]
@@ -199,8 +200,8 @@ class CollapseGuard:
             again = f" once more after {done} rollbacks" if done else ""
             advice = "start a new run with a lower optimizer.learning_rate"
             raise Collapsed(f"the run collapsed{again}: {why.describe()}; {last}: {advice}")
-        tried = {record["to_version"] for record in self.rollbacks.records}
-        to_version = max([v for v in targets if v not in tried] or targets)
+        tried = Counter(record["to_version"] for record in self.rollbacks.records)
+        to_version = max(targets, key=lambda v: (-tried[v], v))
         consumed = {one.generation_batch for one in self.run_log.updates if one.update >= to_version}
         self.rollbacks.roll_back(
             why,

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stalewise.staleness.schedule import Step
+from stalewise.staleness.spent import useful_share
 from stalewise.store import LedgerEntry, TokenLog, append_entry, ledger_path, to_ranges, truncate_ledger
 from stalewise.store.json_lines import append_line, commit_records, truncate_jsonl
 from stalewise.store.records import EVALUATION, JOURNAL, METRIC, SUITE, SUMMARY, RecordSchema, is_whole, read_records
@@ -31,10 +32,16 @@ class UpdateSummary:
     reward: float
     reward_error: float
     ess: float
+    kl_behaviour_policy: float
     drift: float
     batch_budget: float
     horizon_budget: float
     taken: bool
+
+    @property
+    def useful_share(self) -> float:
+        """Share of the rollouts that is still of use."""
+        return useful_share(self.ess, self.kl_behaviour_policy)
 
 
 class RunLog:

@@ -118,7 +118,7 @@ class UpdateLoop:
         self.run_log.log_update(step, rollout_ids, record)
         self.run_log.tokens.add(step.update, pending.tokens())
         if not self.schedule.is_open_ended:  # that ends a stage long before
-            self.budget.check_ess([one.ess for one in self.run_log.taken_on(step.generation_batch)])
+            self.budget.check_ess([one.useful_share for one in self.run_log.taken_on(step.generation_batch)])
         self.callback.metrics(step.update, record)
         note = f"reward {record['reward']:.3f}  ESS {record.get('ess', math.nan):.3f}"
         self.callback.advance(1, note + self.budget.note(record))
@@ -128,4 +128,4 @@ class UpdateLoop:
         """Why the stage of this update ends before its rollouts are used up; None while it continues."""
         taken = self.run_log.taken_on(step.generation_batch)
         batch_budget = taken[-1].batch_budget if taken else math.nan
-        return self.schedule.spent([one.ess for one in taken], batch_budget, self.spent_ess)
+        return self.schedule.spent([one.useful_share for one in taken], batch_budget, self.spent_ess)

@@ -1,8 +1,8 @@
 """Stages that end when their rollouts are spent; their sizes are found during the run.
 
 The rollouts of a stage are assigned to updates in random order, so those of the current update are a fair sample of all
-that remain. Their effective sample size, measured before the update learns from them, is that of the remainder. When it
-falls below a bound, the stage ends. What a stage used decides how much the next one generates.
+that remain. Their effective sample size and divergence, measured before the update learns from them, are those of the
+remainder. When one of them passes a bound, the stage ends. What a stage used decides how much the next one generates.
 """
 
 from __future__ import annotations
@@ -67,6 +67,16 @@ class StageSchedule(ListedSchedule):
         if batch_budget >= 1.0:
             return {"reason": "drift", **numbers, "batch_budget": batch_budget}
         return None
+
+
+def useful_share(ess: float, kl: float) -> float:
+    """Effective sample size by the weights, or as the KL divergence has it where that is smaller; NaN if unknown.
+
+    The ESS hardly notices tokens that the policy has made rare: their weights are near 0, and only large ones lower it.
+    The divergence from the behaviour policy, per token, counts these. For log-ratios of a normal distribution with
+    variance s² it is s²/2, and the ESS is exp(−s²): so exp(−2·KL) is on the same scale, and one bound serves both.
+    """
+    return math.nan if math.isnan(ess + kl) else min(ess, math.exp(-2 * kl))
 
 
 def remaining_ess(ess: Sequence[float]) -> float:

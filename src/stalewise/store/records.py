@@ -137,7 +137,8 @@ def _refuse(problem: str) -> None:
 
 
 ANY = RecordSchema({})
-SUMMARY = ("reward", "reward_error", "ess", "drift", "batch_budget", "horizon_budget")  # what later decisions use
+# What later decisions use.
+SUMMARY = ("reward", "reward_error", "ess", "kl_behaviour_policy", "drift", "batch_budget", "horizon_budget")
 METRIC = RecordSchema(
     {"update": is_whole}, optional={"generation_batch": is_whole, **dict.fromkeys((*SUMMARY, "seconds"), is_real)}
 )

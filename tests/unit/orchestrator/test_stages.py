@@ -15,7 +15,7 @@ from stalewise.api import generate, learn, run
 from stalewise.config import RunConfig, ScheduleSection, make_config
 from stalewise.errors import ConfigError
 from stalewise.orchestrator.stages import begin_stage, forget_stages, read_schedule
-from stalewise.staleness.spent import HEADROOM
+from stalewise.staleness.spent import HEADROOM, useful_share
 from stalewise.store import (
     batch_directories,
     consumed,
@@ -51,7 +51,8 @@ def test_a_stage_ends_when_its_rollouts_are_spent_and_says_why(spent_run: RunCon
         before = stages[stage["generation_batch"] - 1]
         used = stage["first_update"] - before["first_update"]
         assert used < before["planned_updates"]
-        last = [record["ess"] for record in metrics if record["update"] < stage["first_update"]][-3:]
+        taken = [record for record in metrics if record["update"] < stage["first_update"]][-3:]
+        last = [useful_share(record["ess"], record["kl_behaviour_policy"]) for record in taken]
         assert stage["ended"]["ess"] == sorted(last)[1] < stage["ended"]["bound"] == 0.995
         assert stage["planned_updates"] <= math.ceil(HEADROOM * used)
     assert max(record["age_max"] for record in metrics) < 20

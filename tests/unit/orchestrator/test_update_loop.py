@@ -37,27 +37,27 @@ def test_the_parts_of_rewards_are_metrics_of_each_update(tiny_run: RunConfig) ->
 
 
 class Pending:
-    def __init__(self, ess: float, drift: float) -> None:
-        self.ess, self.drift = ess, drift
+    def __init__(self, ess: float, kl: float, drift: float) -> None:
+        self.ess, self.kl, self.drift = ess, kl, drift
 
     def metrics(self) -> dict[str, Any]:
-        return {"reward": 0.5, "ess": self.ess, "drift": self.drift}
+        return {"reward": 0.5, "ess": self.ess, "kl_behaviour_policy": self.kl, "drift": self.drift}
 
     def tokens(self) -> None:
         return None
 
 
 class Counter:
-    """Takes updates whose effective sample sizes are known beforehand."""
+    """Takes updates whose effective sample sizes and divergences are known beforehand."""
 
     device = torch.device("cpu")
 
-    def __init__(self, ess: Sequence[float]) -> None:
-        self.ess, self.version = ess, 0
+    def __init__(self, ess: Sequence[float], kl: Sequence[float]) -> None:
+        self.ess, self.kl, self.version = ess, kl, 0
 
     def enqueue(self, inputs: object) -> Pending:
         self.version += 1
-        return Pending(self.ess[self.version - 1], 0.1 * self.version)
+        return Pending(self.ess[self.version - 1], self.kl[self.version - 1], 0.1 * self.version)
 
 
 class Notes(NullCallback):
@@ -69,9 +69,13 @@ class Notes(NullCallback):
 
 
 def take(
-    directory: Path, schedule: Schedule, ess: Sequence[float], limits: tuple[float, float] | None = None
+    directory: Path,
+    schedule: Schedule,
+    ess: Sequence[float],
+    limits: tuple[float, float] | None = None,
+    kl: Sequence[float] = (0.0,) * 8,
 ) -> tuple[dict[str, Any] | None, int, Notes]:
-    run_log, trainer, callback = RunLog(directory), Counter(ess), Notes()
+    run_log, trainer, callback = RunLog(directory), Counter(ess, kl), Notes()
     run_log.tokens = cast(Any, type("NoTokens", (), {"add": lambda *_: None})())
     loop = UpdateLoop(schedule, run_log, DriftBudget(limits, print), callback, 4, 0.9)
 
@@ -102,6 +106,13 @@ def test_an_open_ended_stage_ends_where_its_rollouts_are_spent(tmp_path: Path) -
         "bound": 0.9,
         "planned_updates": 8,
     }
+
+
+def test_an_open_ended_stage_ends_where_the_policy_left_its_rollouts(tmp_path: Path) -> None:
+    schedule = StageSchedule(8, 8, stages=(Stage(0, 0, 8, 0),))
+    reason, taken, _ = take(tmp_path, schedule, [1.0] * 8, kl=[0.0, 0.0, 0.04, 0.5, 0.04, 0.06, 0.06, 0.06])
+    assert taken == 6  # the median of 0.5, 0.04 and 0.06 is the first above −ln(0.9)/2 = 0.053
+    assert reason is not None and reason["ess"] == pytest.approx(math.exp(-0.12))
 
 
 def test_an_open_ended_stage_ends_where_its_drift_limit_is_reached(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from stalewise.staleness.spent import (
@@ -15,6 +16,7 @@ from stalewise.staleness.spent import (
     is_spent,
     next_stage,
     remaining_ess,
+    useful_share,
 )
 
 
@@ -96,3 +98,24 @@ def test_the_newest_stage_decides_whether_one_continues() -> None:
     assert schedule.begin_stage(10, was_spent=False, per_update=4) is None  # within the second
     begun = schedule.begin_stage(16, was_spent=False, per_update=4)
     assert begun is not None and isinstance(begun[1], Stage) and begun[1].first_update == 16
+
+
+@pytest.mark.parametrize("deviation", [0.05, 0.3, 0.8])
+def test_both_measures_agree_for_log_ratios_of_a_normal_distribution(deviation: float) -> None:
+    z = np.linspace(-12, 12, 40_001)
+    mass = np.exp(-(z**2) / 2) / np.exp(-(z**2) / 2).sum()
+    log_ratio = deviation * z - deviation**2 / 2  # so that the mean ratio is 1
+    ess = (mass * np.exp(log_ratio)).sum() ** 2 / (mass * np.exp(2 * log_ratio)).sum()
+    kl = (mass * (np.exp(log_ratio) - 1 - log_ratio)).sum()
+    assert ess == pytest.approx(math.exp(-2 * kl), rel=1e-9)
+    assert useful_share(ess, kl) == pytest.approx(ess, rel=1e-9)
+
+
+def test_tokens_that_became_rare_count_though_the_weights_hide_them() -> None:
+    ratios = np.array([1.0] * 95 + [1e-12] * 5)
+    ess = ratios.sum() ** 2 / (len(ratios) * (ratios**2).sum())
+    kl = float((ratios - 1 - np.log(ratios)).mean())
+    assert ess == pytest.approx(0.95) and useful_share(ess, kl) < 0.1
+    assert useful_share(0.5, 0.01) == 0.5  # heavy tokens: the weights decide
+    assert useful_share(1.0, 0.0) == 1.0 and useful_share(1.0, math.inf) == 0.0
+    assert math.isnan(useful_share(math.nan, 0.0)) and math.isnan(useful_share(1.0, math.nan))
