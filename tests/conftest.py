@@ -6,7 +6,8 @@ import signal
 from importlib.util import find_spec
 
 import pytest
-import torch
+
+gc.disable()  # until all is imported: of what is made by then nearly nothing is garbage
 
 # Under `nohup`, or in the background of a shell without job control, SIGINT is ignored, and children inherit that.
 # Tests interrupt children: with a handler here, a child starts with the default disposition.
@@ -31,10 +32,13 @@ def pytest_collection_finish() -> None:
     # Half a million objects of imported packages stay to the end: without this, every collection walks all of them.
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(10_000, 20, 20)  # in place of 700: collecting took a twentieth of all time
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     # Two pytest workers on two cores: more threads only wait for each other.
+    import torch  # here, not above: the process that only hands out tests has no use for it
+
     torch.set_num_threads(1)

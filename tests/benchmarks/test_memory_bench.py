@@ -42,6 +42,7 @@ def test_the_peak_is_that_of_the_process_and_its_children() -> None:
     assert 140 << 20 <= peak.most < 250 << 20
 
 
+@pytest.mark.nightly
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()  # a model that is not there
     found = memory.measure("tiny/full/one", tmp_path)

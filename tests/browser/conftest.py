@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from rollout_runs import GROUP_SIZE, MANY, add_batch, consume, make_rollout, small_run, start_run
 from stalewise.reporting.browser import RunServer, make_server
 
+expect.set_options(timeout=30_000)  # in place of five seconds: other tests run beside these
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 

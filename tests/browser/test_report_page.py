@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from playwright.sync_api import Frame, Page, expect
 
 from rundirs import add_evaluation, metrics, write_run
@@ -40,14 +39,14 @@ def check_points(page: Page | Frame, updates: int, evaluations: int) -> None:
     assert page.evaluate(MARKERS, "reward") == updates + evaluations
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_report([write_run(tmp_path_factory.mktemp("runs") / "run", updates=UPDATES)])
-
-
-def test_the_plots_of_a_report_have_a_point_for_each_update(report: Path, page: Page) -> None:
-    page.goto(report.as_uri())
+def test_the_plots_have_a_point_for_each_update_and_reward_and_accuracy_come_before_time(
+    tmp_path: Path, page: Page
+) -> None:
+    page.goto(write_report([write_run(tmp_path / "run", updates=UPDATES)]).as_uri())
     check_points(page, UPDATES, 2)
+    tops = [page.locator(f"[data-figure={name}]").bounding_box() for name in ("reward", "time", "ess")]
+    tops = [box["y"] for box in tops if box]
+    assert len(tops) == 3 and tops == sorted(tops)
 
 
 def test_the_report_fits_a_phone_and_draws_what_is_unfolded(tmp_path: Path, page: Page) -> None:
@@ -65,14 +64,6 @@ def test_the_report_fits_a_phone_and_draws_what_is_unfolded(tmp_path: Path, page
     page.get_by_text("Importance weights and clipping").click()
     expect(ess.locator(".main-svg").first).to_be_visible()
     assert ess.bounding_box()["width"] > 300  # pyright: ignore[reportOptionalSubscript]
-
-
-def test_reward_and_accuracy_come_before_time(report: Path, page: Page) -> None:
-    page.goto(report.as_uri())
-    drawn(page)
-    tops = [page.locator(f"[data-figure={name}]").bounding_box() for name in ("reward", "time", "ess")]
-    tops = [box["y"] for box in tops if box]
-    assert len(tops) == 3 and tops == sorted(tops)
 
 
 def test_the_served_report_follows_the_run_and_stays_where_it_was_read(
@@ -93,7 +84,7 @@ def test_the_served_report_follows_the_run_and_stays_where_it_was_read(
     assert any(is_open)
     frame.evaluate("scrollTo(0, 700)")
     append_line(run / "metrics.jsonl", {**metrics(5), "generation_batch": 1})
-    expect(page.locator("#news")).to_contain_text("as of", timeout=15_000)
+    expect(page.locator("#news")).to_contain_text("as of")
     check_points(frame, 6, 1)
     page.wait_for_timeout(1300)
     assert abs(frame.evaluate("scrollY") - 700) < 5

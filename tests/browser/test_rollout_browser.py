@@ -350,6 +350,6 @@ def test_a_batch_in_the_making_is_no_damage_and_is_shown_when_it_is_there(
     expect(page.locator("#count")).to_have_text("320 rollouts in 80 groups")
     expect(page.locator("#standing")).to_contain_text("update 6 of 8")
     away.rename(manifest)
-    page.get_by_role("button", name="refresh").click(timeout=15_000)
+    page.get_by_role("button", name="refresh").click()
     expect(page.locator("#count")).to_have_text("480 rollouts in 120 groups")
     expect(page.locator("#making")).to_be_hidden()

@@ -44,6 +44,9 @@ class VllmServer:
             )
 
     def wait(self) -> VllmServer:
+        """Until it answers; one that was killed is started again."""
+        if self.process is None:
+            self.start()
         assert self.process is not None
         deadline = time.monotonic() + 240
         while True:
@@ -60,6 +63,7 @@ class VllmServer:
         if self.process is not None:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
+            self.process = None
 
 
 def served(server: VllmServer, **options: Any) -> dict[str, Any]:

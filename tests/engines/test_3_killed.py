@@ -45,9 +45,9 @@ def shards(stage: Path) -> dict[str, tuple[int, int, bytes]]:
     return {path.name: (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in found}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def interrupted(starting: VllmServer, untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Interrupted:
-    """The server is killed and starts again; whoever needs it has to wait for it."""
+    """The server is killed; whoever needs it again starts it."""
     server = starting.wait()
     config = make_config(
         tiny_record(
@@ -69,13 +69,11 @@ def interrupted(starting: VllmServer, untied: Path, tmp_path_factory: pytest.Tem
             EngineError, match=f"{server.url} does not answer .*; it did not come back within 0.5 s: check the server"
         ):
             first.result()
-    server.start()  # with the weights of its command line, which are not those of version 2
     return Interrupted(config, shards(stage))
 
 
 @pytest.mark.nightly
-def test_the_embedded_policy_and_its_tied_output_layer(interrupted: Interrupted, tmp_path: Path) -> None:
-    """Meanwhile, vLLM without a server."""
+def test_the_embedded_policy_and_its_tied_output_layer(tmp_path: Path) -> None:
     asked, other = requests(64), moved(POLICY, tmp_path / "moved", by=0.02)
     section = VllmSection(max_model_len=96, options={"enforce_eager": True})
     sampler = VllmSampler(SamplerSettings(name="vllm"), max_new_tokens=8, options=section)
@@ -92,15 +90,22 @@ def test_the_embedded_policy_and_its_tied_output_layer(interrupted: Interrupted,
         sampler.close()
 
 
+@pytest.mark.parametrize("engine", ["hf", pytest.param("server", marks=pytest.mark.nightly)])
 def test_a_server_that_was_killed_loses_nothing_and_repeats_nothing(
-    interrupted: Interrupted, server: VllmServer
+    interrupted: Interrupted, starting: VllmServer, engine: str
 ) -> None:
     assert 3 <= len(interrupted.shards) < 16
-    assert run(interrupted.config).updates == 4
+    config = interrupted.config
+    if engine == "server":
+        starting.wait()  # with the weights of its command line, which are not those of version 2
+    else:
+        config = config.model_copy(update={"sampler": config.sampler.model_copy(update={"engine": engine})})
+    assert run(config).updates == 4
     after = shards(interrupted.stage)
     assert {name: after[name] for name in interrupted.shards} == interrupted.shards  # not a byte was written again
     assert len(after) == 16
     whole = open_batch(interrupted.stage)  # checksums are compared
+    assert {settings.name for settings in whole.manifest.samplers} == {"server", engine}
     assert sorted(whole.column("rollout_id")) == list(range(256, 512))
     directory = interrupted.config.directory
     assert [entry.update for entry in read_ledger(directory / "ledger" / "updates.jsonl")] == list(range(4))

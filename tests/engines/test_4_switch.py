@@ -28,7 +28,8 @@ class StopBefore(NullCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("copies", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # with stand-ins for both in tests/unit/rollout/test_server.py
+@pytest.mark.parametrize("copies", [1, 2])
 def test_a_run_goes_on_from_hf_to_a_server_to_vllm(
     server: VllmServer, untied: Path, tmp_path: Path, copies: int
 ) -> None:

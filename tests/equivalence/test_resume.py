@@ -30,7 +30,6 @@ def soaked(out: Path, settings: dict[str, Any]) -> None:
     ("kind", "objective", "kills"),
     [
         ("staged", "p3o", 3),
-        ("pipelined", "mu_grpo", 1),  # its second process takes long to start
         pytest.param("staged", "p3o", 12, marks=pytest.mark.nightly),
         pytest.param("staged", "decoupled_ppo", 6, marks=pytest.mark.nightly),
         pytest.param("spent", "mu_grpo", 6, marks=pytest.mark.nightly),
