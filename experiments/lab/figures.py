@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from experiments.lab.draw import COLOURS, Panel, Point, Row, Rows, Series, draw_panels, draw_rows
 from experiments.lab.law import observations
 from experiments.lab.results import ArmResult, Results
@@ -34,7 +36,11 @@ def scores(arms: list[ArmResult]) -> str:
         mean = arm.mean
         name = f"{arm.name}, η {arm.rate:g}"
         rows.append(Row(name, mean.value, mean.low, mean.high, str(mean), COLOURS[place % len(COLOURS)]))
-    return draw_rows("Scores: mean of the last three evaluations, 95% over seeds", [Rows("", rows)])
+    lowest = min((row.low for row in rows if not math.isnan(row.low)), default=0.0)  # unknown with a single seed
+    least = max(0.0, math.floor(10 * lowest) / 10)
+    return draw_rows(
+        "Scores: mean of the last three evaluations, 95% over seeds", [Rows("", rows, x_range=(least, 1.0))]
+    )
 
 
 def the_law(results: Results) -> str:

@@ -23,8 +23,9 @@ COMMAND = "python -m experiments.lab"
 SETTING_TITLES = {"lab": "Laboratory", "real": "Real model"}
 DESIGN = (
     "Every run has warm-up and cosine decay, except where the page says otherwise, and is evaluated on 500 held-out "
-    "questions with 4 samples each. A run's score is the mean of its last three evaluations, or 0 if an update was not "
-    f"finite. Learning rates are tuned on seeds {TUNING_SEEDS[0]} and {TUNING_SEEDS[1]}, with the same grid for every "
+    "questions with 4 samples each. A run's score is the mean of its last three evaluations, or 0 if it "
+    f"did not reach its end. Learning rates are tuned on seeds {TUNING_SEEDS[0]} and {TUNING_SEEDS[1]}, with the same "
+    "grid for every "
     "arm of a claim; where the best rate of any arm is at an edge, all arms get one more rate at that end, at most "
     f"{WIDENINGS} times. Arms are then judged on seeds from {FIRST_SEED} on, which nothing else has used. The number "
     "of seeds is that with which the margin is found (one-sided 5%, power 90%), from the two largest standard "
@@ -142,10 +143,9 @@ def page(experiment: Experiment, made: Mapping[str, Judged], drawn: Mapping[str,
 
 
 def describe_runs(results: Results) -> str:
-    """Number of jobs, hardware and time, as text."""
+    """Number of jobs and their CPU time, as text."""
     record = results.record
-    machines = " and ".join(f"{one['cores']} cores ({one['workers']} at a time)" for one in record["machine"])
-    return f"{record['done']} of {record['planned']} jobs done, {machines}, {record['cpu_seconds']:,} core-seconds."
+    return f"{record['done']} of {record['planned']} jobs done, {record['cpu_seconds']:,} core-seconds."
 
 
 def arm_table(results: Results) -> list[str]:
@@ -190,7 +190,7 @@ def tuning_table(results: Results) -> list[str]:
 
 
 def results_table(experiments: Sequence[Experiment]) -> str | None:
-    """docs/results.md: the table of all experiments; None while no results of this design exist."""
+    """docs/results.md: the table of all experiments, and what each means; None without results of this design."""
     judged = found(experiments)
     if not judged:
         return None
@@ -221,4 +221,11 @@ def results_table(experiments: Sequence[Experiment]) -> str | None:
                 cells = [f"{setting}: {one.finding.ours}", f"**{one.verdict}**", f"{one.p:.2g}", time]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in [*about, *cells]) + " |")
             about = [""] * 3
+    for experiment in experiments:
+        made = [setting for setting in experiment.settings if (experiment.name, setting) in judged]
+        if made and (table := experiment.table).reading:
+            lines += ["", f"## {table.number}. {table.title}", "", table.reading, ""]
+            endings = figures(table.verdict, judged[experiment.name, made[0]].results)
+            place = f"../experiments/{experiment.name}/{made[0]}{list(endings)[-1]}.svg"
+            lines += [f"![{table.title}: {table.claim}]({place})"]
     return "\n".join(lines) + "\n"
