@@ -54,14 +54,15 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# TYPED: a part of it, as CI does.
 types: install
-	$(BIN)/pyright
+	$(BIN)/pyright $(TYPED)
 
 unit: install
 	$(PYTEST) $(TWO)
 
 # Longer forms of tests of `make unit` and `make test-engines`: more kills, more ranks, more seeds, more copies.
-nightly: install $(ENGINES)/.installed
+nightly: install $(ENGINES)/.installed types
 	$(PYTEST) $(TWO) -m nightly
 	PYTHONDONTWRITEBYTECODE= $(ENGINES)/bin/pytest -m nightly tests/engines
 

@@ -18,7 +18,7 @@ from stalewise.rollout.sampler import Request
 from stalewise.tasks import make_task
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gsm8k_with_a_tool_and_without_in_small_and_not_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -234,6 +234,7 @@ def test_training_from_python(tmp_path: Path) -> None:
     assert space["found"].prompts == 8
 
 
+@pytest.mark.nightly
 def test_evaluation(tmp_path: Path) -> None:
     (table,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/evaluation.md").read_text(), re.MULTILINE | re.DOTALL)
     assert [suite.label for suite in make_config(tomllib.loads(table)).evaluation.suite] == ["greedy", "test"]
@@ -243,6 +244,7 @@ def test_evaluation(tmp_path: Path) -> None:
     assert run_commands("docs/evaluation.md") == 5
 
 
+@pytest.mark.nightly
 def test_forks(tmp_path: Path) -> None:
     space = run_blocks("docs/fork.md", 0)
     assert run_commands("docs/fork.md") == 5
@@ -251,6 +253,7 @@ def test_forks(tmp_path: Path) -> None:
     assert [path.name for path in sorted((tmp_path / "runs").iterdir())] == ["first", "longer", "lower", "warm"]
 
 
+@pytest.mark.nightly
 def test_rescoring(tmp_path: Path) -> None:
     space = run_blocks("docs/rescore.md", 0)
     assert run_commands("docs/rescore.md") == 4
@@ -259,6 +262,7 @@ def test_rescoring(tmp_path: Path) -> None:
     assert space["made"].record["mean_after"] > space["made"].record["mean_before"]
 
 
+@pytest.mark.nightly
 def test_mixtures(tmp_path: Path) -> None:
     (table,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/mixtures.md").read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "mixed.toml").write_text(table)
@@ -269,6 +273,7 @@ def test_mixtures(tmp_path: Path) -> None:
     assert {label: one["prompts"] for label, one in by_task.items()} == {"arithmetic": 12, "small": 4}
 
 
+@pytest.mark.nightly
 def test_templates(tmp_path: Path) -> None:
     (table,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/templates.md").read_text(), re.MULTILINE | re.DOTALL)
     (tmp_path / "train.jsonl").write_text("".join(f'{{"problem": "{n}?", "answer": "{n}"}}\n' for n in range(20)))
@@ -279,6 +284,7 @@ def test_templates(tmp_path: Path) -> None:
     assert run_commands("docs/templates.md") == 2
 
 
+@pytest.mark.nightly
 def test_regularizers(tmp_path: Path) -> None:
     (table,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / "docs/regularizers.md").read_text(), re.MULTILINE | re.DOTALL)
     assert make_config(tomllib.loads(table)).objective.reward_weights == {"correct": 1.0, "format": 0.1}
@@ -292,6 +298,7 @@ def test_regularizers(tmp_path: Path) -> None:
     assert run_commands("docs/regularizers.md") == 2
 
 
+@pytest.mark.nightly
 def test_informative_groups(tmp_path: Path) -> None:
     page = "docs/informative_groups.md"
     (table,) = re.findall(r"^```toml\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
@@ -331,22 +338,26 @@ def test_your_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_config(tomllib.loads((ROOT / "configs/gsm8k_jsonl.toml").read_text()))
 
 
+@pytest.mark.nightly
 def test_choosing(tmp_path: Path) -> None:
     assert write_tables("docs/choosing.md", tmp_path) == ["auto"]
     assert run_commands("docs/choosing.md") == 3
     assert list((tmp_path / "runs/calibrations").glob("*.json"))
 
 
+@pytest.mark.nightly
 def test_long_responses(tmp_path: Path) -> None:
     assert write_tables("docs/long_responses.md", tmp_path) == ["long"]
     assert run_commands("docs/long_responses.md") == 2
 
 
+@pytest.mark.nightly
 def test_debugging(tmp_path: Path) -> None:
     run_blocks("docs/debugging.md")
     assert run_commands("docs/debugging.md") == 7
 
 
+@pytest.mark.nightly
 def test_reuse(tmp_path: Path) -> None:
     space = run_blocks("docs/reuse.md")
     assert len(space["rollouts"]) == 64 and space["again"].updates == 4
@@ -362,6 +373,7 @@ def printed_in_comments(page: str) -> list[str]:
     return [line.rpartition("  # ")[2] for line in lines]
 
 
+@pytest.mark.nightly
 def test_code_rewards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs/code_rewards.md").read_text()
     (table,) = re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
@@ -377,6 +389,7 @@ def test_code_rewards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert [told[:4], told[5:]] == [shown[:4], shown[5:]]
 
 
+@pytest.mark.nightly
 def test_judge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs/judge.md").read_text()
     (table,), (rubric,) = (
@@ -420,16 +433,19 @@ def test_browser(finished: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_cluster() -> None:
     shutil.copytree(ROOT / "configs/clusters", "configs/clusters")
     assert run_commands("docs/cluster.md") == 3
 
 
+@pytest.mark.nightly
 def test_engines(tmp_path: Path) -> None:
     write_config(tmp_path / "my_run.toml", tiny_record(tmp_path / "runs"))
     assert run_commands("docs/engines.md") == 1
 
 
+@pytest.mark.nightly
 def test_hub(tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -448,6 +464,7 @@ def test_install() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.nightly
 def test_integrations(tmp_path: Path) -> None:
     space = run_blocks("docs/integrations.md")
     assert space["trainer"].state.global_step == 4 and space["again"].state.global_step == 2
@@ -460,6 +477,7 @@ def test_reports(finished: Path, tmp_path: Path) -> None:
     assert run_blocks("docs/reports.md")["result"].words
 
 
+@pytest.mark.nightly
 def test_staleness(tmp_path: Path) -> None:
     write_config(tmp_path / "my_run.toml", tiny_record(tmp_path / "runs"))
     assert run_commands("docs/staleness.md") == 1
@@ -484,6 +502,7 @@ def test_tasks(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert run_commands("docs/tasks.md") == 1
 
 
+@pytest.mark.nightly
 def test_workers(tmp_path: Path) -> None:
     write_config(tmp_path / "config.toml", tiny_record(tmp_path / "runs", "my-run"))
     assert run_commands("docs/workers.md") == 2
