@@ -152,7 +152,10 @@ def programs() -> dict[str, set[str]]:
     for page in sorted(NO_GUIDES):
         for block in blocks(page, "sh"):
             for line in block.replace("\\\n", " ").splitlines():
-                _, *words = shlex.split(line, comments=True)
+                command = shlex.split(line, comments=True)
+                if "python" not in command:
+                    continue
+                words = command[command.index("python") + 1 :]
                 program = " ".join(words[: 2 if words[0] == "-m" else 1])
                 found.setdefault(program, set()).update(word for word in words if word.startswith("--"))
     return found

@@ -58,6 +58,7 @@ def test_dotted_names_are_checked_with_the_rest() -> None:
         make_config(settings_record({}, {"checkpoints.evry": 4}))
 
 
+@pytest.mark.nightly  # imports TRL
 def test_names_of_trl_are_those_of_trl() -> None:
     trl = pytest.importorskip("trl")
     import inspect
