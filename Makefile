@@ -54,7 +54,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# TYPED: a part of it, as CI does.
+# `make types TYPED=src` checks the package alone, as CI does.
 types: install
 	$(BIN)/pyright $(TYPED)
 

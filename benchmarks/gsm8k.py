@@ -9,8 +9,9 @@
 Arms: `mu_grpo`, `p3o`, `auto` (recipe = "auto"), `synchronous` (GRPO, µ = 4), `grpo_tight` (tight clip at the stages of
 mu_grpo), `random_reward` (mu_grpo, rewards by a hash of the rollout), `trl_vllm`, `trl_generate`. All: the same prompts
 in the same order, the same verifier, 16 prompts × 8 rollouts an update, 400 new tokens, T = 1, 128 updates, AdamW,
-warm-up and cosine, no KL, gradients to norm 1, bfloat16 passes and float32 weights. Where trl or vllm is missing, its
-arms are left out and their files say so.
+warm-up and cosine, no KL, gradients to norm 1, bfloat16 passes and float32 weights. Our arms, but for `p3o`, make no
+passes over groups of equal rewards, whose gradient is 0 (`batch.without_variance = "skip"`). Where trl or vllm is
+missing, its arms are left out and their files say so.
 
 What the clock counts: wall-clock from the beginning of the first generation to the end of each update. In it: sampling,
 scoring by the verifier, learning, switches between the two, weights on their way to vLLM, checkpoints that a later

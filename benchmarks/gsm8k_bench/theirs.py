@@ -78,7 +78,7 @@ def trl_arguments(
 
 
 def fix_vllm_cache(gigabytes: float) -> None:
-    """Let vLLM take this much for its cache instead of measuring: it fails where others free memory meanwhile."""
+    """Give vLLM's cache this size. Otherwise vLLM measures what is free, and fails if another process frees memory."""
     from trl.generation import vllm_generation
 
     engine: Any = vllm_generation

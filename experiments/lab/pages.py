@@ -23,9 +23,8 @@ COMMAND = "python -m experiments.lab"
 SETTING_TITLES = {"lab": "Laboratory", "real": "Real model"}
 DESIGN = (
     "Every run has warm-up and cosine decay, except where the page says otherwise, and is evaluated on 500 held-out "
-    "questions with 4 samples each. A run's score is the mean of its last three evaluations, or 0 if it "
-    f"did not reach its end. Learning rates are tuned on seeds {TUNING_SEEDS[0]} and {TUNING_SEEDS[1]}, with the same "
-    "grid for every "
+    "questions with 4 samples each. A run's score is the mean of its last three evaluations, or 0 if it did not reach "
+    f"its end. Learning rates are tuned on seeds {TUNING_SEEDS[0]} and {TUNING_SEEDS[1]}, with the same grid for every "
     "arm of a claim; where the best rate of any arm is at an edge, all arms get one more rate at that end, at most "
     f"{WIDENINGS} times. Arms are then judged on seeds from {FIRST_SEED} on, which nothing else has used. The number "
     "of seeds is that with which the margin is found (one-sided 5%, power 90%), from the two largest standard "

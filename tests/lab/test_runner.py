@@ -17,23 +17,26 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from experiments.lab import run_job
 from experiments.lab.__main__ import main
 from experiments.lab.definition import Job, load_experiments
 from experiments.lab.downsample import downsampled
 from experiments.lab.job_pool import JobPool, kept_path, policy_path
 from experiments.lab.pages import import_results
-from experiments.lab.plan import next_jobs
+from experiments.lab.plan import is_collapsed, next_jobs
 from experiments.lab.raw_logprobs import RawLogprobs
 from experiments.lab.results import LARGEST_BYTES, read_results, text_of
 from experiments.lab.run_summary import early_norm_per_rate
 from experiments.lab.runner import record_machine
 
+from stalewise.config import make_config
 from stalewise.errors import ConfigError
 from stalewise.models.loading import EMBEDDED
 from stalewise.models.plain_forward import plain_logits
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.sampler import Request
 from stalewise.types import SamplerSettings
+from tiny import tiny_record
 from tiny_lab import HEAD, LAB, define
 
 FROM_ANYWHERE = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
@@ -302,3 +305,12 @@ def test_kept_files_can_be_read_line_by_line(reproduced: tuple[Path, dict[str, A
     record = json.loads((root / "out" / "tiny" / "results-lab.json").read_text())
     assert json.loads(text_of(record)) == record
     assert len(text_of(record)) < LARGEST_BYTES
+
+
+def test_a_run_that_the_guard_ends_has_a_result(tmp_path: Path) -> None:
+    ruinous = {"optimizer": {"learning_rate": 1.0}, "guard": {"action": "stop", "window": 4}}
+    config = tiny_record(
+        tmp_path, schedule={"updates": 12, "stages": 3}, evaluation={"every": 4, "prompts": 16, "samples": 2}, **ruinous
+    )
+    found = run_job._train(make_config(config), {}, tmp_path)
+    assert "collapsed" in found["ended"] and is_collapsed(found)

@@ -152,6 +152,18 @@ def test_a_policy_that_a_run_got_worse_from_again_is_not_taken_twice(runs: Path)
     assert guard.roll_back(schedule, Degradation("the reward fell", 6), good) == 0  # no other is left
 
 
+def test_of_policies_that_were_all_tried_the_one_tried_least_is_taken(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = made(runs, guard={"action": "halve"}, schedule={"updates": 6, "stages": 1})
+    guard = CollapseGuard(config.guard, RunLog(config.directory), evaluated_every=0, uses_rewards=True)
+    monkeypatch.setattr(guard, "_possible_targets", lambda schedule: [0, 2])
+    monkeypatch.setattr(guard.rollbacks, "roll_back", lambda *_, **__: None)
+    guard.rollbacks.records = [{"to_version": version} for version in (0, 2, 2)]
+    schedule, good = schedule_of(config.schedule, config.directory), Assessment(good=frozenset({0, 2}))
+    assert guard.roll_back(schedule, Degradation("the reward fell", 6), good) == 0
+
+
 def test_an_update_that_is_not_finite_is_taken_back(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from stalewise.trainer.trainer import Trainer
 

@@ -108,7 +108,7 @@ def test_both_measures_agree_for_log_ratios_of_a_normal_distribution(deviation: 
     ess = (mass * np.exp(log_ratio)).sum() ** 2 / (mass * np.exp(2 * log_ratio)).sum()
     kl = (mass * (np.exp(log_ratio) - 1 - log_ratio)).sum()
     assert ess == pytest.approx(math.exp(-2 * kl), rel=1e-9)
-    assert useful_share(ess, kl) == pytest.approx(ess, rel=1e-9)
+    assert useful_share(1.0, kl) == pytest.approx(ess, rel=1e-9) == useful_share(ess, 0.0)
 
 
 def test_tokens_that_became_rare_count_though_the_weights_hide_them() -> None:
