@@ -40,19 +40,25 @@ TEMPLATE_MEMORY = 1 << 29  # bytes that rendering may take
 
 def pick_device(device: str) -> torch.device:
     """The device of a config, which becomes torch's current one, as streams and graphs need; `auto`: a GPU if any."""
+    picked = find_device(device)
+    if picked.type == "cuda" and picked.index is not None:
+        torch.cuda.set_device(picked)
+    return picked
+
+
+def find_device(device: str, setting: str = "model.device") -> torch.device:
+    """The same, without a change of torch's current device: for one that another process uses."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        picked = torch.device(device)
+        found = torch.device(device)
     except RuntimeError as error:
-        raise ModelError(f'model.device is {device!r}: expected "auto", "cpu", "cuda" or "cuda:N"') from error
-    if picked.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f'model.device is {device!r} but there is no GPU here: set "auto" or "cpu"')
-    if picked.type == "cuda" and picked.index is not None:
-        if picked.index >= (count := torch.cuda.device_count()):
-            raise ModelError(f"model.device is {device!r}: GPUs are counted from 0, and this machine has {count}")
-        torch.cuda.set_device(picked)
-    return picked
+        raise ModelError(f'{setting} is {device!r}: expected "auto", "cpu", "cuda" or "cuda:N"') from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f'{setting} is {device!r} but there is no GPU here: set "auto" or "cpu"')
+    if found.type == "cuda" and found.index is not None and found.index >= (count := torch.cuda.device_count()):
+        raise ModelError(f"{setting} is {device!r}: GPUs are counted from 0, and this machine has {count}")
+    return found
 
 
 def device_name(device: str) -> str:

@@ -174,28 +174,27 @@ class _Preflight:
 
     def _engine(self) -> tuple[Status, str]:
         from stalewise.orchestrator.setup import engine_of_run
+        from stalewise.rollout.factory import check_engine_devices
 
         sampler = self.config.sampler
         engine, why = engine_of_run(self.config.directory, sampler, self.config.model, self.source)
         self.config = self.config.model_copy(update={"sampler": sampler.model_copy(update={"engine": engine})})
+        check_engine_devices(self.config)  # that of the device saw "auto"
         return "ok", f"auto: {engine}, {why}"
 
     def _memory(self) -> tuple[Status, str]:
         from stalewise.models.loading import pick_device
         from stalewise.orchestrator.setup import check_vllm_room
-        from stalewise.planning.memory import estimate, free_bytes, ways_out
+        from stalewise.planning.memory import check_memory, estimate_run, free_bytes
 
-        needed = estimate(self.config, self.source)
+        needed = estimate_run(self.config, self.source)
         if needed is None:
             return "warning", f"unknown: the config of {self.source} does not say how large the model is"
         self.shape = needed.shape
         check_vllm_room(self.config, self.source)
-        free = free_bytes(pick_device(self.config.model.device))
-        figures = f"{needed}; {free / GIB:.2f} GiB are free"
-        if needed.total <= free:
-            return "ok", figures
-        advice = ways_out(self.config, self.source, needed, free)
-        return "bad" if needed.least > free else "warning", f"{figures}: {advice}"
+        if warning := check_memory(self.config, self.source):  # raises where `train` refuses
+            return "warning", warning
+        return "ok", f"{needed}; {free_bytes(pick_device(self.config.model.device)) / GIB:.2f} GiB are free"
 
     def _disk(self, shape: ModelShape) -> tuple[Status, str]:
         config, schedule = self.config, self.config.schedule.schedule()

@@ -22,7 +22,7 @@ from stalewise.config.sections import ModelSection, ObjectiveSection, SamplerSec
 from stalewise.errors import ModelError
 from stalewise.models.compilation import MOMENT_BYTES, leaves_half, most_logits
 from stalewise.models.kernels import can_compile
-from stalewise.models.loading import pick_device, pick_precision, pick_weights_dtype
+from stalewise.models.loading import find_device, pick_device, pick_precision, pick_weights_dtype
 from stalewise.objectives import get_objective
 from stalewise.rollout.engines.paged_cache import (
     FEWEST_ROWS,
@@ -210,11 +210,10 @@ def estimate(
     token_bytes = shape.layers * 2 * shape.keys * precision.itemsize
     fewest = min(rows, FEWEST_ROWS) if device.type == "cuda" else rows
     sampling = {"keys and values": fewest * length * token_bytes if embedded else 0}
-    generator = pick_device(config.schedule.generator_device or config.model.device)
-    at_once = embedded and config.schedule.kind == "pipelined" and generator == device
+    at_once = embedded and config.schedule.kind == "pipelined" and generator_elsewhere(config, device) is None
     if at_once:
         process = PROCESS_BYTES if device.type == "cuda" else 0
-        sampling |= {"the generator's weights": shape.parameters * precision.itemsize, "its process": process}
+        certain |= {"the generator's weights": shape.parameters * precision.itemsize, "its process": process}
     can_leave = config.learner.offload != "never" and device.type == "cuda" and shards == 1 and not at_once
     state = sum(certain.values()) - certain["sampler's weights"] if can_leave else 0
     needed = MemoryEstimate(
@@ -230,15 +229,22 @@ def estimate(
     if config.objective.kl:
         other = _reference_shape(config.objective, config.model, config.task.name) or shape
         tokens = min(config.learner.tokens_per_micro_batch, rows * length)
-        reference = _reference(other, tokens, needed.learning["logits"], autocast, weight)
-        beside = {name: size for name, size in sampling.items() if name != "keys and values"}
-        needed = replace(needed, reference=reference | beside)
+        needed = replace(needed, reference=_reference(other, tokens, needed.learning["logits"], autocast, weight))
     if not embedded or device.type != "cuda":
         return needed
     asked = {"requests": rows, "prompts": -(-rows // config.batch.group_size), "prompt_room": longest_prompt}
     slots = _slot_bytes(needed, token_bytes, new_tokens=config.sampler.max_new_tokens, **asked)
     kept = slots <= SLEEP_SHARE * device_memory(device) and not at_once
     return replace(needed, spare=max(0, slots - sampling["keys and values"]), stays=slots if kept else 0)
+
+
+def generator_elsewhere(config: RunConfig, device: torch.device) -> torch.device | None:
+    """The device of a pipelined run's generator; None if it is the learner's, `device`."""
+    if config.schedule.kind != "pipelined" or config.schedule.generator_device is None:
+        return None
+    # Found, not picked: it must not become this process's device.
+    found = find_device(config.schedule.generator_device, "schedule.generator_device")
+    return None if (found.type, found.index or 0) == (device.type, device.index or 0) else found
 
 
 def _slot_bytes(needed: MemoryEstimate, token_bytes: int, *, new_tokens: int, **asked: int) -> int:
@@ -338,7 +344,23 @@ def offloads(config: RunConfig, source: str) -> bool:
     if config.learner.offload != "auto" or device.type != "cuda":
         return config.learner.offload == "always" and device.type == "cuda"
     needed = estimate(config, source)
-    return needed is not None and not needed.at_once and needed.while_sampling > device_memory(device)
+    return needed is not None and _does_not_fit_beside(needed, device)
+
+
+def _does_not_fit_beside(needed: MemoryEstimate, device: torch.device) -> bool:
+    """Whether sampling does not fit beside the trainer's state, which can leave the device."""
+    return not needed.at_once and needed.while_sampling > device_memory(device)
+
+
+def estimate_run(config: RunConfig, source: str, *, shards: int = 1, world: int = 1) -> MemoryEstimate | None:
+    """`estimate` with what `learner.offload = "auto"` does on this device; with several ranks nothing is offloaded."""
+    needed, device = estimate(config, source, shards=shards), pick_device(config.model.device)
+    if needed is None or world > 1 or config.learner.offload != "auto" or device.type != "cuda":
+        return needed
+    if not _does_not_fit_beside(needed, device):
+        return needed
+    learner = config.learner.model_copy(update={"offload": "always"})
+    return estimate(config.model_copy(update={"learner": learner}), source)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -386,7 +408,7 @@ def _fitting(
         if any(_includes(changes, other) for other in found.values()):
             continue
         sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
-        changed = estimate(config.model_copy(update=sections), source)
+        changed = estimate_run(config.model_copy(update=sections), source)
         if changed is not None and fits(changed):
             found[text] = changes
     return list(found)
@@ -445,8 +467,10 @@ def check_memory(config: RunConfig, source: str, world: int = 1, local_world: in
     """Refuse a model that is too large for its device before it is loaded; returns a warning if it may be."""
     device = pick_device(config.model.device)
     shards = world if pick_parallel(config, source, world, local_world) == "sharded" else 1
-    needed, free = estimate(config, source, shards=shards), free_bytes(device)
+    needed, free = estimate_run(config, source, shards=shards, world=world), free_bytes(device)
     free //= 1 if device.type == "cuda" else local_world  # ranks on one machine share its memory
+    if needed is not None:
+        _check_generator(config, source, needed, generator_elsewhere(config, device))
     if needed is None or needed.total <= free:
         return ""
     figures = f"{needed} on {device}, where {free / GIB:.2f} GiB are free: {ways_out(config, source, needed, free)}"
@@ -464,6 +488,20 @@ def check_memory(config: RunConfig, source: str, world: int = 1, local_world: in
             + f"): {figures}"
         )
     return f"memory may run out: {figures}"
+
+
+def _check_generator(config: RunConfig, source: str, needed: MemoryEstimate, elsewhere: torch.device | None) -> None:
+    """Refuse a pipelined run whose generator has its own device, where weights and one response do not fit."""
+    weights, response = needed.certain["sampler's weights"], needed.one_response
+    # All of its memory: to ask for what is free there would take some.
+    if elsewhere is None or weights + response <= (memory := device_memory(elsewhere)):
+        return
+    raise ModelError(
+        f"{source} does not fit for generating on schedule.generator_device = {elsewhere}: its weights take "
+        f"{weights / GIB:.2f} GiB, one response of sampler.max_new_tokens = {config.sampler.max_new_tokens} "
+        f"{response / GIB:.2f} GiB of keys and values, and the device has {memory / GIB:.2f} GiB: choose another "
+        "device or a smaller model" + (", or lower max_new_tokens" if weights < memory else "")
+    )
 
 
 def check_sampling_memory(model: ModelSection, engine: str, source: str) -> None:

@@ -51,6 +51,11 @@ def test_auto_is_an_engine_that_a_run_keeps(runs: Path, monkeypatch: pytest.Monk
     new = make_config(tiny_record(runs, "new", sampler={"engine": "auto"}))
     checks = {check.name: check for check in examine(new)}
     assert checks["engine"].detail == "auto: vllm, installed since"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    pipelined = {"kind": "pipelined", "updates": 4, "updates_per_generation": 2}
+    two = make_config(tiny_record(runs, "two", sampler={"engine": "auto"}) | {"schedule": pipelined})
+    found = next(check for check in examine(two) if check.name == "engine")
+    assert found.status == "bad" and "a pipelined run has two engines" in found.detail
 
 
 def test_the_recipe_trains_without_a_calibration_and_says_so(runs: Path) -> None:

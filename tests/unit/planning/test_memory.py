@@ -16,12 +16,14 @@ from stalewise.config import RunConfig, make_config
 from stalewise.errors import ModelError
 from stalewise.models.attention import PACKED, packed_arguments
 from stalewise.models.loading import EMBEDDED, load_model, pick_device
+from stalewise.orchestrator.preflight import examine
 from stalewise.planning.memory import (
     GIB,
     MemoryEstimate,
     ModelShape,
     check_memory,
     estimate,
+    estimate_run,
     model_shape,
     offloads,
     ways_out,
@@ -257,9 +259,62 @@ def test_a_pipelined_run_on_one_device_needs_both_at_once(shape: ModelShape) -> 
     needed, turns = estimate(config(schedule=pipelined), "x"), estimate(config(), "x")
     assert needed is not None and turns is not None
     learning, sampling = sum(needed.learning.values()), sum(needed.sampling.values())
-    assert needed.sampling["the generator's weights"] == 4e6
-    assert needed.total == needed.least + learning + sampling
+    assert needed.certain["the generator's weights"] == 4e6
+    assert needed.least == turns.least + 4e6 and needed.total == needed.least + learning + sampling
     assert "generator's weights 0.00" in str(needed) and "generator" not in str(turns)
+
+
+@pytest.mark.parametrize(
+    ("learner", "generator", "at_once"),
+    [
+        ("auto", None, True),
+        ("auto", "cuda:0", True),
+        ("cuda:0", "cuda", True),
+        ("auto", "cuda:1", False),
+        ("cuda:0", "cuda:1", False),
+        ("cuda:1", "cpu", False),
+    ],
+)
+def test_the_generators_device_is_looked_at_and_not_taken(
+    learner: str, generator: str | None, at_once: bool, shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr("stalewise.planning.memory.device_memory", lambda device: 10**9)
+    schedule = {"kind": "pipelined", "updates": 8, "updates_per_generation": 2, "generator_device": generator}
+
+    def settings(**changes: Any) -> RunConfig:
+        return config(model={"precision": "bfloat16", "device": learner}, schedule={**schedule, **changes})
+
+    needed = estimate(settings(), "x")
+    assert needed is not None and needed.at_once is at_once
+    assert ("its process" in needed.certain) is at_once
+    assert {device.index for device in taken} == {torch.device("cuda" if learner == "auto" else learner).index} - {None}
+    with pytest.raises(ModelError, match=r"schedule.generator_device is 'cuda:2': GPUs are counted from 0, and this"):
+        estimate(settings(generator_device="cuda:2"), "x")
+
+
+def test_a_generator_on_a_device_that_is_too_small_is_refused(
+    shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights take 2 MB, and a token's keys and values 600 bytes: 6 MB for 10,000."""
+    memory = {0: 10**9, 1: 8_000_000}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("stalewise.planning.memory.device_memory", lambda device: memory[device.index or 0])
+    monkeypatch.setattr("stalewise.planning.memory.free_bytes", lambda device: memory[device.index or 0])
+    schedule = {"kind": "pipelined", "updates": 8, "updates_per_generation": 2, "generator_device": "cuda:1"}
+    sampler = {"max_new_tokens": 9872, "rollouts_per_shard": 64}
+    settings = config(model={"precision": "bfloat16"}, schedule=schedule, sampler=sampler)
+    assert check_memory(settings, "x") == ""
+    memory[1] -= 1
+    with pytest.raises(ModelError, match=r"not fit for generating on schedule.generator_device = cuda:1: .* or lower"):
+        check_memory(settings, "x")
+    memory[1] = 10**6
+    with pytest.raises(ModelError, match=r"the device has 0.00 GiB: choose another device or a smaller model$"):
+        check_memory(settings, "x")
 
 
 def test_what_waits_in_host_memory_is_not_there_while_sampling(
@@ -283,6 +338,11 @@ def test_what_waits_in_host_memory_is_not_there_while_sampling(
         memory[0] = total
         assert offloads(settings("auto"), "x") is expected
     assert (offloads(settings("always"), "x"), offloads(settings("never"), "x")) == (True, False)
+    # Nothing is said to run out that will wait in host memory.
+    monkeypatch.setattr("stalewise.planning.memory.free_bytes", lambda device: memory[0])
+    waits = [found.waits for ranks in (1, 2) if (found := estimate_run(settings("auto"), "x", world=ranks)) is not None]
+    assert waits == [16e6, 0]
+    assert check_memory(settings("auto"), "x") == "" and "memory may run out" in check_memory(settings("never"), "x")
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
@@ -380,7 +440,7 @@ def test_no_way_out_is_named_that_does_not_fit(megabytes: float, model: dict[str
 
 
 def test_a_run_that_fits_for_learning_or_for_generating_alone(
-    shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+    shape: ModelShape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """20 MB hold weights, gradients, moments and the sampler's weights; a token's keys and values take 1,200 bytes."""
     free = [0]
@@ -396,6 +456,8 @@ def test_a_run_that_fits_for_learning_or_for_generating_alone(
     free[0] = 20_000_000
     with pytest.raises(ModelError, match=r"\(no token would fit\)"):
         check_memory(long, "x")
+    reported = list(examine(make_config({**long.model_dump(mode="json"), "runs": str(tmp_path)})))
+    assert next(check.status for check in reported if check.name == "memory") == "bad"  # as `train` refuses it
     free[0] = 33_000_000  # one response fits, and eight at once may not: their shards need not be so large
     assert "memory may run out" in (said := check_memory(long, "x"))
     assert "lower sampler.rollouts_per_shard or sampler.max_new_tokens, or choose a smaller model" in said
