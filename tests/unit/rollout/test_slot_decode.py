@@ -379,3 +379,39 @@ def test_a_step_asks_for_nothing_that_a_cuda_graph_cannot_capture(monkeypatch: p
     assert "embedding" in seen.names
     # `isin` waits for the device where there are many stop tokens: it sorts.
     assert not seen.names & {"isin", "nonzero", "masked_select", "_local_scalar_dense", "item", "_unique2"}
+
+
+def test_a_capture_that_fails_is_said_and_steps_are_launched(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(paged_cache, "MOST_SLOTS", 16)
+    monkeypatch.setattr(paged_cache, "FEWEST_ROWS", 4)
+    plain, made, attempts = make(), SlotDecoder.__init__, list[int]()
+
+    def as_on_a_gpu(decoder: SlotDecoder, *args: Any, **options: Any) -> None:
+        made(decoder, *args, **options)
+        decoder.captures, decoder.stream = True, "a stream"  # type: ignore[assignment]
+
+    def try_step(decoder: SlotDecoder, slot_R: torch.Tensor) -> None:
+        decoder._step(slot_R)
+
+    def fail(graph: Any, stream: Any, pool: Any = None) -> Any:
+        attempts.append(1)
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(SlotDecoder, "__init__", as_on_a_gpu)
+    monkeypatch.setattr(SlotDecoder, "_try", try_step)
+    monkeypatch.setattr("stalewise.rollout.engines.slot_decode.recording", fail)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    slotted = make(slots=True)
+    assert slotted.slots_problem == ""
+    attempts.clear()
+    caplog.clear()
+    wanted = requests(plain, 40)
+    assert tokens_of(slotted.sample(wanted)) == tokens_of(plain.sample(wanted))
+    assert slotted._decoder is not None and len(slotted._decoder.graphs) > 1 and len(attempts) == 1
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "CUDA graphs are off for sampling, since a step could not be captured: operation not permitted when stream is "
+        "capturing"
+    ]

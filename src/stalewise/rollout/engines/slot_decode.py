@@ -13,6 +13,7 @@ tokens that are prefilled, V vocabulary, N new tokens, B blocks of a slot (those
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ from stalewise.rollout.sampler import Request
 from stalewise.rollout.token_sampling import device_uniforms, draw, tempered
 from stalewise.types import SamplerSettings
 
+log = logging.getLogger(__name__)
 STEPS_PER_CHECK = 2
 REFILL_SHARE = 0.03125  # of the responses alive; filling a few slots costs as much as filling many
 PREFILL_TOKENS, FEWEST_PREFILL_TOKENS = 65_536, 2048
@@ -195,6 +197,7 @@ class SlotDecoder:
         self.ids_SN = zeros(size.slots, new_tokens, dtype=torch.int32)
         self.logp_SN = zeros(size.slots, new_tokens, dtype=torch.float32)
         self.stream: torch.cuda.Stream | None = None  # for capturing
+        self.captures = self.device.type == "cuda"  # False after a capture that failed
         self.graphs: dict[int, tuple[Tensor, Any]] = {}  # by number of rows: the slots of a step, and its graph
 
     def _step(self, slot_R: Tensor) -> None:
@@ -250,11 +253,20 @@ class SlotDecoder:
                 graph.replay()
 
     def _capture(self, slot_R: Tensor) -> Any:
-        """The step as a CUDA graph; None without a GPU. Trial runs change nothing but what the next step overwrites."""
-        if self.device.type != "cuda":
+        """The step as a CUDA graph; None without a GPU, and after a capture that failed: steps are launched then."""
+        if not self.captures:
             return None
         state = [x.clone() for x in self._state()]
-        self.alive_S.zero_()
+        self.alive_S.zero_()  # so that trial runs change nothing but what the next step overwrites
+        try:
+            self._try(slot_R)
+            return self._record(slot_R)
+        finally:
+            for x, before in zip(self._state(), state, strict=True):
+                x.copy_(before)
+
+    def _try(self, slot_R: Tensor) -> None:
+        """Run the step twice, which sets up what must not be part of a graph."""
         # Always the same stream: libraries keep a workspace for each.
         self.stream = self.stream or torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -262,13 +274,23 @@ class SlotDecoder:
             for _ in range(2):
                 self._step(slot_R)
         torch.cuda.current_stream().wait_stream(self.stream)
-        graph = torch.cuda.CUDAGraph()
-        pool = next((g.pool() for _, g in self.graphs.values()), None)
-        with recording(graph, self.stream, pool):
-            self._step(slot_R)
-        for x, before in zip(self._state(), state, strict=True):
-            x.copy_(before)
-        return graph
+
+    def _record(self, slot_R: Tensor) -> Any:
+        """The graph of a step that runs; None if it cannot be recorded."""
+        try:
+            graph = torch.cuda.CUDAGraph()
+            pool = next((g.pool() for _, g in self.graphs.values() if g is not None), None)
+            assert self.stream is not None
+            with recording(graph, self.stream, pool):
+                self._step(slot_R)
+            return graph
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # an operator that a graph cannot hold: launching it is always possible
+            self.captures = False
+            reason = str(error).splitlines()[0]
+            log.warning("CUDA graphs are off for sampling, since a step could not be captured: %s", reason)
+            return None
 
     def _state(self) -> tuple[Tensor, ...]:
         return self.token_S, self.count_S, self.alive_S
