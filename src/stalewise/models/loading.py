@@ -305,7 +305,8 @@ def _answer_limited(function: Callable[[], Any], writes: int, seconds: float, me
 
 def context_length(model_config: Any) -> int | None:
     """Maximal number of positions, or None if the config does not have it."""
-    return getattr(model_config, "max_position_embeddings", None)
+    text = getattr(model_config, "get_text_config", lambda: model_config)()  # of a model with images, that of its text
+    return getattr(text, "max_position_embeddings", None)
 
 
 def model_body(model: Any) -> Any:

@@ -113,7 +113,7 @@ def trial_requests(config: RunConfig, checkpoint: Path, task: Task) -> list[Requ
     prompts = [*(task.prompts(0, count) if count else ()), *task.evaluation_prompts(config.evaluation.prompts)]
     encoded = encode_prompts(prompts, load_tokenizer(str(checkpoint)))
     longest = max(map(len, encoded)) + config.sampler.max_new_tokens
-    limit = context_length(load_model_config(str(checkpoint)).get_text_config())
+    limit = context_length(load_model_config(str(checkpoint)))
     longest = max(min(longest, limit or longest) - NEW_TOKENS, 1)
     tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
     lengths = (min(SHORT, longest), longest, -(-longest // 2), min(SHORT, longest))

@@ -41,7 +41,7 @@ from stalewise.rollout.factory import (
     batch_plan,
     batch_problem,
     check_engine_devices,
-    check_second_policy,
+    check_policy,
     make_sampler,
     unscored_problem,
 )
@@ -141,7 +141,7 @@ class Orchestrator:
         self.suites.close()
 
     def check_memory(self) -> None:
-        """Raise before anything is loaded where the model is too large, or a foreign policy does not fit it."""
+        """Raise before anything is loaded where the model is too large, or cannot do what the config asks for."""
         if versions(self.directory)[-1:] == [self.schedule.updates]:
             return
         check_engine_devices(self.config)
@@ -149,7 +149,7 @@ class Orchestrator:
         check_vllm_room(self.config, policy)
         check_reference(self.config.objective, self.config.model, self.config.task.name, policy)
         if self.source.is_own:
-            check_second_policy(self.config.sampler.foreign, Path(policy), self.task)
+            check_policy(self.config, Path(policy), self.task)
         self.offloads = self.ranks.world == 1 and offloads(self.config, policy)
         if warning := check_memory(self.config, policy, self.ranks.world, self.ranks.local_world):
             self.callback.log(warning)

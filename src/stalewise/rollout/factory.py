@@ -14,15 +14,21 @@ from stalewise.config import RunConfig
 from stalewise.config.sections import LEAST_VLLM_TEMPERATURE, ForeignSection, ModelSection, SamplerSection
 from stalewise.errors import ConfigError
 from stalewise.models.compilation import compiling_pays
-from stalewise.models.loading import pick_device, pick_precision
+from stalewise.models.loading import (
+    context_length,
+    load_model_config,
+    load_tokenizer,
+    pick_device,
+    pick_precision,
+)
 from stalewise.rollout.engines.embedded import HFSampler
-from stalewise.rollout.generate import PROMPTS_TO_COMPARE, BatchPlan
+from stalewise.rollout.generate import PROMPTS_TO_COMPARE, BatchPlan, shown_prompts
 from stalewise.rollout.mixed_policy import MixedPolicySampler, check_tokenizers
-from stalewise.rollout.sampler import Sampler
+from stalewise.rollout.sampler import Sampler, check_lengths
 from stalewise.staleness.schedule import Schedule
 from stalewise.store import Batch
 from stalewise.tasks import ErrorCounts, Task
-from stalewise.types import SamplerSettings
+from stalewise.types import Prompt, SamplerSettings
 
 
 def batch_plan(config: RunConfig, schedule: Schedule, generation_batch: int, attempt: int = 0) -> BatchPlan:
@@ -133,11 +139,24 @@ def check_engine_devices(config: RunConfig) -> None:
         )
 
 
+def check_policy(config: RunConfig, own: Path, task: Task) -> None:
+    """Refuse what the policy at `own` cannot do, before it is loaded: responses beyond its context, other tokens."""
+    new_tokens = config.sampler.max_new_tokens
+    limit = None if config.sampler.is_foreign else context_length(load_model_config(str(own)))
+    if limit is not None and new_tokens >= limit:
+        _, encoded = shown_prompts(task, _first_prompts(task), load_tokenizer(str(own)))
+        check_lengths(encoded, limit=limit, max_new_tokens=new_tokens)
+    check_second_policy(config.sampler.foreign, own, task)
+
+
 def check_second_policy(section: ForeignSection, own: Path, task: Task) -> None:
     """Refuse a second policy (`sampler.foreign`) whose tokens differ from those of the policy at `own`."""
     if section.share:
-        prompts = task.prompts(0, min(PROMPTS_TO_COMPARE, task.size or PROMPTS_TO_COMPARE))
-        check_tokenizers(section.path, own, prompts)
+        check_tokenizers(section.path, own, _first_prompts(task))
+
+
+def _first_prompts(task: Task) -> list[Prompt]:
+    return task.prompts(0, min(PROMPTS_TO_COMPARE, task.size or PROMPTS_TO_COMPARE))
 
 
 def unscored_problem(batch: Batch, limit: float) -> str:

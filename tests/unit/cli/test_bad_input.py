@@ -281,6 +281,7 @@ def test_more_new_tokens_than_the_context_has(tmp_path: Path) -> None:
         "the longest prompt has 6 tokens; with sampler.max_new_tokens = 4000 that is over the model's context of 128: "
         "shorten prompts or lower max_new_tokens to at most 122"
     )
+    assert not list(tmp_path.rglob("checkpoints"))  # before anything was loaded or written
     doctor = call("doctor", config)
     assert doctor.exit_code == 1 and "to at most 122" in doctor.stdout
 

@@ -10,10 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Gemma3Config, Gemma3TextConfig, MambaConfig
 
 from stalewise.errors import ModelError, TaskError
 from stalewise.models import import_packages
-from stalewise.models.loading import EMBEDDED, describe_prompt, encode_prompts, load_tokenizer, resolve_model
+from stalewise.models.loading import (
+    EMBEDDED,
+    context_length,
+    describe_prompt,
+    encode_prompts,
+    load_tokenizer,
+    resolve_model,
+)
 from stalewise.tasks import make_task
 from stalewise.types import Prompt
 
@@ -171,3 +179,9 @@ def test_importing_packages_freezes_them_and_leaves_the_collector_as_it_was(is_e
     finally:
         gc.unfreeze()
         (gc.enable if before else gc.disable)()
+
+
+def test_the_context_of_a_model_with_images_is_that_of_its_text() -> None:
+    text = {"max_position_embeddings": 96}
+    assert context_length(Gemma3TextConfig(**text)) == context_length(Gemma3Config(text_config=text)) == 96
+    assert context_length(MambaConfig()) is None
