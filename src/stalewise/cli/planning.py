@@ -99,7 +99,7 @@ def plan(
     checked = read_config_file(config, settings)
     from stalewise.cli.tables import print_plan
     from stalewise.models.loading import resolve_model
-    from stalewise.planning.memory import estimate_run
+    from stalewise.planning.memory import estimate
     from stalewise.planning.planner import make_planner
 
     planner = make_planner(checked)
@@ -109,7 +109,7 @@ def plan(
         totals = {"seconds": cost and cost.seconds, "disk_bytes": cost and cost.disk_bytes}
         print_json({**asdict(result), "is_safe": result.is_safe, **totals})
     else:
-        memory = estimate_run(checked, resolve_model(checked.model.path, checked.task.name))
+        memory = estimate(checked, resolve_model(checked.model.path, checked.task.name), alone=True)
         probe = planner.calibration.probe
         print_plan(result, str(memory or ""), probe.peak_memory_bytes if probe is not None else None)
     if result.problem:

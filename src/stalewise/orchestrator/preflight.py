@@ -185,9 +185,9 @@ class _Preflight:
     def _memory(self) -> tuple[Status, str]:
         from stalewise.models.loading import pick_device
         from stalewise.orchestrator.setup import check_vllm_room
-        from stalewise.planning.memory import check_memory, estimate_run, free_bytes
+        from stalewise.planning.memory import check_memory, estimate, free_bytes
 
-        needed = estimate_run(self.config, self.source)
+        needed = estimate(self.config, self.source, alone=True)
         if needed is None:
             return "warning", f"unknown: the config of {self.source} does not say how large the model is"
         self.shape = needed.shape

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from stalewise.config import LoraSection, RunConfig
-from stalewise.config.sections import ModelSection, ObjectiveSection, SamplerSection
+from stalewise.config.sections import ModelSection, ObjectiveSection, SamplerSection, ScheduleSection
 from stalewise.errors import ModelError
 from stalewise.models.compilation import MOMENT_BYTES, leaves_half, most_logits
 from stalewise.models.kernels import can_compile
@@ -182,11 +182,12 @@ def _adapted_parameters(layers: Any, model: ModelSection) -> int:
 
 
 def estimate(
-    config: RunConfig, source: str, *, longest_prompt: int = UNKNOWN_PROMPT, shards: int = 1
+    config: RunConfig, source: str, *, longest_prompt: int = UNKNOWN_PROMPT, shards: int = 1, alone: bool = False
 ) -> MemoryEstimate | None:
     """Memory of a run with the model at `source`; None if the model's config does not determine its shape.
 
-    With `shards`, that many devices each hold a part of the trainer's weights, gradients and moments.
+    With `shards`, that many devices each hold a part of the trainer's weights, gradients and moments. `alone`: there is
+    one rank, whose state waits in host memory where `learner.offload = "auto"` says so.
     """
     shape = model_shape(source, config.model)
     if shape is None:
@@ -210,7 +211,7 @@ def estimate(
     token_bytes = shape.layers * 2 * shape.keys * precision.itemsize
     fewest = min(rows, FEWEST_ROWS) if device.type == "cuda" else rows
     sampling = {"keys and values": fewest * length * token_bytes if embedded else 0}
-    at_once = embedded and config.schedule.kind == "pipelined" and generator_elsewhere(config, device) is None
+    at_once = embedded and config.schedule.kind == "pipelined" and generator_elsewhere(config.schedule, device) is None
     if at_once:
         process = PROCESS_BYTES if device.type == "cuda" else 0
         certain |= {"the generator's weights": shape.parameters * precision.itemsize, "its process": process}
@@ -232,18 +233,20 @@ def estimate(
         needed = replace(needed, reference=_reference(other, tokens, needed.learning["logits"], autocast, weight))
     if not embedded or device.type != "cuda":
         return needed
+    if alone and config.learner.offload == "auto" and needed.while_sampling > device_memory(device):
+        needed = replace(needed, waits=state)
     asked = {"requests": rows, "prompts": -(-rows // config.batch.group_size), "prompt_room": longest_prompt}
     slots = _slot_bytes(needed, token_bytes, new_tokens=config.sampler.max_new_tokens, **asked)
     kept = slots <= SLEEP_SHARE * device_memory(device) and not at_once
     return replace(needed, spare=max(0, slots - sampling["keys and values"]), stays=slots if kept else 0)
 
 
-def generator_elsewhere(config: RunConfig, device: torch.device) -> torch.device | None:
+def generator_elsewhere(schedule: ScheduleSection, device: torch.device) -> torch.device | None:
     """The device of a pipelined run's generator; None if it is the learner's, `device`."""
-    if config.schedule.kind != "pipelined" or config.schedule.generator_device is None:
+    if schedule.kind != "pipelined" or schedule.generator_device is None:
         return None
     # Found, not picked: it must not become this process's device.
-    found = find_device(config.schedule.generator_device, "schedule.generator_device")
+    found = find_device(schedule.generator_device, "schedule.generator_device")
     return None if (found.type, found.index or 0) == (device.type, device.index or 0) else found
 
 
@@ -344,23 +347,7 @@ def offloads(config: RunConfig, source: str) -> bool:
     if config.learner.offload != "auto" or device.type != "cuda":
         return config.learner.offload == "always" and device.type == "cuda"
     needed = estimate(config, source)
-    return needed is not None and _does_not_fit_beside(needed, device)
-
-
-def _does_not_fit_beside(needed: MemoryEstimate, device: torch.device) -> bool:
-    """Whether sampling does not fit beside the trainer's state, which can leave the device."""
-    return not needed.at_once and needed.while_sampling > device_memory(device)
-
-
-def estimate_run(config: RunConfig, source: str, *, shards: int = 1, world: int = 1) -> MemoryEstimate | None:
-    """`estimate` with what `learner.offload = "auto"` does on this device; with several ranks nothing is offloaded."""
-    needed, device = estimate(config, source, shards=shards), pick_device(config.model.device)
-    if needed is None or world > 1 or config.learner.offload != "auto" or device.type != "cuda":
-        return needed
-    if not _does_not_fit_beside(needed, device):
-        return needed
-    learner = config.learner.model_copy(update={"offload": "always"})
-    return estimate(config.model_copy(update={"learner": learner}), source)
+    return needed is not None and not needed.at_once and needed.while_sampling > device_memory(device)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -408,7 +395,7 @@ def _fitting(
         if any(_includes(changes, other) for other in found.values()):
             continue
         sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
-        changed = estimate_run(config.model_copy(update=sections), source)
+        changed = estimate(config.model_copy(update=sections), source, alone=True)
         if changed is not None and fits(changed):
             found[text] = changes
     return list(found)
@@ -467,10 +454,10 @@ def check_memory(config: RunConfig, source: str, world: int = 1, local_world: in
     """Refuse a model that is too large for its device before it is loaded; returns a warning if it may be."""
     device = pick_device(config.model.device)
     shards = world if pick_parallel(config, source, world, local_world) == "sharded" else 1
-    needed, free = estimate_run(config, source, shards=shards, world=world), free_bytes(device)
+    needed, free = estimate(config, source, shards=shards, alone=world == 1), free_bytes(device)
     free //= 1 if device.type == "cuda" else local_world  # ranks on one machine share its memory
     if needed is not None:
-        _check_generator(config, source, needed, generator_elsewhere(config, device))
+        _check_generator(config.sampler.max_new_tokens, source, needed, generator_elsewhere(config.schedule, device))
     if needed is None or needed.total <= free:
         return ""
     figures = f"{needed} on {device}, where {free / GIB:.2f} GiB are free: {ways_out(config, source, needed, free)}"
@@ -490,7 +477,7 @@ def check_memory(config: RunConfig, source: str, world: int = 1, local_world: in
     return f"memory may run out: {figures}"
 
 
-def _check_generator(config: RunConfig, source: str, needed: MemoryEstimate, elsewhere: torch.device | None) -> None:
+def _check_generator(new_tokens: int, source: str, needed: MemoryEstimate, elsewhere: torch.device | None) -> None:
     """Refuse a pipelined run whose generator has its own device, where weights and one response do not fit."""
     weights, response = needed.certain["sampler's weights"], needed.one_response
     # All of its memory: to ask for what is free there would take some.
@@ -498,7 +485,7 @@ def _check_generator(config: RunConfig, source: str, needed: MemoryEstimate, els
         return
     raise ModelError(
         f"{source} does not fit for generating on schedule.generator_device = {elsewhere}: its weights take "
-        f"{weights / GIB:.2f} GiB, one response of sampler.max_new_tokens = {config.sampler.max_new_tokens} "
+        f"{weights / GIB:.2f} GiB, one response of sampler.max_new_tokens = {new_tokens} "
         f"{response / GIB:.2f} GiB of keys and values, and the device has {memory / GIB:.2f} GiB: choose another "
         "device or a smaller model" + (", or lower max_new_tokens" if weights < memory else "")
     )

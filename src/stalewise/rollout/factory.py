@@ -139,14 +139,14 @@ def check_engine_devices(config: RunConfig) -> None:
         )
 
 
-def check_policy(config: RunConfig, own: Path, task: Task) -> None:
+def check_policy(section: SamplerSection, own: Path, task: Task) -> None:
     """Refuse what the policy at `own` cannot do, before it is loaded: responses beyond its context, other tokens."""
-    new_tokens = config.sampler.max_new_tokens
-    limit = None if config.sampler.is_foreign else context_length(load_model_config(str(own)))
+    new_tokens = section.max_new_tokens
+    limit = None if section.is_foreign else context_length(load_model_config(str(own)))
     if limit is not None and new_tokens >= limit:
         _, encoded = shown_prompts(task, _first_prompts(task), load_tokenizer(str(own)))
         check_lengths(encoded, limit=limit, max_new_tokens=new_tokens)
-    check_second_policy(config.sampler.foreign, own, task)
+    check_second_policy(section.foreign, own, task)
 
 
 def check_second_policy(section: ForeignSection, own: Path, task: Task) -> None:

@@ -23,7 +23,6 @@ from stalewise.planning.memory import (
     ModelShape,
     check_memory,
     estimate,
-    estimate_run,
     model_shape,
     offloads,
     ways_out,
@@ -340,7 +339,9 @@ def test_what_waits_in_host_memory_is_not_there_while_sampling(
     assert (offloads(settings("always"), "x"), offloads(settings("never"), "x")) == (True, False)
     # Nothing is said to run out that will wait in host memory.
     monkeypatch.setattr("stalewise.planning.memory.free_bytes", lambda device: memory[0])
-    waits = [found.waits for ranks in (1, 2) if (found := estimate_run(settings("auto"), "x", world=ranks)) is not None]
+    waits = [
+        found.waits for alone in (True, False) if (found := estimate(settings("auto"), "x", alone=alone)) is not None
+    ]
     assert waits == [16e6, 0]
     assert check_memory(settings("auto"), "x") == "" and "memory may run out" in check_memory(settings("never"), "x")
 
