@@ -83,7 +83,7 @@ def work_on(part: str, work: Path) -> dict[str, Any]:
     config = config_of(part, work)
     if not Path(config.model.path).is_dir():
         write_model(part.partition("/")[0], Path(config.model.path))
-    foreseen = estimate(config, config.model.path, longest_prompt=PROMPT_TOKENS)
+    foreseen = estimate(config, config.model.path, longest_prompt=PROMPT_TOKENS, alone=True)
     run(config)
     return {"estimate_bytes": foreseen and foreseen.peak, "certain_bytes": foreseen and foreseen.least}
 

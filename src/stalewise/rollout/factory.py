@@ -118,7 +118,7 @@ def check_engine_devices(config: RunConfig) -> None:
     count = torch.cuda.device_count()
     if config.sampler.engine != "vllm" or config.schedule.kind != "pipelined" or not count:
         return
-    from stalewise.rollout.engines.vllm import gpu_numbers
+    from stalewise.rollout.engines.vllm import device_groups, gpu_numbers
 
     section = config.sampler.vllm
     places = {"model.device": config.model.device, "schedule.generator_device": config.schedule.generator_device}
@@ -130,6 +130,7 @@ def check_engine_devices(config: RunConfig) -> None:
                 f"each needs its own GPUs: set model.device and schedule.generator_device to two of cuda:0 … "
                 f"cuda:{count - 1}, or use the engine hf"
             )
+        device_groups(section.copies, section.tensor_parallel, torch.device(name))  # raises where GPUs are missing
         taken[setting] = set(gpu_numbers(section.copies, section.tensor_parallel, torch.device(name), count))
     if both := set.intersection(*taken.values()):
         raise ConfigError(

@@ -81,6 +81,7 @@ def test_auto_is_the_embedded_engine_where_it_has_slots(
         ("auto", "cuda:1", 1, "model.device is auto: with sampler.engine = vllm a pipelined run has two engines"),
         ("cuda:0", None, 1, "schedule.generator_device is not set"),
         ("cuda:1", "cuda:1", 1, "would put two vLLM engines on GPU 1"),
+        ("cuda:0", "cuda:3", 2, "needs 1 copies on 2 GPUs each from cuda:3 on, and there are 4"),
         ("cuda:1", "cuda:0", 2, "would put two vLLM engines on GPU 1"),
     ],
 )
