@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from packaging.requirements import Requirement
 
@@ -26,9 +26,6 @@ from stalewise.tasks.sandbox import scratch_folder
 from stalewise.tasks.verifiers.python import FunctionVerifier, PythonVerifier
 from stalewise.types import Prompt
 
-if TYPE_CHECKING:
-    from stalewise.planning.memory import ModelShape
-
 # What needs torch and transformers, which take seconds to import, is imported where it is used: the checks that come
 # before it are printed at once.
 
@@ -36,7 +33,6 @@ Status = Literal["ok", "warning", "bad"]
 PROMPTS = 256  # training prompts that are checked
 SHOWN = 1200  # characters of a prompt
 GIB = 2**30
-WEIGHT_BYTES, MOMENT_BYTES = 4, 8  # per weight, and per trained weight
 TOKEN_BYTES = 6  # of a stored token: an id and a log-probability, compressed
 
 
@@ -81,7 +77,7 @@ class _Preflight:
     def __init__(self, config: RunConfig, opened: contextlib.ExitStack) -> None:
         self.config, self.opened = config, opened
         self.source = ""  # directory of the model
-        self.shape: ModelShape | None = None
+        self.checkpoint: int | None = None  # its bytes
         self.task: Task | None = None
         self.sampler: Sampler | None = None
 
@@ -100,9 +96,9 @@ class _Preflight:
             yield self._run("engine", self._engine)
         if self.source:
             yield (memory := self._run("memory", self._memory))
-            if (shape := self.shape) is not None:
-                yield self._run("disk", lambda: self._disk(shape))
-                yield self._run("host memory", lambda: _host_memory(checkpoint_bytes(shape)))
+            if (checkpoint := self.checkpoint) is not None:
+                yield self._run("disk", lambda: self._disk(checkpoint))
+                yield self._run("host memory", lambda: _host_memory(checkpoint))
             if self.config.model.trains_adapters:
                 yield self._run("adapters", self._adapters)
             yield self._run("tokenizer", self._tokenizer)
@@ -190,17 +186,17 @@ class _Preflight:
         needed = estimate(self.config, self.source, alone=True)
         if needed is None:
             return "warning", f"unknown: the config of {self.source} does not say how large the model is"
-        self.shape = needed.shape
+        self.checkpoint = needed.checkpoint
         check_vllm_room(self.config, self.source)
         if warning := check_memory(self.config, self.source):  # raises where `train` refuses
             return "warning", warning
         return "ok", f"{needed}; {free_bytes(pick_device(self.config.model.device)) / GIB:.2f} GiB are free"
 
-    def _disk(self, shape: ModelShape) -> tuple[Status, str]:
+    def _disk(self, checkpoint: int) -> tuple[Status, str]:
         config, schedule = self.config, self.config.schedule.schedule()
         rollouts = schedule.updates * config.batch.prompts * config.batch.group_size
         checkpoints = config.checkpoints.keep + schedule.lag + 2  # for coming batches, and one being written
-        needed = checkpoints * checkpoint_bytes(shape) + rollouts * config.sampler.max_new_tokens * TOKEN_BYTES
+        needed = checkpoints * checkpoint + rollouts * config.sampler.max_new_tokens * TOKEN_BYTES
         directory = config.directory.absolute()
         existing = next(parent for parent in (directory, *directory.parents) if parent.exists())
         free = shutil.disk_usage(existing).free
@@ -307,11 +303,6 @@ class _Preflight:
             config = make_config(self.config.model_dump(mode="json") | {"runs": directory})
             write_first_checkpoint(config, self.source, task, lambda text: None)
             yield checkpoint_directory(config.directory, 0)
-
-
-def checkpoint_bytes(shape: ModelShape) -> int:
-    """Bytes of weights and moments in a checkpoint."""
-    return shape.parameters * WEIGHT_BYTES + shape.trained * MOMENT_BYTES
 
 
 def _host_memory(checkpoint: int) -> tuple[Status, str]:

@@ -85,6 +85,11 @@ class MemoryEstimate:
         return sum(self.certain.values())
 
     @property
+    def checkpoint(self) -> int:
+        """Bytes of a checkpoint, and of its copy in host memory: what the trainer holds but for gradients."""
+        return sum(self.certain[part] for part in ("weights", "moments", "proximal policy"))
+
+    @property
     def total(self) -> int:
         """Bytes with which the run certainly works."""
         return self._bytes(0, 0)
@@ -196,11 +201,12 @@ def estimate(
     precision = pick_precision(config.model.precision, device)
     weight = pick_weights_dtype(config.model.precision).itemsize
     adapters, embedded = config.model.trains_adapters, not config.sampler.is_foreign  # others have their own processes
-    trained = shape.trained * (4 if adapters else weight) // shards
+    trained, moments = shape.trained * (4 if adapters else weight) // shards, config.optimizer.moments
     certain = {
         "weights": shape.parameters * weight // shards + (trained if adapters else 0),
         "gradients": trained,
-        "moments": trained * MOMENT_BYTES[config.optimizer.moments] // 4,
+        # Those that are called float32 have the precision of the weights.
+        "moments": 2 * trained if moments == "float32" else shape.trained * MOMENT_BYTES[moments] // shards,
         "proximal policy": trained if get_objective(config.objective.name).needs_proximal else 0,
         "sampler's weights": shape.parameters * precision.itemsize if embedded else 0,
     }

@@ -72,7 +72,10 @@ def test_a_gold_response_is_the_answer_or_the_solution() -> None:
 
 
 def test_a_checkpoint_that_host_memory_does_not_hold_is_a_warning(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stalewise.orchestrator.preflight.fits_beside", lambda nbytes: False)
-    checks = {check.name: check for check in examine(make_config(tiny_record(runs)))}
+    asked: list[int] = []
+    monkeypatch.setattr("stalewise.orchestrator.preflight.fits_beside", asked.append)
+    config = make_config(tiny_record(runs, optimizer={"moments": "int8"}))
+    checks = {check.name: check for check in examine(config)}
+    assert asked == [6 * 395_904]  # 4 bytes of a weight, 2 of its moments
     assert checks["host memory"].status == "warning"
     assert "each checkpoint is written while the run waits for it" in checks["host memory"].detail

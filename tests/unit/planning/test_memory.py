@@ -28,6 +28,7 @@ from stalewise.planning.memory import (
     ways_out,
 )
 from stalewise.store.checkpoints import versions
+from stalewise.trainer.trainer import Trainer
 from tiny import call, refused, tiny_record, write_config
 
 POLICY = str(EMBEDDED / "arithmetic")
@@ -344,6 +345,19 @@ def test_what_waits_in_host_memory_is_not_there_while_sampling(
     ]
     assert waits == [16e6, 0]
     assert check_memory(settings("auto"), "x") == "" and "memory may run out" in check_memory(settings("never"), "x")
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16-only"])
+def test_a_checkpoint_has_the_bytes_that_are_foreseen(precision: str, moments: str) -> None:
+    settings = config(model={"precision": precision}, optimizer={"moments": moments})
+    trainer, needed = Trainer(settings, Path(POLICY)), estimate(settings, POLICY)
+    for weight in trainer.names:
+        weight.grad = torch.zeros_like(weight)
+    trainer.optimizer.make_moments()
+    assert needed is not None and trainer.checkpoint_bytes() == pytest.approx(
+        needed.checkpoint, rel=0.05
+    )  # 8 bits have scales
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
