@@ -42,14 +42,20 @@ from stalewise.rollout.token_sampling import device_uniforms, draw, tempered
 from stalewise.types import SamplerSettings
 
 log = logging.getLogger(__name__)
-STEPS_PER_CHECK = 2
+STEPS_PER_CHECK, LONG_STEPS_PER_CHECK = 2, 8  # the latter for long responses: a check costs more than a late refill
 REFILL_SHARE = 0.03125  # of the responses alive; filling a few slots costs as much as filling many
 PREFILL_TOKENS, FEWEST_PREFILL_TOKENS = 65_536, 2048
 PREFILL_SHARE = 0.05  # of a GPU's free memory that a prefill's activations may take
 FINE_ROWS = 1024  # new tokens from which on it pays to capture a step for every power of two of rows
+FEWEST_FINE_ROWS = 8  # of a step; by fewer rows a step gets hardly shorter
 SLACK = (
     8  # one more free block for each of so many slots when responses are put back: the next are not put back at once
 )
+
+
+def steps_per_check(new_tokens: int) -> int:
+    """Steps between two looks at the slots, for responses of at most so many tokens."""
+    return LONG_STEPS_PER_CHECK if new_tokens >= FINE_ROWS else STEPS_PER_CHECK
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +188,7 @@ class SlotDecoder:
         )
         self.requests, self.prompts = requests, prompts  # that it was made for
         self.slots, self.new_tokens, self.prompt_room = size.slots, new_tokens, prompt_room
+        self.steps_per_check = steps_per_check(new_tokens)
         self.prefill_tokens = _prefill_tokens(model, free)
         self.cache = PagedCache((size.blocks + 1) * size.block_size, example)
         self.board = SlotBoard(size)
@@ -309,8 +316,8 @@ class SlotDecoder:
         while len(board.living) or last.put_back is not None:
             put_back = self.make_room(queue)
             living = board.living
-            self.run(*self.rows_for(living), STEPS_PER_CHECK)
-            board.tokens_S[living] = np.minimum(board.tokens_S[living] + STEPS_PER_CHECK, self.new_tokens)
+            self.run(*self.rows_for(living), self.steps_per_check)
+            board.tokens_S[living] = np.minimum(board.tokens_S[living] + self.steps_per_check, self.new_tokens)
             status = self.status(put_back)
             alive_S, count_S = last.wait()
             known_S = (board.request_S >= 0) & ~last.filled_S & ~board.ended_S
@@ -354,10 +361,12 @@ class SlotDecoder:
         """Number of rows of a step, and their slots: all, or fewer if few are alive.
 
         Rows that have ended cost little, and each number of rows is captured once: by factors of 4, or of 2 if
-        responses are long.
+        responses are long. Those also go on to fewer rows, since their last few take long.
         """
-        rows, factor = self.slots, 2 if self.new_tokens >= FINE_ROWS else 4
-        while rows // factor >= max(len(living), paged_cache.FEWEST_ROWS):
+        rows, factor, fewest = self.slots, 4, paged_cache.FEWEST_ROWS
+        if self.new_tokens >= FINE_ROWS:
+            factor, fewest = 2, min(fewest, FEWEST_FINE_ROWS)
+        while rows // factor >= max(len(living), fewest):
             rows //= factor
         if rows == self.slots:
             return rows, np.arange(self.slots)
@@ -374,7 +383,7 @@ class SlotDecoder:
     def make_room(self, queue: RequestQueue) -> PutBack | None:
         """Give each response that is alive the blocks of its next steps; returns those that were put back for it."""
         board, blocks, living = self.board, self.board.blocks, self.board.living
-        wanted = np.minimum(board.tokens_S[living] + STEPS_PER_CHECK, self.new_tokens)
+        wanted = np.minimum(board.tokens_S[living] + self.steps_per_check, self.new_tokens)
         lacking, put_back = blocks.lacking(living, wanted), None
         if lacking.sum() > blocks.free:
             queue.evict(blocks, int(lacking.sum()))
@@ -420,7 +429,7 @@ class SlotDecoder:
         expected_P = queue.expected_lengths(running, tokens)
         requests = queue.next(len(empty), expected_P)
         state = {"running": running, "tokens": tokens, "expected_P": expected_P}
-        count = admitted(queue, board.blocks, requests, margin=STEPS_PER_CHECK, **state)
+        count = admitted(queue, board.blocks, requests, margin=self.steps_per_check, **state)
         if count == 0 or (count < REFILL_SHARE * len(living) and count < min(len(requests), len(empty))):
             return filled_S
         # In their order: pools that fit as a whole do not depend on what was expected, to the last bit.
@@ -433,7 +442,7 @@ class SlotDecoder:
         begun = queue.start(requests)
         made = np.array([0 if response is None else len(response.ids) for response in begun], dtype=np.int64)
         board.request_S[slots], board.tokens_S[slots] = requests, made
-        board.blocks.grow(slots, np.minimum(made + STEPS_PER_CHECK, self.new_tokens))
+        board.blocks.grow(slots, np.minimum(made + self.steps_per_check, self.new_tokens))
         self._set_slots(queue, slots, requests, begun)
         texts = [(queue.prompts[prompt][:-1], self._places(queue.blocks_of[prompt])) for prompt in new_prompts.tolist()]
         texts += [
