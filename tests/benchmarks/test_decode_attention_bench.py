@@ -12,12 +12,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))  # benchmarks/ is no part of the package
 
 from benchmarks import decode_attention as bench
+from stalewise.rollout.engines import slot_decode
 
 
 def test_steps_of_a_tiny_model_with_and_without_fused_operators(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "STEPS", 8)
+    for module, name, value in ((bench, "STEPS", 8), (bench, "NEW_TOKENS", 64), (slot_decode, "FINE_ROWS", 64)):
+        monkeypatch.setattr(module, name, value)
     out = tmp_path / "out.json"
     options = ["--sizes", "tiny", "--rows", "8", "--tokens", "12", "--work", str(tmp_path), "--out", str(out)]
     bench.main(["--step", *options])
