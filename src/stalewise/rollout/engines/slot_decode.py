@@ -197,8 +197,10 @@ class SlotDecoder:
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=self.device)
 
-        self.token_S, self.count_S, self.seed_S, self.prefix_S, self.limit_S = (zeros(size.slots) for _ in range(5))
-        self.forced_S = zeros(size.slots)  # tokens before this one are given in `ids_SN`, not sampled (slot_turns.py)
+        # Rows of one tensor, which a step reads at once. Tokens before `forced_S` are given in `ids_SN`, not sampled
+        # (slot_turns.py).
+        self.numbers = zeros(6, size.slots)
+        self.token_S, self.count_S, self.seed_S, self.prefix_S, self.limit_S, self.forced_S = self.numbers
         self.block_SB = zeros(size.slots, size.prompt_blocks + size.own_blocks, dtype=torch.int32)
         self.alive_S = zeros(size.slots, dtype=torch.bool)
         self.ids_SN = zeros(size.slots, new_tokens, dtype=torch.int32)
@@ -210,14 +212,15 @@ class SlotDecoder:
     def _step(self, slot_R: Tensor) -> None:
         """Sample the next token of each row."""
         size = self.size
-        alive_R, count_R, prefix_R = self.alive_S[slot_R], self.count_S[slot_R], self.prefix_S[slot_R]
+        alive_R = self.alive_S[slot_R]
+        token_R, count_R, seed_R, prefix_R, limit_R, forced_R = self.numbers[:, slot_R]
         position_R, own_R = prefix_R + count_R, count_R.clamp(max=self.new_tokens - 1)
         block_R = self.block_SB[slot_R, size.prompt_blocks + own_R // size.block_size]
         # A row that has ended holds no blocks any more: it writes to the one that nobody reads.
         self.cache.place_R = torch.where(alive_R, block_R, 0) * size.block_size + own_R % size.block_size
         self.cache.reads_prompts = False
         output = self.model(
-            input_ids=self.token_S[slot_R].unsqueeze(1),
+            input_ids=token_R.unsqueeze(1),
             position_ids=position_R.unsqueeze(1),
             past_key_values=self.cache,
             use_cache=True,
@@ -230,8 +233,8 @@ class SlotDecoder:
             room=self.prompt_room + self.new_tokens,
         )
         logits_RV = tempered(output.logits[:, -1], self.settings)
-        token_R, logp_R = self.draw(logits_RV, device_uniforms(self.seed_S[slot_R], count_R))
-        given_R = count_R < self.forced_S[slot_R]
+        token_R, logp_R = self.draw(logits_RV, device_uniforms(seed_R, count_R))
+        given_R = count_R < forced_R
         token_R = torch.where(given_R, self.ids_SN[slot_R, own_R].to(token_R.dtype), token_R)
         logp_R = torch.where(given_R, 0.0, logp_R)
         # A row that has ended computes on, and keeps its tokens.
@@ -242,7 +245,7 @@ class SlotDecoder:
         self.count_S[slot_R] = count_R + alive_R
         # `torch.isin` sorts where there are many, which no graph can capture.
         stops_R = (token_R.unsqueeze(1) == self.stop_ids).any(dim=1)
-        going_on_R = (given_R | ~stops_R) & (count_R + 1 < self.limit_S[slot_R])
+        going_on_R = (given_R | ~stops_R) & (count_R + 1 < limit_R)
         self.alive_S[slot_R] = alive_R & going_on_R
 
     def run(self, rows: int, slots: np.ndarray, steps: int) -> None:
