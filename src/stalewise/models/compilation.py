@@ -22,9 +22,9 @@ Backend = Callable[[Any, Any], Any]
 # Smaller models and shorter runs do not earn back the time of compiling.
 WORTHWHILE_PARAMETERS = 50_000_000
 WORTHWHILE_UPDATES = 512
-# Nor do these: compiled layers of 1.5B run 2% faster than plain ones with fused operators, 3% slower with recomputed
-# activations, and take 28 GB more (benchmarks/results/learner-h200.json).
-LARGEST_COMPILED = 1_000_000_000
+# Nor do these: compiled layers of 0.5B run 2% slower than plain ones with fused operators and take 16 GB more
+# (benchmarks/results/learner-h200-7b.json).
+LARGEST_COMPILED = 300_000_000
 # Bytes that a trainer holds per parameter before it learns: weights, gradients, both in bfloat16, and moments; for a
 # frozen one, weights. Graphs keep activations, which need about as much again.
 TRAINED_BYTES, FROZEN_BYTES = 12, 6

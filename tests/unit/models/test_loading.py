@@ -183,7 +183,7 @@ def test_importing_packages_freezes_them_and_leaves_the_collector_as_it_was(is_e
 
 
 def test_the_context_of_a_model_with_images_is_that_of_its_text() -> None:
-    text = {"max_position_embeddings": 96}
+    text: dict[str, Any] = {"max_position_embeddings": 96}
     assert context_length(Gemma3TextConfig(**text)) == context_length(Gemma3Config(text_config=text)) == 96
     assert context_length(MambaConfig()) is None
 
