@@ -75,7 +75,7 @@ class _Normed(torch.autograd.Function):
 
         x, weight, factor = ctx.saved_tensors
         gradient_TH, x_TH = (one.contiguous().view(-1, x.shape[-1]) for one in (gradients[0], x))
-        x_grad, weight_grad = norm_gradients_on_device(gradient_TH, x_TH, weight, factor)
+        x_grad, weight_grad, _ = norm_gradients_on_device(gradient_TH, x_TH, weight, factor)
         return x_grad.view(x.shape), weight_grad.to(weight.dtype), None, None
 
 

@@ -173,7 +173,7 @@ class _Preflight:
         from stalewise.rollout.factory import check_engine_devices
 
         sampler = self.config.sampler
-        engine, why = engine_of_run(self.config.directory, sampler, self.config.model, self.source)
+        engine, why = engine_of_run(self.config, self.source)
         self.config = self.config.model_copy(update={"sampler": sampler.model_copy(update={"engine": engine})})
         check_engine_devices(self.config)  # that of the device saw "auto"
         return "ok", f"auto: {engine}, {why}"

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from stalewise.config import RunConfig
-from stalewise.config.sections import LEAST_VLLM_TEMPERATURE, ForeignSection, ModelSection, SamplerSection
-from stalewise.errors import ConfigError
+from stalewise.config.sections import LEAST_VLLM_TEMPERATURE, ForeignSection, SamplerSection
+from stalewise.errors import ConfigError, StalewiseError
 from stalewise.models.compilation import compiling_pays
 from stalewise.models.loading import (
     context_length,
@@ -86,12 +86,13 @@ def make_sampler(
     return MixedPolicySampler(embedded(), embedded()) if section.foreign.share else embedded()
 
 
-def pick_engine(section: SamplerSection, model: ModelSection, source: str) -> tuple[str, str]:
+def pick_engine(config: RunConfig, source: str) -> tuple[str, str]:
     """The engine that `auto` stands for on this machine with the model at `source`, and why.
 
     Where the embedded engine decodes in slots it was faster than vLLM in every comparison (docs/engines.md), so vLLM
     is for models that have none, and for those that are too large for one GPU.
     """
+    section, model = config.sampler, config.model
     device = pick_device(model.device)
     if device.type != "cuda":
         return "hf", "there is no GPU"
@@ -99,6 +100,10 @@ def pick_engine(section: SamplerSection, model: ModelSection, source: str) -> tu
         return "hf", "vLLM is not installed"
     if section.foreign.share or section.weights != "exact" or section.temperature < LEAST_VLLM_TEMPERATURE:
         return "hf", "vLLM does not have what sampler.foreign, weights or temperature ask for"
+    try:
+        check_engine_devices(config.model_copy(update={"sampler": section.model_copy(update={"engine": "vllm"})}))
+    except StalewiseError:
+        return "hf", "this pipelined run does not name GPUs for two engines of vLLM"
     dtype = pick_precision(model.precision, device)
     tried = HFSampler(SamplerSettings(), max_new_tokens=1, device=device, dtype=dtype)
     try:
