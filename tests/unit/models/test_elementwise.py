@@ -1,4 +1,4 @@
-"""The norm with a result in low precision, as a kernel, against torch."""
+"""The norm with a result in low precision, as a kernel, also with the sum before it, against torch."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def test_a_sum_its_norm_and_their_gradients(rows: int, width: int, monkeypatch: 
     given = [one.requires_grad_() for one in (x, addition, weight)]
     expected_sum = x + addition
     expected = torch.nn.functional.rms_norm(expected_sum, (width,), weight, 1e-5)
-    plain = [one.detach() for one in given]
-    total, y, factor = added_normed_on_device(*plain, 1e-5, torch.float32)
+    x, addition, weight = (one.detach() for one in given)
+    total, y, factor = added_normed_on_device(x, addition, weight, 1e-5, torch.float32)
     torch.testing.assert_close((total, y), (expected_sum.detach(), expected.detach()))
     wanted = torch.autograd.grad((expected, expected_sum), given, (down, along))
-    found, of_weight, low = norm_gradients_on_device(down, total, plain[2], factor, along, torch.bfloat16)
+    found, of_weight, low = norm_gradients_on_device(down, total, weight, factor, along, torch.bfloat16)
     torch.testing.assert_close(found, wanted[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(low, wanted[1], rtol=1e-2, atol=1e-2)  # rounded once, perhaps to the neighbour
     torch.testing.assert_close(of_weight, wanted[2], rtol=1e-4, atol=1e-4)

@@ -80,7 +80,7 @@ def test_auto_is_the_embedded_engine_where_it_has_slots(
     monkeypatch.setattr(factory, "pick_precision", lambda *_: torch.bfloat16)
     monkeypatch.setattr(factory, "find_spec", lambda name: object() if vllm else None)
     monkeypatch.setattr(factory, "HFSampler", Tried)
-    chosen, said = pick_engine(config, "policy")
+    chosen, said = pick_engine(config.sampler, config.model, config.schedule, "policy")
     assert chosen == engine and why in said
     assert len(closed) == ("slot" in said or "fit" in said)
 
@@ -111,10 +111,11 @@ def test_two_engines_never_claim_one_gpu(
     config = make_config({**record, "model": {"device": learner}, "schedule": schedule})
     if message:
         with pytest.raises(ConfigError, match=message):
-            check_engine_devices(config)
+            check_engine_devices(config.sampler, config.model, config.schedule)
     else:
-        check_engine_devices(config)
+        check_engine_devices(config.sampler, config.model, config.schedule)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    check_engine_devices(config)  # vLLM on CPUs claims no GPU
+    check_engine_devices(config.sampler, config.model, config.schedule)  # vLLM on CPUs claims no GPU
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    check_engine_devices(make_config({**record, "model": {"device": learner}}))  # one engine alone
+    alone = make_config({**record, "model": {"device": learner}})
+    check_engine_devices(alone.sampler, alone.model, alone.schedule)
