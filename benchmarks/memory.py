@@ -7,7 +7,9 @@ A part is a size (0.5b, 1.5b, 7b), what is trained (full, or lora of rank 16 on 
 process, in two stages, or `pipelined`, with a generator beside the learner on one GPU. Each is a whole run of eight
 updates with random weights in Qwen2.5's shapes, and rewards of a coin. The peak is what the driver counts as used,
 looked at ten times a second, less what was used before: so CUDA contexts and what torch's allocator reserves are in it.
-Without a GPU it is the resident memory of the run's processes, and the estimate means nothing.
+Beside it are the parts of the estimate, and what the allocator of the learner's process held at its own peak, by pool
+(of CUDA graphs, or of launches) and stream. Without a GPU it is the resident memory of the run's processes, and the
+estimate means nothing.
 """
 
 from __future__ import annotations
@@ -20,12 +22,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from switches import Coin, write_model
 
 from stalewise.api import run
@@ -79,13 +82,53 @@ def task_options(work: Path) -> dict[str, Any]:
 
 
 def work_on(part: str, work: Path) -> dict[str, Any]:
-    """The run, in a process of its own; what `doctor` foresaw."""
+    """The run, in a process of its own; what `doctor` foresaw, and what the allocator held."""
     config = config_of(part, work)
     if not Path(config.model.path).is_dir():
         write_model(part.partition("/")[0], Path(config.model.path))
+        torch.cuda.empty_cache()
     foreseen = estimate(config, config.model.path, longest_prompt=PROMPT_TOKENS, alone=True)
+    held = Held() if torch.cuda.is_available() else None
+    if held is not None:
+        held.start()
     run(config)
-    return {"estimate_bytes": foreseen and foreseen.peak, "certain_bytes": foreseen and foreseen.least}
+    found: dict[str, Any] = {"estimate_bytes": foreseen and foreseen.peak, "certain_bytes": foreseen and foreseen.least}
+    if foreseen is not None:
+        found["estimate"] = {**foreseen.certain, **foreseen.learning, **foreseen.sampling, "stays": foreseen.stays}
+    if held is not None:
+        held.is_over.set()
+        held.join()
+        found["allocator"] = held.found
+    return found
+
+
+class Held(threading.Thread):
+    """Looks at what torch's allocator holds in this process; keeps the largest, and its pools."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.found: dict[str, Any] = {"reserved_bytes": 0}
+        self.is_over = threading.Event()
+
+    def run(self) -> None:
+        while not self.is_over.wait(0.2):
+            reserved = torch.cuda.memory_reserved()
+            if reserved > 1.01 * self.found["reserved_bytes"]:
+                segments = torch.cuda.memory_snapshot(include_traces=False)
+                self.found = {"reserved_bytes": reserved, "pools": by_pool(segments)}
+                self.found["allocated_bytes"] = torch.cuda.memory_allocated()
+
+
+def by_pool(segments: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Bytes of the allocator's segments, and how many of them are in use, by pool and stream; the largest first."""
+    sums: dict[tuple[str, int], list[int]] = {}
+    for one in segments:
+        kind = "launches" if tuple(one.get("segment_pool_id", (0, 0))) == (0, 0) else "graphs"
+        total = sums.setdefault((kind, int(one["stream"])), [0, 0])
+        total[0] += int(one["total_size"])
+        total[1] += int(one["allocated_size"])
+    order = sorted(sums.items(), key=lambda item: -item[1][0])
+    return [{"pool": kind, "bytes": size, "in_use": used} for (kind, _), (size, used) in order]
 
 
 def used_bytes(process: psutil.Process | None = None) -> int:

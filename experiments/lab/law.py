@@ -9,8 +9,12 @@ import numpy as np
 from experiments.lab.plan import is_collapsed
 from experiments.lab.results import Results
 from experiments.lab.statistics import Difference, by_cluster, fit_probit, paired
+from scipy.special import log_ndtr
 
 SHORT = (64, 128)  # lengths that the models are fitted on; they predict the others
+OLDEST = {"µ=1": 0, "µ=1, lag 8": 8, "µ=8, lag 1": 15, "µ=8, lag 4": 39}  # the worst age of a rollout, S
+RESAMPLES = 200
+NEWTON_STEPS, PRIOR = 25, 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ def judge_models(found: Sequence[Observed]) -> LawScores:
 
     for one, other in (("law", "displacement"), ("law", "rate"), ("displacement", "rate")):
         lines.append(f"Long runs from short ones, {one} less {other}, over cells: {less(one, other)}.")
-    lines += _thresholds(found) + _by_lag(found)
+    lines += _thresholds(found) + _by_lag(found) + _exponents(found)
     per_run = {model: float(values.mean()) for model, values in decided.items()}
     return LawScores(per_run, less("law", "displacement"), less("law", "rate"), lines)
 
@@ -112,6 +116,42 @@ def _thresholds(found: Sequence[Observed]) -> list[str]:
                 parts.append(f"{np.exp(fitted.location):.3g} at T={updates} (scatter {fitted.scale:.2f})")
         lines.append(f"Threshold of {model}, fitted at each length: {', '.join(parts)}.")
     return lines
+
+
+def _exponents(found: Sequence[Observed]) -> list[str]:
+    """How the threshold of η goes with T and S, fitted afterwards; intervals from resampled cells."""
+    if any(one.lag not in OLDEST for one in found):
+        return []
+    x = np.log([(one.rate, one.updates, 1 + OLDEST[one.lag]) for one in found])
+    fell = np.array([one.collapsed for one in found])
+    cells: dict[tuple[str, float, int], list[int]] = {}
+    for row, one in enumerate(found):
+        cells.setdefault(one.cell, []).append(row)
+    rows, generator = list(cells.values()), np.random.default_rng(0)
+    drawn: list[np.ndarray] = []
+    for _ in range(RESAMPLES):
+        chosen = np.concatenate([rows[i] for i in generator.integers(len(rows), size=len(rows))])
+        drawn.append(exponents(x[chosen], fell[chosen]))
+    low, high = np.quantile(drawn, (0.025, 0.975), axis=0)
+    ends = zip(exponents(x, fell), low, high, strict=True)
+    told = [f"{value:.2f} [{least:.2f}, {most:.2f}]" for value, least, most in ends]
+    return [
+        f"Fitted afterwards to all runs, and not part of the rule: the threshold of η goes as T^-a·(1+S)^-b with a = "
+        f"{told[0]} and b = {told[1]} (95%, cells resampled); the law has a = 1 where T binds and b = 1 where S does."
+    ]
+
+
+def exponents(x: np.ndarray, fell: np.ndarray) -> np.ndarray:
+    """(a, b) of a probit on log η + a·log T + b·log(1+S); `x` has these three logarithms in its columns."""
+    signs, columns = np.where(fell, 1.0, -1.0), np.column_stack([x - x.mean(axis=0), np.ones(len(x))])
+    slopes = np.zeros(4)
+    for _ in range(NEWTON_STEPS):  # the likelihood is concave; a weak prior keeps separable runs finite
+        z = signs * (columns @ slopes)
+        hazard = np.exp(-0.5 * z * z - 0.5 * np.log(2 * np.pi) - log_ndtr(z))  # φ(z)/Φ(z)
+        gradient = columns.T @ (signs * hazard) - PRIOR * slopes
+        curvature = (columns * (hazard * (hazard + z))[:, None]).T @ columns + PRIOR * np.eye(4)
+        slopes = slopes + np.linalg.solve(curvature, gradient)
+    return slopes[1:3] / slopes[0]
 
 
 def _by_lag(found: Sequence[Observed]) -> list[str]:

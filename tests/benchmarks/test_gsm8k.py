@@ -274,3 +274,36 @@ def test_the_number_of_scoring_processes_reaches_the_verifier(arm: str, tmp_path
     chosen = settings.Settings(verifier_workers=3)
     record = settings.our_record(arm, chosen, seed=0, rate=1e-6, runs=tmp_path, name="run", changes={})
     assert record["task"]["options"]["verifier_options"]["workers"] == 3
+
+
+# ---------------------------------------------------------------- TRL's side
+
+
+@pytest.mark.nightly  # imports TRL
+def test_vllm_is_started_by_trl_with_a_cache_of_the_size_that_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code that starts vLLM is TRL's; what it would start notes its arguments."""
+    from accelerate import Accelerator
+    from benchmarks.gsm8k_bench import theirs
+    from trl.generation import vllm_generation
+
+    from policies import POLICY
+    from stalewise.models.loading import load_model, load_tokenizer
+
+    started: list[dict[str, Any]] = []
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **arguments: started.append(arguments), raising=False)
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    accelerator = Accelerator(cpu=True)  # before these, which TRL sets for vLLM: it would look for other ranks
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+
+    def start() -> dict[str, Any]:
+        model = load_model(str(POLICY), device=accelerator.device)
+        vllm_generation.VLLMGeneration(model, accelerator, load_tokenizer(str(POLICY)), gpu_memory_utilization=0.3)
+        return started.pop()
+
+    plain = start()
+    assert "kv_cache_memory_bytes" not in plain
+    theirs.fix_vllm_cache(1.5)
+    assert start() == {**plain, "kv_cache_memory_bytes": 1_500_000_000}
+    theirs.fix_vllm_cache(2)  # of a later job in the same process
+    assert start() == {**plain, "kv_cache_memory_bytes": 2_000_000_000}

@@ -53,3 +53,13 @@ def test_lines() -> None:
     found = {"peak_bytes": 50_000_000_000, "estimate_bytes": 45_000_000_000, "estimate_ratio": 0.9}
     assert memory.line("0.5b/full/one", found) == "0.5b/full/one: peak 50.0 GB, estimate 45.0 GB, 0.90 of the peak"
     assert memory.line("7b/full/one", {"error": ["a", "b", "c", "d"]}) == "7b/full/one: b | c | d"
+
+
+def test_what_the_allocator_holds_is_summed_by_pool_and_stream() -> None:
+    sizes = [((0, 0), 0, 10, 4), ((0, 0), 7, 30, 30), ((0, 3), 7, 50, 20), ((0, 0), 0, 5, 0), ((0, 4), 7, 1, 1)]
+    names = ("segment_pool_id", "stream", "total_size", "allocated_size")
+    assert memory.by_pool([dict(zip(names, one, strict=True)) for one in sizes]) == [
+        {"pool": "graphs", "bytes": 51, "in_use": 21},
+        {"pool": "launches", "bytes": 30, "in_use": 30},
+        {"pool": "launches", "bytes": 15, "in_use": 4},
+    ]

@@ -75,7 +75,8 @@ def interrupted(starting: VllmServer, untied: Path, tmp_path_factory: pytest.Tem
 @pytest.mark.nightly
 def test_the_embedded_policy_and_its_tied_output_layer(tmp_path: Path) -> None:
     asked, other = requests(64), moved(POLICY, tmp_path / "moved", by=0.02)
-    section = VllmSection(max_model_len=96, options={"enforce_eager": True})
+    # The size of the cache as benchmarks/gsm8k_bench/theirs.py sets it.
+    section = VllmSection(max_model_len=96, options={"enforce_eager": True, "kv_cache_memory_bytes": 2**28})
     sampler = VllmSampler(SamplerSettings(name="vllm"), max_new_tokens=8, options=section)
     try:
         sampler.load(POLICY)

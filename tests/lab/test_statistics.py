@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from experiments.lab.law import Observed, judge_models
+from experiments.lab.law import Observed, exponents, judge_models
 from experiments.lab.statistics import (
     Probit,
     by_cluster,
@@ -115,3 +115,12 @@ def test_long_runs_are_predicted_by_the_model_that_made_them(power: float, winne
     assert scores.per_run[winner] > max(scores.per_run[loser], scores.per_run["rate"]) + 0.1
     gap = scores.law_less_displacement
     assert (gap.p_below() if winner == "displacement" else gap.p_above()) < 0.05
+
+
+def test_exponents_of_length_and_age_are_found() -> None:
+    generator = np.random.default_rng(0)
+    x = np.log(generator.uniform(1, 100, size=(40_000, 3)))
+    fell = x @ [1.0, 0.5, 0.25] - 5.4 + 0.4 * generator.normal(size=40_000) > 0
+    assert exponents(x, fell) == pytest.approx([0.5, 0.25], abs=0.03)
+    clear = x @ [1.0, 0.5, 0.25] > 5.4  # without scatter the slopes have no maximum: their ratios have
+    assert exponents(x, clear) == pytest.approx([0.5, 0.25], abs=0.03)

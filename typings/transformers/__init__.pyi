@@ -21,6 +21,8 @@ from transformers.models.gemma.configuration_gemma import GemmaConfig as GemmaCo
 from transformers.models.gemma.modeling_gemma import GemmaForCausalLM as GemmaForCausalLM
 from transformers.models.gemma2.configuration_gemma2 import Gemma2Config as Gemma2Config
 from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM as Gemma2ForCausalLM
+from transformers.models.gemma3.configuration_gemma3 import Gemma3Config as Gemma3Config
+from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig as Gemma3TextConfig
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config as GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel as GPT2LMHeadModel
 from transformers.models.llama.configuration_llama import LlamaConfig as LlamaConfig

@@ -14,7 +14,7 @@ from torch._functorch import config as functorch_config
 
 from stalewise.config import RunConfig
 from stalewise.errors import ModelError
-from stalewise.models.fused_ops import fuse_gates, fuse_norms, fuse_training_rotation
+from stalewise.models.fused_ops import fuse_gates, fuse_norms, fuse_training_rotation, fuse_training_sums
 from stalewise.models.kernels import can_compile
 
 Backend = Callable[[Any, Any], Any]
@@ -22,9 +22,9 @@ Backend = Callable[[Any, Any], Any]
 # Smaller models and shorter runs do not earn back the time of compiling.
 WORTHWHILE_PARAMETERS = 50_000_000
 WORTHWHILE_UPDATES = 512
-# Nor do these: compiled layers of 1.5B run 2% faster than plain ones with fused operators, 3% slower with recomputed
-# activations, and take 28 GB more (benchmarks/results/learner-h200.json).
-LARGEST_COMPILED = 1_000_000_000
+# Nor do these: compiled layers of 0.5B run 2% slower than plain ones with fused operators and take 16 GB more
+# (benchmarks/results/learner-h200-7b.json).
+LARGEST_COMPILED = 300_000_000
 # Bytes that a trainer holds per parameter before it learns: weights, gradients, both in bfloat16, and moments; for a
 # frozen one, weights. Graphs keep activations, which need about as much again.
 TRAINED_BYTES, FROZEN_BYTES = 12, 6
@@ -90,6 +90,7 @@ def optimize_layers(model: Any, config: RunConfig, *, is_sharded: bool, log: Cal
     if model.device.type == "cuda" and not (compiled or is_sharded):
         fuse_norms(model)
         fuse_gates(model)
+        fuse_training_sums(model)
         fuse_training_rotation(model)
     return compiled
 

@@ -19,91 +19,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, rms_norm
+from torch.nn.functional import linear
 
+from stalewise.models.fused_norms import added_normed, fuse_norms, is_fused, is_rounded_next
 from stalewise.models.kernels import can_compile
 
 ROTATION = "apply_rotary_pos_emb"  # in transformers' modeling files
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that the kernel computes in float32 without loss
 PROBE_ROWS = 3
-WIDEST_NORM = 16384  # numbers of a row that the kernel takes
 GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")  # children of a gated layer
 # Children of one module with the same input, in the order of their calls: names of the Llama family.
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}  # children of a layer with two plain sums
 Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-def fuse_norms(model: Any) -> int:
-    """Let the plain RMS norms of a model use torch's operator; returns their number. Weights keep their names."""
-    norms = [module for module in model.modules() if _is_plain(module)]
-    for module in norms:
-        module.forward = _FusedNorm(module)
-    return len(norms)
-
-
-class _FusedNorm:
-    """Replaces a norm's forward; reads the module's weight at each call."""
-
-    def __init__(self, module: Any) -> None:
-        self.module, self.epsilon = module, _epsilon(module)
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        weight = self.module.weight
-        if hidden_states.dtype is not weight.dtype:  # the module decides the precision of the result
-            return type(self.module).forward(self.module, hidden_states)
-        if _is_rounded_next(hidden_states):
-            normed: Any = _Normed.apply(hidden_states, weight, self.epsilon, torch.get_autocast_dtype("cuda"))
-            return normed
-        return rms_norm(hidden_states, weight.shape, weight, self.epsilon)
-
-
-def _is_rounded_next(x: Tensor) -> bool:
-    """Whether autocast rounds the norm of these numbers at its first use, and a kernel can do it at once."""
-    low = x.is_cuda and x.dtype is torch.float32 and torch.is_autocast_enabled("cuda")
-    return low and x.shape[-1] <= WIDEST_NORM and can_compile()
-
-
-class _Normed(torch.autograd.Function):
-    """The norm in low precision."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
-        from stalewise.models.kernels.elementwise import normed_on_device  # Triton comes with torch for GPUs alone
-
-        rows = x.contiguous().view(-1, x.shape[-1])
-        y, factor = normed_on_device(rows, weight, epsilon, dtype)
-        ctx.save_for_backward(x, weight, factor)
-        return y.view(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        from stalewise.models.kernels.elementwise import norm_gradients_on_device
-
-        x, weight, factor = ctx.saved_tensors
-        gradient_TH, x_TH = (one.contiguous().view(-1, x.shape[-1]) for one in (gradients[0], x))
-        x_grad, weight_grad = norm_gradients_on_device(gradient_TH, x_TH, weight, factor)
-        return x_grad.view(x.shape), weight_grad.to(weight.dtype), None, None
-
-
-def _epsilon(module: Any) -> float | None:
-    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
-
-
-@torch.no_grad()
-def _is_plain(module: Any) -> bool:
-    """Whether it has one weight of one axis and computes what the operator does."""
-    names = [name for name, _ in module.named_parameters()]
-    if not type(module).__name__.endswith("RMSNorm") or names != ["weight"] or _epsilon(module) is None:
-        return False
-    if (weight := module.weight).ndim != 1:
-        return False
-    # Small, so that epsilon matters.
-    probe = torch.linspace(-0.02, 0.03, 2 * len(weight), device=weight.device).view(2, -1).to(weight.dtype)
-    exact = rms_norm(probe.float(), weight.shape, weight.float(), _epsilon(module))
-    output = module(probe)
-    tolerance = 1e-5 if weight.dtype is torch.float32 else 0.02  # bfloat16 rounds twice
-    return output.dtype is probe.dtype and torch.allclose(output.float(), exact, rtol=tolerance, atol=tolerance)
 
 
 # ---------------------------------------------------------------- gated layers
@@ -321,11 +249,16 @@ def fuse_sums(model: Any) -> int:
     return len(layers)
 
 
-def _has_plain_sums(layer: Any) -> bool:
+def _has_parts(layer: Any) -> bool:
     """Whether it has the parts of a layer of the Llama family and no numbers of its own, which might scale the sums."""
     if {name for name, _ in layer.named_children()} != LAYER or "forward" in vars(layer):
         return False
-    if any(isinstance(x, float) for x in vars(layer).values()) or list(layer.parameters(recurse=False)):
+    return not any(isinstance(x, float) for x in vars(layer).values()) and not list(layer.parameters(recurse=False))
+
+
+def _has_plain_sums(layer: Any) -> bool:
+    """Whether both of its sums follow a product without a bias."""
+    if not _has_parts(layer):
         return False
     ends = getattr(layer.self_attn, "o_proj", None), getattr(layer.mlp, "down_proj", None)
     return all(type(end) is torch.nn.Linear and end.bias is None and "forward" not in vars(end) for end in ends)
@@ -374,6 +307,53 @@ class _AddingLinear:
         residual.view(-1, len(weight)).addmm_(x.reshape(-1, weight.shape[1]), weight.t())
         self.residual = None
         return residual
+
+
+# ---------------------------------------------------------------- the learner's layers
+
+
+@torch.no_grad()
+def fuse_training_sums(model: Any) -> int:
+    """Let layers make the sum after attention in the kernel of the norm that follows; returns their number.
+
+    The backward pass then has one kernel for the norm, the sum of two gradients, and rounding it for attention. Call it
+    after `fuse_norms`. It is tried; if logits are others than before, the layers get their own forward back.
+    """
+    layers = [layer for layer in model.modules() if _has_parts(layer) and is_fused(layer.post_attention_layernorm)]
+    if not layers or not can_compile():
+        return 0
+    before = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        with torch.autocast(model.device.type, dtype=torch.bfloat16):
+            expected = _some_logits(model)
+            for layer in layers:
+                layer.forward = _NormingLayer(layer)
+            agrees = _same_logits(_some_logits(model), expected)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # of an architecture, or of a kernel that does not compile for it
+        agrees = False
+    finally:
+        model.set_attn_implementation(before)
+    for layer in layers if not agrees else ():
+        vars(layer).pop("forward", None)
+    return len(layers) if agrees else 0
+
+
+class _NormingLayer:
+    """Replaces the forward of a decoder layer whose residual is in float32 and whose products are not."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = weakref.ref(layer)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        layer: Any = self.layer()
+        if args or not is_rounded_next(hidden_states):
+            return type(layer).forward(layer, hidden_states, *args, **kwargs)
+        addition = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
+        total, normed = added_normed(hidden_states, addition, layer.post_attention_layernorm)
+        return total + layer.mlp(normed)
 
 
 # ---------------------------------------------------------------- rotations

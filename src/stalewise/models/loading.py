@@ -79,9 +79,24 @@ def pick_weights_dtype(precision: str) -> torch.dtype:
     return torch.bfloat16 if precision == "bfloat16-only" else torch.float32
 
 
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # what a user sets there stays
+
+
+def let_memory_grow(device: torch.device) -> None:
+    """Let torch's allocator extend its memory in place on a GPU; called before a model is there.
+
+    Micro-batches have many sizes, and memory in fixed pieces fits few of them. It is not set in the environment, which
+    other processes would inherit: vLLM cannot sleep with it.
+    """
+    if device.type == "cuda" and not any(name in os.environ for name in ALLOCATOR):
+        set_allocator: Any = torch._C._accelerator_setAllocatorSettings  # pyright: ignore[reportAttributeAccessIssue]
+        set_allocator("expandable_segments:True")
+
+
 def load_model(path: str, *, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
     """A causal language model with weights in `dtype`, in evaluation mode."""
     _check_weights(path)
+    let_memory_grow(device)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         # transformers would initialise missing weights at random, with only a warning.

@@ -69,7 +69,7 @@ def _usable(name: str, radius: Estimate, fit: Fit, risk: float) -> float:
     return radius.low * math.exp(NormalDist().inv_cdf(risk) * fit.scatter)  # inv_cdf(risk) = -z
 
 
-def _notes(fit: Fit) -> tuple[str, ...]:
+def _notes(fit: Fit, updates: int) -> tuple[str, ...]:
     notes = [
         f"{name} is not determined; planned with its lower bound {radius.low:.3g}, the largest drift that survived"
         for name, radius in (("R_batch", fit.batch_radius), ("R_crit", fit.critical_radius))
@@ -77,6 +77,11 @@ def _notes(fit: Fit) -> tuple[str, ...]:
     ]
     if not fit.scatter_known:
         notes.append(f"the scatter between runs is not determined; {fit.scatter:g} is assumed")
+    if 2 * updates < fit.domain.updates[1]:
+        notes.append(
+            f"the sweep has runs of up to {fit.domain.updates[1]} updates; if collapses depend less on T than the law "
+            f"says, this plan is too bold for {updates}: sweep with the T that you train with"
+        )
     return tuple(notes)
 
 
@@ -106,7 +111,8 @@ def largest_learning_rate(
     largest_tried = fit.domain.learning_rate[1]
     learning_rate = min(batch, horizon, largest_tried)
     binding = "domain" if largest_tried < min(batch, horizon) else "batch" if batch <= horizon else "horizon"
-    return Plan(learning_rate, staleness, updates, binding, batch, horizon, (*small_lag, *small_horizon, *_notes(fit)))
+    notes = (*small_lag, *small_horizon, *_notes(fit, horizon_updates))
+    return Plan(learning_rate, staleness, updates, binding, batch, horizon, notes)
 
 
 def largest_staleness(
@@ -139,7 +145,7 @@ def largest_staleness(
     allowed = math.floor(smallest * batch / asked)
     staleness, binding = min(allowed, largest), "domain" if allowed > largest else "batch"
     limits = (batch * smallest / staleness, horizon)
-    return Plan(learning_rate, staleness, updates, binding, *limits, (*notes, *_notes(fit)))
+    return Plan(learning_rate, staleness, updates, binding, *limits, (*notes, *_notes(fit, horizon_updates)))
 
 
 def budget_used(fit: Fit, *, batch_drift: float, cumulative_drift: float) -> Budget:

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import Gemma3Config, Gemma3TextConfig, MambaConfig
 
 from stalewise.errors import ModelError, TaskError
-from stalewise.models import import_packages
+from stalewise.models import import_packages, loading
 from stalewise.models.loading import (
     EMBEDDED,
     context_length,
@@ -182,6 +183,20 @@ def test_importing_packages_freezes_them_and_leaves_the_collector_as_it_was(is_e
 
 
 def test_the_context_of_a_model_with_images_is_that_of_its_text() -> None:
-    text = {"max_position_embeddings": 96}
+    text: dict[str, Any] = {"max_position_embeddings": 96}
     assert context_length(Gemma3TextConfig(**text)) == context_length(Gemma3Config(text_config=text)) == 96
     assert context_length(MambaConfig()) is None
+
+
+def test_memory_of_a_gpu_grows_in_place_unless_the_environment_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
+    for name in loading.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    loading.let_memory_grow(torch.device("cpu"))
+    assert said == []
+    loading.let_memory_grow(torch.device("cuda"))
+    assert said == ["expandable_segments:True"]
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
+    loading.let_memory_grow(torch.device("cuda"))
+    assert len(said) == 1

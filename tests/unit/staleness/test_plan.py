@@ -254,12 +254,21 @@ def test_fewer_updates_than_were_tried_are_planned_as_the_fewest_tried() -> None
     found, fewest = plan(staleness=4, updates=50), plan(staleness=4, updates=100)
     assert (found.learning_rate, found.binding) == (fewest.learning_rate, "horizon")
     note = "updates T = 50 is less than was ever tried; planned as for 100, which drifts more"
-    assert (found.updates, found.notes, fewest.notes) == (50, (note,), ())
+    (bold,) = fewest.notes
+    assert (found.updates, found.notes) == (50, (note, bold))
     back = plan_staleness(learning_rate=fewest.learning_rate, updates=50)
-    assert back.notes == (note,)
+    assert back.notes == (note, bold)
     assert back.horizon_limit == fewest.horizon_limit
     with pytest.raises(CalibrationError, match="breaks the horizon constraint"):
         plan_staleness(learning_rate=1.01 * fewest.learning_rate, updates=50)
+
+
+def test_a_plan_for_far_fewer_updates_than_the_longest_run_says_that_it_may_be_too_bold() -> None:
+    assert plan(updates=500).notes == ()  # half of 1000
+    assert plan(updates=499).notes == (
+        "the sweep has runs of up to 1000 updates; if collapses depend less on T than the law says, this plan is too "
+        "bold for 499: sweep with the T that you train with",
+    )
 
 
 def test_input_that_cannot_be_is_refused() -> None:
