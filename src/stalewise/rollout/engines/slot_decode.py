@@ -203,8 +203,9 @@ class SlotDecoder:
         self.token_S, self.count_S, self.seed_S, self.prefix_S, self.limit_S, self.forced_S = self.numbers
         self.block_SB = zeros(size.slots, size.prompt_blocks + size.own_blocks, dtype=torch.int32)
         self.alive_S = zeros(size.slots, dtype=torch.bool)
-        self.ids_SN = zeros(size.slots, new_tokens, dtype=torch.int32)
-        self.logp_SN = zeros(size.slots, new_tokens, dtype=torch.float32)
+        # With one column more, where steps write what rows that have ended compute on.
+        self.all_ids, self.all_logp = (zeros(size.slots, new_tokens + 1, dtype=x) for x in (torch.int32, torch.float32))
+        self.ids_SN, self.logp_SN = self.all_ids[:, :new_tokens], self.all_logp[:, :new_tokens]
         self.stream: torch.cuda.Stream | None = None  # for capturing
         self.captures = self.device.type == "cuda"  # False after a capture that failed
         self.graphs: dict[int, tuple[Tensor, Any]] = {}  # by number of rows: the slots of a step, and its graph
@@ -237,10 +238,9 @@ class SlotDecoder:
         given_R = count_R < forced_R
         token_R = torch.where(given_R, self.ids_SN[slot_R, own_R].to(token_R.dtype), token_R)
         logp_R = torch.where(given_R, 0.0, logp_R)
-        # A row that has ended computes on, and keeps its tokens.
-        place_R = (count_R - (~alive_R).long()).clamp(min=0)
-        self.ids_SN[slot_R, place_R] = torch.where(alive_R, token_R.int(), self.ids_SN[slot_R, place_R])
-        self.logp_SN[slot_R, place_R] = torch.where(alive_R, logp_R, self.logp_SN[slot_R, place_R])
+        place_R = torch.where(alive_R, own_R, self.new_tokens)  # a row that has ended keeps its tokens
+        self.all_ids[slot_R, place_R] = token_R.int()
+        self.all_logp[slot_R, place_R] = logp_R
         self.token_S[slot_R] = token_R
         self.count_S[slot_R] = count_R + alive_R
         # `torch.isin` sorts where there are many, which no graph can capture.
