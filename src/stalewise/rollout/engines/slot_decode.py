@@ -165,6 +165,7 @@ class SlotDecoder:
         expected: float | None = None,
         memory: float = 1.0,
         draw: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = draw,
+        uniforms: Callable[[Tensor, Tensor], Tensor] = device_uniforms,
         while_capturing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Slots for `requests`, blocks for them and `prompts` of `prompt_room` tokens, or as many as fit the memory.
@@ -172,7 +173,7 @@ class SlotDecoder:
         `memory` is the share of a GPU's free memory that is counted with; `expected` the probable length of a response.
         Steps are captured within the context `while_capturing`.
         """
-        self.draw, self.while_capturing = draw, while_capturing
+        self.draw, self.uniforms, self.while_capturing = draw, uniforms, while_capturing
         self.model, self.device, self.settings, self.stop_ids = model, model.device, settings, stop_ids
         example = one_token_states(model)
         free = torch.cuda.mem_get_info(model.device)[0] * memory if self.device.type == "cuda" else None
@@ -234,7 +235,7 @@ class SlotDecoder:
             room=self.prompt_room + self.new_tokens,
         )
         logits_RV = tempered(output.logits[:, -1], self.settings)
-        token_R, logp_R = self.draw(logits_RV, device_uniforms(seed_R, count_R))
+        token_R, logp_R = self.draw(logits_RV, self.uniforms(seed_R, count_R))
         given_R = count_R < forced_R
         token_R = torch.where(given_R, self.ids_SN[slot_R, own_R].to(token_R.dtype), token_R)
         logp_R = torch.where(given_R, 0.0, logp_R)
