@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -39,7 +41,13 @@ class Slow:
 
 @pytest.mark.parametrize(("polls", "steps"), [(1, 2), (7, 2), (2, 8)])
 def test_late_answers_change_no_turn(polls: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = []
+    said, at_once, run = [], set[int](), slot_decode.SlotDecoder.run
+
+    def watched_run(decoder: Any, rows: int, slots: Any, steps: int) -> None:
+        at_once.add(steps)
+        run(decoder, rows, slots, steps)
+
+    monkeypatch.setattr(slot_decode.SlotDecoder, "run", watched_run)
     for patience in (0, polls):
         if patience and steps > 2:  # as many as between two checks of long responses
             monkeypatch.setattr(slot_decode, "FINE_ROWS", 1)
@@ -57,3 +65,4 @@ def test_late_answers_change_no_turn(polls: int, steps: int, monkeypatch: pytest
         assert steps > 2 or {len(texts) for texts in turns.said.values()} == {3}
         said.append(turns.said)
     assert said[0] == said[1]
+    assert at_once == {2}  # however long responses may be

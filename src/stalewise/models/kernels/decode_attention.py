@@ -19,7 +19,7 @@ from torch import Tensor
 SHORT, LONG = (16, 1, 3), (64, 4, 3)
 SHORT_ROOM, LONG_WIDTH = 256, 128  # wider heads leave no room for more keys
 FEWEST_QUERIES = 16  # the minimum of the matrix units
-PART, MOST_PARTS = 1024, 16  # keys of a program where rows have room for more than one part; longer rows: longer parts
+PART, MOST_PARTS = 1024, 32  # keys of a program where rows have room for more than one part; longer rows: longer parts
 
 
 def decode_attention(
