@@ -59,10 +59,11 @@ def test_late_answers_change_no_turn(polls: int, steps: int, monkeypatch: pytest
         sampler.load(EMBEDDED / policy)
         requests = [Request(sampler.tokenizer(f"{i}+{i + 7}=")["input_ids"], i) for i in range(10, 40)]
         turns = Slow(patience, tokens)
+        at_once.clear()
         sampler.sample_turns(requests, sampler.settings, turns)
+        assert at_once == {2}  # however long responses may be
         assert sampler._decoder is not None and sampler._decoder.steps_per_check == (steps if patience else 2)
         assert len(turns.said) == len(requests)
         assert steps > 2 or {len(texts) for texts in turns.said.values()} == {3}
         said.append(turns.said)
     assert said[0] == said[1]
-    assert at_once == {2}  # however long responses may be
