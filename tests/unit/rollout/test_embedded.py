@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from policies import tokens_of
 from sampling import steps_requests as requests
 from sampling import steps_sampler as make
 from stalewise.errors import ModelError
+from stalewise.models import transfer
 from stalewise.models.loading import EMBEDDED, encode_prompts, load_model, load_tokenizer, resolve_model
 from stalewise.rollout.engines.embedded import HFSampler, decode_texts
-from stalewise.rollout.sampler import Request
+from stalewise.rollout.sampler import Request, Response
 from stalewise.rollout.token_sampling import sampling_logp
 from stalewise.tasks.arithmetic import Steps
 from stalewise.types import FinishReason, SamplerSettings
@@ -177,3 +179,160 @@ def test_texts_are_those_that_the_tokenizer_itself_gives(monkeypatch: pytest.Mon
     monkeypatch.setattr(tokenizer, "clean_up_tokenization_spaces", True)  # which its library knows nothing of
     monkeypatch.setattr(tokenizer, "batch_decode", lambda ids, skip_special_tokens: ["cleaned up"] * len(ids))
     assert decode_texts(ids, tokenizer) == ["cleaned up"] * len(ids)
+
+
+# ---------------------------------------------------------------- weights that wait in host memory
+
+STEPS = EMBEDDED / "arithmetic-steps"
+
+
+def bytes_there(sampler: HFSampler) -> int:
+    """Bytes of the model's storages that are not small."""
+    tensors = [*sampler._model.parameters(), *sampler._model.buffers()]
+    storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}
+    return sum(size for size in storages.values() if size > transfer.SMALL)
+
+
+class OneAnswer:
+    """Two turns of each request."""
+
+    def __init__(self) -> None:
+        self.said: dict[int, list[Response]] = {}
+        self.open: list[int] = []
+
+    def ended(self, request: int, response: Response) -> None:
+        self.said.setdefault(request, []).append(response)
+        self.open.append(request)
+
+    def next(self, *, wait: bool) -> list[tuple[int, list[int]]]:
+        answered, self.open = self.open, []
+        return [(request, [4, 5] if len(self.said[request]) == 1 else []) for request in answered]
+
+
+def turns(sampler: HFSampler, asked: list[Request]) -> dict[int, list[Response]]:
+    source = OneAnswer()
+    sampler.sample_turns(asked, sampler.settings, source)
+    assert {len(responses) for responses in source.said.values()} == {2}
+    return source.said
+
+
+def halved() -> dict[str, torch.Tensor]:
+    return {name: 0.5 * tensor for name, tensor in load_file(STEPS / "model.safetensors").items()}
+
+
+def taken(sampler: HFSampler, asked: list[Request]) -> list[Response]:
+    assert sampler.take(halved(), "half") and bytes_there(sampler)
+    return sampler.sample(asked)
+
+
+def loaded(sampler: HFSampler, asked: list[Request]) -> list[Response]:
+    sampler.load(STEPS)
+    assert bytes_there(sampler)
+    return sampler.sample(asked)
+
+
+def rounded(sampler: HFSampler, asked: list[Request]) -> list[Response]:
+    return sampler.sample(asked, SamplerSettings(weights="fp8"))
+
+
+def tried(sampler: HFSampler, asked: list[Request]) -> list[Response]:
+    return sampler.trial(asked, 5)
+
+
+def closed(sampler: HFSampler, asked: list[Request]) -> list[Response]:
+    sampler.close()
+    return loaded(sampler, asked)
+
+
+CALLS: list[Callable[[HFSampler, list[Request]], object]] = [
+    HFSampler.sample,
+    turns,
+    tried,
+    rounded,
+    taken,
+    taken,  # what is there already
+    loaded,
+    loaded,
+    closed,
+    HFSampler.sample,
+]
+
+
+@pytest.mark.parametrize("slots", [False, True], ids=["growing", "slots"])
+def test_weights_that_waited_sample_the_same_after_every_call(slots: bool) -> None:
+    plain, waiting = make(slots=slots), make(slots=slots)
+    asked, whole = requests(plain, 6), bytes_there(plain)
+    assert whole > 1e6
+    for call in CALLS:
+        waiting.sleep(weights=True)
+        waiting.sleep(weights=True)
+        waiting.sleep()
+        assert bytes_there(waiting) == 0 and waiting._decoder is None
+        assert call(waiting, asked) == call(plain, asked)
+        assert bytes_there(waiting) == whole
+    waiting.sleep(weights=True)
+    assert bytes_there(waiting) == 0 and waiting.model is waiting._model and bytes_there(waiting) == whole
+
+
+def test_rounded_weights_that_waited_become_exact_again() -> None:
+    sampler = make()
+    asked = requests(sampler, 6)
+    exact, rough = sampler.sample(asked), rounded(sampler, asked)
+    assert rough != exact
+    sampler.sleep(weights=True)
+    assert rounded(sampler, asked) == rough
+    sampler.sleep(weights=True)
+    assert sampler.sample(asked) == exact
+
+
+def test_weights_that_are_parts_of_one_tensor_are_so_after_waiting() -> None:
+    sampler = make()
+    asked = requests(sampler, 6)
+    expected = sampler.sample(asked)
+    joined: list[tuple[torch.Tensor, list[Any]]] = []
+    for layer in sampler.model.model.layers:
+        parts = [getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv"]
+        whole = torch.cat([part.data for part in parts])
+        for part, data in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            part.data = data
+        joined.append((whole, parts))
+    for again in (lambda: None, lambda: sampler.take(halved(), "half"), lambda: sampler.load(STEPS)):
+        sampler.sleep(weights=True)
+        assert all(whole.untyped_storage().nbytes() == 0 for whole, _ in joined)  # though it is held here, too
+        again()
+        found = sampler.sample(asked)
+        for whole, parts in joined:
+            assert {part.untyped_storage().data_ptr() for part in parts} == {whole.data_ptr()}
+            assert torch.equal(torch.cat([part.data for part in parts]), whole)
+    assert found == expected
+
+
+def test_weights_that_are_replaced_do_not_come_from_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(STEPS, tmp_path / "half")
+    save_file(halved(), tmp_path / "half" / "model.safetensors", metadata={"format": "pt"})
+    sampler, copied, restore = make(), list[int](), transfer.restore
+    sampler._model.register_buffer("table", torch.arange(5000.0), persistent=False)  # which no checkpoint has
+    monkeypatch.setattr(
+        transfer,
+        "restore",
+        lambda pairs, device: (copied.append(sum(here.nbytes for here, _ in pairs)), restore(pairs, device)),
+    )
+    for replaced in (lambda: sampler.take(halved(), "half"), lambda: sampler.load(tmp_path / "half")):
+        sampler.sleep(weights=True)
+        replaced()
+        assert torch.equal(sampler._model.table, torch.arange(5000.0))
+    assert copied == [20_000, 20_000]
+    sampler.sleep(weights=True)
+    sampler.load(tmp_path / "half")  # the same again
+    assert copied[2:] == [bytes_there(sampler)]
+
+
+def test_host_memory_is_free_after_closing() -> None:
+    sampler = make()
+    sampler.close()
+    sampler.sleep(weights=True)  # nothing is loaded
+    sampler.load(STEPS)
+    sampler.sleep(weights=True)
+    assert sampler._offload.is_away
+    sampler.close()
+    assert not sampler._offload.is_away
