@@ -144,7 +144,7 @@ class MemoryEstimate:
         waits = f"; while sampling {self.waits / GIB:.2f}{away} wait in host memory" if self.waits else ""
         return (
             f"{self.shape.parameters / 1e6:,.1f} M parameters{trained}: at least {self.least / GIB:.2f} GiB and up to "
-            f"{self.total / GIB:.2f} ({parts}){more}{waits}"
+            f"{self.total / GIB:.2f} ({parts}{waits}){more}"
         )
 
 
