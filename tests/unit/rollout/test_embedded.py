@@ -183,7 +183,19 @@ def test_texts_are_those_that_the_tokenizer_itself_gives(monkeypatch: pytest.Mon
 
 # ---------------------------------------------------------------- weights that wait in host memory
 
-STEPS = EMBEDDED / "arithmetic-steps"
+POLICY = EMBEDDED / "arithmetic"
+
+
+def sums_sampler(*, slots: bool = False) -> HFSampler:
+    cpu = torch.device("cpu")
+    sampler = HFSampler(SamplerSettings(), max_new_tokens=16, device=cpu, dtype=torch.float32, slots=slots)
+    sampler.load(POLICY)
+    assert bool(sampler.slots_problem) != slots
+    return sampler
+
+
+def sums(sampler: HFSampler) -> list[Request]:
+    return [Request(sampler.tokenizer(f"{i}+{i + 7}=")["input_ids"], i) for i in (10, 35, 61, 88)]
 
 
 def bytes_there(sampler: HFSampler) -> int:
@@ -217,7 +229,7 @@ def turns(sampler: HFSampler, asked: list[Request]) -> dict[int, list[Response]]
 
 
 def halved() -> dict[str, torch.Tensor]:
-    return {name: 0.5 * tensor for name, tensor in load_file(STEPS / "model.safetensors").items()}
+    return {name: 0.5 * tensor for name, tensor in load_file(POLICY / "model.safetensors").items()}
 
 
 def taken(sampler: HFSampler, asked: list[Request]) -> list[Response]:
@@ -226,7 +238,7 @@ def taken(sampler: HFSampler, asked: list[Request]) -> list[Response]:
 
 
 def loaded(sampler: HFSampler, asked: list[Request]) -> list[Response]:
-    sampler.load(STEPS)
+    sampler.load(POLICY)
     assert bytes_there(sampler)
     return sampler.sample(asked)
 
@@ -260,8 +272,8 @@ CALLS: list[Callable[[HFSampler, list[Request]], object]] = [
 
 @pytest.mark.parametrize("slots", [False, True], ids=["growing", "slots"])
 def test_weights_that_waited_sample_the_same_after_every_call(slots: bool) -> None:
-    plain, waiting = (make(max_new_tokens=8, slots=slots) for _ in range(2))
-    asked, whole = requests(plain, 3), bytes_there(plain)
+    plain, waiting = (sums_sampler(slots=slots) for _ in range(2))
+    asked, whole = sums(plain), bytes_there(plain)
     assert whole > 1e6
     for call in CALLS:
         waiting.sleep(weights=True)
@@ -275,8 +287,8 @@ def test_weights_that_waited_sample_the_same_after_every_call(slots: bool) -> No
 
 
 def test_rounded_weights_that_waited_become_exact_again() -> None:
-    sampler = make()
-    asked = requests(sampler, 6)
+    sampler = sums_sampler()
+    asked = sums(sampler)
     exact, rough = sampler.sample(asked), rounded(sampler, asked)
     assert rough != exact
     sampler.sleep(weights=True)
@@ -286,8 +298,8 @@ def test_rounded_weights_that_waited_become_exact_again() -> None:
 
 
 def test_weights_that_are_parts_of_one_tensor_are_so_after_waiting() -> None:
-    sampler = make()
-    asked = requests(sampler, 6)
+    sampler = sums_sampler()
+    asked = sums(sampler)
     expected = sampler.sample(asked)
     joined: list[tuple[torch.Tensor, list[Any]]] = []
     for layer in sampler.model.model.layers:
@@ -296,7 +308,7 @@ def test_weights_that_are_parts_of_one_tensor_are_so_after_waiting() -> None:
         for part, data in zip(parts, whole.split([len(part) for part in parts]), strict=True):
             part.data = data
         joined.append((whole, parts))
-    for again in (lambda: None, lambda: sampler.take(halved(), "half"), lambda: sampler.load(STEPS)):
+    for again in (lambda: None, lambda: sampler.take(halved(), "half"), lambda: sampler.load(POLICY)):
         sampler.sleep(weights=True)
         assert all(whole.untyped_storage().nbytes() == 0 for whole, _ in joined)  # though it is held here, too
         again()
@@ -308,9 +320,9 @@ def test_weights_that_are_parts_of_one_tensor_are_so_after_waiting() -> None:
 
 
 def test_weights_that_are_replaced_do_not_come_from_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(STEPS, tmp_path / "half")
+    shutil.copytree(POLICY, tmp_path / "half")
     save_file(halved(), tmp_path / "half" / "model.safetensors", metadata={"format": "pt"})
-    sampler, copied, restore = make(), list[int](), transfer.restore
+    sampler, copied, restore = sums_sampler(), list[int](), transfer.restore
     sampler._model.register_buffer("table", torch.arange(5000.0), persistent=False)  # which no checkpoint has
     monkeypatch.setattr(
         transfer,
@@ -328,10 +340,10 @@ def test_weights_that_are_replaced_do_not_come_from_the_host(tmp_path: Path, mon
 
 
 def test_host_memory_is_free_after_closing() -> None:
-    sampler = make()
+    sampler = sums_sampler()
     sampler.close()
     sampler.sleep(weights=True)  # nothing is loaded
-    sampler.load(STEPS)
+    sampler.load(POLICY)
     sampler.sleep(weights=True)
     assert sampler._offload.is_away
     sampler.close()
