@@ -21,8 +21,8 @@ from stalewise.errors import ConfigError
 from stalewise.objectives import OBJECTIVES, Objective, Tokens, get_objective, make_tokens
 from stalewise.objectives.batch_statistics import Mergeable
 from stalewise.objectives.diagnostics import token_sums
-from stalewise.objectives.reduce import natural_denominator, reduced
 from stalewise.objectives.registry import Settings
+from stalewise.objectives.tokens import natural_denominator, reduced
 
 PREFIX = "stalewise"
 PolicyLoss = Callable[..., tuple[Tensor, dict[str, float]]]

@@ -14,7 +14,7 @@ from torch._functorch import config as functorch_config
 
 from stalewise.config import RunConfig
 from stalewise.errors import ModelError
-from stalewise.models.fused_ops import fuse_gates, fuse_norms, fuse_training_rotation
+from stalewise.models.fused_ops import fuse_gates, fuse_norms, fuse_training_rotation, fuse_training_sums
 from stalewise.models.kernels import can_compile
 
 Backend = Callable[[Any, Any], Any]
@@ -90,6 +90,7 @@ def optimize_layers(model: Any, config: RunConfig, *, is_sharded: bool, log: Cal
     if model.device.type == "cuda" and not (compiled or is_sharded):
         fuse_norms(model)
         fuse_gates(model)
+        fuse_training_sums(model)
         fuse_training_rotation(model)
     return compiled
 

@@ -1,102 +1,37 @@
 """Fused operators for GPUs: one norm operator for transformers' eight, one kernel each for gates and rotations.
 
 Norms, gates and the learner's rotations are replaced in models whose layers are not compiled, other rotations in
-decoding steps. Names say little about what a module computes, so all are compared with the original on test inputs.
+decoding steps. The sampler's model also has one product for layers with the same input, and residual sums within
+products (`fuse_for_decoding`). Names say little about what a module computes, so all are compared with the original on
+test inputs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
-from functools import wraps
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import rms_norm
+from torch.nn.functional import linear
 
+from stalewise.models.fused_norms import added_normed, fuse_norms, is_fused, is_rounded_next
 from stalewise.models.kernels import can_compile
 
 ROTATION = "apply_rotary_pos_emb"  # in transformers' modeling files
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that the kernel computes in float32 without loss
 PROBE_ROWS = 3
-WIDEST_NORM = 16384  # numbers of a row that the kernel takes
 GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")  # children of a gated layer
+# Children of one module with the same input, in the order of their calls: names of the Llama family.
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}  # children of a layer with two plain sums
 Rotate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-
-
-def fuse_norms(model: Any) -> int:
-    """Let the plain RMS norms of a model use torch's operator; returns their number. Weights keep their names."""
-    norms = [module for module in model.modules() if _is_plain(module)]
-    for module in norms:
-        module.forward = _FusedNorm(module)
-    return len(norms)
-
-
-class _FusedNorm:
-    """Replaces a norm's forward; reads the module's weight at each call."""
-
-    def __init__(self, module: Any) -> None:
-        self.module, self.epsilon = module, _epsilon(module)
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        weight = self.module.weight
-        if hidden_states.dtype is not weight.dtype:  # the module decides the precision of the result
-            return type(self.module).forward(self.module, hidden_states)
-        if _is_rounded_next(hidden_states):
-            normed: Any = _Normed.apply(hidden_states, weight, self.epsilon, torch.get_autocast_dtype("cuda"))
-            return normed
-        return rms_norm(hidden_states, weight.shape, weight, self.epsilon)
-
-
-def _is_rounded_next(x: Tensor) -> bool:
-    """Whether autocast rounds the norm of these numbers at its first use, and a kernel can do it at once."""
-    low = x.is_cuda and x.dtype is torch.float32 and torch.is_autocast_enabled("cuda")
-    return low and x.shape[-1] <= WIDEST_NORM and can_compile()
-
-
-class _Normed(torch.autograd.Function):
-    """The norm in low precision."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
-        from stalewise.models.kernels.elementwise import normed_on_device  # Triton comes with torch for GPUs alone
-
-        rows = x.contiguous().view(-1, x.shape[-1])
-        y, factor = normed_on_device(rows, weight, epsilon, dtype)
-        ctx.save_for_backward(x, weight, factor)
-        return y.view(x.shape)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        from stalewise.models.kernels.elementwise import norm_gradients_on_device
-
-        x, weight, factor = ctx.saved_tensors
-        gradient_TH, x_TH = (one.contiguous().view(-1, x.shape[-1]) for one in (gradients[0], x))
-        x_grad, weight_grad = norm_gradients_on_device(gradient_TH, x_TH, weight, factor)
-        return x_grad.view(x.shape), weight_grad.to(weight.dtype), None, None
-
-
-def _epsilon(module: Any) -> float | None:
-    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
-
-
-@torch.no_grad()
-def _is_plain(module: Any) -> bool:
-    """Whether it has one weight of one axis and computes what the operator does."""
-    names = [name for name, _ in module.named_parameters()]
-    if not type(module).__name__.endswith("RMSNorm") or names != ["weight"] or _epsilon(module) is None:
-        return False
-    if (weight := module.weight).ndim != 1:
-        return False
-    # Small, so that epsilon matters.
-    probe = torch.linspace(-0.02, 0.03, 2 * len(weight), device=weight.device).view(2, -1).to(weight.dtype)
-    exact = rms_norm(probe.float(), weight.shape, weight.float(), _epsilon(module))
-    output = module(probe)
-    tolerance = 1e-5 if weight.dtype is torch.float32 else 0.02  # bfloat16 rounds twice
-    return output.dtype is probe.dtype and torch.allclose(output.float(), exact, rtol=tolerance, atol=tolerance)
 
 
 # ---------------------------------------------------------------- gated layers
@@ -116,10 +51,10 @@ class _FusedGate:
     """Replaces the forward of a gated layer; reads the module's parts at each call."""
 
     def __init__(self, module: Any) -> None:
-        self.module = module
+        self.module = weakref.ref(module)  # a circle would keep its weights until Python looks for circles
 
     def __call__(self, x: Tensor) -> Tensor:
-        module = self.module
+        module: Any = self.module()
         if (whole := _whole_product(module)) is not None and (product := whole(x)).dtype is not torch.float32:
             halves: Any = _GatedProduct.apply(product)
             return module.down_proj(halves)
@@ -191,6 +126,234 @@ def _is_gated(module: Any) -> bool:
     except (RuntimeError, TypeError, ValueError):  # other inputs
         return False
     return isinstance(output, Tensor) and torch.equal(output, expected)
+
+
+# ---------------------------------------------------------------- the sampler's model
+
+
+@torch.no_grad()
+def fuse_for_decoding(model: Any) -> tuple[str, ...]:
+    """Let a model that only samples launch fewer kernels; returns what was fused: norms, linears, gates, sums.
+
+    Each kind is tried: if the logits of a few tokens are others than before, the modules get their own forward back.
+    State dicts and the values of weights are as before, but weights may be parts of one tensor.
+    """
+    fused: list[str] = []
+    try:
+        expected = _some_logits(model)
+    except Exception:  # it wants more than tokens
+        return ()
+    kinds = {"norms": fuse_norms, "linears": fuse_linears, "gates": fuse_gates, "sums": fuse_sums}
+    for name, fuse in kinds.items():
+        before = {module: vars(module).get("forward") for module in model.modules()}
+        try:
+            agrees = fuse(model) > 0 and _same_logits(_some_logits(model), expected)
+        except Exception:  # of an architecture, of a kernel that does not compile for it, or no memory to join weights
+            agrees = False
+        fused += [name] if agrees else []
+        for module, forward in before.items() if not agrees else ():
+            vars(module).pop("forward", None)
+            if forward is not None:
+                module.forward = forward
+    if model.device.type == "cuda":
+        torch.cuda.empty_cache()  # of the weights that were joined
+    return tuple(fused)
+
+
+def _some_logits(model: Any) -> Tensor:
+    size = model.get_input_embeddings().weight.shape[0]
+    ids = torch.arange(PROBE_ROWS * 4, device=model.device).view(PROBE_ROWS, 4) * 7 % size
+    return model(input_ids=ids, use_cache=False).logits
+
+
+def _same_logits(logits: Tensor, expected: Tensor) -> bool:
+    """Up to rounding in another order, as in `attention.packs`."""
+    tolerance = 1e-4 if expected.dtype is torch.float32 else 0.05
+    return bool((logits.float() - expected.float()).abs().max() <= tolerance * expected.float().abs().max())
+
+
+def fuse_linears(model: Any) -> int:
+    """Let linear layers with the same input be one product, without gradients; returns the number of products."""
+    uses = Counter(
+        id(weight)
+        for _, layer in model.named_modules(remove_duplicate=False)
+        for weight in layer.parameters(recurse=False)
+    )
+    return sum(_join(parent, names, uses) for parent in list(model.modules()) for names in SAME_INPUT)
+
+
+def _join(parent: Any, names: Sequence[str], uses: Counter[int]) -> bool:
+    if "q_proj" in names and getattr(getattr(parent, "config", None), "clip_qkv", None) is not None:
+        return False  # OLMo changes each of them in place
+    layers: list[Any] = [getattr(parent, name, None) for name in names]
+    if any(type(layer) is not torch.nn.Linear or "forward" in vars(layer) for layer in layers):
+        return False
+    if any(uses[id(weight)] > 1 for layer in layers for weight in layer.parameters()):
+        return False
+    kinds = {(x.in_features, x.bias is None, x.weight.dtype, x.weight.device) for x in layers}
+    if len(kinds) > 1:
+        return False
+    joined = _JoinedLinears(layers)
+    for index, layer in enumerate(layers):
+        layer.forward = partial(joined.part, index)
+    return True
+
+
+class _JoinedLinears:
+    """Linear layers with the same input. Their weights become parts of one tensor, and stay those of the layers."""
+
+    def __init__(self, layers: Sequence[torch.nn.Linear]) -> None:
+        self.layers = [weakref.ref(layer) for layer in layers]  # which hold this object
+        self.sizes = [layer.out_features for layer in layers]
+        self.weight = _joined([layer.weight for layer in layers])
+        self.bias = None if layers[0].bias is None else _joined([layer.bias for layer in layers])
+        self.places = self._places()
+        self.input: Tensor | None = None
+        self.parts: tuple[Tensor, ...] = ()
+
+    def _places(self) -> list[int]:
+        return [weight.data_ptr() for ref in self.layers if (layer := ref()) for weight in layer.parameters()]
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        """The output of one of the layers. The first computes all of them, the last releases them."""
+        if index == 0:
+            self.input, self.parts = None, ()
+            # Weights that were moved since are no parts of the tensor any more.
+            if not torch.is_grad_enabled() and self._places() == self.places:
+                self.input, self.parts = x, linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
+        if x is not self.input:
+            layer: Any = self.layers[index]()
+            return linear(x, layer.weight, layer.bias)
+        part = self.parts[index]
+        if index + 1 == len(self.sizes):
+            self.input, self.parts = None, ()
+        return part
+
+
+def _joined(weights: Sequence[Tensor]) -> Tensor:
+    """The weights one after the other, which become views of it."""
+    joined = torch.cat([weight.detach() for weight in weights])
+    for weight, part in zip(weights, joined.split([len(weight) for weight in weights]), strict=True):
+        weight.data = part
+    return joined
+
+
+def fuse_sums(model: Any) -> int:
+    """Let the last product of attention and of the gated layer add to the residual in place; returns their number.
+
+    Not with gradients. The residual of the first layer must be a tensor of its own, as embeddings are.
+    """
+    layers = [layer for layer in model.modules() if _has_plain_sums(layer)]
+    for layer in layers:
+        layer.forward = _SummingLayer(layer)
+    return len(layers)
+
+
+def _has_parts(layer: Any) -> bool:
+    """Whether it has the parts of a layer of the Llama family and no numbers of its own, which might scale the sums."""
+    if {name for name, _ in layer.named_children()} != LAYER or "forward" in vars(layer):
+        return False
+    return not any(isinstance(x, float) for x in vars(layer).values()) and not list(layer.parameters(recurse=False))
+
+
+def _has_plain_sums(layer: Any) -> bool:
+    """Whether both of its sums follow a product without a bias."""
+    if not _has_parts(layer):
+        return False
+    ends = getattr(layer.self_attn, "o_proj", None), getattr(layer.mlp, "down_proj", None)
+    return all(type(end) is torch.nn.Linear and end.bias is None and "forward" not in vars(end) for end in ends)
+
+
+class _SummingLayer:
+    """Replaces the forward of a decoder layer: both sums are parts of the products before them."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = weakref.ref(layer)
+        self.ends = _AddingLinear(layer.self_attn.o_proj), _AddingLinear(layer.mlp.down_proj)
+        layer.self_attn.o_proj.forward, layer.mlp.down_proj.forward = self.ends
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        layer: Any = self.layer()
+        x = hidden_states
+        if args or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or not x.is_contiguous():
+            return type(layer).forward(layer, x, *args, **kwargs)
+        x = self.ends[0].added(x, lambda: layer.self_attn(hidden_states=layer.input_layernorm(x), **kwargs)[0])
+        return self.ends[1].added(x, lambda: layer.mlp(layer.post_attention_layernorm(x)))
+
+
+class _AddingLinear:
+    """Replaces the forward of a linear layer: within `added` it adds to the residual and returns that."""
+
+    def __init__(self, layer: torch.nn.Linear) -> None:
+        self.layer = weakref.ref(layer)
+        self.residual: Tensor | None = None
+
+    def added(self, residual: Tensor, call: Callable[[], Tensor]) -> Tensor:
+        """The residual plus what `call` returns, which ends with this layer."""
+        self.residual = residual
+        try:
+            output = call()
+            if output is not residual and self.residual is None:
+                raise RuntimeError("a module changes the output of what is said to be its last layer")
+            return residual if output is residual else residual + output
+        finally:
+            self.residual = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        layer: Any = self.layer()
+        residual, weight = self.residual, layer.weight
+        if residual is None or not x.dtype is residual.dtype is weight.dtype:
+            return linear(x, weight)
+        residual.view(-1, len(weight)).addmm_(x.reshape(-1, weight.shape[1]), weight.t())
+        self.residual = None
+        return residual
+
+
+# ---------------------------------------------------------------- the learner's layers
+
+
+@torch.no_grad()
+def fuse_training_sums(model: Any) -> int:
+    """Let layers make the sum after attention in the kernel of the norm that follows; returns their number.
+
+    The backward pass then has one kernel for the norm, the sum of two gradients, and rounding it for attention. Call it
+    after `fuse_norms`. It is tried; if logits are others than before, the layers get their own forward back.
+    """
+    layers = [layer for layer in model.modules() if _has_parts(layer) and is_fused(layer.post_attention_layernorm)]
+    if not layers or not can_compile():
+        return 0
+    before = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        with torch.autocast(model.device.type, dtype=torch.bfloat16):
+            expected = _some_logits(model)
+            for layer in layers:
+                layer.forward = _NormingLayer(layer)
+            agrees = _same_logits(_some_logits(model), expected)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # of an architecture, or of a kernel that does not compile for it
+        agrees = False
+    finally:
+        model.set_attn_implementation(before)
+    for layer in layers if not agrees else ():
+        vars(layer).pop("forward", None)
+    return len(layers) if agrees else 0
+
+
+class _NormingLayer:
+    """Replaces the forward of a decoder layer whose residual is in float32 and whose products are not."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = weakref.ref(layer)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        layer: Any = self.layer()
+        if args or not is_rounded_next(hidden_states):
+            return type(layer).forward(layer, hidden_states, *args, **kwargs)
+        addition = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **kwargs)[0]
+        total, normed = added_normed(hidden_states, addition, layer.post_attention_layernorm)
+        return total + layer.mlp(normed)
 
 
 # ---------------------------------------------------------------- rotations

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from stalewise.objectives.batch_statistics import Mergeable
 from stalewise.objectives.diagnostics import TokenSums, token_sums
-from stalewise.objectives.reduce import natural_denominator, reduced
 from stalewise.objectives.registry import Objective, Settings, get_objective
 from stalewise.objectives.regularizers import NONE, Regularizers
 from stalewise.objectives.surrogates import TokenLoss
-from stalewise.objectives.tokens import Tokens, make_tokens
+from stalewise.objectives.tokens import Tokens, make_tokens, natural_denominator, reduced
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,9 +24,8 @@ from stalewise.objectives.batch_statistics import (
     behaviour_weights,
     harmful,
 )
-from stalewise.objectives.reduce import Reduction
 from stalewise.objectives.surrogates import TokenLoss
-from stalewise.objectives.tokens import Tokens
+from stalewise.objectives.tokens import Reduction, Tokens
 
 Settings = Mapping[str, Any]  # every parameter of one objective, with defaults filled in and types checked
 

@@ -144,7 +144,7 @@ class Orchestrator:
         """Raise before anything is loaded where the model is too large, or cannot do what the config asks for."""
         if versions(self.directory)[-1:] == [self.schedule.updates]:
             return
-        check_engine_devices(self.config)
+        check_engine_devices(self.config.sampler, self.config.model, self.config.schedule)
         policy = self.newest_policy()
         check_vllm_room(self.config, policy)
         check_reference(self.config.objective, self.config.model, self.config.task.name, policy)

@@ -150,7 +150,7 @@ class _Preflight:
 
         model = self.config.model
         device = pick_device(model.device)
-        check_engine_devices(self.config)
+        check_engine_devices(self.config.sampler, self.config.model, self.config.schedule)
         precision = str(pick_precision(model.precision, device)).removeprefix("torch.")
         if model.precision == "bfloat16-only" and not model.trains_adapters:
             advice = "small updates are lost to rounding: use bfloat16, which keeps float32 weights, where they fit"
@@ -172,10 +172,10 @@ class _Preflight:
         from stalewise.orchestrator.setup import engine_of_run
         from stalewise.rollout.factory import check_engine_devices
 
-        sampler = self.config.sampler
-        engine, why = engine_of_run(self.config.directory, sampler, self.config.model, self.source)
+        sampler, model, schedule = self.config.sampler, self.config.model, self.config.schedule
+        engine, why = engine_of_run(self.config.directory, sampler, model, schedule, self.source)
         self.config = self.config.model_copy(update={"sampler": sampler.model_copy(update={"engine": engine})})
-        check_engine_devices(self.config)  # that of the device saw "auto"
+        check_engine_devices(self.config.sampler, model, schedule)  # that of the device saw "auto"
         return "ok", f"auto: {engine}, {why}"
 
     def _memory(self) -> tuple[Status, str]:

@@ -18,7 +18,7 @@ from stalewise.config.run_directory import (
     is_started,
     read_config,
 )
-from stalewise.config.sections import ModelSection, ObjectiveSection, SamplerSection
+from stalewise.config.sections import ModelSection, ObjectiveSection, SamplerSection, ScheduleSection
 from stalewise.errors import CalibrationError, ConfigError, StoreError
 from stalewise.models.loading import encode_prompts, load_model, load_tokenizer, pick_device, resolve_model
 from stalewise.objectives import get_objective
@@ -55,10 +55,12 @@ def _place(record: Mapping[str, Any]) -> str:
     return f"cpu with {record.get('threads')} thread(s)" if device == "cpu" else device
 
 
-def engine_of_run(directory: Path, section: SamplerSection, model: ModelSection, source: str) -> tuple[str, str]:
+def engine_of_run(
+    directory: Path, section: SamplerSection, model: ModelSection, schedule: ScheduleSection, source: str
+) -> tuple[str, str]:
     """The engine that `auto` stands for in this run, and why."""
     began = read_config(directory).sampler.engine if is_started(directory) else "auto"
-    return pick_engine(section, model, source) if began == "auto" else (began, "with which the run began")
+    return pick_engine(section, model, schedule, source) if began == "auto" else (began, "with which the run began")
 
 
 def resolve_settings(config: RunConfig, log: Callable[[str], object] = lambda text: None) -> RunConfig:
@@ -68,7 +70,7 @@ def resolve_settings(config: RunConfig, log: Callable[[str], object] = lambda te
     """
     if config.sampler.engine == "auto":
         source = resolve_model(config.model.path, config.task.name)
-        engine, why = engine_of_run(config.directory, config.sampler, config.model, source)
+        engine, why = engine_of_run(config.directory, config.sampler, config.model, config.schedule, source)
         log(f"sampler.engine auto: {engine}, {why}")
         config = config.model_copy(update={"sampler": config.sampler.model_copy(update={"engine": engine})})
     if config.plan.learning_rate == "given":

@@ -11,8 +11,14 @@ import numpy as np
 import torch
 
 from stalewise.config import RunConfig
-from stalewise.config.sections import LEAST_VLLM_TEMPERATURE, ForeignSection, ModelSection, SamplerSection
-from stalewise.errors import ConfigError
+from stalewise.config.sections import (
+    LEAST_VLLM_TEMPERATURE,
+    ForeignSection,
+    ModelSection,
+    SamplerSection,
+    ScheduleSection,
+)
+from stalewise.errors import ConfigError, StalewiseError
 from stalewise.models.compilation import compiling_pays
 from stalewise.models.loading import (
     context_length,
@@ -86,7 +92,9 @@ def make_sampler(
     return MixedPolicySampler(embedded(), embedded()) if section.foreign.share else embedded()
 
 
-def pick_engine(section: SamplerSection, model: ModelSection, source: str) -> tuple[str, str]:
+def pick_engine(
+    section: SamplerSection, model: ModelSection, schedule: ScheduleSection, source: str
+) -> tuple[str, str]:
     """The engine that `auto` stands for on this machine with the model at `source`, and why.
 
     Where the embedded engine decodes in slots it was faster than vLLM in every comparison (docs/engines.md), so vLLM
@@ -99,6 +107,10 @@ def pick_engine(section: SamplerSection, model: ModelSection, source: str) -> tu
         return "hf", "vLLM is not installed"
     if section.foreign.share or section.weights != "exact" or section.temperature < LEAST_VLLM_TEMPERATURE:
         return "hf", "vLLM does not have what sampler.foreign, weights or temperature ask for"
+    try:
+        check_engine_devices(section.model_copy(update={"engine": "vllm"}), model, schedule)
+    except StalewiseError:
+        return "hf", "this pipelined run does not name GPUs for two engines of vLLM"
     dtype = pick_precision(model.precision, device)
     tried = HFSampler(SamplerSettings(), max_new_tokens=1, device=device, dtype=dtype)
     try:
@@ -113,15 +125,15 @@ def pick_engine(section: SamplerSection, model: ModelSection, source: str) -> tu
     return "hf", "it decodes this model in slots"
 
 
-def check_engine_devices(config: RunConfig) -> None:
+def check_engine_devices(sampler: SamplerSection, model: ModelSection, schedule: ScheduleSection) -> None:
     """Refuse a pipelined run in which two processes of vLLM would claim one GPU: the generator's, and evaluation's."""
     count = torch.cuda.device_count()
-    if config.sampler.engine != "vllm" or config.schedule.kind != "pipelined" or not count:
+    if sampler.engine != "vllm" or schedule.kind != "pipelined" or not count:
         return
     from stalewise.rollout.engines.vllm import device_groups, gpu_numbers
 
-    section = config.sampler.vllm
-    places = {"model.device": config.model.device, "schedule.generator_device": config.schedule.generator_device}
+    section = sampler.vllm
+    places = {"model.device": model.device, "schedule.generator_device": schedule.generator_device}
     taken: dict[str, set[int]] = {}
     for setting, name in places.items():
         if not name or not name.startswith("cuda:"):

@@ -16,11 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from stalewise.models.fused_ops import SAME_INPUT
 from stalewise.trainer.optimizer import foreach
-
-# Children of one module with the same input, in the order of their calls: names of the Llama family.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
 
 Swap = tuple[dict[str, Any], str, Any, Any]  # of a module's table and name: what is there, and what replaces it
 
@@ -106,7 +103,7 @@ class RoundedWeights:
         )
         for parent in list(module.modules()):
             done: set[str] = set()
-            for names in FUSED:
+            for names in SAME_INPUT:
                 if self._fuse(parent, names):
                     done |= set(names)
             for name, layer in parent.named_children():

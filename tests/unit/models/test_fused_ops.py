@@ -30,6 +30,7 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from policies import SIZE
 from rotations import DEVICE, one_token, plain_rotation, random
+from stalewise.models import fused_norms
 from stalewise.models import fused_ops as rotation
 from stalewise.models.fused_ops import fuse_norms, fused_rotation
 
@@ -401,7 +402,7 @@ def test_halves_of_one_product_and_norms_by_kernels(kernels: Any) -> None:
     torch.testing.assert_close(one, other)
     x, weight = random(1, 5, 24).requires_grad_(), random(24, seed=1).requires_grad_()
     plain = torch.nn.functional.rms_norm(x, (24,), weight, 1e-6)
-    normed: Any = rotation._Normed.apply(x, weight, 1e-6, torch.float32)
+    normed: Any = fused_norms._Normed.apply(x, weight, 1e-6, torch.float32)
     torch.testing.assert_close(normed, plain)
     gradient = random(1, 5, 24, seed=5)
     ours = torch.autograd.grad(normed, (x, weight), gradient)

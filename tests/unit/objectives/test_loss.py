@@ -9,10 +9,9 @@ import torch
 
 from batches import random_batch
 from stalewise.objectives.loss import evaluate, micro_batch_loss, micro_batch_sums
-from stalewise.objectives.reduce import natural_denominator
 from stalewise.objectives.registry import get_objective
 from stalewise.objectives.regularizers import Regularizers
-from stalewise.objectives.tokens import make_tokens
+from stalewise.objectives.tokens import make_tokens, natural_denominator
 
 
 def test_a_denominator_divides_the_sum() -> None:

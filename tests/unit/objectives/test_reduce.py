@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from stalewise.objectives.reduce import constant_denominator, natural_denominator, reduced
-from stalewise.objectives.tokens import make_tokens
+from stalewise.objectives.tokens import constant_denominator, make_tokens, natural_denominator, reduced
 
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]])
 TOKENS = make_tokens(logp=torch.zeros(3, 4), behaviour_logp=torch.zeros(3, 4), advantage=torch.ones(3), mask=MASK)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from stalewise.objectives import evaluate, registry
-from stalewise.objectives.reduce import constant_denominator
 from stalewise.objectives.registry import OBJECTIVES, get_objective, register_objective
-from stalewise.objectives.tokens import Tokens
+from stalewise.objectives.tokens import Tokens, constant_denominator
 
 
 def test_the_table_holds_the_objectives_of_the_methods_page() -> None:

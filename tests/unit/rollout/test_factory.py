@@ -33,19 +33,30 @@ def test_the_engine_of_the_config_is_the_one_that_is_made(runs: Path) -> None:
         make_sampler(make_config(tiny_record(runs, sampler={"engine": "vllm"})))
 
 
+PIPELINED: dict[str, Any] = {"schedule": {"kind": "pipelined", "generator_device": "cuda:1"}}
+
+
 @pytest.mark.parametrize(
-    ("device", "vllm", "sampler", "found", "engine", "why"),
+    ("device", "vllm", "sections", "found", "engine", "why"),
     [
         ("cpu", True, {}, "", "hf", "there is no GPU"),
         ("cuda", False, {}, "", "hf", "vLLM is not installed"),
-        ("cuda", True, {"weights": "int8"}, "other caches", "hf", "vLLM does not have"),
+        ("cuda", True, {"sampler": {"weights": "int8"}}, "other caches", "hf", "vLLM does not have"),
         ("cuda", True, {}, "", "hf", "it decodes this model in slots"),
         ("cuda", True, {}, "other caches", "vllm", "hf has no slots for this model: other caches"),
         ("cuda", True, {}, torch.OutOfMemoryError(), "vllm", "its weights do not fit on one GPU"),
+        ("cuda", True, PIPELINED, "other caches", "hf", "this pipelined run does not name GPUs for two engines"),
+        ("cuda", True, PIPELINED | {"model": {"device": "cuda:0"}}, "other caches", "vllm", "hf has no slots"),
     ],
 )
 def test_auto_is_the_embedded_engine_where_it_has_slots(
-    device: str, vllm: bool, sampler: dict[str, Any], found: Any, engine: str, why: str, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    vllm: bool,
+    sections: dict[str, Any],
+    found: Any,
+    engine: str,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     closed = list[bool]()
 
@@ -63,12 +74,13 @@ def test_auto_is_the_embedded_engine_where_it_has_slots(
         def close(self) -> None:
             closed.append(True)
 
-    config = make_config({"sampler": {"engine": "auto", **sampler}})
+    config = make_config({**sections, "sampler": {"engine": "auto", **sections.get("sampler", {})}})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(factory, "pick_device", lambda name: torch.device(device))
     monkeypatch.setattr(factory, "pick_precision", lambda *_: torch.bfloat16)
     monkeypatch.setattr(factory, "find_spec", lambda name: object() if vllm else None)
     monkeypatch.setattr(factory, "HFSampler", Tried)
-    chosen, said = pick_engine(config.sampler, config.model, "policy")
+    chosen, said = pick_engine(config.sampler, config.model, config.schedule, "policy")
     assert chosen == engine and why in said
     assert len(closed) == ("slot" in said or "fit" in said)
 
@@ -99,10 +111,11 @@ def test_two_engines_never_claim_one_gpu(
     config = make_config({**record, "model": {"device": learner}, "schedule": schedule})
     if message:
         with pytest.raises(ConfigError, match=message):
-            check_engine_devices(config)
+            check_engine_devices(config.sampler, config.model, config.schedule)
     else:
-        check_engine_devices(config)
+        check_engine_devices(config.sampler, config.model, config.schedule)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    check_engine_devices(config)  # vLLM on CPUs claims no GPU
+    check_engine_devices(config.sampler, config.model, config.schedule)  # vLLM on CPUs claims no GPU
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    check_engine_devices(make_config({**record, "model": {"device": learner}}))  # one engine alone
+    alone = make_config({**record, "model": {"device": learner}})
+    check_engine_devices(alone.sampler, alone.model, alone.schedule)

@@ -12,7 +12,9 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 WIDEST = 16384  # numbers of a row, which a program holds at once
-PROGRAMS = 512  # of the backward pass; fixed, so that sums do not depend on the device
+# Programs of a backward pass: enough warps to hide the loads of others. Fixed by the width, so that sums do not depend
+# on the device.
+FEWEST_PROGRAMS, NUMBERS_AT_ONCE = 512, 1 << 21
 
 
 def normed_on_device(x_TH: Tensor, weight_H: Tensor, epsilon: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -28,19 +30,49 @@ def normed_on_device(x_TH: Tensor, weight_H: Tensor, epsilon: float, dtype: torc
     return y_TH, factor_T
 
 
-def norm_gradients_on_device(
-    gradient_TH: Tensor, x_TH: Tensor, weight_H: Tensor, factor_T: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of x, in its dtype, and of the weight, in float32."""
+def added_normed_on_device(
+    x_TH: Tensor, addition_TH: Tensor, weight_H: Tensor, epsilon: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x + addition in the dtype of x, its norm in `dtype`, and the factor of each row [T] in float32."""
     rows, width = x_TH.shape
-    x_grad_TH = torch.empty_like(x_TH)
-    programs = min(rows, PROGRAMS)
-    partial = torch.empty(programs, width, dtype=torch.float32, device=x_TH.device)
+    sum_TH, y_TH = torch.empty_like(x_TH), torch.empty(rows, width, dtype=dtype, device=x_TH.device)
+    factor_T = torch.empty(rows, dtype=torch.float32, device=x_TH.device)
     if rows:
         size = triton.next_power_of_2(width)
-        given = gradient_TH, x_TH, weight_H, factor_T, x_grad_TH, partial, rows, programs
-        _norm_gradients[(programs,)](*given, WIDTH=width, SIZE=size, num_warps=_warps(size))  # pyright: ignore[reportIndexIssue]
-    return x_grad_TH, partial.sum(dim=0)
+        given = x_TH, addition_TH, weight_H, sum_TH, y_TH, factor_T, epsilon
+        _added_normed[(rows,)](*given, WIDTH=width, SIZE=size, num_warps=_warps(size))  # pyright: ignore[reportIndexIssue]
+    return sum_TH, y_TH, factor_T
+
+
+def norm_gradients_on_device(
+    gradient_TH: Tensor,
+    x_TH: Tensor,
+    weight_H: Tensor,
+    factor_T: Tensor,
+    others_TH: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, in its dtype, and of the weight, in float32; and that of x in `dtype`, empty for None.
+
+    `others_TH` is what reaches x besides the norm: it is added.
+    """
+    rows, width = x_TH.shape
+    x_grad_TH = torch.empty_like(x_TH)
+    low_TH = torch.empty(*((rows, width) if dtype else (0, 0)), dtype=dtype or x_TH.dtype, device=x_TH.device)
+    size = triton.next_power_of_2(width)
+    programs = min(rows, max(FEWEST_PROGRAMS, NUMBERS_AT_ONCE // size))
+    partial = torch.empty(programs, width, dtype=torch.float32, device=x_TH.device)
+    if rows:
+        given = gradient_TH, x_TH, weight_H, factor_T, x_TH if others_TH is None else others_TH, x_grad_TH, low_TH
+        _norm_gradients[(programs,)](  # pyright: ignore[reportIndexIssue]
+            *(*given, partial, rows, programs),
+            ADDS=others_TH is not None,
+            LOW=dtype is not None,
+            WIDTH=width,
+            SIZE=size,
+            num_warps=_warps(size),
+        )
+    return x_grad_TH, partial.sum(dim=0), low_TH
 
 
 def _warps(size: int) -> int:
@@ -59,10 +91,38 @@ def _normed(x, weight, y, factor, epsilon, WIDTH: tl.constexpr, SIZE: tl.constex
     tl.store(factor + row, scale)
 
 
+@triton.jit
+def _added_normed(x, addition, weight, total, y, factor, epsilon, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE)
+    is_there = column < WIDTH
+    place = row * WIDTH + column
+    value = tl.load(x + place, mask=is_there, other=0.0).to(tl.float32)
+    value += tl.load(addition + place, mask=is_there, other=0.0).to(tl.float32)
+    tl.store(total + place, value.to(total.dtype.element_ty), mask=is_there)
+    scale = 1 / tl.sqrt(tl.sum(value * value, axis=0) / WIDTH + epsilon)
+    result = value * scale * tl.load(weight + column, mask=is_there, other=0.0).to(tl.float32)
+    tl.store(y + place, result.to(y.dtype.element_ty), mask=is_there)
+    tl.store(factor + row, scale)
+
+
 # The code does not depend on these numbers.
 @triton.jit(do_not_specialize=["rows", "programs"])
 def _norm_gradients(
-    gradient, x, weight, factor, x_grad, partial, rows, programs, WIDTH: tl.constexpr, SIZE: tl.constexpr
+    gradient,
+    x,
+    weight,
+    factor,
+    others,
+    x_grad,
+    low,
+    partial,
+    rows,
+    programs,
+    ADDS: tl.constexpr,
+    LOW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     program = tl.program_id(0)
     column = tl.arange(0, SIZE)
@@ -77,7 +137,11 @@ def _norm_gradients(
         total += g * unit
         scaled = g * scale_of
         value = r * (scaled - unit * (tl.sum(scaled * unit, axis=0) / WIDTH))
+        if ADDS:
+            value += tl.load(others + place, mask=is_there, other=0.0).to(tl.float32)
         tl.store(x_grad + place, value.to(x_grad.dtype.element_ty), mask=is_there)
+        if LOW:
+            tl.store(low + place, value.to(low.dtype.element_ty), mask=is_there)
         place += programs * WIDTH
     tl.store(partial + program * WIDTH + column, total, mask=is_there)
 

@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from stalewise.errors import ModelError
 from stalewise.models.compilation import compile_pieces
-from stalewise.models.fused_ops import fuse_norms, fused_rotation
+from stalewise.models.fused_ops import fuse_for_decoding, fused_rotation
 from stalewise.models.kernels import can_compile, get_ready
 from stalewise.models.loading import context_length, load_model, load_tokenizer, stop_token_ids
 from stalewise.models.transfer import StorageOffload
@@ -128,9 +128,13 @@ class HFSampler:
         dtype: torch.dtype,
         on_tokens: Callable[[int], object] = lambda count: None,
         slots: bool | None = None,
+        fused: bool | None = None,
         compiling_pays: Callable[[Any], bool] = lambda model: False,
     ) -> None:
-        """`slots`: None decodes in slots on GPUs; `compiling_pays` decides whether a model on a GPU is compiled."""
+        """`slots` decodes in slots and `fused` fuses operators, both by default on GPUs.
+
+        `compiling_pays` decides whether a model on a GPU is compiled, and not fused.
+        """
         self.settings, self.max_new_tokens, self.on_tokens = settings, max_new_tokens, on_tokens
         # A GPU is fastest with a large pool; on a CPU the batches must not depend on which shards were already there.
         self.preferred_batch_size = min(POOL, POOL_TOKENS // max_new_tokens) if device.type == "cuda" else 1
@@ -146,6 +150,8 @@ class HFSampler:
         self._stop_ids = torch.empty(0, dtype=torch.long, device=device)
         self._stops: list[int] = []
         self._slots_wanted = device.type == "cuda" if slots is None else slots
+        self._fusing = device.type == "cuda" if fused is None else fused
+        self.fused: tuple[str, ...] = ()  # which operators are
         self.slots_problem = "not loaded"  # empty: responses are decoded in slots
         self._decoder: SlotDecoder | None = None
         self._kernels: dict[str, Any] = {}  # for drawing and rotating in slots
@@ -175,8 +181,7 @@ class HFSampler:
         # Some architectures are stored under other names than in memory: those are loaded anew each time.
         self._replaceable = names if names <= self._model.state_dict().keys() else frozenset()
         compiling = self._device.type == "cuda" and self._compiling_pays(self._model)
-        if self._device.type == "cuda" and not compiling:
-            fuse_norms(self._model)
+        self.fused = fuse_for_decoding(self._model) if self._fusing and not compiling else ()
         self._kernels = _kernels(self._model)
         self.slots_problem = slots_problem(self._model, **self._kernels) if self._slots_wanted else "not wanted"
         if self._slots_wanted and self.slots_problem:
