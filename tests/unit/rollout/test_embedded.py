@@ -17,7 +17,7 @@ from policies import tokens_of
 from sampling import steps_requests as requests
 from sampling import steps_sampler as make
 from stalewise.errors import ModelError
-from stalewise.models import transfer
+from stalewise.models import fused_ops, transfer
 from stalewise.models.loading import EMBEDDED, encode_prompts, load_model, load_tokenizer, resolve_model
 from stalewise.rollout.engines.embedded import HFSampler, decode_texts
 from stalewise.rollout.sampler import Request, Response
@@ -186,9 +186,9 @@ def test_texts_are_those_that_the_tokenizer_itself_gives(monkeypatch: pytest.Mon
 POLICY = EMBEDDED / "arithmetic"
 
 
-def sums_sampler(*, slots: bool = False) -> HFSampler:
-    cpu = torch.device("cpu")
-    sampler = HFSampler(SamplerSettings(), max_new_tokens=16, device=cpu, dtype=torch.float32, slots=slots)
+def sums_sampler(*, slots: bool = False, fused: bool = False) -> HFSampler:
+    settings, cpu = SamplerSettings(), torch.device("cpu")
+    sampler = HFSampler(settings, max_new_tokens=16, device=cpu, dtype=torch.float32, slots=slots, fused=fused)
     sampler.load(POLICY)
     assert bool(sampler.slots_problem) != slots
     return sampler
@@ -317,6 +317,24 @@ def test_weights_that_are_parts_of_one_tensor_are_so_after_waiting() -> None:
             assert {part.untyped_storage().data_ptr() for part in parts} == {whole.data_ptr()}
             assert torch.equal(torch.cat([part.data for part in parts]), whole)
     assert found == expected
+
+
+def test_joined_products_are_joined_after_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, rows, linear = sums_sampler(slots=True, fused=True), set[int](), fused_ops.linear
+    assert "linears" in sampler.fused
+    monkeypatch.setattr(
+        fused_ops, "linear", lambda x, weight, *bias: (rows.add(len(weight)), linear(x, weight, *bias))[1]
+    )
+    asked = sums(sampler)
+    before, joined = sampler.sample(asked), set(rows)
+    for _ in range(2):
+        sampler.sleep(weights=True)
+        assert bytes_there(sampler) == 0
+        rows.clear()
+        assert sampler.sample(asked) == before and rows == joined
+    attention = sampler.model.model.layers[0].self_attn
+    heads = [len(getattr(attention, f"{name}_proj").weight) for name in "qkv"]
+    assert sum(heads) in joined and heads[1] not in joined
 
 
 def test_weights_that_are_replaced_do_not_come_from_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
