@@ -17,6 +17,7 @@ from stalewise.models.loading import EMBEDDED
 from stalewise.orchestrator import model_check
 from stalewise.orchestrator.model_check import NEW_TOKENS, check_model, stage_problem, trial_requests
 from stalewise.orchestrator.preflight import examine
+from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.factory import make_sampler
 from stalewise.store.checkpoints import versions
 from stalewise.tasks import make_task
@@ -62,6 +63,7 @@ def test_the_sampler_makes_room_for_the_learner_where_it_does_in_the_run(
     changes = {"model": {"check": "refuse"}, "sampler": {"max_new_tokens": 8, "weights": "fp8"}}
     settings = make_config(tiny_record(runs, **changes))
     sampler, there = make_sampler(settings), list[bool]()
+    assert isinstance(sampler, HFSampler)
     for waits in (False, True):
         monkeypatch.setattr(model_check, "offloads", lambda config, source, waits=waits: waits)
         monkeypatch.setattr(

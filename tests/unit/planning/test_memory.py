@@ -352,7 +352,7 @@ def test_trainer_and_sampler_wait_in_host_memory_for_each_other(
     learning = sum(plain.learning.values())
     assert learning > 64 * 148 * 600 and (plain.total, waiting.total) == (18e6 + learning, 16e6 + learning)
     # No other rank waits, and nothing does where both work at once.
-    pipelined = {"schedule": {"kind": "pipelined", "updates": 8, "updates_per_generation": 2}}
+    pipelined: dict[str, Any] = {"schedule": {"kind": "pipelined", "updates": 8, "updates_per_generation": 2}}
     for others in (
         estimate(offloading("always"), "x"),
         estimate(offloading("always"), "x", shards=2),
@@ -413,11 +413,11 @@ def test_auto_lets_them_wait_where_the_device_could_not_hold_both(
         assert "memory may run out" in check_memory(offloading("never", **sizes), "x")
     assert [offloads(offloading(how), "x") for how in ("always", "never")] == [True, False]
     # A server has no weights here, so that learning gains nothing.
-    server = {"sampler": {"engine": "server", "server": {"urls": ["http://localhost:1"]}, "max_new_tokens": 20}}
+    engine = {"engine": "server", "server": {"urls": ["http://localhost:1"]}, "max_new_tokens": 20}
     memory[0] = 17_000_000
-    assert not offloads(offloading("auto", tokens=300, **server), "x")
+    assert not offloads(offloading("auto", tokens=300, sampler=engine), "x")
     memory[0] = 15_000_000
-    assert offloads(offloading("auto", tokens=300, **server), "x")
+    assert offloads(offloading("auto", tokens=300, sampler=engine), "x")
 
 
 def test_a_run_that_fits_only_in_turns(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
