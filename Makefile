@@ -78,7 +78,8 @@ $(TRITON)/.installed: Makefile | install
 
 test-kernels: install $(TRITON)/.installed
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(BIN)/pytest -W ignore::RuntimeWarning \
-		$(addprefix tests/unit/models/test_,$(addsuffix .py,decode_attention elementwise fused_norms fused_ops gated logits low_precision_step rope sample_token segment_sum))
+		$(addprefix tests/unit/models/test_,$(addsuffix .py,decode_attention elementwise fused_norms fused_ops gated logits low_precision_step rope sample_token segment_sum)) \
+		tests/benchmarks/test_decode_attention_bench.py
 
 # Real vLLM on the CPU, in an environment of its own: it wants an older transformers than we are tested with. Nothing is
 # resolved (that would bring builds that do not fit), and nothing compiled that is not imported.

@@ -277,10 +277,11 @@ def profiled(sample: Sample, part: Part, tokens: int) -> dict[str, Any]:
     """What our engine does in a few steps in the middle of responses of fixed length: milliseconds a step by kernel."""
     from torch.profiler import profile
 
-    from stalewise.rollout.engines.slot_decode import STEPS_PER_CHECK, SlotDecoder
+    from stalewise.rollout.engines.slot_decode import SlotDecoder, steps_per_check
 
-    run, seen, profiler, checks = SlotDecoder.run, [0], profile(), max(1, min(8, tokens // 4 // STEPS_PER_CHECK))
-    first = max(1, tokens // 2 // STEPS_PER_CHECK - checks)
+    run, seen, profiler, steps = SlotDecoder.run, [0], profile(), steps_per_check(tokens)
+    checks = max(1, min(8, tokens // 4 // steps))
+    first = max(1, tokens // 2 // steps - checks)
 
     def watched(self: SlotDecoder, rows: int, slots: np.ndarray, steps: int) -> None:
         seen[0] += 1
@@ -291,15 +292,15 @@ def profiled(sample: Sample, part: Part, tokens: int) -> dict[str, Any]:
 
     SlotDecoder.run = watched
     try:
-        sample([min(tokens, STEPS_PER_CHECK * (first + checks + 2))] * part.requests, 9)
+        sample([min(tokens, steps * (first + checks + 2))] * part.requests, 9)
     finally:
         SlotDecoder.run = run
     times = {
         event.key[:80]: event.self_device_time_total or event.self_cpu_time_total for event in profiler.key_averages()
     }
-    steps = checks * STEPS_PER_CHECK
     longest = sorted(times, key=lambda name: -times[name])[:PROFILED]
-    return {"at_token": first * STEPS_PER_CHECK, "ms_per_step": {name: times[name] / 1e3 / steps for name in longest}}
+    per_step = {name: times[name] / 1e3 / (checks * steps) for name in longest}
+    return {"at_token": first * steps, "ms_per_step": per_step}
 
 
 def _now(cuda: bool) -> float:

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from stalewise.rollout.token_sampling import draw
+from stalewise.rollout.token_sampling import device_uniforms, draw, rollout_seed, uniforms
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU, and no TRITON_INTERPRET=1", allow_module_level=True)
 
-from stalewise.models.kernels.logits import CHUNK, draw_on_device
+from stalewise.models.kernels.logits import CHUNK, ROWS, draw_on_device, uniforms_on_device
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LARGEST = 1 - 2**-53  # of the uniform numbers
@@ -145,3 +145,13 @@ def test_no_rows_are_no_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stalewise.models.kernels.logits._draw", None)
     token_R, logp_R = draw_on_device(torch.empty(0, 300, device=DEVICE), numbers())
     assert (token_R.shape, token_R.dtype) == (logp_R.shape, torch.int64) == ((0,), torch.int64)
+
+
+@pytest.mark.parametrize("rows", [0, 1, ROWS + 3])
+def test_uniform_numbers_are_the_recorded_ones_to_the_last_bit(rows: int) -> None:
+    seeds = [rollout_seed(0, row) for row in range(rows)]
+    given = torch.tensor([seeds, [7 * row % 5 for row in range(rows)]], dtype=torch.long, device=DEVICE)
+    found = uniforms_on_device(*given)
+    assert found.dtype is torch.float64 and torch.equal(found, device_uniforms(*given))
+    expected = uniforms(seeds, 5)
+    assert found.tolist() == [expected[row, 7 * row % 5] for row in range(rows)]

@@ -19,9 +19,9 @@ from sampling import steps_sampler as make
 from stalewise.errors import ModelError
 from stalewise.models import fused_ops, transfer
 from stalewise.models.loading import EMBEDDED, encode_prompts, load_model, load_tokenizer, resolve_model
-from stalewise.rollout.engines.embedded import HFSampler, decode_texts
+from stalewise.rollout.engines.embedded import HFSampler, _same_uniforms, decode_texts
 from stalewise.rollout.sampler import Request, Response
-from stalewise.rollout.token_sampling import sampling_logp
+from stalewise.rollout.token_sampling import device_uniforms, sampling_logp
 from stalewise.tasks.arithmetic import Steps
 from stalewise.types import FinishReason, SamplerSettings
 
@@ -179,6 +179,17 @@ def test_texts_are_those_that_the_tokenizer_itself_gives(monkeypatch: pytest.Mon
     monkeypatch.setattr(tokenizer, "clean_up_tokenization_spaces", True)  # which its library knows nothing of
     monkeypatch.setattr(tokenizer, "batch_decode", lambda ids, skip_special_tokens: ["cleaned up"] * len(ids))
     assert decode_texts(ids, tokenizer) == ["cleaned up"] * len(ids)
+
+
+def test_random_numbers_of_a_kernel_are_used_if_they_are_the_recorded_ones() -> None:
+    def fails(seed_R: torch.Tensor, position_R: torch.Tensor) -> torch.Tensor:
+        raise KeyError("no such instruction")
+
+    cpu = torch.device("cpu")
+    assert _same_uniforms(device_uniforms, cpu)
+    assert not _same_uniforms(lambda seed, position: device_uniforms(seed, position + 1), cpu)
+    assert not _same_uniforms(lambda seed, position: device_uniforms(seed, position).float().double(), cpu)
+    assert not _same_uniforms(fails, cpu)
 
 
 # ---------------------------------------------------------------- weights that wait in host memory

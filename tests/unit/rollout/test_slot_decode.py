@@ -17,10 +17,10 @@ from sampling import steps_requests as requests
 from sampling import steps_sampler as make
 from stalewise.errors import ModelError
 from stalewise.models.loading import EMBEDDED, load_model, load_tokenizer, resolve_model
-from stalewise.rollout.engines import paged_cache
+from stalewise.rollout.engines import paged_cache, slot_decode
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.engines.request_queue import LengthHistory, RequestQueue
-from stalewise.rollout.engines.slot_decode import STEPS_PER_CHECK, SlotDecoder, SlotStatus, slots_problem
+from stalewise.rollout.engines.slot_decode import SlotDecoder, SlotStatus, slots_problem
 from stalewise.rollout.sampler import Request
 from stalewise.types import FinishReason, SamplerSettings
 
@@ -35,6 +35,7 @@ class Watch:
 
         def watched_run(decoder: SlotDecoder, rows: int, slots: np.ndarray, steps: int) -> None:
             self.look(decoder)
+            assert steps == decoder.steps_per_check
             run(decoder, rows, slots, steps)
 
         def watched_put_back(decoder: SlotDecoder, queue: RequestQueue, slots: np.ndarray) -> Any:
@@ -54,7 +55,7 @@ class Watch:
     def look(self, decoder: SlotDecoder) -> None:
         """A response holds the blocks of its tokens and of the next steps, a prompt those of its own, none twice."""
         board, size = decoder.board, decoder.size.block_size
-        needed_S = -(-np.minimum(board.tokens_S + STEPS_PER_CHECK, decoder.new_tokens) // size)
+        needed_S = -(-np.minimum(board.tokens_S + decoder.steps_per_check, decoder.new_tokens) // size)
         held = [board.blocks.own_SB[slot, : needed_S[slot]] for slot in board.living]
         for prompt, blocks in self.queue.blocks_of.items():
             assert len(blocks) == -(-self.queue.prefix_P[prompt] // size)
@@ -74,12 +75,26 @@ def few_blocks(monkeypatch: pytest.MonkeyPatch, *, block_size: int, blocks: int,
     monkeypatch.setattr(paged_cache, "MOST_SLOTS", slots)
 
 
+def as_if_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat responses of any length as long ones: more steps between checks, and steps of fewer rows."""
+    monkeypatch.setattr(slot_decode, "FINE_ROWS", 1)
+    monkeypatch.setattr(slot_decode, "FEWEST_FINE_ROWS", 2)
+
+
 @pytest.mark.parametrize(
-    "settings", [SamplerSettings(), SamplerSettings(temperature=0.7, top_k=5), SamplerSettings(top_p=0.8)]
+    ("settings", "long"),
+    [
+        (SamplerSettings(), False),
+        (SamplerSettings(), True),
+        (SamplerSettings(temperature=0.7, top_k=5), False),
+        (SamplerSettings(top_p=0.8), False),
+    ],
 )
 def test_slots_that_are_refilled_say_what_the_growing_cache_says(
-    settings: SamplerSettings, monkeypatch: pytest.MonkeyPatch
+    settings: SamplerSettings, long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if long:
+        as_if_long(monkeypatch)
     monkeypatch.setattr("stalewise.rollout.engines.paged_cache.MOST_SLOTS", 16)
     monkeypatch.setattr("stalewise.rollout.engines.paged_cache.FEWEST_ROWS", 4)
     monkeypatch.setattr("stalewise.rollout.engines.slot_decode.PREFILL_TOKENS", 60)
@@ -90,6 +105,7 @@ def test_slots_that_are_refilled_say_what_the_growing_cache_says(
     expected, found = plain.sample(wanted), slotted.sample(wanted)
     assert slotted._decoder is not None and slotted._decoder.slots == 16
     assert set(slotted._decoder.graphs) > {16}  # fewer rows at the end
+    assert (slotted._decoder.steps_per_check, 8 in slotted._decoder.graphs) == ((8, True) if long else (2, False))
     assert tokens_of(found) == tokens_of(expected)
     assert [response.finish_reason for response in found] == [response.finish_reason for response in expected]
     for ours, theirs in zip(found, expected, strict=True):
@@ -228,8 +244,13 @@ def test_a_kernel_that_cannot_be_made_is_a_reason_to_do_without_slots() -> None:
     assert "out of shared memory" in slots_problem(model, draw=no_draw)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (2, 3))])
-def test_few_blocks_change_no_response(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("seed", "long"),
+    [(0, False), (1, False), (1, True), *(pytest.param(seed, False, marks=pytest.mark.nightly) for seed in (2, 3))],
+)
+def test_few_blocks_change_no_response(seed: int, long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if long:
+        as_if_long(monkeypatch)
     rng = np.random.default_rng(seed)
     block_size, limit, group_size = (1, 3, 8, 16)[seed], int(rng.integers(20, 40)), int(rng.integers(2, 5))
     plain = make(max_new_tokens=limit)
@@ -250,6 +271,31 @@ def test_few_blocks_change_no_response(seed: int, monkeypatch: pytest.MonkeyPatc
     assert sum(counted) == sum(len(response.token_ids) for response in found)
     assert slotted._decoder is not None and slotted._decoder.board.blocks.free == slotted._decoder.size.blocks
     assert watch.put_back  # otherwise the test shows nothing
+
+
+@pytest.mark.parametrize(
+    ("new_tokens", "expected"), [(1023, [256, 256, 64, 64, 64, 64]), (1024, [256, 128, 64, 32, 8, 8])]
+)
+def test_rows_of_a_step_follow_the_responses_that_are_alive(new_tokens: int, expected: list[int]) -> None:
+    model = load_model(resolve_model("auto", "arithmetic"), device=torch.device("cpu"))
+    sizes: dict[str, Any] = {"requests": 256, "prompts": 1, "prompt_room": 8, "new_tokens": new_tokens}
+    nothing = torch.empty(0, dtype=torch.long)
+    decoder = SlotDecoder(model, **sizes, settings=SamplerSettings(), stop_ids=nothing)
+    assert decoder.slots == 256 and decoder.steps_per_check == (8 if new_tokens == 1024 else 2)
+    found: list[int] = []
+    for alive in (256, 65, 64, 17, 8, 1):
+        living = np.arange(256)[-alive:]
+        rows, slots = decoder.rows_for(living)
+        assert len(set(slots.tolist())) == rows and set(living.tolist()) <= set(slots.tolist())
+        found.append(rows)
+    assert found == expected
+
+
+def test_slots_are_at_least_64_however_few_rows_a_step_may_have() -> None:
+    model = load_model(resolve_model("auto", "arithmetic"), device=torch.device("cpu"))
+    sizes: dict[str, Any] = {"requests": 3, "prompts": 1, "prompt_room": 8, "new_tokens": 1024}
+    nothing = torch.empty(0, dtype=torch.long)
+    assert SlotDecoder(model, **sizes, settings=SamplerSettings(), stop_ids=nothing).slots == 64
 
 
 def test_one_response_that_fits_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:

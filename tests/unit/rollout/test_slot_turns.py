@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from stalewise.models.loading import EMBEDDED
+from stalewise.rollout.engines import paged_cache, slot_decode
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.engines.slot_turns import MOST_GIVEN
 from stalewise.rollout.sampler import Request, Response
@@ -16,13 +17,15 @@ assert len(ANSWER) < MOST_GIVEN  # so that it goes through decoding steps
 
 
 class Slow:
-    """Answers each turn twice, the requests in reverse order and after `polls` calls that were not told to wait."""
+    """Answers each request twice if there is room, in reverse order and after `polls` calls that were not to wait."""
 
-    def __init__(self, polls: int) -> None:
+    def __init__(self, polls: int, room: int) -> None:
         self.polls, self.said, self.waiting, self.left = polls, dict[int, list[str]](), list[int](), polls
+        self.whole, self.room = room, dict[int, int]()
 
     def ended(self, request: int, response: Response) -> None:
         self.said.setdefault(request, []).append(response.text)
+        self.room[request] = self.room.get(request, self.whole) - len(response.token_ids) - len(ANSWER)
         self.waiting.append(request)
 
     def next(self, *, wait: bool) -> list[tuple[int, list[int]]]:
@@ -31,20 +34,26 @@ class Slow:
             return []
         self.left, answered = self.polls, self.waiting[::-1]
         self.waiting = []
-        return [(request, ANSWER if len(self.said[request]) < 3 else []) for request in answered]
+        return [(i, ANSWER if len(self.said[i]) < 3 and self.room[i] > 0 else []) for i in answered]
 
 
-@pytest.mark.parametrize("polls", [1, 7])
-def test_late_answers_change_no_turn(polls: int) -> None:
+@pytest.mark.parametrize(("polls", "steps"), [(1, 2), (7, 2), (2, 8)])
+def test_late_answers_change_no_turn(polls: int, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
     for patience in (0, polls):
+        if patience and steps > 2:  # as many as between two checks of long responses
+            monkeypatch.setattr(slot_decode, "FINE_ROWS", 1)
+            monkeypatch.setattr(paged_cache, "BLOCK_SIZE", 4)  # so that every run of steps needs more blocks
+        tokens, policy = (40, "arithmetic") if steps == 2 else (110, "arithmetic-steps")  # the latter has longer turns
         sampler = HFSampler(
-            SamplerSettings(), max_new_tokens=40, device=torch.device("cpu"), dtype=torch.float32, slots=True
+            SamplerSettings(), max_new_tokens=tokens, device=torch.device("cpu"), dtype=torch.float32, slots=True
         )
-        sampler.load(EMBEDDED / "arithmetic")
+        sampler.load(EMBEDDED / policy)
         requests = [Request(sampler.tokenizer(f"{i}+{i + 7}=")["input_ids"], i) for i in range(10, 40)]
-        turns = Slow(patience)
+        turns = Slow(patience, tokens)
         sampler.sample_turns(requests, sampler.settings, turns)
-        assert {len(texts) for texts in turns.said.values()} == {3} and len(turns.said) == len(requests)
+        assert sampler._decoder is not None and sampler._decoder.steps_per_check == (steps if patience else 2)
+        assert len(turns.said) == len(requests)
+        assert steps > 2 or {len(texts) for texts in turns.said.values()} == {3}
         said.append(turns.said)
     assert said[0] == said[1]

@@ -40,6 +40,7 @@ from stalewise.rollout.engines.request_queue import LengthHistory, RequestQueue
 from stalewise.rollout.engines.slot_decode import FinishedResponses, SlotDecoder, last_turns, slots_problem
 from stalewise.rollout.engines.slot_turns import SlotTurns
 from stalewise.rollout.sampler import Request, Response, TurnSource, check_lengths, open_turns, sample_in_rounds
+from stalewise.rollout.token_sampling import device_uniforms
 from stalewise.types import FinishReason, SamplerSettings
 
 FP8 = torch.float8_e4m3fn
@@ -494,9 +495,20 @@ def _kernels(model: Any) -> dict[str, Any]:
     """Our kernels for drawing and rotating in slots, where they can be compiled."""
     if model.device.type != "cuda" or not can_compile():
         return {}
-    from stalewise.models.kernels.logits import draw_on_device  # Triton comes with torch for GPUs alone
+    from stalewise.models.kernels.logits import draw_on_device, uniforms_on_device  # Triton is there for GPUs alone
 
-    return {"draw": draw_on_device, "while_capturing": partial(fused_rotation, model)}
+    kernels = {"draw": draw_on_device, "while_capturing": partial(fused_rotation, model)}
+    return kernels | ({"uniforms": uniforms_on_device} if _same_uniforms(uniforms_on_device, model.device) else {})
+
+
+def _same_uniforms(uniforms: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> bool:
+    """Whether these random numbers are the recorded ones, to the last bit."""
+    position = torch.arange(300, device=device)
+    seed = position * 0x5DEECE66D_1234567  # wraps around
+    try:
+        return torch.equal(uniforms(seed, position), device_uniforms(seed, position))
+    except Exception:  # of a compiler
+        return False
 
 
 def _file_identity(file: Path) -> tuple[object, ...] | None:

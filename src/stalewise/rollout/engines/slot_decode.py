@@ -42,14 +42,20 @@ from stalewise.rollout.token_sampling import device_uniforms, draw, tempered
 from stalewise.types import SamplerSettings
 
 log = logging.getLogger(__name__)
-STEPS_PER_CHECK = 2
+STEPS_PER_CHECK, LONG_STEPS_PER_CHECK = 2, 8  # the latter for long responses: a check costs more than a late refill
 REFILL_SHARE = 0.03125  # of the responses alive; filling a few slots costs as much as filling many
 PREFILL_TOKENS, FEWEST_PREFILL_TOKENS = 65_536, 2048
 PREFILL_SHARE = 0.05  # of a GPU's free memory that a prefill's activations may take
 FINE_ROWS = 1024  # new tokens from which on it pays to capture a step for every power of two of rows
+FEWEST_FINE_ROWS = 8  # of a step; by fewer rows a step gets hardly shorter
 SLACK = (
     8  # one more free block for each of so many slots when responses are put back: the next are not put back at once
 )
+
+
+def steps_per_check(new_tokens: int) -> int:
+    """Steps between two looks at the slots, for responses of at most so many tokens."""
+    return LONG_STEPS_PER_CHECK if new_tokens >= FINE_ROWS else STEPS_PER_CHECK
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +165,7 @@ class SlotDecoder:
         expected: float | None = None,
         memory: float = 1.0,
         draw: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = draw,
+        uniforms: Callable[[Tensor, Tensor], Tensor] = device_uniforms,
         while_capturing: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Slots for `requests`, blocks for them and `prompts` of `prompt_room` tokens, or as many as fit the memory.
@@ -166,7 +173,7 @@ class SlotDecoder:
         `memory` is the share of a GPU's free memory that is counted with; `expected` the probable length of a response.
         Steps are captured within the context `while_capturing`.
         """
-        self.draw, self.while_capturing = draw, while_capturing
+        self.draw, self.uniforms, self.while_capturing = draw, uniforms, while_capturing
         self.model, self.device, self.settings, self.stop_ids = model, model.device, settings, stop_ids
         example = one_token_states(model)
         free = torch.cuda.mem_get_info(model.device)[0] * memory if self.device.type == "cuda" else None
@@ -182,6 +189,7 @@ class SlotDecoder:
         )
         self.requests, self.prompts = requests, prompts  # that it was made for
         self.slots, self.new_tokens, self.prompt_room = size.slots, new_tokens, prompt_room
+        self.steps_per_check = steps_per_check(new_tokens)
         self.prefill_tokens = _prefill_tokens(model, free)
         self.cache = PagedCache((size.blocks + 1) * size.block_size, example)
         self.board = SlotBoard(size)
@@ -190,12 +198,15 @@ class SlotDecoder:
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=self.device)
 
-        self.token_S, self.count_S, self.seed_S, self.prefix_S, self.limit_S = (zeros(size.slots) for _ in range(5))
-        self.forced_S = zeros(size.slots)  # tokens before this one are given in `ids_SN`, not sampled (slot_turns.py)
+        # Rows of one tensor, which a step reads at once. Tokens before `forced_S` are given in `ids_SN`, not sampled
+        # (slot_turns.py).
+        self.numbers = zeros(6, size.slots)
+        self.token_S, self.count_S, self.seed_S, self.prefix_S, self.limit_S, self.forced_S = self.numbers
         self.block_SB = zeros(size.slots, size.prompt_blocks + size.own_blocks, dtype=torch.int32)
         self.alive_S = zeros(size.slots, dtype=torch.bool)
-        self.ids_SN = zeros(size.slots, new_tokens, dtype=torch.int32)
-        self.logp_SN = zeros(size.slots, new_tokens, dtype=torch.float32)
+        # With one column more, where steps write what rows that have ended compute on.
+        self.all_ids, self.all_logp = (zeros(size.slots, new_tokens + 1, dtype=x) for x in (torch.int32, torch.float32))
+        self.ids_SN, self.logp_SN = self.all_ids[:, :new_tokens], self.all_logp[:, :new_tokens]
         self.stream: torch.cuda.Stream | None = None  # for capturing
         self.captures = self.device.type == "cuda"  # False after a capture that failed
         self.graphs: dict[int, tuple[Tensor, Any]] = {}  # by number of rows: the slots of a step, and its graph
@@ -203,14 +214,15 @@ class SlotDecoder:
     def _step(self, slot_R: Tensor) -> None:
         """Sample the next token of each row."""
         size = self.size
-        alive_R, count_R, prefix_R = self.alive_S[slot_R], self.count_S[slot_R], self.prefix_S[slot_R]
+        alive_R = self.alive_S[slot_R]
+        token_R, count_R, seed_R, prefix_R, limit_R, forced_R = self.numbers[:, slot_R]
         position_R, own_R = prefix_R + count_R, count_R.clamp(max=self.new_tokens - 1)
         block_R = self.block_SB[slot_R, size.prompt_blocks + own_R // size.block_size]
         # A row that has ended holds no blocks any more: it writes to the one that nobody reads.
         self.cache.place_R = torch.where(alive_R, block_R, 0) * size.block_size + own_R % size.block_size
         self.cache.reads_prompts = False
         output = self.model(
-            input_ids=self.token_S[slot_R].unsqueeze(1),
+            input_ids=token_R.unsqueeze(1),
             position_ids=position_R.unsqueeze(1),
             past_key_values=self.cache,
             use_cache=True,
@@ -223,19 +235,18 @@ class SlotDecoder:
             room=self.prompt_room + self.new_tokens,
         )
         logits_RV = tempered(output.logits[:, -1], self.settings)
-        token_R, logp_R = self.draw(logits_RV, device_uniforms(self.seed_S[slot_R], count_R))
-        given_R = count_R < self.forced_S[slot_R]
+        token_R, logp_R = self.draw(logits_RV, self.uniforms(seed_R, count_R))
+        given_R = count_R < forced_R
         token_R = torch.where(given_R, self.ids_SN[slot_R, own_R].to(token_R.dtype), token_R)
         logp_R = torch.where(given_R, 0.0, logp_R)
-        # A row that has ended computes on, and keeps its tokens.
-        place_R = (count_R - (~alive_R).long()).clamp(min=0)
-        self.ids_SN[slot_R, place_R] = torch.where(alive_R, token_R.int(), self.ids_SN[slot_R, place_R])
-        self.logp_SN[slot_R, place_R] = torch.where(alive_R, logp_R, self.logp_SN[slot_R, place_R])
+        place_R = torch.where(alive_R, own_R, self.new_tokens)  # a row that has ended keeps its tokens
+        self.all_ids[slot_R, place_R] = token_R.int()
+        self.all_logp[slot_R, place_R] = logp_R
         self.token_S[slot_R] = token_R
         self.count_S[slot_R] = count_R + alive_R
         # `torch.isin` sorts where there are many, which no graph can capture.
         stops_R = (token_R.unsqueeze(1) == self.stop_ids).any(dim=1)
-        going_on_R = (given_R | ~stops_R) & (count_R + 1 < self.limit_S[slot_R])
+        going_on_R = (given_R | ~stops_R) & (count_R + 1 < limit_R)
         self.alive_S[slot_R] = alive_R & going_on_R
 
     def run(self, rows: int, slots: np.ndarray, steps: int) -> None:
@@ -309,8 +320,8 @@ class SlotDecoder:
         while len(board.living) or last.put_back is not None:
             put_back = self.make_room(queue)
             living = board.living
-            self.run(*self.rows_for(living), STEPS_PER_CHECK)
-            board.tokens_S[living] = np.minimum(board.tokens_S[living] + STEPS_PER_CHECK, self.new_tokens)
+            self.run(*self.rows_for(living), self.steps_per_check)
+            board.tokens_S[living] = np.minimum(board.tokens_S[living] + self.steps_per_check, self.new_tokens)
             status = self.status(put_back)
             alive_S, count_S = last.wait()
             known_S = (board.request_S >= 0) & ~last.filled_S & ~board.ended_S
@@ -354,10 +365,12 @@ class SlotDecoder:
         """Number of rows of a step, and their slots: all, or fewer if few are alive.
 
         Rows that have ended cost little, and each number of rows is captured once: by factors of 4, or of 2 if
-        responses are long.
+        responses are long. Those also go on to fewer rows, since their last few take long.
         """
-        rows, factor = self.slots, 2 if self.new_tokens >= FINE_ROWS else 4
-        while rows // factor >= max(len(living), paged_cache.FEWEST_ROWS):
+        rows, factor, fewest = self.slots, 4, paged_cache.FEWEST_ROWS
+        if self.new_tokens >= FINE_ROWS:
+            factor, fewest = 2, min(fewest, FEWEST_FINE_ROWS)
+        while rows // factor >= max(len(living), fewest):
             rows //= factor
         if rows == self.slots:
             return rows, np.arange(self.slots)
@@ -374,7 +387,7 @@ class SlotDecoder:
     def make_room(self, queue: RequestQueue) -> PutBack | None:
         """Give each response that is alive the blocks of its next steps; returns those that were put back for it."""
         board, blocks, living = self.board, self.board.blocks, self.board.living
-        wanted = np.minimum(board.tokens_S[living] + STEPS_PER_CHECK, self.new_tokens)
+        wanted = np.minimum(board.tokens_S[living] + self.steps_per_check, self.new_tokens)
         lacking, put_back = blocks.lacking(living, wanted), None
         if lacking.sum() > blocks.free:
             queue.evict(blocks, int(lacking.sum()))
@@ -420,7 +433,7 @@ class SlotDecoder:
         expected_P = queue.expected_lengths(running, tokens)
         requests = queue.next(len(empty), expected_P)
         state = {"running": running, "tokens": tokens, "expected_P": expected_P}
-        count = admitted(queue, board.blocks, requests, margin=STEPS_PER_CHECK, **state)
+        count = admitted(queue, board.blocks, requests, margin=self.steps_per_check, **state)
         if count == 0 or (count < REFILL_SHARE * len(living) and count < min(len(requests), len(empty))):
             return filled_S
         # In their order: pools that fit as a whole do not depend on what was expected, to the last bit.
@@ -433,7 +446,7 @@ class SlotDecoder:
         begun = queue.start(requests)
         made = np.array([0 if response is None else len(response.ids) for response in begun], dtype=np.int64)
         board.request_S[slots], board.tokens_S[slots] = requests, made
-        board.blocks.grow(slots, np.minimum(made + STEPS_PER_CHECK, self.new_tokens))
+        board.blocks.grow(slots, np.minimum(made + self.steps_per_check, self.new_tokens))
         self._set_slots(queue, slots, requests, begun)
         texts = [(queue.prompts[prompt][:-1], self._places(queue.blocks_of[prompt])) for prompt in new_prompts.tolist()]
         texts += [

@@ -15,7 +15,6 @@ import torch
 from stalewise.models.transfer import to_device
 from stalewise.rollout.engines.request_queue import BegunResponse, RequestQueue
 from stalewise.rollout.engines.slot_decode import (
-    STEPS_PER_CHECK,
     FinishedResponses,
     PutBack,
     SlotBoard,
@@ -98,13 +97,13 @@ class SlotTurns:
             living = board.living
             if not len(living):
                 return None
-            wanted = np.minimum(board.tokens_S[living] + STEPS_PER_CHECK, decoder.new_tokens)
+            wanted = np.minimum(board.tokens_S[living] + decoder.steps_per_check, decoder.new_tokens)
             while self.slot_of and board.blocks.lacking(living, wanted).sum() > board.blocks.free:
                 self._give_up(next(iter(self.slot_of)))
             put_back = decoder.make_room(self.queue)
             living = board.living
-            decoder.run(*decoder.rows_for(living), STEPS_PER_CHECK)
-            board.tokens_S[living] = np.minimum(board.tokens_S[living] + STEPS_PER_CHECK, decoder.new_tokens)
+            decoder.run(*decoder.rows_for(living), decoder.steps_per_check)
+            board.tokens_S[living] = np.minimum(board.tokens_S[living] + decoder.steps_per_check, decoder.new_tokens)
             return put_back
         finally:
             board.ended_S[resting_S] = False
