@@ -140,7 +140,7 @@ def measure_stage(settings: Settings, part: Part, work: Path, rates: dict[str, f
     """A stage as a run does it, in one process: generate, learn, generate with the trainer there. Peaks by phase."""
     config, said = config_of(settings, part, work), list[str]()
     directory = Path(config.model.path)
-    foreseen = estimate(config, str(directory), longest_prompt=settings.prompt_tokens)
+    foreseen = estimate(config, str(directory), longest_prompt=settings.prompt_tokens, alone=True)
     sampler: Any = make_sampler(config, log=said.append)
     phases: dict[str, dict[str, Any]] = {}
 
@@ -155,14 +155,15 @@ def measure_stage(settings: Settings, part: Part, work: Path, rates: dict[str, f
     phase("load the sampler", lambda: sampler.load(directory))
     made = phase("generate", lambda: _sampled(sampler, prompts))
     updates = _dealt(made, settings.stage_updates)
-    sampler.sleep()
+    waits = offloads(config, str(directory))
+    phase("the sampler to host memory", lambda: sampler.sleep(weights=True)) if waits else sampler.sleep()
     held = phase("load the trainer", lambda: Trainer(config, directory, log=said.append))
     _, last = phase("learn", lambda: learn(held, updates))
-    waits = offloads(config, str(directory))
     if waits:
         phase("to host memory", held.sleep)
+        phase("the sampler back to the device", lambda: sampler.take(held.policy(), "learned"))
     phase("generate again", lambda: _sampled(sampler, prompts))
-    sampler.sleep()
+    phase("the sampler to host memory again", lambda: sampler.sleep(weights=True)) if waits else sampler.sleep()
     if waits:  # coming back drops the graphs
         phase("back to the device", held.execution.wake)
         phase("record graphs again", lambda: learn(held, updates[:2]))

@@ -123,3 +123,22 @@ def test_a_stage_is_measured_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Monkey
     ]
     assert 32 <= found["tokens_generated"] <= 32 * 4 and found["offloads"] is False
     assert found["last_metrics"]["rollouts"] == 16 and found["last_metrics"]["log_ratio_max_abs"] < 1e-3
+
+
+def test_a_stage_in_which_trainer_and_sampler_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.learner_bench import work
+
+    monkeypatch.setattr(work.trainer_module, "load_policy", work.random_policy)
+    monkeypatch.setattr(work.embedded, "load_model", work.random_model)
+    monkeypatch.setattr(work, "offloads", lambda config, source: True)
+    settings = work.Settings(device="cpu", prompt_tokens=8, max_new_tokens=4, fewest_tokens=2, stage_updates=2)
+    rates = {"matmul_flops_per_second": 1e9, "copy_bytes_per_second": 1e9}
+    found = work.measure_stage(settings, figures.Part("tiny", "stage", "plain", "auto"), tmp_path, rates)
+    assert list(found["phases"]) == [
+        *("load the sampler", "generate", "the sampler to host memory", "load the trainer", "learn", "to host memory"),
+        *("the sampler back to the device", "generate again", "the sampler to host memory again"),
+        *("back to the device", "record graphs again", "learn again"),
+    ]
+    assert found["offloads"] is True and found["last_metrics"]["log_ratio_max_abs"] < 1e-3

@@ -212,7 +212,9 @@ class _JoinedLinears:
         self.parts: tuple[Tensor, ...] = ()
 
     def _places(self) -> list[int]:
-        return [weight.data_ptr() for ref in self.layers if (layer := ref()) for weight in layer.parameters()]
+        """Where the layers' weights are in the joined tensors, whose memory may be elsewhere after it was offloaded."""
+        named = [one for ref in self.layers if (layer := ref()) for one in layer.named_parameters()]
+        return [weight.data_ptr() - getattr(self, name).data_ptr() for name, weight in named]
 
     def part(self, index: int, x: Tensor) -> Tensor:
         """The output of one of the layers. The first computes all of them, the last releases them."""

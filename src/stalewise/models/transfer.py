@@ -8,7 +8,7 @@ copy to ordinary memory uses one thread, which spends most of its time waiting f
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -20,6 +20,7 @@ UNDISTURBED = threading.Lock()  # held while a CUDA graph is captured: no other 
 PIECE = 2**24  # bytes
 THREADS = 8
 AT_ONCE = 2**30  # bytes of tensors that are held on the device until they are copied
+SMALL = 1 << 12  # bytes: smaller tensors do not leave the device, such as the count of an optimizer's steps
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -115,10 +116,107 @@ class HostBuffers:
         return copies
 
 
+class StorageOffload:
+    """Lets the memory behind tensors wait on the host; their storages on the device are empty meanwhile.
+
+    What shared a storage before shares it afterwards: views, parts of a joined tensor, tensors that only a closure
+    holds. Addresses change.
+    """
+
+    def __init__(self) -> None:
+        self._buffers = HostBuffers()
+        self._away: list[tuple[torch.UntypedStorage, Tensor]] = []  # each with its bytes on the host
+
+    @property
+    def is_away(self) -> bool:
+        """Whether memory waits on the host."""
+        return bool(self._away)
+
+    def leave(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the memory behind these tensors to the host and free it; small storages stay."""
+        if self._away:
+            return
+        chosen = [one for one in tensors if one.untyped_storage().nbytes() > SMALL]
+        _make_resizable(chosen)
+        storages = list({(one := tensor.untyped_storage()).data_ptr(): one for tensor in chosen}.values())
+        copies = self._buffers.copy("", {str(place): _all_bytes(one) for place, one in enumerate(storages)})
+        self._away = list(zip(storages, copies.values(), strict=True))
+        for storage in storages:
+            storage.resize_(0)
+
+    def come_back(self, replaced: Iterable[Tensor] = ()) -> None:
+        """Undo `leave`. Values of the tensors in `replaced` may be anything: the caller overwrites them."""
+        for storage, copy in self._away:
+            storage.resize_(copy.nbytes)
+        spans: dict[int, list[tuple[int, int]]] = {}
+        for tensor in replaced:
+            start = tensor.data_ptr()
+            spans.setdefault(tensor.untyped_storage().data_ptr(), []).append((start, start + tensor.nbytes))
+        pairs = [
+            (copy, _all_bytes(storage))
+            for storage, copy in self._away
+            if not _cover(storage.data_ptr(), copy.nbytes, spans.get(storage.data_ptr(), []))
+        ]
+        if pairs:
+            restore(pairs, pairs[0][1].device)
+        self._away = []  # last: what fails before can be done again
+
+
+def _all_bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _cover(start: int, nbytes: int, spans: list[tuple[int, int]]) -> bool:
+    """Whether the spans of addresses have all bytes from `start` on."""
+    end = start
+    for first, last in sorted(spans):
+        if first > end:
+            break
+        end = max(end, last)
+    return end >= start + nbytes
+
+
+def _make_resizable(tensors: Iterable[Tensor]) -> None:
+    """Give tensors whose memory torch did not allocate, as that of a mapped file, memory that it did."""
+    own: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.resizable():
+            continue
+        if storage.data_ptr() not in own:
+            own[storage.data_ptr()] = storage.clone()
+        place = tensor.storage_offset(), tensor.shape, tensor.stride()
+        moved = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        tensor.data = moved.set_(own[storage.data_ptr()], *place)
+
+
+def restore(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
+    """Copy the first tensor of each pair, on the host, to the second, on the device; ends when all are there."""
+    if device.type != "cuda":
+        for here, there in pairs:
+            there.copy_(here)
+        return
+    pieces = _pieces(pairs)
+    ready = torch.cuda.Event()
+    with torch.cuda.device(device):
+        ready.record()
+
+    def work(first: int) -> None:
+        with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream()):
+            stream.wait_event(ready)  # the memory may have been another kernel's
+            pinned = _pinned_piece()
+            for here, there in pieces[first::THREADS]:
+                np.copyto(pinned[: len(here)].numpy(), here.numpy())  # without Python's lock
+                there.copy_(pinned[: len(here)], non_blocking=True)
+                stream.synchronize()
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(work, range(min(THREADS, len(pieces)))))
+
+
 def fetch(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
     """Copy the first tensor of each pair, on the device, to the second, on the host; both are contiguous."""
-    split = ([tensor.view(-1).view(torch.uint8).split(PIECE) for tensor in pair] for pair in pairs)
-    pieces = [piece for there, here in split for piece in zip(there, here, strict=True)]
+    pieces = _pieces(pairs)
     ready = torch.cuda.Event()
     with torch.cuda.device(device):
         ready.record()
@@ -126,10 +224,7 @@ def fetch(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
     def work(first: int) -> None:
         with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream()):
             stream.wait_event(ready)
-            try:
-                pinned = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
-            except RuntimeError:  # the system pins no more: ordinary memory, which is slower
-                pinned = torch.empty(PIECE, dtype=torch.uint8)
+            pinned = _pinned_piece()
             for there, here in pieces[first::THREADS]:
                 pinned[: len(there)].copy_(there, non_blocking=True)
                 stream.synchronize()
@@ -137,3 +232,16 @@ def fetch(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
 
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(work, range(min(THREADS, len(pieces)))))
+
+
+def _pieces(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """The bytes of both tensors of each pair, in pieces that fit into pinned memory."""
+    split = ([tensor.view(-1).view(torch.uint8).split(PIECE) for tensor in pair] for pair in pairs)
+    return [piece for one, other in split for piece in zip(one, other, strict=True)]
+
+
+def _pinned_piece() -> Tensor:
+    try:
+        return torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:  # the system pins no more: ordinary memory, which is slower
+        return torch.empty(PIECE, dtype=torch.uint8)

@@ -31,6 +31,7 @@ from stalewise.models.loading import (
     pick_weights_dtype,
 )
 from stalewise.models.plain_forward import Agreement, compare, failure, layer_count, plain_logits, tolerance
+from stalewise.planning.memory import offloads
 from stalewise.rollout.engines.embedded import HFSampler, QuantizableWeights
 from stalewise.rollout.mixed_policy import MixedPolicySampler
 from stalewise.rollout.sampler import Request, Sampler
@@ -90,6 +91,8 @@ def agreements(
         except Exception as error:  # of the architecture
             return [failure(name, error)]
         responses, values = [one.token_ids for one in decoded], [one.logp for one in decoded]
+        if learns and offloads(config, str(checkpoint)):
+            engine.sleep(weights=True)
     plain = _plain_model(config, checkpoint, engine)
     expected, spread = _plain_values(plain, requests, responses)
     allowed = tolerance(_precision(config.model), layer_count(plain), spread)

@@ -111,7 +111,7 @@ class Orchestrator:
         # Caches of what is on disk:
         self.trainer: Trainer | None = None
         self.trainer_key = object()
-        self.offloads = False  # whether the trainer waits in host memory while the sampler works
+        self.offloads = False  # whether trainer and sampler wait in host memory while the other one works
         self.budget: DriftBudget | None = None
         self.states: dict[int, dict[str, Any]] = {}  # of checkpoints whose checksums were compared
         self.open_batches: dict[int, Batch] = {}  # likewise
@@ -307,7 +307,7 @@ class Orchestrator:
         if all(map(batch.reference.has, batch.manifest.shards)):
             return batch
         if isinstance(self.sampler, OffloadableSampler):
-            self.sampler.sleep()  # the reference takes its place
+            self.sampler.sleep(weights=self.offloads)  # the reference takes its place
         if self.trainer is not None and self.offloads:
             self.trainer.sleep()
         with self.run_log.timed("switch", reason="reference") as notes:
@@ -491,7 +491,7 @@ class Orchestrator:
         """Train up to `stop`, or until the rollouts are spent, and write a checkpoint."""
         with self.run_log.timed("switch", reason="learner"):
             if isinstance(self.sampler, OffloadableSampler):
-                self.sampler.sleep()
+                self.sampler.sleep(weights=self.offloads)
             trainer, batch = self._trainer_at(version), self._batch_at(version)
             if version == 0:  # the process that generated it may have been killed before it checked
                 self._check_batch(batch)

@@ -1,7 +1,8 @@
 """Estimates the memory a run needs on its device from the model's config, before anything is loaded.
 
 docs/models.md has the formula. Learning, sampling and the forward passes of a reference take turns, so the largest of
-them counts. In a pipelined run on one device learning and the other two happen at once.
+them counts. In a pipelined run on one device learning and the other two happen at once. With `learner.offload`, trainer
+and sampler wait in host memory while the other one works.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ FUSED_ACTIVATIONS = {(False, 4): (36, 16, 8), (True, 4): (16, 6, 6), (True, 2): 
 ADAPTER_ACTIVATIONS = (12, 2, 0)  # each adapter keeps its own copy of its input
 GRADIENTS_OF_A_LAYER = 0.5  # of a layer's activations: what its backward pass holds besides
 PROCESS_BYTES = 600 << 20  # CUDA's context and libraries in one process, which torch's counters do not show
+SAMPLERS_WEIGHTS = "sampler's weights"
 COMFORTABLE = 0.8  # share of a device's memory up to which ranks replicate the policy
 UNKNOWN_PROMPT = 128  # tokens of a prompt, if not measured
 
@@ -71,7 +73,7 @@ class MemoryEstimate:
     certain: Mapping[str, int]
     learning: Mapping[str, int]
     sampling: Mapping[str, int]
-    waits: int = 0  # bytes that leave the device while sampling: the trainer's state in host memory
+    waits: int = 0  # bytes that leave the device while sampling: all that is certain, in host memory
     at_once: bool = False  # learning and sampling at the same time, in two processes
     spare: int = 0  # bytes of further keys and values, which the embedded engine takes where they are free
     stays: int = 0  # bytes of keys and values that are kept while learning
@@ -105,14 +107,21 @@ class MemoryEstimate:
         return self.least + (learning + sampling if self.at_once else max(learning, sampling - self.waits))
 
     @property
-    def while_sampling(self) -> int:
-        """Bytes needed while rollouts and their columns are made if nothing waits in host memory."""
-        return self.least + max(sum(self.sampling.values()), sum(self.reference.values()))
+    def samplers_weights(self) -> int:
+        """Bytes of the embedded engine's weights, which are certain unless they wait in host memory."""
+        return self.certain.get(SAMPLERS_WEIGHTS, 0) + self.sampling.get(SAMPLERS_WEIGHTS, 0)
+
+    def in_turns(self) -> MemoryEstimate:
+        """The same where the trainer's state and the sampler's weights wait in host memory for each other."""
+        weights = {SAMPLERS_WEIGHTS: self.samplers_weights}
+        certain = {name: size for name, size in self.certain.items() if name not in weights}
+        return replace(self, certain=certain, sampling=weights | dict(self.sampling), waits=self.may_wait)
 
     @property
     def for_one_response(self) -> int:
         """Bytes without which not even one response can be sampled, whatever waits in host memory."""
-        return self.least - self.may_wait + self.one_response
+        held = sum(size for name, size in self.certain.items() if name != SAMPLERS_WEIGHTS)
+        return held - self.may_wait + self.samplers_weights + self.one_response
 
     @property
     def largest(self) -> str:
@@ -129,10 +138,13 @@ class MemoryEstimate:
         parts = {"learning": self.learning, "sampling": self.sampling, "the reference": self.reference, "both": both}
         turns = parts[self.largest]
         more = f"; {self.peak / GIB:.2f} where more rollouts at once fit" if self.peak > self.total else ""
-        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in {**self.certain, **turns}.items() if size)
+        there = turns if self.waits and turns is not self.learning else {**self.certain, **turns}
+        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in there.items() if size)
+        away = f", while learning {self.samplers_weights / GIB:.2f}" if self.sampling.get(SAMPLERS_WEIGHTS) else ""
+        waits = f"; while sampling {self.waits / GIB:.2f}{away} wait in host memory" if self.waits else ""
         return (
             f"{self.shape.parameters / 1e6:,.1f} M parameters{trained}: at least {self.least / GIB:.2f} GiB and up to "
-            f"{self.total / GIB:.2f} ({parts}){more}"
+            f"{self.total / GIB:.2f} ({parts}{waits}){more}"
         )
 
 
@@ -192,7 +204,7 @@ def estimate(
     """Memory of a run with the model at `source`; None if the model's config does not determine its shape.
 
     With `shards`, that many devices each hold a part of the trainer's weights, gradients and moments. `alone`: there is
-    one rank, whose state waits in host memory where `learner.offload = "auto"` says so.
+    one rank, whose trainer and sampler wait in host memory for each other where `learner.offload` says so.
     """
     shape = model_shape(source, config.model)
     if shape is None:
@@ -208,7 +220,7 @@ def estimate(
         # Those that are called float32 have the precision of the weights.
         "moments": 2 * trained if moments == "float32" else shape.trained * MOMENT_BYTES[moments] // shards,
         "proximal policy": trained if get_objective(config.objective.name).needs_proximal else 0,
-        "sampler's weights": shape.parameters * precision.itemsize if embedded else 0,
+        SAMPLERS_WEIGHTS: shape.parameters * precision.itemsize if embedded else 0,
     }
     autocast = precision is torch.bfloat16
     length = longest_prompt + config.sampler.max_new_tokens
@@ -221,29 +233,27 @@ def estimate(
     if at_once:
         process = PROCESS_BYTES if device.type == "cuda" else 0
         certain |= {"the generator's weights": shape.parameters * precision.itemsize, "its process": process}
-    can_leave = config.learner.offload != "never" and device.type == "cuda" and shards == 1 and not at_once
-    state = sum(certain.values()) - certain["sampler's weights"] if can_leave else 0
+    can_leave = alone and config.learner.offload != "never" and device.type == "cuda" and not at_once
     needed = MemoryEstimate(
         shape=shape,
         certain=certain,
         learning=_learning(config, length, shape, device, autocast, weight),
         sampling=sampling,
-        waits=state if config.learner.offload == "always" else 0,
         at_once=at_once,
         one_response=length * token_bytes if embedded else 0,
-        may_wait=state,
+        may_wait=sum(certain.values()) - certain[SAMPLERS_WEIGHTS] if can_leave else 0,
     )
     if config.objective.kl:
         other = _reference_shape(config.objective, config.model, config.task.name) or shape
         tokens = min(config.learner.tokens_per_micro_batch, rows * length)
         needed = replace(needed, reference=_reference(other, tokens, needed.learning["logits"], autocast, weight))
+    if can_leave and _takes_turns(config.learner.offload, needed, device):
+        needed = needed.in_turns()
     if not embedded or device.type != "cuda":
         return needed
-    if alone and config.learner.offload == "auto" and needed.while_sampling > device_memory(device):
-        needed = replace(needed, waits=state)
     asked = {"requests": rows, "prompts": -(-rows // config.batch.group_size), "prompt_room": longest_prompt}
     slots = _slot_bytes(needed, token_bytes, new_tokens=config.sampler.max_new_tokens, **asked)
-    kept = slots <= SLEEP_SHARE * device_memory(device) and not at_once
+    kept = slots <= SLEEP_SHARE * device_memory(device) and not at_once and not needed.waits
     return replace(needed, spare=max(0, slots - sampling["keys and values"]), stays=slots if kept else 0)
 
 
@@ -258,7 +268,8 @@ def generator_elsewhere(schedule: ScheduleSection, device: torch.device) -> torc
 
 def _slot_bytes(needed: MemoryEstimate, token_bytes: int, *, new_tokens: int, **asked: int) -> int:
     """Bytes that the embedded engine takes for its slots on a GPU: as many rollouts at once as there are or fit."""
-    held = needed.least - needed.waits + (sum(needed.learning.values()) if needed.at_once else 0)
+    held = needed.least - needed.waits + needed.sampling.get(SAMPLERS_WEIGHTS, 0)
+    held += sum(needed.learning.values()) if needed.at_once else 0
     row_bytes = needed.shape.vocabulary * LOGITS_BYTES + new_tokens * RECORD_BYTES
     sizes = {"token_bytes": token_bytes, "row_bytes": row_bytes, "new_tokens": new_tokens, **asked}
     try:
@@ -345,7 +356,7 @@ def device_memory(device: torch.device) -> int:
 
 
 def offloads(config: RunConfig, source: str) -> bool:
-    """Whether the trainer's state waits in host memory while a stage is generated; `auto`: if it would not fit.
+    """Whether trainer and sampler wait in host memory while the other one works; `auto`: if both would not fit.
 
     Depends on the device's total memory, not on what is free now.
     """
@@ -353,7 +364,14 @@ def offloads(config: RunConfig, source: str) -> bool:
     if config.learner.offload != "auto" or device.type != "cuda":
         return config.learner.offload == "always" and device.type == "cuda"
     needed = estimate(config, source)
-    return needed is not None and not needed.at_once and needed.while_sampling > device_memory(device)
+    return needed is not None and not needed.at_once and _takes_turns("auto", needed, device)
+
+
+def _takes_turns(offload: str, needed: MemoryEstimate, device: torch.device) -> bool:
+    """`needed` is without anything that waits. Learning gains by it where the sampler's weights can leave."""
+    learning = sum(needed.learning.values()) if needed.samplers_weights else 0
+    largest = max(learning, sum(needed.sampling.values()), sum(needed.reference.values()))
+    return offload == "always" or needed.least + largest > device_memory(device)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -468,7 +486,7 @@ def check_memory(config: RunConfig, source: str, world: int = 1, local_world: in
         return ""
     figures = f"{needed} on {device}, where {free / GIB:.2f} GiB are free: {ways_out(config, source, needed, free)}"
     if needed.least > free:
-        alone = needed.certain["sampler's weights"] + needed.one_response
+        alone = needed.samplers_weights + needed.one_response
         also = " to train; generating alone would fit" if 0 < alone <= free else ""
         raise ModelError(f"{source} is too large{also}: {figures}")
     if needed.for_one_response > free:
@@ -485,7 +503,7 @@ def check_memory(config: RunConfig, source: str, world: int = 1, local_world: in
 
 def _check_generator(new_tokens: int, source: str, needed: MemoryEstimate, elsewhere: torch.device | None) -> None:
     """Refuse a pipelined run whose generator has its own device, where weights and one response do not fit."""
-    weights, response = needed.certain["sampler's weights"], needed.one_response
+    weights, response = needed.samplers_weights, needed.one_response
     # All of its memory: to ask for what is free there would take some.
     if elsewhere is None or weights + response <= (memory := device_memory(elsewhere)):
         return

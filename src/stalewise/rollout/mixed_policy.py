@@ -42,9 +42,9 @@ class MixedPolicySampler:
         engine.max_new_tokens = self.max_new_tokens
         return engine.sample(requests, settings)
 
-    def sleep(self) -> None:
+    def sleep(self, *, weights: bool = False) -> None:
         """Release memory for the trainer: unload the second policy, let the first one sleep."""
-        self.own.sleep()
+        self.own.sleep(weights=weights)
         self._second.close()
         self._loaded = ""
 

@@ -166,8 +166,12 @@ def check_lengths(
 class OffloadableSampler(Protocol):
     """An engine that can release its device memory while the trainer works."""
 
-    def sleep(self) -> None:
-        """Release the memory until the next `load`."""
+    def sleep(self, *, weights: bool = False) -> None:
+        """Release memory until the next `load`.
+
+        `weights`: those of an engine in the trainer's process leave the device, too, as the trainer's state does while
+        responses are sampled.
+        """
 
 
 @runtime_checkable

@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stalewise.models.transfer import PIECE, THREADS, fetch
+from stalewise.models.transfer import SMALL, fetch, restore
 
 POLICY = "model.safetensors"
 FILE_PIECE = 2**24  # bytes
@@ -135,9 +134,6 @@ def save_model_config(model: Any, directory: Path) -> None:
         model.generation_config.save_pretrained(directory)
 
 
-SMALL = 1 << 12  # bytes: smaller tensors stay, such as the count of an optimizer's steps
-
-
 class Offload:
     """Moves the data of tensors between a device and the host."""
 
@@ -158,7 +154,7 @@ class Offload:
         """Move it back to the device."""
         away, self.away = self.away, []
         there = [torch.empty(one.shape, dtype=one.dtype, device=self.device) for one in away]
-        to_device(list(zip((one.detach() for one in away), there, strict=True)), self.device)
+        restore(list(zip((one.detach() for one in away), there, strict=True)), self.device)
         for one, data in zip(away, there, strict=True):
             one.data = data
 
@@ -170,26 +166,3 @@ def to_host(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Non
         return
     for source, target in pairs:
         target.copy_(source)
-
-
-def to_device(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
-    """Copy the first tensor of each pair, on the host, to the second, on the device; ends when all are there."""
-    if device.type != "cuda":
-        to_host(pairs, device)
-        return
-    split = ([tensor.view(-1).view(torch.uint8).split(PIECE) for tensor in pair] for pair in pairs)
-    pieces = [piece for here, there in split for piece in zip(here, there, strict=True)]
-    ready = torch.cuda.Event()
-    ready.record()
-
-    def work(first: int) -> None:
-        with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream()):
-            stream.wait_event(ready)  # the memory may have been another kernel's
-            pinned = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
-            for here, there in pieces[first::THREADS]:
-                np.copyto(pinned[: len(here)].numpy(), here.numpy())  # without Python's lock
-                there.copy_(pinned[: len(here)], non_blocking=True)
-                stream.synchronize()
-
-    with ThreadPoolExecutor(THREADS) as threads:
-        list(threads.map(work, range(min(THREADS, len(pieces)))))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from stalewise.models import transfer as module
-from stalewise.models.transfer import ALIGNMENT, fetch, host_copies, in_buffer, send
+from stalewise.models.transfer import ALIGNMENT, StorageOffload, fetch, host_copies, in_buffer, restore, send
 
 CPU = torch.device("cpu")
 ARRAYS = {
@@ -71,8 +71,7 @@ class Stream:
     def record(self) -> None: ...
 
 
-@pytest.mark.parametrize("piece", [3, 64, 1 << 20])
-def test_every_byte_of_every_tensor_arrives(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_cuda(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     empty = torch.empty
     for name in ("Stream", "Event"):
         monkeypatch.setattr(torch.cuda, name, Stream)
@@ -80,9 +79,120 @@ def test_every_byte_of_every_tensor_arrives(piece: int, monkeypatch: pytest.Monk
         monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory=False, **options: empty(*shape, **options))
     monkeypatch.setattr(module, "PIECE", piece)
+
+
+@pytest.mark.parametrize("piece", [3, 64, 1 << 20])
+def test_every_byte_of_every_tensor_arrives(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, piece)
     torch.manual_seed(0)
     shapes = [(100,), (7, 9), (), (0, 4), (1,), (30, 5)]
     there = [torch.randn(shape).to(dtype) for shape in shapes for dtype in (torch.float32, torch.bfloat16, torch.int64)]
     here = [torch.zeros_like(tensor) for tensor in there]
     fetch(list(zip(there, here, strict=True)), torch.device("cpu"))
     assert all(torch.equal(a, b) for a, b in zip(there, here, strict=True))
+    back = [torch.zeros_like(tensor) for tensor in there]
+    restore(list(zip(here, back, strict=True)), torch.device("cuda"))
+    assert all(torch.equal(a, b) for a, b in zip(back, there, strict=True))
+
+
+# ---------------------------------------------------------------- storages that wait
+
+
+def sizes(*tensors: torch.Tensor) -> list[int]:
+    return [tensor.untyped_storage().nbytes() for tensor in tensors]
+
+
+def joined_weights() -> tuple[torch.Tensor, list[torch.nn.Parameter]]:
+    """One tensor of 60 rows, and parameters that are parts of it."""
+    torch.manual_seed(0)
+    parts = [torch.nn.Parameter(torch.empty(rows, 50)) for rows in (30, 20, 10)]
+    joined = torch.randn(60, 50)
+    for part, data in zip(parts, joined.split([30, 20, 10]), strict=True):
+        part.data = data
+    return joined, parts
+
+
+def test_parts_of_a_joined_tensor_stay_its_parts() -> None:
+    joined, parts = joined_weights()
+    whole, turned, small = torch.randn(40, 50), torch.randn(50, 60).T, torch.randn(3)
+    hidden = joined[5:7]  # of which the offload knows nothing
+    before = [tensor.detach().clone() for tensor in (joined, *parts, whole, turned, small, hidden)]
+    offload = StorageOffload()
+    for _ in range(2):
+        offload.leave([*parts, whole, turned, small, whole])
+        offload.leave([*parts, whole, turned, small])  # they are away already
+        assert offload.is_away and sizes(joined, *parts, whole, turned, hidden) == [0] * 7 and sizes(small) == [12]
+        offload.come_back()
+        after = [joined, *parts, whole, turned, small, hidden]
+        assert not offload.is_away and all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    assert turned.stride() == (1, 60)
+    joined[30] = 7
+    assert parts[1][0].tolist() == [7] * 50 and sizes(*parts) == [60 * 50 * 4] * 3
+
+
+def test_memory_that_torch_did_not_allocate_waits_too() -> None:
+    array = np.arange(4000, dtype=np.float32)
+    whole = torch.from_numpy(array)
+    first, second = whole[:1000].view(20, 50), whole[500:]
+    assert not whole.untyped_storage().resizable()
+    offload = StorageOffload()
+    offload.leave([first, second])
+    assert sizes(first, second) == [0, 0]
+    offload.come_back()
+    assert torch.equal(first.flatten(), torch.arange(1000.0)) and torch.equal(second, torch.arange(500.0, 4000.0))
+    first[10] = -1  # numbers 500 to 549
+    assert second[:50].tolist() == [-1] * 50 and second[50] == 550 and array[500] == 500
+
+
+def test_what_is_replaced_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+    plain = module.restore
+    monkeypatch.setattr(
+        module,
+        "restore",
+        lambda pairs, device: (copied.append(sum(here.nbytes for here, _ in pairs)), plain(pairs, device)),
+    )
+    joined, parts = joined_weights()
+    other = torch.randn(40, 50)
+    before = other.clone(), parts[0].detach().clone()
+    offload = StorageOffload()
+    offload.leave([*parts, other])
+    offload.come_back(parts[::-1])
+    assert copied == [40 * 50 * 4] and torch.equal(other, before[0])  # all rows of the joined tensor are replaced
+    with torch.no_grad():
+        parts[0].copy_(before[1])
+    offload.leave([*parts, other])
+    offload.come_back(parts[1:])  # not all of it: the first part must come back
+    assert copied[1:] == [40 * 50 * 4 + 60 * 50 * 4] and torch.equal(parts[0], before[1])
+    offload.leave([*parts, other])
+    offload.come_back([*parts, other])
+    assert len(copied) == 2
+    assert sizes(joined, other) == [12000, 8000]
+
+
+def test_a_return_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined, parts = joined_weights()
+    before, offload = joined.clone(), StorageOffload()
+    offload.leave(parts)
+
+    def fail(pairs: object, device: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as there:
+        there.setattr(module, "restore", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            offload.come_back()
+    assert offload.is_away
+    offload.come_back()
+    assert torch.equal(joined, before)
+
+
+def test_host_memory_is_used_again() -> None:
+    joined, parts = joined_weights()
+    before, offload = joined.clone(), StorageOffload()
+    offload.leave(parts)
+    copy = offload._away[0][1]
+    offload.come_back()
+    joined += 1
+    offload.leave(parts)
+    assert offload._away[0][1] is copy and torch.equal(copy.view(torch.float32).view(60, 50), before + 1)

@@ -14,10 +14,14 @@ from stalewise.api import evaluate, run
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ModelError
 from stalewise.models.loading import EMBEDDED
+from stalewise.orchestrator import model_check
 from stalewise.orchestrator.model_check import NEW_TOKENS, check_model, stage_problem, trial_requests
 from stalewise.orchestrator.preflight import examine
+from stalewise.rollout.engines.embedded import HFSampler
+from stalewise.rollout.factory import make_sampler
 from stalewise.store.checkpoints import versions
 from stalewise.tasks import make_task
+from stalewise.trainer.trainer import Trainer
 from stalewise.types import NullCallback
 from tiny import tiny_record
 
@@ -51,6 +55,24 @@ def test_a_run_records_how_far_it_is_from_plain_passes(runs: Path) -> None:
     assert "; learning from packed rows differs by up to " in found
     events = [record["event"] for record in journal]
     assert events.index("generate") > [record.get("reason") for record in journal].index("check")
+
+
+def test_the_sampler_makes_room_for_the_learner_where_it_does_in_the_run(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes = {"model": {"check": "refuse"}, "sampler": {"max_new_tokens": 8, "weights": "fp8"}}
+    settings = make_config(tiny_record(runs, **changes))
+    sampler, there = make_sampler(settings), list[bool]()
+    assert isinstance(sampler, HFSampler)
+    for waits in (False, True):
+        monkeypatch.setattr(model_check, "offloads", lambda config, source, waits=waits: waits)
+        monkeypatch.setattr(
+            model_check, "Trainer", lambda *given: (there.append(sampler._offload.is_away), Trainer(*given))[1]
+        )
+        for learns in (True, False):
+            check_model(settings, EMBEDDED / "arithmetic", settings.make_task(), sampler, print, learns=learns)
+            assert sampler._offload.is_away == (waits and learns)
+    assert there == [False, True]
 
 
 def test_a_policy_that_decodes_wrongly_is_refused_and_leaves_no_run(bart: Path, runs: Path) -> None:

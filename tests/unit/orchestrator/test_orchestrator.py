@@ -16,7 +16,9 @@ from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import read_result
 from stalewise.errors import StoreError, TaskError
 from stalewise.models.loading import load_tokenizer
+from stalewise.orchestrator import orchestrator
 from stalewise.orchestrator.orchestrator import Orchestrator
+from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.store import batch_directories, consumed, ledger_path, open_batch, read_ledger
 from stalewise.store.atomic import RunLock, read_json, write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
@@ -73,19 +75,50 @@ def test_the_order_of_things(finished: tuple[RunConfig, Recorder]) -> None:
     assert [line.split(":")[0] for line in finished[1].said] == ["version 0", "version 3", "version 6"]
 
 
-def test_a_trainer_that_waits_in_host_memory_learns_the_same(
+class Places:
+    """Lets trainer and sampler wait in host memory for each other, and notes who is there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.samplers, self.sleeps, self.while_learning = set[HFSampler](), list[int](), list[int]()
+        monkeypatch.setattr("stalewise.orchestrator.orchestrator.offloads", lambda config, source: True)
+        monkeypatch.setattr("stalewise.orchestrator.model_check.offloads", lambda config, source: True)
+        load, sleep, enqueue = HFSampler.load, Trainer.sleep, Trainer.enqueue
+        monkeypatch.setattr(HFSampler, "load", lambda one, path: (self.samplers.add(one), load(one, path))[1])
+        monkeypatch.setattr(Trainer, "sleep", lambda one: (self.sleeps.append(one.version), sleep(one))[1])
+        monkeypatch.setattr(
+            Trainer, "enqueue", lambda one, rows: (self.while_learning.append(self.sampler()), enqueue(one, rows))[1]
+        )
+
+    def sampler(self) -> int:
+        """Bytes of the sampler's matrices on the device."""
+        weights = [weight for one in self.samplers for weight in one._model.parameters() if weight.ndim > 1]
+        assert weights
+        return sum(weight.untyped_storage().nbytes() for weight in weights)
+
+
+def test_trainer_and_sampler_that_wait_for_each_other_learn_the_same(
     finished: tuple[RunConfig, Recorder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sleeps: list[int] = []
-    sleep = Trainer.sleep
-    monkeypatch.setattr("stalewise.orchestrator.orchestrator.offloads", lambda config, source: True)
-    monkeypatch.setattr(Trainer, "sleep", lambda trainer: (sleeps.append(trainer.version), sleep(trainer))[1])
-    waiting = config(tmp_path)
+    places, waiting = Places(monkeypatch), config(tmp_path)
     run(waiting)
-    assert sleeps == [3, 3, 6]  # evaluated, generated, evaluated
+    assert places.sleeps == [3, 3, 6]  # evaluated, generated, evaluated
+    assert places.while_learning == [0] * 6
     for name in ("model.safetensors", "optimizer_exp_avg_sq.safetensors"):
         ours, theirs = (checkpoint_directory(one.directory, 6) / name for one in (waiting, finished[0]))
         assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_neither_is_there_while_a_reference_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places, there, compute = Places(monkeypatch), list[tuple[int, bool]](), orchestrator.compute_reference
+    settings = config(tmp_path, objective={"kl": 0.1})
+
+    def noted(*arguments: Any) -> Any:
+        there.append((places.sampler(), bool(places.sleeps)))
+        return compute(*arguments)
+
+    monkeypatch.setattr(orchestrator, "compute_reference", noted)
+    run(settings)
+    assert there == [(0, False), (0, True)]  # no trainer before the first stage
 
 
 def test_the_metrics_of_a_run_are_those_of_the_documents(finished: tuple[RunConfig, Recorder]) -> None:

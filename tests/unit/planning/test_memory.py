@@ -317,34 +317,128 @@ def test_a_generator_on_a_device_that_is_too_small_is_refused(
         check_memory(settings, "x")
 
 
-def test_what_waits_in_host_memory_is_not_there_while_sampling(
+def on_gpu(monkeypatch: pytest.MonkeyPatch, memory: list[int]) -> None:
+    """Whose memory is the only item of `memory`."""
+    monkeypatch.setattr("stalewise.planning.memory.pick_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr("stalewise.planning.memory.device_memory", lambda device: memory[0])
+    monkeypatch.setattr("stalewise.planning.memory.free_bytes", lambda device: memory[0])
+
+
+def offloading(offload: str, *, tokens: int = 10, new_tokens: int = 4000, **sections: Any) -> RunConfig:
+    learner = {"tokens_per_micro_batch": tokens, "offload": offload, "compile": "never"}
+    long = {"max_new_tokens": new_tokens, "rollouts_per_shard": 64}
+    return config(**{"model": {"precision": "bfloat16"}, "sampler": long, "learner": learner, **sections})
+
+
+def test_trainer_and_sampler_wait_in_host_memory_for_each_other(
     shape: ModelShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("stalewise.planning.memory.pick_device", lambda device: torch.device("cuda"))
-    long = {"max_new_tokens": 4000, "rollouts_per_shard": 64}
-    memory = [0]
-    monkeypatch.setattr("stalewise.planning.memory.device_memory", lambda device: memory[0])
-
-    def settings(offload: str) -> RunConfig:
-        learner = {"tokens_per_micro_batch": 10, "offload": offload}
-        return config(model={"precision": "bfloat16"}, sampler=long, learner=learner)
-
-    plain, waiting = estimate(settings("never"), "x"), estimate(settings("always"), "x")
+    memory = [10**6]
+    on_gpu(monkeypatch, memory)
+    plain, waiting = (estimate(offloading(how), "x", alone=True) for how in ("never", "always"))
     assert plain is not None and waiting is not None
-    assert waiting.waits == 16e6  # weights, gradients, moments
-    assert plain.largest == "sampling" and plain.total - waiting.total == 16e6
-    # auto: where the device could not hold both.
-    for total, expected in ((plain.total, False), (plain.total - 1, True)):
-        memory[0] = total
-        assert offloads(settings("auto"), "x") is expected
-    assert (offloads(settings("always"), "x"), offloads(settings("never"), "x")) == (True, False)
-    # Nothing is said to run out that will wait in host memory.
-    monkeypatch.setattr("stalewise.planning.memory.free_bytes", lambda device: memory[0])
-    waits = [
-        found.waits for alone in (True, False) if (found := estimate(settings("auto"), "x", alone=alone)) is not None
-    ]
-    assert waits == [16e6, 0]
-    assert check_memory(settings("auto"), "x") == "" and "memory may run out" in check_memory(settings("never"), "x")
+    # 64 rows × (128 + 4000) tokens × 3 layers × keys and values of 50 numbers in bfloat16.
+    rows, learning = 64 * 4128 * 3 * 2 * 50 * 2, sum(plain.learning.values())
+    assert (plain.sampling["keys and values"], plain.least, plain.waits) == (rows, 18e6, 0)
+    assert list(waiting.certain.values()) == [4e6, 4e6, 8e6, 0] and waiting.waits == waiting.least == 16e6
+    assert waiting.sampling == {"sampler's weights": 2e6, "keys and values": rows}
+    assert waiting.learning == plain.learning and waiting.samplers_weights == plain.samplers_weights == 2e6
+    assert plain.largest == "sampling" and plain.total == 18e6 + rows and waiting.total == 2e6 + rows
+    # Whichever needs more: 300 tokens to learn from instead of 10.
+    plain, waiting = (
+        estimate(offloading(how, tokens=300, new_tokens=20), "x", alone=True) for how in ("never", "always")
+    )
+    assert plain is not None and waiting is not None and waiting.largest == "learning"
+    learning = sum(plain.learning.values())
+    assert learning > 64 * 148 * 600 and (plain.total, waiting.total) == (18e6 + learning, 16e6 + learning)
+    # No other rank waits, and nothing does where both work at once.
+    pipelined: dict[str, Any] = {"schedule": {"kind": "pipelined", "updates": 8, "updates_per_generation": 2}}
+    for others in (
+        estimate(offloading("always"), "x"),
+        estimate(offloading("always"), "x", shards=2),
+        estimate(offloading("always", **pipelined), "x", alone=True),
+    ):
+        assert others is not None and others.waits == 0 and others.certain["sampler's weights"] == 2e6
+
+
+def test_with_adapters_the_weights_of_both_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapted = ModelShape(10**6, 1000, layers=3, hidden=100, inner=300, keys=50, vocabulary=1000)
+    monkeypatch.setattr("stalewise.planning.memory.model_shape", lambda source, model: adapted)
+    memory = [10**9]
+    on_gpu(monkeypatch, memory)
+    sections = {
+        "model": {"precision": "bfloat16-only", "lora": {"rank": 1}},
+        "batch": {"prompts": 32, "group_size": 8},
+        "schedule": {"updates": 1},
+        "sampler": {"max_new_tokens": 64},
+    }
+
+    def needed(offload: str) -> MemoryEstimate:
+        found = estimate(offloading(offload, **sections), "x", longest_prompt=64, alone=True)
+        assert found is not None
+        return found
+
+    plain, waiting = needed("never"), needed("always")
+    # Two bytes a weight, and 4 + 4 + 8 for each of the adapters: base 2 MB, adapters 16 kB; the sampler's 2 MB.
+    assert (plain.least, waiting.least, waiting.waits) == (4_016_000, 2_016_000, 2_016_000)
+    learning, rows = sum(plain.learning.values()), 64 * 128 * 600
+    assert (plain.total, waiting.total) == (4_016_000 + rows, 2_000_000 + rows) and learning < rows
+    # 256 responses and 32 prompts of one block of 64 tokens each, one block that nobody reads; logits and records.
+    slots = (256 + 32 + 1) * 64 * 600 + 256 * (12 * 1000 + 8 * 64)
+    assert plain.stays == slots and waiting.stays == 0  # their graphs hold addresses of weights
+    assert plain.peak == 4_016_000 + learning + slots and waiting.peak == 2_000_000 + slots
+    # So many slots if they fill half of what the sampler's weights leave; half as many with one byte less.
+    memory[0] = 2_000_000 + 2 * (256 * (64 * 600 + 12_512) + 32 * 64 * 600)
+    assert needed("always").spare == slots - rows
+    memory[0] -= 1
+    assert needed("always").spare == (128 + 32 + 1) * 64 * 600 + 128 * 12_512 - rows
+
+
+def test_auto_lets_them_wait_where_the_device_could_not_hold_both(
+    shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = [10**6]
+    on_gpu(monkeypatch, memory)
+    # Sampling is larger with few tokens to learn from, learning with many and short responses.
+    for sizes in ({}, {"tokens": 300, "new_tokens": 20}):
+        memory[0] = 10**6  # too little to keep logits, as are the 31 MB in all of the second
+        plain = estimate(offloading("never", **sizes), "x", alone=True)
+        assert plain is not None and plain.largest == ("learning" if sizes else "sampling")
+        for total, waits in ((plain.total, False), (plain.total - 1, True)):
+            memory[0] = total
+            assert offloads(offloading("auto", **sizes), "x") is waits
+            found = [estimate(offloading("auto", **sizes), "x", alone=alone) for alone in (True, False)]
+            assert [one.waits for one in found if one is not None] == [16e6 if waits else 0, 0]
+            assert check_memory(offloading("auto", **sizes), "x") == ""  # nothing runs out that will wait
+        assert "memory may run out" in check_memory(offloading("never", **sizes), "x")
+    assert [offloads(offloading(how), "x") for how in ("always", "never")] == [True, False]
+    # A server has no weights here, so that learning gains nothing.
+    engine = {"engine": "server", "server": {"urls": ["http://localhost:1"]}, "max_new_tokens": 20}
+    memory[0] = 17_000_000
+    assert not offloads(offloading("auto", tokens=300, sampler=engine), "x")
+    memory[0] = 15_000_000
+    assert offloads(offloading("auto", tokens=300, sampler=engine), "x")
+
+
+def test_a_run_that_fits_only_in_turns(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = [9_500_000]  # 8 MB of the trainer; 2 MB of the sampler are too many besides
+    on_gpu(monkeypatch, memory)
+
+    def settings(offload: str, new_tokens: int = 20) -> RunConfig:
+        return offloading(offload, new_tokens=new_tokens, model={"precision": "bfloat16-only"})
+
+    with pytest.raises(ModelError, match=r'too large to train; .* or set learner.offload = "always"'):
+        check_memory(settings("never"), "x")
+    assert check_memory(settings("auto"), "x") == check_memory(settings("always"), "x") == ""
+    needed = estimate(settings("auto"), "x", alone=True)
+    assert needed is not None and needed.for_one_response == 2e6 + 148 * 600
+    assert str(needed).endswith("; while sampling 0.01, while learning 0.00 wait in host memory)")
+    assert "(weights 0.00, gradients 0.00" in str(needed) and "sampler's" not in str(needed)
+    # One response of 12,428 tokens takes 7.457 MB, one of 12,528 takes 7.517; 7.5 are left by the sampler's weights.
+    said = check_memory(settings("auto", 12_300), "x")
+    assert said.startswith("memory may run out: ") and "(sampler's weights 0.00, keys and values 0.44; while" in said
+    with pytest.raises(ModelError, match=r"not for generating: .*\(at most sampler.max_new_tokens = 12372 would fit"):
+        check_memory(settings("auto", 12_400), "x")
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from policies import tokens_of
 from sampling import steps_requests as requests
 from sampling import steps_sampler as make
 from stalewise.errors import ModelError
+from stalewise.models import fused_ops, transfer
 from stalewise.models.loading import EMBEDDED, encode_prompts, load_model, load_tokenizer, resolve_model
 from stalewise.rollout.engines.embedded import HFSampler, _same_uniforms, decode_texts
-from stalewise.rollout.sampler import Request
+from stalewise.rollout.sampler import Request, Response
 from stalewise.rollout.token_sampling import device_uniforms, sampling_logp
 from stalewise.tasks.arithmetic import Steps
 from stalewise.types import FinishReason, SamplerSettings
@@ -188,3 +190,190 @@ def test_random_numbers_of_a_kernel_are_used_if_they_are_the_recorded_ones() -> 
     assert not _same_uniforms(lambda seed, position: device_uniforms(seed, position + 1), cpu)
     assert not _same_uniforms(lambda seed, position: device_uniforms(seed, position).float().double(), cpu)
     assert not _same_uniforms(fails, cpu)
+
+
+# ---------------------------------------------------------------- weights that wait in host memory
+
+POLICY = EMBEDDED / "arithmetic"
+
+
+def sums_sampler(*, slots: bool = False, fused: bool = False) -> HFSampler:
+    settings, cpu = SamplerSettings(), torch.device("cpu")
+    sampler = HFSampler(settings, max_new_tokens=16, device=cpu, dtype=torch.float32, slots=slots, fused=fused)
+    sampler.load(POLICY)
+    assert bool(sampler.slots_problem) != slots
+    return sampler
+
+
+def sums(sampler: HFSampler) -> list[Request]:
+    return [Request(sampler.tokenizer(f"{i}+{i + 7}=")["input_ids"], i) for i in (10, 35, 61, 88)]
+
+
+def bytes_there(sampler: HFSampler) -> int:
+    """Bytes of the model's storages that are not small."""
+    tensors = [*sampler._model.parameters(), *sampler._model.buffers()]
+    storages = {one.untyped_storage()._cdata: one.untyped_storage().nbytes() for one in tensors}
+    return sum(size for size in storages.values() if size > transfer.SMALL)
+
+
+class OneAnswer:
+    """Two turns of each request."""
+
+    def __init__(self) -> None:
+        self.said: dict[int, list[Response]] = {}
+        self.open: list[int] = []
+
+    def ended(self, request: int, response: Response) -> None:
+        self.said.setdefault(request, []).append(response)
+        self.open.append(request)
+
+    def next(self, *, wait: bool) -> list[tuple[int, list[int]]]:
+        answered, self.open = self.open, []
+        return [(request, [4, 5] if len(self.said[request]) == 1 else []) for request in answered]
+
+
+def turns(sampler: HFSampler, asked: list[Request]) -> dict[int, list[Response]]:
+    source = OneAnswer()
+    sampler.sample_turns(asked, sampler.settings, source)
+    assert {len(responses) for responses in source.said.values()} == {2}
+    return source.said
+
+
+def halved() -> dict[str, torch.Tensor]:
+    return {name: 0.5 * tensor for name, tensor in load_file(POLICY / "model.safetensors").items()}
+
+
+def taken(sampler: HFSampler, asked: list[Request]) -> list[Response]:
+    assert sampler.take(halved(), "half") and bytes_there(sampler)
+    return sampler.sample(asked)
+
+
+def loaded(sampler: HFSampler, asked: list[Request]) -> list[Response]:
+    sampler.load(POLICY)
+    assert bytes_there(sampler)
+    return sampler.sample(asked)
+
+
+def rounded(sampler: HFSampler, asked: list[Request]) -> list[Response]:
+    return sampler.sample(asked, SamplerSettings(weights="fp8"))
+
+
+def tried(sampler: HFSampler, asked: list[Request]) -> list[Response]:
+    return sampler.trial(asked, 5)
+
+
+def closed(sampler: HFSampler, asked: list[Request]) -> list[Response]:
+    sampler.close()
+    return loaded(sampler, asked)
+
+
+CALLS: list[Callable[[HFSampler, list[Request]], object]] = [
+    HFSampler.sample,
+    turns,
+    tried,
+    rounded,
+    taken,
+    taken,  # what is there already
+    loaded,
+    loaded,
+    closed,
+    HFSampler.sample,
+]
+
+
+@pytest.mark.parametrize("slots", [False, True], ids=["growing", "slots"])
+def test_weights_that_waited_sample_the_same_after_every_call(slots: bool) -> None:
+    plain, waiting = (sums_sampler(slots=slots) for _ in range(2))
+    asked, whole = sums(plain), bytes_there(plain)
+    assert whole > 1e6
+    for call in CALLS:
+        waiting.sleep(weights=True)
+        waiting.sleep(weights=True)
+        waiting.sleep()
+        assert bytes_there(waiting) == 0 and waiting._decoder is None
+        assert call(waiting, asked) == call(plain, asked)
+        assert bytes_there(waiting) == whole
+    waiting.sleep(weights=True)
+    assert bytes_there(waiting) == 0 and waiting.model is waiting._model and bytes_there(waiting) == whole
+
+
+def test_rounded_weights_that_waited_become_exact_again() -> None:
+    sampler = sums_sampler()
+    asked = sums(sampler)
+    exact, rough = sampler.sample(asked), rounded(sampler, asked)
+    assert rough != exact
+    sampler.sleep(weights=True)
+    assert rounded(sampler, asked) == rough
+    sampler.sleep(weights=True)
+    assert sampler.sample(asked) == exact
+
+
+def test_weights_that_are_parts_of_one_tensor_are_so_after_waiting() -> None:
+    sampler = sums_sampler()
+    asked = sums(sampler)
+    expected = sampler.sample(asked)
+    joined: list[tuple[torch.Tensor, list[Any]]] = []
+    for layer in sampler.model.model.layers:
+        parts = [getattr(layer.self_attn, f"{name}_proj").weight for name in "qkv"]
+        whole = torch.cat([part.data for part in parts])
+        for part, data in zip(parts, whole.split([len(part) for part in parts]), strict=True):
+            part.data = data
+        joined.append((whole, parts))
+    for again in (lambda: None, lambda: sampler.take(halved(), "half"), lambda: sampler.load(POLICY)):
+        sampler.sleep(weights=True)
+        assert all(whole.untyped_storage().nbytes() == 0 for whole, _ in joined)  # though it is held here, too
+        again()
+        found = sampler.sample(asked)
+        for whole, parts in joined:
+            assert {part.untyped_storage().data_ptr() for part in parts} == {whole.data_ptr()}
+            assert torch.equal(torch.cat([part.data for part in parts]), whole)
+    assert found == expected
+
+
+def test_joined_products_are_joined_after_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler, rows, linear = sums_sampler(slots=True, fused=True), set[int](), fused_ops.linear
+    assert "linears" in sampler.fused
+    monkeypatch.setattr(
+        fused_ops, "linear", lambda x, weight, *bias: (rows.add(len(weight)), linear(x, weight, *bias))[1]
+    )
+    asked = sums(sampler)
+    before, joined = sampler.sample(asked), set(rows)
+    for _ in range(2):
+        sampler.sleep(weights=True)
+        assert bytes_there(sampler) == 0
+        rows.clear()
+        assert sampler.sample(asked) == before and rows == joined
+    attention = sampler.model.model.layers[0].self_attn
+    heads = [len(getattr(attention, f"{name}_proj").weight) for name in "qkv"]
+    assert sum(heads) in joined and heads[1] not in joined
+
+
+def test_weights_that_are_replaced_do_not_come_from_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(POLICY, tmp_path / "half")
+    save_file(halved(), tmp_path / "half" / "model.safetensors", metadata={"format": "pt"})
+    sampler, copied, restore = sums_sampler(), list[int](), transfer.restore
+    sampler._model.register_buffer("table", torch.arange(5000.0), persistent=False)  # which no checkpoint has
+    monkeypatch.setattr(
+        transfer,
+        "restore",
+        lambda pairs, device: (copied.append(sum(here.nbytes for here, _ in pairs)), restore(pairs, device)),
+    )
+    for replaced in (lambda: sampler.take(halved(), "half"), lambda: sampler.load(tmp_path / "half")):
+        sampler.sleep(weights=True)
+        replaced()
+        assert torch.equal(sampler._model.table, torch.arange(5000.0))
+    assert copied == [20_000, 20_000]
+    sampler.sleep(weights=True)
+    sampler.load(tmp_path / "half")  # the same again
+    assert copied[2:] == [bytes_there(sampler)]
+
+
+def test_host_memory_is_free_after_closing() -> None:
+    sampler = sums_sampler()
+    sampler.close()
+    sampler.sleep(weights=True)  # nothing is loaded
+    sampler.load(POLICY)
+    sampler.sleep(weights=True)
+    assert sampler._offload.is_away
+    sampler.close()
+    assert not sampler._offload.is_away

@@ -107,6 +107,9 @@ def test_the_other_policy_makes_way_for_the_learner_and_comes_back(other: Path) 
     sampler.sleep()
     assert foreign._model is None and own._model is not None
     assert said() == first
+    sampler.sleep(weights=True)
+    assert foreign._model is None and own._offload.is_away
+    assert said() == first
     sampler.max_new_tokens = 1
     assert {len(response.token_ids) for responses in said() for response in responses} == {1}
 

@@ -22,7 +22,7 @@ from trainer_inputs import config, rollouts
 
 
 def test_a_file_has_the_bytes_that_safetensors_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE", 16)
+    monkeypatch.setattr(module, "FILE_PIECE", 16)
     torch.manual_seed(0)
     drawn = {f"{name}{i}": (10 * torch.randn(5, 3)).to(d) for i, d in enumerate(DTYPES) for name in ("z", "a.b", "é")}
     tensors = {**drawn, "scalar": torch.tensor(3.0), "empty": torch.zeros(0, 4), "turned": torch.randn(3, 2).T}

@@ -2,13 +2,14 @@
 
 GPUs decode in slots (`slot_decode.py`), CPUs with a growing cache (`dynamic_decode.py`). Each response has its own
 random numbers, so its tokens depend neither on the batch nor on the way of decoding.
+While the trainer works, weights may wait in host memory (`HFSampler.sleep`).
 `sampler.weights` simulates an engine in 8 bits: matrices are rounded in place, reversibly (`QuantizableWeights`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,7 @@ from stalewise.models.compilation import compile_pieces
 from stalewise.models.fused_ops import fuse_for_decoding, fused_rotation
 from stalewise.models.kernels import can_compile, get_ready
 from stalewise.models.loading import context_length, load_model, load_tokenizer, stop_token_ids
+from stalewise.models.transfer import StorageOffload
 from stalewise.rollout.engines.dynamic_decode import (
     RowCache,
     decode_dynamic,
@@ -142,6 +144,7 @@ class HFSampler:
             get_ready()
         self._model: Any = None
         self._weights: QuantizableWeights | None = None
+        self._offload = StorageOffload()  # of the weights, while the trainer works
         self._loaded: tuple[object, ...] | None = None  # identity of the weights' file; None: none, or several files
         self._replaceable: frozenset[str] = frozenset()  # tensor names that a later checkpoint must have
         self._tokenizer: Any = None
@@ -160,6 +163,7 @@ class HFSampler:
         """Sample from this checkpoint. The first loads a model; later ones only replace its weights."""
         weights = checkpoint / "model.safetensors"
         if self._loaded is not None and self._loaded == _file_identity(weights):
+            self._wake()
             return
         names = tensor_names(weights) if weights.is_file() else frozenset()
         if self._model is None or not names or names != self._replaceable:
@@ -195,6 +199,7 @@ class HFSampler:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in self._replaceable}
             if wrong := sorted(name for name in shapes if shapes[name] != tuple(state[name].shape)):
                 raise ModelError(f"{weights} is for another model: {wrong[0]} has shape {list(shapes[wrong[0]])}")
+            self._wake(state[name] for name in self._replaceable)
             for name in self._replaceable:
                 state[name].copy_(file.get_tensor(name))
 
@@ -202,11 +207,13 @@ class HFSampler:
     def take(self, weights: Mapping[str, torch.Tensor], key: object) -> bool:
         """Copy weights from memory into the model; False where only a checkpoint can be loaded."""
         if self._loaded == (key,):
+            self._wake()
             return True
         if self._model is None or not self._replaceable or not self._replaceable <= weights.keys():
             return False
         self._loaded = None
         state: dict[str, torch.Tensor] = self._model.state_dict()
+        self._wake(state[name] for name in self._replaceable)
         for name in self._replaceable:
             state[name].copy_(weights[name])
         self._weights, self._loaded = QuantizableWeights(self._model), (key,)
@@ -216,14 +223,35 @@ class HFSampler:
         """Free the model and its cache."""
         self._model, self._decoder, self._weights, self._loaded = None, None, None, None
         self._kernels = {}  # which hold the model
+        self._offload = StorageOffload()
 
-    def sleep(self) -> None:
-        """Free the memory of the slots until the next call, if it is much."""
-        if self._decoder is not None and self._device.type == "cuda":
-            total = torch.cuda.mem_get_info(self._device)[1]
-            if self._decoder.cache.nbytes > SLEEP_SHARE * total:
-                self._decoder = None
-                torch.cuda.empty_cache()
+    def sleep(self, *, weights: bool = False) -> None:
+        """Free the memory of the slots until the next call, if it is much; `weights`: these wait in host memory."""
+        on_gpu = self._device.type == "cuda"
+        if weights and self._model is not None:
+            self._decoder = None  # its CUDA graphs hold addresses of weights
+            self._offload.leave([*self._model.parameters(), *self._model.buffers()])
+        elif self._decoder is not None and on_gpu and self._is_much(self._decoder.cache.nbytes):
+            self._decoder = None
+        else:
+            return
+        if on_gpu:
+            torch.cuda.empty_cache()
+
+    def _is_much(self, nbytes: int) -> bool:
+        return nbytes > SLEEP_SHARE * torch.cuda.mem_get_info(self._device)[1]
+
+    def _wake(self, replaced: Iterable[Tensor] = ()) -> None:
+        """Bring weights back from host memory; those that the caller replaces need not be copied."""
+        if self._offload.is_away:
+            self._offload.come_back(replaced)
+
+    def _begin(self, requests: Sequence[Request], settings: SamplerSettings) -> None:
+        """Check the requests, and have the weights on the device that the settings ask for."""
+        assert self._weights is not None, "call load first"
+        self.check_lengths([request.prompt_ids for request in requests])
+        self._wake()
+        self._weights.use(settings.weights)
 
     @property
     def schedules(self) -> bool:
@@ -246,9 +274,7 @@ class HFSampler:
     def sample(self, requests: Sequence[Request], settings: SamplerSettings | None = None) -> list[Response]:
         """Responses in the order of the requests."""
         settings = settings or self.settings
-        assert self._weights is not None, "call load first"
-        self.check_lengths([request.prompt_ids for request in requests])
-        self._weights.use(settings.weights)
+        self._begin(requests, settings)
         responses: dict[int, Response] = {}
         # One thread turns tokens into text while the device decodes.
         with ThreadPoolExecutor(max_workers=1) as reader:
@@ -289,9 +315,7 @@ class HFSampler:
         """One turn of each; `kept` is by place, and is left with the rows as they are then."""
         if kept is None or self._device.type != "cpu":  # a GPU without slots may not hold all rows at once
             return self.sample(requests, settings)
-        assert self._weights is not None, "call load first"
-        self.check_lengths([request.prompt_ids for request in requests])
-        self._weights.use(settings.weights)
+        self._begin(requests, settings)
         rows = {row: kept[place] for row, place in enumerate(places) if place in kept}
         arrays = decode_dynamic(
             self._model,
@@ -309,9 +333,7 @@ class HFSampler:
 
     def _turns_in_slots(self, requests: Sequence[Request], settings: SamplerSettings, turns: TurnSource) -> None:
         """In slots, which keep what they have computed of an episode. Without the memory for that, in rounds."""
-        assert self._weights is not None, "call load first"
-        self.check_lengths([request.prompt_ids for request in requests])
-        self._weights.use(settings.weights)
+        self._begin(requests, settings)
         begun = [list(request.begun) for request in requests]
         asked = set(range(len(requests)))  # those whose turn is being sampled
 
@@ -354,7 +376,8 @@ class HFSampler:
 
     @property
     def model(self) -> Any:
-        """The loaded policy."""
+        """The loaded policy, its weights on the device."""
+        self._wake()
         return self._model
 
     def _decode(self, requests: Sequence[Request], settings: SamplerSettings) -> Iterator[FinishedResponses]:

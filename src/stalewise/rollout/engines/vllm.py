@@ -208,8 +208,8 @@ class VllmSampler(ExternalSampler):
             self.on_tokens(sum(len(ids) for ids, _, _ in sampled))
         return self.make_responses([answers[number] for number in range(len(requests))], requests, "vLLM")
 
-    def sleep(self) -> None:
-        """Free GPU memory for the trainer, as the config says, until the next `load`."""
+    def sleep(self, *, weights: bool = False) -> None:
+        """Free GPU memory for the trainer until the next `load`; what of it, `while_learning` says."""
         if self._options.while_learning == "close":
             self.close()
         elif self._options.while_learning in SLEEP_LEVELS:
