@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 from packaging.requirements import Requirement
 
 from stalewise import __version__
@@ -78,6 +79,7 @@ class _Preflight:
         self.config, self.opened = config, opened
         self.source = ""  # directory of the model
         self.checkpoint: int | None = None  # its bytes
+        self.waits_on_host = 0
         self.task: Task | None = None
         self.sampler: Sampler | None = None
 
@@ -98,7 +100,7 @@ class _Preflight:
             yield (memory := self._run("memory", self._memory))
             if (checkpoint := self.checkpoint) is not None:
                 yield self._run("disk", lambda: self._disk(checkpoint))
-                yield self._run("host memory", lambda: _host_memory(checkpoint))
+                yield self._run("host memory", lambda: _host_memory(checkpoint, self.waits_on_host))
             if self.config.model.trains_adapters:
                 yield self._run("adapters", self._adapters)
             yield self._run("tokenizer", self._tokenizer)
@@ -186,7 +188,7 @@ class _Preflight:
         needed = estimate(self.config, self.source, alone=True)
         if needed is None:
             return "warning", f"unknown: the config of {self.source} does not say how large the model is"
-        self.checkpoint = needed.checkpoint
+        self.checkpoint, self.waits_on_host = needed.checkpoint, needed.waits_on_host
         check_vllm_room(self.config, self.source)
         if warning := check_memory(self.config, self.source):  # raises where `train` refuses
             return "warning", warning
@@ -305,9 +307,15 @@ class _Preflight:
             yield checkpoint_directory(config.directory, 0)
 
 
-def _host_memory(checkpoint: int) -> tuple[Status, str]:
+def _host_memory(checkpoint: int, waits: int) -> tuple[Status, str]:
     figures = f"the copy of a checkpoint that is being written takes {checkpoint / GIB:.2f} GiB of host memory"
-    if fits_beside(checkpoint):
+    if waits:
+        figures += f"; trainer and sampler take {waits / GIB:.2f} GiB while they wait for each other"
+    free = psutil.virtual_memory().available
+    if waits > free:
+        advice = "choose a smaller model, moments of 8 bits or adapters, or a device with more memory"
+        return "bad", f"{figures}, and {free / GIB:.2f} GiB are free: {advice}"
+    if fits_beside(checkpoint + waits):
         return "ok", figures
     return "warning", f"{figures}, and too little is free: each checkpoint is written while the run waits for it"
 

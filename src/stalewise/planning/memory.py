@@ -92,6 +92,11 @@ class MemoryEstimate:
         return sum(self.certain[part] for part in ("weights", "moments", "proximal policy"))
 
     @property
+    def waits_on_host(self) -> int:
+        """Bytes of host memory in which trainer and sampler wait for each other; gradients are made anew."""
+        return self.checkpoint + self.samplers_weights if self.waits else 0
+
+    @property
     def total(self) -> int:
         """Bytes with which the run certainly works."""
         return self._bytes(0, 0)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from stalewise.config import make_config
-from stalewise.orchestrator.preflight import examine, gold_response, installation
+from stalewise.orchestrator.preflight import _host_memory, examine, gold_response, installation
 from stalewise.tasks import make_task
 from tiny import tiny_record
 
@@ -79,3 +81,15 @@ def test_a_checkpoint_that_host_memory_does_not_hold_is_a_warning(runs: Path, mo
     assert asked == [6 * 395_904]  # 4 bytes of a weight, 2 of its moments
     assert checks["host memory"].status == "warning"
     assert "each checkpoint is written while the run waits for it" in checks["host memory"].detail
+
+
+def test_what_waits_in_host_memory_must_fit_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 << 30))
+    assert _host_memory(1 << 30, 0) == (
+        "ok",
+        "the copy of a checkpoint that is being written takes 1.00 GiB of host memory",
+    )
+    status, detail = _host_memory(1 << 30, 9 << 30)
+    assert status == "warning" and "trainer and sampler take 9.00 GiB while they wait for each other" in detail
+    status, detail = _host_memory(1 << 30, 11 << 30)
+    assert status == "bad" and "10.00 GiB are free: choose a smaller model" in detail

@@ -432,6 +432,8 @@ def test_a_run_that_fits_only_in_turns(shape: ModelShape, monkeypatch: pytest.Mo
     assert check_memory(settings("auto"), "x") == check_memory(settings("always"), "x") == ""
     needed = estimate(settings("auto"), "x", alone=True)
     assert needed is not None and needed.for_one_response == 2e6 + 148 * 600
+    assert needed.waits_on_host == 2e6 + 4e6 + 2e6  # weights, moments, the sampler's; not gradients
+    assert (plain := estimate(settings("never"), "x", alone=True)) is not None and plain.waits_on_host == 0
     assert str(needed).endswith("; while sampling 0.01, while learning 0.00 wait in host memory)")
     assert "(weights 0.00, gradients 0.00" in str(needed) and "sampler's" not in str(needed)
     # One response of 12,428 tokens takes 7.457 MB, one of 12,528 takes 7.517; 7.5 are left by the sampler's weights.
