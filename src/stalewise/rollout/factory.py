@@ -86,7 +86,8 @@ def make_sampler(
 
         return ServerSampler(settings, max_new_tokens=limit, options=section.server, on_tokens=on_tokens, log=log)
 
-    compiles = partial(compiling_pays, config.learner.compile, config.schedule.updates)
+    # However long the run: with fused operators a step launches fewer kernels than with compiled ones.
+    compiles = partial(compiling_pays, config.learner.compile, 0)
     embedded = partial(HFSampler, settings, max_new_tokens=limit, device=device, dtype=precision)
     embedded = partial(embedded, on_tokens=on_tokens, compiling_pays=compiles)
     return MixedPolicySampler(embedded(), embedded()) if section.foreign.share else embedded()

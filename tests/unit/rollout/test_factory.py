@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from stalewise.config import make_config
 from stalewise.errors import ConfigError, EngineError
+from stalewise.models import compilation
 from stalewise.rollout import factory
 from stalewise.rollout.engines import http as endpoint
 from stalewise.rollout.engines.server import ServerSampler
@@ -31,6 +33,16 @@ def test_the_engine_of_the_config_is_the_one_that_is_made(runs: Path) -> None:
     assert (sampler.settings.name, sampler.settings.precision) == ("server", "bfloat16")
     with pytest.raises(EngineError, match="vLLM is not installed"):
         make_sampler(make_config(tiny_record(runs, sampler={"engine": "vllm"})))
+
+
+def test_the_sampler_is_compiled_only_if_asked_for(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "can_compile", lambda: True)
+    large = SimpleNamespace(device=torch.device("cuda"), parameters=lambda: [torch.empty(10**9, device="meta")])
+    assert compilation.compiling_pays("auto", 4096, large)  # the learner's
+    for choice in ("auto", "always"):
+        long = {"learner": {"compile": choice}, "schedule": {"kind": "staged", "updates": 4096, "stages": 4}}
+        sampler: Any = make_sampler(make_config(tiny_record(runs) | long))
+        assert sampler._compiling_pays(large) is (choice == "always")
 
 
 PIPELINED: dict[str, Any] = {"schedule": {"kind": "pipelined", "generator_device": "cuda:1"}}
