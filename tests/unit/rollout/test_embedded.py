@@ -377,3 +377,21 @@ def test_host_memory_is_free_after_closing() -> None:
     assert sampler._offload.is_away
     sampler.close()
     assert not sampler._offload.is_away
+
+
+@pytest.mark.parametrize(("slots", "unused", "kept", "emptied"), [(5, 2, True, 0), (5, 4, True, 1), (11, 0, False, 1)])
+def test_a_sampler_that_sleeps_frees_what_is_much(
+    slots: int, unused: int, kept: bool, emptied: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = sums_sampler(slots=True)
+    sampler.sample(sums(sampler))
+    calls: list[int] = []
+    sampler._device = torch.device("cuda")
+    assert sampler._decoder is not None
+    monkeypatch.setattr(type(sampler._decoder.cache), "nbytes", slots)
+    sizes = {"mem_get_info": (0, 100), "memory_reserved": 50, "memory_allocated": 50 - unused}
+    for name, value in sizes.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(1))
+    sampler.sleep()
+    assert (sampler._decoder is not None, len(calls)) == (kept, emptied)

@@ -105,6 +105,8 @@ def linear_matrices(model: Any) -> list[Tensor]:
 log = logging.getLogger(__name__)
 ROOM_STEP = 32  # prompt room is a multiple of this, so that slots made for one set of prompts mostly fit the next
 POOL, POOL_TOKENS = 32_768, 1 << 26  # requests; tokens at most, so that long responses are committed now and then
+# Of a GPU's memory: what prefills took is kept by torch for its own stream, and the learner's passes have another one.
+UNUSED_SHARE = 0.03
 LEAST_MEMORY = 0.1  # of the free memory: out of it with less than this, nothing helps
 
 
@@ -231,15 +233,15 @@ class HFSampler:
         if weights and self._model is not None:
             self._decoder = None  # its CUDA graphs hold addresses of weights
             self._offload.leave([*self._model.parameters(), *self._model.buffers()])
-        elif self._decoder is not None and on_gpu and self._is_much(self._decoder.cache.nbytes):
+        elif self._decoder is not None and on_gpu and self._is_much(self._decoder.cache.nbytes, SLEEP_SHARE):
             self._decoder = None
-        else:
+        elif not on_gpu or not self._is_much(_unused_bytes(self._device), UNUSED_SHARE):
             return
         if on_gpu:
             torch.cuda.empty_cache()
 
-    def _is_much(self, nbytes: int) -> bool:
-        return nbytes > SLEEP_SHARE * torch.cuda.mem_get_info(self._device)[1]
+    def _is_much(self, nbytes: int, share: float) -> bool:
+        return nbytes > share * torch.cuda.mem_get_info(self._device)[1]
 
     def _wake(self, replaced: Iterable[Tensor] = ()) -> None:
         """Bring weights back from host memory; those that the caller replaces need not be copied."""
@@ -509,6 +511,11 @@ def _same_uniforms(uniforms: Callable[[Tensor, Tensor], Tensor], device: torch.d
         return torch.equal(uniforms(seed, position), device_uniforms(seed, position))
     except Exception:  # of a compiler
         return False
+
+
+def _unused_bytes(device: torch.device) -> int:
+    """Bytes that torch's allocator keeps for later."""
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def _file_identity(file: Path) -> tuple[object, ...] | None:
