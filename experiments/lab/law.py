@@ -14,7 +14,7 @@ from scipy.special import log_ndtr
 SHORT = (64, 128)  # lengths that the models are fitted on; they predict the others
 OLDEST = {"µ=1": 0, "µ=1, lag 8": 8, "µ=8, lag 1": 15, "µ=8, lag 4": 39}  # the worst age of a rollout, S
 RESAMPLES = 200
-NEWTON_STEPS, PRIOR = 25, 1e-3
+NEWTON_STEPS, PRIOR = 12, 1e-3
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,7 @@ def test_a_command_that_was_killed_goes_on_and_does_nothing_twice(tmp_path: Path
     assert 1 <= len(before) < json.loads(answer)["done"]
 
 
+@pytest.mark.nightly
 def test_every_job_is_done_but_the_broken_ones(reproduced: tuple[Path, dict[str, Any]]) -> None:
     _, answer = reproduced
     # 4 arms, the policy that others sample with, and the tuning: one arm × 2 seeds at each of 3 rates, or of more where
@@ -137,6 +138,7 @@ def test_every_job_is_done_but_the_broken_ones(reproduced: tuple[Path, dict[str,
     assert len(answer["failed"]) == 1 and all("no-such-directory" in reason for reason in answer["failed"].values())
 
 
+@pytest.mark.nightly
 def test_results_hold_what_figures_and_verdicts_need(reproduced: tuple[Path, dict[str, Any]]) -> None:
     root, _ = reproduced
     results = read_results(root / "out" / "tiny" / "results-lab.json")
@@ -152,12 +154,14 @@ def test_results_hold_what_figures_and_verdicts_need(reproduced: tuple[Path, dic
     assert arms["lag"].runs[200]["generations"] == 2
 
 
+@pytest.mark.nightly
 def test_weights_and_rollouts_go_and_policies_for_others_stay(reproduced: tuple[Path, dict[str, Any]]) -> None:
     root, answer = reproduced
     assert {path.name for path in (root / "out" / "runs").iterdir()} <= set(answer["failed"])
     assert len(list((root / "out" / "policies").glob("*/model.safetensors"))) == 1
 
 
+@pytest.mark.nightly
 def test_the_command_renders_and_does_nothing_again(reproduced: tuple[Path, dict[str, Any]]) -> None:
     root, _ = reproduced
     experiments = root / "experiments"
@@ -171,6 +175,7 @@ def test_the_command_renders_and_does_nothing_again(reproduced: tuple[Path, dict
     assert "| [1](../experiments/tiny/README.md) |" in (root / "docs" / "results.md").read_text()
 
 
+@pytest.mark.nightly
 def test_results_of_fewer_jobs_do_not_take_the_place_of_kept_ones(
     reproduced: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -300,6 +305,7 @@ def test_curves_are_thinned_to_means() -> None:
     assert downsampled(range(8), [float(i) for i in range(8)], 4) == [[0.5, 2.5, 4.5, 6.5], [0.5, 2.5, 4.5, 6.5]]
 
 
+@pytest.mark.nightly
 def test_kept_files_can_be_read_line_by_line(reproduced: tuple[Path, dict[str, Any]]) -> None:
     root, _ = reproduced
     record = json.loads((root / "out" / "tiny" / "results-lab.json").read_text())

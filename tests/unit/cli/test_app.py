@@ -145,7 +145,9 @@ def screen(terminal: int, shown: bytes, wanted: str, seconds: float) -> bytes:
     return shown
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(
+    "shell", ["bash", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("zsh", "fish"))]
+)
 def test_tab_completes_in_a_real_shell(shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Types a command with tabs; the shell must run it with whole words, and none that a stray space made."""
     if shutil.which(shell) is None:
