@@ -315,11 +315,28 @@ def check_sampler(
     mine = distances(exact, requests, first)
     return {
         "problem": sampler.slots_problem,
+        "fused": sampler.fused,
         "ours_mean": mine.mean().item(),
         "ours_max": mine.max().item(),
         "transformers_mean": torch.cat(others).mean().item(),
         "same_again": same,
     }
+
+
+def check_waiting(model: str, vocabulary: int) -> dict[str, float]:
+    """Weights that wait in host memory: what stays on the device, and responses when they are back or were replaced."""
+    before = torch.cuda.memory_allocated()
+    sampler, requests = make_sampler(model, torch.bfloat16), made_up_requests(vocabulary)
+    weights = sum(weight.nbytes for weight in sampler.model.parameters())
+    expected, found = sampler.sample(requests), dict[str, float]()
+    for back in ("copied", "replaced"):
+        sampler.sleep(weights=True)
+        found[f"left_{back}"] = (torch.cuda.memory_allocated() - before) / weights
+        if back == "replaced" and not sampler.take(load(model, torch.bfloat16).state_dict(), "others"):
+            raise RuntimeError("the sampler does not take weights from memory")
+        pairs = zip(sampler.sample(requests), expected, strict=True)
+        found[f"same_{back}"] = float(np.mean([np.array_equal(one.token_ids, other.token_ids) for one, other in pairs]))
+    return found
 
 
 def check_rounding(model: str, vocabulary: int) -> dict[str, float]:
@@ -438,6 +455,11 @@ def verdicts(name: str, found: Any) -> dict[str, bool]:
         return {"no worse than those of transformers": found["ours_mean"] < 1.1 * found["transformers_mean"]}
     if name == "sampler_float32":
         return {"slots give those of a plain pass": found["ours_max"] < 2e-3}
+    if name == "sampler_waiting":
+        return {
+            "weights leave the device": max(found["left_copied"], found["left_replaced"]) < 0.1,
+            "they give the same responses afterwards": min(found["same_copied"], found["same_replaced"]) > 0.99,
+        }
     if name == "sampler_blocks":
         close = found["ours_mean"] < 1.1 * found["transformers_mean"]
         return {"responses that are put back and go on are no worse than transformers": close and found["put_back"] > 0}
@@ -445,6 +467,8 @@ def verdicts(name: str, found: Any) -> dict[str, bool]:
         return {
             "no worse than transformers": found["ours_mean"] < 1.1 * found["transformers_mean"],
             "the same seeds give the same responses": found["same_again"] > 0.99,
+            "all four operators are fused unless layers are compiled": (len(found["fused"]) == 4)
+            != (name == "sampler_compiled"),
         }
     if name == "rounding":
         return {"captured steps compute with rounded weights, and with exact ones again": max(found.values()) < 2e-3}
@@ -483,6 +507,7 @@ def main() -> int:
             "sampler_bfloat16": lambda: check_sampler(model, vocabulary, torch.bfloat16),
             "sampler_compiled": lambda: check_sampler(model, vocabulary, torch.bfloat16, compiled=True),
             "sampler_blocks": lambda: check_few_blocks(model, vocabulary, torch.bfloat16),
+            "sampler_waiting": lambda: check_waiting(model, vocabulary),
             "rounding": lambda: check_rounding(model, vocabulary),
             "token_record": lambda: check_token_record(model, rows),
             "steps": lambda: check_steps(model, rows, vocabulary),

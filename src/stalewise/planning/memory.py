@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -146,7 +147,8 @@ class MemoryEstimate:
         there = turns if self.waits and turns is not self.learning else {**self.certain, **turns}
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in there.items() if size)
         away = f", while learning {self.samplers_weights / GIB:.2f}" if self.sampling.get(SAMPLERS_WEIGHTS) else ""
-        waits = f"; while sampling {self.waits / GIB:.2f}{away} wait in host memory" if self.waits else ""
+        # Gradients leave the device as well, and do not wait.
+        waits = f"; while sampling {self.checkpoint / GIB:.2f}{away} wait in host memory" if self.waits else ""
         return (
             f"{self.shape.parameters / 1e6:,.1f} M parameters{trained}: at least {self.least / GIB:.2f} GiB and up to "
             f"{self.total / GIB:.2f} ({parts}{waits}){more}"
@@ -384,18 +386,21 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
-def ways_out(config: RunConfig, source: str, needed: MemoryEstimate, free: int) -> str:
-    """Advice on how to make the run fit, checked against the same estimate."""
+def ways_out(
+    config: RunConfig, source: str, needed: MemoryEstimate, free: int, world: int = 1, local_world: int = 1
+) -> str:
+    """Advice on how to make the run fit on so many ranks, checked against the same estimate."""
     smaller = "choose a smaller model or a larger device"
+    find = partial(_fitting, config, source, world, local_world)
     if needed.least > free:
-        fitting = _fitting(config, source, lambda changed: changed.least <= free)
+        fitting = find(lambda changed: changed.least <= free)
         if fitting:
             return f"{smaller}, or set {', or '.join(fitting)}"
         return smaller if config.model.trains_adapters else f"{smaller}: adapters alone would not fit either"
-    fitting = _fitting(config, source, lambda changed: changed.total <= free)
+    fitting = find(lambda changed: changed.total <= free)
     fits = f"; these would fit: {', or '.join(fitting)}" if fitting else ""
     if needed.largest == "sampling":
-        shorter = _fitting(config, source, lambda changed: changed.total <= free, _less_sampling(config.sampler))
+        shorter = find(lambda changed: changed.total <= free, _less_sampling(config.sampler))
         fits = f"; these would fit: {', or '.join([*shorter, *fitting])}" if shorter else fits
         return f"if it runs out, lower sampler.rollouts_per_shard or sampler.max_new_tokens, or {smaller}{fits}"
     helps = needed.largest != "the reference" and not config.learner.gradient_checkpointing
@@ -413,6 +418,8 @@ def _less_sampling(sampler: SamplerSection) -> dict[str, dict[str, dict[str, Any
 def _fitting(
     config: RunConfig,
     source: str,
+    world: int,
+    local_world: int,
     fits: Callable[[MemoryEstimate], bool],
     tried: dict[str, dict[str, dict[str, Any]]] | None = None,
 ) -> list[str]:
@@ -424,7 +431,9 @@ def _fitting(
         if any(_includes(changes, other) for other in found.values()):
             continue
         sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
-        changed = estimate(config.model_copy(update=sections), source, alone=True)
+        other = config.model_copy(update=sections)
+        shards = world if pick_parallel(other, source, world, local_world) == "sharded" else 1
+        changed = estimate(other, source, shards=shards, alone=world == 1)
         if changed is not None and fits(changed):
             found[text] = changes
     return list(found)
@@ -489,7 +498,8 @@ def check_memory(config: RunConfig, source: str, world: int = 1, local_world: in
         _check_generator(config.sampler.max_new_tokens, source, needed, generator_elsewhere(config.schedule, device))
     if needed is None or needed.total <= free:
         return ""
-    figures = f"{needed} on {device}, where {free / GIB:.2f} GiB are free: {ways_out(config, source, needed, free)}"
+    advice = ways_out(config, source, needed, free, world, local_world)
+    figures = f"{needed} on {device}, where {free / GIB:.2f} GiB are free: {advice}"
     if needed.least > free:
         alone = needed.samplers_weights + needed.one_response
         also = " to train; generating alone would fit" if 0 < alone <= free else ""

@@ -434,13 +434,28 @@ def test_a_run_that_fits_only_in_turns(shape: ModelShape, monkeypatch: pytest.Mo
     assert needed is not None and needed.for_one_response == 2e6 + 148 * 600
     assert needed.waits_on_host == 2e6 + 4e6 + 2e6  # weights, moments, the sampler's; not gradients
     assert (plain := estimate(settings("never"), "x", alone=True)) is not None and plain.waits_on_host == 0
-    assert str(needed).endswith("; while sampling 0.01, while learning 0.00 wait in host memory)")
+    monkeypatch.setattr("stalewise.planning.memory.GIB", 10**6)
+    assert str(needed).endswith("; while sampling 6.00, while learning 2.00 wait in host memory)")
+    monkeypatch.setattr("stalewise.planning.memory.GIB", 2**30)
     assert "(weights 0.00, gradients 0.00" in str(needed) and "sampler's" not in str(needed)
     # One response of 12,428 tokens takes 7.457 MB, one of 12,528 takes 7.517; 7.5 are left by the sampler's weights.
     said = check_memory(settings("auto", 12_300), "x")
     assert said.startswith("memory may run out: ") and "(sampler's weights 0.00, keys and values 0.44; while" in said
     with pytest.raises(ModelError, match=r"not for generating: .*\(at most sampler.max_new_tokens = 12372 would fit"):
         check_memory(settings("auto", 12_400), "x")
+
+
+def test_several_ranks_are_not_told_to_wait_in_host_memory(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one GPU 16 MB of the trainer and 2 MB of the sampler take turns in 17; on two ranks nothing waits."""
+    on_gpu(monkeypatch, [17_000_000])
+    told: list[str] = []
+    settings = offloading("never", new_tokens=20)
+    replicated = {"learner": settings.learner.model_copy(update={"parallel": "replicated"})}
+    for world in (1, 2):
+        with pytest.raises(ModelError) as error:
+            check_memory(settings.model_copy(update=replicated), "x", world, world)
+        told.append(str(error.value).partition("or set ")[2])
+    assert told == ['learner.offload = "always", or optimizer.moments = "int8"', 'optimizer.moments = "int8"']
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])

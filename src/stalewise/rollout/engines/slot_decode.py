@@ -204,7 +204,7 @@ class SlotDecoder:
         self.token_S, self.count_S, self.seed_S, self.prefix_S, self.limit_S, self.forced_S = self.numbers
         self.block_SB = zeros(size.slots, size.prompt_blocks + size.own_blocks, dtype=torch.int32)
         self.alive_S = zeros(size.slots, dtype=torch.bool)
-        # With one column more, where steps write what rows that have ended compute on.
+        # One column more than there are tokens: rows that have ended, which compute on, write there.
         self.all_ids, self.all_logp = (zeros(size.slots, new_tokens + 1, dtype=x) for x in (torch.int32, torch.float32))
         self.ids_SN, self.logp_SN = self.all_ids[:, :new_tokens], self.all_logp[:, :new_tokens]
         self.stream: torch.cuda.Stream | None = None  # for capturing
