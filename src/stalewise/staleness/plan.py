@@ -111,7 +111,7 @@ def largest_learning_rate(
     largest_tried = fit.domain.learning_rate[1]
     learning_rate = min(batch, horizon, largest_tried)
     binding = "domain" if largest_tried < min(batch, horizon) else "batch" if batch <= horizon else "horizon"
-    notes = (*small_lag, *small_horizon, *_notes(fit, horizon_updates))
+    notes = (*small_lag, *small_horizon, *_notes(fit, updates))
     return Plan(learning_rate, staleness, updates, binding, batch, horizon, notes)
 
 
@@ -145,7 +145,7 @@ def largest_staleness(
     allowed = math.floor(smallest * batch / asked)
     staleness, binding = min(allowed, largest), "domain" if allowed > largest else "batch"
     limits = (batch * smallest / staleness, horizon)
-    return Plan(learning_rate, staleness, updates, binding, *limits, (*notes, *_notes(fit, horizon_updates)))
+    return Plan(learning_rate, staleness, updates, binding, *limits, (*notes, *_notes(fit, updates)))
 
 
 def budget_used(fit: Fit, *, batch_drift: float, cumulative_drift: float) -> Budget:

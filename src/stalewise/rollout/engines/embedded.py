@@ -185,6 +185,7 @@ class HFSampler:
         self._replaceable = names if names <= self._model.state_dict().keys() else frozenset()
         compiling = self._device.type == "cuda" and self._compiling_pays(self._model)
         self.fused = fuse_for_decoding(self._model) if self._fusing and not compiling else ()
+        log.debug("fused for decoding: %s", ", ".join(self.fused) or "nothing")
         self._kernels = _kernels(self._model)
         self.slots_problem = slots_problem(self._model, **self._kernels) if self._slots_wanted else "not wanted"
         if self._slots_wanted and self.slots_problem:
