@@ -8,7 +8,7 @@ copy to ordinary memory uses one thread, which spends most of its time waiting f
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -196,48 +196,47 @@ def restore(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Non
         for here, there in pairs:
             there.copy_(here)
         return
-    pieces = _pieces(pairs)
-    ready = torch.cuda.Event()
-    with torch.cuda.device(device):
-        ready.record()
 
-    def work(first: int) -> None:
-        with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream()):
-            stream.wait_event(ready)  # the memory may have been another kernel's
-            pinned = _pinned_piece()
-            for here, there in pieces[first::THREADS]:
-                np.copyto(pinned[: len(here)].numpy(), here.numpy())  # without Python's lock
-                there.copy_(pinned[: len(here)], non_blocking=True)
-                stream.synchronize()
+    def copy(here: Tensor, there: Tensor, pinned: Tensor, stream: torch.cuda.Stream) -> None:
+        np.copyto(pinned.numpy(), here.numpy())  # without Python's lock
+        there.copy_(pinned, non_blocking=True)
+        stream.synchronize()
 
-    with ThreadPoolExecutor(THREADS) as threads:
-        list(threads.map(work, range(min(THREADS, len(pieces)))))
+    _in_threads(pairs, device, copy)
 
 
 def fetch(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
     """Copy the first tensor of each pair, on the device, to the second, on the host; both are contiguous."""
-    pieces = _pieces(pairs)
+
+    def copy(there: Tensor, here: Tensor, pinned: Tensor, stream: torch.cuda.Stream) -> None:
+        pinned.copy_(there, non_blocking=True)
+        stream.synchronize()
+        np.copyto(here.numpy(), pinned.numpy())  # without Python's lock
+
+    _in_threads(pairs, device, copy)
+
+
+def _in_threads(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    device: torch.device,
+    copy: Callable[[Tensor, Tensor, Tensor, torch.cuda.Stream], None],
+) -> None:
+    """Call `copy` with bytes of both tensors of a pair, as much pinned memory, and a stream; piece by piece."""
+    split = ([tensor.view(-1).view(torch.uint8).split(PIECE) for tensor in pair] for pair in pairs)
+    pieces = [piece for one, other in split for piece in zip(one, other, strict=True)]
     ready = torch.cuda.Event()
     with torch.cuda.device(device):
         ready.record()
 
     def work(first: int) -> None:
         with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream()):
-            stream.wait_event(ready)
+            stream.wait_event(ready)  # the memory may be another kernel's until then
             pinned = _pinned_piece()
-            for there, here in pieces[first::THREADS]:
-                pinned[: len(there)].copy_(there, non_blocking=True)
-                stream.synchronize()
-                np.copyto(here.numpy(), pinned[: len(there)].numpy())  # without Python's lock
+            for one, other in pieces[first::THREADS]:
+                copy(one, other, pinned[: len(one)], stream)
 
     with ThreadPoolExecutor(THREADS) as threads:
         list(threads.map(work, range(min(THREADS, len(pieces)))))
-
-
-def _pieces(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """The bytes of both tensors of each pair, in pieces that fit into pinned memory."""
-    split = ([tensor.view(-1).view(torch.uint8).split(PIECE) for tensor in pair] for pair in pairs)
-    return [piece for one, other in split for piece in zip(one, other, strict=True)]
 
 
 def _pinned_piece() -> Tensor:
