@@ -83,7 +83,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # what a user set
 
 
 def let_memory_grow(device: torch.device) -> None:
-    """Let torch's allocator extend its memory in place on a GPU; called before a model is there.
+    """Let torch's allocator extend its memory in place on a GPU (expandable segments); called before a model is there.
 
     Micro-batches have many sizes, and memory in fixed pieces fits few of them. It is not set in the environment, which
     other processes would inherit: vLLM cannot sleep with it.

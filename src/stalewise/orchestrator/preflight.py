@@ -310,7 +310,7 @@ class _Preflight:
 def _host_memory(checkpoint: int, waits: int) -> tuple[Status, str]:
     figures = f"the copy of a checkpoint that is being written takes {checkpoint / GIB:.2f} GiB of host memory"
     if waits:
-        figures += f"; trainer and sampler take {waits / GIB:.2f} GiB while they wait for each other"
+        figures += f"; learner.offload takes {waits / GIB:.2f} GiB for trainer and sampler"
     free = psutil.virtual_memory().available
     if waits > free:
         advice = "choose a smaller model, moments of 8 bits or adapters, or a device with more memory"

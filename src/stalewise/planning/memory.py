@@ -118,7 +118,7 @@ class MemoryEstimate:
         return self.certain.get(SAMPLERS_WEIGHTS, 0) + self.sampling.get(SAMPLERS_WEIGHTS, 0)
 
     def in_turns(self) -> MemoryEstimate:
-        """The same where the trainer's state and the sampler's weights wait in host memory for each other."""
+        """The same with the trainer's state in host memory while sampling, and the sampler's weights while learning."""
         weights = {SAMPLERS_WEIGHTS: self.samplers_weights}
         certain = {name: size for name, size in self.certain.items() if name not in weights}
         return replace(self, certain=certain, sampling=weights | dict(self.sampling), waits=self.may_wait)
@@ -211,7 +211,7 @@ def estimate(
     """Memory of a run with the model at `source`; None if the model's config does not determine its shape.
 
     With `shards`, that many devices each hold a part of the trainer's weights, gradients and moments. `alone`: there is
-    one rank, whose trainer and sampler wait in host memory for each other where `learner.offload` says so.
+    one rank, whose trainer and sampler take turns on the device where `learner.offload` says so.
     """
     shape = model_shape(source, config.model)
     if shape is None:

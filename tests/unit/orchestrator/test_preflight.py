@@ -90,6 +90,6 @@ def test_what_waits_in_host_memory_must_fit_there(monkeypatch: pytest.MonkeyPatc
         "the copy of a checkpoint that is being written takes 1.00 GiB of host memory",
     )
     status, detail = _host_memory(1 << 30, 9 << 30)
-    assert status == "warning" and "trainer and sampler take 9.00 GiB while they wait for each other" in detail
+    assert status == "warning" and "learner.offload takes 9.00 GiB for trainer and sampler" in detail
     status, detail = _host_memory(1 << 30, 11 << 30)
     assert status == "bad" and "10.00 GiB are free: choose a smaller model" in detail
