@@ -124,6 +124,16 @@ def compile_pieces(model: Any, backend: str = "inductor") -> None:
 SHORT_SHARE = 0.25  # of a GPU's memory: if less is free, cached memory is freed first
 
 
+def make_room() -> None:
+    """Free cached memory if a GPU's is short: a pool of its own, as of CUDA graphs, cannot take it when it grows."""
+    free, total = torch.cuda.mem_get_info()
+    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    if free < max(SHORT_SHARE * total, cached):
+        gc.collect()
+        torch.cuda.synchronize()  # expandable segments are unmapped only when their stream is done
+        torch.cuda.empty_cache()
+
+
 @contextlib.contextmanager
 def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> Iterator[None]:
     """Record what is launched within as the graph, without running it. Graphs may share the memory of a `pool`.
@@ -131,13 +141,7 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any 
     `torch.cuda.graph` first synchronises and frees all cached memory, also page-locked memory. Allocating it again took
     longer than the recording.
     """
-    free, total = torch.cuda.mem_get_info()
-    # Cached memory, which the graph might need as well, is not freed during a recording.
-    cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    if free < max(SHORT_SHARE * total, cached):
-        gc.collect()
-        torch.cuda.synchronize()  # expandable segments are unmapped only when their stream is done
-        torch.cuda.empty_cache()
+    make_room()
     with torch.cuda.stream(stream), contextlib.ExitStack() as stack:
         if gc.isenabled():  # collecting CUDA objects would call the driver
             gc.disable()

@@ -1,9 +1,9 @@
 """The body of a model, forward and backward, as CUDA graphs: one launch each instead of thousands from Python.
 
 A graph has fixed addresses and sizes, so micro-batches are padded to few sizes. A new size is launched eagerly, which
-sets up what must not be part of a graph; a size that soon recurs is captured. Graphs share their memory: each backward
-pass follows its forward pass before the next begins. Two halves of a micro-batch are branches of one graph: while one
-waits for its next kernel, the other runs. Axes: T tokens with padding, H hidden size.
+sets up what must not be part of a graph; a size that soon recurs is captured. Graphs and eager launches share their
+memory: each backward pass follows its forward pass before the next begins. Two halves of a micro-batch are branches of
+one graph: while one waits for its next kernel, the other runs. Axes: T tokens with padding, H hidden size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from stalewise.models.compilation import recording
+from stalewise.models.compilation import make_room, recording
 from stalewise.models.loading import model_body
 from stalewise.models.transfer import UNDISTURBED, in_buffer
 from stalewise.trainer.fused_linears import RoundedWeights, StreamParameters
@@ -73,7 +73,9 @@ class GraphedBody:
         self.captured: dict[tuple[int, ...], SizeGraphs] = {}
         # Last hidden states and their gradients, shared by all sizes.
         self.hidden_TH = self.gradient_TH = torch.empty(0, 0, device=model.device)
-        self.pool: Any = None
+        # Of graphs and eager launches. To the allocator, memory inside a graph is free: nothing else may be put here.
+        self.pool = torch.cuda.MemPool()
+        self.largest = 0  # tokens of a micro-batch that was launched
 
     def __call__(self, part: MicroBatch) -> Tensor:
         """Last hidden states [T, H] of all calls of a micro-batch, padding included."""
@@ -106,18 +108,21 @@ class GraphedBody:
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         tokens = part.padded_tokens
         graphs = SizeGraphs(*_copied(part), self.hidden_TH[:tokens], self.gradient_TH[:tokens], forward, backward)
-        with recording(forward, self.stream, self.pool):
+        with recording(forward, self.stream, self.pool.id):
             hidden = self._forward(graphs.inputs)
             torch.cat([lane_TH.detach() for lane_TH in hidden], out=graphs.hidden_TH)
-        self.pool = forward.pool()
-        with recording(backward, self.stream, self.pool):
+        with recording(backward, self.stream, self.pool.id):
             self._backward(hidden, graphs.gradient_TH)
         return graphs
 
     def launch(self, part: MicroBatch) -> tuple[list[Tensor], Tensor]:
         """Eager forward pass: hidden states of each call, for `launch_backward`, and of all calls, [T, H]."""
+        if part.padded_tokens > self.largest:  # the pool may have to grow, and cannot take memory that lies unused
+            make_room()
+            self.largest = part.padded_tokens
         with self._on_stream():
-            hidden = self._forward(part.inputs)
+            with torch.cuda.use_mem_pool(self.pool):
+                hidden = self._forward(part.inputs)
             tokens = sum(map(len, hidden))
             if tokens > len(self.hidden_TH):  # existing graphs keep the tensors they were captured with
                 self.hidden_TH = hidden[0].new_empty(tokens, hidden[0].shape[1])
@@ -128,7 +133,7 @@ class GraphedBody:
     def launch_backward(self, part: MicroBatch, hidden: Sequence[Tensor], gradient_TH: Tensor) -> None:
         """Eager backward pass; from here on, this size can be captured."""
         own_TH = self.gradient_TH[: len(gradient_TH)].copy_(gradient_TH)
-        with self._on_stream():
+        with self._on_stream(), torch.cuda.use_mem_pool(self.pool):
             self._backward(hidden, own_TH)
         self.launched[_size(part)] = self.calls
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -20,6 +21,18 @@ from stalewise.trainer.weights import FlatWeights, SideStream
 from trainer_inputs import rollouts, tokens_of
 
 CPU = torch.device("cpu")
+
+
+class Pool:
+    """Memory of graphs and launches; it notes how often it was used."""
+
+    id = (0, 1)
+    uses = 0
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        self.uses += 1
+        yield
 
 
 class Stream:
@@ -40,8 +53,11 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
         "current_stream": lambda: here,
         "stream": lambda stream: contextlib.nullcontext(),
         "is_current_stream_capturing": lambda: True,
+        "MemPool": Pool,
+        "use_mem_pool": Pool.used,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(graphs, "make_room", lambda: None)
     monkeypatch.setattr(graphs.torch, "autocast", lambda device, **options: autocast("cpu", **options))
 
 
@@ -121,6 +137,21 @@ def test_a_capture_that_fails_is_said_once_and_passes_are_launched(monkeypatch: 
     assert said == [
         "CUDA graphs are off, since a pass could not be captured: operation not permitted when stream is capturing"
     ]
+
+
+def test_launches_use_the_memory_of_graphs_and_ask_for_room_when_they_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("tied")
+    model.set_attn_implementation(PACKED)
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 0)
+    body: Any = GraphedBody(model, FlatWeights(list(model.parameters()), SideStream(CPU)), torch.bfloat16)
+    layout, asked = Layout(10_000, common_sizes=True), list[int]()
+    small, large = (next(micro_batches(rollouts(groups=n), layout, CPU)) for n in (1, 8))
+    assert small.padded_tokens < large.padded_tokens
+    monkeypatch.setattr(graphs, "make_room", lambda: asked.append(body.pool.uses))
+    for part in (small, small, large, small):
+        body(part).sum().backward()
+    assert body.pool.uses == 8  # of four forward and four backward passes
+    assert asked == [0, 4]  # before the first, and before one that is larger
 
 
 def test_streams_are_joined_though_a_pass_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -278,8 +279,7 @@ class SlotDecoder:
 
     def _try(self, slot_R: Tensor) -> None:
         """Run the step twice, which sets up what must not be part of a graph."""
-        # Always the same stream: libraries keep a workspace for each.
-        self.stream = self.stream or torch.cuda.Stream()
+        self.stream = self.stream or _capturing_stream(torch.cuda.current_device())
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             for _ in range(2):
@@ -519,6 +519,12 @@ class SlotDecoder:
             )
         finally:
             self.model.set_attn_implementation(SLOTS)
+
+
+@cache
+def _capturing_stream(device: int) -> torch.cuda.Stream:
+    """Always the same for a device, also of the next decoder: libraries keep a workspace for each."""
+    return torch.cuda.Stream(device)
 
 
 def _row_bytes(model: Any, example: list[tuple[Tensor, Tensor]], room: int, new_tokens: int) -> int:
