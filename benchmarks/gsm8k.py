@@ -1,4 +1,4 @@
-"""Time to accuracy on GSM8K: stalewise against TRL 1.16 with vLLM in the same process, on one GPU.
+"""Time to accuracy on GSM8K or other data: stalewise against TRL 1.16 with vLLM in the same process, on one GPU.
 
     python benchmarks/gsm8k.py convert FILE.gguf DIR
     python benchmarks/gsm8k.py run --arm mu_grpo --seed 0 --lr 2e-6 --model DIR --train T.jsonl --test E.jsonl --timed
@@ -6,12 +6,18 @@
     python benchmarks/gsm8k.py next --list jobs.txt --seconds 560 --parallel 3 --model DIR …   # as many as fit
     python benchmarks/gsm8k.py collect jobs/*.json           # benchmarks/results/gsm8k-h200.json, a table, a picture
 
+    # A 1.5B model on MATH, tested on MATH-500 and, by its first and last policy alone, on GSM8K:
+    python benchmarks/gsm8k.py run --arm mu_grpo --seed 0 --lr 2e-6 --timed --model DIR1.5B --train math_train.jsonl
+        --test math500_test.jsonl --also-test gsm8k_test.jsonl --test-prompts 500 --max-new-tokens 768 --updates 64
+        --evaluate-every 16 --set learner.tokens_per_micro_batch=8192 --out math-jobs
+    python benchmarks/gsm8k.py collect math-jobs/*.json --out benchmarks/results/math-h200.json
+
 Arms: `mu_grpo`, `p3o`, `auto` (recipe = "auto"), `synchronous` (GRPO, µ = 4), `grpo_tight` (tight clip at the stages of
 mu_grpo), `random_reward` (mu_grpo, rewards by a hash of the rollout), `trl_vllm`, `trl_generate`. All: the same prompts
-in the same order, the same verifier, 16 prompts × 8 rollouts an update, 400 new tokens, T = 1, 128 updates, AdamW,
-warm-up and cosine, no KL, gradients to norm 1, bfloat16 passes and float32 weights. Our arms, but for `p3o`, make no
-passes over groups of equal rewards, whose gradient is 0 (`batch.without_variance = "skip"`). Where trl or vllm is
-missing, its arms are left out and their files say so.
+in the same order, the same verifier, T = 1, AdamW, warm-up and cosine, and, unless said, 16 prompts × 8 rollouts an
+update, 400 new tokens and 128 updates; no KL, gradients to norm 1, bfloat16 passes and float32 weights. Our arms, but
+for `p3o`, make no passes over groups of equal rewards, whose gradient is 0 (`batch.without_variance = "skip"`). Where
+trl or vllm is missing, its arms are left out and their files say so.
 
 What the clock counts: wall-clock from the beginning of the first generation to the end of each update. In it: sampling,
 scoring by the verifier, learning, switches between the two, weights on their way to vLLM, checkpoints that a later
@@ -24,8 +30,10 @@ device and begin again where they were cut; the others may run several at once, 
 clock. `compiled_before` says whether an earlier process had left compiled kernels.
 
 Evaluation: all test questions, 4 samples at T = 1 every 32 updates and at the end, greedy once at the end, by our
-sampler with the same random numbers for every arm. Seeds from 100 on are for tuning and are never judged; final
-accuracy decides there, so `--evaluate-every 128` saves time (not for `auto`, whose guard reads evaluations).
+sampler with the same random numbers for every arm. A second test set (`--also-test`) is answered greedily by the policy
+that all start from, once for all arms, and by each arm's last one. Seeds from 100 on are for tuning and are never
+judged; final accuracy decides there, so `--evaluate-every 128` saves time (not for `auto`, whose guard reads
+evaluations).
 
 `events.jsonl` in the work directory of one of TRL's jobs has its seconds by event up to each update, as sums, also
 where the job was cut.
@@ -44,7 +52,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is no part of the package
 
 from benchmarks.gsm8k_bench import jobs
-from benchmarks.gsm8k_bench.settings import ARMS, Settings
+from benchmarks.gsm8k_bench.settings import ARMS, FILES, Settings
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = Path(__file__).resolve()
@@ -104,8 +112,8 @@ def job_of(arguments: argparse.Namespace) -> jobs.Job:
     usual: dict[str, Any] = jobs.smoke_settings(work) if arguments.smoke else {}
     names = [field.name for field in dataclasses.fields(Settings)]
     said = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    for name in ("model", "train", "test"):
-        if name in said and Path(said[name]).exists():
+    for name in FILES:
+        if said.get(name) and Path(said[name]).exists():
             said[name] = str(Path(said[name]).resolve())
     return jobs.Job(
         arm=arguments.arm,
@@ -156,10 +164,11 @@ def collect(files: list[Path], out: Path, plot: Path) -> None:
     if len(inside) < len(found):
         head["notes"].append(f"{len(found) - len(inside)} jobs of other sizes are kept and not in these figures")
     kept = [{key: value for key, value in job.items() if key not in ("journal", "last_words")} for job in found]
-    record = {"format": jobs.FORMAT, "settings": sizes[main], **head, "jobs": kept}
+    shared = sizes[main]
+    record = {"format": jobs.FORMAT, "settings": shared, **head, "jobs": kept}
     jobs.write(out, record)
-    print(table(head))
-    if draw(inside, head, plot):
+    print(table(head, shared))
+    if draw(inside, head, plot, test=Path(shared["test"]).stem):
         print(f"{out}, {plot}")
     else:
         print(f"{out}; no timed job is there to draw")

@@ -176,7 +176,8 @@ def size_of(job: Record) -> dict[str, Any]:
     free = {"trl_batch", "trl_checkpointing", "vllm_memory", "vllm_sleep", "threads", "device", "rollouts_per_shard"}
     free |= {"verifier_workers", "vllm_cache_gb"}
     usual = {"evaluate_every": Settings().evaluate_every} if is_tuning(job) else {}  # final accuracy decides there
-    return {key: value for key, value in {**job["settings"], **usual}.items() if key not in free}
+    every = {"also_test": "", **job["settings"], **usual}  # files of before there was a second test set are of the same
+    return {key: value for key, value in every.items() if key not in free}
 
 
 def tuned(jobs: Sequence[Record]) -> dict[str, Any]:
@@ -256,6 +257,9 @@ def headline(jobs: Iterable[Record]) -> dict[str, Any]:
         "final_accuracy_greedy": by_arm(
             lambda arm: over_seeds([float(job["greedy"]["accuracy"]) for job in judged[arm] if job.get("greedy")]), ARMS
         ),
+        "final_accuracy_also": by_arm(lambda arm: over_seeds([one["accuracy"] for one in _also(judged[arm])]), ARMS),
+        "base_accuracy": _median(job["curve"][0]["accuracy"] for arm in ARMS for job in judged[arm]),
+        "base_accuracy_also": _median(one["before"] for arm in ARMS for one in _also(judged[arm])),
         "final_difference": by_arm(lambda arm: welch(accuracies[arm], accuracies[REFERENCE])),
         "equal_wallclock_difference": by_arm(lambda arm: equal_wallclock(timed[arm], reference)),
         "learner_ratio": by_arm(lambda arm: rate_ratio("learn", timed[arm], reference)),
@@ -276,6 +280,11 @@ def _judged(jobs: Sequence[Record], arm: str, tuning: Record) -> list[Record]:
     rate = tuning.get(arm, {}).get("best")
     at_rate = [job for job in mine if rate is None or float(job["learning_rate"]) == rate]
     return sorted(at_rate or mine, key=lambda job: job["seed"])
+
+
+def _also(jobs: Sequence[Record]) -> list[Record]:
+    """What was found on the second test set."""
+    return [job["also"] for job in jobs if job.get("also")]
 
 
 def _median(values: Iterable[float | None]) -> float | None:

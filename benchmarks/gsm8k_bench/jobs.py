@@ -150,7 +150,8 @@ def _say(job: Job, record: Mapping[str, Any]) -> None:
         clock = f"{record['seconds']:.1f} s" if record.get("seconds") else "no clock"
         print(
             f"{job.name}: {clock} ({record['process_seconds']:.0f} s in all)  {curve}  "
-            f"greedy {record['greedy']['accuracy']:.3f}",
+            f"greedy {record['greedy']['accuracy']:.3f}"
+            + ("  also {before:.3f} → {accuracy:.3f}".format(**record["also"]) if record.get("also") else ""),
             flush=True,
         )
 
@@ -234,6 +235,7 @@ def work_on(spec_path: Path) -> None:
 
 def _train_ours(spec: Mapping[str, Any]) -> dict[str, Any]:
     from . import ours
+    from .library import newest_checkpoint
 
     settings = Settings(**spec["settings"])
     directory = Path(spec["directory"])
@@ -243,7 +245,7 @@ def _train_ours(spec: Mapping[str, Any]) -> dict[str, Any]:
     base = next((point for point in found["curve"] if point["update"] == 0), None)
     if base is not None and spec["arm"] != "random_reward":
         write(_base_file(spec), base)
-    return found
+    return found | evaluate_last(spec, *newest_checkpoint(directory / "run"))
 
 
 def _train_theirs(spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -276,17 +278,34 @@ def _evaluate_theirs(spec: Mapping[str, Any]) -> dict[str, Any]:
             write(_base_file(spec), {"update": 0, "seconds": 0.0, **point})
         curve.append({**point, "update": update, "seconds": at.get(update, 0.0)})
     sampled.close()
-    greedy = Evaluator(settings, greedy=True)
-    last = in_short(greedy(weights / f"v{settings.updates:06d}", settings.updates))
-    greedy.close()
-    return {"curve": curve, "greedy": last}
+    return {"curve": curve, **evaluate_last(spec, weights / f"v{settings.updates:06d}", settings.updates)}
 
 
-def _base_file(spec: Mapping[str, Any]) -> Path:
-    """The accuracy of the policy that everything starts from: measured once for TRL's arms."""
+def evaluate_last(spec: Mapping[str, Any], checkpoint: Path, version: int) -> dict[str, Any]:
+    """Greedy accuracy of the last policy; on the second test set also of the policy that everything starts from."""
+    from .library import Evaluator, model_directory
+    from .ours import in_short
+
     settings = Settings(**spec["settings"])
-    sizes = f"{settings.test_prompts}x{settings.test_samples}-n{settings.max_new_tokens}"
-    return Path(spec["out"]) / "base" / f"{Path(settings.model).name}-{Path(settings.test).stem}-{sizes}.json"
+    evaluator = Evaluator(settings, greedy=True)
+    found = {"greedy": in_short(evaluator(checkpoint, version))}
+    evaluator.close()
+    if settings.also_test:
+        every = dataclasses.replace(settings, test=settings.also_test, test_prompts=sys.maxsize)
+        evaluator, base = Evaluator(every, greedy=True), _base_file(spec, also=True)
+        first = read(base) or in_short(evaluator(model_directory(settings.model), 0))
+        write(base, first)
+        found["also"] = {"before": first["accuracy"], **in_short(evaluator(checkpoint, version))}
+        evaluator.close()
+    return found
+
+
+def _base_file(spec: Mapping[str, Any], *, also: bool = False) -> Path:
+    """The accuracy of the policy that everything starts from: measured once, for TRL's arms and the second test set."""
+    settings = Settings(**spec["settings"])
+    sizes = "greedy" if also else f"{settings.test_prompts}x{settings.test_samples}"
+    test = Path(settings.also_test if also else settings.test).stem
+    return Path(spec["out"]) / "base" / f"{Path(settings.model).name}-{test}-{sizes}-n{settings.max_new_tokens}.json"
 
 
 WORKERS = {"ours": _train_ours, "theirs": _train_theirs, "evaluate": _evaluate_theirs}

@@ -1,4 +1,4 @@
-"""stalewise's side: one run, its clock by its journal, and the greedy evaluation of its last policy."""
+"""stalewise's side: one run, and its clock by its journal."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ def train(
     """Run, or go on with, the run directory of this job."""
     import stalewise
 
-    from .library import Evaluator, newest_checkpoint
-
     record = our_record(arm, settings, seed=seed, rate=rate, runs=work, name=name, changes=changes)
     config = stalewise.make_config(record, source="benchmark")
     resumed = (config.directory / "journal.jsonl").exists()
@@ -29,10 +27,6 @@ def train(
     journal = read_lines(config.directory / "journal.jsonl")
     metrics = read_lines(config.directory / "metrics.jsonl")
     evaluations = {int(line["version"]): line for line in read_lines(config.directory / "eval.jsonl")}
-    evaluator = Evaluator(settings, greedy=True)
-    checkpoint, version = newest_checkpoint(config.directory)
-    greedy = evaluator(checkpoint, version)
-    evaluator.close()
     clock = journal_clock(journal, first_excess([float(line.get("seconds") or 0.0) for line in metrics]))
     return {
         "resumed": resumed,
@@ -41,7 +35,6 @@ def train(
             {"update": update, "seconds": clock["at"].get(update, 0.0 if update == 0 else None), **in_short(line)}
             for update, line in sorted(evaluations.items())
         ],
-        "greedy": in_short(greedy),
         "seconds": clock["at"].get(settings.updates),
         "startup_seconds": clock["startup"],
         "excluded_seconds": clock["excluded"],

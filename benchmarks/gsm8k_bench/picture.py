@@ -22,10 +22,12 @@ COLOURS = {
 }
 
 
-def table(head: Mapping[str, Any]) -> str:
-    """One row for each arm."""
-    columns = ("arm", "seconds", "accuracy", "greedy", "to TRL's accuracy", "difference", "switch")
-    rows: list[tuple[str, ...]] = [columns]
+def table(head: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """One row for each arm, and one for the policy that all start from; `settings` are those that all jobs share."""
+    also = Path(settings["also_test"]).stem
+    columns = ("arm", "seconds", "accuracy", "greedy", "to TRL's accuracy", "difference", "switch", also)
+    first = (_number(head["base_accuracy"], ".3f"), "", "", "", "", _number(head["base_accuracy_also"], ".3f"))
+    rows: list[tuple[str, ...]] = [columns, ("before", "", *first)]
     for arm in ARMS:
         accuracy, greedy = head["final_accuracy"][arm], head["final_accuracy_greedy"][arm]
         if accuracy is None:
@@ -39,11 +41,14 @@ def table(head: Mapping[str, Any]) -> str:
                 _interval(head["time_to_accuracy_ratio"].get(arm), "median", ".2f"),
                 _interval(head["final_difference"].get(arm), "difference", "+.3f"),
                 _number(head["switch_share"][arm], ".1%"),
+                _interval(head["final_accuracy_also"][arm], "mean", ".3f"),
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    rows = rows if also else [row[:-1] for row in rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], *(f"note: {note}" for note in head["notes"])])
+    title = f"{settings['model']}: {Path(settings['train']).stem} → {Path(settings['test']).stem}"
+    return "\n".join([title, lines[0], "-" * len(lines[0]), *lines[1:], *(f"note: {note}" for note in head["notes"])])
 
 
 def _number(value: float | None, form: str) -> str:
@@ -58,7 +63,7 @@ def _interval(found: Mapping[str, Any] | None, key: str, form: str) -> str:
     return f"{found[key]:{form}} [{found['low']:{form}}, {found['high']:{form}}]"
 
 
-def draw(jobs: Sequence[Mapping[str, Any]], head: Mapping[str, Any], path: Path) -> bool:
+def draw(jobs: Sequence[Mapping[str, Any]], head: Mapping[str, Any], path: Path, *, test: str) -> bool:
     """Accuracy against wall-clock: a thin line for each seed, a thick one for their mean. False: nothing to draw."""
     timed = [job for job in jobs if job.get("curve") and has_clock(job) and not is_tuning(job)]
     if not timed:
@@ -84,7 +89,7 @@ def draw(jobs: Sequence[Mapping[str, Any]], head: Mapping[str, Any], path: Path)
     if head["target_accuracy"] is not None:
         axes.axhline(head["target_accuracy"], color="#888888", linewidth=0.8, linestyle=":")
     axes.set_xlabel("seconds since the first generation, without evaluations")
-    axes.set_ylabel("held-out accuracy, temperature 1")
+    axes.set_ylabel(f"accuracy on {test}, temperature 1")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     figure.tight_layout()

@@ -17,6 +17,7 @@ ARMS = (*OURS, *THEIRS)
 REFERENCE = "trl_vllm"
 CONTROLS = ("grpo_tight", "random_reward")  # in the table; never the best arm
 
+FILES = ("model", "train", "test", "also_test")
 SYSTEM = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -27,6 +28,7 @@ class Settings:
     model: str = "qwen2.5-coder-0.5b-instruct"
     train: str = "gsm8k_train.jsonl"
     test: str = "gsm8k_test.jsonl"
+    also_test: str = ""  # a second test set: all of it, greedy, the first and the last policy alone
     system: str = SYSTEM
     chat: bool = True
     verifier: str = "math"
@@ -68,11 +70,13 @@ class Settings:
             raise SystemExit(f"updates is {self.updates}, no multiple of mu {self.mu}")
         if self.warmup >= self.updates:
             raise SystemExit(f"warmup is {self.warmup}, not below the {self.updates} updates")
+        if self.also_test and not Path(self.also_test).is_file():  # it is read when the training is over
+            raise SystemExit(f"also_test is {self.also_test}: there is no such file")
 
     def record(self) -> dict[str, Any]:
         """What is written down: files by their names alone."""
         found = dataclasses.asdict(self)
-        return found | {key: Path(found[key]).name for key in ("model", "train", "test")}
+        return found | {key: Path(found[key]).name for key in FILES}
 
 
 # Seconds instead of hours, on a CPU: to see that everything works. Its figures mean nothing.

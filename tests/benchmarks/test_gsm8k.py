@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import signal
 import sys
@@ -14,6 +15,9 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the package
 
 from benchmarks.gsm8k_bench import figures, jobs, ours, picture, settings  # noqa: E402
+from benchmarks.gsm8k_bench.library import model_directory  # noqa: E402
+
+FILES = {"model": "m", "train": "math_train.jsonl", "test": "math500_test.jsonl", "also_test": "gsm8k_test.jsonl"}
 
 
 def job(arm: str, seed: int, curve: list[tuple[float, float]], *, rate: float = 1e-6, **more: Any) -> dict[str, Any]:
@@ -134,7 +138,22 @@ def test_headline_of_two_arms() -> None:
     assert head["switch_share"]["mu_grpo"] == pytest.approx(5 / 30)
     assert head["best_arm"] is None
     assert "p3o: not measured" in head["notes"]
-    assert "mu_grpo" in picture.table(head)
+    assert "mu_grpo" in picture.table(head, FILES)
+
+
+def test_a_second_test_set_is_a_column_with_the_first_policy_in_a_row_of_its_own() -> None:
+    also = [{"before": 0.5, "accuracy": accuracy} for accuracy in (0.6, 0.7)]
+    mine = [job("mu_grpo", seed, [(0, 0.2), (30, 0.4)], also=also[seed]) for seed in range(2)]
+    head = figures.headline([*mine, job("trl_vllm", 0, [(0, 0.2), (90, 0.4)], also={"before": 0.5, "accuracy": 0.55})])
+    assert (head["base_accuracy"], head["base_accuracy_also"]) == (0.2, 0.5)
+    assert head["final_accuracy_also"]["mu_grpo"]["mean"] == pytest.approx(0.65)
+    assert head["final_accuracy_also"]["p3o"] is None
+    lines = picture.table(head, FILES).splitlines()
+    assert lines[0] == "m: math_train → math500_test"
+    assert lines[1].split()[-1] == "gsm8k_test"
+    assert lines[3].split() == ["before", "0.200", "0.500"]
+    assert lines[5].split()[-1] == "0.550"
+    assert "gsm8k_test" not in picture.table(head, {**FILES, "also_test": ""})
 
 
 def test_without_the_reference_ratios_are_null() -> None:
@@ -267,6 +286,34 @@ def test_tuning_jobs_may_be_evaluated_less_often() -> None:
     often, seldom = ({"settings": {"evaluate_every": every, "updates": 128}} for every in (32, 128))
     assert figures.size_of({**often, "seed": 0}) == figures.size_of({**seldom, "seed": 101})
     assert figures.size_of({**often, "seed": 0}) != figures.size_of({**seldom, "seed": 0})
+
+
+def test_files_of_before_there_was_a_second_test_set_are_of_the_same_size() -> None:
+    before = {"seed": 0, "settings": {"updates": 128}}
+    assert figures.size_of(before) == figures.size_of({"seed": 0, "settings": {"updates": 128, "also_test": ""}})
+    assert figures.size_of(before) != figures.size_of({"seed": 0, "settings": {"updates": 128, "also_test": "gsm8k"}})
+
+
+def test_a_second_test_set_that_is_not_there_is_refused_before_the_training(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no such file"):
+        settings.Settings(also_test=str(tmp_path / "gsm8k.jsonl")).check("mu_grpo")
+
+
+def test_the_last_policy_answers_both_test_sets_and_the_first_policy_the_second_one_once(tmp_path: Path) -> None:
+    small = jobs.smoke_settings(tmp_path)
+    rows = [{"problem": f"{a}+{a + 1}=", "answer": str(2 * a + 1)} for a in range(1, 31)]
+    also = tmp_path / "other.jsonl"
+    also.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chosen = settings.Settings(**{**small, "also_test": str(also), "test_prompts": 8, "verifier_workers": 1})
+    spec = {"settings": dataclasses.asdict(chosen), "out": str(tmp_path / "out")}
+    first = model_directory("arithmetic")
+    found = jobs.evaluate_last(spec, first, 0)
+    assert (found["greedy"]["prompts"], found["greedy"]["samples"]) == (8, 1)
+    assert (found["also"]["prompts"], found["also"]["samples"]) == (30, 1)  # all of it
+    assert 0 < found["also"]["before"] == found["also"]["accuracy"]  # it is the same policy
+    kept = tmp_path / "out" / "base" / "arithmetic-other-greedy-n8.json"
+    kept.write_text(json.dumps({"accuracy": 0.125}))
+    assert jobs.evaluate_last(spec, first, 0)["also"]["before"] == 0.125
 
 
 @pytest.mark.parametrize("arm", ["mu_grpo", "random_reward"])
