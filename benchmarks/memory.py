@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -179,6 +180,7 @@ def measure(part: str, work: Path) -> dict[str, Any]:
     if process.returncode:
         return {"error": (work / "words").read_text(errors="replace").strip().splitlines()[-15:]}
     found = {**read_json(place), "peak_bytes": peak.most, "seconds": time.monotonic() - start}
+    shutil.rmtree(work / part.replace("/", "-"), ignore_errors=True)  # its checkpoints would fill the disk
     foreseen = found["estimate_bytes"]
     return found | {"estimate_ratio": foreseen / peak.most if foreseen and peak.most else None}
 

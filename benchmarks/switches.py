@@ -10,7 +10,8 @@ device. `run` makes whole runs of equal updates that differ in µ alone. A switc
 generation batch to the next generation, and from there to the next update: checkpoint, waiting for its commit, the
 sampler's new weights, opening the next batch. With `--engine vllm`, on the learner's GPU, the sampler's part is waking
 vLLM and reloading from the checkpoint, which must be committed first; putting it to sleep counts to the next learner.
-The start of a run (first checkpoint, first learner) is given apart. `background_s` is what the thread that writes took.
+Start and end of a run (first checkpoint, first learner; last checkpoint) are given apart. `background_s` is what
+writing took.
 """
 
 from __future__ import annotations
@@ -189,12 +190,15 @@ def measure_run(options: Mapping[str, Any], work: Path) -> dict[str, Any]:
 
 
 def summary(journal: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Seconds of a run by what it did; blocking seconds of a switch without those of the start."""
-    spent = {"generate": 0.0, "learn": 0.0, "switch": 0.0, "start": 0.0}
+    """Seconds of a run by what it did; blocking seconds of a switch without those of the start and the end."""
+    spent = {"generate": 0.0, "learn": 0.0, "switch": 0.0, "start": 0.0, "end": 0.0}
     reasons: dict[str, list[float]] = {"checkpoint": [], "commit": [], "learner": [], "sampler": [], "check": []}
-    for record in journal:
+    last_update = max((place for place, record in enumerate(journal) if record["event"] == "learn"), default=0)
+    for place, record in enumerate(journal):
         event, reason, seconds = record["event"], record.get("reason", ""), float(record["seconds"])
-        if reason == "first checkpoint" or (reason in ("learner", "sampler", "check") and not spent["learn"]):
+        if event == "switch" and place > last_update > 0:
+            spent["end"] += seconds
+        elif reason == "first checkpoint" or (reason in ("learner", "sampler", "check") and not spent["learn"]):
             spent["start"] += seconds
         elif event in spent:
             spent[event] += seconds
@@ -218,7 +222,8 @@ def summary(journal: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def headline(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Blocking seconds of a switch, and how much faster than µ = 4 each µ is, by size and µ."""
     blocking = {name: run["blocking_s_per_switch"] for name, run in runs.items() if run.get("switches")}
-    total = {name: sum(v for k, v in run["seconds"].items() if k != "start") for name, run in runs.items()}
+    apart = ("start", "end")
+    total = {name: sum(v for k, v in run["seconds"].items() if k not in apart) for name, run in runs.items()}
     gains = {
         name: total[f"{name.partition('/')[0]}/4"] / seconds
         for name, seconds in total.items()

@@ -34,7 +34,7 @@ from stalewise.rollout.engines.paged_cache import (
     cache_size,
 )
 from stalewise.staleness.schedule import Schedule
-from stalewise.trainer.logprobs import CHUNK_ELEMENTS, PLAIN_KERNELS, kernels_for
+from stalewise.trainer.logprobs import CHUNK_ELEMENTS, PLAIN_KERNELS, kept_rows, kernels_for
 from stalewise.trainer.lora import find_targets
 from stalewise.trainer.reference import reference_path
 
@@ -45,8 +45,9 @@ ACTIVATIONS = {(False, 4): (36, 16, 8), (True, 4): (32, 8, 4), (True, 2): (22, 8
 # The same with fused norms, gates and rotations, on a GPU. Keys and values are copied for each response to a prompt.
 FUSED_ACTIVATIONS = {(False, 4): (36, 16, 8), (True, 4): (16, 6, 6), (True, 2): (12, 6, 6)}
 ADAPTER_ACTIVATIONS = (12, 2, 0)  # each adapter keeps its own copy of its input
+FUSED_ADAPTER_ACTIVATIONS = (6, 0, 0)  # measured at 0.5B
 GRADIENTS_OF_A_LAYER = 0.5  # of a layer's activations: what its backward pass holds besides
-PROCESS_BYTES = 600 << 20  # CUDA's context and libraries in one process, which torch's counters do not show
+PROCESS_BYTES = 850 << 20  # CUDA's context and libraries in one process, which torch's counters do not show
 SAMPLERS_WEIGHTS = "sampler's weights"
 COMFORTABLE = 0.8  # share of a device's memory up to which ranks replicate the policy
 UNKNOWN_PROMPT = 128  # tokens of a prompt, if not measured
@@ -81,6 +82,7 @@ class MemoryEstimate:
     reference: Mapping[str, int] = field(default_factory=dict[str, int])  # while its column is computed
     one_response: int = 0  # bytes of keys and values of the longest response with its prompt, in the embedded engine
     may_wait: int = 0  # bytes that could leave the device while sampling
+    process: int = 0  # bytes of this process besides tensors; what the device says is free is without them
 
     @property
     def least(self) -> int:
@@ -104,8 +106,8 @@ class MemoryEstimate:
 
     @property
     def peak(self) -> int:
-        """Bytes that the run takes on a device where nothing else runs."""
-        return self._bytes(self.spare, self.stays)
+        """Bytes that the run takes on a device where nothing else runs, as the device counts them."""
+        return self._bytes(self.spare, self.stays) + self.process
 
     def _bytes(self, spare: int, stays: int) -> int:
         learning, sampling = sum(self.learning.values()) + stays, sum(self.sampling.values()) + spare
@@ -143,7 +145,7 @@ class MemoryEstimate:
         both = {**self.learning, **max(self.sampling, self.reference, key=lambda one: sum(one.values()))}
         parts = {"learning": self.learning, "sampling": self.sampling, "the reference": self.reference, "both": both}
         turns = parts[self.largest]
-        more = f"; {self.peak / GIB:.2f} where more rollouts at once fit" if self.peak > self.total else ""
+        more = f"; on a GPU where nothing else runs it takes {self.peak / GIB:.2f}" if self.process else ""
         there = turns if self.waits and turns is not self.learning else {**self.certain, **turns}
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in there.items() if size)
         away = f", while learning {self.samplers_weights / GIB:.2f}" if self.sampling.get(SAMPLERS_WEIGHTS) else ""
@@ -237,8 +239,8 @@ def estimate(
     fewest = min(rows, FEWEST_ROWS) if device.type == "cuda" else rows
     sampling = {"keys and values": fewest * length * token_bytes if embedded else 0}
     at_once = embedded and config.schedule.kind == "pipelined" and generator_elsewhere(config.schedule, device) is None
+    process = PROCESS_BYTES if device.type == "cuda" else 0
     if at_once:
-        process = PROCESS_BYTES if device.type == "cuda" else 0
         certain |= {"the generator's weights": shape.parameters * precision.itemsize, "its process": process}
     can_leave = alone and config.learner.offload != "never" and device.type == "cuda" and not at_once
     needed = MemoryEstimate(
@@ -249,6 +251,7 @@ def estimate(
         at_once=at_once,
         one_response=length * token_bytes if embedded else 0,
         may_wait=sum(certain.values()) - certain[SAMPLERS_WEIGHTS] if can_leave else 0,
+        process=process,
     )
     if config.objective.kl:
         other = _reference_shape(config.objective, config.model, config.task.name) or shape
@@ -305,7 +308,8 @@ def _learning(
     fused = on_gpu and can_compile()
     multiples = (FUSED_ACTIVATIONS if fused else ACTIVATIONS)[autocast, weight]
     if config.model.trains_adapters:
-        multiples = [sum(pair) for pair in zip(multiples, ADAPTER_ACTIVATIONS, strict=True)]
+        adapters = FUSED_ADAPTER_ACTIVATIONS if fused else ADAPTER_ACTIVATIONS
+        multiples = [sum(pair) for pair in zip(multiples, adapters, strict=True)]
     layer = tokens * sum(n * size for n, size in zip(multiples, (shape.hidden, shape.inner, shape.keys), strict=True))
     inputs = shape.layers * tokens * shape.hidden * weight
     kept = inputs + layer if learner.gradient_checkpointing else shape.layers * layer
@@ -314,9 +318,9 @@ def _learning(
     leaves_room = on_gpu and leaves_half(shape.parameters, shape.trained, moments, memory)
     kept_logits = most_logits(shape.parameters, shape.trained, output, moments, memory) if on_gpu else 0
     product = 2 if autocast else 4
-    logits = tokens * shape.vocabulary * product
+    logits = kept_rows(tokens) * shape.vocabulary * product
     output_gradient = 0 if config.model.trains_adapters or not on_gpu else 4 * output
-    if logits > kept_logits:
+    if tokens * shape.vocabulary * product > kept_logits:
         chunk = min(tokens * shape.vocabulary, CHUNK_ELEMENTS.get(device.type, 1 << 24))
         # Fused kernels hold logits in the precision of the product; plain ones hold four float32 copies besides.
         plain = kernels_for(device) is PLAIN_KERNELS
@@ -328,7 +332,6 @@ def _learning(
     records = on_gpu and (learner.compile in ("always", "graphs") or (learner.compile == "auto" and leaves_room))
     return {
         f"activations of {tokens} tokens": kept,
-        "activations in CUDA graphs": kept if records else 0,  # a new size is launched beside them
         "bfloat16 copies of the weights": 2 * shape.parameters if rounds else 0,
         "their gradients": 2 * shape.trained if rounds and records else 0,
         "logits": logits,

@@ -24,7 +24,7 @@ import socket
 import stat
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,6 +41,7 @@ _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # no space, a
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _TEMPORARY = ".tmp-"
 TRIES = 100
+PIECE = 1 << 26  # bytes of a large file that one thread hashes
 CHECKSUM = "checksum"  # the last key of a record: 64 bits, against damage and not against forgery
 RESTORE = "restore it from a copy; `stalewise verify` says what depends on it"
 _ANY_SEAL = re.compile(rb',\n  "[^"\n]{0,12}": "[0-9a-f]{16}"\n\}\s*\Z')
@@ -172,6 +173,27 @@ def sha256_file(path: str | Path) -> str:
     """Hexadecimal SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_of_pieces(path: str | Path) -> str:
+    """The checksum of a large file, whose pieces are read and hashed in parallel (`joined_sha256`)."""
+
+    def of_piece(start: int) -> bytes:
+        found, left = hashlib.sha256(), PIECE
+        with open(path, "rb") as file:
+            file.seek(start)
+            while left and (content := file.read(min(left, 1 << 20))):
+                found.update(content)
+                left -= len(content)
+        return found.digest()
+
+    with ThreadPoolExecutor() as threads:
+        return joined_sha256(list(threads.map(of_piece, range(0, max(1, os.path.getsize(path)), PIECE))))
+
+
+def joined_sha256(digests: Sequence[bytes]) -> str:
+    """SHA-256 of a file from those of its pieces: of one piece its own, of several that of theirs in a row."""
+    return digests[0].hex() if len(digests) == 1 else hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def digest(*parts: bytes) -> str:

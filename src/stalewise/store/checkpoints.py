@@ -24,12 +24,14 @@ from stalewise.store.atomic import (
     fsync_directory,
     make_directory,
     sha256_file,
+    sha256_of_pieces,
     temporary_name,
     write_json_atomic,
 )
 from stalewise.store.records import RecordSchema, dict_of, is_real, is_table, is_text, is_whole, read_record
 
-FORMAT = "stalewise.checkpoint/1"
+FORMAT = "stalewise.checkpoint/2"
+SHA256 = {FORMAT: sha256_of_pieces, "stalewise.checkpoint/1": sha256_file}  # the checksum of a file, by format
 _NAME = re.compile(r"v(\d{6,})")
 MANIFEST = RecordSchema(
     {"format": is_text, "files": dict_of(lambda file: is_table(file) and is_text(file.get("sha256")))}
@@ -61,9 +63,9 @@ def write_checkpoint(
 ) -> Path:
     """Let `save` fill a directory, add `state` and the manifest, and commit it.
 
-    `save` may return the SHA-256 of files that it knows. `size` is how many bytes it will write, for the error of a
-    full disk. `notes` receives the bytes written and the seconds of writing, of checksums with flushing, and of the
-    commit.
+    `save` may return the SHA-256 of files that it knows, as `sha256_of_pieces` has it. `size` is how many bytes it will
+    write, for the error of a full disk. `notes` receives the bytes written and the seconds of writing, of checksums
+    with flushing, and of the commit.
     """
     final = checkpoint_directory(run, version)
     temporary = temporary_name(final)
@@ -104,10 +106,10 @@ def _describe_files(directory: Path, known: Mapping[str, str]) -> dict[str, dict
     return {name: {"bytes": path.stat().st_size, "sha256": digests[name]} for name, path in paths.items()}
 
 
-def _digests(paths: list[Path]) -> list[str]:
+def _digests(paths: list[Path], sha256: Callable[[Path], str] = SHA256[FORMAT]) -> list[str]:
     """SHA-256 of each file, in parallel; empty for a missing one."""
     with ThreadPoolExecutor() as threads:
-        return list(threads.map(lambda path: sha256_file(path) if path.is_file() else "", paths))
+        return list(threads.map(lambda path: sha256(path) if path.is_file() else "", paths))
 
 
 def _write_index(directory: Path) -> None:
@@ -132,20 +134,25 @@ def read_state(directory: str | Path) -> dict[str, Any]:
 
 def read_manifest(directory: str | Path) -> dict[str, dict[str, Any]]:
     """Size and SHA-256 of the files of a checkpoint, by name."""
+    return _read_manifest(directory)["files"]
+
+
+def _read_manifest(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / "manifest.json"
     manifest = read_record(path, MANIFEST)
-    if manifest["format"] != FORMAT:
+    if manifest["format"] not in SHA256:
         raise StoreError(f"{directory} has format {manifest['format']}; this release reads {FORMAT}")
     if bad := [name for name in manifest["files"] if name.startswith("/") or ".." in Path(name).parts]:
         raise StoreError(f"{path} names {bad[0]}, which is outside of the checkpoint: restore it from a copy")
-    return manifest["files"]
+    return manifest
 
 
 def damaged_files(directory: str | Path) -> list[Path]:
     """Files of a checkpoint that are missing or differ from its manifest."""
-    files = read_manifest(directory)
+    manifest = _read_manifest(directory)
+    files = manifest["files"]
     paths = [Path(directory) / name for name in files]
-    pairs = zip(paths, _digests(paths), files.values(), strict=True)
+    pairs = zip(paths, _digests(paths, SHA256[manifest["format"]]), files.values(), strict=True)
     return [path for path, digest, expected in pairs if digest != expected["sha256"]]
 
 

@@ -24,6 +24,7 @@ from stalewise.trainer.micro_batch import MicroBatch
 
 # Numbers in the logits of one chunk. A GPU needs large products: 2^28 are 512 MiB in bfloat16, 1 GiB in float32.
 CHUNK_ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 22}
+KEPT_STEP = 4096  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,7 @@ class OutputLayerLogp(torch.autograd.Function):
         """Log-probabilities and entropies, each [N]; `settings` are those of `response_logp`."""
         rows_at_once, dtype, kernels, keep, entropy_gradient = settings
         hidden_low, weight_low = hidden_NH.to(dtype), weight_VH.to(dtype)
-        out_CV = _chunk_buffer(hidden_low, weight_low, rows_at_once)
+        out_CV = _kept_buffer(hidden_low, weight_low) if keep else _chunk_buffer(hidden_low, weight_low, rows_at_once)
         statistics = [
             kernels.statistics(_product(hidden_low[chunk], weight_low, bias_V, out_CV), target_N[chunk])
             for chunk in _chunks(len(hidden_NH), rows_at_once)
@@ -211,6 +212,19 @@ def _chunks(length: int, most: int) -> Iterator[slice]:
     """
     count = max(1, -(-length // most))
     return (slice(-(-length * k // count), -(-length * (k + 1) // count)) for k in range(count))
+
+
+def kept_rows(tokens: int) -> int:
+    """For how many tokens kept logits take memory: of many, a multiple of `KEPT_STEP`.
+
+    They are gigabytes, of another size in every micro-batch: memory of the last ones would seldom fit the next.
+    """
+    return -(-tokens // KEPT_STEP) * KEPT_STEP if tokens > KEPT_STEP else tokens
+
+
+def _kept_buffer(hidden_NH: Tensor, weight_VH: Tensor) -> Tensor:
+    """Memory for the logits of all tokens."""
+    return hidden_NH.new_empty(kept_rows(len(hidden_NH)), len(weight_VH))[: len(hidden_NH)]
 
 
 def _chunk_buffer(hidden_NH: Tensor, weight_VH: Tensor, rows_at_once: int) -> Tensor:

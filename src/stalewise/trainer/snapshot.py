@@ -8,11 +8,12 @@ release 0.8, so tensors are written here. The bytes are those of `safetensors.to
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from stalewise.models.transfer import SMALL, fetch, restore
+from stalewise.store import atomic
+from stalewise.store.atomic import joined_sha256, sha256_of_pieces
 
 POLICY = "model.safetensors"
-FILE_PIECE = 2**24  # bytes
+AT_ONCE = 1 << 22  # bytes that are hashed and then written, from a processor's cache
+THREADS = min(12, max(2, (os.cpu_count() or 1) - 2))  # some are left to the sampler
 # Names in a file's header, in the order in which safetensors writes tensors: wide numbers first, aligned without gaps.
 DTYPES = {
     torch.uint64: "U64",
@@ -61,39 +65,76 @@ class Snapshot:
     def write(self, directory: Path) -> dict[str, str]:
         """Write all files; returns the SHA-256 of each file that holds tensors."""
         self.write_small_files(directory)
-        with ThreadPoolExecutor(max(1, len(self.files))) as threads:  # a disk takes several files faster in parallel
-            paths = [directory / name for name in self.files]
-            for path in paths:
-                path.parent.mkdir(exist_ok=True)
-            return dict(zip(self.files, threads.map(write_tensors, paths, self.files.values()), strict=True))
+        for name in self.files:
+            (directory / name).parent.mkdir(exist_ok=True)
+        digests = write_files({directory / name: tensors for name, tensors in self.files.items()})
+        return dict(zip(self.files, digests.values(), strict=True))
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write tensors in host memory as a safetensors file; returns its SHA-256."""
+def write_files(files: Mapping[Path, Mapping[str, Tensor]]) -> dict[Path, str]:
+    """Write tensors in host memory as safetensors files; returns the SHA-256 of each, as `sha256_of_pieces` has it.
+
+    One thread hashes 1 to 2 GB a second, and gets no faster. So several threads take pieces of all files.
+    """
+    with contextlib.ExitStack() as stack:
+        opened = {path: stack.enter_context(path.open("xb", buffering=0)) for path in files}
+        # Threads end before the files are closed: the number of a closed file may be another file's.
+        threads = stack.enter_context(ThreadPoolExecutor(THREADS))
+        stack.callback(threads.shutdown, cancel_futures=True)
+        flushing = stack.enter_context(ThreadPoolExecutor(max(1, len(files))))
+        work = {path: _begin(path, tensors, opened[path].fileno(), threads) for path, tensors in files.items()}
+        found: dict[Path, str] = {}
+        for path, pieces in work.items():
+            flushed, digests = flushing.submit(bool), list[bytes]()
+            for piece in pieces:
+                digests.append(piece.result())
+                if flushed.done():  # beside the writing: a disk that only begins in the end would take longer
+                    flushed.result()
+                    flushed = flushing.submit(os.fdatasync, opened[path].fileno())
+            flushed.result()
+            found[path] = joined_sha256(digests) if digests else sha256_of_pieces(path)
+        return found
+
+
+def _begin(path: Path, tensors: Mapping[str, Tensor], file: int, threads: Executor) -> list[Future[bytes]]:
+    """Let threads write a file; the SHA-256 of each piece, or nothing where safetensors has written all of it."""
     metadata = {"format": "pt"} if path.name == POLICY or path.parent.name == "adapter" else None
     if any(tensor.dtype not in DTYPES for tensor in tensors.values()):
         save_file(dict(tensors), path, metadata)
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return []
+    return [threads.submit(_write_piece, file, *piece) for piece in _pieces(_content(tensors, metadata))]
+
+
+def _write_piece(file: int, start: int, views: Sequence[memoryview]) -> bytes:
+    """Write a piece of a file, from its byte `start` on; returns its SHA-256."""
     digest = hashlib.sha256()
-    # Three at once: writing, hashing what was written, and flushing it to the disk.
-    with path.open("xb", buffering=0) as file, ThreadPoolExecutor(2) as threads:
-        hashed, flushed = threads.submit(bool), threads.submit(bool)
-        for piece in _pieces(tensors, metadata):
-            rest = piece
+    for view in views:
+        for first in range(0, len(view), AT_ONCE):
+            rest = view[first : first + AT_ONCE]
+            digest.update(rest)
             while rest:  # a write may take less than all of it
-                rest = rest[file.write(rest) :]
-            hashed.result()
-            hashed = threads.submit(digest.update, piece)
-            if flushed.done():
-                flushed.result()
-                flushed = threads.submit(os.fdatasync, file.fileno())
-        hashed.result()
-        flushed.result()
-    return digest.hexdigest()
+                written = os.pwrite(file, rest, start)
+                rest, start = rest[written:], start + written
+    return digest.digest()
 
 
-def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> Iterator[memoryview]:
+def _pieces(content: Iterable[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
+    """The content of a file, cut every `PIECE` bytes: where each piece starts, and what it holds."""
+    start, piece, room = 0, list[memoryview](), atomic.PIECE
+    for view in content:
+        rest = view
+        while rest:
+            part, rest = rest[:room], rest[room:]
+            piece.append(part)
+            room -= len(part)
+            if not room:
+                yield start, piece
+                start, piece, room = start + atomic.PIECE, [], atomic.PIECE
+    if piece:
+        yield start, piece
+
+
+def _content(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> Iterator[memoryview]:
     """The bytes of a safetensors file: the header's length, the header, the tensors."""
     order = list(DTYPES)
     names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name))
@@ -107,9 +148,7 @@ def _pieces(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for name in names:
-        data = tensors[name].contiguous().view(-1).view(torch.uint8).numpy()
-        for start in range(0, len(data), FILE_PIECE):
-            yield data[start : start + FILE_PIECE].data
+        yield tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def stored_names(checkpoint: Path, weights: Collection[str]) -> frozenset[str]:

@@ -28,7 +28,7 @@ from stalewise.trainer.micro_batch import Layout
 from stalewise.trainer.optimizer import learning_rate, moments_by_file, restore_moments
 from stalewise.trainer.parallel import SingleProcess
 from stalewise.trainer.pending_update import NonFiniteUpdate, PendingUpdate, Read, out_of_memory, step_metrics
-from stalewise.trainer.snapshot import POLICY, Snapshot, save_model_config, stored_names, write_tensors
+from stalewise.trainer.snapshot import POLICY, Snapshot, save_model_config, stored_names, write_files
 from stalewise.trainer.step import UpdateRule, compute_gradients, regularizers, update
 
 
@@ -101,7 +101,7 @@ class Trainer:
         digests: dict[str, str] = {}
         for name, file in files.items():
             tensors = dict(file) if self.device.type == "cpu" else HostBuffers().copy(name, file)
-            digests[name] = write_tensors(directory / name, tensors)
+            (digests[name],) = write_files({directory / name: tensors}).values()
         return digests
 
     def snapshot(self, buffers: HostBuffers) -> Snapshot | None:

@@ -83,13 +83,21 @@ def test_programs_that_share_a_row_find_what_one_finds(
     sizes: dict[str, Any] = {"room": 190, "scale": 0.2, "window": window}
     alone = decode_attention(query_RH1D.squeeze(2), *cache, **arguments, **sizes)
     monkeypatch.setattr(kernel, "PART", part)
+    monkeypatch.setattr(kernel, "SHORTEST_PART", part)
     monkeypatch.setattr(kernel, "MOST_PARTS", 99)
     shared = decode_attention(query_RH1D.squeeze(2), *cache, **arguments, **sizes)
     torch.testing.assert_close(shared, alone, rtol=0, atol=1e-5 if DEVICE == "cpu" else 5e-3)
 
 
-def test_a_part_of_a_row_does_not_depend_on_the_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_are_divided_into_more_parts() -> None:
+    assert [kernel._part(rows, 4096) for rows in (8, 32, 64, 128, 512)] == [256, 256, 512, 1024, 1024]
+    assert kernel._part(16, 16384) == 512  # 16 parts of 16 rows where they are half as long
+    assert kernel._part(16, 65536) == 2048 and kernel._part(8, 65536) == 1024  # at most 64 parts
+
+
+def test_a_row_does_not_depend_on_what_the_other_rows_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel, "PART", 32)
+    monkeypatch.setattr(kernel, "SHORTEST_PART", 32)
     monkeypatch.setattr(kernel, "MOST_PARTS", 99)
     (query_RH1D, *cache), arguments = inputs(4, 2, 32, 16)
     together = decode_attention(query_RH1D.squeeze(2), *cache, **arguments, room=190, scale=0.2)

@@ -81,3 +81,19 @@ def test_without_rounding_a_layer_is_as_it_was(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(one, "is_rounded_next", lambda x: False)
     monkeypatch.setattr(elementwise, "added_normed_on_device", None)
     loss_of(model)
+
+
+@torch.no_grad()
+def test_a_norm_of_a_decoding_step_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm: Any = torch.nn.Module()
+    norm.weight, norm.variance_epsilon = torch.nn.Parameter(torch.linspace(0.5, 1.5, 24, device=DEVICE)), 1e-6
+    x = torch.randn(3, 1, 24, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    monkeypatch.setattr(fused_norms, "is_rounded_next", lambda x: False)
+    monkeypatch.setattr(fused_norms, "_is_decoding", lambda x: True)
+    found = fused_norms._FusedNorm(norm)(x)
+    torch.testing.assert_close(found, torch.nn.functional.rms_norm(x, (24,), norm.weight, 1e-6))
+    calls: list[int] = []
+    kernel = elementwise.normed_on_device
+    monkeypatch.setattr(elementwise, "normed_on_device", lambda *given: calls.append(1) or kernel(*given))
+    fused_norms._FusedNorm(norm)(x)
+    assert calls == [1]

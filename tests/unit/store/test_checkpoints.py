@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from stalewise.errors import StoreError
+from stalewise.store import atomic
 from stalewise.store.checkpoints import (
     checkpoint_directory,
     prune,
@@ -51,6 +53,31 @@ def test_damage_is_named(tmp_path: Path) -> None:
         read_state(directory)
     (directory / "model.safetensors").unlink()
     with pytest.raises(StoreError, match=r"model\.safetensors is damaged or missing"):
+        read_state(directory)
+
+
+def test_large_files_are_checked_in_pieces_and_those_of_the_first_format_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atomic, "PIECE", 32)
+    directory = write(tmp_path, 1)
+    content = (directory / "model.safetensors").read_bytes()
+    path = directory / "manifest.json"
+    manifest = atomic.read_json(path)
+    pieces = [hashlib.sha256(content[start : start + 32]).digest() for start in range(0, len(content), 32)]
+    assert manifest["files"]["model.safetensors"]["sha256"] == hashlib.sha256(b"".join(pieces)).hexdigest()
+    assert read_state(directory)["version"] == 1
+    manifest["format"] = "stalewise.checkpoint/1"
+    atomic.write_json_atomic(path, manifest, sealed=True)
+    with pytest.raises(StoreError, match="is damaged or missing"):
+        read_state(directory)
+    for name, file in manifest["files"].items():
+        file["sha256"] = hashlib.sha256((directory / name).read_bytes()).hexdigest()
+    atomic.write_json_atomic(path, manifest, sealed=True)
+    assert read_state(directory)["version"] == 1
+    manifest["format"] = "stalewise.checkpoint/3"
+    atomic.write_json_atomic(path, manifest, sealed=True)
+    with pytest.raises(StoreError, match=r"has format stalewise\.checkpoint/3; this release reads"):
         read_state(directory)
 
 

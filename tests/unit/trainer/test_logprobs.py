@@ -134,9 +134,16 @@ def test_chunked_logits_change_gradients_only_by_rounding(monkeypatch: pytest.Mo
     assert (chunked - whole).norm() <= 2e-4 * whole.norm()
 
 
+def test_kept_logits_of_many_tokens_have_memory_for_a_multiple() -> None:
+    assert [logprobs.kept_rows(tokens) for tokens in (7, 4096, 4097, 8192, 13_000)] == [7, 4096, 8192, 8192, 16_384]
+
+
 @pytest.mark.parametrize(("rows_at_once", "keep"), [(1, False), (4, False), (100, False), (11, True)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_an_output_layer_in_chunks_is_the_plain_one(with_bias: bool, rows_at_once: int, keep: bool) -> None:
+def test_an_output_layer_in_chunks_is_the_plain_one(
+    with_bias: bool, rows_at_once: int, keep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "KEPT_STEP", 4)  # so that kept logits have more memory than they need
     torch.manual_seed(0)
     hidden, weight, bias = (torch.randn(*shape).requires_grad_() for shape in ((11, 6), (30, 6), (30,)))
     target, factor = torch.randint(30, (11,)), torch.randn(11)

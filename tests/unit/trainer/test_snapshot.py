@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -12,30 +15,60 @@ from safetensors.torch import load_file, save_file
 from stalewise.errors import StoreError
 from stalewise.models.loading import load_model, load_tokenizer
 from stalewise.models.transfer import HostBuffers
+from stalewise.store import atomic
+from stalewise.store.atomic import sha256_of_pieces
 from stalewise.store.checkpoints import write_checkpoint
 from stalewise.trainer import snapshot as module
 from stalewise.trainer.lora import save_first
-from stalewise.trainer.snapshot import DTYPES, POLICY, stored_names, write_tensors
+from stalewise.trainer.snapshot import DTYPES, POLICY, stored_names, write_files
 from stalewise.trainer.trainer import Trainer
 from trainer_inputs import POLICY as EMBEDDED
 from trainer_inputs import config, rollouts
 
 
-def test_a_file_has_the_bytes_that_safetensors_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "FILE_PIECE", 16)
+@pytest.mark.parametrize("piece", [1000, 1 << 26])
+def test_a_file_has_the_bytes_that_safetensors_writes(
+    piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atomic, "PIECE", piece)
+    monkeypatch.setattr(module, "AT_ONCE", 16)
     torch.manual_seed(0)
     drawn = {f"{name}{i}": (10 * torch.randn(5, 3)).to(d) for i, d in enumerate(DTYPES) for name in ("z", "a.b", "é")}
     tensors = {**drawn, "scalar": torch.tensor(3.0), "empty": torch.zeros(0, 4), "turned": torch.randn(3, 2).T}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs", {"format": "pt"})
-    digest = write_tensors(tmp_path / POLICY, tensors)
+    digests = write_files({tmp_path / POLICY: tensors, tmp_path / "other": {"one": torch.ones(2)}})
     ours = (tmp_path / POLICY).read_bytes()
-    assert ours == (tmp_path / "theirs").read_bytes()
-    assert digest == hashlib.sha256(ours).hexdigest()
+    assert ours == (tmp_path / "theirs").read_bytes() and len(ours) > 4000
+    pieces = [hashlib.sha256(ours[start : start + 1000]).digest() for start in range(0, len(ours), 1000)]
+    whole = hashlib.sha256(ours).hexdigest()
+    assert digests[tmp_path / POLICY] == (whole if piece > len(ours) else hashlib.sha256(b"".join(pieces)).hexdigest())
+    assert digests == {path: sha256_of_pieces(path) for path in digests}
+
+
+def test_a_disk_that_is_full_in_the_middle_ends_all_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(atomic, "PIECE", 64)
+    monkeypatch.setattr(module, "THREADS", 2)
+    written, write = list[int](), os.pwrite
+
+    def pwrite(file: int, content: memoryview, start: int) -> int:
+        written.append(start)
+        if len(written) > 5:
+            time.sleep(0.01)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, content[:7], start)  # less than all of it
+
+    monkeypatch.setattr(module.os, "pwrite", pwrite)
+    with pytest.raises(OSError, match="No space left"):
+        write_files({tmp_path / name: {"x": torch.arange(4000.0)} for name in ("a", "b")})
+    assert len(written) < 100  # of 500 pieces: the others were not begun
+    monkeypatch.setattr(module.os, "pwrite", lambda file, content, start: write(file, content[:7], start))
+    write_files({tmp_path / "c": {"x": torch.arange(400.0)}})
+    assert torch.equal(load_file(tmp_path / "c")["x"], torch.arange(400.0))
 
 
 def test_a_dtype_that_we_do_not_know_is_left_to_safetensors(tmp_path: Path) -> None:
     tensors = {"complex": torch.tensor([1 + 2j])}
-    digest = write_tensors(tmp_path / "x.safetensors", tensors)
+    (digest,) = write_files({tmp_path / "x.safetensors": tensors}).values()
     assert torch.equal(load_file(tmp_path / "x.safetensors")["complex"], tensors["complex"])
     assert digest == hashlib.sha256((tmp_path / "x.safetensors").read_bytes()).hexdigest()
 
@@ -87,7 +120,7 @@ def test_a_directory_that_is_gone_is_one_message(tmp_path: Path) -> None:
 
     def save(directory: Path) -> None:
         directory.rmdir()
-        write_tensors(directory / POLICY, taken.files[POLICY])
+        write_files({directory / POLICY: taken.files[POLICY]})
 
     with pytest.raises(StoreError, match=r"cannot write .*v000003: No such file or directory"):
         write_checkpoint(tmp_path, 3, save=save, state={})

@@ -3,9 +3,9 @@
 A program takes the few queries that share a key-value head, and loops over the keys that exist: those of the prompt,
 which responses share, then the row's own. Kernels for many queries would waste most of a decoding step on padding.
 Where rows can be long, several programs share a row's keys and a second kernel merges what they found: a step must not
-wait for one program and its thousands of keys. Parts have a fixed length, so a row's result does not depend on the
-other rows. Axes: R rows, S slots, B blocks of a slot, H heads, T tokens of the cache, K key-value heads, D numbers per
-head.
+wait for one program and its thousands of keys. The length of a part depends on the number of rows, as the kernels of a
+model's other products do, and not on how long the rows are. Axes: R rows, S slots, B blocks of a slot, H heads, T
+tokens of the cache, K key-value heads, D numbers per head.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch import Tensor
 SHORT, LONG = (16, 1, 3), (64, 4, 3)
 SHORT_ROOM, LONG_WIDTH = 256, 128  # wider heads leave no room for more keys
 FEWEST_QUERIES = 16  # the minimum of the matrix units
-PART, MOST_PARTS = 1024, 32  # keys of a program where rows have room for more than one part; longer rows: longer parts
+# Keys of a program where rows have room for more than one part, and parts of a row at most; longer rows: longer parts.
+PART, SHORTEST_PART, MOST_PARTS = 1024, 256, 32
+PROGRAMS = 256  # about two for each multiprocessor of a large GPU: few rows have shorter parts, to reach it
 
 
 def decode_attention(
@@ -49,7 +51,7 @@ def decode_attention(
     keys, warps, stages = LONG if room > SHORT_ROOM and width <= LONG_WIDTH and block_size >= LONG[0] else SHORT
     if block_size % keys:
         raise ValueError(f"decode attention reads {keys} keys at a time: blocks of {block_size} must be multiples")
-    part = max(PART, triton.next_power_of_2(triton.cdiv(room, MOST_PARTS)))
+    part = _part(rows * kv_heads, room)
     # Prompt and response begin a block each, so a row may have one chunk more than its keys fill.
     parts = triton.cdiv(room + keys, part) if room > part else 1
     query_RHD, output_RHD = query_RHD.contiguous(), torch.empty_like(query_RHD, memory_format=torch.contiguous_format)
@@ -79,6 +81,19 @@ def decode_attention(
             num_warps=2,
         )
     return output_RHD
+
+
+def _part(rows: int, room: int) -> int:
+    """Keys of one program, with so many rows and key-value heads: enough programs where rows are half as long as room.
+
+    >>> [_part(rows, 4096) for rows in (8, 32, 64, 128, 512)], _part(16, 65536)
+    ([256, 256, 512, 1024, 1024], 2048)
+    """
+    longest = max(PART, triton.next_power_of_2(triton.cdiv(room, MOST_PARTS)))
+    part = longest
+    while part > max(SHORTEST_PART, longest // 4) and rows * triton.cdiv(room, 2 * part) < PROGRAMS:
+        part //= 2
+    return part
 
 
 @triton.jit
