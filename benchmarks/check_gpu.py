@@ -8,6 +8,7 @@ Without a model it makes one of SmolLM2's shape with random weights.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import math
@@ -36,7 +37,7 @@ from stalewise.rollout.engines.request_queue import RequestQueue
 from stalewise.rollout.engines.slot_decode import SlotDecoder
 from stalewise.rollout.sampler import Request, Response
 from stalewise.store import RolloutColumns
-from stalewise.trainer import moments
+from stalewise.trainer import cuda_graphs, moments
 from stalewise.trainer.logprobs import PLAIN_KERNELS, kernels_for
 from stalewise.trainer.trainer import Trainer
 from stalewise.types import SamplerSettings
@@ -397,6 +398,34 @@ def check_steps(model: str, rows: RolloutColumns, vocabulary: int) -> dict[str, 
     return {"update_norm_apart": max(apart), "numbers": sum(map(len, said)), "numbers_that_differ_ahead": differ}
 
 
+def check_failed_capture(model: str, rows: RolloutColumns) -> dict[str, float]:
+    """Updates after a capture that fails, against launched ones; and what dropping everything leaves on the device."""
+    usual, said, before = cuda_graphs.hidden_states, list[str](), allocated_bytes()
+
+    def asks_the_device(model: Any, inputs: Any) -> torch.Tensor:
+        hidden_TH = usual(model, inputs)
+        if torch.cuda.is_current_stream_capturing():
+            hidden_TH.sum().item()  # which no graph can hold
+        return hidden_TH
+
+    found: list[list[float]] = []
+    for hidden_states in (usual, asks_the_device):
+        compile = "never" if hidden_states is usual else "graphs"
+        config = settings(model, compile=compile, tokens_per_micro_batch=100_000)
+        trainer = Trainer(config, Path(model), log=said.append)
+        cuda_graphs.hidden_states = hidden_states
+        try:
+            found.append([trainer.update(rows)["loss"] for _ in range(4)])
+        finally:
+            cuda_graphs.hidden_states = usual
+        trainer.execution.free_memory()
+        del trainer
+    gc.collect()
+    torch.cuda.empty_cache()
+    apart = max(abs(one - other) for one, other in zip(*found, strict=True))
+    return {"loss_apart": apart, "said": len(said), "left": (allocated_bytes() - before) / 2**20}
+
+
 def load(model: str, dtype: torch.dtype) -> Any:
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     return loaded.to(CUDA).eval()
@@ -488,6 +517,11 @@ def verdicts(name: str, found: Any) -> dict[str, bool]:
             "an update says how far it moved the weights": found["update_norm_apart"] < 1e-3,
             "updates that nobody waits for say the same": found["numbers_that_differ_ahead"] == 0,
         }
+    if name == "failed_capture":
+        return {
+            "it is said once, and updates go on": found["said"] == 1 and found["loss_apart"] < 1e-3,
+            "nothing stays on the device": found["left"] < 64,
+        }
     if name == "saving":
         return {"files hold what the device holds, and a sampler takes it over": found["that_differ"] == 0}
     return {"an update is enqueued without waiting": max(found.values()) == 0}
@@ -517,6 +551,7 @@ def main() -> int:
             "rounding": lambda: check_rounding(model, vocabulary),
             "token_record": lambda: check_token_record(model, rows),
             "steps": lambda: check_steps(model, rows, vocabulary),
+            "failed_capture": lambda: check_failed_capture(model, rows),
             "saving": lambda: check_saving(model, rows),
             "waits": lambda: {kind: count_waits(model, rows, kind) for kind in ("never", "graphs", "always")},
         }

@@ -135,6 +135,19 @@ def make_room() -> None:
 
 
 @contextlib.contextmanager
+def without_collecting() -> Iterator[None]:
+    """Without garbage collection: freeing graphs or pools calls the driver, and torch's allocator ends the process."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@contextlib.contextmanager
 def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any = None) -> Iterator[None]:
     """Record what is launched within as the graph, without running it. Graphs may share the memory of a `pool`.
 
@@ -142,22 +155,30 @@ def recording(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool: Any 
     longer than the recording.
     """
     make_room()
-    with torch.cuda.stream(stream), contextlib.ExitStack() as stack:
-        if gc.isenabled():  # collecting CUDA objects would call the driver
-            gc.disable()
-            stack.callback(gc.enable)
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    with torch.cuda.stream(stream), without_collecting():
         # Other threads, such as those that watch several devices, may call the driver.
-        graph.capture_begin(**({} if pool is None else {"pool": pool}), capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             yield
         except BaseException as error:
             try:
-                graph.capture_end()
-            except RuntimeError:  # torch's allocator stays in recording mode: a retry is impossible
+                _end_capture(graph, pool)
+            except RuntimeError:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise ModelError(
                         "out of memory while a CUDA graph was recorded, after which this process cannot go on: "
                         "lower learner.tokens_per_micro_batch or sampler.rollouts_per_shard, then resume"
                     ) from error
             raise
+        _end_capture(graph, pool)
+
+
+def _end_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    try:
         graph.capture_end()
+    except RuntimeError:
+        # Older releases of torch leave the allocator in recording mode: it would refuse the pool from now on.
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        raise

@@ -17,7 +17,7 @@ WIDEST_NORM = 16384  # numbers of a row that the kernel takes
 
 
 def fuse_norms(model: Any) -> int:
-    """Let the plain RMS norms of a model use torch's operator; returns their number. Weights keep their names."""
+    """Let the plain RMS norms of a model be one operator each; returns their number. Weights keep their names."""
     norms = [module for module in model.modules() if _is_plain(module)]
     for module in norms:
         module.forward = _FusedNorm(module)
@@ -59,9 +59,9 @@ class _FusedNorm:
 
 
 def _is_decoding(x: Tensor) -> bool:
-    """Whether a kernel without gradients can do it: torch's takes twice as long for the few rows of a step."""
+    """Whether these are the rows of a decoding step, of one token each, for which torch's kernel is slow."""
     low = x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and not torch.is_grad_enabled()
-    return low and x.is_contiguous() and x.shape[-1] <= WIDEST_NORM and can_compile()
+    return low and x.shape[-2] == 1 and x.is_contiguous() and x.shape[-1] <= WIDEST_NORM and can_compile()
 
 
 def is_rounded_next(x: Tensor) -> bool:

@@ -47,7 +47,8 @@ FUSED_ACTIVATIONS = {(False, 4): (36, 16, 8), (True, 4): (16, 6, 6), (True, 2): 
 ADAPTER_ACTIVATIONS = (12, 2, 0)  # each adapter keeps its own copy of its input
 FUSED_ADAPTER_ACTIVATIONS = (6, 0, 0)  # measured at 0.5B
 GRADIENTS_OF_A_LAYER = 0.5  # of a layer's activations: what its backward pass holds besides
-PROCESS_BYTES = 850 << 20  # CUDA's context and libraries in one process, which torch's counters do not show
+# CUDA's context, libraries and graphs in one process: what benchmarks/memory.py saw besides what torch had reserved.
+PROCESS_BYTES = 850 << 20
 SAMPLERS_WEIGHTS = "sampler's weights"
 COMFORTABLE = 0.8  # share of a device's memory up to which ranks replicate the policy
 UNKNOWN_PROMPT = 128  # tokens of a prompt, if not measured

@@ -97,6 +97,8 @@ def write_checkpoint(
 def _describe_files(directory: Path, known: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Bytes and SHA-256 of every file, and all of them on the disk."""
     paths = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*")) if path.is_file()}
+    if gone := sorted(known.keys() - paths.keys()):
+        raise StoreError(f"{directory / gone[0]} is gone since it was written: is another process working there?")
     with ThreadPoolExecutor() as threads:
         flushed = [threads.submit(fsync_directory, path) for path in paths.values()]
         new = [name for name in paths if name not in known]
@@ -137,11 +139,16 @@ def read_manifest(directory: str | Path) -> dict[str, dict[str, Any]]:
     return _read_manifest(directory)["files"]
 
 
+def check_format(written: str, where: str) -> None:
+    """Refuse a checkpoint of another release's format."""
+    if written not in SHA256:
+        raise StoreError(f"{where} has format {written}; this release reads {' and '.join(sorted(SHA256))}")
+
+
 def _read_manifest(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / "manifest.json"
     manifest = read_record(path, MANIFEST)
-    if manifest["format"] not in SHA256:
-        raise StoreError(f"{directory} has format {manifest['format']}; this release reads {FORMAT}")
+    check_format(manifest["format"], str(directory))
     if bad := [name for name in manifest["files"] if name.startswith("/") or ".." in Path(name).parts]:
         raise StoreError(f"{path} names {bad[0]}, which is outside of the checkpoint: restore it from a copy")
     return manifest
@@ -153,7 +160,11 @@ def damaged_files(directory: str | Path) -> list[Path]:
     files = manifest["files"]
     paths = [Path(directory) / name for name in files]
     pairs = zip(paths, _digests(paths, SHA256[manifest["format"]]), files.values(), strict=True)
-    return [path for path, digest, expected in pairs if digest != expected["sha256"]]
+    return [
+        path
+        for path, digest, expected in pairs
+        if digest != expected["sha256"] or path.stat().st_size != expected.get("bytes", path.stat().st_size)
+    ]
 
 
 def prune(run: str | Path, *, keep: int, needed: Iterable[int] = ()) -> list[int]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from stalewise.models.compilation import make_room, recording
+from stalewise.models.compilation import make_room, recording, without_collecting
 from stalewise.models.loading import model_body
 from stalewise.models.transfer import UNDISTURBED, in_buffer
 from stalewise.trainer.fused_linears import RoundedWeights, StreamParameters
@@ -67,7 +68,7 @@ class GraphedBody:
         self.lanes = [StreamParameters(self.rounded) for _ in range(LANES)]
         # Always the same streams: memory of a stream, such as a library's workspace, stays with it. The first captures
         # and runs the first lane.
-        self.stream, *self.other_streams = (torch.cuda.Stream() for _ in range(LANES))
+        self.stream, *self.other_streams = _streams(model.device.index)
         self.calls = 0
         self.launched: dict[tuple[int, ...], int] = {}  # the call in which each size last ran backward
         self.captured: dict[tuple[int, ...], SizeGraphs] = {}
@@ -121,8 +122,13 @@ class GraphedBody:
             make_room()
             self.largest = part.padded_tokens
         with self._on_stream():
-            with torch.cuda.use_mem_pool(self.pool):
-                hidden = self._forward(part.inputs)
+            try:
+                with self._shared_memory():
+                    hidden = self._forward(part.inputs)
+            except torch.OutOfMemoryError:  # there the allocator frees nothing to try again
+                torch.cuda.empty_cache()
+                with self._shared_memory():
+                    hidden = self._forward(part.inputs)
             tokens = sum(map(len, hidden))
             if tokens > len(self.hidden_TH):  # existing graphs keep the tensors they were captured with
                 self.hidden_TH = hidden[0].new_empty(tokens, hidden[0].shape[1])
@@ -133,9 +139,18 @@ class GraphedBody:
     def launch_backward(self, part: MicroBatch, hidden: Sequence[Tensor], gradient_TH: Tensor) -> None:
         """Eager backward pass; from here on, this size can be captured."""
         own_TH = self.gradient_TH[: len(gradient_TH)].copy_(gradient_TH)
-        with self._on_stream(), torch.cuda.use_mem_pool(self.pool):
+        with self._on_stream(), self._shared_memory():
             self._backward(hidden, own_TH)
         self.launched[_size(part)] = self.calls
+
+    @contextlib.contextmanager
+    def _shared_memory(self) -> Iterator[None]:
+        """Allocate from the memory of graphs, unless a capture failed: torch may not have left their pool in order."""
+        if not self.captures:
+            yield
+            return
+        with without_collecting(), torch.cuda.use_mem_pool(self.pool):
+            yield
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
@@ -176,7 +191,9 @@ class GraphedBody:
                     computed.append(lane.gradients(lane_TH, self.parameters, gradient))
         here = torch.cuda.current_stream()
         for of_lane in computed:  # one after the other, so that sums are reproducible
-            if not torch.cuda.is_current_stream_capturing():  # which keeps all memory until it ends
+            # A capture keeps all memory until it ends. In the pool of graphs nothing is recorded: there it is enough
+            # that lanes begin and end with this stream.
+            if not torch.cuda.is_current_stream_capturing():
                 for gradient in (one for one in of_lane if one is not None):
                     gradient.record_stream(here)
             reached = [(total, g) for total, g in zip(self.weights.gradients, of_lane, strict=True) if g is not None]
@@ -202,6 +219,12 @@ class GraphedBody:
         finally:  # a failed capture must be joined, or it hides why it failed
             for stream in self.other_streams:
                 here.wait_stream(stream)
+
+
+@cache
+def _streams(device: int | None) -> list[torch.cuda.Stream]:
+    """One for each lane, always the same for a device: libraries keep a workspace for each."""
+    return [torch.cuda.Stream(device) for _ in range(LANES)]
 
 
 def hidden_states(model: Any, inputs: Sequence[dict[str, Any]]) -> Tensor:

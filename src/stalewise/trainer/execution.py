@@ -149,6 +149,8 @@ class Execution:
 
     def _drop_graphs(self) -> None:
         """Drop graphs and gradients."""
+        if self.graphs is not None and self.device.type == "cuda":
+            torch.cuda.synchronize()  # their memory is given back at once, and a replay may still be running
         self.graphs = None
         self.side_stream.join()  # it holds activations
         self.weights = Weights(list(self.parallel.trained))

@@ -74,14 +74,14 @@ class Snapshot:
 def write_files(files: Mapping[Path, Mapping[str, Tensor]]) -> dict[Path, str]:
     """Write tensors in host memory as safetensors files; returns the SHA-256 of each, as `sha256_of_pieces` has it.
 
-    One thread hashes 1 to 2 GB a second, and gets no faster. So several threads take pieces of all files.
+    Hashing takes longest, 1 to 2 GB a second in one thread. So several threads take pieces of all files.
     """
     with contextlib.ExitStack() as stack:
         opened = {path: stack.enter_context(path.open("xb", buffering=0)) for path in files}
         # Threads end before the files are closed: the number of a closed file may be another file's.
         threads = stack.enter_context(ThreadPoolExecutor(THREADS))
-        stack.callback(threads.shutdown, cancel_futures=True)
         flushing = stack.enter_context(ThreadPoolExecutor(max(1, len(files))))
+        stack.callback(threads.shutdown, cancel_futures=True)  # first: after an error the other pieces are not begun
         work = {path: _begin(path, tensors, opened[path].fileno(), threads) for path, tensors in files.items()}
         found: dict[Path, str] = {}
         for path, pieces in work.items():

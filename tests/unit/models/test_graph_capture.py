@@ -34,6 +34,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 40)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 20)
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 9))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+
+    def end(*given: object) -> None:
+        asked.append(f"left {given}")
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
     return asked
 
 
@@ -44,7 +51,7 @@ def record(asked: list[str], **options: Any) -> None:
 
 def test_what_is_kept_for_later_stays_where_memory_is_not_short(asked: list[str]) -> None:
     record(asked)
-    assert asked == ["begin {}, collecting False", "work", "end"]
+    assert asked == ["begin {'pool': (0, 9)}, collecting False", "work", "end"]
     assert gc.isenabled()
 
 
@@ -83,13 +90,14 @@ def test_a_recording_that_cannot_be_ended_says_what_went_wrong_within(
     broken: Any = BrokenGraph(asked)
     with pytest.raises(said[0], match=said[1]), recording(broken, None):  # pyright: ignore[reportArgumentType]
         raise within
-    assert asked[-1] == "end" and gc.isenabled()
+    assert asked[-2:] == ["end", "left (3, (0, 9))"] and gc.isenabled()
 
 
 def test_a_recording_that_only_its_end_fails_says_so(asked: list[str]) -> None:
     broken: Any = BrokenGraph(asked)
     with pytest.raises(RuntimeError, match="previous error"), recording(broken, None):  # pyright: ignore[reportArgumentType]
         asked.append("work")
+    assert asked[-2:] == ["end", "left (3, (0, 9))"]
 
 
 def test_garbage_is_not_collected_afterwards_where_it_was_not_before(asked: list[str]) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from stalewise.config import RunConfig
 from stalewise.errors import StoreError
 from stalewise.rollout.workers.sync import PolicySync, policy_digest, policy_folder
-from stalewise.store import batch_directories, committed_shards
-from stalewise.store.checkpoints import checkpoint_directory
+from stalewise.store import atomic, batch_directories, committed_shards
+from stalewise.store.checkpoints import checkpoint_directory, write_checkpoint
 from stalewise.store.object_store import DirectoryStore
 
 
@@ -21,6 +23,24 @@ def test_a_policy_comes_without_what_only_a_trainer_needs(tiny_run: RunConfig, t
     fetched = sync.fetch_policy(4, policy_digest(checkpoint), tmp_path / "cache")
     assert (fetched / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
     assert list(checkpoint.glob("optimizer*")) and not list(fetched.glob("optimizer*"))
+
+
+@pytest.mark.parametrize("written", ["stalewise.checkpoint/1", "stalewise.checkpoint/2"])
+def test_a_policy_in_large_files_comes_as_its_format_says(
+    written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    monkeypatch.setattr(atomic, "PIECE", 32 if written.endswith("2") else 1 << 26)
+    checkpoint = write_checkpoint(
+        run, 1, save=lambda path: save_file({"w": np.ones(64)}, path / "model.safetensors"), state={}
+    )
+    manifest = atomic.read_json(checkpoint / "manifest.json")
+    atomic.write_json_atomic(checkpoint / "manifest.json", {**manifest, "format": written}, sealed=True)
+    monkeypatch.setattr(atomic, "PIECE", 32)
+    sync = PolicySync(DirectoryStore(tmp_path / "there"))
+    sync.publish_checkpoints(run)
+    fetched = sync.fetch_policy(1, policy_digest(checkpoint), tmp_path / "cache")
+    assert (fetched / "model.safetensors").read_bytes() == (checkpoint / "model.safetensors").read_bytes()
 
 
 def test_a_shard_comes_back_byte_by_byte_and_a_damaged_one_is_refused(tiny_run: RunConfig, tmp_path: Path) -> None:

@@ -77,8 +77,30 @@ def test_large_files_are_checked_in_pieces_and_those_of_the_first_format_as_a_wh
     assert read_state(directory)["version"] == 1
     manifest["format"] = "stalewise.checkpoint/3"
     atomic.write_json_atomic(path, manifest, sealed=True)
-    with pytest.raises(StoreError, match=r"has format stalewise\.checkpoint/3; this release reads"):
+    with pytest.raises(StoreError, match=r"has format stalewise\.checkpoint/3; this release reads \S+/1 and \S+/2"):
         read_state(directory)
+
+
+def test_a_file_that_vanished_is_not_committed(tmp_path: Path) -> None:
+    def save(path: Path) -> dict[str, str]:
+        (path / "x").write_text("y")
+        return {"model.safetensors": "0" * 64}
+
+    with pytest.raises(StoreError, match=r"model\.safetensors is gone since it was written"):
+        write_checkpoint(tmp_path, 1, save=save, state={})
+    assert not versions(tmp_path)
+
+
+def test_the_checksums_of_pieces_in_place_of_the_pieces_are_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(atomic, "PIECE", 64)
+    content = bytes(range(128))
+    write_checkpoint(tmp_path, 1, save=lambda path: (path / "x").write_bytes(content), state={})
+    path = checkpoint_directory(tmp_path, 1) / "x"
+    path.write_bytes(b"".join(hashlib.sha256(content[start : start + 64]).digest() for start in (0, 64)))
+    with pytest.raises(StoreError, match="x is damaged or missing"):
+        read_state(path.parent)
 
 
 def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:

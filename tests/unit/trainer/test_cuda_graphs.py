@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -39,6 +40,8 @@ class Stream:
     """Everything is in order without it; it notes who waited for whom."""
 
     waits: ClassVar[list[tuple[Stream, Stream]]] = []
+
+    def __init__(self, device: int | None = None) -> None: ...
 
     def wait_stream(self, other: Stream) -> None:
         self.waits.append((self, other))
@@ -120,6 +123,7 @@ def test_a_capture_that_fails_is_said_once_and_passes_are_launched(monkeypatch: 
     model.set_attn_implementation(PACKED)
     weights = FlatWeights(list(model.parameters()), SideStream(CPU))
     body = GraphedBody(model, weights, torch.bfloat16, log=said.append)
+    used: Any = body.pool
     attempts: list[MicroBatch] = []
 
     def fail(self: GraphedBody, part: MicroBatch) -> Any:
@@ -134,6 +138,7 @@ def test_a_capture_that_fails_is_said_once_and_passes_are_launched(monkeypatch: 
         body(part).sum().backward()
         norms.append(weights.gradient_norm().item())
     assert len(attempts) == 1 and norms[0] > 0 and norms == [norms[0]] * 3
+    assert used.uses == 2  # of the first forward and backward pass: afterwards the pool may not be in order
     assert said == [
         "CUDA graphs are off, since a pass could not be captured: operation not permitted when stream is capturing"
     ]
@@ -152,6 +157,27 @@ def test_launches_use_the_memory_of_graphs_and_ask_for_room_when_they_grow(monke
         body(part).sum().backward()
     assert body.pool.uses == 8  # of four forward and four backward passes
     assert asked == [0, 4]  # before the first, and before one that is larger
+
+
+def test_a_launch_that_runs_out_of_memory_is_tried_again_with_all_that_is_cached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, said = model_of("tied"), list[str]()
+    model.set_attn_implementation(PACKED)
+    body = GraphedBody(model, FlatWeights(list(model.parameters()), SideStream(CPU)), torch.bfloat16)
+    forward = body._forward
+
+    def once(inputs: Any) -> Any:
+        said.append("forward")
+        if len(said) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(inputs)
+
+    monkeypatch.setattr(body, "_forward", once)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: said.append("freed"))
+    (part,) = micro_batches(rollouts(groups=2), Layout(10_000, common_sizes=True), CPU)
+    body(part).sum().backward()
+    assert said == ["forward", "freed", "forward"] and gc.isenabled()
 
 
 def test_streams_are_joined_though_a_pass_fails(monkeypatch: pytest.MonkeyPatch) -> None:

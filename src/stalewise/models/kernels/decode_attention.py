@@ -19,7 +19,7 @@ from torch import Tensor
 SHORT, LONG = (16, 1, 3), (64, 4, 3)
 SHORT_ROOM, LONG_WIDTH = 256, 128  # wider heads leave no room for more keys
 FEWEST_QUERIES = 16  # the minimum of the matrix units
-# Keys of a program where rows have room for more than one part, and parts of a row at most; longer rows: longer parts.
+# Keys of a program where rows have room for more than one part; parts of a row at most, twice as many of few rows.
 PART, SHORTEST_PART, MOST_PARTS = 1024, 256, 32
 PROGRAMS = 256  # about two for each multiprocessor of a large GPU: few rows have shorter parts, to reach it
 
@@ -84,14 +84,10 @@ def decode_attention(
 
 
 def _part(rows: int, room: int) -> int:
-    """Keys of one program, with so many rows and key-value heads: enough programs where rows are half as long as room.
-
-    >>> [_part(rows, 4096) for rows in (8, 32, 64, 128, 512)], _part(16, 65536)
-    ([256, 256, 512, 1024, 1024], 2048)
-    """
-    longest = max(PART, triton.next_power_of_2(triton.cdiv(room, MOST_PARTS)))
-    part = longest
-    while part > max(SHORTEST_PART, longest // 4) and rows * triton.cdiv(room, 2 * part) < PROGRAMS:
+    """Keys of one program; `rows` counts each key-value head. Enough programs where rows are half as long as room."""
+    part = max(PART, triton.next_power_of_2(triton.cdiv(room, MOST_PARTS)))
+    shortest = max(SHORTEST_PART, triton.next_power_of_2(triton.cdiv(room + LONG[0], 2 * MOST_PARTS)))
+    while room > PART and part > shortest and rows * triton.cdiv(room, 2 * part) < PROGRAMS:
         part //= 2
     return part
 

@@ -17,8 +17,7 @@ from typing import Any
 from stalewise.errors import StoreError
 from stalewise.store import atomic, committed_shards, shard_path
 from stalewise.store.atomic import parse_json, read_json, sealed_json, sha256_file
-from stalewise.store.checkpoints import FORMAT as CHECKPOINT_FORMAT
-from stalewise.store.checkpoints import checkpoint_directory, versions
+from stalewise.store.checkpoints import SHA256, check_format, checkpoint_directory, versions
 from stalewise.store.manifest import BATCH_MANIFEST, read_shard_manifest, shard_manifest_path
 from stalewise.store.object_store import ObjectStore
 
@@ -87,14 +86,14 @@ class PolicySync:
             raise StoreError(f"{where} is not a checkpoint: its manifest.json is missing; does the run's trainer run?")
         if digest is not None and hashlib.sha256(content).hexdigest() != digest:
             raise StoreError(f"{where} has another manifest than the order names: another policy is there")
-        files = _checkpoint_files(content, f"{where}/manifest.json")
+        sha256, files = _checkpoint_files(content, f"{where}/manifest.json")
         temporary = atomic.temporary_name(final)
         atomic.make_directory(temporary)
         try:
             for name, expected in files.items():
                 if unwanted is None or not unwanted.fullmatch(name):
                     (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-                    self._download(f"{folder}/{name}", temporary / name, expected)
+                    self._download(f"{folder}/{name}", temporary / name, expected, sha256)
             (temporary / "manifest.json").write_bytes(content)
             if not final.exists():  # another worker with the same cache may have been faster
                 atomic.commit_directory(temporary, final)
@@ -168,10 +167,12 @@ class PolicySync:
             problem = "is half written or no manifest: remove it, and the shard is made again"
             raise StoreError(f"{self.object_store.where}/{name} {problem}") from None
 
-    def _download(self, name: str, path: Path, expected: Mapping[str, Any]) -> None:
+    def _download(
+        self, name: str, path: Path, expected: Mapping[str, Any], sha256: Callable[[Path], str] = sha256_file
+    ) -> None:
         """Download a file and compare it with its manifest."""
         self.object_store.download(name, path)
-        if path.stat().st_size != expected["bytes"] or sha256_file(path) != expected["sha256"]:
+        if path.stat().st_size != expected["bytes"] or sha256(path) != expected["sha256"]:
             raise StoreError(
                 f"{self.object_store.where}/{name} is half written or damaged: {path.stat().st_size} bytes that are "
                 f"not the {expected['bytes']} of its manifest; remove both, and run the same command again"
@@ -182,14 +183,14 @@ def _remote_name(index: int, sha256: str) -> str:
     return f"shard-{index:05d}-{sha256[:DIGITS]}.parquet"
 
 
-def _checkpoint_files(content: bytes, where: str) -> dict[str, dict[str, Any]]:
+def _checkpoint_files(content: bytes, where: str) -> tuple[Callable[[Path], str], dict[str, dict[str, Any]]]:
+    """What computes the checksums of a checkpoint, and its files."""
     try:
         record = parse_json(content, where)
         written, files = record["format"], dict(record["files"])
     except (StoreError, ValueError, KeyError, TypeError):
         raise StoreError(f"{where} is half written or no manifest: run the trainer again, it uploads it") from None
-    if written != CHECKPOINT_FORMAT:
-        raise StoreError(f"{where} has format {written}; this release reads {CHECKPOINT_FORMAT}")
+    check_format(written, where)
     if bad := [name for name in files if name.startswith("/") or ".." in Path(name).parts]:
         raise StoreError(f"{where} names {bad[0]}, which is outside of the checkpoint: it is not from stalewise")
-    return files
+    return SHA256[written], files
