@@ -7,6 +7,7 @@ in between leaves what a process that was killed before the checkpoint leaves, a
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -14,7 +15,9 @@ from typing import Any
 import psutil
 
 from stalewise.errors import StalewiseError, StoreError
+from stalewise.models.transfer import HostBuffers
 from stalewise.orchestrator.run_log import RunLog
+from stalewise.trainer.trainer import Trainer
 
 SHARE = 0.5  # of the free host memory that the copy of a checkpoint may take
 
@@ -22,10 +25,13 @@ Notes = dict[str, Any]  # for the journal
 
 
 class CheckpointWriter:
-    """One checkpoint at a time. `version` is that of a checkpoint which is not known to be committed; None: all are."""
+    """One checkpoint at a time. `version` is that of a checkpoint which is not known to be committed; None: all are.
+
+    `buffers` hold the copy that is written.
+    """
 
     def __init__(self, run_log: RunLog) -> None:
-        self.run_log = run_log
+        self.run_log, self.buffers, self._is_reserved = run_log, HostBuffers(), False
         self.version: int | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._commit: Future[Notes] | None = None
@@ -42,6 +48,21 @@ class CheckpointWriter:
                 afterwards()
 
         self._rest = self._threads.submit(rest)
+
+    def reserve(self, trainer: Trainer | None) -> None:
+        """Map the memory of the first copy beside the updates before it: that takes longer than the copy itself."""
+        is_busy = self._commit is not None or (self._rest is not None and not self._rest.done())
+        if self._is_reserved or trainer is None or is_busy:
+            return
+        self.finish()
+        shapes, self._is_reserved = trainer.snapshot_shapes(), True
+
+        def reserve() -> None:
+            with contextlib.suppress(MemoryError, RuntimeError):  # if it is still short then, the copy says so
+                self.buffers.reserve(shapes)
+
+        if shapes and fits_beside(trainer.checkpoint_bytes()):
+            self._rest = self._threads.submit(reserve)
 
     def check(self) -> None:
         """Raise the error of a checkpoint that has failed; waits for nothing."""

@@ -23,7 +23,6 @@ from stalewise.config.sections import SuiteSection
 from stalewise.distributed import ALONE, Ranks
 from stalewise.errors import ModelError, TaskError
 from stalewise.models.loading import device_name
-from stalewise.models.transfer import HostBuffers
 from stalewise.objectives.regularizers import overlong_penalty
 from stalewise.orchestrator.checkpoint_writer import CheckpointWriter, fits_beside
 from stalewise.orchestrator.collapse_guard import CollapseGuard
@@ -107,7 +106,7 @@ class Orchestrator:
         self.suites = Suites(config, callback.log)
         self.tokens = 0  # sampled in the current phase
         self.scores = ScoreCheck()  # of the current phase
-        self.writer, self.buffers = CheckpointWriter(self.run_log), HostBuffers()
+        self.writer = CheckpointWriter(self.run_log)
         # Caches of what is on disk:
         self.trainer: Trainer | None = None
         self.trainer_key = object()
@@ -526,8 +525,8 @@ class Orchestrator:
         self.run_log.commit()  # before the checkpoint: no record that led to it can be lost unnoticed
         version, schedule, write_tokens = trainer.version, self.schedule, self.run_log.tokens.detach(trainer.version)
         size = trainer.checkpoint_bytes()
-        fits = fits_beside(size - self.buffers.nbytes)
-        snapshot = trainer.snapshot(self.buffers) if fits else None
+        fits = fits_beside(size - self.writer.buffers.nbytes)
+        snapshot = trainer.snapshot(self.writer.buffers) if fits else None
 
         def commit() -> dict[str, Any]:
             notes: dict[str, Any] = {}
@@ -551,6 +550,7 @@ class Orchestrator:
 
     def _check_update(self, metrics: Mapping[str, float]) -> None:
         """Stop, before anything is saved, where the learner is not the policy that sampled an update's rollouts."""
+        self.writer.reserve(self.trainer)
         if self.source.is_own and (problem := stage_problem(self.config, metrics)):
             report_problem(self.config.model.check, problem, self.callback.log)
 

@@ -111,6 +111,14 @@ class Trainer:
         copies = {name: buffers.copy(name, tensors) for name, tensors in self._content().items()}
         return Snapshot(copies, self._save_small_files)
 
+    def snapshot_shapes(self) -> dict[tuple[str, str], tuple[torch.Size, torch.dtype]]:
+        """What `snapshot` copies, by file and name, where no other rank and no merging is needed to know it."""
+        if not self.stored or self.adapters is not None or self.parallel.ranks.world > 1 or not self.steps:
+            return {}
+        policy, files = self.gather(True)
+        files[POLICY] = {name: tensor for name, tensor in policy.items() if name in self.stored}
+        return {(file, name): (x.shape, x.dtype) for file, tensors in files.items() for name, x in tensors.items()}
+
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint's tensors."""
         own = [*self.model.parameters(), *self.execution.proximal.values()]

@@ -12,13 +12,17 @@ import pytest
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import StoreError
+from stalewise.orchestrator import checkpoint_writer
 from stalewise.orchestrator import orchestrator as module
 from stalewise.orchestrator.checkpoint_writer import CheckpointWriter, fits_beside
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.store import batch_directories, checkpoints
 from stalewise.store.checkpoints import versions
 from stalewise.store.json_lines import read_jsonl
+from stalewise.trainer.trainer import Trainer
 from stalewise.types import NullCallback
+from trainer_inputs import POLICY, rollouts
+from trainer_inputs import config as trainer_config
 
 WAIT_S = 60
 
@@ -65,6 +69,42 @@ def test_an_error_is_raised_once_and_nothing_is_cleaned_up(tmp_path: Path, error
     told: list[str] = []
     writer.close(told.append)  # another error may be the reason to end
     assert len(told) == 1
+
+
+def test_the_memory_of_a_copy_is_there_before_the_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, trainer = CheckpointWriter(RunLog(tmp_path)), Trainer(trainer_config(), POLICY)
+    assert trainer.snapshot_shapes() == {}  # moments are made by the first update
+    trainer.update(rollouts())
+    monkeypatch.setattr(checkpoint_writer, "fits_beside", lambda nbytes: nbytes <= trainer.checkpoint_bytes())
+    go = threading.Event()
+    writer.begin(0, lambda: {"bytes": int(go.wait(WAIT_S))}, lambda: None)
+    writer.reserve(trainer)  # not while another checkpoint is written
+    assert writer.buffers.nbytes == 0
+    go.set()
+    writer.finish()
+    writer.reserve(trainer)
+    writer.finish()
+    held = {key: buffer.data_ptr() for key, buffer in writer.buffers._buffers.items()}
+    assert trainer.checkpoint_bytes() - 100 <= writer.buffers.nbytes <= trainer.checkpoint_bytes()  # counts of steps
+    taken = trainer.snapshot(writer.buffers)
+    assert taken is not None
+    copied = {(file, name): one.data_ptr() for file, tensors in taken.files.items() for name, one in tensors.items()}
+    assert copied == held
+    monkeypatch.setattr(trainer, "snapshot_shapes", lambda: pytest.fail("once is enough"))
+    writer.reserve(trainer)
+    writer.close(pytest.fail)
+
+
+def test_memory_that_is_not_there_is_no_error_before_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, trainer = CheckpointWriter(RunLog(tmp_path)), Trainer(trainer_config(), POLICY)
+    trainer.update(rollouts())
+
+    def fail(shapes: object) -> None:
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(writer.buffers, "reserve", fail)
+    writer.reserve(trainer)
+    writer.close(pytest.fail)
 
 
 def test_half_of_the_free_memory_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
