@@ -163,7 +163,8 @@ def fuse_for_decoding(model: Any) -> tuple[str, ...]:
 def _some_logits(model: Any) -> Tensor:
     size = model.get_input_embeddings().weight.shape[0]
     ids = torch.arange(PROBE_ROWS * 4, device=model.device).view(PROBE_ROWS, 4) * 7 % size
-    return model(input_ids=ids, use_cache=False).logits
+    both = ids, ids.view(-1, 1)  # as of prompts, and as of a decoding step
+    return torch.cat([model(input_ids=x, use_cache=False).logits.flatten(0, 1) for x in both])
 
 
 def _same_logits(logits: Tensor, expected: Tensor) -> bool:
