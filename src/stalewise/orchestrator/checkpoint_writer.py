@@ -10,14 +10,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from stalewise.errors import StalewiseError, StoreError
-from stalewise.models.transfer import HostBuffers
 from stalewise.orchestrator.run_log import RunLog
-from stalewise.trainer.trainer import Trainer
+
+if TYPE_CHECKING:  # they need torch, for which `doctor` does not wait
+    from stalewise.models.transfer import HostBuffers
+    from stalewise.trainer.snapshot import Snapshot
+    from stalewise.trainer.trainer import Trainer
 
 SHARE = 0.5  # of the free host memory that the copy of a checkpoint may take
 
@@ -30,12 +33,17 @@ class CheckpointWriter:
     `buffers` hold the copy that is written.
     """
 
-    def __init__(self, run_log: RunLog) -> None:
-        self.run_log, self.buffers, self._is_reserved = run_log, HostBuffers(), False
+    def __init__(self, run_log: RunLog, buffers: HostBuffers) -> None:
+        self.run_log, self.buffers, self._is_reserved = run_log, buffers, False
         self.version: int | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._commit: Future[Notes] | None = None
         self._rest: Future[None] | None = None
+
+    def copy(self, trainer: Trainer) -> Snapshot | None:
+        """What a checkpoint holds, in host memory; None where that is short, or only transformers can write it."""
+        fits = fits_beside(trainer.checkpoint_bytes() - self.buffers.nbytes)
+        return trainer.snapshot(self.buffers) if fits else None
 
     def begin(self, version: int, commit: Callable[[], Notes], afterwards: Callable[[], object]) -> None:
         """Commit a checkpoint in the background, then do what nobody waits for; both must not touch the trainer."""

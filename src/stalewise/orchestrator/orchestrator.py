@@ -23,8 +23,9 @@ from stalewise.config.sections import SuiteSection
 from stalewise.distributed import ALONE, Ranks
 from stalewise.errors import ModelError, TaskError
 from stalewise.models.loading import device_name
+from stalewise.models.transfer import HostBuffers
 from stalewise.objectives.regularizers import overlong_penalty
-from stalewise.orchestrator.checkpoint_writer import CheckpointWriter, fits_beside
+from stalewise.orchestrator.checkpoint_writer import CheckpointWriter
 from stalewise.orchestrator.collapse_guard import CollapseGuard
 from stalewise.orchestrator.evaluation import Suites, definition_of, describe_evaluation, evaluate_checkpoint
 from stalewise.orchestrator.model_check import check_model, report_problem, stage_problem
@@ -106,7 +107,7 @@ class Orchestrator:
         self.suites = Suites(config, callback.log)
         self.tokens = 0  # sampled in the current phase
         self.scores = ScoreCheck()  # of the current phase
-        self.writer = CheckpointWriter(self.run_log)
+        self.writer = CheckpointWriter(self.run_log, HostBuffers())
         # Caches of what is on disk:
         self.trainer: Trainer | None = None
         self.trainer_key = object()
@@ -525,8 +526,7 @@ class Orchestrator:
         self.run_log.commit()  # before the checkpoint: no record that led to it can be lost unnoticed
         version, schedule, write_tokens = trainer.version, self.schedule, self.run_log.tokens.detach(trainer.version)
         size = trainer.checkpoint_bytes()
-        fits = fits_beside(size - self.writer.buffers.nbytes)
-        snapshot = trainer.snapshot(self.writer.buffers) if fits else None
+        snapshot = self.writer.copy(trainer)
 
         def commit() -> dict[str, Any]:
             notes: dict[str, Any] = {}

@@ -12,6 +12,7 @@ import pytest
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import StoreError
+from stalewise.models.transfer import HostBuffers
 from stalewise.orchestrator import checkpoint_writer
 from stalewise.orchestrator import orchestrator as module
 from stalewise.orchestrator.checkpoint_writer import CheckpointWriter, fits_beside
@@ -28,7 +29,7 @@ WAIT_S = 60
 
 
 def test_a_checkpoint_is_pending_until_it_is_joined(tmp_path: Path) -> None:
-    writer, done, go = CheckpointWriter(RunLog(tmp_path)), list[str](), threading.Event()
+    writer, done, go = CheckpointWriter(RunLog(tmp_path), HostBuffers()), list[str](), threading.Event()
 
     def commit() -> dict[str, Any]:
         assert go.wait(WAIT_S)
@@ -56,7 +57,7 @@ def test_a_checkpoint_is_pending_until_it_is_joined(tmp_path: Path) -> None:
     ],
 )
 def test_an_error_is_raised_once_and_nothing_is_cleaned_up(tmp_path: Path, error: Exception, message: str) -> None:
-    writer = CheckpointWriter(RunLog(tmp_path))
+    writer = CheckpointWriter(RunLog(tmp_path), HostBuffers())
 
     def fail() -> dict[str, Any]:
         raise error
@@ -72,7 +73,7 @@ def test_an_error_is_raised_once_and_nothing_is_cleaned_up(tmp_path: Path, error
 
 
 def test_the_memory_of_a_copy_is_there_before_the_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, trainer = CheckpointWriter(RunLog(tmp_path)), Trainer(trainer_config(), POLICY)
+    writer, trainer = CheckpointWriter(RunLog(tmp_path), HostBuffers()), Trainer(trainer_config(), POLICY)
     assert trainer.snapshot_shapes() == {}  # moments are made by the first update
     trainer.update(rollouts())
     monkeypatch.setattr(checkpoint_writer, "fits_beside", lambda nbytes: nbytes <= trainer.checkpoint_bytes())
@@ -96,7 +97,7 @@ def test_the_memory_of_a_copy_is_there_before_the_first_one(tmp_path: Path, monk
 
 
 def test_memory_that_is_not_there_is_no_error_before_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, trainer = CheckpointWriter(RunLog(tmp_path)), Trainer(trainer_config(), POLICY)
+    writer, trainer = CheckpointWriter(RunLog(tmp_path), HostBuffers()), Trainer(trainer_config(), POLICY)
     trainer.update(rollouts())
 
     def fail(shapes: object) -> None:
@@ -167,7 +168,7 @@ def test_the_next_stage_is_sampled_while_the_checkpoint_is_written(
     run(config(tmp_path / "held"), held)
     assert held.held == 2
     assert set(loads) == {"v000000"}  # the other versions were taken from the trainer
-    monkeypatch.setattr(module, "fits_beside", lambda nbytes: False)
+    monkeypatch.setattr(checkpoint_writer, "fits_beside", lambda nbytes: False)
     run(plain)
     for settings in (plain, config(tmp_path / "held")):
         assert versions(settings.directory) == [2, 4]
