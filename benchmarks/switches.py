@@ -6,7 +6,7 @@
 Policies have random weights in the shapes of Qwen2.5 (as Llama, without biases) and a tokenizer of made-up words; one
 token in 500 ends a response, and rewards are a coin's. `copy` measures what blocks at least: the copy of weights and
 moments to the host, into new memory and into memory that was used before, and the sampler's copy of the weights on the
-device. `run` makes whole runs of equal updates that differ in µ alone. A switch is everything from the last update on a
+device. `run` makes whole runs that differ in µ alone. A switch is everything from the last update on a
 generation batch to the next generation, and from there to the next update: checkpoint, waiting for its commit, the
 sampler's new weights, opening the next batch. With `--engine vllm`, on the learner's GPU, the sampler's part is waking
 vLLM and reloading from the checkpoint, which must be committed first; putting it to sleep counts to the next learner.
@@ -220,10 +220,12 @@ def summary(journal: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def headline(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Blocking seconds of a switch, and how much faster than µ = 4 each µ is, by size and µ."""
+    """Blocking seconds of a switch, and how much faster than µ = 4 an update is, by size and µ."""
     blocking = {name: run["blocking_s_per_switch"] for name, run in runs.items() if run.get("switches")}
     apart = ("start", "end")
-    total = {name: sum(v for k, v in run["seconds"].items() if k not in apart) for name, run in runs.items()}
+    total = {
+        name: sum(v for k, v in run["seconds"].items() if k not in apart) / run["updates"] for name, run in runs.items()
+    }
     gains = {
         name: total[f"{name.partition('/')[0]}/4"] / seconds
         for name, seconds in total.items()

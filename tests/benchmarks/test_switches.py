@@ -42,6 +42,9 @@ def test_start_and_end_of_a_run_are_no_switches() -> None:
     found = switches.summary(journal)
     assert found["seconds"] == {"generate": 8.0, "learn": 6.0, "switch": 1.0, "start": 14.0, "end": 0.5}
     assert (found["switches"], found["blocking_s_per_switch"], found["background_s"]) == (1, 1.0, 3.5)
-    runs = {"1b/4": found, "1b/8": {**found, "seconds": {"learn": 6.0, "switch": 1.75, "start": 20.0}}}
+    runs = {
+        "1b/4": {**found, "updates": 8},
+        "1b/8": {**found, "updates": 4, "seconds": {"learn": 6.0, "switch": 1.75, "start": 20.0}},
+    }
     head = switches.headline(runs)
-    assert head["times_faster_than_mu_4"] == {"1b/4": 1.0, "1b/8": pytest.approx(15 / 7.75)}
+    assert head["times_faster_than_mu_4"] == {"1b/4": 1.0, "1b/8": pytest.approx(15 / 7.75 / 2)}
