@@ -125,7 +125,7 @@ SHORT_SHARE = 0.25  # of a GPU's memory: if less is free, cached memory is freed
 
 
 def make_room() -> None:
-    """Free cached memory if a GPU's is short: a pool of its own, as of CUDA graphs, cannot take it when it grows."""
+    """Free cached memory if a GPU's is short: the pool of CUDA graphs cannot take it over when it has to grow."""
     free, total = torch.cuda.mem_get_info()
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     if free < max(SHORT_SHARE * total, cached):
@@ -136,7 +136,7 @@ def make_room() -> None:
 
 @contextlib.contextmanager
 def without_collecting() -> Iterator[None]:
-    """Without garbage collection: freeing graphs or pools calls the driver, and torch's allocator ends the process."""
+    """Turn garbage collection off: a graph or a pool that is freed in the middle would break what is done within."""
     if not gc.isenabled():
         yield
         return

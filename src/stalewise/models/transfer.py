@@ -18,7 +18,7 @@ from torch import Tensor
 ALIGNMENT = 64  # bytes, so that kernels can use wide loads
 UNDISTURBED = threading.Lock()  # held while a CUDA graph is captured: no other thread may call the driver
 PIECE = 2**24  # bytes
-PAGE = 4096  # bytes that the system maps at once, or fewer than that
+PAGE = 4096  # bytes: the system maps memory in pages of this size or larger ones
 THREADS = 8
 AT_ONCE = 2**30  # bytes of tensors that are held on the device until they are copied
 SMALL = 1 << 12  # bytes: smaller tensors do not leave the device, such as the count of an optimizer's steps
@@ -97,7 +97,7 @@ class HostBuffers:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def reserve(self, shapes: Mapping[tuple[str, str], tuple[torch.Size, torch.dtype]]) -> None:
-        """Get memory for tensors, by file and name, and touch every page of it; may run in a thread."""
+        """Get memory for tensors, by file and name, and write to every page, so that the system maps it now."""
         for key, (shape, dtype) in shapes.items():
             if key not in self._buffers:
                 buffer = torch.empty(shape, dtype=dtype)

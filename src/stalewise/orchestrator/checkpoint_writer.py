@@ -58,7 +58,7 @@ class CheckpointWriter:
         self._rest = self._threads.submit(rest)
 
     def reserve(self, trainer: Trainer | None) -> None:
-        """Map the memory of the first copy beside the updates before it: that takes longer than the copy itself."""
+        """Get the memory of the first copy while updates run: from the system, that takes longer than the copy."""
         is_busy = self._commit is not None or (self._rest is not None and not self._rest.done())
         if self._is_reserved or trainer is None or is_busy:
             return

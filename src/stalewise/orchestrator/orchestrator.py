@@ -549,7 +549,7 @@ class Orchestrator:
             self.writer.begin(version, commit, (lambda: None) if self.config.storage.url else clean_up)
 
     def _check_update(self, metrics: Mapping[str, float]) -> None:
-        """Stop, before anything is saved, where the learner is not the policy that sampled an update's rollouts."""
+        """Stop, before anything is saved, where the learner is not the policy that sampled; get memory for a copy."""
         self.writer.reserve(self.trainer)
         if self.source.is_own and (problem := stage_problem(self.config, metrics)):
             report_problem(self.config.model.check, problem, self.callback.log)

@@ -115,9 +115,8 @@ class Trainer:
         """What `snapshot` copies, by file and name, where no other rank and no merging is needed to know it."""
         if not self.stored or self.adapters is not None or self.parallel.ranks.world > 1 or not self.steps:
             return {}
-        policy, files = self.gather(True)
-        files[POLICY] = {name: tensor for name, tensor in policy.items() if name in self.stored}
-        return {(file, name): (x.shape, x.dtype) for file, tensors in files.items() for name, x in tensors.items()}
+        files = self._content().items()
+        return {(file, name): (x.shape, x.dtype) for file, tensors in files for name, x in tensors.items()}
 
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint's tensors."""
