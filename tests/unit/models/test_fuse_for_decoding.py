@@ -40,7 +40,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2ForCausalLM
 
 from policies import POLICY, SIZE, moved, requests, tokens_of
 from sampling import CPU
-from stalewise.models import fused_ops
+from stalewise.models import fused_norms, fused_ops
 from stalewise.models.fused_ops import fuse_for_decoding
 from stalewise.rollout.engines.embedded import HFSampler, QuantizableWeights
 from stalewise.types import SamplerSettings
@@ -278,6 +278,16 @@ def test_what_computes_something_else_gets_its_forward_back(monkeypatch: pytest.
             assert all("forward" not in vars(layer) for layer in model.model.layers)
             assert all("forward" not in vars(layer.mlp.down_proj) for layer in model.model.layers)
             assert "forward" in vars(model.model.layers[0].mlp.up_proj)
+
+
+def test_a_kernel_for_single_tokens_is_tried_with_single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = fused_norms.rms_norm
+
+    def wrong_in_a_step(x: Tensor, *arguments: Any) -> Tensor:
+        return own(x, *arguments) * (2.0 if x.shape[-2] == 1 else 1.0)
+
+    monkeypatch.setattr(fused_norms, "rms_norm", wrong_in_a_step)
+    assert fuse_for_decoding(made("llama")) == ("linears", "sums")
 
 
 def test_a_layer_that_scales_its_sums_is_found_by_trying(monkeypatch: pytest.MonkeyPatch) -> None:

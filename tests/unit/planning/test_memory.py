@@ -178,6 +178,11 @@ def test_precision_adapters_and_objectives_change_the_parts(shape: ModelShape, m
     # Adapters are float32 beside weights in bfloat16.
     lora = parts(model={"precision": "bfloat16-only", "lora": {"rank": 1}})
     assert lora[:5] == [2e6 + 4e3, 4e3, 8e3, 0, 2e6]
+    assert lora[5] == 10 * 3 * (2200 + 2400 + 200 + 1200 + 600)  # 12·100 + 2·300 for adapters
+    on_gpu(monkeypatch, [10**9])
+    monkeypatch.setattr("stalewise.planning.memory.can_compile", lambda: True)
+    fused = parts(model={"precision": "bfloat16-only", "lora": {"rank": 1}})
+    assert fused[5] == 10 * 3.5 * (1200 + 1800 + 300 + 600)  # fused layers, and 6·100 for adapters
 
 
 def test_keys_and_values_are_those_of_the_rollouts_that_there_are(shape: ModelShape) -> None:
