@@ -90,10 +90,11 @@ def test_programs_that_share_a_row_find_what_one_finds(
 
 
 def test_few_rows_are_divided_into_more_parts() -> None:
-    assert [kernel._part(rows, 4096) for rows in (8, 32, 64, 128, 512)] == [256, 256, 512, 1024, 1024]
+    assert [kernel._part(rows, 4096) for rows in (8, 32, 64, 128, 512)] == [256, 256, 512, 512, 512]
     assert kernel._part(16, 16384) == 512  # 16 parts of 16 rows where they are half as long
-    assert kernel._part(8, 16384) == 512 and kernel._part(4, 65536) == 2048  # at most 64 parts
-    assert kernel._part(8, 640) == kernel.PART  # one program has all keys of such a row
+    assert kernel._part(8, 16384) == 256 and kernel._part(4, 65536) == 1024  # at most 128 parts
+    assert kernel._part(500, 65536) == 1024  # at most 64 parts
+    assert [kernel._part(8, room) for room in (640, 1024, 1025)] == [1024, 1024, 256]  # short rows are not divided
 
 
 def test_a_row_does_not_depend_on_what_the_other_rows_hold(monkeypatch: pytest.MonkeyPatch) -> None:

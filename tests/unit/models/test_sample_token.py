@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
+from stalewise.rollout.engines.paged_cache import advance_slots, read_slots
 from stalewise.rollout.token_sampling import device_uniforms, draw, rollout_seed, uniforms
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU, and no TRITON_INTERPRET=1", allow_module_level=True)
 
-from stalewise.models.kernels.logits import CHUNK, ROWS, draw_on_device, uniforms_on_device
+from stalewise.models.kernels.logits import (
+    CHUNK,
+    ROWS,
+    SLOTS,
+    STOPS,
+    advance_slots_on_device,
+    draw_on_device,
+    read_slots_on_device,
+    uniforms_on_device,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LARGEST = 1 - 2**-53  # of the uniform numbers
@@ -155,3 +168,62 @@ def test_uniform_numbers_are_the_recorded_ones_to_the_last_bit(rows: int) -> Non
     assert found.dtype is torch.float64 and torch.equal(found, device_uniforms(*given))
     expected = uniforms(seeds, 5)
     assert found.tolist() == [expected[row, 7 * row % 5] for row in range(rows)]
+
+
+@pytest.mark.parametrize("stops", [0, 1, STOPS + 3])
+@pytest.mark.parametrize("rows", [1, 5, SLOTS, 2 * SLOTS + 3])
+def test_slots_are_read_and_advanced_as_in_torch(rows: int, stops: int) -> None:
+    torch.manual_seed(rows)
+    slots, new_tokens, sizes = rows + 9, 37, {"block_size": 16, "prompt_blocks": 2, "new_tokens": 37}
+    slot_R = torch.randperm(slots)[:rows].to(DEVICE)
+    numbers = torch.randint(0, new_tokens + 1, (6, slots))
+    numbers[2] = torch.randint(0, 2**63 - 1, (slots,))
+    block_SB = torch.randint(0, 2**31 - 1, (slots, 5), dtype=torch.int32)
+    state = numbers, torch.rand(slots) < 0.7, block_SB
+    record = torch.randint(0, 60, (slots, new_tokens + 1), dtype=torch.int32), torch.rand(slots, new_tokens + 1)
+    drawn, stop_ids = (torch.randint(0, 60, (rows,)), torch.rand(rows)), torch.arange(stops) * 3
+    others = [x.to(DEVICE) for x in drawn]
+
+    def after(read: Callable[..., Tensor], advance: Callable[..., None]) -> list[Tensor]:
+        numbers, alive_S, block_SB, *kept = (x.clone().to(DEVICE) for x in (*state, *record))
+        known = read(slot_R, numbers, alive_S, block_SB, **sizes)
+        advance(slot_R, known, *others, numbers, alive_S, *kept, stop_ids.to(DEVICE))
+        return [numbers, alive_S, *kept, known]
+
+    found = after(read_slots_on_device, advance_slots_on_device)
+    for one, other in zip(found, after(read_slots, advance_slots), strict=True):
+        assert torch.equal(one, other)
+    assert found[-1].shape == (10, rows)
+    assert not torch.equal(found[0], numbers.to(DEVICE))  # something has changed
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from stalewise.models.kernels import logits as kernels
+
+kinds = {name: "*fp32" for name in ("highest", "mass", "logp", "all_logp")}
+kinds |= {name: "*i64" for name in ("slot", "numbers", "rows", "token", "stop_ids", "seed", "position")}
+kinds |= {"logits": "*bf16", "uniform": "*fp64", "alive": "*u8", "block": "*i32", "all_ids": "*i32"}
+sizes = {"VOCABULARY": 151936, "SIZE": 4096, "CHUNKS": 64, "WIDTH": 64, "STOPS": 32}
+for kernel in (kernels._masses, kernels._draw, kernels._read_slots, kernels._advance_slots):
+    fixed = {name: sizes[name] for name in kernel.arg_names if name in sizes}
+    if "slot" in kernel.arg_names:
+        fixed["SIZE"] = 64
+    given = {name: kinds.get(name, "i32") for name in kernel.arg_names if name not in sizes}
+    source = ASTSource(kernel, given | dict.fromkeys(fixed, "constexpr"), fixed)
+    print(len(triton.compile(source, GPUTarget("cuda", 90, 32)).asm["cubin"]))
+"""
+
+
+def test_kernels_of_a_step_can_be_compiled_for_a_gpu() -> None:
+    """The interpreter accepts more than the compiler does."""
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILE],
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert len(found.stdout.split()) == 4

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from policies import tokens_of
@@ -19,7 +20,8 @@ from sampling import steps_sampler as make
 from stalewise.errors import ModelError
 from stalewise.models import fused_ops, transfer
 from stalewise.models.loading import EMBEDDED, encode_prompts, load_model, load_tokenizer, resolve_model
-from stalewise.rollout.engines.embedded import HFSampler, _same_uniforms, decode_texts
+from stalewise.rollout.engines.embedded import HFSampler, _same_steps, _same_uniforms, decode_texts
+from stalewise.rollout.engines.paged_cache import advance_slots, read_slots
 from stalewise.rollout.sampler import Request, Response
 from stalewise.rollout.token_sampling import device_uniforms, sampling_logp
 from stalewise.tasks.arithmetic import Steps
@@ -190,6 +192,31 @@ def test_random_numbers_of_a_kernel_are_used_if_they_are_the_recorded_ones() -> 
     assert not _same_uniforms(lambda seed, position: device_uniforms(seed, position + 1), cpu)
     assert not _same_uniforms(lambda seed, position: device_uniforms(seed, position).float().double(), cpu)
     assert not _same_uniforms(fails, cpu)
+
+
+def test_kernels_for_slots_are_used_if_they_do_what_torch_does() -> None:
+    plain: Any = advance_slots
+
+    def fails(*args: Any) -> None:
+        raise KeyError("no such instruction")
+
+    def forgets_given_tokens(slot_R: Tensor, rows: Tensor, *others: Tensor) -> None:
+        advance_slots(slot_R, rows.index_fill(0, torch.tensor([8]), 0), *others)
+
+    def never_stops(slot_R: Tensor, rows: Tensor, *others: Tensor) -> None:
+        plain(slot_R, rows, *others[:-1], others[-1][:0])
+
+    def revives(slot_R: Tensor, rows: Tensor, *others: Tensor) -> None:
+        advance_slots(slot_R, rows.index_fill(0, torch.tensor([9]), 1), *others)
+
+    def ignores_limits(slot_R: Tensor, rows: Tensor, *others: Tensor) -> None:
+        advance_slots(slot_R, rows.index_fill(0, torch.tensor([7]), 99), *others)
+
+    cpu = torch.device("cpu")
+    assert _same_steps(read_slots, advance_slots, cpu)
+    assert not _same_steps(lambda *given, **sizes: read_slots(*given, **sizes | {"block_size": 3}), advance_slots, cpu)
+    for wrong in (fails, forgets_given_tokens, never_stops, revives, ignores_limits):
+        assert not _same_steps(read_slots, wrong, cpu), wrong
 
 
 # ---------------------------------------------------------------- weights that wait in host memory

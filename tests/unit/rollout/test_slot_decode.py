@@ -20,7 +20,7 @@ from stalewise.models.loading import EMBEDDED, load_model, load_tokenizer, resol
 from stalewise.rollout.engines import paged_cache, slot_decode
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.engines.request_queue import LengthHistory, RequestQueue
-from stalewise.rollout.engines.slot_decode import SlotDecoder, SlotStatus, slots_problem
+from stalewise.rollout.engines.slot_decode import SlotDecoder, SlotStatus, StepKernels, slots_problem
 from stalewise.rollout.sampler import Request
 from stalewise.types import FinishReason, SamplerSettings
 
@@ -241,7 +241,7 @@ def test_a_kernel_that_cannot_be_made_is_a_reason_to_do_without_slots() -> None:
 
     model = load_model(resolve_model("auto", "arithmetic"), device=torch.device("cpu"))
     assert slots_problem(model) == ""
-    assert "out of shared memory" in slots_problem(model, draw=no_draw)
+    assert "out of shared memory" in slots_problem(model, StepKernels(draw=no_draw))
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from torch import Tensor
 SHORT, LONG = (16, 1, 3), (64, 4, 3)
 SHORT_ROOM, LONG_WIDTH = 256, 128  # wider heads leave no room for more keys
 FEWEST_QUERIES = 16  # the minimum of the matrix units
-# Keys of a program where rows have room for more than one part; parts of a row at most, twice as many of few rows.
-PART, SHORTEST_PART, MOST_PARTS = 1024, 256, 32
+# Keys of a program where rows have room for more than two parts; parts of a row at most, twice as many of few rows.
+PART, SHORTEST_PART, MOST_PARTS = 512, 256, 64
 PROGRAMS = 256  # about two for each multiprocessor of a large GPU: few rows have shorter parts, to reach it
 
 
@@ -85,9 +85,11 @@ def decode_attention(
 
 def _part(rows: int, room: int) -> int:
     """Keys of one program; `rows` counts each key-value head. Enough programs where rows are half as long as room."""
+    if room <= 2 * PART:  # one program has all keys of such a row
+        return 2 * PART
     part = max(PART, triton.next_power_of_2(triton.cdiv(room, MOST_PARTS)))
     shortest = max(SHORTEST_PART, triton.next_power_of_2(triton.cdiv(room + LONG[0], 2 * MOST_PARTS)))
-    while room > PART and part > shortest and rows * triton.cdiv(room, 2 * part) < PROGRAMS:
+    while part > shortest and rows * triton.cdiv(room, 2 * part) < PROGRAMS:
         part //= 2
     return part
 

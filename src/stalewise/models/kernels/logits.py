@@ -1,7 +1,8 @@
-"""Statistics of logits, their gradient, and drawing a token, as Triton kernels; torch takes a dozen passes for each.
+"""Statistics of logits, their gradient, and what a decoding step does besides the model, as Triton kernels; torch takes
+a dozen launches for each.
 
-Both read the output layer's product x. Logits are scale · x, or with a cap cap · tanh(scale · x / cap).
-Axes: C rows, V vocabulary.
+The first two read the output layer's product x. Logits are scale · x, or with a cap cap · tanh(scale · x / cap).
+Axes: C rows, V vocabulary; R rows of a decoding step, S slots.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 CHUNK = 4096  # tokens of the vocabulary at a time
 ROWS = 256  # random numbers of a program
+SLOTS, STOPS = 64, 32  # rows of a program that reads or advances slots, and tokens that end a response, at once
 WIDTH = 64  # tokens of a chunk whose probabilities are summed before one of them is drawn
 
 
@@ -149,14 +151,14 @@ def draw_on_device(logits_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor
     logp_R = torch.empty(rows, dtype=torch.float32, device=logits_RV.device)
     if rows:
         size = min(CHUNK, triton.next_power_of_2(vocabulary))
+        chunks = triton.cdiv(vocabulary, size)
+        logits_RV, sizes = logits_RV.contiguous(), {"VOCABULARY": vocabulary, "SIZE": size}
+        highest, mass = (torch.empty(rows, chunks, dtype=torch.float32, device=logits_RV.device) for _ in range(2))
+        _masses[(rows, chunks)](logits_RV, highest, mass, **sizes, num_warps=4)  # pyright: ignore[reportIndexIssue]
         _draw[(rows,)](  # pyright: ignore[reportIndexIssue]
-            logits_RV.contiguous(),
-            uniform_R.double().contiguous(),
-            token_R,
-            logp_R,
-            VOCABULARY=vocabulary,
-            SIZE=size,
-            CHUNKS=triton.next_power_of_2(triton.cdiv(vocabulary, size)),
+            *(logits_RV, highest, mass, uniform_R.double().contiguous(), token_R, logp_R),
+            **sizes,
+            CHUNKS=triton.next_power_of_2(chunks),
             WIDTH=min(WIDTH, size),
             num_warps=4,
         )
@@ -164,8 +166,23 @@ def draw_on_device(logits_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor
 
 
 @triton.jit
+def _masses(logits, highest, mass, VOCABULARY: tl.constexpr, SIZE: tl.constexpr):
+    """The largest logit of each chunk, and Σ exp(x − it): a program for each, since rows are few in the end."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = chunk * SIZE + tl.arange(0, SIZE)
+    x = tl.load(logits + row * VOCABULARY + place, mask=place < VOCABULARY, other=float("-inf")).to(tl.float32)
+    top = tl.max(x, axis=0)
+    at = row * tl.num_programs(1) + chunk
+    tl.store(highest + at, top)
+    # Non-finite logits give NaN here, even if the maximum ignores them.
+    tl.store(mass + at, tl.sum(tl.exp(x - _origin(top)), axis=0))
+
+
+@triton.jit
 def _draw(
     logits,
+    highest,
+    mass,
     uniform,
     token,
     logp,
@@ -176,16 +193,10 @@ def _draw(
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * VOCABULARY
-    index, place = tl.arange(0, CHUNKS), tl.arange(0, SIZE)
-    highest_of = tl.full([CHUNKS], float("-inf"), tl.float32)
-    mass_of = tl.zeros([CHUNKS], tl.float32)  # Σ exp(x − the chunk's own maximum): chunks are independent
-    for start in range(0, VOCABULARY, SIZE):
-        x = tl.load(logits + start + place, mask=start + place < VOCABULARY, other=float("-inf")).to(tl.float32)
-        highest = tl.max(x, axis=0)
-        # Non-finite logits give NaN here, even if the maximum ignores them.
-        mass = tl.sum(tl.exp(x - _origin(highest)), axis=0)
-        highest_of = tl.where(index * SIZE == start, highest, highest_of)
-        mass_of = tl.where(index * SIZE == start, mass, mass_of)
+    index, count = tl.arange(0, CHUNKS), tl.cdiv(VOCABULARY, SIZE)
+    is_there = index < count
+    highest_of = tl.load(highest + row * count + index, mask=is_there, other=float("-inf"))
+    mass_of = tl.load(mass + row * count + index, mask=is_there, other=0.0)
     largest = _origin(tl.max(highest_of, axis=0))
     scaled_of = mass_of.to(tl.float64) * tl.exp(highest_of - largest).to(tl.float64)
     chunk, share = _invert(scaled_of, tl.load(uniform + row), CHUNKS)
@@ -249,3 +260,131 @@ def _uniforms(seed, position, uniform, rows, SIZE: tl.constexpr):
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     z = (z ^ (z >> 31)) >> 11
     tl.store(uniform + row, z.to(tl.float64) * 1.1102230246251565e-16, mask=is_there)  # 2⁻⁵³
+
+
+def read_slots_on_device(
+    slot_R: Tensor,
+    numbers: Tensor,
+    alive_S: Tensor,
+    block_SB: Tensor,
+    *,
+    block_size: int,
+    prompt_blocks: int,
+    new_tokens: int,
+) -> Tensor:
+    """What a step needs to know of its rows, [10, R], as `paged_cache.read_slots`."""
+    count = len(slot_R)
+    rows = torch.empty(10, count, dtype=torch.int64, device=slot_R.device)
+    if count:
+        _read_slots[(triton.cdiv(count, SLOTS),)](  # pyright: ignore[reportIndexIssue]
+            *(slot_R, numbers, alive_S.view(torch.uint8), block_SB, rows),
+            *(count, numbers.shape[1], block_SB.shape[1], block_size, prompt_blocks, new_tokens),
+            SIZE=SLOTS,
+            num_warps=2,
+        )
+    return rows
+
+
+COUNTS = ["count", "slots", "columns", "block_size", "prompt_blocks", "new_tokens", "stops"]  # one code for all of them
+
+
+@triton.jit(do_not_specialize=COUNTS[:-1])
+def _read_slots(
+    slot,
+    numbers,
+    alive,
+    block,
+    rows,
+    count,
+    slots,
+    columns,
+    block_size,
+    prompt_blocks,
+    new_tokens,
+    SIZE: tl.constexpr,
+):
+    row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    is_there = row < count
+    at = tl.load(slot + row, mask=is_there, other=0)
+    is_alive = tl.load(alive + at, mask=is_there, other=0) != 0
+    made = tl.load(numbers + slots + at, mask=is_there, other=0)
+    prefix = tl.load(numbers + 3 * slots + at, mask=is_there, other=0)
+    own = tl.minimum(made, new_tokens - 1)
+    here = tl.load(block + at * columns + prompt_blocks + own // block_size, mask=is_there, other=0).to(tl.int64)
+    tl.store(rows + row, tl.load(numbers + at, mask=is_there, other=0), mask=is_there)
+    tl.store(rows + count + row, prefix + made, mask=is_there)
+    tl.store(rows + 2 * count + row, made, mask=is_there)
+    tl.store(rows + 3 * count + row, tl.load(numbers + 2 * slots + at, mask=is_there, other=0), mask=is_there)
+    tl.store(rows + 4 * count + row, prefix, mask=is_there)
+    tl.store(rows + 5 * count + row, tl.where(is_alive, prefix + made + 1, 1), mask=is_there)
+    place = tl.where(is_alive, here, 0) * block_size + own % block_size
+    tl.store(rows + 6 * count + row, place, mask=is_there)
+    tl.store(rows + 7 * count + row, tl.load(numbers + 4 * slots + at, mask=is_there, other=0), mask=is_there)
+    tl.store(rows + 8 * count + row, tl.load(numbers + 5 * slots + at, mask=is_there, other=0), mask=is_there)
+    tl.store(rows + 9 * count + row, is_alive.to(tl.int64), mask=is_there)
+
+
+def advance_slots_on_device(
+    slot_R: Tensor,
+    rows: Tensor,
+    token_R: Tensor,
+    logp_R: Tensor,
+    numbers: Tensor,
+    alive_S: Tensor,
+    all_ids: Tensor,
+    all_logp: Tensor,
+    stop_ids: Tensor,
+) -> None:
+    """Write the tokens of a step, and which rows go on, as `paged_cache.advance_slots`; slots are distinct."""
+    if len(slot_R):
+        _advance_slots[(triton.cdiv(len(slot_R), SLOTS),)](  # pyright: ignore[reportIndexIssue]
+            *(slot_R, rows, token_R, logp_R, numbers, alive_S.view(torch.uint8), all_ids, all_logp, stop_ids),
+            *(len(slot_R), numbers.shape[1], all_ids.shape[1] - 1, len(stop_ids)),
+            SIZE=SLOTS,
+            STOPS=STOPS,
+            num_warps=2,
+        )
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _advance_slots(
+    slot,
+    rows,
+    token,
+    logp,
+    numbers,
+    alive,
+    all_ids,
+    all_logp,
+    stop_ids,
+    count,
+    slots,
+    new_tokens,
+    stops,
+    SIZE: tl.constexpr,
+    STOPS: tl.constexpr,
+):
+    row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    is_there = row < count
+    at = tl.load(slot + row, mask=is_there, other=0)
+    made = tl.load(rows + 2 * count + row, mask=is_there, other=0)
+    limit = tl.load(rows + 7 * count + row, mask=is_there, other=0)
+    is_given = made < tl.load(rows + 8 * count + row, mask=is_there, other=0)
+    is_alive = tl.load(rows + 9 * count + row, mask=is_there, other=0) != 0
+    own = tl.minimum(made, new_tokens - 1)
+    first = at * (new_tokens + 1)
+    given = tl.load(all_ids + first + own, mask=is_there, other=0).to(tl.int64)
+    chosen = tl.where(is_given, given, tl.load(token + row, mask=is_there, other=0))
+    value = tl.where(is_given, 0.0, tl.load(logp + row, mask=is_there, other=0.0))
+    place = first + tl.where(is_alive, own, new_tokens)
+    tl.store(all_ids + place, chosen.to(tl.int32), mask=is_there)
+    tl.store(all_logp + place, value, mask=is_there)
+    tl.store(numbers + at, chosen, mask=is_there)
+    tl.store(numbers + slots + at, made + is_alive.to(tl.int64), mask=is_there)
+    matches = tl.zeros([SIZE], tl.int32)
+    for start in range(0, stops, STOPS):
+        nearby = start + tl.arange(0, STOPS)
+        stop = tl.load(stop_ids + nearby, mask=nearby < stops, other=-1)
+        matches += tl.sum((chosen[:, None] == stop[None, :]).to(tl.int32), axis=1)
+    goes_on = is_alive & (is_given | (matches == 0)) & (made + 1 < limit)
+    tl.store(alive + at, goes_on.to(tl.uint8), mask=is_there)

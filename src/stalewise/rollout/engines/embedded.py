@@ -35,9 +35,16 @@ from stalewise.rollout.engines.dynamic_decode import (
     keeps_rows,
     rows_that_fit,
 )
-from stalewise.rollout.engines.paged_cache import CACHE_SHARE, GIB, SLEEP_SHARE, power_of_two
+from stalewise.rollout.engines.paged_cache import (
+    CACHE_SHARE,
+    GIB,
+    SLEEP_SHARE,
+    advance_slots,
+    power_of_two,
+    read_slots,
+)
 from stalewise.rollout.engines.request_queue import LengthHistory, RequestQueue
-from stalewise.rollout.engines.slot_decode import FinishedResponses, SlotDecoder, last_turns, slots_problem
+from stalewise.rollout.engines.slot_decode import FinishedResponses, SlotDecoder, StepKernels, last_turns, slots_problem
 from stalewise.rollout.engines.slot_turns import SlotTurns
 from stalewise.rollout.sampler import Request, Response, TurnSource, check_lengths, open_turns, sample_in_rounds
 from stalewise.rollout.token_sampling import device_uniforms
@@ -157,7 +164,7 @@ class HFSampler:
         self.fused: tuple[str, ...] = ()  # which operators are
         self.slots_problem = "not loaded"  # empty: responses are decoded in slots
         self._decoder: SlotDecoder | None = None
-        self._kernels: dict[str, Any] = {}  # for drawing and rotating in slots
+        self._kernels: StepKernels | None = None
         self._history = LengthHistory()
         self._memory = 1.0  # share of the free memory that slots count with; less once it was not enough
 
@@ -179,7 +186,7 @@ class HFSampler:
         self._model = load_model(str(checkpoint), device=self._device, dtype=self._dtype)
         self._tokenizer = load_tokenizer(str(checkpoint))
         stop_ids = stop_token_ids(self._model.config, self._model.generation_config, self._tokenizer)
-        self._stop_ids = torch.tensor(stop_ids, device=self._device)
+        self._stop_ids = torch.tensor(stop_ids, dtype=torch.long, device=self._device)
         self._stops = list(stop_ids)  # on the host: the thread that makes responses must not touch the device
         # Some architectures are stored under other names than in memory: those are loaded anew each time.
         self._replaceable = names if names <= self._model.state_dict().keys() else frozenset()
@@ -187,7 +194,7 @@ class HFSampler:
         self.fused = fuse_for_decoding(self._model) if self._fusing and not compiling else ()
         log.debug("fused for decoding: %s", ", ".join(self.fused) or "nothing")
         self._kernels = _kernels(self._model)
-        self.slots_problem = slots_problem(self._model, **self._kernels) if self._slots_wanted else "not wanted"
+        self.slots_problem = slots_problem(self._model, self._kernels) if self._slots_wanted else "not wanted"
         if self._slots_wanted and self.slots_problem:
             log.warning("responses are decoded without slots, which is slower: %s", self.slots_problem)
         if compiling and not self.slots_problem:
@@ -225,7 +232,7 @@ class HFSampler:
     def close(self) -> None:
         """Free the model and its cache."""
         self._model, self._decoder, self._weights, self._loaded = None, None, None, None
-        self._kernels = {}  # which hold the model
+        self._kernels = None  # it holds the model
         self._offload = StorageOffload()
 
     def sleep(self, *, weights: bool = False) -> None:
@@ -465,7 +472,7 @@ class HFSampler:
                 stop_ids=self._stop_ids,
                 expected=self._history.mean,
                 memory=self._memory,
-                **self._kernels,
+                kernels=self._kernels,
             )
         return decoder
 
@@ -494,14 +501,17 @@ class HFSampler:
         }
 
 
-def _kernels(model: Any) -> dict[str, Any]:
-    """Our kernels for drawing and rotating in slots, where they can be compiled."""
+def _kernels(model: Any) -> StepKernels | None:
+    """Our kernels for what a step does besides the model, where they can be compiled."""
     if model.device.type != "cuda" or not can_compile():
-        return {}
-    from stalewise.models.kernels.logits import draw_on_device, uniforms_on_device  # Triton is there for GPUs alone
+        return None
+    from stalewise.models.kernels import logits  # Triton is there for GPUs alone
 
-    kernels = {"draw": draw_on_device, "while_capturing": partial(fused_rotation, model)}
-    return kernels | ({"uniforms": uniforms_on_device} if _same_uniforms(uniforms_on_device, model.device) else {})
+    kernels = StepKernels(draw=logits.draw_on_device, while_capturing=partial(fused_rotation, model))
+    if _same_uniforms(logits.uniforms_on_device, model.device):
+        kernels = replace(kernels, uniforms=logits.uniforms_on_device)
+    steps = {"read": logits.read_slots_on_device, "advance": logits.advance_slots_on_device}
+    return replace(kernels, **steps) if _same_steps(**steps, device=model.device) else kernels
 
 
 def _same_uniforms(uniforms: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> bool:
@@ -510,6 +520,30 @@ def _same_uniforms(uniforms: Callable[[Tensor, Tensor], Tensor], device: torch.d
     seed = position * 0x5DEECE66D_1234567  # wraps around
     try:
         return torch.equal(uniforms(seed, position), device_uniforms(seed, position))
+    except Exception:  # of a compiler
+        return False
+
+
+def _same_steps(read: Callable[..., Tensor], advance: Callable[..., None], device: torch.device) -> bool:
+    """Whether these functions read and advance slots as those in torch do."""
+    slot_R, place_S = torch.tensor([5, 0, 3, 1, 4], device=device), torch.arange(6, device=device)
+    # Tokens, counts, seeds, prompts, limits, given tokens: 0 and 1 stop, 3 has ended, 4 goes on, 5 reaches its limit.
+    counts = torch.tensor([[7] * 6, [0, 2, 2, 3, 1, 3], [9] * 6, [5] * 6, [4] * 6, [0, 0, 0, 0, 2, 0]], device=device)
+    block_SB, sizes = place_S[:, None].int() * 3 + 1, {"block_size": 2, "prompt_blocks": 1, "new_tokens": 4}
+    block_SB = block_SB + torch.arange(3, dtype=torch.int32, device=device)
+    drawn = torch.tensor([3, 8, 5, 6, 2], device=device), -torch.arange(5.0, device=device)
+
+    def after(read: Callable[..., Tensor], advance: Callable[..., None]) -> list[Tensor]:
+        numbers, alive_S = counts.clone(), place_S != 3
+        ids, logp = place_S[:, None].int() + torch.zeros(6, 5, dtype=torch.int32, device=device), torch.zeros(6, 5)
+        record = ids, logp.to(device)
+        rows = read(slot_R, numbers, alive_S, block_SB, **sizes)
+        advance(slot_R, rows, *drawn, numbers, alive_S, *record, torch.tensor([8, 6], device=device))
+        return [rows, numbers, alive_S, *record]
+
+    try:
+        pairs = zip(after(read, advance), after(read_slots, advance_slots), strict=True)
+        return all(torch.equal(found, expected) for found, expected in pairs)
     except Exception:  # of a compiler
         return False
 

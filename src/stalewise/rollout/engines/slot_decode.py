@@ -34,8 +34,10 @@ from stalewise.rollout.engines.paged_cache import (
     CacheSize,
     PagedCache,
     SlotBlocks,
+    advance_slots,
     cache_size,
     one_token_states,
+    read_slots,
 )
 from stalewise.rollout.engines.request_queue import BegunResponse, RequestQueue, admitted
 from stalewise.rollout.sampler import Request
@@ -150,6 +152,17 @@ class SlotBoard:
         self.request_S[slots], self.ended_S[slots], self.tokens_S[slots] = -1, False, 0
 
 
+@dataclass(frozen=True, slots=True)
+class StepKernels:
+    """What a step does besides the model, by default in torch, and the context in which steps are captured."""
+
+    draw: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = draw
+    uniforms: Callable[[Tensor, Tensor], Tensor] = device_uniforms
+    read: Callable[..., Tensor] = read_slots
+    advance: Callable[..., None] = advance_slots
+    while_capturing: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
 class SlotDecoder:
     """Decodes in slots, for one model whose weights may change in place."""
 
@@ -165,16 +178,13 @@ class SlotDecoder:
         stop_ids: Tensor,
         expected: float | None = None,
         memory: float = 1.0,
-        draw: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = draw,
-        uniforms: Callable[[Tensor, Tensor], Tensor] = device_uniforms,
-        while_capturing: Callable[[], AbstractContextManager[None]] = nullcontext,
+        kernels: StepKernels | None = None,
     ) -> None:
         """Slots for `requests`, blocks for them and `prompts` of `prompt_room` tokens, or as many as fit the memory.
 
         `memory` is the share of a GPU's free memory that is counted with; `expected` the probable length of a response.
-        Steps are captured within the context `while_capturing`.
         """
-        self.draw, self.uniforms, self.while_capturing = draw, uniforms, while_capturing
+        self.kernels = kernels or StepKernels()
         self.model, self.device, self.settings, self.stop_ids = model, model.device, settings, stop_ids
         example = one_token_states(model)
         free = torch.cuda.mem_get_info(model.device)[0] * memory if self.device.type == "cuda" else None
@@ -214,13 +224,10 @@ class SlotDecoder:
 
     def _step(self, slot_R: Tensor) -> None:
         """Sample the next token of each row."""
-        size = self.size
-        alive_R = self.alive_S[slot_R]
-        token_R, count_R, seed_R, prefix_R, limit_R, forced_R = self.numbers[:, slot_R]
-        position_R, own_R = prefix_R + count_R, count_R.clamp(max=self.new_tokens - 1)
-        block_R = self.block_SB[slot_R, size.prompt_blocks + own_R // size.block_size]
-        # A row that has ended holds no blocks any more: it writes to the one that nobody reads.
-        self.cache.place_R = torch.where(alive_R, block_R, 0) * size.block_size + own_R % size.block_size
+        size, kernels, state = self.size, self.kernels, (self.numbers, self.alive_S)
+        blocks = {"block_size": size.block_size, "prompt_blocks": size.prompt_blocks}
+        rows = kernels.read(slot_R, *state, self.block_SB, **blocks, new_tokens=self.new_tokens)
+        token_R, position_R, count_R, seed_R, prefix_R, length_R, self.cache.place_R = rows[:7]
         self.cache.reads_prompts = False
         output = self.model(
             input_ids=token_R.unsqueeze(1),
@@ -230,31 +237,18 @@ class SlotDecoder:
             slot_R=slot_R,
             block_SB=self.block_SB,
             prefix_R=prefix_R,
-            length_R=torch.where(alive_R, position_R + 1, 1),  # rows that have ended attend to one key
-            block_size=size.block_size,
-            prompt_blocks=size.prompt_blocks,
+            length_R=length_R,
+            **blocks,
             room=self.prompt_room + self.new_tokens,
         )
-        logits_RV = tempered(output.logits[:, -1], self.settings)
-        token_R, logp_R = self.draw(logits_RV, self.uniforms(seed_R, count_R))
-        given_R = count_R < forced_R
-        token_R = torch.where(given_R, self.ids_SN[slot_R, own_R].to(token_R.dtype), token_R)
-        logp_R = torch.where(given_R, 0.0, logp_R)
-        place_R = torch.where(alive_R, own_R, self.new_tokens)  # a row that has ended keeps its tokens
-        self.all_ids[slot_R, place_R] = token_R.int()
-        self.all_logp[slot_R, place_R] = logp_R
-        self.token_S[slot_R] = token_R
-        self.count_S[slot_R] = count_R + alive_R
-        # `torch.isin` sorts where there are many, which no graph can capture.
-        stops_R = (token_R.unsqueeze(1) == self.stop_ids).any(dim=1)
-        going_on_R = (given_R | ~stops_R) & (count_R + 1 < limit_R)
-        self.alive_S[slot_R] = alive_R & going_on_R
+        drawn = kernels.draw(tempered(output.logits[:, -1], self.settings), kernels.uniforms(seed_R, count_R))
+        kernels.advance(slot_R, rows, *drawn, *state, self.all_ids, self.all_logp, self.stop_ids)
 
     def run(self, rows: int, slots: np.ndarray, steps: int) -> None:
         """Run some steps on these slots."""
         if rows not in self.graphs:
             slot_R = to_device(slots, self.device).clone()
-            with self.while_capturing():
+            with self.kernels.while_capturing():
                 self.graphs[rows] = slot_R, self._capture(slot_R)
         slot_R, graph = self.graphs[rows]
         slot_R.copy_(to_device(slots, self.device))
@@ -545,7 +539,7 @@ def _prefill_tokens(model: Any, free: float | None) -> int:
     return min(PREFILL_TOKENS, max(FEWEST_PREFILL_TOKENS, int(PREFILL_SHARE * free / token_bytes)))
 
 
-def slots_problem(model: Any, **kernels: Any) -> str:
+def slots_problem(model: Any, kernels: StepKernels | None = None) -> str:
     """Why decoding in slots would not reproduce a plain forward pass, or an empty string; found by trying it.
 
     Some caches are more than keys and values, and some architectures have special attention.
@@ -554,9 +548,8 @@ def slots_problem(model: Any, **kernels: Any) -> str:
     before = model.config._attn_implementation
     try:
         settings, nothing = SamplerSettings(), torch.empty(0, dtype=torch.long, device=model.device)
-        decoder = SlotDecoder(
-            model, requests=1, prompts=1, prompt_room=5, new_tokens=3, settings=settings, stop_ids=nothing, **kernels
-        )
+        sizes = {"requests": 1, "prompts": 1, "prompt_room": 5, "new_tokens": 3}
+        decoder = SlotDecoder(model, **sizes, settings=settings, stop_ids=nothing, kernels=kernels)
         (ended,) = decoder.decode(RequestQueue([Request(prompt, seed=1)], new_tokens=3))
     except torch.OutOfMemoryError:
         raise
