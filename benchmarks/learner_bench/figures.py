@@ -159,23 +159,26 @@ def by_group(intervals: Iterable[tuple[float, float, str]]) -> dict[str, float]:
 
 
 def fastest(runs: Mapping[str, Record]) -> dict[str, dict[str, Any]]:
-    """By size, kind and memory: the fastest mode, what `auto` loses against it, and whether the goal is met."""
+    """By size, kind and memory: the fastest mode, how close `auto` comes to it, and whether the goal is met.
+
+    By share of the matrix rate, since runs of a file may be from machines that are not equally fast.
+    """
     found: dict[str, dict[str, Any]] = {}
+    speeds: dict[str, dict[str, float]] = {}
     for name, run in runs.items():
         if run.get("error") or "stage" in name:
             continue
         place, _, mode = name.rpartition("/")
-        best = found.setdefault(place, {"tokens_per_second": 0.0})
-        if mode == "auto":
-            best["auto"] = run["tokens_per_second"]
-        elif run["tokens_per_second"] > best["tokens_per_second"]:
-            best |= {key: run[key] for key in ("tokens_per_second", "mfu", "peak_bytes", "estimate_ratio")}
-            best["mode"] = mode
+        speed = run["tokens_per_second"] if run["mfu"] is None else run["mfu"]
+        if speed > max(speeds.get(place, {}).values(), default=0.0):
+            found[place] = {key: run[key] for key in ("tokens_per_second", "mfu", "peak_bytes", "estimate_ratio")}
+            found[place]["mode"] = mode
+        speeds.setdefault(place, {})[mode] = speed
     for place, best in found.items():
-        if "auto" in best and best["tokens_per_second"]:
-            best["auto_share"] = best["auto"] / best["tokens_per_second"]
+        if "auto" in speeds[place]:
+            best["auto_share"] = speeds[place]["auto"] / max(speeds[place].values())
         goal = GOALS.get(place.partition("/")[0])
-        if goal is not None and best.get("mfu") is not None:
+        if goal is not None and best["mfu"] is not None:
             best["goal_met"] = best["mfu"] >= goal
     return found
 

@@ -75,14 +75,18 @@ def _run(tokens: float, mfu: float = 0.5) -> dict[str, Any]:
 
 def test_auto_is_compared_with_the_fastest_mode_and_failures_are_listed() -> None:
     runs = {
-        "7b/full/recompute/launches": _run(10.0),
+        "7b/full/recompute/launches": _run(30.0, mfu=0.22),  # on a faster machine
         "7b/full/recompute/graphs": _run(20.0, mfu=0.44),
-        "7b/full/recompute/auto": _run(15.0),
+        "7b/full/recompute/auto": _run(15.0, mfu=0.33),
+        "1.5b/full/plain/graphs": _run(20.0, mfu=0.54),
+        "1.5b/full/plain/auto": _run(25.0, mfu=0.56),
         "7b/full/recompute/both": {"error": "out\nof memory"},
     }
     head = figures.headline(runs)
     best = head["fastest"]["7b/full/recompute"]
     assert (best["mode"], best["auto_share"], best["goal_met"]) == ("graphs", 0.75, False)  # 0.44 < 0.45
+    best = head["fastest"]["1.5b/full/plain"]
+    assert (best["mode"], best["auto_share"], best["goal_met"]) == ("auto", 1.0, True)  # 0.56 > 0.55
     assert head["failed"] == {"7b/full/recompute/both": "of memory"}
 
 

@@ -224,10 +224,10 @@ def test_links_of_the_readme_of_a_package(repository: str, expected: str) -> Non
 # (in brackets), and the run that generated.
 MEASURED = {
     "SmolLM2-135M": (("versus_trl-h200", "learner/stalewise"), None, "sampler/stalewise"),
-    "0.5B": (("learner-h200-7b", "0.5b/full/plain/graphs"), ("learner-h200", "0.5b/full/recompute/graphs"), "0.5b/512"),
-    "1.5B": (("learner-h200", "1.5b/full/plain/graphs"), ("learner-h200", "1.5b/full/recompute/graphs"), "1.5b/512"),
-    "7B, 8-bit moments": (None, ("learner-h200-7b", "7b/stage/recompute/auto"), "7b/256"),
-    "7B, LoRA": (None, ("learner-h200-7b", "7b/lora-stage/recompute/auto"), ""),
+    "0.5B": (("learner-h200", "0.5b/full/plain/auto"), ("learner-h200", "0.5b/full/recompute/auto"), "0.5b/512"),
+    "1.5B": (("learner-h200", "1.5b/full/plain/auto"), ("learner-h200", "1.5b/full/recompute/auto"), "1.5b/512"),
+    "7B, 8-bit moments": (None, ("learner-h200", "7b/stage/recompute/auto"), "7b/256"),
+    "7B, LoRA": (None, ("learner-h200", "7b/lora-stage/recompute/auto"), ""),
 }
 
 

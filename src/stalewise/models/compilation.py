@@ -23,7 +23,7 @@ Backend = Callable[[Any, Any], Any]
 WORTHWHILE_PARAMETERS = 50_000_000
 WORTHWHILE_UPDATES = 512
 # Nor do these: compiled layers of 0.5B run 2% slower than plain ones with fused operators and take 16 GB more
-# (benchmarks/results/learner-h200-7b.json).
+# (benchmarks/results/learner-h200.json).
 LARGEST_COMPILED = 300_000_000
 # Bytes that a trainer holds per parameter before it learns: weights, gradients, both in bfloat16, and moments; for a
 # frozen one, weights. Graphs keep activations, which need about as much again.
