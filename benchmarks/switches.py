@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -234,12 +235,21 @@ def headline(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {"blocking_s_per_switch": blocking, "times_faster_than_mu_4": gains}
 
 
+def ending(code: int, said: str) -> list[str]:
+    """Why a process failed: the lines that it wrote, and the signal that ended it; without either its exit code."""
+    lines = said.strip().splitlines()
+    if code < 0:
+        hint = "; the machine's memory may have run out" if -code == signal.SIGKILL else ""
+        return [*lines, f"ended with signal {-code}{hint}"]
+    return lines or [f"ended with exit code {code}"]
+
+
 def in_a_process(part: str, options: Mapping[str, Any], work: Path) -> dict[str, Any]:
     """A measurement in a process of its own: device memory is free again after it."""
     command = [sys.executable, __file__, "--work", str(work), "--one", json.dumps({"part": part, **options})]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        return {"error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else str(done.returncode)}
+        return {"error": ending(done.returncode, done.stderr)[-1]}
     return json.loads(done.stdout.splitlines()[-1])
 
 
