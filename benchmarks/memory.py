@@ -8,8 +8,8 @@ process, in two stages, or `pipelined`, with a generator beside the learner on o
 updates with random weights in Qwen2.5's shapes, and rewards of a coin. The peak is what the driver counts as used,
 looked at ten times a second, less what was used before: so CUDA contexts and what torch's allocator reserves are in it.
 Beside it are the parts of the estimate, and what the allocator of the learner's process held at its own peak, by pool
-(of CUDA graphs, or of launches) and stream, and its largest blocks: what is not in use is cached. Without a GPU it
-is the resident memory of the run's processes, and the estimate means nothing.
+(of CUDA graphs, or of launches) and stream, and its largest blocks: what is not in use is cached. Without a GPU
+the peak is the resident memory of the run's processes, and the estimate means nothing.
 """
 
 from __future__ import annotations
