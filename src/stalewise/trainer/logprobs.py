@@ -138,8 +138,8 @@ class KeptLogits:
         self.ticket = 0  # of the forward pass whose logits are there
 
     def fits(self, tokens: int, vocabulary: int, dtype: torch.dtype) -> bool:
-        """Whether logits of so many tokens are kept."""
-        return tokens * vocabulary * dtype.itemsize <= self.most_bytes
+        """Whether logits of so many tokens are kept; of none there are none."""
+        return 0 < tokens * vocabulary * dtype.itemsize <= self.most_bytes
 
     def take(self, hidden_NH: Tensor, vocabulary: int) -> tuple[int, Tensor]:
         """Memory [N, V] for the logits of these hidden states, and the ticket with which the backward pass finds it."""
@@ -195,7 +195,7 @@ def response_logp(
     rows_at_once = max(1, elements // weight_VH.shape[0])
     if kept is not None and not (torch.is_grad_enabled() and kept.fits(len(hidden_NH), len(weight_VH), dtype)):
         kept = None
-    settings = (rows_at_once if kept is None else max(1, len(hidden_NH))), dtype, kernels, kept, entropy_gradient
+    settings = (rows_at_once if kept is None else len(hidden_NH)), dtype, kernels, kept, entropy_gradient
     values: Any = OutputLayerLogp.apply(hidden_NH, weight_VH, bias_V, micro_batch.target_N, *settings)
     return micro_batch.to_response_grid(values[0]), micro_batch.to_response_grid(values[1])
 

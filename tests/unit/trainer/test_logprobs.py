@@ -242,6 +242,7 @@ def test_logits_are_kept_with_a_gradient_and_up_to_a_limit() -> None:
         with torch.set_grad_enabled(with_gradient):
             response_logp(model, part, kept=kept)
         assert (kept.memory is not None) == (most_bytes == exact and with_gradient)
+    assert not KeptLogits(0).fits(0, 18, torch.float32)  # a micro-batch without responses
 
 
 @pytest.mark.parametrize(("rows_at_once", "keep"), [(1, False), (4, False), (100, False), (11, True)])
