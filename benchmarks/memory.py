@@ -8,8 +8,8 @@ process, in two stages, or `pipelined`, with a generator beside the learner on o
 updates with random weights in Qwen2.5's shapes, and rewards of a coin. The peak is what the driver counts as used,
 looked at ten times a second, less what was used before: so CUDA contexts and what torch's allocator reserves are in it.
 Beside it are the parts of the estimate, and what the allocator of the learner's process held at its own peak, by pool
-(of CUDA graphs, or of launches) and stream. Without a GPU it is the resident memory of the run's processes, and the
-estimate means nothing.
+(of CUDA graphs, or of launches) and stream, and its largest blocks: what is not in use is cached. Without a GPU
+the peak is the resident memory of the run's processes, and the estimate means nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 import torch
-from switches import Coin, write_model
+from switches import Coin, ending, write_model
 
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
@@ -40,6 +40,7 @@ from stalewise.store.atomic import read_json, write_json_atomic
 FORMAT = "stalewise.memory/1"
 DEFAULT = ",".join(map("/".join, product(("0.5b", "1.5b"), ("full", "lora"), ("one", "pipelined"))))
 UPDATES, PROMPT_TOKENS = 8, 16
+MOST_BLOCKS, MOST_LINES = 12, 15  # that are told
 # Rollouts and tokens: 7B is trained with gradient checkpointing and, where all of it is, with moments in 8 bits.
 PROMPTS = {"tiny": 2, "0.5b": 16, "1.5b": 8, "7b": 8}
 TOKENS = {"tiny": 24}
@@ -117,6 +118,7 @@ class Held(threading.Thread):
             if reserved > 1.01 * self.found["reserved_bytes"]:
                 segments = torch.cuda.memory_snapshot(include_traces=False)
                 self.found = {"reserved_bytes": reserved, "pools": by_pool(segments)}
+                self.found["blocks"] = largest_blocks(segments)
                 self.found["allocated_bytes"] = torch.cuda.memory_allocated()
 
 
@@ -124,12 +126,28 @@ def by_pool(segments: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Bytes of the allocator's segments, and how many of them are in use, by pool and stream; the largest first."""
     sums: dict[tuple[str, int], list[int]] = {}
     for one in segments:
-        kind = "launches" if tuple(one.get("segment_pool_id", (0, 0))) == (0, 0) else "graphs"
-        total = sums.setdefault((kind, int(one["stream"])), [0, 0])
+        total = sums.setdefault((pool_of(one), int(one["stream"])), [0, 0])
         total[0] += int(one["total_size"])
         total[1] += int(one["allocated_size"])
     order = sorted(sums.items(), key=lambda item: -item[1][0])
     return [{"pool": kind, "bytes": size, "in_use": used} for (kind, _), (size, used) in order]
+
+
+def largest_blocks(segments: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The largest blocks of the allocator's segments, in use or cached; the largest first."""
+    blocks = sorted(
+        ((int(block["size"]), pool_of(one), str(block["state"])) for one in segments for block in one["blocks"]),
+        reverse=True,
+    )
+    return [
+        {"pool": pool, "bytes": size, "in_use": state != "inactive", "state": state}
+        for size, pool, state in blocks[:MOST_BLOCKS]
+    ]
+
+
+def pool_of(segment: Mapping[str, Any]) -> str:
+    """Whether a segment is of CUDA graphs or of launches."""
+    return "launches" if tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0) else "graphs"
 
 
 def used_bytes(process: psutil.Process | None = None) -> int:
@@ -165,7 +183,22 @@ class Peak(threading.Thread):
 
 
 def measure(part: str, work: Path) -> dict[str, Any]:
-    """Peak and estimate of a part, or why it failed."""
+    """Peak and estimate of a part, or why it failed; no run is left."""
+    remove_runs(work)
+    try:
+        return in_a_process(part, work)
+    finally:
+        remove_runs(work)
+
+
+def remove_runs(work: Path) -> None:
+    """Remove runs of all parts: their checkpoints would fill the disk, and a run that ended early would go on."""
+    for part in product(PROMPTS, ("full", "lora"), ("one", "pipelined")):
+        shutil.rmtree(work / "-".join(part), ignore_errors=True)
+
+
+def in_a_process(part: str, work: Path) -> dict[str, Any]:
+    """A part in a process of its own, whose memory is looked at from here."""
     before, start, place = used_bytes(), time.monotonic(), work / "found.json"
     place.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--work", str(work), "--one", part, "--out", str(place)]
@@ -178,9 +211,8 @@ def measure(part: str, work: Path) -> dict[str, Any]:
         peak.is_over.set()
         peak.join()
     if process.returncode:
-        return {"error": (work / "words").read_text(errors="replace").strip().splitlines()[-15:]}
+        return {"error": ending(process.returncode, (work / "words").read_text(errors="replace"))[-MOST_LINES:]}
     found = {**read_json(place), "peak_bytes": peak.most, "seconds": time.monotonic() - start}
-    shutil.rmtree(work / part.replace("/", "-"), ignore_errors=True)  # its checkpoints would fill the disk
     foreseen = found["estimate_bytes"]
     return found | {"estimate_ratio": foreseen / peak.most if foreseen and peak.most else None}
 

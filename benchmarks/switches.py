@@ -1,17 +1,19 @@
 """What a run waits for between generating and learning: seconds per switch, staged and with µ = 4, 16, 64, 256.
 
-    python benchmarks/switches.py [--sizes 0.5b] [--updates 256] [--mu 4,16,64,256] [--parts copy,run] [--out FILE]
+    python benchmarks/switches.py [--sizes 0.5b] [--updates 256] [--mu 4,16,64,256] [--stages N] [--out FILE]
     python benchmarks/switches.py --quick        # a tiny model, in a minute, on a CPU
 
 Policies have random weights in the shapes of Qwen2.5 (as Llama, without biases) and a tokenizer of made-up words; one
 token in 500 ends a response, and rewards are a coin's. `copy` measures what blocks at least: the copy of weights and
 moments to the host, into new memory and into memory that was used before, and the sampler's copy of the weights on the
-device. `run` makes whole runs that differ in µ alone. A switch is everything from the last update on a
-generation batch to the next generation, and from there to the next update: checkpoint, waiting for its commit, the
-sampler's new weights, opening the next batch. With `--engine vllm`, on the learner's GPU, the sampler's part is waking
-vLLM and reloading from the checkpoint, which must be committed first; putting it to sleep counts to the next learner.
-Start and end of a run (first checkpoint, first learner; last checkpoint) are given apart. `background_s` is what
-writing took.
+device. `run` makes whole runs, called SIZE/ROLLOUTS/µ with the rollouts of an update. Those that differ in µ alone are
+compared, by the seconds of an update; `--stages` limits their generation batches.
+
+A switch is everything from the last update on a generation batch to the next generation, and from there to the next
+update: checkpoint, waiting for its commit, the sampler's new weights, opening the next batch. With `--engine vllm`, on
+the learner's GPU, the sampler's part is waking vLLM and reloading from the checkpoint, which must be committed first;
+putting it to sleep counts to the next learner. Start and end of a run (first checkpoint, first learner; last
+checkpoint) are given apart. `background_s` is what writing took.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -51,7 +54,8 @@ SHAPES: dict[str, tuple[int, int, int, int, int, bool]] = {
 }
 VOCABULARY = {"tiny": 512}
 ONE_IN = {"tiny": 20}  # tokens end a response, else 500
-FORMAT = "stalewise.switches/1"
+FORMAT = "stalewise.switches/2"
+GROUP = 8  # responses to a prompt
 ROUNDS = 3
 VLLM = {"gpu_memory_utilization": 0.4, "max_model_len": 2048, "copies": 1}
 TASKS["coin"] = f"{__name__}:Coin"
@@ -169,7 +173,7 @@ def measure_run(options: Mapping[str, Any], work: Path) -> dict[str, Any]:
             "task": {"name": "coin"},
             "model": {"path": str(work / size)},
             "schedule": {"kind": "synchronous", "updates": updates, "updates_per_generation": mu},
-            "batch": {"prompts": options["prompts"], "group_size": 8},
+            "batch": {"prompts": options["prompts"], "group_size": GROUP},
             "sampler": {
                 "max_new_tokens": options["tokens"],
                 "engine": options["engine"],
@@ -186,7 +190,8 @@ def measure_run(options: Mapping[str, Any], work: Path) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     journal = read_jsonl(settings.directory / "journal.jsonl")
     shutil.rmtree(settings.directory)
-    return {"mu": mu, "updates": updates, "wall_s": seconds, **summary(journal)}
+    sizes = {"prompts": options["prompts"], "rollouts": options["prompts"] * GROUP, "tokens": options["tokens"]}
+    return {"mu": mu, "updates": updates, **sizes, "wall_s": seconds, **summary(journal)}
 
 
 def summary(journal: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -220,18 +225,28 @@ def summary(journal: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def headline(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Blocking seconds of a switch, and how much faster than µ = 4 an update is, by size and µ."""
+    """Blocking seconds of a switch, and how much faster than with µ = 4 and all else the same an update is, by run."""
     blocking = {name: run["blocking_s_per_switch"] for name, run in runs.items() if run.get("switches")}
     apart = ("start", "end")
     total = {
         name: sum(v for k, v in run["seconds"].items() if k not in apart) / run["updates"] for name, run in runs.items()
     }
+    bases = {name: f"{name.rpartition('/')[0]}/4" for name in runs}
     gains = {
-        name: total[f"{name.partition('/')[0]}/4"] / seconds
-        for name, seconds in total.items()
-        if f"{name.partition('/')[0]}/4" in total and seconds
+        name: total[base] / total[name]
+        for name, base in bases.items()
+        if base in runs and runs[base]["tokens"] == runs[name]["tokens"] and total[name]
     }
     return {"blocking_s_per_switch": blocking, "times_faster_than_mu_4": gains}
+
+
+def ending(code: int, said: str) -> list[str]:
+    """Why a process failed: the lines that it wrote, and the signal that ended it; without either its exit code."""
+    lines = said.strip().splitlines()
+    if code < 0:
+        hint = "; the machine's memory may have run out" if -code == signal.SIGKILL else ""
+        return [*lines, f"ended with signal {-code}{hint}"]
+    return lines or [f"ended with exit code {code}"]
 
 
 def in_a_process(part: str, options: Mapping[str, Any], work: Path) -> dict[str, Any]:
@@ -239,7 +254,7 @@ def in_a_process(part: str, options: Mapping[str, Any], work: Path) -> dict[str,
     command = [sys.executable, __file__, "--work", str(work), "--one", json.dumps({"part": part, **options})]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        return {"error": done.stderr.strip().splitlines()[-1] if done.stderr.strip() else str(done.returncode)}
+        return {"error": ending(done.returncode, done.stderr)[-1]}
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -261,6 +276,8 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     result: dict[str, Any] = {"format": FORMAT, "machine": machine(), "copy": {}, "runs": {}}
     if arguments.out and arguments.out.is_file():  # further sizes or µ of the same machine
         before = read_json(arguments.out)
+        if before["format"] != FORMAT:
+            raise SystemExit(f"{arguments.out} has the format {before['format']}, not {FORMAT}: name another file")
         result |= before if before["machine"] == result["machine"] else {}
     began = time.monotonic()
     for size in sizes:
@@ -269,14 +286,16 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
             result["copy"][size] = in_a_process("copy", options, work)
             print(size, "copy", json.dumps(result["copy"][size]), flush=True)
         for mu in map(int, arguments.mu.split(",")) if "run" in parts else ():
-            options = {"size": size, "mu": mu, "updates": arguments.updates, "prompts": arguments.prompts}
+            updates = min(arguments.updates, (arguments.stages or arguments.updates) * mu)
+            options = {"size": size, "mu": mu, "updates": updates, "prompts": arguments.prompts}
             if mu > arguments.updates or time.monotonic() - began > arguments.deadline_s:
                 continue
             more = {"tokens": arguments.tokens, "engine": arguments.engine, "sleep": arguments.sleep}
             found = in_a_process("run", {**options, **more}, work)
             name = size if arguments.engine == "hf" else f"{size}-vllm" + ("-drop" if arguments.sleep == "drop" else "")
-            result["runs"][f"{name}/{mu}"] = found
-            print(size, mu, json.dumps(found), flush=True)
+            name = f"{name}/{arguments.prompts * GROUP}/{mu}"
+            result["runs"][name] = found
+            print(name, json.dumps(found), flush=True)
             result["headline"] = headline({k: run for k, run in result["runs"].items() if "error" not in run})
             if arguments.out:
                 write_json_atomic(arguments.out, result)
@@ -292,7 +311,8 @@ def main() -> None:
     parser.add_argument("--parts", default="copy,run")
     parser.add_argument("--mu", default="256,64,16,4", help="updates per generation; the largest is the staged run")
     parser.add_argument("--updates", type=int, default=256)
-    parser.add_argument("--prompts", type=int, default=16, help="of an update, with 8 responses each")
+    parser.add_argument("--stages", type=int, help="generation batches of a run at most; no limit by default")
+    parser.add_argument("--prompts", type=int, default=16, help=f"of an update, with {GROUP} responses each")
     parser.add_argument("--tokens", type=int, default=256, help="of a response at most")
     parser.add_argument("--engine", default="hf", choices=("hf", "vllm"), help="vllm: on the learner's GPU, sleeping")
     parser.add_argument("--sleep", default="sleep", choices=("sleep", "drop"), help="of vLLM: level 1 or level 2")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -49,6 +50,20 @@ def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     assert "config.json" in " ".join(found["error"])
 
 
+def test_a_part_that_was_killed_says_so_and_leaves_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python, work = tmp_path / "python", tmp_path / "work"
+    # Stands in for a run that needs too much memory; found.txt tells which runs were there when it began.
+    python.write_text('#!/bin/sh\ncd "$3" && ls > found.txt && mkdir tiny-full-one && kill -9 $$\n')
+    python.chmod(0o700)
+    for left in ("tiny-full-one", "0.5b-lora-pipelined", "0.5b"):
+        (work / left / "checkpoints").mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(python))
+    found = memory.measure("tiny/full/one", work)
+    assert found == {"error": ["ended with signal 9; the machine's memory may have run out"]}
+    assert (work / "found.txt").read_text().split() == ["0.5b", "found.txt", "words"]
+    assert sorted(one.name for one in work.iterdir()) == ["0.5b", "found.txt", "words"]
+
+
 def test_lines() -> None:
     found = {"peak_bytes": 50_000_000_000, "estimate_bytes": 45_000_000_000, "estimate_ratio": 0.9}
     assert memory.line("0.5b/full/one", found) == "0.5b/full/one: peak 50.0 GB, estimate 45.0 GB, 0.90 of the peak"
@@ -63,3 +78,21 @@ def test_what_the_allocator_holds_is_summed_by_pool_and_stream() -> None:
         {"pool": "launches", "bytes": 30, "in_use": 30},
         {"pool": "launches", "bytes": 15, "in_use": 4},
     ]
+
+
+def test_the_largest_blocks_are_told_in_use_or_not() -> None:
+    def segment(pool: tuple[int, int], *blocks: tuple[int, str]) -> dict[str, Any]:
+        return {"segment_pool_id": pool, "blocks": [{"size": size, "state": state} for size, state in blocks]}
+
+    small = [(1, "active_allocated")] * 20
+    segments = [
+        segment((0, 0), (500, "active_allocated"), (700, "inactive"), *small),
+        segment((0, 3), (600, "active_pending_free"), *small),
+    ]
+    found = memory.largest_blocks(segments)
+    assert found[:3] == [
+        {"pool": "launches", "bytes": 700, "in_use": False, "state": "inactive"},
+        {"pool": "graphs", "bytes": 600, "in_use": True, "state": "active_pending_free"},
+        {"pool": "launches", "bytes": 500, "in_use": True, "state": "active_allocated"},
+    ]
+    assert len(found) == 12

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -20,6 +22,7 @@ def test_a_tiny_run_tells_what_a_switch_blocks(tmp_path: Path) -> None:
     assert found["switches"] == 1 and found["checkpoint_bytes"] > 3 * 4 * 512 * 64
     assert 0 < found["blocking_s_per_switch"] < found["wall_s"]
     assert found["background_s"] > 0 and found["seconds"]["learn"] > 0
+    assert (found["prompts"], found["rollouts"], found["tokens"]) == (2, 16, 8)
     copied = switches.one({"part": "copy", "size": "tiny", "moment_bytes": 2}, tmp_path)
     assert copied["bytes"] % 8 == 0 and copied["sampler_takes_s"] > 0
 
@@ -42,9 +45,57 @@ def test_start_and_end_of_a_run_are_no_switches() -> None:
     found = switches.summary(journal)
     assert found["seconds"] == {"generate": 8.0, "learn": 6.0, "switch": 1.0, "start": 14.0, "end": 0.5}
     assert (found["switches"], found["blocking_s_per_switch"], found["background_s"]) == (1, 1.0, 3.5)
+    found["tokens"] = 64
+    other = {**found, "updates": 4, "seconds": {"learn": 6.0, "switch": 1.75, "start": 20.0}}
     runs = {
-        "1b/4": {**found, "updates": 8},
-        "1b/8": {**found, "updates": 4, "seconds": {"learn": 6.0, "switch": 1.75, "start": 20.0}},
+        "1b/64/4": {**found, "updates": 8},
+        "1b/64/8": other,
+        "1b/128/8": other,  # nothing to compare with: another size of an update, another engine, longer responses
+        "1b-vllm/64/8": other,
+        "1b/64/16": {**other, "tokens": 128},
     }
     head = switches.headline(runs)
-    assert head["times_faster_than_mu_4"] == {"1b/4": 1.0, "1b/8": pytest.approx(15 / 7.75 / 2)}
+    assert head["times_faster_than_mu_4"] == {"1b/64/4": 1.0, "1b/64/8": pytest.approx(15 / 7.75 / 2)}
+    assert head["blocking_s_per_switch"].keys() == runs.keys()
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> argparse.Namespace:
+    options = {"sizes": "tiny", "parts": "run", "mu": "2", "updates": 9, "stages": 2, "prompts": 1, "tokens": 8}
+    options |= {"engine": "hf", "sleep": "sleep", "deadline_s": 600, "out": tmp_path / "found.json"}
+    return argparse.Namespace(**options)
+
+
+@pytest.mark.slow
+def test_stages_limit_a_run_and_runs_of_another_size_stay(arguments: argparse.Namespace, tmp_path: Path) -> None:
+    before = {"format": switches.FORMAT, "machine": switches.machine(), "copy": {}, "runs": {}}
+    before["runs"] = {"tiny/16/2": {"error": "as it was"}}
+    arguments.out.write_text(json.dumps(before))
+    found = switches.measure(arguments, tmp_path)
+    assert found == json.loads(arguments.out.read_text())
+    assert found["runs"].keys() == {"tiny/16/2", "tiny/8/2"} and found["runs"]["tiny/16/2"]["error"] == "as it was"
+    assert (found["runs"]["tiny/8/2"]["updates"], found["runs"]["tiny/8/2"]["switches"]) == (4, 1)
+    assert found["headline"]["times_faster_than_mu_4"] == {}
+
+
+def test_a_file_of_another_format_is_not_overwritten(arguments: argparse.Namespace, tmp_path: Path) -> None:
+    arguments.out.write_text('{"format": "stalewise.switches/1", "runs": {}}')
+    with pytest.raises(SystemExit, match=r"has the format stalewise\.switches/1, not stalewise\.switches/2"):
+        switches.measure(arguments, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ("echo first >&2; echo last >&2; exit 1", "last"),
+        ("exit 3", "ended with exit code 3"),
+        ("kill -9 $$", "ended with signal 9; the machine's memory may have run out"),
+        ("echo a warning >&2; kill -6 $$", "ended with signal 6"),
+    ],
+)
+def test_a_run_that_failed_says_why(script: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = tmp_path / "python"  # stands in for the run
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert switches.in_a_process("run", {}, tmp_path) == {"error": error}

@@ -22,7 +22,7 @@ from stalewise.models.attention import PACKED, needs_grids, packs
 from stalewise.models.compilation import kept_logits, optimize_layers, recording_pays
 from stalewise.objectives.diagnostics import TokenSums
 from stalewise.trainer.cuda_graphs import GraphedBody
-from stalewise.trainer.logprobs import kernels_for, measure_logit_map, response_logp
+from stalewise.trainer.logprobs import KeptLogits, kernels_for, measure_logit_map, response_logp
 from stalewise.trainer.lora import adapts_parameters
 from stalewise.trainer.micro_batch import Layout, MicroBatch
 from stalewise.trainer.optimizer import AdamW
@@ -57,7 +57,7 @@ class Execution:
         parallel.find_trained()
         # Neither a compiler nor a graph can follow modules that change in the forward pass.
         self.is_plain = not (parallel.is_sharded or adapts_parameters(model))
-        self.keep_bytes = kept_logits(model, config.optimizer.moments)
+        self.kept = KeptLogits(kept_logits(model, config.optimizer.moments))
         self.compiled = optimize_layers(model, config, is_sharded=not self.is_plain, log=log)
         self.side_stream, self.log, self.offload = SideStream(device), log, Offload(device)
         self.graphs: GraphedBody | None = None
@@ -88,7 +88,8 @@ class Execution:
     def forward(self, part: MicroBatch) -> tuple[Tensor, Tensor]:
         """Log-probabilities [B, T] of the response tokens with a gradient, and entropies [B, T].
 
-        Entropies have a gradient where the objective has an entropy bonus.
+        Entropies have a gradient where the objective has an entropy bonus. Run the backward pass before the next
+        forward pass with a gradient, which uses the same memory.
         """
         return self._forward(part, self.graphs)
 
@@ -104,8 +105,8 @@ class Execution:
         cached = not self.parallel.is_sharded  # rounded weights would outlive the gathered ones
         with torch.autocast(self.device.type, dtype=self.precision, enabled=enabled, cache_enabled=cached):
             forward = self.parallel.as_forward(response_logp)
-            keep = self.keep_bytes
-            settings = {"body": body, "keep_bytes": keep, "entropy_gradient": self.config.objective.entropy_bonus > 0}
+            with_entropy = self.config.objective.entropy_bonus > 0
+            settings = {"body": body, "kept": self.kept, "entropy_gradient": with_entropy}
             return forward(self.model, part, dtype=self.precision, kernels=self.kernels, **settings)
 
     def sum_over_ranks(self, loss: Tensor, nonfinite: Tensor, sums: TokenSums, micro_batches: int) -> Sums:
@@ -129,11 +130,15 @@ class Execution:
         return self.parallel.global_norm(length)
 
     def sleep(self) -> None:
-        """Let all weights and moments wait in host memory, and drop graphs and gradients; the model cannot be run."""
+        """Let all weights and moments wait in host memory, and drop graphs, gradients and the memory of kept logits.
+
+        The model cannot be run.
+        """
         if self.offload.away or self.parallel.is_sharded:
             return
         self.records = self.graphs is not None and self.graphs.captures
         self._drop_graphs()
+        self.kept.release()
         moments = (tensor for state in self.optimizer.state.values() for tensor in state.values())
         self.offload.leave([*self.model.parameters(), *moments, *self.proximal.values()])
         if self.device.type == "cuda":
@@ -157,8 +162,12 @@ class Execution:
         self.weights.zero_gradients()
 
     def free_memory(self) -> None:
-        """After running out of memory within an update: drop graphs, flat gradients and what the update left."""
-        self.keep_bytes = 0
+        """After running out of memory within an update: drop graphs, flat gradients and what the update left.
+
+        From here on no logits are kept.
+        """
+        self.kept.most_bytes = 0
+        self.kept.release()
         self._drop_graphs()
         if not self.steps:  # the moments may be half made
             self.optimizer.state.clear()

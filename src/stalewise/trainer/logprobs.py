@@ -24,7 +24,7 @@ from stalewise.trainer.micro_batch import MicroBatch
 
 # Numbers in the logits of one chunk. A GPU needs large products: 2^28 are 512 MiB in bfloat16, 1 GiB in float32.
 CHUNK_ELEMENTS = {"cuda": 1 << 28, "cpu": 1 << 22}
-KEPT_STEP = 4096  # tokens
+KEPT_LEAST, KEPT_STEP = 256, 4096  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,62 @@ def kernels_for(device: torch.device, logit_map: LogitMap = IDENTITY) -> Kernels
     return Kernels(partial(logits.statistics_on_device, **numbers), partial(logits.gradient_on_device, **numbers))
 
 
+def kept_rows(tokens: int) -> int:
+    """For how many tokens kept logits take memory: the next power of two, and of many the next multiple of `KEPT_STEP`.
+
+    Micro-batches differ in size: the memory seldom has to grow.
+
+    >>> [kept_rows(tokens) for tokens in (7, 1000, 4096, 4097)]
+    [256, 1024, 4096, 8192]
+    """
+    if tokens > KEPT_STEP:
+        return -(-tokens // KEPT_STEP) * KEPT_STEP
+    return max(KEPT_LEAST, 1 << (tokens - 1).bit_length())
+
+
+class KeptLogits:
+    """Memory that keeps the logits of one micro-batch for its backward pass; all micro-batches use the same.
+
+    It stays between them. If it were freed, the allocator would put something small and lasting there, and the next
+    logits, gigabytes, would need memory elsewhere.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self.memory: Tensor | None = None
+        self.ticket = 0  # of the forward pass whose logits are there
+
+    def fits(self, tokens: int, vocabulary: int, dtype: torch.dtype) -> bool:
+        """Whether logits of so many tokens are kept; of none there are none."""
+        return 0 < tokens * vocabulary * dtype.itemsize <= self.most_bytes
+
+    def take(self, hidden_NH: Tensor, vocabulary: int) -> tuple[int, Tensor]:
+        """Memory [N, V] for the logits of these hidden states, and the ticket with which the backward pass finds it."""
+        tokens, like = len(hidden_NH), (hidden_NH.dtype, hidden_NH.device)
+        held = self.memory
+        if held is None or (held.dtype, held.device) != like or held.numel() < tokens * vocabulary:
+            frees, held = held is not None and held.is_cuda, None
+            self.release()
+            if frees:  # else the old memory is cached and the new one lies beside it
+                torch.cuda.empty_cache()
+            self.memory = hidden_NH.new_empty(kept_rows(tokens) * vocabulary)
+        self.ticket += 1
+        return self.ticket, self.logits(self.ticket, tokens, vocabulary)
+
+    def logits(self, ticket: int, tokens: int, vocabulary: int) -> Tensor:
+        """The logits [N, V] of the forward pass with this ticket; a RuntimeError if they are gone."""
+        if self.memory is None or ticket != self.ticket:
+            raise RuntimeError(
+                "the logits of this forward pass are gone: another forward pass took their memory, or it was freed; "
+                "run each backward pass before the next forward pass"
+            )
+        return self.memory[: tokens * vocabulary].view(tokens, vocabulary)
+
+    def release(self) -> None:
+        """Free the memory."""
+        self.memory = None
+
+
 def response_logp(
     model: Any,
     micro_batch: MicroBatch,
@@ -120,7 +176,7 @@ def response_logp(
     dtype: torch.dtype = torch.float32,
     kernels: Kernels = PLAIN_KERNELS,
     body: GraphedBody | None = None,
-    keep_bytes: int = 0,
+    kept: KeptLogits | None = None,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities [B, T] of the response tokens with a gradient, and the policy's entropy [B, T].
@@ -128,8 +184,8 @@ def response_logp(
     The entropy has a gradient, too, with `entropy_gradient`.
 
     `dtype` is that of the output layer's product; everything after it is float32. `kernels` are those of the model's
-    `LogitMap`. `body` replaces the model's own. Logits that take at most `keep_bytes` are kept for the backward pass: a
-    quarter of the output layer's time.
+    `LogitMap`. `body` replaces the model's own. Logits that `kept` has room for are kept for the backward pass, which
+    then must come before the next forward pass with a gradient: a quarter of the output layer's time.
     """
     head = model.get_output_embeddings()
     weight_VH, bias_V = head.weight, head.bias
@@ -137,8 +193,9 @@ def response_logp(
     hidden_NH = hidden_TH[micro_batch.source_N]
     elements = chunk_elements or CHUNK_ELEMENTS.get(hidden_NH.device.type, 1 << 24)
     rows_at_once = max(1, elements // weight_VH.shape[0])
-    keep = torch.is_grad_enabled() and hidden_NH.shape[0] * weight_VH.shape[0] * dtype.itemsize <= keep_bytes
-    settings = (max(1, len(hidden_NH)) if keep else rows_at_once), dtype, kernels, keep, entropy_gradient
+    if kept is not None and not (torch.is_grad_enabled() and kept.fits(len(hidden_NH), len(weight_VH), dtype)):
+        kept = None
+    settings = (rows_at_once if kept is None else len(hidden_NH)), dtype, kernels, kept, entropy_gradient
     values: Any = OutputLayerLogp.apply(hidden_NH, weight_VH, bias_V, micro_batch.target_N, *settings)
     return micro_batch.to_response_grid(values[0]), micro_batch.to_response_grid(values[1])
 
@@ -151,9 +208,12 @@ class OutputLayerLogp(torch.autograd.Function):
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, target_N: Tensor, *settings: Any
     ) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, each [N]; `settings` are those of `response_logp`."""
-        rows_at_once, dtype, kernels, keep, entropy_gradient = settings
+        rows_at_once, dtype, kernels, kept, entropy_gradient = settings
         hidden_low, weight_low = hidden_NH.to(dtype), weight_VH.to(dtype)
-        out_CV = _kept_buffer(hidden_low, weight_low) if keep else _chunk_buffer(hidden_low, weight_low, rows_at_once)
+        if kept is None:
+            ticket, out_CV = 0, _chunk_buffer(hidden_low, weight_low, rows_at_once)
+        else:
+            ticket, out_CV = kept.take(hidden_low, len(weight_low))
         statistics = [
             kernels.statistics(_product(hidden_low[chunk], weight_low, bias_V, out_CV), target_N[chunk])
             for chunk in _chunks(len(hidden_NH), rows_at_once)
@@ -161,7 +221,7 @@ class OutputLayerLogp(torch.autograd.Function):
         lse_N, logp_N, entropy_N = map(torch.cat, zip(*statistics, strict=True))
         ctx.entropy_gradient = entropy_gradient
         ctx.save_for_backward(hidden_low, weight_low, bias_V, target_N, lse_N, entropy_N if entropy_gradient else None)
-        ctx.rows_at_once, ctx.kernels, ctx.logits_NV = rows_at_once, kernels, out_CV if keep else None
+        ctx.rows_at_once, ctx.kernels, ctx.kept, ctx.ticket = rows_at_once, kernels, kept, ticket
         ctx.hidden_dtype, ctx.weight_dtype = hidden_NH.dtype, weight_VH.dtype
         if not entropy_gradient:
             ctx.mark_non_differentiable(entropy_N)
@@ -169,7 +229,7 @@ class OutputLayerLogp(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of hidden states, weight and bias, from recomputed logits."""
+        """Gradients of hidden states, weight and bias, from kept or recomputed logits."""
         hidden_NH, weight_VH, bias_V, target_N, lse_N, entropy_N = ctx.saved_tensors
         wants_weight, wants_bias = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
         hidden_grad_NH = torch.empty_like(hidden_NH)
@@ -177,7 +237,8 @@ class OutputLayerLogp(torch.autograd.Function):
         several = len(hidden_NH) > ctx.rows_at_once
         weight_grad_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if wants_weight and several else None
         bias_grad_V = torch.zeros_like(bias_V, dtype=torch.float32) if wants_bias else None
-        kept_NV, ctx.logits_NV = ctx.logits_NV, None  # their gradient overwrites them
+        kept, ctx.kept = ctx.kept, None  # their gradient overwrites them
+        kept_NV = None if kept is None else kept.logits(ctx.ticket, len(hidden_NH), len(weight_VH))
         out_CV = _chunk_buffer(hidden_NH, weight_VH, ctx.rows_at_once) if kept_NV is None else kept_NV
         for chunk in _chunks(len(hidden_NH), ctx.rows_at_once):
             product_CV = _product(hidden_NH[chunk], weight_VH, bias_V, out_CV) if kept_NV is None else kept_NV
@@ -212,19 +273,6 @@ def _chunks(length: int, most: int) -> Iterator[slice]:
     """
     count = max(1, -(-length // most))
     return (slice(-(-length * k // count), -(-length * (k + 1) // count)) for k in range(count))
-
-
-def kept_rows(tokens: int) -> int:
-    """For how many tokens kept logits take memory: of many, a multiple of `KEPT_STEP`.
-
-    They are gigabytes, of another size in every micro-batch: memory of the last ones would seldom fit the next.
-    """
-    return -(-tokens // KEPT_STEP) * KEPT_STEP if tokens > KEPT_STEP else tokens
-
-
-def _kept_buffer(hidden_NH: Tensor, weight_VH: Tensor) -> Tensor:
-    """Memory for the logits of all tokens."""
-    return hidden_NH.new_empty(kept_rows(len(hidden_NH)), len(weight_VH))[: len(hidden_NH)]
 
 
 def _chunk_buffer(hidden_NH: Tensor, weight_VH: Tensor, rows_at_once: int) -> Tensor:

@@ -203,6 +203,26 @@ def test_weights_of_several_precisions_are_in_no_graph(monkeypatch: pytest.Monke
     assert not trainer.execution._can_use_graphs()
 
 
+def test_memory_of_kept_logits_is_dropped_when_the_policy_sleeps_and_when_memory_ran_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = Trainer(config(), POLICY)
+    monkeypatch.setattr("stalewise.trainer.execution.kept_logits", lambda *_: 1 << 30)
+    trainer = Trainer(config(), POLICY)
+    kept = trainer.execution.kept
+    for seed in range(2):
+        assert trainer.update(rollouts(seed=seed)) == plain.update(rollouts(seed=seed))
+        assert kept.memory is not None
+        trainer.sleep()
+        assert kept.memory is None and kept.most_bytes == 1 << 30
+    trainer.update(rollouts())
+    assert kept.memory is not None
+    trainer.execution.free_memory()
+    assert kept.memory is None
+    trainer.update(rollouts())  # with logits that are computed again
+    assert kept.memory is None
+
+
 def test_freed_memory_leaves_plain_weights_and_no_gradients() -> None:
     model = load_model(str(POLICY), device=CPU)
     execution = Execution(model, config(), SingleProcess(ALONE), CPU, torch.float32, lambda text: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
@@ -30,11 +31,15 @@ from stalewise.models.loading import load_model, load_tokenizer
 from stalewise.trainer import logprobs
 from stalewise.trainer.logprobs import (
     CHUNK_ELEMENTS,
+    KEPT_STEP,
     PLAIN_KERNELS,
+    KeptLogits,
+    Kernels,
     LogitMap,
     OutputLayerLogp,
     chunk_gradient,
     chunk_statistics,
+    kept_rows,
     kernels_for,
     measure_logit_map,
     response_logp,
@@ -134,16 +139,116 @@ def test_chunked_logits_change_gradients_only_by_rounding(monkeypatch: pytest.Mo
     assert (chunked - whole).norm() <= 2e-4 * whole.norm()
 
 
-def test_kept_logits_of_many_tokens_have_memory_for_a_multiple() -> None:
-    assert [logprobs.kept_rows(tokens) for tokens in (7, 4096, 4097, 8192, 13_000)] == [7, 4096, 8192, 8192, 16_384]
+def test_kept_logits_have_memory_for_a_power_of_two_or_a_multiple_of_tokens() -> None:
+    sizes = {0: 256, 1: 256, 256: 256, 257: 512, 2049: 4096, 4096: 4096, 4097: 8192, 8192: 8192, 13_000: 16_384}
+    assert {tokens: kept_rows(tokens) for tokens in sizes} == sizes
+    assert KEPT_STEP == 4096
+
+
+@pytest.mark.parametrize("budget", [25, 60])
+@pytest.mark.parametrize("bonus", [0.0, 0.01])
+def test_several_micro_batches_share_the_memory_of_kept_logits(
+    budget: int, bonus: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _ = gradient_after_update("grpo", budget, entropy_bonus=bonus)
+    taken: list[tuple[int, int]] = []
+    take = KeptLogits.take
+
+    def seen(self: KeptLogits, hidden_NH: Tensor, vocabulary: int) -> tuple[int, Tensor]:
+        ticket, logits_NV = take(self, hidden_NH, vocabulary)
+        taken.append((len(logits_NV), logits_NV.data_ptr()))
+        return ticket, logits_NV
+
+    monkeypatch.setattr(KeptLogits, "take", seen)
+    monkeypatch.setattr("stalewise.trainer.execution.kept_logits", lambda *_: 1 << 30)
+    kept, _ = gradient_after_update("grpo", budget, entropy_bonus=bonus)
+    assert torch.equal(kept, plain)
+    assert len({tokens for tokens, _ in taken}) > 2 and len({place for _, place in taken}) == 1
+
+
+def overwriting_gradient(product_CV: Tensor, *of_token: Any) -> Tensor:
+    """As the kernel on a GPU: in the memory of the logits."""
+    return product_CV.copy_(chunk_gradient(product_CV, *of_token))
+
+
+OVERWRITING = Kernels(chunk_statistics, overwriting_gradient)
+
+
+def layer_pass(tokens: int, kept: KeptLogits | None, dtype: torch.dtype = torch.float32) -> tuple[Tensor, list[Tensor]]:
+    """Weighted log-probabilities of made-up hidden states, and the inputs to take a gradient of."""
+    generator = torch.Generator().manual_seed(tokens)
+    hidden, weight = (torch.randn(*shape, generator=generator) for shape in ((tokens, 6), (30, 6)))
+    inputs = [hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()]
+    target, factor = torch.randint(30, (tokens,), generator=generator), torch.randn(tokens, generator=generator)
+    found: Any = OutputLayerLogp.apply(*inputs, None, target, tokens, dtype, OVERWRITING, kept, False)
+    return (found[0] * factor).sum(), inputs
+
+
+def test_memory_of_kept_logits_is_used_again_and_grows_when_it_must() -> None:
+    kept, places = KeptLogits(1 << 30), list[int]()
+    for tokens in (200, 11, 256, 300, 512, 11):
+        for one, other in zip(*(torch.autograd.grad(*layer_pass(tokens, k)) for k in (kept, None)), strict=True):
+            assert torch.equal(one, other)
+        assert kept.memory is not None
+        places.append(kept.memory.data_ptr())
+        assert kept.memory.numel() == 30 * (256 if len(places) <= 3 else 512)
+    assert len(set(places[:3])) == len(set(places[3:])) == 1
+    for one, other in zip(*(torch.autograd.grad(*layer_pass(9, k, torch.float64)) for k in (kept, None)), strict=True):
+        assert torch.equal(one, other)
+    assert kept.memory is not None and (kept.memory.dtype, kept.memory.numel()) == (torch.float64, 30 * 256)
+    # A larger vocabulary needs more memory for as many tokens.
+    assert kept.take(torch.zeros(9, 6).double(), 3000)[1].shape == (9, 3000)
+    assert kept.memory.numel() == 3000 * 256
+
+
+def test_the_old_memory_of_kept_logits_is_gone_before_the_new_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, seen = KeptLogits(1 << 30), list[object]()
+    torch.autograd.grad(*layer_pass(200, kept))
+    old = weakref.ref(kept.memory)
+    monkeypatch.setattr(logprobs, "kept_rows", lambda tokens: (seen.append(old()), kept_rows(tokens))[1])
+    torch.autograd.grad(*layer_pass(300, kept))
+    assert seen == [None]
+
+
+@pytest.mark.parametrize("tokens", [11, 300])  # fewer than the first pass has, and more
+def test_a_second_forward_pass_before_the_backward_pass_is_refused(tokens: int) -> None:
+    kept = KeptLogits(1 << 30)
+    first, inputs = layer_pass(20, kept)
+    second, of_second = layer_pass(tokens, kept)
+    wanted = torch.autograd.grad(*layer_pass(tokens, None))
+    for one, other in zip(torch.autograd.grad(second, of_second), wanted, strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(RuntimeError, match="another forward pass took their memory"):
+        torch.autograd.grad(first, inputs)
+    gone, inputs = layer_pass(20, kept)
+    kept.release()
+    with pytest.raises(RuntimeError, match="the logits of this forward pass are gone"):
+        torch.autograd.grad(gone, inputs)
+
+
+def test_another_backward_pass_computes_the_logits_again() -> None:
+    logp, inputs = layer_pass(20, KeptLogits(1 << 30))
+    both = [torch.autograd.grad(logp, inputs, retain_graph=True) for _ in range(2)]
+    assert all(torch.equal(one, other) for one, other in zip(*both, strict=True))
+
+
+def test_logits_are_kept_with_a_gradient_and_up_to_a_limit() -> None:
+    model = load_model(str(POLICY), device=CPU)
+    model.set_attn_implementation(PACKED)
+    (part,) = micro_batches(rollouts(), Layout(10_000), CPU)
+    exact = len(part.source_N) * 18 * 4
+    for most_bytes, with_gradient in ((exact, True), (exact - 1, True), (exact, False)):
+        kept = KeptLogits(most_bytes)
+        with torch.set_grad_enabled(with_gradient):
+            response_logp(model, part, kept=kept)
+        assert (kept.memory is not None) == (most_bytes == exact and with_gradient)
+    assert not KeptLogits(0).fits(0, 18, torch.float32)  # a micro-batch without responses
 
 
 @pytest.mark.parametrize(("rows_at_once", "keep"), [(1, False), (4, False), (100, False), (11, True)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_an_output_layer_in_chunks_is_the_plain_one(
-    with_bias: bool, rows_at_once: int, keep: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logprobs, "KEPT_STEP", 4)  # so that kept logits have more memory than they need
+def test_an_output_layer_in_chunks_is_the_plain_one(with_bias: bool, rows_at_once: int, keep: bool) -> None:
+    kept = KeptLogits(1 << 30) if keep else None
     torch.manual_seed(0)
     hidden, weight, bias = (torch.randn(*shape).requires_grad_() for shape in ((11, 6), (30, 6), (30,)))
     target, factor = torch.randint(30, (11,)), torch.randn(11)
@@ -151,7 +256,7 @@ def test_an_output_layer_in_chunks_is_the_plain_one(
     expected = logp.gather(1, target.unsqueeze(1)).squeeze(1)
     inputs = [hidden, weight, bias] if with_bias else [hidden, weight]
     wanted = torch.autograd.grad((expected * factor).sum(), inputs, retain_graph=True)
-    given = (hidden, weight, bias if with_bias else None, target, rows_at_once, torch.float32, PLAIN_KERNELS, keep)
+    given = (hidden, weight, bias if with_bias else None, target, rows_at_once, torch.float32, PLAIN_KERNELS, kept)
     found: Any = OutputLayerLogp.apply(*given, False)
     assert not found[1].requires_grad
     torch.testing.assert_close(found[0], expected)
@@ -191,7 +296,7 @@ def test_gradients_of_scaled_and_capped_logits_are_those_of_autograd(logit_map: 
     entropy = -(logp.exp() * logp).sum(dim=1)
     wanted = torch.autograd.grad((expected * factor + entropy).sum(), [hidden, weight, bias])
     inputs = [x.detach().float().requires_grad_() for x in (hidden, weight, bias)]
-    given = target, rows_at_once, torch.float32, kernels_for(CPU, logit_map), False, True
+    given = target, rows_at_once, torch.float32, kernels_for(CPU, logit_map), None, True
     found: Any = OutputLayerLogp.apply(*inputs, *given)
     torch.testing.assert_close(found[0].double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1].double(), -(logp.exp() * logp).sum(dim=1), rtol=1e-5, atol=1e-5)
