@@ -137,7 +137,7 @@ def launch_shapes(names: Sequence[str]) -> dict[str, Any]:
     """Each case with each of its launches."""
     found: dict[str, Any] = {}
     decode: Any = kernel()
-    usual, decode.MOST_PARTS, decode.PROGRAMS = decode.PART, 1 << 20, 0
+    usual, decode.MOST_PARTS, decode.PROGRAMS, decode.EVEN_PROGRAMS = decode.PART, 1 << 20, 0, 0
     for name in names:
         call, read = attention(CASES[name], "cuda")
         for launch in CASES[name].launches:
@@ -153,8 +153,8 @@ def part_sizes(rows: Sequence[int] = PART_ROWS, lengths: Sequence[int] = PART_LE
     """Microseconds and share of the bandwidth by heads, rows, length, and division of a row's keys."""
     found: dict[str, Any] = {}
     decode: Any = kernel()
-    usual = decode.PART, decode.MOST_PARTS, decode.PROGRAMS
-    decode.PROGRAMS = 0  # so that the number of rows does not matter
+    usual = decode.PART, decode.MOST_PARTS, decode.PROGRAMS, decode.EVEN_PROGRAMS
+    decode.PROGRAMS = decode.EVEN_PROGRAMS = 0  # so that the number of rows does not matter
     for name, heads in PART_HEADS.items():
         for count in rows:
             for length in lengths:
@@ -168,7 +168,7 @@ def part_sizes(rows: Sequence[int] = PART_ROWS, lengths: Sequence[int] = PART_LE
                     keys = max(parts[0], 1 << (-(-(room + 128) // parts[1]) - 1).bit_length())
                     found[key] = {"microseconds": took, "share_of_bandwidth": share, "keys_of_a_part": keys}
                     print(f"{key:36} {took:8.1f} µs {share:6.1%}", flush=True)
-    decode.PART, decode.MOST_PARTS, decode.PROGRAMS = usual
+    decode.PART, decode.MOST_PARTS, decode.PROGRAMS, decode.EVEN_PROGRAMS = usual
     return found
 
 

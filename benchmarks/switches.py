@@ -1,13 +1,13 @@
 """What a run waits for between generating and learning: seconds per switch, staged and with µ = 4, 16, 64, 256.
 
-    python benchmarks/switches.py [--sizes 0.5b] [--updates 256] [--mu 4,16,64,256] [--stages N] [--out FILE]
+    python benchmarks/switches.py [--sizes 0.5b] [--updates 256] [--mu 4,16,64,256] [--parts copy,run] [--out FILE]
     python benchmarks/switches.py --quick        # a tiny model, in a minute, on a CPU
 
 Policies have random weights in the shapes of Qwen2.5 (as Llama, without biases) and a tokenizer of made-up words; one
 token in 500 ends a response, and rewards are a coin's. `copy` measures what blocks at least: the copy of weights and
 moments to the host, into new memory and into memory that was used before, and the sampler's copy of the weights on the
 device. `run` makes whole runs, called SIZE/ROLLOUTS/µ with the rollouts of an update. Those that differ in µ alone are
-compared, by the seconds of an update; `--stages` limits their generation batches.
+compared, by the seconds of an update.
 
 A switch is everything from the last update on a generation batch to the next generation, and from there to the next
 update: checkpoint, waiting for its commit, the sampler's new weights, opening the next batch. With `--engine vllm`, on
@@ -235,7 +235,7 @@ def headline(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     gains = {
         name: total[base] / total[name]
         for name, base in bases.items()
-        if base in runs and runs[base]["tokens"] == runs[name]["tokens"] and total[name]
+        if base in runs and total[name] and all(runs[base][key] == runs[name][key] for key in ("tokens", "updates"))
     }
     return {"blocking_s_per_switch": blocking, "times_faster_than_mu_4": gains}
 
@@ -286,8 +286,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
             result["copy"][size] = in_a_process("copy", options, work)
             print(size, "copy", json.dumps(result["copy"][size]), flush=True)
         for mu in map(int, arguments.mu.split(",")) if "run" in parts else ():
-            updates = min(arguments.updates, (arguments.stages or arguments.updates) * mu)
-            options = {"size": size, "mu": mu, "updates": updates, "prompts": arguments.prompts}
+            options = {"size": size, "mu": mu, "updates": arguments.updates, "prompts": arguments.prompts}
             if mu > arguments.updates or time.monotonic() - began > arguments.deadline_s:
                 continue
             more = {"tokens": arguments.tokens, "engine": arguments.engine, "sleep": arguments.sleep}
@@ -311,7 +310,6 @@ def main() -> None:
     parser.add_argument("--parts", default="copy,run")
     parser.add_argument("--mu", default="256,64,16,4", help="updates per generation; the largest is the staged run")
     parser.add_argument("--updates", type=int, default=256)
-    parser.add_argument("--stages", type=int, help="generation batches of a run at most; no limit by default")
     parser.add_argument("--prompts", type=int, default=16, help=f"of an update, with {GROUP} responses each")
     parser.add_argument("--tokens", type=int, default=256, help="of a response at most")
     parser.add_argument("--engine", default="hf", choices=("hf", "vllm"), help="vllm: on the learner's GPU, sleeping")

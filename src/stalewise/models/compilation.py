@@ -130,8 +130,13 @@ def make_room() -> None:
     cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     if free < max(SHORT_SHARE * total, cached):
         gc.collect()
-        torch.cuda.synchronize()  # expandable segments are unmapped only when their stream is done
-        torch.cuda.empty_cache()
+        free_cached()
+
+
+def free_cached() -> None:
+    """Give cached memory back to the GPU; waits for it."""
+    torch.cuda.synchronize()  # expandable segments are unmapped only when their stream is done
+    torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager

@@ -308,8 +308,8 @@ class Orchestrator:
             return batch
         if isinstance(self.sampler, OffloadableSampler):
             self.sampler.sleep(weights=self.offloads)  # the reference takes its place
-        if self.trainer is not None and self.offloads:
-            self.trainer.sleep()
+        if self.trainer is not None:
+            self.trainer.rest(offload=self.offloads)
         with self.run_log.timed("switch", reason="reference") as notes:
             budget = self.config.learner.tokens_per_micro_batch
             notes["tokens"] = compute_reference(self.reference, batch, batch.reference, budget, self.ranks)
@@ -367,8 +367,8 @@ class Orchestrator:
 
     def begin_phase(self, what: str, total: int) -> None:
         """Tell the callback what begins, with how many rollouts or updates; make room on the device for sampling."""
-        if what in ("generate", "evaluate") and self.trainer is not None and self.offloads:
-            self.trainer.sleep()
+        if what in ("generate", "evaluate") and self.trainer is not None:
+            self.trainer.rest(offload=self.offloads)
         self.tokens, self.scores = 0, ScoreCheck(self.config.task.max_unscored, self.callback.log)
         self.callback.begin(what, total)
 

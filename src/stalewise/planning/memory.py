@@ -321,7 +321,7 @@ def _learning(
     product = 2 if autocast else 4
     logits = kept_rows(tokens) * shape.vocabulary * product
     output_gradient = 0 if config.model.trains_adapters or not on_gpu else 4 * output
-    if tokens * shape.vocabulary * product > kept_logits:
+    if logits > kept_logits:
         chunk = min(tokens * shape.vocabulary, CHUNK_ELEMENTS.get(device.type, 1 << 24))
         # Fused kernels hold logits in the precision of the product; plain ones hold four float32 copies besides.
         plain = kernels_for(device) is PLAIN_KERNELS

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from stalewise.errors import ModelError
+from stalewise.models.compilation import free_cached
 from stalewise.models.kernels import can_compile
 from stalewise.models.loading import model_body
 from stalewise.trainer.cuda_graphs import GraphedBody, hidden_states
@@ -128,8 +129,8 @@ def kept_rows(tokens: int) -> int:
 class KeptLogits:
     """Memory that keeps the logits of one micro-batch for its backward pass; all micro-batches use the same.
 
-    It stays between them. If it were freed, the allocator would put something small and lasting there, and the next
-    logits, gigabytes, would need memory elsewhere.
+    It stays between them, until rollouts are sampled. If it were freed, the allocator would put something small and
+    lasting there, and the next logits, gigabytes, would need memory elsewhere.
     """
 
     def __init__(self, most_bytes: int) -> None:
@@ -139,17 +140,17 @@ class KeptLogits:
 
     def fits(self, tokens: int, vocabulary: int, dtype: torch.dtype) -> bool:
         """Whether logits of so many tokens are kept; of none there are none."""
-        return 0 < tokens * vocabulary * dtype.itemsize <= self.most_bytes
+        return tokens > 0 and kept_rows(tokens) * vocabulary * dtype.itemsize <= self.most_bytes
 
     def take(self, hidden_NH: Tensor, vocabulary: int) -> tuple[int, Tensor]:
         """Memory [N, V] for the logits of these hidden states, and the ticket with which the backward pass finds it."""
         tokens, like = len(hidden_NH), (hidden_NH.dtype, hidden_NH.device)
         held = self.memory
         if held is None or (held.dtype, held.device) != like or held.numel() < tokens * vocabulary:
-            frees, held = held is not None and held.is_cuda, None
+            held = None
             self.release()
-            if frees:  # else the old memory is cached and the new one lies beside it
-                torch.cuda.empty_cache()
+            if hidden_NH.is_cuda:  # else the old memory is cached, and the new one lies beside it
+                free_cached()
             self.memory = hidden_NH.new_empty(kept_rows(tokens) * vocabulary)
         self.ticket += 1
         return self.ticket, self.logits(self.ticket, tokens, vocabulary)

@@ -158,6 +158,12 @@ class Trainer:
         """The numbers that belong to a checkpoint."""
         return {"steps": self.steps, "drift": self.drift}
 
+    def rest(self, *, offload: bool) -> None:
+        """Give back memory that only updates need, while rollouts are sampled; `offload`: wait in host memory."""
+        self.execution.kept.release()
+        if offload:
+            self.sleep()
+
     def sleep(self) -> None:
         """Wait in host memory, from which it can be saved; the next update wakes it."""
         self.execution.sleep()

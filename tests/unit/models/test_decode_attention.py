@@ -90,11 +90,18 @@ def test_programs_that_share_a_row_find_what_one_finds(
 
 
 def test_few_rows_are_divided_into_more_parts() -> None:
-    assert [kernel._part(rows, 4096) for rows in (8, 32, 64, 128, 512)] == [256, 256, 512, 512, 512]
+    assert [kernel._part(rows, 4096) for rows in (8, 32, 64, 2000, 2048)] == [256, 256, 512, 512, 1024]
     assert kernel._part(16, 16384) == 512  # 16 parts of 16 rows where they are half as long
-    assert kernel._part(8, 16384) == 256 and kernel._part(4, 65536) == 1024  # at most 128 parts
-    assert kernel._part(500, 65536) == 1024  # at most 64 parts
+    assert kernel._part(8, 16384) == 256 and kernel._part(4, 65536) == 1024
+    assert [kernel._part(9999, room) for room in (32_640, 32_705, 65_536)] == [1024, 1024, 2048]  # at most 64 parts
     assert [kernel._part(8, room) for room in (640, 1024, 1025)] == [1024, 1024, 256]  # short rows are not divided
+
+
+def test_parts_of_a_row_are_as_many_as_can_be_merged() -> None:
+    for rows in (1, 8, 300, 100_000):
+        for room in (1024, 1025, 4096, 16_512, 32_704, 32_705, 32_768, 65_472, 65_536, 131_072):
+            parts = -(-(room + kernel.LONG[0]) // kernel._part(rows, room)) if room > kernel.PART else 1
+            assert parts <= (64 if rows > 300 else 128), (rows, room)
 
 
 def test_a_row_does_not_depend_on_what_the_other_rows_hold(monkeypatch: pytest.MonkeyPatch) -> None:

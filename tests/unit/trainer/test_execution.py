@@ -203,7 +203,7 @@ def test_weights_of_several_precisions_are_in_no_graph(monkeypatch: pytest.Monke
     assert not trainer.execution._can_use_graphs()
 
 
-def test_memory_of_kept_logits_is_dropped_when_the_policy_sleeps_and_when_memory_ran_out(
+def test_memory_of_kept_logits_is_dropped_when_the_policy_rests_or_sleeps_and_when_memory_ran_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain = Trainer(config(), POLICY)
@@ -215,6 +215,11 @@ def test_memory_of_kept_logits_is_dropped_when_the_policy_sleeps_and_when_memory
         assert kept.memory is not None
         trainer.sleep()
         assert kept.memory is None and kept.most_bytes == 1 << 30
+    trainer.update(rollouts())
+    trainer.rest(offload=False)
+    assert kept.memory is None and not trainer.execution.offload.away
+    trainer.rest(offload=True)
+    assert trainer.execution.offload.away
     trainer.update(rollouts())
     assert kept.memory is not None
     trainer.execution.free_memory()

@@ -19,9 +19,11 @@ from torch import Tensor
 SHORT, LONG = (16, 1, 3), (64, 4, 3)
 SHORT_ROOM, LONG_WIDTH = 256, 128  # wider heads leave no room for more keys
 FEWEST_QUERIES = 16  # the minimum of the matrix units
-# Keys of a program where rows have room for more than two parts; parts of a row at most, twice as many of few rows.
-PART, SHORTEST_PART, MOST_PARTS = 512, 256, 64
-PROGRAMS = 256  # about two for each multiprocessor of a large GPU: few rows have shorter parts, to reach it
+# Keys of a program where rows have room for more; the fewest; parts of a row at most, twice as many of few rows.
+PART, SHORTEST_PART, MOST_PARTS = 1024, 256, 64
+# Parts are halved while there are fewer programs: many even out what they take, a GPU has work with two for each of its
+# multiprocessors.
+EVEN_PROGRAMS, PROGRAMS = 4096, 256
 
 
 def decode_attention(
@@ -73,23 +75,24 @@ def decode_attention(
         num_stages=stages,
     )
     if parts > 1:
+        most = triton.next_power_of_2(parts)
         _merge[(rows, heads)](  # pyright: ignore[reportIndexIssue]
             *(output_RHD, found, weight, prefix_R, length_R, rows * heads * parts, limits[1]),
-            MOST=triton.next_power_of_2(parts),
+            MOST=most,
             **{name: value for name, value in shapes.items() if name != "KV_HEADS"},
             **division,
-            num_warps=2,
+            num_warps=max(2, most * shapes["BLOCK_WIDTH"] // 4096),  # so that a thread's numbers fit its registers
         )
     return output_RHD
 
 
 def _part(rows: int, room: int) -> int:
     """Keys of one program; `rows` counts each key-value head. Enough programs where rows are half as long as room."""
-    if room <= 2 * PART:  # one program has all keys of such a row
-        return 2 * PART
-    part = max(PART, triton.next_power_of_2(triton.cdiv(room, MOST_PARTS)))
+    part = max(PART, triton.next_power_of_2(triton.cdiv(room + LONG[0], MOST_PARTS)))
+    if room <= PART:  # one program has all keys of such a row
+        return part
     shortest = max(SHORTEST_PART, triton.next_power_of_2(triton.cdiv(room + LONG[0], 2 * MOST_PARTS)))
-    while part > shortest and rows * triton.cdiv(room, 2 * part) < PROGRAMS:
+    while part > shortest and rows * triton.cdiv(room, 2 * part) < (EVEN_PROGRAMS if part >= PART else PROGRAMS):
         part //= 2
     return part
 
