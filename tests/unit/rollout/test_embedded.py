@@ -19,6 +19,7 @@ from sampling import steps_requests as requests
 from sampling import steps_sampler as make
 from stalewise.errors import ModelError
 from stalewise.models import fused_ops, transfer
+from stalewise.models.kernels import SlotState, StepRows
 from stalewise.models.loading import EMBEDDED, encode_prompts, load_model, load_tokenizer, resolve_model
 from stalewise.rollout.engines.embedded import HFSampler, _same_steps, _same_uniforms, decode_texts
 from stalewise.rollout.engines.paged_cache import advance_slots, read_slots
@@ -195,28 +196,24 @@ def test_random_numbers_of_a_kernel_are_used_if_they_are_the_recorded_ones() -> 
 
 
 def test_kernels_for_slots_are_used_if_they_do_what_torch_does() -> None:
-    plain: Any = advance_slots
-
     def fails(*args: Any) -> None:
         raise KeyError("no such instruction")
 
-    def forgets_given_tokens(slot_R: Tensor, rows: Tensor, *others: Tensor) -> None:
-        advance_slots(slot_R, rows.index_fill(0, torch.tensor([8]), 0), *others)
+    def with_rows(**wrong: int) -> Callable[..., None]:
+        def advance(slot_R: Tensor, rows: StepRows, *others: Any) -> None:
+            changes = {name: torch.full_like(rows.count_R, value) for name, value in wrong.items()}
+            advance_slots(slot_R, rows._replace(**changes), *others)
 
-    def never_stops(slot_R: Tensor, rows: Tensor, *others: Tensor) -> None:
-        plain(slot_R, rows, *others[:-1], others[-1][:0])
+        return advance
 
-    def revives(slot_R: Tensor, rows: Tensor, *others: Tensor) -> None:
-        advance_slots(slot_R, rows.index_fill(0, torch.tensor([9]), 1), *others)
-
-    def ignores_limits(slot_R: Tensor, rows: Tensor, *others: Tensor) -> None:
-        advance_slots(slot_R, rows.index_fill(0, torch.tensor([7]), 99), *others)
+    def never_stops(slot_R: Tensor, rows: StepRows, token_R: Tensor, logp_R: Tensor, state: SlotState) -> None:
+        advance_slots(slot_R, rows, token_R, logp_R, replace(state, stop_ids=state.stop_ids[:0]))
 
     cpu = torch.device("cpu")
     assert _same_steps(read_slots, advance_slots, cpu)
-    assert not _same_steps(lambda *given, **sizes: read_slots(*given, **sizes | {"block_size": 3}), advance_slots, cpu)
-    for wrong in (fails, forgets_given_tokens, never_stops, revives, ignores_limits):
-        assert not _same_steps(read_slots, wrong, cpu), wrong
+    assert not _same_steps(lambda slot_R, state: read_slots(slot_R, replace(state, block_size=3)), advance_slots, cpu)
+    for wrong in (fails, never_stops, with_rows(forced_R=0), with_rows(alive_R=1), with_rows(limit_R=99)):
+        assert not _same_steps(read_slots, wrong, cpu)
 
 
 # ---------------------------------------------------------------- weights that wait in host memory

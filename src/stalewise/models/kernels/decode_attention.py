@@ -19,10 +19,10 @@ from torch import Tensor
 SHORT, LONG = (16, 1, 3), (64, 4, 3)
 SHORT_ROOM, LONG_WIDTH = 256, 128  # wider heads leave no room for more keys
 FEWEST_QUERIES = 16  # the minimum of the matrix units
-# Keys of a program where rows have room for more; the fewest; parts of a row at most, twice as many of few rows.
+# Keys of a part where rows are many, and at least; parts of a row at most, twice as many where rows are few.
 PART, SHORTEST_PART, MOST_PARTS = 1024, 256, 64
-# Parts are halved while there are fewer programs: many even out what they take, a GPU has work with two for each of its
-# multiprocessors.
+# Parts of 1,024 keys are halved if there are fewer programs than the first, those of 512 if fewer than the second:
+# two for each multiprocessor of a large GPU.
 EVEN_PROGRAMS, PROGRAMS = 4096, 256
 
 
@@ -87,7 +87,7 @@ def decode_attention(
 
 
 def _part(rows: int, room: int) -> int:
-    """Keys of one program; `rows` counts each key-value head. Enough programs where rows are half as long as room."""
+    """Keys of a part; `rows` counts each key-value head. Programs are counted as if rows were half as long as room."""
     part = max(PART, triton.next_power_of_2(triton.cdiv(room + LONG[0], MOST_PARTS)))
     if room <= PART:  # one program has all keys of such a row
         return part

@@ -12,6 +12,8 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from stalewise.models.kernels import SlotState, StepRows
+
 CHUNK = 4096  # tokens of the vocabulary at a time
 ROWS = 256  # random numbers of a program
 SLOTS, STOPS = 64, 32  # rows of a program that reads or advances slots, and tokens that end a response, at once
@@ -167,7 +169,7 @@ def draw_on_device(logits_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor
 
 @triton.jit
 def _masses(logits, highest, mass, VOCABULARY: tl.constexpr, SIZE: tl.constexpr):
-    """The largest logit of each chunk, and Σ exp(x − it): a program for each, since rows are few in the end."""
+    """The largest logit of each chunk, and Σ exp(x − it). Each has a program: a step may have few rows."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = chunk * SIZE + tl.arange(0, SIZE)
     x = tl.load(logits + row * VOCABULARY + place, mask=place < VOCABULARY, other=float("-inf")).to(tl.float32)
@@ -262,33 +264,22 @@ def _uniforms(seed, position, uniform, rows, SIZE: tl.constexpr):
     tl.store(uniform + row, z.to(tl.float64) * 1.1102230246251565e-16, mask=is_there)  # 2⁻⁵³
 
 
-def read_slots_on_device(
-    slot_R: Tensor,
-    numbers: Tensor,
-    alive_S: Tensor,
-    block_SB: Tensor,
-    *,
-    block_size: int,
-    prompt_blocks: int,
-    new_tokens: int,
-) -> Tensor:
-    """What a step needs to know of its rows, [10, R], as `paged_cache.read_slots`."""
+def read_slots_on_device(slot_R: Tensor, state: SlotState) -> StepRows:
+    """What a step needs to know of its rows, as `paged_cache.read_slots`."""
     count = len(slot_R)
-    rows = torch.empty(10, count, dtype=torch.int64, device=slot_R.device)
+    rows = torch.empty(len(StepRows._fields), count, dtype=torch.int64, device=slot_R.device)
     if count:
         _read_slots[(triton.cdiv(count, SLOTS),)](  # pyright: ignore[reportIndexIssue]
-            *(slot_R, numbers, alive_S.view(torch.uint8), block_SB, rows),
-            *(count, numbers.shape[1], block_SB.shape[1], block_size, prompt_blocks, new_tokens),
+            *(slot_R, state.numbers, state.alive_S.view(torch.uint8), state.block_SB, rows),
+            *(count, *state.block_SB.shape, state.block_size, state.prompt_blocks, state.new_tokens),
             SIZE=SLOTS,
             num_warps=2,
         )
-    return rows
+    return StepRows(*rows)
 
 
-COUNTS = ["count", "slots", "columns", "block_size", "prompt_blocks", "new_tokens", "stops"]  # one code for all of them
-
-
-@triton.jit(do_not_specialize=COUNTS[:-1])
+# The code does not depend on these numbers.
+@triton.jit(do_not_specialize=["count", "slots", "columns", "block_size", "prompt_blocks", "new_tokens"])
 def _read_slots(
     slot,
     numbers,
@@ -310,6 +301,7 @@ def _read_slots(
     made = tl.load(numbers + slots + at, mask=is_there, other=0)
     prefix = tl.load(numbers + 3 * slots + at, mask=is_there, other=0)
     own = tl.minimum(made, new_tokens - 1)
+    # In the order of `StepRows`.
     here = tl.load(block + at * columns + prompt_blocks + own // block_size, mask=is_there, other=0).to(tl.int64)
     tl.store(rows + row, tl.load(numbers + at, mask=is_there, other=0), mask=is_there)
     tl.store(rows + count + row, prefix + made, mask=is_there)
@@ -324,32 +316,27 @@ def _read_slots(
     tl.store(rows + 9 * count + row, is_alive.to(tl.int64), mask=is_there)
 
 
-def advance_slots_on_device(
-    slot_R: Tensor,
-    rows: Tensor,
-    token_R: Tensor,
-    logp_R: Tensor,
-    numbers: Tensor,
-    alive_S: Tensor,
-    all_ids: Tensor,
-    all_logp: Tensor,
-    stop_ids: Tensor,
-) -> None:
+def advance_slots_on_device(slot_R: Tensor, rows: StepRows, token_R: Tensor, logp_R: Tensor, state: SlotState) -> None:
     """Write the tokens of a step, and which rows go on, as `paged_cache.advance_slots`; slots are distinct."""
     if len(slot_R):
+        known = rows.count_R, rows.limit_R, rows.forced_R, rows.alive_R
+        kept = state.numbers, state.alive_S.view(torch.uint8), state.all_ids, state.all_logp, state.stop_ids
         _advance_slots[(triton.cdiv(len(slot_R), SLOTS),)](  # pyright: ignore[reportIndexIssue]
-            *(slot_R, rows, token_R, logp_R, numbers, alive_S.view(torch.uint8), all_ids, all_logp, stop_ids),
-            *(len(slot_R), numbers.shape[1], all_ids.shape[1] - 1, len(stop_ids)),
+            *(slot_R, *known, token_R, logp_R, *kept),
+            *(len(slot_R), state.numbers.shape[1], state.new_tokens, len(state.stop_ids)),
             SIZE=SLOTS,
             STOPS=STOPS,
             num_warps=2,
         )
 
 
-@triton.jit(do_not_specialize=COUNTS)
+@triton.jit(do_not_specialize=["count", "slots", "new_tokens", "stops"])
 def _advance_slots(
     slot,
-    rows,
+    tokens_made,
+    limit,
+    forced,
+    lives,
     token,
     logp,
     numbers,
@@ -367,10 +354,9 @@ def _advance_slots(
     row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     is_there = row < count
     at = tl.load(slot + row, mask=is_there, other=0)
-    made = tl.load(rows + 2 * count + row, mask=is_there, other=0)
-    limit = tl.load(rows + 7 * count + row, mask=is_there, other=0)
-    is_given = made < tl.load(rows + 8 * count + row, mask=is_there, other=0)
-    is_alive = tl.load(rows + 9 * count + row, mask=is_there, other=0) != 0
+    made = tl.load(tokens_made + row, mask=is_there, other=0)
+    is_given = made < tl.load(forced + row, mask=is_there, other=0)
+    is_alive = tl.load(lives + row, mask=is_there, other=0) != 0
     own = tl.minimum(made, new_tokens - 1)
     first = at * (new_tokens + 1)
     given = tl.load(all_ids + first + own, mask=is_there, other=0).to(tl.int64)
@@ -386,5 +372,5 @@ def _advance_slots(
         nearby = start + tl.arange(0, STOPS)
         stop = tl.load(stop_ids + nearby, mask=nearby < stops, other=-1)
         matches += tl.sum((chosen[:, None] == stop[None, :]).to(tl.int32), axis=1)
-    goes_on = is_alive & (is_given | (matches == 0)) & (made + 1 < limit)
+    goes_on = is_alive & (is_given | (matches == 0)) & (made + 1 < tl.load(limit + row, mask=is_there, other=0))
     tl.store(alive + at, goes_on.to(tl.uint8), mask=is_there)

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from stalewise.errors import ModelError
 from stalewise.models.compilation import compile_pieces
 from stalewise.models.fused_ops import fuse_for_decoding, fused_rotation
-from stalewise.models.kernels import can_compile, get_ready
+from stalewise.models.kernels import SlotState, StepRows, can_compile, get_ready
 from stalewise.models.loading import context_length, load_model, load_tokenizer, stop_token_ids
 from stalewise.models.transfer import StorageOffload
 from stalewise.rollout.engines.dynamic_decode import (
@@ -524,22 +524,21 @@ def _same_uniforms(uniforms: Callable[[Tensor, Tensor], Tensor], device: torch.d
         return False
 
 
-def _same_steps(read: Callable[..., Tensor], advance: Callable[..., None], device: torch.device) -> bool:
+def _same_steps(read: Callable[..., StepRows], advance: Callable[..., None], device: torch.device) -> bool:
     """Whether these functions read and advance slots as those in torch do."""
-    slot_R, place_S = torch.tensor([5, 0, 3, 1, 4], device=device), torch.arange(6, device=device)
-    # Tokens, counts, seeds, prompts, limits, given tokens: 0 and 1 stop, 3 has ended, 4 goes on, 5 reaches its limit.
-    counts = torch.tensor([[7] * 6, [0, 2, 2, 3, 1, 3], [9] * 6, [5] * 6, [4] * 6, [0, 0, 0, 0, 2, 0]], device=device)
-    block_SB, sizes = place_S[:, None].int() * 3 + 1, {"block_size": 2, "prompt_blocks": 1, "new_tokens": 4}
-    block_SB = block_SB + torch.arange(3, dtype=torch.int32, device=device)
-    drawn = torch.tensor([3, 8, 5, 6, 2], device=device), -torch.arange(5.0, device=device)
+    slot_R, drawn = torch.tensor([5, 0, 3, 1, 4]), (torch.tensor([3, 8, 5, 6, 2]), -torch.arange(5.0))
+    # Of six slots 0 and 1 stop, 3 has ended, 4 has given tokens and goes on, 5 reaches its limit.
+    numbers = torch.tensor([[7] * 6, [0, 2, 2, 3, 1, 3], [9] * 6, [5] * 6, [4] * 6, [0, 0, 0, 0, 2, 0]])
+    alive_S, block_SB = torch.arange(6) != 3, torch.arange(1, 19, dtype=torch.int32).view(6, 3)
+    record = torch.arange(30, dtype=torch.int32).view(6, 5), torch.zeros(6, 5)
+    tensors = numbers, alive_S, block_SB, *record, torch.tensor([8, 6])
 
-    def after(read: Callable[..., Tensor], advance: Callable[..., None]) -> list[Tensor]:
-        numbers, alive_S = counts.clone(), place_S != 3
-        ids, logp = place_S[:, None].int() + torch.zeros(6, 5, dtype=torch.int32, device=device), torch.zeros(6, 5)
-        record = ids, logp.to(device)
-        rows = read(slot_R, numbers, alive_S, block_SB, **sizes)
-        advance(slot_R, rows, *drawn, numbers, alive_S, *record, torch.tensor([8, 6], device=device))
-        return [rows, numbers, alive_S, *record]
+    def after(read: Callable[..., StepRows], advance: Callable[..., None]) -> list[Tensor]:
+        slots, kept = slot_R.to(device), [x.clone().to(device) for x in tensors]
+        state = SlotState(*kept, block_size=2, prompt_blocks=1)
+        rows = read(slots, state)
+        advance(slots, rows, *(x.to(device) for x in drawn), state)
+        return [*rows, *kept]
 
     try:
         pairs = zip(after(read, advance), after(read_slots, advance_slots), strict=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from stalewise.errors import ModelError
-from stalewise.models.kernels import can_compile
+from stalewise.models.kernels import SlotState, StepRows, can_compile
 
 BLOCK_SIZE, SMALLEST_BLOCK = 64, 16  # tokens of a block; the smallest for responses of a few tokens
 FEWEST_ROWS = 64
@@ -86,60 +86,32 @@ def blocks_for(tokens: Any, block_size: int) -> Any:
     return -(-tokens // block_size)
 
 
-def read_slots(
-    slot_R: Tensor,
-    numbers: Tensor,
-    alive_S: Tensor,
-    block_SB: Tensor,
-    *,
-    block_size: int,
-    prompt_blocks: int,
-    new_tokens: int,
-) -> Tensor:
-    """What a step needs to know of its rows, [10, R]: token, position, count of tokens, seed, length of the prompt,
-    number of keys, place of the new key in the cache; limit and number of given tokens; whether it is alive.
-
-    `numbers` are [6, S]: token, count, seed, length of the prompt, limit, number of given tokens.
-    """
-    alive_R = alive_S[slot_R]
-    token_R, count_R, seed_R, prefix_R, limit_R, forced_R = numbers[:, slot_R]
-    position_R, own_R = prefix_R + count_R, count_R.clamp(max=new_tokens - 1)
-    block_R = block_SB[slot_R, prompt_blocks + own_R // block_size]
+def read_slots(slot_R: Tensor, state: SlotState) -> StepRows:
+    """What a step needs to know of the rows that are in these slots."""
+    alive_R, size = state.alive_S[slot_R], state.block_size
+    token_R, count_R, seed_R, prefix_R, limit_R, forced_R = state.numbers[:, slot_R]
+    position_R, own_R = prefix_R + count_R, count_R.clamp(max=state.new_tokens - 1)
+    block_R = state.block_SB[slot_R, state.prompt_blocks + own_R // size]
     # A row that has ended holds no blocks any more: it writes to the one that nobody reads, and attends to one key.
-    place_R = torch.where(alive_R, block_R, 0).long() * block_size + own_R % block_size
+    place_R = torch.where(alive_R, block_R, 0).long() * size + own_R % size
     length_R = torch.where(alive_R, position_R + 1, 1)
-    known = token_R, position_R, count_R, seed_R, prefix_R, length_R, place_R, limit_R, forced_R, alive_R.long()
-    return torch.stack(known)
+    where = length_R, place_R
+    return StepRows(token_R, position_R, count_R, seed_R, prefix_R, *where, limit_R, forced_R, alive_R.long())
 
 
-def advance_slots(
-    slot_R: Tensor,
-    rows: Tensor,
-    token_R: Tensor,
-    logp_R: Tensor,
-    numbers: Tensor,
-    alive_S: Tensor,
-    all_ids: Tensor,
-    all_logp: Tensor,
-    stop_ids: Tensor,
-) -> None:
-    """Write the tokens of a step, and which rows go on. `rows` come from `read_slots`, the tokens were drawn.
-
-    `all_ids` and `all_logp` have one column more than there are tokens: rows that have ended, which compute on, write
-    there.
-    """
-    count_R, limit_R, forced_R, alive_R = rows[2], rows[7], rows[8], rows[9].bool()
-    new_tokens = all_ids.shape[1] - 1
-    given_R, own_R = count_R < forced_R, count_R.clamp(max=new_tokens - 1)
-    token_R = torch.where(given_R, all_ids[slot_R, own_R].to(token_R.dtype), token_R)
-    place_R = torch.where(alive_R, own_R, new_tokens)
-    all_ids[slot_R, place_R] = token_R.int()
-    all_logp[slot_R, place_R] = torch.where(given_R, 0.0, logp_R)
-    numbers[0, slot_R] = token_R
-    numbers[1, slot_R] = count_R + alive_R
+def advance_slots(slot_R: Tensor, rows: StepRows, token_R: Tensor, logp_R: Tensor, state: SlotState) -> None:
+    """Write the tokens that were drawn for these rows, or the given ones, and which rows go on."""
+    count_R, alive_R = rows.count_R, rows.alive_R.bool()
+    given_R, own_R = count_R < rows.forced_R, count_R.clamp(max=state.new_tokens - 1)
+    token_R = torch.where(given_R, state.all_ids[slot_R, own_R].to(token_R.dtype), token_R)
+    place_R = torch.where(alive_R, own_R, state.new_tokens)
+    state.all_ids[slot_R, place_R] = token_R.int()
+    state.all_logp[slot_R, place_R] = torch.where(given_R, 0.0, logp_R)
+    state.numbers[0, slot_R] = token_R
+    state.numbers[1, slot_R] = count_R + alive_R
     # `torch.isin` sorts where there are many, which no graph can capture.
-    stops_R = (token_R.unsqueeze(1) == stop_ids).any(dim=1)
-    alive_S[slot_R] = alive_R & (given_R | ~stops_R) & (count_R + 1 < limit_R)
+    stops_R = (token_R.unsqueeze(1) == state.stop_ids).any(dim=1)
+    state.alive_S[slot_R] = alive_R & (given_R | ~stops_R) & (count_R + 1 < rows.limit_R)
 
 
 class SlotBlocks:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from stalewise.models.attention import PACKED, SLOTS, needs_grids, packed_arguments
 from stalewise.models.compilation import recording
+from stalewise.models.kernels import SlotState, StepRows
 from stalewise.models.transfer import send, to_device, to_host
 from stalewise.rollout.engines import paged_cache
 from stalewise.rollout.engines.paged_cache import (
@@ -158,8 +159,8 @@ class StepKernels:
 
     draw: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = draw
     uniforms: Callable[[Tensor, Tensor], Tensor] = device_uniforms
-    read: Callable[..., Tensor] = read_slots
-    advance: Callable[..., None] = advance_slots
+    read: Callable[[Tensor, SlotState], StepRows] = read_slots
+    advance: Callable[[Tensor, StepRows, Tensor, Tensor, SlotState], None] = advance_slots
     while_capturing: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
@@ -185,7 +186,7 @@ class SlotDecoder:
         `memory` is the share of a GPU's free memory that is counted with; `expected` the probable length of a response.
         """
         self.kernels = kernels or StepKernels()
-        self.model, self.device, self.settings, self.stop_ids = model, model.device, settings, stop_ids
+        self.model, self.device, self.settings = model, model.device, settings
         example = one_token_states(model)
         free = torch.cuda.mem_get_info(model.device)[0] * memory if self.device.type == "cuda" else None
         self.size = size = cache_size(
@@ -209,40 +210,44 @@ class SlotDecoder:
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=self.device)
 
-        # Rows of one tensor, which a step reads at once. Tokens before `forced_S` are given in `ids_SN`, not sampled
-        # (slot_turns.py).
-        self.numbers = zeros(6, size.slots)
-        self.token_S, self.count_S, self.seed_S, self.prefix_S, self.limit_S, self.forced_S = self.numbers
-        self.block_SB = zeros(size.slots, size.prompt_blocks + size.own_blocks, dtype=torch.int32)
-        self.alive_S = zeros(size.slots, dtype=torch.bool)
-        # One column more than there are tokens: rows that have ended, which compute on, write there.
-        self.all_ids, self.all_logp = (zeros(size.slots, new_tokens + 1, dtype=x) for x in (torch.int32, torch.float32))
-        self.ids_SN, self.logp_SN = self.all_ids[:, :new_tokens], self.all_logp[:, :new_tokens]
+        self.state = SlotState(
+            numbers=zeros(6, size.slots),
+            alive_S=zeros(size.slots, dtype=torch.bool),
+            block_SB=zeros(size.slots, size.prompt_blocks + size.own_blocks, dtype=torch.int32),
+            all_ids=zeros(size.slots, new_tokens + 1, dtype=torch.int32),
+            all_logp=zeros(size.slots, new_tokens + 1, dtype=torch.float32),
+            stop_ids=stop_ids,
+            block_size=size.block_size,
+            prompt_blocks=size.prompt_blocks,
+        )
+        # Tokens before `forced_S` are given in `ids_SN`, not sampled (slot_turns.py).
+        self.token_S, self.count_S, self.seed_S, self.prefix_S, self.limit_S, self.forced_S = self.state.numbers
+        self.alive_S, self.block_SB = self.state.alive_S, self.state.block_SB
+        self.ids_SN, self.logp_SN = (x[:, :new_tokens] for x in (self.state.all_ids, self.state.all_logp))
         self.stream: torch.cuda.Stream | None = None  # for capturing
         self.captures = self.device.type == "cuda"  # False after a capture that failed
         self.graphs: dict[int, tuple[Tensor, Any]] = {}  # by number of rows: the slots of a step, and its graph
 
     def _step(self, slot_R: Tensor) -> None:
         """Sample the next token of each row."""
-        size, kernels, state = self.size, self.kernels, (self.numbers, self.alive_S)
-        blocks = {"block_size": size.block_size, "prompt_blocks": size.prompt_blocks}
-        rows = kernels.read(slot_R, *state, self.block_SB, **blocks, new_tokens=self.new_tokens)
-        token_R, position_R, count_R, seed_R, prefix_R, length_R, self.cache.place_R = rows[:7]
-        self.cache.reads_prompts = False
+        state, kernels = self.state, self.kernels
+        rows = kernels.read(slot_R, state)
+        self.cache.place_R, self.cache.reads_prompts = rows.place_R, False
         output = self.model(
-            input_ids=token_R.unsqueeze(1),
-            position_ids=position_R.unsqueeze(1),
+            input_ids=rows.token_R.unsqueeze(1),
+            position_ids=rows.position_R.unsqueeze(1),
             past_key_values=self.cache,
             use_cache=True,
             slot_R=slot_R,
-            block_SB=self.block_SB,
-            prefix_R=prefix_R,
-            length_R=length_R,
-            **blocks,
+            block_SB=state.block_SB,
+            prefix_R=rows.prefix_R,
+            length_R=rows.length_R,
+            block_size=state.block_size,
+            prompt_blocks=state.prompt_blocks,
             room=self.prompt_room + self.new_tokens,
         )
-        drawn = kernels.draw(tempered(output.logits[:, -1], self.settings), kernels.uniforms(seed_R, count_R))
-        kernels.advance(slot_R, rows, *drawn, *state, self.all_ids, self.all_logp, self.stop_ids)
+        logits_RV = tempered(output.logits[:, -1], self.settings)
+        kernels.advance(slot_R, rows, *kernels.draw(logits_RV, kernels.uniforms(rows.seed_R, rows.count_R)), state)
 
     def run(self, rows: int, slots: np.ndarray, steps: int) -> None:
         """Run some steps on these slots."""
