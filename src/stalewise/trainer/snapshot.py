@@ -13,8 +13,9 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ class Snapshot:
 def write_files(files: Mapping[Path, Mapping[str, Tensor]]) -> dict[Path, str]:
     """Write tensors in host memory as safetensors files; returns the SHA-256 of each, as `sha256_of_pieces` has it.
 
-    With one thread for each file, 2 GB took 2 s. So several threads take pieces of all files.
+    With one thread for each file, 2 GB took 2 s. So several threads take pieces, in turn of each file: the system lets
+    one thread at a time write to a file.
     """
     with contextlib.ExitStack() as stack:
         opened = {path: stack.enter_context(path.open("xb", buffering=0)) for path in files}
@@ -82,27 +84,29 @@ def write_files(files: Mapping[Path, Mapping[str, Tensor]]) -> dict[Path, str]:
         threads = stack.enter_context(ThreadPoolExecutor(THREADS))
         flushing = stack.enter_context(ThreadPoolExecutor(max(1, len(files))))
         stack.callback(threads.shutdown, cancel_futures=True)  # first: after an error the other pieces are not begun
-        work = {path: _begin(path, tensors, opened[path].fileno(), threads) for path, tensors in files.items()}
-        found: dict[Path, str] = {}
-        for path, pieces in work.items():
-            flushed, digests = flushing.submit(bool), list[bytes]()
-            for piece in pieces:
-                digests.append(piece.result())
-                if flushed.done():  # beside the writing: a disk that only begins in the end would take longer
-                    flushed.result()
-                    flushed = flushing.submit(os.fdatasync, opened[path].fileno())
-            flushed.result()
-            found[path] = joined_sha256(digests) if digests else sha256_of_pieces(path)
-        return found
+        pieces = [_pieces_of(path, tensors) for path, tensors in files.items()]
+        in_turn = [(path, piece) for turn in zip_longest(*pieces) for path, piece in filter(None, turn)]
+        writing = [(path, threads.submit(_write_piece, opened[path].fileno(), *piece)) for path, piece in in_turn]
+        flushed: dict[Path, Future[Any]] = {path: flushing.submit(bool) for path in files}
+        digests = {path: list[bytes]() for path in files}
+        for path, piece in writing:
+            digests[path].append(piece.result())
+            if flushed[path].done():  # beside the writing: a disk that only begins in the end would take longer
+                flushed[path].result()
+                flushed[path] = flushing.submit(os.fdatasync, opened[path].fileno())
+        for flush in flushed.values():
+            flush.result()
+        return {path: joined_sha256(made) if made else sha256_of_pieces(path) for path, made in digests.items()}
 
 
-def _begin(path: Path, tensors: Mapping[str, Tensor], file: int, threads: Executor) -> list[Future[bytes]]:
-    """Let threads write a file; the SHA-256 of each piece, or nothing where safetensors has written all of it."""
+def _pieces_of(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Path, tuple[int, list[memoryview]]]]:
+    """The pieces of a file that are to be written; none where only safetensors can write it, which it then has."""
     metadata = {"format": "pt"} if path.name == POLICY or path.parent.name == "adapter" else None
     if any(tensor.dtype not in DTYPES for tensor in tensors.values()):
         save_file(dict(tensors), path, metadata)
-        return []
-    return [threads.submit(_write_piece, file, *piece) for piece in _pieces(_content(tensors, metadata))]
+        return
+    for piece in _pieces(_content(tensors, metadata)):
+        yield path, piece
 
 
 def _write_piece(file: int, start: int, views: Sequence[memoryview]) -> bytes:

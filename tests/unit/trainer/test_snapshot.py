@@ -66,6 +66,28 @@ def test_a_disk_that_is_full_in_the_middle_ends_all_writing(tmp_path: Path, monk
     assert torch.equal(load_file(tmp_path / "c")["x"], torch.arange(400.0))
 
 
+def test_files_are_written_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system lets one thread at a time write to a file: threads on pieces of one file would wait for each other."""
+    monkeypatch.setattr(atomic, "PIECE", 64)
+    monkeypatch.setattr(module, "THREADS", 1)
+    order, write = list[int](), os.pwrite
+
+    def pwrite(file: int, content: memoryview, start: int) -> int:
+        order.append(file)
+        return write(file, content, start)
+
+    monkeypatch.setattr(module.os, "pwrite", pwrite)
+    sizes = {"a": 16 * 100, "b": 16 * 10}
+    write_files({tmp_path / name: {"x": torch.arange(float(size))} for name, size in sizes.items()})
+    first, second = order[0], next(file for file in order if file != order[0])
+    pieces_of_b = order.count(second)
+    assert 10 < pieces_of_b < order.count(first) == len(order) - pieces_of_b
+    turns = [file for i, file in enumerate(order) if i == 0 or file != order[i - 1]]
+    assert len(turns) >= 2 * (pieces_of_b - 1)  # a header and what follows it are two writes of one piece
+    for name, size in sizes.items():
+        assert torch.equal(load_file(tmp_path / name)["x"], torch.arange(float(size)))
+
+
 def test_a_dtype_that_we_do_not_know_is_left_to_safetensors(tmp_path: Path) -> None:
     tensors = {"complex": torch.tensor([1 + 2j])}
     (digest,) = write_files({tmp_path / "x.safetensors": tensors}).values()
