@@ -20,7 +20,14 @@ from stalewise.config.run_directory import (
 )
 from stalewise.config.sections import ModelSection, ObjectiveSection, SamplerSection, ScheduleSection
 from stalewise.errors import CalibrationError, ConfigError, StoreError
-from stalewise.models.loading import encode_prompts, load_model, load_tokenizer, pick_device, resolve_model
+from stalewise.models.loading import (
+    encode_prompts,
+    load_model,
+    load_tokenizer,
+    pick_device,
+    pick_weights_dtype,
+    resolve_model,
+)
 from stalewise.objectives import get_objective
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.planning.memory import GIB, estimate
@@ -140,7 +147,7 @@ def drift_limits(config: RunConfig) -> tuple[float, float] | None:
 
 def write_first_checkpoint(config: RunConfig, source: str, task: Task, log: Callable[[str], object]) -> dict[str, Any]:
     """Write the model at `source` as version 0 of the run; return the trainer's state in it."""
-    model = load_model(source, device=torch.device("cpu"))
+    model = load_model(source, device=torch.device("cpu"), dtype=pick_weights_dtype(config.model.precision))
     check_trainable(model, config.learner)  # now, and not after a whole stage has been generated
     tokenizer = load_tokenizer(source)
     # Version 0 keeps the tokenizer: one without the chat template that the task needs would stay in the run.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from callbacks import Listener, StopAt
 from stalewise.api import run
@@ -13,11 +15,18 @@ from stalewise.config import make_config
 from stalewise.config.run_directory import read_config
 from stalewise.config.sections import ObjectiveSection
 from stalewise.errors import ConfigError
-from stalewise.models.loading import EMBEDDED
+from stalewise.models.loading import EMBEDDED, resolve_model
 from stalewise.orchestrator import setup as module
 from stalewise.orchestrator.preflight import examine
-from stalewise.orchestrator.setup import check_objective, check_vllm_room, drift_limits, log_move
+from stalewise.orchestrator.setup import (
+    check_objective,
+    check_vllm_room,
+    drift_limits,
+    log_move,
+    write_first_checkpoint,
+)
 from stalewise.store.atomic import write_json_atomic
+from stalewise.store.checkpoints import checkpoint_directory
 from tiny import tiny_record
 
 
@@ -98,6 +107,17 @@ def test_a_learner_and_vllm_that_do_not_fit_on_one_gpu_are_refused(runs: Path, m
     with pytest.raises(ConfigError, match=r"while vLLM samples: train adapters"):
         check(0.1)
     check_vllm_room(make_config(tiny_record(runs)), policy)
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}])
+def test_version_0_has_weights_of_the_type_that_is_trained(lora: dict[str, Any], runs: Path) -> None:
+    config = make_config(tiny_record(runs, model={"precision": "bfloat16-only", **lora}))
+    write_first_checkpoint(config, resolve_model(config.model.path, config.task.name), config.make_task(), print)
+    first = checkpoint_directory(config.directory, 0)
+    assert {tensor.dtype for tensor in load_file(first / "model.safetensors").values()} == {torch.bfloat16}
+    if lora:  # adapters are never rounded
+        adapters = load_file(first / "adapter" / "adapter_model.safetensors").values()
+        assert {tensor.dtype for tensor in adapters} == {torch.float32}
 
 
 def test_a_run_that_moves_to_another_device_says_so(tmp_path: Path) -> None:
