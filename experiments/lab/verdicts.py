@@ -76,25 +76,21 @@ def clipping_dilemma(results: Results) -> Finding:
     the relaxed clip collapses more often (Fisher). Opposite where the tight clip's best is above the relaxed clip's.
     """
     tight, relaxed = results.arm("tight, hot"), results.arm("relaxed, hot")
-    own = [results.arm("tight"), results.arm("relaxed")]
-    if tight is None or relaxed is None or not _ready(tight, relaxed, *own):
-        return missing("both clips at the hot rate and at their own")
+    own = [arm for name in ("tight", "relaxed") if (arm := results.arm(name)) is not None and _ready(arm)]
+    if tight is None or relaxed is None or not _ready(tight, relaxed):
+        return missing("both clips at the hot rate")
     climb = welch(tight.best, relaxed.best)
     falls = fisher(relaxed.collapses, tight.collapses)
     ours = (
         f"best on the way {mean_of(tight.best)} tight, {mean_of(relaxed.best)} relaxed ({climb}); collapsed "
         "{} of {} tight, {} of {} relaxed".format(*tight.collapses, *relaxed.collapses)
     )
-    return Finding(
-        max(climb.p_above(), falls),
-        climb.p_below(),
-        ours,
-        [
-            f"Scores at the hot rate: {_told(relaxed, tight)}.",
-            f"Each at its own rate, which is not part of the rule: {_told(own[1], own[0])}."  # type: ignore[arg-type]
-            f" Collapsed: {_counts([arm for arm in own if arm is not None])}.",
-        ],
-    )
+    lines = [f"Scores at the hot rate: {_told(relaxed, tight)}."]
+    if len(own) == 2:
+        lines.append(
+            f"Each at its own rate, which is not part of the rule: {_told(own[1], own[0])}. Collapsed: {_counts(own)}."
+        )
+    return Finding(max(climb.p_above(), falls), climb.p_below(), ours, lines)
 
 
 def where_the_harm_is(results: Results) -> Finding:
@@ -103,9 +99,9 @@ def where_the_harm_is(results: Results) -> Finding:
     """
     scopes = ("none", "suffix", "sequence", "tight")
     hot = {scope: arm for scope in scopes if (arm := results.arm(f"{scope}, hot")) is not None}
-    own = {scope: arm for scope in scopes if (arm := results.arm(scope)) is not None}
-    if not all(_ready(side.get(scope)) for side in (hot, own) for scope in scopes):
-        return missing("all scopes and the tight clip, at the hot rate and at their own")
+    own = {scope: arm for scope in scopes if (arm := results.arm(scope)) is not None and _ready(arm)}
+    if not all(_ready(hot.get(scope)) for scope in scopes):
+        return missing("all scopes and the tight clip at the hot rate")
     vetoes = [hot["suffix"], hot["sequence"]]
     worse = [fisher(hot["none"].collapses, arm.collapses) for arm in vetoes]
     better = [fisher(arm.collapses, hot["none"].collapses) for arm in vetoes]
@@ -114,9 +110,12 @@ def where_the_harm_is(results: Results) -> Finding:
     lines += [
         f"The control: a tight clip without any veto collapses {'less often than' if control < ALPHA else 'like'} none "
         f"(p = {control:.2g}); {_told(hot['suffix'], hot['tight'])}.",
-        f"Each at its own rate: {_told(own['suffix'], own['tight'])}; {_told(own['suffix'], own['none'])}; collapsed "
-        f"{_counts(list(own.values()))}.",
     ]
+    if len(own) == len(scopes):
+        lines.append(
+            f"Each at its own rate: {_told(own['suffix'], own['tight'])}; {_told(own['suffix'], own['none'])}; "
+            f"collapsed {_counts(list(own.values()))}."
+        )
     return Finding(max(worse), min(1.0, 2 * min(better)), f"collapsed: {_counts(list(hot.values()))}", lines)
 
 

@@ -94,6 +94,20 @@ def test_where_the_harm_is() -> None:
     assert "less often than none" in control
 
 
+def hot_alone(whole: Results) -> Results:
+    """Without the arms at their own rates, as with a real model."""
+    return results(*(one for one in whole.record["arms"] if one["name"].endswith(", hot")))
+
+
+def test_arms_at_the_hot_rate_are_enough() -> None:
+    for rule, made in (("clipping_dilemma", clips((0.6, 0), (0.9, 6))), ("where_the_harm_is", scopes(6, 0, 0))):
+        alone = hot_alone(made)
+        assert verdict(rule, alone) == "shown"
+        assert not any("own rate" in line for line in rules()[rule](alone).lines)
+        assert any("own rate" in line for line in rules()[rule](made).lines)
+        assert all("nan" not in text for text in figures(rule, alone).values())
+
+
 def speeds(values: Sequence[float], fresh: float = 0.9) -> Results:
     staged = [
         arm(f"µ-GRPO, µ={mu}", value, axes={"method": "µ-GRPO", "mu": mu})
