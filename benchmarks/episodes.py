@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,11 +24,14 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is no part of the package
+
+from benchmarks.processes import ending, finish, start
+
 HERE = Path(__file__).resolve().parent
 QUIET = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 # The engine in this process: one of its own that fails leaves this one waiting for it.
 QUIET |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-LAST_WORDS = 15  # lines of a process that failed
 Play = Callable[[Sequence[Any], Sequence[Any], Any], list[Any]]  # prompts, requests, environment: responses
 
 
@@ -184,10 +186,9 @@ def run_side(side: str, given: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "found.json"
         command = [sys.executable, str(HERE / "episodes.py"), *sys.argv[1:], "--worker", side, "--out", str(out)]
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if done.returncode == 0 and out.is_file():
-            return json.loads(out.read_text())
-    return {"error": done.stdout.strip().splitlines()[-LAST_WORDS:]}
+        log = Path(place) / "log"
+        code = finish(start(command, log, environment)) or 0
+        return json.loads(out.read_text()) if code == 0 and out.is_file() else {"error": ending(code, log)}
 
 
 def main(given: argparse.Namespace) -> int:

@@ -20,7 +20,6 @@ import argparse
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,8 +27,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is no part of the package
+
+from benchmarks.processes import ending, finish, start
 from learner_bench.figures import Part, headline, parts_of, table
-from versus.jobs import LAST_WORDS, Results
+from versus.jobs import Results
 
 DEFAULT = "{0.5b,1.5b}/full/*/*,7b/full/recompute/*,{0.5b,1.5b,7b}/lora/recompute/{launches,auto}"
 DEFAULT += ",7b/stage/recompute/auto,7b/lora-stage/recompute/auto"
@@ -101,23 +103,14 @@ def measure(parts: list[Part], results: Results, seconds: float) -> set[str]:
         (work / "spec.json").write_text(json.dumps({**record, "work": str(work), "result": str(result)}))
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(work / "spec.json")]
         quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
-        with open(log, "w") as output:
-            process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, env={**ALLOCATOR, **os.environ, **quiet}
-            )
-            try:
-                code: int | None = process.wait(None if seconds == float("inf") else seconds)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                code = None
+        process = start(command, log, {**ALLOCATOR, **os.environ, **quiet})
+        code = finish(process, None if seconds == float("inf") else seconds)
         found = [json.loads(line) for line in result.read_text().splitlines()] if result.exists() else []
         for one in found:
             results.add(one.pop("name"), one)
         done = {part.name for part in parts[: len(found)]}
         if code:  # the process died within a part
-            words = log.read_text(errors="replace").strip().splitlines()[-LAST_WORDS:]
-            results.add(parts[len(found)].name, {"error": "\n".join([f"ended with {code}", *words])})
+            results.add(parts[len(found)].name, {"error": "\n".join(ending(code, log))})
             done.add(parts[len(found)].name)
     for name in sorted(done):
         run = results.runs[name]

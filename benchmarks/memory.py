@@ -30,7 +30,11 @@ from typing import Any
 
 import psutil
 import torch
-from switches import Coin, ending, write_model
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is no part of the package
+
+from benchmarks.processes import ending, finish, start
+from benchmarks.switches import Coin, write_model
 
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
@@ -40,7 +44,7 @@ from stalewise.store.atomic import read_json, write_json_atomic
 FORMAT = "stalewise.memory/1"
 DEFAULT = ",".join(map("/".join, product(("0.5b", "1.5b"), ("full", "lora"), ("one", "pipelined"))))
 UPDATES, PROMPT_TOKENS = 8, 16
-MOST_BLOCKS, MOST_LINES = 12, 15  # that are told
+MOST_BLOCKS = 12  # that are told
 # Rollouts and tokens: 7B is trained with gradient checkpointing and, where all of it is, with moments in 8 bits.
 PROMPTS = {"tiny": 2, "0.5b": 16, "1.5b": 8, "7b": 8}
 TOKENS = {"tiny": 24}
@@ -199,20 +203,21 @@ def remove_runs(work: Path) -> None:
 
 def in_a_process(part: str, work: Path) -> dict[str, Any]:
     """A part in a process of its own, whose memory is looked at from here."""
-    before, start, place = used_bytes(), time.monotonic(), work / "found.json"
+    before, began, place = used_bytes(), time.monotonic(), work / "found.json"
     place.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--work", str(work), "--one", part, "--out", str(place)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(work), os.environ.get("PYTHONPATH", "")])}
-    with open(work / "words", "w") as words:
-        process = subprocess.Popen(command, stdout=words, stderr=subprocess.STDOUT, env=environment)
-        peak = Peak(psutil.Process(process.pid), before)
-        peak.start()
-        process.wait()
+    process = start(command, work / "log", environment)
+    peak = Peak(psutil.Process(process.pid), before)
+    peak.start()
+    try:
+        code = finish(process)
+    finally:
         peak.is_over.set()
         peak.join()
-    if process.returncode:
-        return {"error": ending(process.returncode, (work / "words").read_text(errors="replace"))[-MOST_LINES:]}
-    found = {**read_json(place), "peak_bytes": peak.most, "seconds": time.monotonic() - start}
+    if code or not place.exists():
+        return {"error": ending(code or 0, work / "log")}
+    found = {**read_json(place), "peak_bytes": peak.most, "seconds": time.monotonic() - began}
     foreseen = found["estimate_bytes"]
     return found | {"estimate_ratio": foreseen / peak.most if foreseen and peak.most else None}
 

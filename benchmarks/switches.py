@@ -21,9 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +34,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is no part of the package
+
+from benchmarks.processes import ending, finish, start
+
 from stalewise.api import run
 from stalewise.config import make_config
 from stalewise.models.transfer import HostBuffers
@@ -47,7 +49,7 @@ from stalewise.types import Prompt, Reward
 
 # Width, inner width, layers, heads, heads of keys and values, tied embeddings.
 SHAPES: dict[str, tuple[int, int, int, int, int, bool]] = {
-    "tiny": (64, 128, 2, 4, 2, True),
+    "tiny": (128, 256, 2, 4, 2, True),
     "0.5b": (896, 4864, 24, 14, 2, True),
     "1.5b": (1536, 8960, 28, 12, 2, True),
     "7b": (3584, 18944, 28, 28, 4, False),
@@ -240,22 +242,15 @@ def headline(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {"blocking_s_per_switch": blocking, "times_faster_than_mu_4": gains}
 
 
-def ending(code: int, said: str) -> list[str]:
-    """Why a process failed: the lines that it wrote, and the signal that ended it; without either its exit code."""
-    lines = said.strip().splitlines()
-    if code < 0:
-        hint = "; the machine's memory may have run out" if -code == signal.SIGKILL else ""
-        return [*lines, f"ended with signal {-code}{hint}"]
-    return lines or [f"ended with exit code {code}"]
-
-
 def in_a_process(part: str, options: Mapping[str, Any], work: Path) -> dict[str, Any]:
     """A measurement in a process of its own: device memory is free again after it."""
-    command = [sys.executable, __file__, "--work", str(work), "--one", json.dumps({"part": part, **options})]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        return {"error": ending(done.returncode, done.stderr)[-1]}
-    return json.loads(done.stdout.splitlines()[-1])
+    found, log = work / "found.json", work / "log"
+    work.mkdir(parents=True, exist_ok=True)
+    found.unlink(missing_ok=True)
+    spec = json.dumps({"part": part, **options})
+    command = [sys.executable, __file__, "--work", str(work), "--one", spec, "--out", str(found)]
+    code = finish(start(command, log))
+    return read_json(found) if found.exists() else {"error": ending(code or 0, log)[-1]}
 
 
 def one(options: dict[str, Any], work: Path) -> dict[str, Any]:
@@ -322,7 +317,7 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        print(json.dumps(one(json.loads(arguments.one), arguments.work)))
+        write_json_atomic(arguments.out, one(json.loads(arguments.one), arguments.work))
         return
     if arguments.quick:
         arguments.sizes, arguments.mu, arguments.updates = "tiny", "8,4", 8

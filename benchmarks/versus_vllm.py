@@ -21,11 +21,8 @@ start. Results are merged into one JSON, and what is there is not measured again
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +34,10 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is no part of the package
+
+from benchmarks.processes import ending, finish, start
+
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "versus_vllm-h200.json"
 GROUP_SIZE = 8
@@ -46,7 +47,6 @@ SPREAD, MEDIAN_SHARE, FEWEST_TOKENS = 0.9, 1 / 6, 4
 WARM_UP_TOKENS = 48
 QUIET = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
 PROFILED = 16  # kernels of a profile that are kept
-LAST_WORDS = 15  # lines of a process that failed
 
 
 @dataclass(frozen=True)
@@ -415,16 +415,10 @@ def run_job(job: Mapping[str, Any], model: Path, vllm: str, options: Mapping[str
     with tempfile.TemporaryDirectory() as place:
         spec = {"profile": False, **job, "model": str(model), "out": f"{place}/found.json", "options": dict(options)}
         command = [sys.executable, str(HERE / "versus_vllm.py"), "--worker", json.dumps(spec)]
-        with open(f"{place}/words", "w") as words:  # no pipe: vLLM's own processes would hold it open
-            process = subprocess.Popen(
-                command, env=environment, stdout=words, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            process.wait()
-        with contextlib.suppress(ProcessLookupError):  # they may outlive it, with the GPU's memory
-            os.killpg(process.pid, signal.SIGKILL)
-        if process.returncode == 0:
-            return json.loads(Path(spec["out"]).read_text())
-        return {"error": Path(f"{place}/words").read_text(errors="replace").strip().splitlines()[-LAST_WORDS:]}
+        log = Path(place) / "log"
+        code = finish(start(command, log, environment)) or 0
+        found = json.loads(Path(spec["out"]).read_text()) if code == 0 else {"error": ending(code, log)}
+    return found
 
 
 def write(path: Path, record: dict[str, Any]) -> None:

@@ -6,14 +6,12 @@ wrong leaves its words in the job's file and the others go on. Imports no torch.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import platform
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -24,6 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from ..processes import end, exit_when_told
 from .settings import OURS, SMOKE, Settings, job_name
 
 FORMAT = "stalewise.benchmark.gsm8k/1"
@@ -371,8 +370,7 @@ class Queue:
     def work(self, jobs: Sequence[tuple[list[str], bool]]) -> bool:
         """`jobs`: arguments, and whether timed. True: all were worked on."""
         waiting = list(jobs)
-        for number in (signal.SIGTERM, signal.SIGHUP):  # whoever ends this process ends its jobs
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+        exit_when_told()
         try:
             while self.running or (waiting and time.monotonic() < self.last_start):
                 if time.monotonic() >= self.end:
@@ -385,7 +383,7 @@ class Queue:
         finally:
             left = len(waiting) + len(self.running)
             for process in self.running:
-                _kill(process)
+                end(process)
         if left:
             print(f"the time is out: {left} jobs of the list are left")
         return not left
@@ -398,17 +396,6 @@ class Queue:
     def _start(self, arguments: Sequence[str], timed: bool) -> None:
         command = [sys.executable, str(self.script), "run", *self.common, *arguments]
         self.running[subprocess.Popen(command, start_new_session=True)] = timed
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """A job with all the processes that it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=2)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 # ---------------------------------------------------------------- the small size

@@ -1,0 +1,135 @@
+"""Work off a list of measurements on a machine that is there for a limited time.
+
+    python benchmarks/measure.py PLAN.toml --seconds 1700 --out DIRECTORY
+    python benchmarks/measure.py PLAN.toml --list
+
+A plan has steps, which are made one after the other:
+
+    [[step]]
+    name = "switches"
+    run = "benchmarks/switches.py --sizes 0.5b --out $OUT/switches.json"   # of this repository, by this Python
+    seconds = 180                       # it is ended then, with all that it started
+    least = 120                         # optional: it is not begun with less left
+    environment = { PYTHONPATH = "$VLLM:$PYTHONPATH" }                     # optional
+
+`$OUT` is DIRECTORY; other variables come from the environment, and one that is missing is told before anything begins.
+What a step says is in DIRECTORY/NAME.log, what became of it in DIRECTORY/measure.json. The same command goes on: steps
+that ended well are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import sys
+import time
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is no part of the package
+
+from benchmarks.processes import exit_when_told, finish, last_words, start
+
+ROOT = Path(__file__).resolve().parents[1]
+VARIABLE = re.compile(r"\$(\w+)")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command and the seconds that it may take."""
+
+    name: str
+    run: str
+    seconds: float
+    least: float = 0.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def variables(self) -> set[str]:
+        """Environment variables that it needs."""
+        return {name for text in (self.run, *self.environment.values()) for name in VARIABLE.findall(text)}
+
+
+def read_plan(path: Path) -> list[Step]:
+    """The steps of a plan, or one message about what is wrong with it."""
+    try:
+        steps = [Step(**step) for step in tomllib.loads(path.read_text())["step"]]
+    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        raise SystemExit(f"{path} is no plan with steps of name, run and seconds: {error}") from None
+    names = [step.name for step in steps]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise SystemExit(f"{path}: two steps are called {', '.join(sorted(twice))}; rename one")
+    return steps
+
+
+def fill(text: str, variables: Mapping[str, str]) -> str:
+    """Put variables in; PYTHONPATH may be empty."""
+    return VARIABLE.sub(lambda found: variables.get(found[1], ""), text)
+
+
+def check_variables(steps: list[Step], variables: Mapping[str, str]) -> None:
+    """End with a message if a step needs what the environment does not have."""
+    wanted = {name for step in steps for name in step.variables} - {"OUT", "PYTHONPATH"}
+    if missing := sorted(wanted - variables.keys()):
+        raise SystemExit(f"set {', '.join(missing)} in the environment: steps of the plan name them")
+
+
+def make(step: Step, out: Path, seconds: float) -> dict[str, Any]:
+    """Make one step; what became of it."""
+    variables = {**os.environ, "OUT": str(out)}
+    added = {name: fill(value, variables) for name, value in step.environment.items()}
+    command = [sys.executable, *shlex.split(fill(step.run, variables))]
+    command[1] = str(ROOT / command[1]) if command[1].endswith(".py") else command[1]
+    log, began = out / f"{step.name}.log", time.monotonic()
+    code = finish(start(command, log, {**variables, **added}), seconds)
+    state = "cut" if code is None else "done" if code == 0 else "failed"
+    found = {"state": state, "code": code, "seconds": round(time.monotonic() - began, 1)}
+    return found if state == "done" else {**found, "said": last_words(log)}
+
+
+def work(steps: list[Step], out: Path, seconds: float) -> dict[str, Any]:
+    """Make the steps that are not done, in order, while there is time for them."""
+    exit_when_told()
+    record_path, end = out / "measure.json", time.monotonic() + seconds
+    record: dict[str, Any] = json.loads(record_path.read_text()) if record_path.exists() else {}
+    for step in steps:
+        left = end - time.monotonic()
+        if record.get(step.name, {}).get("state") == "done":
+            continue
+        if left <= step.least:
+            print(f"{step.name}: not begun, {left:.0f} s are left", flush=True)
+            continue
+        record[step.name] = found = make(step, out, min(step.seconds, left))
+        print(f"{step.name}: {found['state']} after {found['seconds']:.0f} s", flush=True)
+        temporary = record_path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(record, indent=1) + "\n")
+        os.replace(temporary, record_path)
+    return record
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan", type=Path)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="for all steps together")
+    parser.add_argument("--out", type=Path, default=Path("measured"))
+    parser.add_argument("--list", action="store_true", help="show the steps, and run nothing")
+    arguments = parser.parse_args()
+    steps = read_plan(arguments.plan)
+    if arguments.list:
+        for step in steps:
+            print(f"{step.name:24} {step.seconds:5.0f} s  {step.run}")
+        return 0
+    check_variables(steps, os.environ)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    record = work(steps, arguments.out.resolve(), arguments.seconds)
+    return 0 if all(record.get(step.name, {}).get("state") == "done" for step in steps) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

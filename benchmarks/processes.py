@@ -1,0 +1,73 @@
+"""Processes of a measurement: what they say goes to a file, and what they start ends with them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+GRACE_S = 5.0  # between the request to end and the kill
+LAST_WORDS = 15  # lines of a process that failed
+
+
+def start(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """A process in a session of its own. No pipe: what it leaves running, as vLLM may, would hold that open."""
+    exit_when_told()
+    with open(log, "wb") as said:
+        return subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+
+
+def finish(process: subprocess.Popen[bytes], seconds: float | None = None) -> int | None:
+    """Exit status, or None if it had to be ended after `seconds`. Nothing that it started is left."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        end(process)
+        return None
+    finally:
+        kill(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and what it started: asked first, killed after some seconds."""
+    _signal(process, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=GRACE_S)
+    kill(process)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill whatever is left in the session of a process."""
+    _signal(process, signal.SIGKILL)
+    process.wait()
+
+
+def exit_when_told() -> None:
+    """Let this process end with an exception when it is told to end, so that it ends what it started."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+def last_words(log: Path, lines: int = LAST_WORDS) -> list[str]:
+    """The end of what a process said."""
+    return log.read_text(errors="replace").strip().splitlines()[-lines:] if log.exists() else []
+
+
+def ending(code: int, log: Path) -> list[str]:
+    """Why a process failed: its last words, and the signal that ended it; without either its exit code."""
+    lines = last_words(log)
+    if code < 0:
+        hint = "; the machine's memory may have run out" if -code == signal.SIGKILL else ""
+        return [*lines, f"ended with signal {-code}{hint}"]
+    return lines or [f"ended with exit code {code}"]
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left; macOS says so in another way
+        os.killpg(process.pid, number)
