@@ -48,7 +48,22 @@ def table(head: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     title = f"{settings['model']}: {Path(settings['train']).stem} → {Path(settings['test']).stem}"
-    return "\n".join([title, lines[0], "-" * len(lines[0]), *lines[1:], *(f"note: {note}" for note in head["notes"])])
+    below = [*_claim_lines(head["claims"]), *(f"note: {note}" for note in head["notes"])]
+    return "\n".join([title, lines[0], "-" * len(lines[0]), *lines[1:], *below])
+
+
+def _claim_lines(claims: Mapping[str, Any]) -> list[str]:
+    """What was found for a claim, in one line each."""
+    lines: list[str] = []
+    for number, found in claims.items():
+        parts = [
+            f"{_interval(found[key], 'difference', '+.3f')} at equal {word}"
+            for key, word in (("equal_updates", "updates"), ("equal_wallclock", "wall-clock"))
+            if found[key]
+        ]
+        if parts:
+            lines.append(f"claim {number}: {found['arms'][0]} less {found['arms'][1]}: {', '.join(parts)}")
+    return lines
 
 
 def _number(value: float | None, form: str) -> str:
