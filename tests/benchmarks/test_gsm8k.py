@@ -17,6 +17,8 @@ sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the package
 from benchmarks.gsm8k_bench import figures, jobs, ours, picture, settings  # noqa: E402
 from benchmarks.gsm8k_bench.library import model_directory  # noqa: E402
 
+from benchmarks import gsm8k  # noqa: E402
+
 FILES = {"model": "m", "train": "math_train.jsonl", "test": "math500_test.jsonl", "also_test": "gsm8k_test.jsonl"}
 
 
@@ -267,6 +269,14 @@ def test_what_is_done_is_not_wanted_again_unless_its_time_is(tmp_path: Path) -> 
     assert jobs.is_wanted(asked(timed=True))
     asked(timed=False).file.write_text(json.dumps({"error": "no"}))
     assert jobs.is_wanted(asked(timed=False))
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "plans").glob("*.txt")), ids=lambda path: path.stem)
+def test_planned_jobs_are_jobs_and_stand_once(path: Path) -> None:
+    found = [gsm8k.job_of(gsm8k.parser().parse_args(["run", *line])) for line in jobs.read_list(path)]
+    assert found and len({one.name for one in found}) == len(found)
+    for one in found:
+        one.settings.check(one.arm)
 
 
 def test_lists_of_jobs_have_comments(tmp_path: Path) -> None:
