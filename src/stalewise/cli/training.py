@@ -36,8 +36,11 @@ TERMINATED = 143  # exit status of a process ended by SIGTERM
 
 
 def _import_packages() -> None:
+    """Import torch and transformers, which takes seconds: whoever watches is told."""
     from stalewise.models import import_packages
 
+    if sys.stderr.isatty():
+        typer.echo("loading torch and transformers …", err=True)
     import_packages()
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import stalewise.store.writer
-from stalewise.cli.training import _describe_work  # pyright: ignore[reportPrivateUsage]
+from stalewise.cli.training import _describe_work, _import_packages  # pyright: ignore[reportPrivateUsage]
 from stalewise.config import load_config
 from stalewise.planning.memory import ModelShape
 from stalewise.rollout.workers.worker import WorkDone
@@ -163,3 +164,14 @@ def test_doctor_says_what_would_go_wrong(tmp_path: Path, monkeypatch: pytest.Mon
     text = call("doctor", tmp_path / "none.toml")
     assert text.exit_code == 1
     assert "bad     config" in text.stdout
+
+
+def test_who_watches_a_terminal_is_told_what_takes_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("stalewise.models.import_packages", lambda: None)
+    _import_packages()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    _import_packages()
+    assert capsys.readouterr().err == "loading torch and transformers …\n"
