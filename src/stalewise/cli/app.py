@@ -86,7 +86,8 @@ def _with_placeholders(parameters: list[Any], ctx: Any) -> list[Any]:
         if not hasattr(parameter, "display_type"):  # earlier than typer 0.29, where no types of Python are shown
             continue
         shown = placeholder(parameter.display_type(ctx))
-        if parameter.param_type_name == "argument":  # named already
+        if parameter.param_type_name == "argument":  # its name says what it is
+            parameter.metavar = parameter.metavar or parameter.name.upper()
             vars(parameter)["display_type_rich"] = lambda ctx, shown=shown: shown if "|" in shown else ""
         elif parameter.metavar is None:
             parameter.metavar = shown
@@ -100,11 +101,52 @@ class Command(TyperCommand):
         """Parameters with a placeholder for their values."""
         return _with_placeholders(super().get_params(ctx), ctx)
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Of an unknown option say how settings are given, where the command takes them."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            takes_settings = any("--set" in parameter.opts for parameter in self.params)
+            if type(error).__name__ == "NoSuchOption" and takes_settings:  # of click, or of typer's copy of it
+                _name_the_setting(error)
+            raise
+
+
+def _name_the_setting(error: Any) -> None:
+    from stalewise.config import setting_names
+
+    wanted = error.option_name.lstrip("-").replace("-", "_")
+    similar = [option for option in error.possibilities or () if option != "--help"]
+    meant = [name for name in setting_names() if wanted in (name, name.rpartition(".")[2])]
+    if meant:
+        error.message += f". A setting is given as {' or '.join(f'--set {name}=VALUE' for name in meant)}"
+    elif not similar:
+        error.message += ". Settings are given with --set, as in --set optimizer.learning_rate=1e-5"
+    error.possibilities = [] if meant else similar
+
+
+# Commands in the order of `stalewise --help`, by what one wants to do.
+PANELS = {
+    "Train": ("demo", "init", "doctor", "train"),
+    "Look at a run": ("watch", "report", "serve", "inspect", "flips", "compare", "eval", "verify"),
+    "Reuse a run": ("fork", "learn", "rescore", "difficulty", "generate"),
+    "Choose staleness and learning rate": ("probe", "sweep", "plan"),
+    "Publish": ("export", "push"),
+}
+
 
 class Group(TyperGroup):
     """Prints a StalewiseError as one line; other exceptions are bugs and keep their traceback."""
 
     was_interrupted = False
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names of the commands, in the order of the help, each with its panel."""
+        for panel, names in PANELS.items():
+            for name in names:
+                vars(self.commands[name])["rich_help_panel"] = panel
+        shown = [name for names in PANELS.values() for name in names]
+        return [*shown, *(name for name in super().list_commands(ctx) if name not in shown)]
 
     def get_params(self, ctx: Any) -> list[Any]:
         """As of a command."""

@@ -213,7 +213,9 @@ def _check_runs(*directories: Path) -> None:
         except OSError as error:
             raise StoreError(f"cannot read {directory}: {error.strerror}; ask its owner for permission") from error
         if not is_run:
-            raise StoreError(f"{directory} is not a run directory: it has no config.resolved.json")
+            from stalewise.config.run_directory import not_a_run
+
+            raise StoreError(not_a_run(directory))
 
 
 def _without_nan(value: Any) -> Any:

@@ -24,7 +24,7 @@ from stalewise.cli.app import (
     print_json,
     read_config_file,
 )
-from stalewise.errors import ConfigError
+from stalewise.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
     from stalewise.config import RunConfig
@@ -106,7 +106,9 @@ def fork(
     run: RunDirectory,
     at: Annotated[int | None, typer.Option(metavar="VERSION", help="Checkpoint; default: the newest.")] = None,
     settings: Settings = None,
-    unset: Annotated[list[str] | None, typer.Option(metavar="KEY", help="Give a setting its default.")] = None,
+    unset: Annotated[
+        list[str] | None, typer.Option(metavar="KEY", help="Setting to put back to its default; may be repeated.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the new run; default: RUN-vVERSION.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -128,7 +130,9 @@ def fork(
 def generate(
     config: Annotated[str, typer.Argument(help="TOML file; for workers also a run directory or a URL.")],
     batch: Annotated[int | None, typer.Option(help="Batch to generate; default: the next missing one.")] = None,
-    checkpoint: Annotated[Path | None, typer.Option(help="Checkpoint of this run, anywhere: make its batches.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Checkpoint of this run, in any place: generate the batches of its version.")
+    ] = None,
     worker: Annotated[str | None, typer.Option(metavar="NAME", help="Join a run as a worker of this name.")] = None,
     ray: Annotated[int | None, typer.Option(min=1, help="Start this many workers on a Ray cluster.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Workers: exit when no batch is requested.")] = False,
@@ -163,7 +167,7 @@ def generate(
 def learn(
     config: ConfigFile,
     rollouts: Annotated[
-        list[Path] | None, typer.Option(help="Run directory or generation batch, needed; may be repeated.")
+        list[Path] | None, typer.Option(help="Run directory or generation batch; required, may be repeated.")
     ] = None,
     checkpoint: Annotated[Path | None, typer.Option(help="Policy to start from instead of model.path.")] = None,
     unused: Annotated[bool, typer.Option("--unused", help="Only rollouts their own runs did not learn from.")] = False,
@@ -188,9 +192,13 @@ def learn(
 def rescore(
     run: RunDirectory,
     verifier: Annotated[str | None, typer.Option(help="Another verifier; default: the run's own as it is now.")] = None,
-    option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the verifier.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the verifier; may be repeated.")
+    ] = None,
     answers: Annotated[Path | None, typer.Option(help="JSONL file with id and answer: repaired gold answers.")] = None,
-    weight: Annotated[list[str] | None, typer.Option(metavar="PART=VALUE", help="Weight of a reward part.")] = None,
+    weight: Annotated[
+        list[str] | None, typer.Option(metavar="PART=VALUE", help="Weight of a reward part; may be repeated.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of these rewards; default: r1, r2, …")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -223,14 +231,22 @@ def evaluate(
         typer.Option(help=f"Task; default: the run's. One of {TASK_NAMES}.", autocompletion=complete_task),
     ] = None,
     file: Annotated[list[Path] | None, typer.Option(help="JSONL file to evaluate on instead, all rows.")] = None,
-    suite: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Suite of the run; all: each.")] = None,
-    option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the task.")] = None,
+    suite: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Suite of the run, or all; may be repeated.")
+    ] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the task; may be repeated.")
+    ] = None,
     exclude_ids: Annotated[Path | None, typer.Option(help="Ids to leave out, one per line or in JSON.")] = None,
-    prompts: Annotated[int | None, typer.Option(min=1, help="Prompts; default: the run's, all of a file.")] = None,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="Number of prompts; default: the run's, or all of a file.")
+    ] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Responses per prompt; default: the run's, or 4.")] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Default: the run's, or 64.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Longest response; default: the run's, or 64.")
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature; 0: greedy.")] = 1.0,
-    top_p: Annotated[float, typer.Option(min=1e-6, max=1, help="Nucleus sampling.")] = 1.0,
+    top_p: Annotated[float, typer.Option(min=1e-6, max=1, help="Nucleus sampling; 1: off.")] = 1.0,
     as_json: AsJson = False,
 ) -> None:
     """Measure avg@k, pass@k and majority@k on held-out prompts, with intervals; tasks and files may be repeated."""
@@ -268,8 +284,15 @@ def _check_model_or_run(name: str) -> None:
     from stalewise.models import resolve_model
 
     path = Path(name).expanduser()
-    if not any((path / file).is_file() for file in ("config.resolved.json", "state.json")):
-        resolve_model(name)
+    if any((path / file).is_file() for file in ("config.resolved.json", "state.json")):
+        return
+    from stalewise.config.run_directory import not_a_run, runs_in
+
+    if (
+        not path.exists() and path.parent != Path() and runs_in(path.parent)
+    ):  # a run that is not there, rather than a name on a hub
+        raise StoreError(not_a_run(path))
+    resolve_model(name)
 
 
 @app.command()
@@ -309,7 +332,9 @@ def verify(run: RunDirectory, as_json: AsJson = False) -> None:
 
 @app.command()
 def doctor(
-    config: Annotated[Path | None, typer.Argument(help="Config or run directory; default: built in.")] = None,
+    config: Annotated[
+        Path | None, typer.Argument(help="Config file or run directory; default: the embedded policy and task.")
+    ] = None,
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:

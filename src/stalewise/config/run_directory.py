@@ -13,10 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from stalewise import __version__
-from stalewise.config.run import FORMAT, HERE, RunConfig, identity_of, make_config, set_dotted, with_moved_files
+from stalewise.config.run import (
+    FORMAT,
+    HERE,
+    RunConfig,
+    identity_of,
+    load_config,
+    make_config,
+    set_dotted,
+    with_moved_files,
+)
 from stalewise.config.sections import ScheduleSection
 from stalewise.config.template import toml
-from stalewise.errors import StoreError
+from stalewise.errors import StalewiseError, StoreError
 from stalewise.staleness.schedule import ForkedSchedule, PastBatch, Schedule
 from stalewise.store.atomic import read_json
 from stalewise.store.checkpoints import checkpoint_directory, versions
@@ -110,24 +119,52 @@ def read_config_at(directory: str | Path, overrides: Mapping[str, Any]) -> RunCo
 def read_resolved(directory: str | Path) -> dict[str, Any]:
     """The config of a run directory as it is stored."""
     path = Path(directory) / RESOLVED
-    if not os.path.isfile(path) and (os.access(directory, os.X_OK) or not os.path.exists(directory)):
-        raise StoreError(f"{directory} is not a run directory: it has no {RESOLVED}; {run_nearby(directory)}")
+    is_closed = os.path.isdir(directory) and not os.access(directory, os.X_OK)
+    if not os.path.isfile(path) and not is_closed:
+        raise StoreError(not_a_run(directory))
     record = read_json(path)
     if record.get("format") != FORMAT:
         raise StoreError(f"{path} has format {record.get('format')}; this release reads {FORMAT}")
     return record
 
 
+def not_a_run(directory: str | Path) -> str:
+    """The message about what is not a run directory, with the one that was probably meant."""
+    what = f"has no {RESOLVED}" if os.path.isdir(directory) else "does not exist"
+    if os.path.isfile(directory):
+        what = "is a file"
+    return f"{directory} is not a run directory: it {what}; {run_nearby(directory)}"
+
+
 def run_nearby(path: str | Path) -> str:
-    """What to name instead of a directory that is a level above or below that of a run."""
+    """What to name instead of a directory that is a level above or below that of a run, or of another name."""
     path = Path(path)
+    if os.path.isfile(path) and (run := _run_of_config(path)) is not None:
+        begun = "name its run" if os.path.isfile(run / RESOLVED) else "`stalewise train` makes its run"
+        return f"{begun}, {run}"
     for above in (path.parent, *path.parent.parents[:2]):
         if os.path.isfile(above / RESOLVED):
             return f"name the run that it belongs to, {above}"
-    runs: list[Path] = []
-    with contextlib.suppress(OSError):  # a directory that cannot be read, a name that none can have
-        runs = sorted(entry.parent for entry in path.glob(f"*/{RESOLVED}"))
-    return f"name a run in it, such as {runs[0]}" if runs else "name the directory of a run"
+    if inside := runs_in(path):
+        return f"name a run in it, such as {inside[0]}"
+    if not os.path.exists(path) and (beside := runs_in(path.parent)):
+        more = f" and {len(beside) - 8} more" if len(beside) > 8 else ""
+        return f"there are in {path.parent}: {', '.join(run.name for run in beside[:8])}{more}"
+    return "name the directory of a run"
+
+
+def runs_in(path: Path) -> list[Path]:
+    """The run directories in a directory, by name."""
+    with contextlib.suppress(OSError, ValueError):  # a directory that cannot be read, a name that none can have
+        return sorted(entry.parent for entry in path.glob(f"*/{RESOLVED}"))
+    return []
+
+
+def _run_of_config(path: Path) -> Path | None:
+    """The run directory that a config file names; None: it is no config."""
+    with contextlib.suppress(StalewiseError):
+        return load_config(path).directory if path.suffix == ".toml" else None
+    return None
 
 
 def is_started(directory: Path) -> bool:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stalewise.config.run_directory import RESOLVED, is_started, read_config
+from stalewise.config.run_directory import RESOLVED, is_started, not_a_run, read_config
 from stalewise.errors import StalewiseError, StoreError
 from stalewise.store import LedgerEntry, ShardManifest, batch_directories, parse_batch_name, read_ledger, verify_shard
 from stalewise.store.atomic import has_seal, read_json, sha256_file
@@ -170,7 +170,7 @@ def check_run(directory: str | Path, *, everything: bool = False) -> Verificatio
 def _verify_config(found: Verification) -> None:
     path = found.directory / RESOLVED
     if not path.is_file() and not is_started(found.directory):
-        raise StoreError(f"{found.directory} is not a run directory: it has no {RESOLVED}; name the directory of a run")
+        raise StoreError(not_a_run(found.directory))
     found.count("config", path)
     try:
         read_config(found.directory)

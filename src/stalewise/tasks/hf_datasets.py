@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from stalewise.errors import TaskError, nearest
 from stalewise.tasks.base import need
@@ -14,6 +17,7 @@ from stalewise.tasks.jsonl import read_jsonl
 from stalewise.tasks.rows import Row, RowsTask, takes_row_options
 
 COPIES = "STALEWISE_DATASETS"  # a directory with copies of datasets under their names, for machines without network
+HUB_S = 5.0  # seconds in which a hub must answer
 FORMATS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv"}
 
 
@@ -104,6 +108,7 @@ def _load(path: str, config: str | None, split: str) -> Any:
 
     local = _on_disk(path)
     if local is None:
+        _check_hub(path)
         return datasets.load_dataset(path, config, split=split)
     if local.is_file():
         if local.suffix not in FORMATS:
@@ -121,6 +126,24 @@ def _load(path: str, config: str | None, split: str) -> Any:
     if split not in stored:
         raise TaskError(f"{path} has no split {split!r}; {nearest(split, map(str, stored))}")
     return stored[split]
+
+
+def _check_hub(path: str) -> None:
+    """Raise at once where no hub answers and its caches have nothing of this owner: loading would retry for minutes."""
+    from datasets import config
+    from huggingface_hub import constants
+
+    owner, prepared = path.rpartition("/")[0], Path(config.HF_DATASETS_CACHE)
+    downloaded = Path(constants.HF_HUB_CACHE) / f"datasets--{path.replace('/', '--')}"
+    if constants.is_offline_mode() or downloaded.is_dir() or any(prepared.glob(f"{glob.escape(owner)}*___*")):
+        return
+    try:
+        with urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_S):
+            return
+    except HTTPError:
+        return  # it has an opinion
+    except (OSError, ValueError):
+        raise ConnectionError(f"{constants.ENDPOINT} does not answer within {HUB_S:g} s") from None
 
 
 def _on_disk(path: str) -> Path | None:

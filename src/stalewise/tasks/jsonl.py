@@ -12,6 +12,7 @@ from stalewise.errors import TaskError
 from stalewise.tasks.rows import Row, RowsTask, takes_row_options
 
 MOST_CHARACTERS = 2**24  # of a line: parsing one takes many times its size
+FORM = "every row must be a JSON object on a line of its own"
 
 
 class JsonlTask(RowsTask):
@@ -57,7 +58,8 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Row]:
     except TaskError:  # which is a ValueError, too
         raise
     except FileNotFoundError:
-        raise TaskError(f"there is no file {path}") from None
+        where = "" if os.path.isabs(path) else f" in {os.getcwd()}"
+        raise TaskError(f"there is no file {path}{where}: correct its path") from None
     except UnicodeError as problem:
         if not isinstance(problem, UnicodeDecodeError):  # of the path
             raise TaskError(f"{str(path)!r:.200} cannot be a path") from None
@@ -73,8 +75,10 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Row]:
 def _row(where: str, line: str) -> Row:
     try:
         fields = json.loads(line)
+    except json.JSONDecodeError as problem:
+        raise TaskError(f"{where}: not JSON: {problem.msg} at character {problem.colno}; {FORM}") from None
     except (ValueError, RecursionError) as problem:
         raise TaskError(f"{where}: not JSON: {problem}") from None
     if not isinstance(fields, dict):
-        raise TaskError(f"{where}: must be a JSON object, not {type(fields).__name__}")
+        raise TaskError(f"{where}: must be a JSON object, not {type(fields).__name__}; {FORM}")
     return Row(where, fields)

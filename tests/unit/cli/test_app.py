@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import stalewise.store.writer
-from stalewise.cli.app import TASK_NAMES, app, complete_setting, overrides, placeholder
+from stalewise.cli.app import PANELS, TASK_NAMES, app, complete_setting, overrides, placeholder
 from stalewise.config import RunConfig
 from stalewise.store.checkpoints import versions
 from stalewise.tasks import TASKS
@@ -76,6 +76,31 @@ def test_choices_and_defaults_are_shown_and_checked() -> None:
     assert ", ".join(own) == TASK_NAMES
     wrong = call("difficulty", "--stage", "middle")
     assert wrong.exit_code == 2 and all(f"'{choice}'" in wrong.stderr for choice in ("all", "first", "last"))
+
+
+def test_every_command_is_in_one_panel_of_the_help_and_demo_comes_first() -> None:
+    assert sorted(name for names in PANELS.values() for name in names) == sorted(COMMANDS)
+    shown = call("--help").stdout
+    titles = [shown.index(f" {title} ") for title in PANELS]
+    assert titles == sorted(titles) and titles[0] < shown.index("demo") < shown.index("probe")
+    assert "model_or_run" not in call("eval", "--help").stdout, "arguments stand in capitals, as in `train CONFIG`"
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"),
+    [
+        ("--learning-rate", "--set optimizer.learning_rate=VALUE"),
+        ("--schedule.updates", "--set schedule.updates=VALUE"),
+        ("--lr", "Settings are given with --set, as in --set optimizer.learning_rate=1e-5"),
+        ("--jsn", "Possible options: --json"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_the_setting_it_means(option: str, expected: str) -> None:
+    result = call("train", "some.toml", option, "3")
+    assert result.exit_code == 2
+    shown = " ".join(result.stderr.replace("│", " ").split())
+    assert expected in shown and "--help)" not in shown
+    assert "--set" not in call("report", "somewhere", option).stderr, "a command without settings does not offer them"
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,37 @@ from typing import Any
 import pytest
 
 from stalewise.cli import reporting
-from tiny import call, refused
+from stalewise.config import load_config
+from stalewise.config.run import write_resolved
+from tiny import call, refused, write_config
 
 
 def test_json_has_null_for_numbers_that_are_not_finite() -> None:
     record = {"a": math.nan, "b": [1.5, math.inf], "c": {"d": (0.5,)}}
     assert reporting._without_nan(record) == {"a": None, "b": [1.5, None], "c": {"d": [0.5]}}  # pyright: ignore[reportPrivateUsage]
+
+
+@pytest.mark.parametrize("command", ["report", "watch", "flips", "difficulty", "serve", "inspect", "verify", "eval"])
+def test_what_is_no_run_is_answered_with_the_run_that_was_meant(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = write_config(tmp_path / "a.toml", {"name": "a", "runs": "runs"})
+    not_a_run = "is not a run directory: it"
+    if command != "eval":  # to which the others are models
+        begin = f"{not_a_run} is a file; `stalewise train` makes its run, runs/a"
+        assert refused(command, config) == f"{config} {begin}"
+        write_resolved(load_config(config), Path("runs/a/config.resolved.json"))
+        assert refused(command, "a.toml") == f"a.toml {not_a_run} is a file; name its run, runs/a"
+        (tmp_path / "runs/a/rollouts").mkdir()
+        for place, run in (
+            ("runs", "a run in it, such as runs/a"),
+            ("runs/a/rollouts", "the run that it belongs to, runs/a"),
+        ):
+            expected = f"{place} {not_a_run} has no config.resolved.json; name {run}"
+            assert refused(command, place) == expected
+    write_resolved(load_config(config), Path("runs/a/config.resolved.json"))
+    assert refused(command, "runs/b") == f"runs/b {not_a_run} does not exist; there are in runs: a"
 
 
 def test_the_sides_of_a_comparison(tmp_path: Path) -> None:

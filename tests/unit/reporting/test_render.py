@@ -74,7 +74,7 @@ def test_held_out_prompts_that_flipped_are_listed_with_their_answers(tmp_path: P
         by_prompt = {"prompt_ids": ids, "score": score, "scored": [4, 4, 4]}
         add_evaluation(run, version, 0.5, by_prompt=by_prompt)
     page = " ".join(re.sub("<[^>]*>", " ", text_of(write_report([run]).read_text())).split())
-    assert "From version 0 to version 8, 1 of 3 prompts were gained, 1 were lost and 1 stayed as they were" in page
+    assert "From version 0 to version 8, 1 of 3 prompts were gained and 1 lost; 1 stayed as they were" in page
     numbers = ids[1].removeprefix("arithmetic/").split("+")
     lost, gained = page[page.index("Lost (1)") :], page[page.index("Gained (1)") :]
     assert f"{'+'.join(numbers)}= {sum(map(int, numbers))} 1.00 1.00 0.25" in lost

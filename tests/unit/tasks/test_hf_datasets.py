@@ -64,6 +64,20 @@ def test_a_dataset_that_only_a_hub_has_is_one_message_without_network(tmp_path: 
     assert "`hf download owner/sums --repo-type dataset" in last and "$STALEWISE_DATASETS" in last
 
 
+def test_a_hub_that_does_not_answer_is_not_asked_again_and_again(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    code = "from stalewise.tasks import make_task; make_task('hf', path='owner/sums')"
+    nobody = {key: value for key, value in os.environ.items() if not key.lower().endswith(("proxy", "offline"))}
+    nobody |= {"HF_ENDPOINT": "http://127.0.0.1:1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=nobody, capture_output=True, text=True, timeout=120)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(
+        "stalewise.errors.TaskError: cannot load the split 'train' of owner/sums: ConnectionError: "
+        "http://127.0.0.1:1 does not answer within 5 s; without network, download it elsewhere (`hf download owner/sums"
+    )
+    assert "Retry" not in done.stderr
+
+
 def test_a_file_has_one_split_and_a_known_format(tmp_path: Path) -> None:
     for suffix in (".csv", ".txt"):
         (tmp_path / f"a{suffix}").write_text("problem,answer\n1+1,2\n")

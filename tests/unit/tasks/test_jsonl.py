@@ -29,9 +29,13 @@ GOOD = b'{"problem": "1+1", "answer": 2, "id": 7}\n'
     [
         (b"", "is empty: write one JSON object per line"),
         (b"\n  \n", "is empty"),
-        (GOOD + b'{"problem": \n', "line 2: not JSON: Expecting value"),
+        (GOOD + b'{"problem": \n', "line 2: not JSON: Expecting value at character 1; every row must"),
+        (
+            b'[\n  {"problem": "1+1", "answer": 2}\n]\n',
+            r"line 1: not JSON: .*; every row must be a JSON object on a line of",
+        ),
         (b"[" * 100_000, "line 1: not JSON: "),
-        (GOOD + b"\n[1]\n", "line 3: must be a JSON object, not list"),
+        (GOOD + b"\n[1]\n", "line 3: must be a JSON object, not list; every row must be a JSON object on"),
         (b'{"problm": "1+1", "answer": 2}', "line 1: there is no field 'problem'; did you mean problm"),
         (b'{"problem": "1+1"}', "line 1: there is no field 'answer'; known: problem"),
         (b'{"problem": "1+1", "answer": null}', "field 'answer' must be text or a number, not NoneType"),
@@ -54,6 +58,8 @@ def test_bad_files_give_one_clear_error(tmp_path: Path, content: bytes, message:
 def test_bad_paths_and_settings(tmp_path: Path, sums: Path) -> None:
     with pytest.raises(TaskError, match=r"there is no file .*missing\.jsonl"):
         make_task("jsonl", path=tmp_path / "missing.jsonl")
+    with pytest.raises(TaskError, match=rf"there is no file missing\.jsonl in {Path.cwd()}: correct its path"):
+        make_task("jsonl", path="missing.jsonl")
     with pytest.raises(TaskError, match="cannot be read: Is a directory"):
         make_task("jsonl", path=tmp_path)
     with pytest.raises(TaskError, match=r"must contain \{problem\}"):
