@@ -84,7 +84,7 @@ def make(step: Step, out: Path, seconds: float) -> dict[str, Any]:
     """Make one step; what became of it."""
     variables = {**os.environ, "OUT": str(out)}
     added = {name: fill(value, variables) for name, value in step.environment.items()}
-    command = [sys.executable, *shlex.split(fill(step.run, variables))]
+    command = [sys.executable, *(fill(word, variables) for word in shlex.split(step.run))]  # values may have spaces
     command[1] = str(ROOT / command[1]) if command[1].endswith(".py") else command[1]
     log, began = out / f"{step.name}.log", time.monotonic()
     code = finish(start(command, log, {**variables, **added}), seconds)

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
 GRACE_S = 5.0  # between the request to end and the kill
 LAST_WORDS = 15  # lines of a process that failed
 
@@ -35,23 +37,39 @@ def finish(process: subprocess.Popen[bytes], seconds: float | None = None) -> in
 
 def end(process: subprocess.Popen[bytes]) -> None:
     """End a process and what it started: asked first, killed after some seconds."""
+    family = _family(process)
     _signal(process, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=GRACE_S)
-    kill(process)
+    kill(process, family)
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill whatever is left in the session of a process."""
+def kill(process: subprocess.Popen[bytes], family: Sequence[psutil.Process] = ()) -> None:
+    """Kill whatever is left in the session of a process, and what it and `family` have in sessions of their own."""
+    family = [*family, *_family(process)]
     _signal(process, signal.SIGKILL)
+    for one in family:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            one.kill()
     process.wait()
 
 
+def _family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """What a process has started, and what that has; nothing after it has ended."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    return []
+
+
 def exit_when_told() -> None:
-    """Let this process end with an exception when it is told to end, so that it ends what it started."""
+    """Let this process end with an exception when it is told to end, so that it ends what it started.
+
+    What it ignores, as SIGHUP under nohup, it goes on to ignore.
+    """
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 
 def last_words(log: Path, lines: int = LAST_WORDS) -> list[str]:

@@ -32,7 +32,7 @@ from stalewise.orchestrator.setup import check_objective, resolve_settings
 from stalewise.planning.memory import check_sampling_memory
 from stalewise.planning.planner import plan_for_training
 from stalewise.reporting.progress import watching
-from stalewise.rollout.factory import make_sampler
+from stalewise.rollout.factory import check_policy, make_sampler
 from stalewise.rollout.workers.coordinator import restore
 from stalewise.store import BatchManifest, atomic, checkpoints
 from stalewise.store.reward_versions import RewardVersion
@@ -158,9 +158,9 @@ def generate(
             if checkpoint is not None:
                 orchestrator.check_directory()
                 batches = _batches_of_checkpoint(orchestrator, Path(checkpoint))
-                check_sampling_memory(config.model, config.sampler.engine, str(checkpoint))
+                _check_sampling(orchestrator, Path(checkpoint))
                 return [orchestrator.generate(g, Path(checkpoint)) for g in batches]
-            check_sampling_memory(config.model, config.sampler.engine, orchestrator.newest_policy())
+            _check_sampling(orchestrator, Path(orchestrator.newest_policy()))
             orchestrator.prepare(learns=False)
             newest = checkpoints.versions(config.directory)[-1]
             missing = orchestrator.missing_batch(newest) if newest < orchestrator.schedule.updates else None
@@ -176,6 +176,13 @@ def generate(
                     "`stalewise train` makes it in its turn"
                 )
             return [orchestrator.generate(batch)]
+
+
+def _check_sampling(orchestrator: Orchestrator, policy: Path) -> None:
+    """Refuse what cannot be generated, before anything is loaded or written."""
+    section, task = orchestrator.config.sampler, orchestrator.task
+    check_policy(section, policy, task, orchestrator.config.first_prompts(task))
+    check_sampling_memory(orchestrator.config.model, section.engine, str(policy), section.max_new_tokens)
 
 
 def _batches_of_checkpoint(orchestrator: Orchestrator, checkpoint: Path) -> list[int]:
@@ -342,7 +349,8 @@ def _evaluate(
 ) -> list[Evaluation]:
     """Evaluate on the suites of a config; `tasks`: of each its task, number of prompts, and what held it out."""
     config = policy.config
-    check_sampling_memory(config.model, config.sampler.engine, str(policy.checkpoint))
+    longest = max(suite.max_new_tokens or config.sampler.max_new_tokens for suite in config.evaluation.suite)
+    check_sampling_memory(config.model, config.sampler.engine, str(policy.checkpoint), longest)
     results: list[Evaluation] = []
     with contextlib.closing(make_sampler(config)) as sampler, contextlib.ExitStack() as opened:
         for suite, (task, prompts, apart) in zip(config.evaluation.suite, tasks, strict=True):

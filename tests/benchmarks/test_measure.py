@@ -85,10 +85,10 @@ def test_variables_come_from_the_environment(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delenv("WHAT", raising=False)
     with pytest.raises(SystemExit, match="set WHAT in the environment"):
         measure.check_variables(plan, {})
-    monkeypatch.setenv("WHAT", "x")
-    measure.check_variables(plan, {"WHAT": "x"})
+    monkeypatch.setenv("WHAT", "x y")
+    measure.check_variables(plan, {"WHAT": "x y"})
     measure.work(plan, tmp_path, seconds=60)
-    assert (tmp_path / "a.log").read_text() == f"x x:{tmp_path}\n"
+    assert (tmp_path / "a.log").read_text() == f"x y x y:{tmp_path}\n"
 
 
 def test_a_plan_that_is_none_gets_one_message(tmp_path: Path) -> None:
@@ -146,6 +146,35 @@ finish(start([sys.executable, "-c", {inner!r}], Path({str(tmp_path / "inner")!r}
         time.sleep(0.02)
     assert processes.finish(process, seconds=0.01) is None
     assert gone(int(number.read_text()))
+
+
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT])
+def test_nothing_is_left_of_a_measurement_that_is_told_to_end(tmp_path: Path, told: signal.Signals) -> None:
+    """Three processes one above the other, each in a session of its own."""
+    number = tmp_path / "pid"
+    inner = f"import os, time; open({str(number)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    (tmp_path / "outer.py").write_text(f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from benchmarks.processes import finish, start
+finish(start([sys.executable, "-c", {inner!r}], Path({str(tmp_path / "inner")!r})))
+""")
+    (tmp_path / "plan.toml").write_text(step("a", str(tmp_path / "outer.py")))
+    command = [sys.executable, str(ROOT / "benchmarks" / "measure.py"), str(tmp_path / "plan.toml"), "--out"]
+    process = subprocess.Popen([*command, str(tmp_path / "out")], stderr=subprocess.DEVNULL)
+    while not number.exists() or not number.read_text():
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(told)
+    assert process.wait(20) != 0 and gone(int(number.read_text()))
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+    processes.exit_when_told()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
 
 
 def test_why_a_process_ended(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from stalewise.errors import ConfigError, nearest
 from stalewise.store.atomic import read_json, write_json_atomic
 from stalewise.tasks import TASKS, Task, make_evaluation_file, make_task
 from stalewise.tasks.difficulty import COPY, ChosenPrompts, read_table
+from stalewise.types import Prompt
 
 FORMAT = "stalewise.run/1"
 HERE = "{run}"  # stands for the run directory, wherever it is
@@ -143,6 +144,12 @@ class RunConfig(Section):
         if suite.task:
             return make_task(suite.task, seed=self.seed, **suite.options)
         return make_task(self.task.name, seed=self.seed, **{**self.task.options, **suite.options})
+
+    def first_prompts(self, task: Task, most: int = 256) -> list[Prompt]:
+        """Prompts that the run will use: the first of training, and the first of evaluation."""
+        count = min(most, self.schedule.updates * self.batch.prompts)
+        training = task.prompts(0, min(count, task.size or count))
+        return [*training, *task.evaluation_prompts(min(most, self.evaluation.prompts))]
 
     def identity(self) -> dict[str, Any]:
         """The settings that must stay the same when a run is resumed; see `identity_of`."""

@@ -25,6 +25,7 @@ from stalewise.models.loading import (
     load_model,
     load_tokenizer,
     pick_device,
+    pick_precision,
     pick_weights_dtype,
     resolve_model,
 )
@@ -165,13 +166,24 @@ def write_first_checkpoint(config: RunConfig, source: str, task: Task, log: Call
 def check_vllm_room(config: RunConfig, source: str) -> None:
     """Refuse a learner and a vLLM on one GPU that do not fit there together: what the learner holds stays beside vLLM.
 
-    vLLM itself would notice only when it wakes up after the first stage.
+    vLLM itself would notice only when it wakes up after the first stage. A share of the GPU that does not hold the
+    weights is refused as well: vLLM would say so after it was started.
     """
     device, section = pick_device(config.model.device), config.sampler.vllm
     if config.sampler.engine != "vllm" or device.type != "cuda":
         return
     needed, total = estimate(config, source), torch.cuda.mem_get_info(device)[1]
-    if needed is None or needed.least + section.gpu_memory_utilization * total <= total:
+    if needed is None:
+        return
+    weights = needed.shape.parameters * pick_precision(config.model.precision, device).itemsize
+    if weights > section.gpu_memory_utilization * total * section.tensor_parallel:
+        raise ConfigError(
+            f"{source} does not fit for generating: its weights take {weights / GIB:.2f} GiB, and sampler.vllm "
+            f"{section.gpu_memory_utilization:.0%} of the {total / GIB:.2f} GiB of {section.tensor_parallel} GPU(s): "
+            f"raise sampler.vllm.gpu_memory_utilization (the learner leaves {max(0.0, 1 - needed.least / total):.0%}) "
+            "or tensor_parallel, or choose a smaller model"
+        )
+    if needed.least + section.gpu_memory_utilization * total <= total:
         return
     room = 1 - needed.least / total
     what = f"of the {total / GIB:.1f} GiB of {device} sampler.vllm takes {section.gpu_memory_utilization:.0%}"

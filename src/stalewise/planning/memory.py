@@ -534,15 +534,22 @@ def _check_generator(new_tokens: int, source: str, needed: MemoryEstimate, elsew
     )
 
 
-def check_sampling_memory(model: ModelSection, engine: str, source: str) -> None:
-    """Refuse to sample from a model whose weights alone are too large for the device, before they are loaded."""
+def check_sampling_memory(model: ModelSection, engine: str, source: str, new_tokens: int) -> None:
+    """Refuse to sample where the weights and one response are too large for the device, before anything is loaded."""
     shape = model_shape(source, model) if engine in ("hf", "auto") else None
     if shape is None:
         return
     device = pick_device(model.device)
-    weights, free = shape.parameters * pick_precision(model.precision, device).itemsize, free_bytes(device)
-    if weights > free:
-        raise ModelError(
-            f"{source} is too large: its weights take {weights / GIB:.2f} GiB on {device}, where {free / GIB:.2f} are "
-            "free: choose a smaller model or a larger device"
-        )
+    itemsize, free = pick_precision(model.precision, device).itemsize, free_bytes(device)
+    weights, token_bytes = shape.parameters * itemsize, shape.layers * 2 * shape.keys * itemsize
+    response, left = (UNKNOWN_PROMPT + new_tokens) * token_bytes, free - weights
+    if response <= left:
+        return
+    fitting = left // token_bytes - UNKNOWN_PROMPT
+    with_response = f", one response of max_new_tokens = {new_tokens} {response / GIB:.2f} GiB of keys and values"
+    raise ModelError(
+        f"{source} is too large: its weights take {weights / GIB:.2f} GiB{with_response if left >= 0 else ''} on "
+        f"{device}, where {free / GIB:.2f} are free: "
+        + (f"at most max_new_tokens = {fitting} would fit: lower it, or " if fitting > 0 else "")
+        + "choose a smaller model or a larger device"
+    )

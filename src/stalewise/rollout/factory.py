@@ -22,14 +22,16 @@ from stalewise.errors import ConfigError, StalewiseError
 from stalewise.models.compilation import compiling_pays
 from stalewise.models.loading import (
     context_length,
+    find_device,
     load_model_config,
     load_tokenizer,
     pick_device,
     pick_precision,
 )
 from stalewise.rollout.engines.embedded import HFSampler
-from stalewise.rollout.generate import PROMPTS_TO_COMPARE, BatchPlan, shown_prompts
+from stalewise.rollout.generate import PROMPTS_TO_COMPARE, BatchPlan, environment_of, shown_prompts
 from stalewise.rollout.mixed_policy import MixedPolicySampler, check_tokenizers
+from stalewise.rollout.policy_files import RAISE_LIMIT
 from stalewise.rollout.sampler import Sampler, check_lengths
 from stalewise.staleness.schedule import Schedule
 from stalewise.store import Batch
@@ -133,6 +135,11 @@ def check_engine_devices(sampler: SamplerSection, model: ModelSection, schedule:
         return
     from stalewise.rollout.engines.vllm import device_groups, gpu_numbers
 
+    if count == 1:
+        raise ConfigError(
+            "with sampler.engine = vllm a pipelined run has two engines, each on its own GPUs, and this machine has "
+            'one: use the engine hf, or schedule.kind = "staged" or "synchronous"'
+        )
     section = sampler.vllm
     places = {"model.device": model.device, "schedule.generator_device": schedule.generator_device}
     taken: dict[str, set[int]] = {}
@@ -143,8 +150,9 @@ def check_engine_devices(sampler: SamplerSection, model: ModelSection, schedule:
                 f"each needs its own GPUs: set model.device and schedule.generator_device to two of cuda:0 … "
                 f"cuda:{count - 1}, or use the engine hf"
             )
-        device_groups(section.copies, section.tensor_parallel, torch.device(name))  # raises where GPUs are missing
-        taken[setting] = set(gpu_numbers(section.copies, section.tensor_parallel, torch.device(name), count))
+        device = find_device(name, setting)
+        device_groups(section.copies, section.tensor_parallel, device)  # raises where GPUs are missing
+        taken[setting] = set(gpu_numbers(section.copies, section.tensor_parallel, device, count))
     if both := set.intersection(*taken.values()):
         raise ConfigError(
             f"model.device = {places['model.device']} and schedule.generator_device = "
@@ -153,13 +161,15 @@ def check_engine_devices(sampler: SamplerSection, model: ModelSection, schedule:
         )
 
 
-def check_policy(section: SamplerSection, own: Path, task: Task) -> None:
+def check_policy(section: SamplerSection, own: Path, task: Task, prompts: list[Prompt]) -> None:
     """Refuse what the policy at `own` cannot do, before it is loaded: responses beyond its context, other tokens."""
-    new_tokens = section.max_new_tokens
-    limit = None if section.is_foreign else context_length(load_model_config(str(own)))
-    if limit is not None and new_tokens >= limit:
-        _, encoded = shown_prompts(task, _first_prompts(task), load_tokenizer(str(own)))
-        check_lengths(encoded, limit=limit, max_new_tokens=new_tokens)
+    of_engine = section.vllm.max_model_len if section.engine == "vllm" else None
+    limits = [limit for limit in (context_length(load_model_config(str(own))), of_engine) if limit is not None]
+    # What episodes begin with is known to their environment alone, which is not asked without need.
+    if limits and (environment_of(task) is None or section.max_new_tokens >= min(limits)):
+        _, encoded = shown_prompts(task, prompts, load_tokenizer(str(own)))
+        more = RAISE_LIMIT if of_engine == min(limits) else ""
+        check_lengths(encoded, limit=min(limits), max_new_tokens=section.max_new_tokens, more=more)
     check_second_policy(section.foreign, own, task)
 
 

@@ -18,6 +18,7 @@ from stalewise.rollout.sampler import Request, Response, check_lengths
 from stalewise.types import FinishReason, SamplerSettings
 
 ROUNDING = 1e-3  # by which a log-probability may exceed 0
+RAISE_LIMIT = " (or raise sampler.vllm.max_model_len)"  # where that is what a prompt is too long for
 MINUS_INFINITY = -9999.0  # what servers write for it, since JSON has no infinity
 
 
@@ -67,7 +68,8 @@ class ExternalSampler:
     def check_lengths(self, prompt_ids: Sequence[Sequence[int]]) -> None:
         """Refuse prompts that leave no room for a response."""
         limits = [limit for limit in (self.policy.context, self._max_length) if limit is not None]
-        least, more = min(limits, default=None), " (or raise sampler.vllm.max_model_len)" if self._max_length else ""
+        least = min(limits, default=None)
+        more = RAISE_LIMIT if self._max_length is not None and self._max_length == least else ""
         check_lengths(prompt_ids, limit=least, max_new_tokens=self.max_new_tokens, more=more)
 
     def make_responses(self, answers: Sequence[Answer], requests: Sequence[Request], engine: str) -> list[Response]:

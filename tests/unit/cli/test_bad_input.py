@@ -274,14 +274,15 @@ def test_a_prompt_that_is_longer_than_the_context(tmp_path: Path) -> None:
     assert "over the model's context of 128" in message
 
 
-def test_more_new_tokens_than_the_context_has(tmp_path: Path) -> None:
-    config = config_file(tmp_path, sampler={"max_new_tokens": 4000})
-    message = refused("train", config)
-    assert message == (
-        "the longest prompt has 6 tokens; with sampler.max_new_tokens = 4000 that is over the model's context of 128: "
-        "shorten prompts or lower max_new_tokens to at most 122"
-    )
-    assert not list(tmp_path.rglob("checkpoints"))  # before anything was loaded or written
+@pytest.mark.parametrize("new_tokens", [4000, 123])
+def test_more_new_tokens_than_the_context_has(new_tokens: int, tmp_path: Path) -> None:
+    config = config_file(tmp_path, sampler={"max_new_tokens": new_tokens})
+    for verb in ("train", "generate"):
+        assert refused(verb, config) == (
+            f"the longest prompt has 6 tokens; with sampler.max_new_tokens = {new_tokens} that is over the model's "
+            "context of 128: shorten prompts or lower max_new_tokens to at most 122"
+        )
+        assert not list(tmp_path.rglob("checkpoints"))  # before anything was loaded or written
     doctor = call("doctor", config)
     assert doctor.exit_code == 1 and "to at most 122" in doctor.stdout
 

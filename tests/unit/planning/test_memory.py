@@ -555,6 +555,27 @@ def test_a_model_that_is_too_large_is_refused_before_it_is_loaded(
     assert "model   " not in doctor.stdout.replace("model directory", "")  # it was not loaded either
 
 
+def test_a_response_that_does_not_fit_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither `generate` nor `eval` needs a learner; a token's keys and values and the weights do not change."""
+    policy = tmp_path / "policy"
+    shutil.copytree(EMBEDDED / "arithmetic", policy)
+    (policy / "model.safetensors").unlink()  # loading it would say so
+    found = model_shape(str(policy), RunConfig().model)
+    assert found is not None
+    weights, token = 4 * found.parameters, 8 * found.layers * found.keys
+    monkeypatch.setattr("stalewise.planning.memory.free_bytes", lambda device: weights + (128 + 7) * token)
+    path = write_config(tmp_path / "a.toml", tiny_record(tmp_path, model={"path": str(policy)}))
+    for verb in (["generate", path], ["eval", policy, "--task", "arithmetic", "--max-new-tokens", 8]):
+        message = refused(*verb)
+        assert message.startswith(
+            f"{policy} is too large: its weights take 0.00 GiB, one response of max_new_tokens = "
+        )
+        assert "at most max_new_tokens = 7 would fit: lower it, or choose a smaller model" in message
+    assert versions(tmp_path / "tiny") == []
+
+
 @pytest.mark.parametrize(
     ("megabytes", "model", "advice"),
     [

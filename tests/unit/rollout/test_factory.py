@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from stalewise.config import make_config
-from stalewise.errors import ConfigError, EngineError
-from stalewise.models import compilation
+from stalewise.errors import ConfigError, EngineError, ModelError, StalewiseError
+from stalewise.models import EMBEDDED, compilation
 from stalewise.rollout import factory
 from stalewise.rollout.engines import http as endpoint
 from stalewise.rollout.engines.server import ServerSampler
-from stalewise.rollout.factory import check_engine_devices, make_sampler, pick_engine
+from stalewise.rollout.factory import check_engine_devices, check_policy, make_sampler, pick_engine
 from tiny import tiny_record
 
 
@@ -87,6 +87,7 @@ def test_auto_is_the_embedded_engine_where_it_has_slots(
             closed.append(True)
 
     config = make_config({**sections, "sampler": {"engine": "auto", **sections.get("sampler", {})}})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(factory, "pick_device", lambda name: torch.device(device))
     monkeypatch.setattr(factory, "pick_precision", lambda *_: torch.bfloat16)
@@ -107,6 +108,13 @@ def test_auto_is_the_embedded_engine_where_it_has_slots(
         ("cuda:1", "cuda:1", 1, "would put two vLLM engines on GPU 1"),
         ("cuda:0", "cuda:3", 2, "needs 1 copies on 2 GPUs each from cuda:3 on, and there are 4"),
         ("cuda:1", "cuda:0", 2, "would put two vLLM engines on GPU 1"),
+        ("cuda:0", "cuda:x", 1, "schedule.generator_device is 'cuda:x': expected"),
+        (
+            "cuda:0",
+            "cuda:4",
+            1,
+            "schedule.generator_device is 'cuda:4': GPUs are counted from 0, and",
+        ),
     ],
 )
 def test_two_engines_never_claim_one_gpu(
@@ -117,17 +125,38 @@ def test_two_engines_never_claim_one_gpu(
     runs: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     record = tiny_record(runs, sampler={"engine": "vllm", "vllm": {"tensor_parallel": tensor_parallel}})
     schedule = {"kind": "pipelined", "updates": 4, "updates_per_generation": 2, "generator_device": generator}
     config = make_config({**record, "model": {"device": learner}, "schedule": schedule})
     if message:
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(StalewiseError, match=message):
             check_engine_devices(config.sampler, config.model, config.schedule)
     else:
+        check_engine_devices(config.sampler, config.model, config.schedule)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"this machine has one: use the engine hf, or schedule\.kind"):
         check_engine_devices(config.sampler, config.model, config.schedule)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     check_engine_devices(config.sampler, config.model, config.schedule)  # vLLM on CPUs claims no GPU
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     alone = make_config({**record, "model": {"device": learner}})
     check_engine_devices(alone.sampler, alone.model, alone.schedule)
+
+
+def test_responses_beyond_the_context_of_vllm_are_refused_before_it_is_started(runs: Path) -> None:
+    """The policy's context is 128, its longest prompt 6."""
+
+    def check(new_tokens: int, **vllm: Any) -> None:
+        sampler = {"engine": "vllm", "max_new_tokens": new_tokens, "vllm": vllm}
+        config = make_config(tiny_record(runs, sampler=sampler))
+        task = config.make_task()
+        check_policy(config.sampler, EMBEDDED / "arithmetic", task, config.first_prompts(task))
+
+    check(122)
+    check(90, max_model_len=96)
+    with pytest.raises(ModelError, match=r"context of 128: .* to at most 122$"):
+        check(123, max_model_len=4096)
+    with pytest.raises(ModelError, match=r"context of 96: .* at most 90 \(or raise sampler\.vllm\.max_model_len\)$"):
+        check(91, max_model_len=96)

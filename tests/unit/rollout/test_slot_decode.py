@@ -244,6 +244,12 @@ def test_a_kernel_that_cannot_be_made_is_a_reason_to_do_without_slots() -> None:
     assert "out of shared memory" in slots_problem(model, StepKernels(draw=no_draw))
 
 
+def test_weights_that_leave_no_memory_are_no_reason_to_do_without_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_cache, "MOST_BLOCKS", 1)
+    with pytest.raises(torch.OutOfMemoryError, match="beside the weights no response of 3 tokens fits"):
+        make(slots=True)
+
+
 @pytest.mark.parametrize(
     ("seed", "long"),
     [(0, False), (1, False), (1, True), *(pytest.param(seed, False, marks=pytest.mark.nightly) for seed in (2, 3))],

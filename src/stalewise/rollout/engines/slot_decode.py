@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stalewise.errors import ModelError
 from stalewise.models.attention import PACKED, SLOTS, needs_grids, packed_arguments
 from stalewise.models.compilation import recording
 from stalewise.models.kernels import SlotState, StepRows
@@ -55,6 +56,7 @@ FEWEST_FINE_ROWS = 8  # of a step; by fewer rows a step gets hardly shorter
 SLACK = (
     8  # one more free block for each of so many slots when responses are put back: the next are not put back at once
 )
+NEW_IN_TRIAL = 3  # tokens with which slots are tried
 
 
 def steps_per_check(new_tokens: int) -> int:
@@ -553,11 +555,13 @@ def slots_problem(model: Any, kernels: StepKernels | None = None) -> str:
     before = model.config._attn_implementation
     try:
         settings, nothing = SamplerSettings(), torch.empty(0, dtype=torch.long, device=model.device)
-        sizes = {"requests": 1, "prompts": 1, "prompt_room": 5, "new_tokens": 3}
+        sizes = {"requests": 1, "prompts": 1, "prompt_room": 5, "new_tokens": NEW_IN_TRIAL}
         decoder = SlotDecoder(model, **sizes, settings=settings, stop_ids=nothing, kernels=kernels)
-        (ended,) = decoder.decode(RequestQueue([Request(prompt, seed=1)], new_tokens=3))
+        (ended,) = decoder.decode(RequestQueue([Request(prompt, seed=1)], new_tokens=NEW_IN_TRIAL))
     except torch.OutOfMemoryError:
         raise
+    except ModelError as error:  # of the cache's size: less memory is no reason to do without slots
+        raise torch.OutOfMemoryError(f"beside the weights no response of {NEW_IN_TRIAL} tokens fits") from error
     except Exception as error:  # of an architecture, or of a kernel that does not compile for it
         return f"{type(error).__name__}: {error}"
     finally:
