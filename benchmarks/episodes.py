@@ -26,7 +26,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is no part of the package
 
-from benchmarks.processes import ending, finish, start
+from benchmarks.child_processes import ending, finish, start
 
 HERE = Path(__file__).resolve().parent
 QUIET = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0", "VLLM_LOGGING_LEVEL": "ERROR"}

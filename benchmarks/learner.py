@@ -29,7 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is no part of the package
 
-from benchmarks.processes import ending, finish, start
+from benchmarks.child_processes import ending, finish, start
 from learner_bench.figures import Part, headline, parts_of, table
 from versus.jobs import Results
 

@@ -34,7 +34,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is no part of the package
 
-from benchmarks.processes import exit_when_told, finish, last_words, start
+from benchmarks.child_processes import exit_when_told, finish, last_words, start
 
 ROOT = Path(__file__).resolve().parents[1]
 VARIABLE = re.compile(r"\$(\w+)")

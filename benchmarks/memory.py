@@ -33,7 +33,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is no part of the package
 
-from benchmarks.processes import ending, finish, start
+from benchmarks.child_processes import ending, finish, start
 from benchmarks.switches import Coin, write_model
 
 from stalewise.api import run

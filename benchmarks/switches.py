@@ -36,7 +36,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is no part of the package
 
-from benchmarks.processes import ending, finish, start
+from benchmarks.child_processes import ending, finish, start
 
 from stalewise.api import run
 from stalewise.config import make_config

@@ -36,7 +36,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is no part of the package
 
-from benchmarks.processes import ending, finish, start
+from benchmarks.child_processes import ending, finish, start
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "versus_vllm-h200.json"

@@ -22,7 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ..processes import end, exit_when_told
+from ..child_processes import end, exit_when_told
 from .settings import OURS, SMOKE, Settings, job_name
 
 FORMAT = "stalewise.benchmark.gsm8k/1"

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the package
 
-from benchmarks import measure, processes  # noqa: E402
+from benchmarks import child_processes, measure  # noqa: E402
 
 SLEEP = "-c 'import time; time.sleep(60)'"
 LEAVES_ONE = """
@@ -125,7 +125,7 @@ def gone(pid: int) -> bool:
 
 def test_what_a_process_leaves_running_ends_with_it(tmp_path: Path) -> None:
     number, log = tmp_path / "pid", tmp_path / "log"
-    assert processes.finish(processes.start([sys.executable, "-c", LEAVES_ONE, str(number)], log)) == 0
+    assert child_processes.finish(child_processes.start([sys.executable, "-c", LEAVES_ONE, str(number)], log)) == 0
     assert gone(int(number.read_text()))
 
 
@@ -137,14 +137,14 @@ def test_who_is_told_to_end_ends_what_it_started(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from benchmarks.processes import finish, start
+from benchmarks.child_processes import finish, start
 finish(start([sys.executable, "-c", {inner!r}], Path({str(tmp_path / "inner")!r})))
 """
-    process = processes.start([sys.executable, "-c", outer], log)
+    process = child_processes.start([sys.executable, "-c", outer], log)
     while not number.exists() or not number.read_text():
         assert process.poll() is None, log.read_text()
         time.sleep(0.02)
-    assert processes.finish(process, seconds=0.01) is None
+    assert child_processes.finish(process, seconds=0.01) is None
     assert gone(int(number.read_text()))
 
 
@@ -157,7 +157,7 @@ def test_nothing_is_left_of_a_measurement_that_is_told_to_end(tmp_path: Path, to
 import sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
-from benchmarks.processes import finish, start
+from benchmarks.child_processes import finish, start
 finish(start([sys.executable, "-c", {inner!r}], Path({str(tmp_path / "inner")!r})))
 """)
     (tmp_path / "plan.toml").write_text(step("a", str(tmp_path / "outer.py")))
@@ -172,16 +172,20 @@ finish(start([sys.executable, "-c", {inner!r}], Path({str(tmp_path / "inner")!r}
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
-    processes.exit_when_told()
+    child_processes.exit_when_told()
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
 
 
 def test_why_a_process_ended(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    code = processes.finish(processes.start([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], log))
-    assert code == -9 and processes.ending(-9, log) == ["ended with signal 9; the machine's memory may have run out"]
-    assert processes.ending(3, tmp_path / "none") == ["ended with exit code 3"]
+    code = child_processes.finish(
+        child_processes.start([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], log)
+    )
+    assert code == -9 and child_processes.ending(-9, log) == [
+        "ended with signal 9; the machine's memory may have run out"
+    ]
+    assert child_processes.ending(3, tmp_path / "none") == ["ended with exit code 3"]
 
 
 def test_the_command_line(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ TERMINATED = 143  # exit status of a process ended by SIGTERM
 
 
 def _import_packages() -> None:
-    """Import torch and transformers, which takes seconds: whoever watches is told."""
+    """Import torch and transformers. That takes seconds, so a terminal shows it."""
     from stalewise.models import import_packages
 
     if sys.stderr.isatty():
