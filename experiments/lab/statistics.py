@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import minimize
+from scipy.special import ndtr
 from scipy.stats import hypergeom, norm, t
 
 CONFIDENCE = 0.95
@@ -135,18 +136,19 @@ class Probit:
     location: float
     scale: float
 
-    def log_scores(self, x: Sequence[float], outcome: Sequence[bool]) -> np.ndarray:
+    def log_scores(self, x: Sequence[float] | np.ndarray, outcome: Sequence[bool] | np.ndarray) -> np.ndarray:
         """Log-probability of each outcome; probabilities are kept from 0.001 to 0.999."""
-        p = norm.cdf((np.log(x) - self.location) / self.scale).clip(SURE, 1 - SURE)
+        p = ndtr((np.log(x) - self.location) / self.scale).clip(SURE, 1 - SURE)
         return np.where(outcome, np.log(p), np.log1p(-p))
 
 
 def fit_probit(x: Sequence[float], outcome: Sequence[bool]) -> Probit:
     """Maximum likelihood, with the scale from 0.05 to 5, from several starts: the bounded likelihood has flats."""
-    logs = np.log(x)
+    values, outcomes = np.asarray(x), np.asarray(outcome)
+    logs = np.log(values)
 
     def loss(place: np.ndarray) -> float:
-        return -float(Probit(place[0], math.exp(place[1])).log_scores(x, outcome).sum())
+        return -float(Probit(place[0], math.exp(place[1])).log_scores(values, outcomes).sum())
 
     bounds = [(float(logs.min()) - 3, float(logs.max()) + 3), tuple(map(math.log, SCALES))]
     starts = [(float(q), s) for q in np.quantile(logs, (0.1, 0.3, 0.5, 0.7, 0.9)) for s in (-2.0, -0.5)]

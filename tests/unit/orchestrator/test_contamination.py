@@ -218,7 +218,7 @@ def test_an_export_says_what_it_can(trained: RunConfig, tmp_path: Path, monkeypa
     assert record["excluded"] == 0
     # Its config names the file without the directory.
     reason = (
-        "is an export of version 4 of the run tiny: what it was trained on is unknown (there is no file train.jsonl)"
+        "is an export of version 4 of the run tiny: what it was trained on is unknown (there is no file train.jsonl in"
     )
     assert reason in record["unknown"][0]
     assert "is an export of version 4 of the run tiny" in call(*words).stderr.replace("\n", " ")
