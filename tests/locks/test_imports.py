@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "tasks": BASE,
     "config": BASE | {"staleness", "store", "tasks"},
     "distributed": BASE | {"objectives"},
-    "models": BASE | {"store", "config"},
+    "models": BASE | {"store", "tasks", "config"},
     "reporting": BASE | {"staleness", "store", "config"},
     "rollout": DATA | {"models", "distributed"},
     "trainer": DATA | {"models", "distributed"},

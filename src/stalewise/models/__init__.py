@@ -6,16 +6,12 @@ What `model.path` means is found here, without torch; `stalewise.models.loading`
 from __future__ import annotations
 
 import gc
-from functools import lru_cache
 from pathlib import Path
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 from stalewise.errors import ModelError, nearest
 from stalewise.models.gguf import SMOLLM2, gguf_directory, is_gguf, smollm2_directory
 
 EMBEDDED = Path(__file__).parent / "policies"
-HUB_S = 5.0  # seconds in which a hub must answer
 
 
 def import_packages() -> None:
@@ -73,20 +69,12 @@ def _check_hub(name: str) -> None:
 
     if constants.is_offline_mode() or isinstance(try_to_load_from_cache(name, "config.json"), str):
         return
-    if not _answers(constants.ENDPOINT):
-        problem = f"{constants.ENDPOINT} does not answer within {HUB_S:g} s"
-        raise loading_error(name, "", OSError(problem))
+    from stalewise.tasks.hf_datasets import check_answers
 
-
-@lru_cache
-def _answers(url: str) -> bool:
     try:
-        with urlopen(Request(url, method="HEAD"), timeout=HUB_S):
-            return True
-    except HTTPError:
-        return True  # it has an opinion
-    except (OSError, ValueError):
-        return False
+        check_answers(constants.ENDPOINT)
+    except ConnectionError as error:
+        raise loading_error(name, "", error) from None
 
 
 def loading_error(path: str, what: str, error: Exception) -> ModelError:

@@ -6,6 +6,7 @@ import glob
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -137,13 +138,24 @@ def _check_hub(path: str) -> None:
     downloaded = Path(constants.HF_HUB_CACHE) / f"datasets--{path.replace('/', '--')}"
     if constants.is_offline_mode() or downloaded.is_dir() or any(prepared.glob(f"{glob.escape(owner)}*___*")):
         return
+    check_answers(constants.ENDPOINT)
+
+
+def check_answers(url: str) -> None:
+    """Raise a ConnectionError if the hub at this URL does not answer, now or when it was first asked."""
+    if not _answers(url):
+        raise ConnectionError(f"{url} does not answer within {HUB_S:g} s")
+
+
+@lru_cache
+def _answers(url: str) -> bool:
     try:
-        with urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=HUB_S):
-            return
+        with urlopen(Request(url, method="HEAD"), timeout=HUB_S):
+            return True
     except HTTPError:
-        return  # it has an opinion
+        return True  # an error of the hub is an answer
     except (OSError, ValueError):
-        raise ConnectionError(f"{constants.ENDPOINT} does not answer within {HUB_S:g} s") from None
+        return False
 
 
 def _on_disk(path: str) -> Path | None:

@@ -530,13 +530,18 @@ def test_the_gpu_that_is_named_is_the_one_that_torch_uses(monkeypatch: pytest.Mo
         pick_device("cuda:2")
 
 
+def config_without_weights(tmp_path: Path) -> tuple[Path, Path]:
+    """A config, and its policy, which has no weights: to load it would be an error of its own."""
+    policy = tmp_path / "policy"
+    shutil.copytree(EMBEDDED / "arithmetic", policy)
+    (policy / "model.safetensors").unlink()
+    return write_config(tmp_path / "a.toml", tiny_record(tmp_path, model={"path": str(policy)})), policy
+
+
 def test_a_model_that_is_too_large_is_refused_before_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = tmp_path / "policy"
-    shutil.copytree(EMBEDDED / "arithmetic", policy)
-    (policy / "model.safetensors").unlink()  # loading it would say so
-    path = write_config(tmp_path / "a.toml", tiny_record(tmp_path, model={"path": str(policy)}))
+    path, policy = config_without_weights(tmp_path)
     monkeypatch.setattr("stalewise.planning.memory.free_bytes", lambda device: 10**6)
     message = refused("train", path)
     assert message.startswith(f"{policy} is too large: 0.4 M parameters: at least 0.01 GiB and up to ")
@@ -559,14 +564,11 @@ def test_a_response_that_does_not_fit_is_refused_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither `generate` nor `eval` needs a learner; a token's keys and values and the weights do not change."""
-    policy = tmp_path / "policy"
-    shutil.copytree(EMBEDDED / "arithmetic", policy)
-    (policy / "model.safetensors").unlink()  # loading it would say so
+    path, policy = config_without_weights(tmp_path)
     found = model_shape(str(policy), RunConfig().model)
     assert found is not None
     weights, token = 4 * found.parameters, 8 * found.layers * found.keys
     monkeypatch.setattr("stalewise.planning.memory.free_bytes", lambda device: weights + (128 + 7) * token)
-    path = write_config(tmp_path / "a.toml", tiny_record(tmp_path, model={"path": str(policy)}))
     for verb in (["generate", path], ["eval", policy, "--task", "arithmetic", "--max-new-tokens", 8]):
         message = refused(*verb)
         assert message.startswith(
