@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from experiments.lab.definition import Job
+from experiments.lab.definition import Job, load_experiments
 from experiments.lab.plan import describe_plan, is_collapsed, next_jobs, score, seeds_of, tune, wider
 
 from tiny_lab import define
@@ -114,3 +114,12 @@ def test_a_plan_counts_a_job_of_two_claims_once(tmp_path: Path) -> None:
     (experiment,) = define(tmp_path)
     lines = describe_plan([experiment, experiment], "lab", lambda key: None)
     assert lines[1].split()[1] == "12" and lines[2].split()[1] == "0" and "core-seconds" in lines[-1]
+
+
+def test_a_plan_for_a_real_model_counts_seconds_of_a_gpu() -> None:
+    experiments = load_experiments(Path(__file__).parents[2] / "experiments")
+    lines = describe_plan(experiments, "real", lambda key: None)
+    assert [line.split()[0] for line in lines[1:-1]] == ["clipping-dilemma", "where-the-harm-is", "pass-at-k"]
+    # Tuned are three rates of the relaxed clip, on two seeds; the other claim has the same runs.
+    assert [line.split()[1] for line in lines[1:-1]] == ["6", "0", "0"]
+    assert lines[-1].endswith("seconds of one H200")
