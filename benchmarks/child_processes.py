@@ -1,4 +1,4 @@
-"""Processes of a measurement: what they say goes to a file, and what they start ends with them."""
+"""Child processes of benchmarks: their output goes to a file, and what they started ends with them."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def _family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def exit_when_told() -> None:
-    """Let this process end with an exception when it is told to end, so that it ends what it started.
+    """Turn SIGTERM and SIGHUP into SystemExit, so that this process ends its children first.
 
-    What it ignores, as SIGHUP under nohup, it goes on to ignore.
+    A signal that is ignored, as SIGHUP is under nohup, stays ignored.
     """
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):

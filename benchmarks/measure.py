@@ -1,20 +1,20 @@
-"""Work off a list of measurements on a machine that is there for a limited time.
+"""Run a plan of measurements within a time limit, for example on a rented GPU.
 
     python benchmarks/measure.py PLAN.toml --seconds 1700 --out DIRECTORY
     python benchmarks/measure.py PLAN.toml --list
 
-A plan has steps, which are made one after the other:
+A plan is a TOML file of steps, which run one after the other:
 
     [[step]]
     name = "switches"
-    run = "benchmarks/switches.py --sizes 0.5b --out $OUT/switches.json"   # of this repository, by this Python
-    seconds = 180                       # it is ended then, with all that it started
-    least = 120                         # optional: it is not begun with less left
+    run = "benchmarks/switches.py --sizes 0.5b --out $OUT/switches.json"   # a script of this repository
+    seconds = 180                       # limit; then the step and all that it started are ended
+    least = 120                         # optional: skipped if less time is left
     environment = { PYTHONPATH = "$VLLM:$PYTHONPATH" }                     # optional
 
-`$OUT` is DIRECTORY; other variables come from the environment, and one that is missing is told before anything begins.
-What a step says is in DIRECTORY/NAME.log, what became of it in DIRECTORY/measure.json. The same command goes on: steps
-that ended well are not made again.
+`$OUT` is DIRECTORY; other variables come from the environment, and a missing one is reported before anything runs. The
+output of a step is in DIRECTORY/NAME.log, its state in DIRECTORY/measure.json. The same command continues: steps that
+succeeded are not run again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ VARIABLE = re.compile(r"\$(\w+)")
 
 @dataclass(frozen=True)
 class Step:
-    """One command and the seconds that it may take."""
+    """One command and its time limit."""
 
     name: str
     run: str
@@ -61,7 +61,7 @@ def read_plan(path: Path) -> list[Step]:
     try:
         steps = [Step(**step) for step in tomllib.loads(path.read_text())["step"]]
     except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as error:
-        raise SystemExit(f"{path} is no plan with steps of name, run and seconds: {error}") from None
+        raise SystemExit(f"{path} is not a plan: it needs [[step]] tables with name, run, seconds ({error})") from None
     names = [step.name for step in steps]
     if twice := {name for name in names if names.count(name) > 1}:
         raise SystemExit(f"{path}: two steps are called {', '.join(sorted(twice))}; rename one")
@@ -81,7 +81,7 @@ def check_variables(steps: list[Step], variables: Mapping[str, str]) -> None:
 
 
 def make(step: Step, out: Path, seconds: float) -> dict[str, Any]:
-    """Make one step; what became of it."""
+    """Run one step; returns its state, exit status and seconds."""
     variables = {**os.environ, "OUT": str(out)}
     added = {name: fill(value, variables) for name, value in step.environment.items()}
     command = [sys.executable, *(fill(word, variables) for word in shlex.split(step.run))]  # values may have spaces
@@ -94,7 +94,7 @@ def make(step: Step, out: Path, seconds: float) -> dict[str, Any]:
 
 
 def work(steps: list[Step], out: Path, seconds: float) -> dict[str, Any]:
-    """Make the steps that are not done, in order, while there is time for them."""
+    """Run the steps that are not done, in order, while there is time for them."""
     exit_when_told()
     record_path, end = out / "measure.json", time.monotonic() + seconds
     record: dict[str, Any] = json.loads(record_path.read_text()) if record_path.exists() else {}

@@ -93,14 +93,14 @@ def test_variables_come_from_the_environment(tmp_path: Path, monkeypatch: pytest
 
 def test_a_plan_that_is_none_gets_one_message(tmp_path: Path) -> None:
     for text, words in (
-        ("[[step", "no plan"),
-        ("[[steps]]\nname = 'a'", "no plan"),
-        ("[[step]]\nname = 'a'", "no plan"),
+        ("[[step", "is not a plan"),
+        ("[[steps]]\nname = 'a'", "is not a plan"),
+        ("[[step]]\nname = 'a'", "is not a plan"),
         (step("a", "x") + step("a", "y"), "two steps are called a"),
     ):
         with pytest.raises(SystemExit, match=words):
             plan_of(tmp_path, text)
-    with pytest.raises(SystemExit, match="no plan"):
+    with pytest.raises(SystemExit, match="is not a plan"):
         measure.read_plan(tmp_path / "missing.toml")
 
 
