@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-KINDS = ("float32", "bfloat16", "int8")
+KINDS = ("float32", "int8", "bfloat16")
 WINDOW = 8  # updates that are averaged in a curve
 
 
@@ -41,7 +41,7 @@ def config_record(arguments: argparse.Namespace, kind: str, seed: int, runs: str
         options = {"path": arguments.train, "evaluation_path": arguments.test, "verifier": "math", "chat": True}
         options["system"] = "Please reason step by step, and put your final answer within \\boxed{}."
         record["task"] = {"name": "jsonl", "options": options}
-        record["sampler"] = {"max_new_tokens": 400, "rollouts_per_shard": 4096}
+        record["sampler"] = {"max_new_tokens": 400, "rollouts_per_shard": 1024}
         record["optimizer"]["warmup_updates"] = 8
     return record
 
@@ -78,7 +78,7 @@ def distance(one: list[float], other: list[float]) -> float:
     return statistics.fmean(abs(a - b) for a, b in zip(smooth(one), smooth(other), strict=True))
 
 
-def headline(runs: dict[str, dict[str, Any]], seeds: list[int]) -> dict[str, Any]:
+def headline(runs: dict[str, dict[str, Any]], kinds: list[str], seeds: list[int]) -> dict[str, Any]:
     """Distances of the curves from float32 of the same seed; between seeds of float32; mean final accuracies."""
     curves = {name: run["reward"] for name, run in runs.items()}
     between = [distance(curves[f"float32-{a}"], curves[f"float32-{b}"]) for a, b in itertools.combinations(seeds, 2)]
@@ -86,10 +86,11 @@ def headline(runs: dict[str, dict[str, Any]], seeds: list[int]) -> dict[str, Any
         "between_seeds": statistics.fmean(between) if between else None,
         "from_float32": {
             kind: statistics.fmean(distance(curves[f"{kind}-{seed}"], curves[f"float32-{seed}"]) for seed in seeds)
-            for kind in KINDS[1:]
+            for kind in kinds
+            if kind != "float32"
         },
         "accuracy": {
-            kind: statistics.fmean(runs[f"{kind}-{seed}"]["accuracy"][-1] for seed in seeds) for kind in KINDS
+            kind: statistics.fmean(runs[f"{kind}-{seed}"]["accuracy"][-1] for seed in seeds) for kind in kinds
         },
     }
 
@@ -98,6 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="float32 and those to compare with it")
     parser.add_argument("--updates", type=int, default=64)
     parser.add_argument("--stages", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=16)
@@ -107,16 +109,18 @@ def main() -> None:
     parser.add_argument("--train", default="")
     parser.add_argument("--test", default="")
     arguments = parser.parse_args()
-    seeds = [int(seed) for seed in arguments.seeds.split(",")]
+    seeds, kinds = [int(seed) for seed in arguments.seeds.split(",")], arguments.kinds.split(",")
     runs: dict[str, dict[str, Any]] = json.loads(arguments.out.read_text())["runs"] if arguments.out.exists() else {}
     with tempfile.TemporaryDirectory(prefix="moments-") as directory:
-        for seed, kind in itertools.product(seeds, KINDS):
+        for kind, seed in itertools.product(kinds, seeds):
             if f"{kind}-{seed}" not in runs:
                 runs[f"{kind}-{seed}"] = measure(arguments, kind, seed, directory)
-                settings = {name: value for name, value in vars(arguments).items() if name not in ("out", "seeds")}
+                settings = {
+                    name: value for name, value in vars(arguments).items() if name not in ("out", "seeds", "kinds")
+                }
                 arguments.out.write_text(json.dumps({"settings": settings, "runs": runs}, indent=1) + "\n")
                 print(f"{kind}-{seed}: {runs[f'{kind}-{seed}']['seconds']:.0f} s", flush=True)
-    record = {**headline(runs, seeds), **json.loads(arguments.out.read_text())}
+    record = {**headline(runs, kinds, seeds), **json.loads(arguments.out.read_text())}
     arguments.out.write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps({key: record[key] for key in ("between_seeds", "from_float32", "accuracy")}, indent=1))
 
