@@ -40,6 +40,7 @@ from stalewise.api import run
 from stalewise.config import RunConfig, make_config
 from stalewise.planning.memory import estimate
 from stalewise.store.atomic import read_json, write_json_atomic
+from stalewise.types import NullCallback
 
 FORMAT = "stalewise.memory/1"
 DEFAULT = ",".join(map("/".join, product(("0.5b", "1.5b"), ("full", "lora"), ("one", "pipelined"))))
@@ -97,7 +98,7 @@ def work_on(part: str, work: Path) -> dict[str, Any]:
     held = Held() if torch.cuda.is_available() else None
     if held is not None:
         held.start()
-    run(config)
+    run(config, MakesRoom(Path(config.model.path)))
     found: dict[str, Any] = {"estimate_bytes": foreseen and foreseen.peak, "certain_bytes": foreseen and foreseen.least}
     if foreseen is not None:
         found["estimate"] = {**foreseen.certain, **foreseen.learning, **foreseen.sampling, "stays": foreseen.stays}
@@ -106,6 +107,18 @@ def work_on(part: str, work: Path) -> dict[str, Any]:
         held.join()
         found["allocator"] = held.found
     return found
+
+
+class MakesRoom(NullCallback):
+    """Removes the model when a run has its own copy, version 0, and the disk has no room for three more."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = model
+
+    def begin(self, what: str, total: int) -> None:
+        size = sum(file.stat().st_size for file in self.model.glob("*"))
+        if size and shutil.disk_usage(self.model).free < 3.2 * size:
+            shutil.rmtree(self.model)
 
 
 class Held(threading.Thread):
@@ -252,7 +265,7 @@ def main() -> int:
             print(line(part, found), flush=True)
             if arguments.out:
                 write_json_atomic(arguments.out, result)
-    return 0
+    return int(any("error" in result["parts"][part] for part in arguments.parts.split(",")))
 
 
 if __name__ == "__main__":

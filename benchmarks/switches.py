@@ -275,6 +275,8 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
             raise SystemExit(f"{arguments.out} has the format {before['format']}, not {FORMAT}: name another file")
         result |= before if before["machine"] == result["machine"] else {}
     began = time.monotonic()
+    for left in work.glob("*-mu*"):  # runs of a process that was ended would fill the disk
+        shutil.rmtree(left)
     for size in sizes:
         if "copy" in parts:
             options = {"size": size, "moment_bytes": arguments.moment_bytes}
@@ -299,7 +301,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     return result
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="0.5b")
     parser.add_argument("--parts", default="copy,run")
@@ -318,14 +320,15 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.one:
         write_json_atomic(arguments.out, one(json.loads(arguments.one), arguments.work))
-        return
+        return 0
     if arguments.quick:
         arguments.sizes, arguments.mu, arguments.updates = "tiny", "8,4", 8
         arguments.prompts, arguments.tokens = 2, 64
     with tempfile.TemporaryDirectory() as temporary:
         result = measure(arguments, arguments.work or Path(temporary))
     print(json.dumps(result.get("headline", {}), indent=2))
+    return int(any("error" in found for part in ("copy", "runs") for found in result[part].values()))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

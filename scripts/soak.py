@@ -38,6 +38,10 @@ FSYNCS = 160  # a run makes some more: a kill before one of them falls into any 
 # Kinds of runs; one that collapses is taken back on the way.
 KINDS: dict[str, dict[str, Any]] = {
     "staged": {"schedule": {"kind": "staged", "updates": 12, "stages": 3}},
+    "synchronous": {  # learns from rollouts before the checkpoint of their policy is committed
+        "schedule": {"kind": "synchronous", "updates": 12, "updates_per_generation": 2},
+        "evaluation": {"prompts": 8, "samples": 2},
+    },
     "pipelined": {"schedule": {"kind": "pipelined", "updates": 12, "updates_per_generation": 3, "lag": 2}},
     "spent": {"schedule": {"updates": 24, "end": "spent", "spent_ess": 0.995}},
     "verifier": {  # rewards from worker processes, and rows from a file
@@ -251,7 +255,7 @@ def soak(
     expected = outcome(reference)
     done = victims = 0
     killed_at: list[int] = []  # newest checkpoint when a process was killed
-    killed_writing = 0
+    killed_writing = killed_holding = 0
     while done < kills:
         victims += 1
         victim = tiny_config(runs, f"victim-{victims}", objective, rank, kind)
@@ -269,6 +273,7 @@ def soak(
             done += not finished
             killed_at.append((versions(victim.directory) or [0])[-1] if not finished else 0)
             killed_writing += check_commits(victim.directory)
+            killed_holding += bool(list(victim.directory.glob("rollouts/.g*.tmp-*/g*/manifest.json")))
             now = committed_shards(victim.directory)
             assert seen <= now, "a committed shard was lost or written again"
             seen = now
@@ -280,6 +285,7 @@ def soak(
         "victims": victims,
         "kills_after_learning_began": sum(version > 0 for version in killed_at),
         "kills_while_writing": killed_writing,
+        "kills_while_rollouts_waited": killed_holding,
         "rollbacks": len(list(reference.directory.glob("rollbacks/*"))),
         "generation_batches": len(list(reference.directory.glob("rollouts/g*"))),
         "seconds_of_one_run": round(whole, 2),

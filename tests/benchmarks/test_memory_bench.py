@@ -43,6 +43,17 @@ def test_the_peak_is_that_of_the_process_and_its_children() -> None:
     assert 140 << 20 <= peak.most < 250 << 20
 
 
+def test_a_model_makes_room_only_where_the_disk_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tmp_path / "tiny"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"x" * 100)
+    usage = memory.shutil.disk_usage(tmp_path)
+    for free, stays in ((320, True), (319, False), (0, False)):  # the last time it is gone
+        monkeypatch.setattr(memory.shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        memory.MakesRoom(model).begin("generate", 1)
+        assert model.exists() == stays
+
+
 @pytest.mark.nightly
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()  # a model that is not there

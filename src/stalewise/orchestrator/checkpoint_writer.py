@@ -1,8 +1,9 @@
 """Commits checkpoints in a thread while the run goes on.
 
 The next stage is generated, or the next updates are taken, while the last policy is still being written. What depends
-on it is committed only after it: rollouts of a version and its evaluation wait for `join`. So a process that is killed
-in between leaves what a process that was killed before the checkpoint leaves, and the same command continues.
+on it is committed only after it: its evaluation waits for `join`, and so do its rollouts, from which the run may learn
+before (`HeldRollouts`). So a process that is killed in between leaves what a process that was killed before the
+checkpoint leaves, and the same command continues.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ Notes = dict[str, Any]  # for the journal
 class CheckpointWriter:
     """One checkpoint at a time. `version` is that of a checkpoint which is not known to be committed; None: all are.
 
-    `buffers` hold the copy that is written.
+    `buffers` hold the copy that is written. `on_commit` is called by the run when it knows of a commit.
     """
 
     def __init__(self, run_log: RunLog, buffers: HostBuffers) -> None:
         self.run_log, self.buffers, self._is_reserved = run_log, buffers, False
         self.version: int | None = None
+        self.on_commit: Callable[[], object] = lambda: None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._commit: Future[Notes] | None = None
         self._rest: Future[None] | None = None
@@ -72,6 +74,11 @@ class CheckpointWriter:
         if shapes and fits_beside(trainer.checkpoint_bytes()):
             self._rest = self._threads.submit(reserve)
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is not committed yet."""
+        return self._commit is not None and not self._commit.done()
+
     def check(self) -> None:
         """Raise the error of a checkpoint that has failed; waits for nothing."""
         if self._commit is not None and self._commit.done() and self._commit.exception() is not None:
@@ -95,6 +102,7 @@ class CheckpointWriter:
                     "run goes on from the one before: run the same command again"
                 ) from error
             self._commit = self.version = None
+        self.on_commit()
 
     def finish(self) -> None:
         """Return when nothing is left to do in the background."""

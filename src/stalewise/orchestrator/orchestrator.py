@@ -24,19 +24,24 @@ from stalewise.distributed import ALONE, Ranks
 from stalewise.errors import ModelError, TaskError
 from stalewise.models.loading import device_name
 from stalewise.models.transfer import HostBuffers
-from stalewise.objectives.regularizers import overlong_penalty
 from stalewise.orchestrator.checkpoint_writer import CheckpointWriter
 from stalewise.orchestrator.collapse_guard import CollapseGuard
 from stalewise.orchestrator.evaluation import Suites, definition_of, describe_evaluation, evaluate_checkpoint
 from stalewise.orchestrator.model_check import check_model, report_problem, stage_problem
 from stalewise.orchestrator.ranks import compute_reference, make_trainer
-from stalewise.orchestrator.rollout_source import RolloutSource
+from stalewise.orchestrator.rollout_source import HeldRollouts, RolloutSource
 from stalewise.orchestrator.run_log import RunLog
-from stalewise.orchestrator.setup import adopt_changes, check_vllm_room, drift_limits, log_move, write_first_checkpoint
+from stalewise.orchestrator.setup import (
+    adopt_changes,
+    check_vllm_room,
+    drift_limits,
+    log_move,
+    verify_before,
+    write_first_checkpoint,
+)
 from stalewise.orchestrator.stages import DriftBudget, begin_stage, forget_stages
-from stalewise.orchestrator.update_loop import UpdateLoop
+from stalewise.orchestrator.update_loop import UpdateLoop, selection_of
 from stalewise.planning.memory import check_memory, offloads, pick_parallel
-from stalewise.reporting.verification import check_run
 from stalewise.rollout.factory import (
     batch_plan,
     batch_problem,
@@ -48,6 +53,7 @@ from stalewise.rollout.factory import (
 from stalewise.rollout.generate import (
     BatchPlan,
     DeferredShards,
+    HeldShards,
     Refill,
     ScoreCheck,
     generate_batch,
@@ -63,7 +69,6 @@ from stalewise.staleness.spent import SPENT_ESS
 from stalewise.store import (
     Batch,
     BatchManifest,
-    Selection,
     batch_directory,
     committed_shards,
     is_committed,
@@ -107,7 +112,8 @@ class Orchestrator:
         self.suites = Suites(config, callback.log)
         self.tokens = 0  # sampled in the current phase
         self.scores = ScoreCheck()  # of the current phase
-        self.writer = CheckpointWriter(self.run_log, HostBuffers())
+        self.writer, self.held = CheckpointWriter(self.run_log, HostBuffers()), HeldRollouts()
+        self.writer.on_commit = self.held.commit
         # Caches of what is on disk:
         self.trainer: Trainer | None = None
         self.trainer_key = object()
@@ -164,23 +170,12 @@ class Orchestrator:
         if newest == 0:
             self._check_model(is_new=is_new, learns=learns)
         if not is_new:
-            self._verify(newest)
+            verify_before(self.directory, partial(self._checkpoint, newest), self.callback.log)
         self.run_log.drop_updates(first=newest)
         self.schedule = forget_stages(self.schedule, self.run_log.stages_path, newest)
         recall_lengths(self.sampler, self.directory / "rollouts")
         self.coordinator.publish()
         self.source.start(self)
-
-    def _verify(self, newest: int) -> None:
-        """Refuse to go on from damaged records or weights."""
-        start = time.perf_counter()
-        found = check_run(self.directory)
-        size = sum(file.stat().st_size for file in self._checkpoint(newest).rglob("*") if file.is_file())
-        seconds = time.perf_counter() - start
-        what = f"checked version {newest} and the records: {(found.bytes + size) / 1e6:,.1f} MB in {seconds:.1f} s"
-        count = len(found.not_covered)
-        left = f"; {count} without checksums, which `stalewise verify` names" if count else ""
-        self.callback.log(f"{what}, undamaged{left}")
 
     def _check_model(self, *, is_new: bool, learns: bool) -> None:
         """Compare decoding and learning with plain forward passes; where they differ, leave no run behind."""
@@ -220,7 +215,8 @@ class Orchestrator:
     def batch_directory(self, generation_batch: int) -> Path:
         """The directory of a generation batch of this run."""
         version = self.schedule.version_of(generation_batch)
-        return batch_directory(self.directory / "rollouts", version=version, generation_batch=generation_batch)
+        root = self.directory / "rollouts"
+        return self.held.place(batch_directory(root, version=version, generation_batch=generation_batch))
 
     def _checkpoint(self, version: int) -> Path:
         """The directory of a checkpoint, whose checksums are compared once: no damaged policy is ever used."""
@@ -232,7 +228,8 @@ class Orchestrator:
     def _batch_at(self, version: int) -> Batch:
         """The generation batch that this version learns from, whose checksums are compared once."""
         generation_batch = self.schedule.at(version).generation_batch
-        if generation_batch not in self.open_batches:
+        known = self.open_batches.get(generation_batch)
+        if known is None or not known.directory.is_dir():  # it had a temporary name
             self.open_batches = {
                 generation_batch: self._with_columns(self.source.open(self, generation_batch), generation_batch)
             }
@@ -300,7 +297,7 @@ class Orchestrator:
         """The batch with what learning reads besides its shards; what is missing of it is computed now."""
         batch.weights = self.config.objective.reward_weights
         if self.config.batch.without_variance in ("drop", "refill"):
-            batch.selection = self._selection(generation_batch)
+            batch.selection = selection_of(self.config, self.schedule, generation_batch)
         if not computes or self.reference is None:
             return batch
         batch.reference = self.reference.column(self.source.name_of(batch))
@@ -403,13 +400,14 @@ class Orchestrator:
                 refill=(refill := self._refill(plan, checkpoint, queue)),
             )
             ordered = queue.source if isinstance(queue, DeferredShards) else queue
-            assert ordered is not None
             if refill is not None:
                 ordered = refill.last or ordered
                 if refill.prompts:  # 0: the batch was complete already
                     notes |= {"refilled_prompts": refill.prompts - plan.prompts}
                     self.callback.log(f"generation batch {generation_batch}: {refill.describe(plan.prompts, manifest)}")
-            notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens, **self.coordinator.complete_batch(ordered)}
+            notes |= {"rollouts": manifest.rows, "tokens": manifest.tokens}
+            if isinstance(ordered, ShardQueue):
+                notes |= self.coordinator.complete_batch(ordered)
         batch = open_batch(self.batch_directory(generation_batch), verify=False)
         self._check_batch(self._with_columns(batch, generation_batch, computes=is_here))
         return manifest
@@ -423,31 +421,26 @@ class Orchestrator:
 
         def order(longer: BatchPlan) -> ShardQueue:
             before = first.source if isinstance(first, DeferredShards) else first
-            if (latest := refill.last or before) is not None:
+            if isinstance(latest := refill.last or before, ShardQueue):
                 self.coordinator.end_order(latest)
             refill.last = self.coordinator.order_batch(longer, checkpoint)
             return refill.last
 
-        refill = Refill(
-            plan.prompts, self.config.objective.reward_weights, self._selection(plan.generation_batch), order
-        )
+        dealt = selection_of(self.config, self.schedule, plan.generation_batch)
+        refill = Refill(plan.prompts, self.config.objective.reward_weights, dealt, order)
         return refill
-
-    def _selection(self, generation_batch: int) -> Selection:
-        """How informative groups are found and dealt to the updates of a batch."""
-        section, limit = self.config.objective, self.config.sampler.max_new_tokens
-        penalty = partial(
-            overlong_penalty, max_tokens=limit, margin=section.overlong_tokens, factor=section.overlong_penalty
-        )
-        updates = len(self.schedule.prompts_of(generation_batch, 1))
-        return Selection(updates, penalty) if section.overlong_tokens else Selection(updates)
 
     def _order(self, plan: BatchPlan, checkpoint: Path) -> ShardQueue | DeferredShards[ShardQueue]:
         """The shards of a batch. Those of a policy that is still being written are ordered when it is committed."""
         if self.writer.version != plan.version:
             return self.coordinator.order_batch(plan, checkpoint)
+        directory = self.batch_directory(plan.generation_batch)
 
-        def order(taken: Sequence[int] = ()) -> ShardQueue:
+        def order(taken: Sequence[int]) -> ShardQueue | HeldShards:
+            # What was sampled faster than the policy is written waits for it, and the run goes on.
+            may_wait = not directory.exists() and not plan.most_prompts and self.reference is None
+            if may_wait and self.writer.is_writing:
+                return self.held.hold(directory, taken, partial(self.coordinator.provenance, plan, checkpoint))
             self.writer.join()
             return self.coordinator.order_batch(plan, checkpoint, taken)
 
@@ -455,8 +448,11 @@ class Orchestrator:
         # compared with its files; shards that exist already are compared with it.
         alone = not (self.ranks.others or self.config.storage.url or plan.foreign_places)
         takes = isinstance(self.sampler, LiveSampler) and self.config.workers.learner == "shares"
-        is_new = not committed_shards(self.batch_directory(plan.generation_batch))
-        return DeferredShards(order) if alone and takes and is_new else order()
+        is_new = not committed_shards(directory)
+        if alone and takes and is_new:
+            return DeferredShards(order)
+        self.writer.join()
+        return self.coordinator.order_batch(plan, checkpoint)
 
     def _load_for_generation(self, checkpoint: Path) -> None:
         with self.run_log.timed("switch", reason="sampler"):
@@ -517,12 +513,12 @@ class Orchestrator:
             return
         stop = trainer.version
         self.run_log.log_event("learn", time.perf_counter() - start, first=version, stop=stop)
+        self.writer.finish()  # its buffers are used again
         with self.run_log.timed("switch", reason="checkpoint", version=stop):
             self._save(trainer, trainer.state() | ({"spent": spent} if spent else {}))
 
     def _save(self, trainer: Trainer, state: dict[str, Any]) -> None:
         """Copy the trainer's state to the host and write it in the background; at once where memory is short."""
-        self.writer.finish()  # its buffers are used again
         self.run_log.commit()  # before the checkpoint: no record that led to it can be lost unnoticed
         version, schedule, write_tokens = trainer.version, self.schedule, self.run_log.tokens.detach(trainer.version)
         size = trainer.checkpoint_bytes()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stalewise.config import ScheduleSection
 from stalewise.config.sections import ModelSection
 from stalewise.models.loading import resolve_model
 from stalewise.orchestrator.stages import read_schedule
+from stalewise.rollout.generate import HeldShards
 from stalewise.staleness.schedule import Schedule
-from stalewise.store import Batch, open_batch
+from stalewise.store import Batch, complete_manifests, open_batch
+from stalewise.store.atomic import commit_directory, temporary_name
 
 if TYPE_CHECKING:
     from stalewise.orchestrator.orchestrator import Orchestrator
@@ -54,3 +57,34 @@ class RolloutSource:
     def open(self, run: Orchestrator, generation_batch: int) -> Batch:
         """Open a committed generation batch and compare its files with their checksums."""
         return open_batch(run.batch_directory(generation_batch))
+
+
+class HeldRollouts:
+    """Generation batches of a policy whose checkpoint is still being written: learned from, and committed after it.
+
+    They have temporary names until then, so a process that is killed leaves nothing of them.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[Path, tuple[HeldShards, Callable[[], Mapping[str, Any]]]] = {}
+
+    def hold(self, directory: Path, taken: Sequence[int], provenance: Callable[[], Mapping[str, Any]]) -> HeldShards:
+        """The shards of a batch, of which some are taken; `provenance` will be in their manifests."""
+        if directory not in self._held:
+            self._held[directory] = HeldShards(temporary_name(directory) / directory.name), provenance
+        shards, _ = self._held[directory]
+        shards.take(list(taken), len(taken))
+        return shards
+
+    def place(self, directory: Path) -> Path:
+        """Where a batch is now."""
+        return self._held[directory][0].directory if directory in self._held else directory
+
+    def commit(self) -> None:
+        """Give the batches their names: their policy is committed."""
+        while self._held:
+            directory, (shards, provenance) = self._held.popitem()
+            if shards.directory.is_dir():
+                complete_manifests(shards.directory, provenance())
+                commit_directory(shards.directory, directory)
+                shards.directory.parent.rmdir()

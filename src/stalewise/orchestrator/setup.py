@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from stalewise.objectives import get_objective
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.planning.memory import GIB, estimate
 from stalewise.planning.planner import budget_limits, law_learning_rate, rests_on_collapses, rounded_down
+from stalewise.reporting.verification import check_run
 from stalewise.rollout.factory import pick_engine
 from stalewise.store import atomic, checkpoints
 from stalewise.store.json_lines import truncate_jsonl
@@ -45,6 +47,17 @@ from stalewise.trainer.lora import save_first
 FORMAT = "stalewise.limits/1"
 LEAST_ROOM = 0.05  # of a GPU, below which no vLLM is advised
 FILE = "limits.json"  # in the run directory
+
+
+def verify_before(directory: Path, newest: Callable[[], Path], log: Callable[[str], object]) -> None:
+    """Refuse to go on from damaged records or weights; `newest` compares the newest checkpoint and returns it."""
+    start = time.perf_counter()
+    found, checkpoint = check_run(directory), newest()
+    size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+    what = f"checked version {int(checkpoint.name[1:])} and the records: {(found.bytes + size) / 1e6:,.1f} MB"
+    count = len(found.not_covered)
+    left = f"; {count} without checksums, which `stalewise verify` names" if count else ""
+    log(f"{what} in {time.perf_counter() - start:.1f} s, undamaged{left}")
 
 
 def log_move(directory: Path, here: Mapping[str, Any], log: Callable[[str], object]) -> None:

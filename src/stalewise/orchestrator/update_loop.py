@@ -7,16 +7,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from stalewise.config import RunConfig
+from stalewise.objectives.regularizers import overlong_penalty
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.orchestrator.stages import DriftBudget
 from stalewise.staleness.schedule import Schedule, Step
-from stalewise.store import Batch, rollouts_of_updates
+from stalewise.store import Batch, Selection, rollouts_of_updates
 from stalewise.tasks.rows import MIXTURE, task_of
 from stalewise.trainer.batch import UpdateBatch
 from stalewise.trainer.pending_update import PendingUpdate, prefetch, updates_ahead
@@ -129,3 +132,13 @@ class UpdateLoop:
         taken = self.run_log.taken_on(step.generation_batch)
         batch_budget = taken[-1].batch_budget if taken else math.nan
         return self.schedule.spent([one.useful_share for one in taken], batch_budget, self.spent_ess)
+
+
+def selection_of(config: RunConfig, schedule: Schedule, generation_batch: int) -> Selection:
+    """How informative groups are found and dealt to the updates of a batch."""
+    section, limit = config.objective, config.sampler.max_new_tokens
+    penalty = partial(
+        overlong_penalty, max_tokens=limit, margin=section.overlong_tokens, factor=section.overlong_penalty
+    )
+    updates = len(schedule.prompts_of(generation_batch, 1))
+    return Selection(updates, penalty) if section.overlong_tokens else Selection(updates)

@@ -60,23 +60,37 @@ class ShardSource:
     def wait(self) -> None:
         """Wait a moment for other processes."""
 
-    def settle(self) -> None:
-        """Return when the policy is committed: before that, nothing it has sampled may be."""
+    def settle(self, directory: Path) -> Path:
+        """Where shards go; returns when the policy is committed: before that, nothing it has sampled may be."""
+        return directory
+
+
+class HeldShards(ShardSource):
+    """The shards of a batch whose policy is still being written: they wait in another directory."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.directory = directory
+
+    def settle(self, directory: Path) -> Path:
+        """Where they wait."""
+        return self.directory
 
 
 Source = TypeVar("Source", bound=ShardSource)
 
 
 class DeferredShards(ShardSource, Generic[Source]):
-    """The shards of a policy that is still being written: the first are sampled at once, and committed after it.
+    """The shards of a policy that is still being written: they are sampled at once, and committed after it.
 
-    `order` waits for the policy and returns the source of its shards, of which this process has the given ones.
+    `order` waits for the policy and returns the source of its shards, of which this process is making the given ones;
+    or it returns `HeldShards`, and is asked again when the next ones are sampled.
     """
 
-    def __init__(self, order: Callable[[list[int]], Source]) -> None:
+    def __init__(self, order: Callable[[list[int]], Source | HeldShards]) -> None:
         self._order = order
-        self._first: list[int] = []
-        self.source: Source | None = None
+        self._latest: list[int] = []
+        self.source: Source | HeldShards | None = None
 
     @property
     def provenance(self) -> Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -89,15 +103,14 @@ class DeferredShards(ShardSource, Generic[Source]):
 
     def take(self, missing: list[int], most: int) -> list[int]:
         """Any, before other processes know of them."""
-        if self.source is not None:
-            return self.source.take(missing, most)
-        self._first = missing[:most]
-        return self._first
+        self._latest = missing[:most] if self.source is None else self.source.take(missing, most)
+        return self._latest
 
-    def settle(self) -> None:
-        """Wait for the policy."""
-        if self.source is None:
-            self.source = self._order(self._first)
+    def settle(self, directory: Path) -> Path:
+        """Wait for the policy, unless the shards do."""
+        if self.source is None or isinstance(self.source, HeldShards):
+            self.source = self._order(self._latest)
+        return self.source.settle(directory)
 
     def made(self, shard: int) -> None:
         """This process has committed a shard."""
@@ -229,7 +242,7 @@ def generate_batch(
     load: Callable[[Path], object] | None = None,
     refill: Refill | None = None,
 ) -> store.BatchManifest:
-    """Make the missing shards of a generation batch and commit it; returns when all shards are there.
+    """Make the missing shards of a generation batch and commit it, where `source` puts it; returns when all are there.
 
     `load` is called instead of the sampler's own method where the policy may be in memory. `refill` adds prompts until
     enough groups have variance.
@@ -238,7 +251,7 @@ def generate_batch(
     if store.is_committed(directory):
         return store.read_batch_manifest(directory)
     make = partial(make_shards, on_shard=on_shard, check=check, load=load)
-    make(plan, checkpoint, directory, task, sampler, source or ShardSource(directory))
+    directory = make(plan, checkpoint, directory, task, sampler, source or ShardSource(directory))
     while refill is not None and (longer := refill.longer(plan, directory)) is not None:
         before, plan = plan.shards, longer
         make(plan, checkpoint, directory, task, sampler, refill.order(plan), before=before)
@@ -265,8 +278,11 @@ def make_shards(
     check: ScoreCheck | None = None,
     load: Callable[[Path], object] | None = None,
     before: int = 0,
-) -> None:
-    """Make the shards that fall to this process, then wait for those of the others; the first `before` are there."""
+) -> Path:
+    """Make the shards that fall to this process, then wait for those of the others; the first `before` are there.
+
+    Returns where they are.
+    """
     present = set(range(before))
     loaded = False
     # One thread verifies and writes the last shards while the next are sampled.
@@ -289,17 +305,17 @@ def make_shards(
                 loaded = True
             asked = [_shard_requests(plan, shard, task, sampler) for shard in shards]
             responses = _responses(plan, directory, asked, task, sampler)
-            sampled = time.perf_counter()
-            source.settle()
-            start += time.perf_counter() - sampled  # the shards took no longer for it
             pending, writing = writing, None
             if pending is not None:
                 start = max(start, pending.result())  # the seconds of shards do not overlap
+            sampled = time.perf_counter()
+            settled = source.settle(directory)
+            start += time.perf_counter() - sampled  # the shards took no longer for it
             if asked:
                 details = sampler.settings, asked, responses, start, source, check or ScoreCheck()
-                writing = writer.submit(_write_shards, plan, directory, task, *details)
+                writing = writer.submit(_write_shards, plan, settled, task, *details)
             elif not missing:
-                return
+                return settled
             elif pending is None:
                 source.wait()
 

@@ -45,7 +45,7 @@ from stalewise.store.schema import (
     table_from_rollouts,
 )
 from stalewise.store.token_log import TokenLog, TokenRecord, read_tokens, token_files, token_log_directory
-from stalewise.store.writer import AlreadyCommitted, commit_batch, next_shard, write_shard
+from stalewise.store.writer import AlreadyCommitted, commit_batch, complete_manifests, next_shard, write_shard
 
 __all__ = ["RolloutColumns", "TokenColumn", "concatenate"]
 __all__ += ["LedgerEntry", "Ranges", "append_entry", "consumed", "from_ranges", "ledger_path"]
@@ -57,4 +57,4 @@ __all__ += ["EPISODES", "EPISODE_SCHEMA", "FORMAT", "SCHEMA"]
 __all__ += ["rollouts_from_table", "table_from_columns", "table_from_rollouts"]
 __all__ += ["deal", "mean_reward", "rewards_of_updates", "rollouts_of_updates"]
 __all__ += ["TokenLog", "TokenRecord", "read_tokens", "token_files", "token_log_directory"]
-__all__ += ["AlreadyCommitted", "commit_batch", "next_shard", "write_shard"]
+__all__ += ["AlreadyCommitted", "commit_batch", "complete_manifests", "next_shard", "write_shard"]

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,17 @@ def commit_batch(
         write_json_atomic(directory / BATCH_MANIFEST, manifest_record(manifest), sealed=True)
     remove_temporaries(directory)  # of killed processes; nothing more is written here
     return manifest
+
+
+def complete_manifests(directory: str | Path, extra: Mapping[str, Any]) -> None:
+    """Add what was not known yet to the manifests of a batch that nobody has seen: it has a temporary name."""
+    directory = Path(directory)
+    shards = tuple(replace(shard, extra={**extra, **shard.extra}) for shard in committed_shards(directory))
+    for shard in shards:
+        write_json_atomic(shard_manifest_path(directory, shard.index), manifest_record(shard), sealed=True)
+    if is_committed(directory):  # else it is still being made
+        whole = replace(read_batch_manifest(directory), shards=shards)
+        write_json_atomic(directory / BATCH_MANIFEST, manifest_record(whole), sealed=True)
 
 
 def _check_parts(directory: Path, parts: Sequence[ShardManifest], expected: int) -> None:

@@ -17,9 +17,10 @@ from stalewise.orchestrator import checkpoint_writer
 from stalewise.orchestrator import orchestrator as module
 from stalewise.orchestrator.checkpoint_writer import CheckpointWriter, fits_beside
 from stalewise.orchestrator.run_log import RunLog
-from stalewise.store import batch_directories, checkpoints
+from stalewise.store import batch_directories, checkpoints, open_batch
 from stalewise.store.checkpoints import versions
 from stalewise.store.json_lines import read_jsonl
+from stalewise.store.manifest import read_shard_manifest
 from stalewise.trainer.trainer import Trainer
 from stalewise.types import NullCallback
 from trainer_inputs import POLICY, rollouts
@@ -174,6 +175,96 @@ def test_the_next_stage_is_sampled_while_the_checkpoint_is_written(
         assert versions(settings.directory) == [2, 4]
     shards = [sorted(settings.directory.rglob("shard-*.parquet")) for settings in (plain, config(tmp_path / "held"))]
     assert [path.read_bytes() for path in shards[0]] == [path.read_bytes() for path in shards[1]]
+
+
+class HeldLonger(Held):
+    """Holds each checkpoint back until the run has learned from the next stage, if there is one."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, settings: RunConfig) -> None:
+        super().__init__(patch)
+        self.settings, self.phase, self.learned, self.last = settings, "", 0, settings.schedule.updates
+        self.told: list[str] = []
+
+    def begin(self, what: str, total: int) -> None:
+        self.phase = what
+
+    def advance(self, amount: int, note: str = "") -> None:
+        if self.phase == "learn" and amount:
+            self.learned += amount
+            made, batches = versions(self.settings.directory), batch_directories(self.settings.directory / "rollouts")
+            self.told.append(f"learned {self.learned}, written {made[-1]}, committed {len(batches)}")
+            if self.learned % 2 == 1 or self.learned == self.last:  # one of the next stage; all
+                self.sampled.set()
+            else:
+                self.sampled.clear()
+
+
+SYNCHRONOUS = {"schedule": {"kind": "synchronous", "updates": 6, "updates_per_generation": 2}}
+
+
+def test_a_run_learns_from_rollouts_before_the_checkpoint_of_their_policy_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, settings = config(tmp_path / "plain", **SYNCHRONOUS), config(tmp_path / "held", **SYNCHRONOUS)
+    with monkeypatch.context() as patch:
+        run(settings, held := HeldLonger(patch, settings))
+    assert held.told[2] == "learned 3, written 0, committed 1"  # from rollouts of version 2
+    run(plain)
+    both = [one.directory for one in (plain, settings)]
+    assert [path.name for path in batch_directories(both[1] / "rollouts")] == [
+        "g000000-v000000",
+        "g000001-v000002",
+        "g000002-v000004",
+    ]
+    assert not list(both[1].rglob(".*tmp-*"))
+    for name in ("checkpoints/v000006/model.safetensors", "rollouts/g000001-v000002/shard-00001.parquet"):
+        assert (both[0] / name).read_bytes() == (both[1] / name).read_bytes()
+    for one in batch_directories(both[0] / "rollouts"):
+        batches = [open_batch(directory / "rollouts" / one.name) for directory in both]
+        origins = [[shard.extra for shard in batch.manifest.shards] for batch in batches]
+        assert origins[0] == origins[1] and {"policy", "seed", "worker"} <= origins[0][0].keys()
+        assert read_shard_manifest(batches[1].directory, 1) == batches[1].manifest.shards[1]
+
+
+def test_rollouts_that_wait_for_a_checkpoint_which_fails_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, settings = config(tmp_path / "whole", **SYNCHRONOUS), config(tmp_path / "full", **SYNCHRONOUS)
+    with monkeypatch.context() as patch:
+        held = HeldLonger(patch, settings)
+        real = checkpoints.commit_directory
+
+        def full(temporary: Path, final: Path) -> None:
+            real(temporary, final) if final.name == "v000000" else held.sampled.wait(WAIT_S)
+            if final.name != "v000000":
+                raise StoreError(f"disk full while writing {final}: free 5 bytes; run the same command again")
+
+        patch.setattr(checkpoints, "commit_directory", full)
+        with pytest.raises(StoreError, match=r"^disk full while writing .*v000002"):
+            run(settings, held)
+    assert held.learned > 2 and versions(settings.directory) == [0]
+    assert [path.name for path in batch_directories(settings.directory / "rollouts")] == ["g000000-v000000"]
+    run(settings)
+    run(whole)
+    final = [one.directory / "checkpoints" / "v000006" / "model.safetensors" for one in (settings, whole)]
+    assert final[0].read_bytes() == final[1].read_bytes()
+    assert not list(settings.directory.rglob(".*tmp-*"))
+
+
+def test_rollouts_that_wait_are_kept_when_a_run_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = config(tmp_path, **SYNCHRONOUS)
+
+    class Interrupted(HeldLonger):
+        def advance(self, amount: int, note: str = "") -> None:
+            super().advance(amount, note)
+            if self.learned == 3:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        run(settings, Interrupted(patch, settings))
+    assert versions(settings.directory)[-1] == 2
+    names = [path.name for path in batch_directories(settings.directory / "rollouts")]
+    assert names == ["g000000-v000000", "g000001-v000002"] and not list(settings.directory.rglob(".*tmp-*"))
 
 
 def test_an_evaluation_is_recorded_after_the_checkpoint_it_measured(

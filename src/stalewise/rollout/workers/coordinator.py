@@ -50,11 +50,10 @@ class Coordinator:
         """Order a generation batch; returns the queue of shards for this process, which has `taken` some already."""
         directory = batch_directory(self.run / "rollouts", version=plan.version, generation_batch=plan.generation_batch)
         if self.session is None:
-            worker = f"{self.role or 'learner'} on {socket.gethostname()}"
             lost_after_s = self.config.workers.lost_after_s
-            session = WorkerSession(self.object_store, worker, role=self.role, lost_after_s=lost_after_s)
+            session = WorkerSession(self.object_store, self._worker, role=self.role, lost_after_s=lost_after_s)
             self.session = session.__enter__()
-        order = work_order.WorkOrder(plan, policy_digest(checkpoint), work_order.config_digest(self.config))
+        order = self._order_of(plan, checkpoint)
         if self.sync is not None:
             for index in self.sync.drop_misfits(directory.name, order.fits):
                 self.log(f"shard {index} of {directory.name} was made for a withdrawn order: it is made again")
@@ -63,6 +62,17 @@ class Coordinator:
         queue.take(list(taken), len(taken))  # before others see the order
         work_order.place_order(self.object_store, order)
         return queue
+
+    def provenance(self, plan: BatchPlan, checkpoint: Path) -> dict[str, Any]:
+        """What the manifests of shards record that this process made for no order."""
+        return {**self._order_of(plan, checkpoint).provenance, "worker": self._worker}
+
+    def _order_of(self, plan: BatchPlan, checkpoint: Path) -> work_order.WorkOrder:
+        return work_order.WorkOrder(plan, policy_digest(checkpoint), work_order.config_digest(self.config))
+
+    @property
+    def _worker(self) -> str:
+        return f"{self.role or 'learner'} on {socket.gethostname()}"
 
     def check(self) -> None:
         """Raise if generating must end; a single process never has to."""
