@@ -3,18 +3,20 @@
     python benchmarks/measure.py PLAN.toml --seconds 1700 --out DIRECTORY
     python benchmarks/measure.py PLAN.toml --list
 
-A plan is a TOML file of steps, which run one after the other:
+A plan is a TOML file of steps, which run one after the other; neighbours with the same `beside` run at the same time:
 
     [[step]]
     name = "switches"
     run = "benchmarks/switches.py --sizes 0.5b --out $OUT/switches.json"   # a script of this repository
     seconds = 180                       # limit; then the step and all that it started are ended
     least = 120                         # optional: skipped if less time is left
+    beside = "a name"                   # optional
     environment = { PYTHONPATH = "$VLLM:$PYTHONPATH" }                     # optional
 
-`$OUT` is DIRECTORY; other variables come from the environment, and a missing one is reported before anything runs. The
-output of a step is in DIRECTORY/NAME.log, its state in DIRECTORY/measure.json. The same command continues: steps that
-succeeded are not run again.
+`$OUT` is DIRECTORY, `$LEFT` how many seconds the step has, less ten; other variables come from the environment, and a
+missing one is reported before anything runs. The output of a step is in
+DIRECTORY/NAME.log, its state in DIRECTORY/measure.json. The same command continues: steps that succeeded are not run
+again.
 """
 
 from __future__ import annotations
@@ -24,17 +26,19 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is no part of the package
 
-from benchmarks.child_processes import exit_when_told, finish, last_words, start
+from benchmarks.child_processes import end, exit_when_told, finish, last_words, start
 
 ROOT = Path(__file__).resolve().parents[1]
 VARIABLE = re.compile(r"\$(\w+)")
@@ -48,6 +52,7 @@ class Step:
     run: str
     seconds: float
     least: float = 0.0
+    beside: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -75,41 +80,75 @@ def fill(text: str, variables: Mapping[str, str]) -> str:
 
 def check_variables(steps: list[Step], variables: Mapping[str, str]) -> None:
     """End with a message if a step needs what the environment does not have."""
-    wanted = {name for step in steps for name in step.variables} - {"OUT", "PYTHONPATH"}
+    wanted = {name for step in steps for name in step.variables} - {"OUT", "LEFT", "PYTHONPATH"}
     if missing := sorted(wanted - variables.keys()):
         raise SystemExit(f"set {', '.join(missing)} in the environment: steps of the plan name them")
 
 
-def make(step: Step, out: Path, seconds: float) -> dict[str, Any]:
-    """Run one step; returns its state, exit status and seconds."""
-    variables = {**os.environ, "OUT": str(out)}
+@dataclass
+class Running:
+    """A step's process, and when it must end."""
+
+    step: Step
+    process: subprocess.Popen[bytes]
+    log: Path
+    began: float
+    end: float
+
+    def ended(self) -> dict[str, Any] | None:
+        """State, exit status and seconds, once it has ended or its time is over; None before."""
+        if self.process.poll() is None and time.monotonic() < self.end:
+            return None
+        code = finish(self.process, 0)
+        state = "cut" if code is None else "done" if code == 0 else "failed"
+        found = {"state": state, "code": code, "seconds": round(time.monotonic() - self.began, 1)}
+        return found if state == "done" else {**found, "said": last_words(self.log)}
+
+
+def begin(step: Step, out: Path, seconds: float) -> Running:
+    """Start a step that has so many seconds."""
+    variables = {**os.environ, "OUT": str(out), "LEFT": str(max(0, int(seconds) - 10))}
     added = {name: fill(value, variables) for name, value in step.environment.items()}
     command = [sys.executable, *(fill(word, variables) for word in shlex.split(step.run))]  # values may have spaces
     command[1] = str(ROOT / command[1]) if command[1].endswith(".py") else command[1]
-    log, began = out / f"{step.name}.log", time.monotonic()
-    code = finish(start(command, log, {**variables, **added}), seconds)
-    state = "cut" if code is None else "done" if code == 0 else "failed"
-    found = {"state": state, "code": code, "seconds": round(time.monotonic() - began, 1)}
-    return found if state == "done" else {**found, "said": last_words(log)}
+    log, now = out / f"{step.name}.log", time.monotonic()
+    return Running(step, start(command, log, {**variables, **added}), log, now, now + seconds)
+
+
+def make(steps: list[Step], out: Path, left: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Run steps at the same time; yields what became of each when it has ended."""
+    running = [begin(step, out, min(step.seconds, left)) for step in steps]
+    try:
+        while running:
+            for one in list(running):
+                if found := one.ended():
+                    running.remove(one)
+                    yield one.step.name, found
+            time.sleep(0.05)
+    finally:
+        for one in running:
+            end(one.process)
 
 
 def work(steps: list[Step], out: Path, seconds: float) -> dict[str, Any]:
     """Run the steps that are not done, in order, while there is time for them."""
     exit_when_told()
-    record_path, end = out / "measure.json", time.monotonic() + seconds
+    record_path, until = out / "measure.json", time.monotonic() + seconds
     record: dict[str, Any] = json.loads(record_path.read_text()) if record_path.exists() else {}
-    for step in steps:
-        left = end - time.monotonic()
-        if record.get(step.name, {}).get("state") == "done":
-            continue
-        if left <= step.least:
-            print(f"{step.name}: not begun, {left:.0f} s are left", flush=True)
-            continue
-        record[step.name] = found = make(step, out, min(step.seconds, left))
-        print(f"{step.name}: {found['state']} after {found['seconds']:.0f} s", flush=True)
-        temporary = record_path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(record, indent=1) + "\n")
-        os.replace(temporary, record_path)
+    missing = [step for step in steps if record.get(step.name, {}).get("state") != "done"]
+    for _, together in groupby(enumerate(missing), key=lambda item: item[1].beside or item[0]):
+        left, chosen = until - time.monotonic(), list[Step]()
+        for _, step in together:
+            if left > step.least:
+                chosen.append(step)
+            else:
+                print(f"{step.name}: not begun, {left:.0f} s are left", flush=True)
+        for name, found in make(chosen, out, left):
+            record[name] = found
+            print(f"{name}: {found['state']} after {found['seconds']:.0f} s", flush=True)
+            temporary = record_path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(record, indent=1) + "\n")
+            os.replace(temporary, record_path)
     return record
 
 

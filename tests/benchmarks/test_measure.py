@@ -72,6 +72,28 @@ def test_steps_are_made_in_order_and_those_that_ended_well_only_once(tmp_path: P
     assert again["wrong"]["state"] == "failed" and again["slow"]["state"] == "cut"
 
 
+def test_neighbours_with_one_name_run_at_the_same_time(tmp_path: Path) -> None:
+    """Each waits for the file of the other."""
+    (tmp_path / "wait.py").write_text("""
+import os, sys, time
+open(sys.argv[1], "w").close()
+while not os.path.exists(sys.argv[2]):
+    time.sleep(0.02)
+""")
+    wait = str(tmp_path / "wait.py")
+    one, other = tmp_path / "one", tmp_path / "other"
+    plan = plan_of(
+        tmp_path,
+        step("a", f"{wait} {one} {other}", beside="x"),
+        step("b", f"{wait} {other} {one}", beside="x"),
+        step("slow", SLEEP, seconds=0.5, beside="y"),
+        step("c", "-c 'import os; print(os.environ[\"LEFT\"])' $LEFT", seconds=25, beside="y"),
+    )
+    found = measure.work(plan, tmp_path, seconds=60)
+    assert {name: one["state"] for name, one in found.items()} == {"a": "done", "b": "done", "slow": "cut", "c": "done"}
+    assert list(found)[-1] == "slow" and (tmp_path / "c.log").read_text() == "15\n"
+
+
 def test_the_time_for_all_steps_cuts_one(tmp_path: Path) -> None:
     began = time.monotonic()
     found = measure.work(plan_of(tmp_path, step("a", SLEEP), step("b", SLEEP)), tmp_path, seconds=0.5)
