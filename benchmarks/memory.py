@@ -3,13 +3,13 @@
     python benchmarks/memory.py [--parts 0.5b/full/one,1.5b/lora/pipelined] [--out FILE]
     python benchmarks/memory.py --parts tiny/full/one    # in a minute, on a CPU
 
-A part is a size (0.5b, 1.5b, 7b), what is trained (full, or lora of rank 16 on bfloat16 weights) and a schedule: `one`
-process, in two stages, or `pipelined`, with a generator beside the learner on one GPU. Each is a whole run of eight
-updates with random weights in Qwen2.5's shapes, and rewards of a coin. The peak is what the driver counts as used,
-looked at ten times a second, less what was used before: so CUDA contexts and what torch's allocator reserves are in it.
-Beside it are the parts of the estimate, and what the allocator of the learner's process held at its own peak, by pool
-(of CUDA graphs, or of launches) and stream, and its largest blocks: what is not in use is cached. Without a GPU
-the peak is the resident memory of the run's processes, and the estimate means nothing.
+A part is a size (0.5b, 1.5b, 7b), what is trained (full, or lora of rank 16 on bfloat16 weights; lora-offload with
+`learner.offload`) and a schedule: `one` process, in two stages, or `pipelined`, with a generator beside the learner on
+one GPU. Each is a whole run of eight updates with random weights in Qwen2.5's shapes, and rewards of a coin. The peak
+is what the driver counts as used, looked at ten times a second, less what was used before: so CUDA contexts and what
+torch's allocator reserves are in it. Beside it are the parts of the estimate, and what the allocator of the learner's
+process held at its own peak, by pool (of CUDA graphs, or of launches) and stream, and its largest blocks: what is not
+in use is cached. Without a GPU the peak is the resident memory of the run's processes, and the estimate means nothing.
 """
 
 from __future__ import annotations
@@ -70,10 +70,12 @@ def config_of(part: str, work: Path) -> RunConfig:
         record["schedule"] = {"kind": "pipelined", "updates": UPDATES, "updates_per_generation": 2, "lag": 1}
     else:
         record["schedule"] = {"kind": "staged", "updates": UPDATES, "stages": 2}
-    if kind == "lora":
+    if kind != "full":
         record["model"] |= {"lora": {"rank": 16}, "precision": "auto" if size == "tiny" else "bfloat16-only"}
+    record["learner"] = {"gradient_checkpointing": size == "7b"}
+    if kind == "lora-offload":
+        record["learner"] |= {"offload": "always"}
     if size == "7b":
-        record["learner"] = {"gradient_checkpointing": True}
         record["optimizer"] |= {"moments": "int8"} if kind == "full" else {}
     return make_config(record)
 
@@ -210,7 +212,7 @@ def measure(part: str, work: Path) -> dict[str, Any]:
 
 def remove_runs(work: Path) -> None:
     """Remove runs of all parts: their checkpoints would fill the disk, and a run that ended early would go on."""
-    for part in product(PROMPTS, ("full", "lora"), ("one", "pipelined")):
+    for part in product(PROMPTS, ("full", "lora", "lora-offload"), ("one", "pipelined")):
         shutil.rmtree(work / "-".join(part), ignore_errors=True)
 
 

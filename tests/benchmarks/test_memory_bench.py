@@ -17,11 +17,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]  # benchmarks/ is no part o
 from benchmarks import memory  # noqa: E402
 
 
-@pytest.mark.parametrize("part", [*memory.DEFAULT.split(","), "7b/full/one", "7b/lora/one"])
+@pytest.mark.parametrize("part", [*memory.DEFAULT.split(","), "7b/full/one", "7b/lora/one", "7b/lora-offload/one"])
 def test_every_part_has_a_config(part: str, tmp_path: Path) -> None:
     size, kind, schedule = part.split("/")
     config = memory.config_of(part, tmp_path)
-    assert config.model.trains_adapters == (kind == "lora")
+    assert config.model.trains_adapters == (kind != "full")
+    assert config.learner.offload == ("always" if kind == "lora-offload" else "auto")
     assert config.schedule.kind == {"one": "staged", "pipelined": "pipelined"}[schedule]
     assert config.learner.gradient_checkpointing == (size == "7b")
     assert config.optimizer.moments == ("int8" if part == "7b/full/one" else "float32")
