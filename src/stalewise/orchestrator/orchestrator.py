@@ -2,8 +2,8 @@
 
 The orchestrator keeps no state of its own. What is next follows from the newest checkpoint: evaluate it if that is due;
 roll back if the run collapsed; obtain the generation batches that it needs; train up to the next checkpoint. Each of
-these commits its result, a checkpoint in the background, before anything that depends on it. After `kill -9` the same
-command continues, on a CPU to bit-identical weights.
+these commits its result, a checkpoint in the background; nothing is committed before what it depends on. After
+`kill -9` the same command continues, on a CPU to bit-identical weights.
 """
 
 from __future__ import annotations
