@@ -194,7 +194,7 @@ class Orchestrator:
     def check_directory(self) -> None:
         """Check that the directory belongs to this config, and write the config and the environment into it."""
         self.source.check_directory(self.directory)
-        remove_temporaries(self.directory, spare=is_being_written)
+        remove_temporaries(self.directory, spare=partial(is_being_written, self.directory))
         check_identity(self.config)
         if adopt_changes(self.config.model_dump(mode="json"), self.run_log, self.callback.log):
             self.schedule = self.source.schedule(self.config.schedule, self.run_log.stages_path)
@@ -473,7 +473,7 @@ class Orchestrator:
         """Warn about rollouts from which nothing can be learned; raise where that is so from the start."""
         self._check_scores(batch)
         problem = batch_problem(batch)
-        if problem and versions(self.directory)[-1:] == [0]:
+        if problem and self.writer.version is None and versions(self.directory)[-1:] == [0]:
             raise TaskError(f"nothing can be learned from {self.task.name}: {problem}; the rollouts are kept")
         if problem:
             self.callback.log(f"{batch.directory.name}: {problem}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,7 @@ from stalewise.orchestrator.stages import read_schedule
 from stalewise.rollout.generate import HeldShards
 from stalewise.staleness.schedule import Schedule
 from stalewise.store import Batch, complete_manifests, open_batch
-from stalewise.store.atomic import commit_directory, temporary_name
+from stalewise.store.atomic import commit_directory, explain_write_errors, temporary_name
 
 if TYPE_CHECKING:
     from stalewise.orchestrator.orchestrator import Orchestrator
@@ -86,5 +88,16 @@ class HeldRollouts:
             directory, (shards, provenance) = self._held.popitem()
             if shards.directory.is_dir():
                 complete_manifests(shards.directory, provenance())
+                _make_way(directory)
                 commit_directory(shards.directory, directory)
-                shards.directory.parent.rmdir()
+                with contextlib.suppress(OSError):  # the next start removes it
+                    shards.directory.parent.rmdir()
+
+
+def _make_way(directory: Path) -> None:
+    """Remove shards of this name, for which there was no order: a late worker made them for a withdrawn one."""
+    if directory.exists():
+        left = temporary_name(directory)
+        with explain_write_errors(directory, 0):
+            directory.rename(left)
+        shutil.rmtree(left, ignore_errors=True)

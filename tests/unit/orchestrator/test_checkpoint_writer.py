@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -265,6 +267,70 @@ def test_rollouts_that_wait_are_kept_when_a_run_is_interrupted(tmp_path: Path, m
     assert versions(settings.directory)[-1] == 2
     names = [path.name for path in batch_directories(settings.directory / "rollouts")]
     assert names == ["g000000-v000000", "g000001-v000002"] and not list(settings.directory.rglob(".*tmp-*"))
+
+
+def test_a_later_batch_from_which_nothing_can_be_learned_does_not_end_a_run_whose_checkpoint_is_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, told = config(tmp_path, **SYNCHRONOUS), list[str]()
+    problem = "none of 8 groups has variance; the mean reward is 0.000"
+    monkeypatch.setattr(module, "batch_problem", lambda batch: problem if batch.manifest.version == 2 else "")
+    held = HeldLonger(monkeypatch, settings)
+    monkeypatch.setattr(held, "log", told.append)
+    run(settings, held)
+    assert held.told[2] == "learned 3, written 0, committed 1"
+    assert f"g000001-v000002: {problem}" in told and versions(settings.directory)[-1] == 6
+
+
+def test_rollouts_that_wait_replace_what_a_worker_of_a_withdrawn_order_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, settings = config(tmp_path / "plain", **SYNCHRONOUS), config(tmp_path / "held", **SYNCHRONOUS)
+    run(plain)
+    batches = [one.directory / "rollouts" / "g000001-v000002" for one in (plain, settings)]
+
+    class Late(HeldLonger):
+        def advance(self, amount: int, note: str = "") -> None:
+            if self.phase == "learn" and amount and self.learned == 2:
+                assert not batches[1].exists()
+                shutil.copytree(batches[0].with_name("g000000-v000000"), batches[1])
+                (batches[1] / "manifest.json").unlink()
+            super().advance(amount, note)
+
+    with monkeypatch.context() as patch:
+        run(settings, Late(patch, settings))
+    files = [{path.name: path.read_bytes() for path in batch.glob("*.parquet")} for batch in batches]
+    assert files[0] == files[1] and open_batch(batches[1]).manifest.version == 2
+    assert not list(settings.directory.rglob(".*tmp-*"))
+
+
+def test_a_temporary_directory_that_cannot_be_removed_does_not_end_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, refused = config(tmp_path, **SYNCHRONOUS), list[Path]()
+
+    def rmdir(path: Path) -> None:
+        refused.append(path)
+        raise OSError(errno.ENOTEMPTY, "Directory not empty")  # a network file system keeps names of open files
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rmdir", rmdir)
+        run(settings, HeldLonger(patch, settings))
+    assert refused and versions(settings.directory)[-1] == 6
+
+
+@pytest.mark.parametrize("place", ["rollouts", "work", "rewards", "work/x"])
+def test_what_a_killed_run_leaves_is_removed_whatever_its_directory_is_called(tmp_path: Path, place: str) -> None:
+    settings = config((tmp_path / place).parent, name=Path(place).name, schedule={"kind": "synchronous", "updates": 1})
+    run(settings)
+    left = [
+        settings.directory / "rollouts" / ".g000001-v000002.tmp-0123456789ab",
+        settings.directory / "checkpoints" / ".v000002.tmp-0123456789ab",
+    ]
+    for one in left:
+        one.mkdir()
+    run(settings)
+    assert not [one for one in left if one.exists()]
 
 
 def test_an_evaluation_is_recorded_after_the_checkpoint_it_measured(

@@ -204,10 +204,11 @@ def _newest_records(
     return newest, files
 
 
-def is_being_written(path: Path) -> bool:
-    """Whether another process may be writing this: it is in `work`, in `rewards`, or in an incomplete batch."""
-    if "work" in path.parts[-4:-1] or "rewards" in path.parts[-3:-1]:
+def is_being_written(run: Path, path: Path) -> bool:
+    """Whether another process may be writing this: it is in a run's `work`, `rewards`, or an incomplete batch."""
+    within = path.relative_to(run).parts  # the run may have any of these names
+    if within[0] in ("work", "rewards"):
         return True
     with contextlib.suppress(StoreError):
-        return path.parent.parent.name == "rollouts" and not is_committed(path.parent)
+        return within[-3:-2] == ("rollouts",) and not is_committed(path.parent)
     return True
