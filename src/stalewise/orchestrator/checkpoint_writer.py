@@ -102,7 +102,7 @@ class CheckpointWriter:
                     "run goes on from the one before: run the same command again"
                 ) from error
             self._commit = self.version = None
-        self.on_commit()
+            self.on_commit()
 
     def finish(self) -> None:
         """Return when nothing is left to do in the background."""

@@ -52,6 +52,15 @@ def test_a_checkpoint_is_pending_until_it_is_joined(tmp_path: Path) -> None:
     writer.close(pytest.fail)
 
 
+def test_what_a_commit_lets_the_run_do_counts_as_waiting_for_it(tmp_path: Path) -> None:
+    writer = CheckpointWriter(RunLog(tmp_path), HostBuffers())
+    writer.on_commit = lambda: time.sleep(0.2)
+    writer.begin(3, lambda: {"bytes": 5}, lambda: None)
+    writer.close(pytest.fail)
+    (record,) = read_jsonl(tmp_path / "journal.jsonl")
+    assert record["reason"] == "commit" and record["seconds"] >= 0.2
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [
