@@ -68,7 +68,7 @@ def arguments(tmp_path: Path) -> argparse.Namespace:
     return argparse.Namespace(**options)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_runs_of_another_size_stay(arguments: argparse.Namespace, tmp_path: Path) -> None:
     before = {"format": switches.FORMAT, "machine": switches.machine(), "copy": {}, "runs": {}}
     before["runs"] = {"tiny/16/2": {"error": "as it was"}}
