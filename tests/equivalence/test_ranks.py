@@ -31,7 +31,7 @@ from stalewise.store.checkpoints import read_state, write_checkpoint
 from stalewise.trainer.trainer import NonFiniteUpdate, Trainer
 from tiny import tiny_record
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # one fixture takes the updates of all tests
 
 PROMPTS, GROUP, UPDATES = 6, 4, 2
 KINDS = ("replicated", "sharded")
