@@ -200,10 +200,11 @@ def summary(journal: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Seconds of a run by what it did; blocking seconds of a switch without those of the start and the end."""
     spent = {"generate": 0.0, "learn": 0.0, "switch": 0.0, "start": 0.0, "end": 0.0}
     reasons: dict[str, list[float]] = {"checkpoint": [], "commit": [], "learner": [], "sampler": [], "check": []}
-    last_update = max((place for place, record in enumerate(journal) if record["event"] == "learn"), default=0)
+    # The run ends with its last checkpoint; the commit of the one before may come after the last update.
+    last = max((place for place, one in enumerate(journal) if one.get("reason") == "checkpoint"), default=len(journal))
     for place, record in enumerate(journal):
         event, reason, seconds = record["event"], record.get("reason", ""), float(record["seconds"])
-        if event == "switch" and place > last_update > 0:
+        if event == "switch" and place >= last:
             spent["end"] += seconds
         elif reason == "first checkpoint" or (reason in ("learner", "sampler", "check") and not spent["learn"]):
             spent["start"] += seconds
@@ -266,7 +267,8 @@ def machine() -> dict[str, Any]:
     return {"device": gpu, "torch": torch.__version__}
 
 
-def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+def measure(arguments: argparse.Namespace, work: Path) -> tuple[dict[str, Any], bool]:
+    """All results of the file with those that are measured now, and whether one of these failed."""
     sizes, parts = arguments.sizes.split(","), arguments.parts.split(",")
     result: dict[str, Any] = {"format": FORMAT, "machine": machine(), "copy": {}, "runs": {}}
     if arguments.out and arguments.out.is_file():  # further sizes or µ of the same machine
@@ -274,13 +276,14 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
         if before["format"] != FORMAT:
             raise SystemExit(f"{arguments.out} has the format {before['format']}, not {FORMAT}: name another file")
         result |= before if before["machine"] == result["machine"] else {}
-    began = time.monotonic()
+    began, failed = time.monotonic(), False
     for left in work.glob("*-mu*"):  # runs of a process that was ended would fill the disk
         shutil.rmtree(left)
     for size in sizes:
         if "copy" in parts:
             options = {"size": size, "moment_bytes": arguments.moment_bytes}
             result["copy"][size] = in_a_process("copy", options, work)
+            failed |= "error" in result["copy"][size]
             print(size, "copy", json.dumps(result["copy"][size]), flush=True)
         for mu in map(int, arguments.mu.split(",")) if "run" in parts else ():
             options = {"size": size, "mu": mu, "updates": arguments.updates, "prompts": arguments.prompts}
@@ -291,6 +294,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
             name = size if arguments.engine == "hf" else f"{size}-vllm" + ("-drop" if arguments.sleep == "drop" else "")
             name = f"{name}/{arguments.prompts * GROUP}/{mu}"
             result["runs"][name] = found
+            failed |= "error" in found
             print(name, json.dumps(found), flush=True)
             result["headline"] = headline({k: run for k, run in result["runs"].items() if "error" not in run})
             if arguments.out:
@@ -298,7 +302,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
         shutil.rmtree(work / size, ignore_errors=True)
     if arguments.out:
         write_json_atomic(arguments.out, result)
-    return result
+    return result, failed
 
 
 def main() -> int:
@@ -325,9 +329,9 @@ def main() -> int:
         arguments.sizes, arguments.mu, arguments.updates = "tiny", "8,4", 8
         arguments.prompts, arguments.tokens = 2, 64
     with tempfile.TemporaryDirectory() as temporary:
-        result = measure(arguments, arguments.work or Path(temporary))
+        result, failed = measure(arguments, arguments.work or Path(temporary))
     print(json.dumps(result.get("headline", {}), indent=2))
-    return int(any("error" in found for part in ("copy", "runs") for found in result[part].values()))
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,17 @@ def test_a_model_makes_room_only_where_the_disk_is_short(tmp_path: Path, monkeyp
         assert model.exists() == stays
 
 
+@pytest.mark.parametrize(
+    ("found", "code"), [({"error": ["disk full"]}, 1), ({"estimate_bytes": 1, "peak_bytes": 1}, 0)]
+)
+def test_a_part_that_failed_is_told_to_who_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], code: int
+) -> None:
+    monkeypatch.setattr(memory, "measure", lambda part, work: {"estimate_ratio": None, **found})
+    monkeypatch.setattr(sys, "argv", ["memory.py", "--parts", "tiny/full/one", "--work", str(tmp_path)])
+    assert memory.main() == code
+
+
 @pytest.mark.nightly
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()  # a model that is not there

@@ -61,6 +61,28 @@ def test_start_and_end_of_a_run_are_no_switches() -> None:
     assert head["blocking_s_per_switch"].keys() == runs.keys()
 
 
+def test_a_commit_after_the_last_update_belongs_to_the_switch_before() -> None:
+    """The rollouts of the last update waited for it."""
+    switch = {"event": "switch", "seconds": 1.0}
+    journal = [
+        {**switch, "reason": "checkpoint"},
+        {"event": "generate", "seconds": 4.0},
+        {"event": "learn", "seconds": 3.0},
+    ]
+    journal += [{**switch, "reason": "commit"}, {**switch, "reason": "checkpoint"}, {**switch, "reason": "commit"}]
+    found = switches.summary(journal)
+    assert (found["switches"], found["seconds"]["switch"], found["seconds"]["end"]) == (1, 2.0, 2.0)
+
+
+def test_what_a_cut_run_left_goes_and_a_failure_is_told(
+    arguments: argparse.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tiny-mu4" / "checkpoints").mkdir(parents=True)
+    monkeypatch.setattr(switches, "in_a_process", lambda part, options, work: {"error": "no"})
+    found, failed = switches.measure(arguments, tmp_path)
+    assert failed and found["runs"] == {"tiny/8/2": {"error": "no"}} and not (tmp_path / "tiny-mu4").exists()
+
+
 @pytest.fixture
 def arguments(tmp_path: Path) -> argparse.Namespace:
     options = {"sizes": "tiny", "parts": "run", "mu": "2", "updates": 4, "prompts": 1, "tokens": 8}
@@ -73,8 +95,8 @@ def test_runs_of_another_size_stay(arguments: argparse.Namespace, tmp_path: Path
     before = {"format": switches.FORMAT, "machine": switches.machine(), "copy": {}, "runs": {}}
     before["runs"] = {"tiny/16/2": {"error": "as it was"}}
     arguments.out.write_text(json.dumps(before))
-    found = switches.measure(arguments, tmp_path)
-    assert found == json.loads(arguments.out.read_text())
+    found, failed = switches.measure(arguments, tmp_path)
+    assert not failed and found == json.loads(arguments.out.read_text())
     assert found["runs"].keys() == {"tiny/16/2", "tiny/8/2"} and found["runs"]["tiny/16/2"]["error"] == "as it was"
     assert (found["runs"]["tiny/8/2"]["updates"], found["runs"]["tiny/8/2"]["switches"]) == (4, 1)
     assert found["headline"]["times_faster_than_mu_4"] == {}

@@ -513,12 +513,12 @@ class Orchestrator:
             return
         stop = trainer.version
         self.run_log.log_event("learn", time.perf_counter() - start, first=version, stop=stop)
-        self.writer.finish()  # its buffers are used again
         with self.run_log.timed("switch", reason="checkpoint", version=stop):
             self._save(trainer, trainer.state() | ({"spent": spent} if spent else {}))
 
     def _save(self, trainer: Trainer, state: dict[str, Any]) -> None:
         """Copy the trainer's state to the host and write it in the background; at once where memory is short."""
+        self.writer.finish()  # its buffers are used again
         self.run_log.commit()  # before the checkpoint: no record that led to it can be lost unnoticed
         version, schedule, write_tokens = trainer.version, self.schedule, self.run_log.tokens.detach(trainer.version)
         size = trainer.checkpoint_bytes()

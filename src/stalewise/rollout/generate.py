@@ -61,7 +61,7 @@ class ShardSource:
         """Wait a moment for other processes."""
 
     def settle(self, directory: Path) -> Path:
-        """Where shards go; returns when the policy is committed: before that, nothing it has sampled may be."""
+        """Return the directory of the shards, when they may be written there: not before their policy is committed."""
         return directory
 
 
@@ -73,7 +73,7 @@ class HeldShards(ShardSource):
         self.directory = directory
 
     def settle(self, directory: Path) -> Path:
-        """Where they wait."""
+        """The directory where they wait."""
         return self.directory
 
 
@@ -107,7 +107,7 @@ class DeferredShards(ShardSource, Generic[Source]):
         return self._latest
 
     def settle(self, directory: Path) -> Path:
-        """Wait for the policy, unless the shards do."""
+        """Wait for the policy, or let the shards wait for it."""
         if self.source is None or isinstance(self.source, HeldShards):
             self.source = self._order(self._latest)
         return self.source.settle(directory)

@@ -141,7 +141,7 @@ def commit_batch(
 
 
 def complete_manifests(directory: str | Path, extra: Mapping[str, Any]) -> None:
-    """Add what was not known yet to the manifests of a batch that nobody has seen: it has a temporary name."""
+    """Add `extra` to the manifests of a batch that has a temporary name, so that no other process reads it."""
     directory = Path(directory)
     shards = tuple(replace(shard, extra={**extra, **shard.extra}) for shard in committed_shards(directory))
     for shard in shards:

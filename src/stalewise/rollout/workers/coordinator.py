@@ -64,7 +64,7 @@ class Coordinator:
         return queue
 
     def provenance(self, plan: BatchPlan, checkpoint: Path) -> dict[str, Any]:
-        """What the manifests of shards record that this process made for no order."""
+        """What the manifests of shards record that this process made without an order."""
         return {**self._order_of(plan, checkpoint).provenance, "worker": self._worker}
 
     def _order_of(self, plan: BatchPlan, checkpoint: Path) -> work_order.WorkOrder:
