@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from stalewise import store
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import StoreError
@@ -217,8 +218,16 @@ def test_a_run_learns_from_rollouts_before_the_checkpoint_of_their_policy_is_com
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, settings = config(tmp_path / "plain", **SYNCHRONOUS), config(tmp_path / "held", **SYNCHRONOUS)
+    written, real = list[tuple[str, int]](), store.write_shard
+
+    def counting(directory: Path, index: int, *arguments: Any, **options: Any) -> Any:
+        written.append((directory.name, index))
+        return real(directory, index, *arguments, **options)
+
     with monkeypatch.context() as patch:
+        patch.setattr(store, "write_shard", counting)
         run(settings, held := HeldLonger(patch, settings))
+    assert len(written) == 6 and len(set(written)) == 6  # none was sampled twice
     assert held.told[2] == "learned 3, written 0, committed 1"  # from rollouts of version 2
     run(plain)
     both = [one.directory for one in (plain, settings)]
@@ -235,6 +244,19 @@ def test_a_run_learns_from_rollouts_before_the_checkpoint_of_their_policy_is_com
         origins = [[shard.extra for shard in batch.manifest.shards] for batch in batches]
         assert origins[0] == origins[1] and {"policy", "seed", "worker"} <= origins[0][0].keys()
         assert read_shard_manifest(batches[1].directory, 1) == batches[1].manifest.shards[1]
+
+
+def test_a_batch_that_gets_its_name_between_two_of_its_updates_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    often = {**SYNCHRONOUS, "checkpoints": {"every": 1}}
+    plain, settings = config(tmp_path / "plain", **often), config(tmp_path / "held", **often)
+    with monkeypatch.context() as patch:
+        run(settings, held := HeldLonger(patch, settings))
+    assert held.told[2].endswith("committed 1") and held.told[3].endswith("committed 2")
+    run(plain)
+    final = [one.directory / "checkpoints" / "v000006" / "model.safetensors" for one in (plain, settings)]
+    assert final[0].read_bytes() == final[1].read_bytes()
 
 
 def test_rollouts_that_wait_for_a_checkpoint_which_fails_are_made_again(
