@@ -189,26 +189,34 @@ def test_the_next_stage_is_sampled_while_the_checkpoint_is_written(
     assert [path.read_bytes() for path in shards[0]] == [path.read_bytes() for path in shards[1]]
 
 
-class HeldLonger(Held):
-    """Holds each checkpoint back until the run has learned from the next stage, if there is one."""
+class HeldLonger(NullCallback):
+    """Holds each checkpoint back until the run has taken an update after it, or its last one."""
 
     def __init__(self, patch: pytest.MonkeyPatch, settings: RunConfig) -> None:
-        super().__init__(patch)
-        self.settings, self.phase, self.learned, self.last = settings, "", 0, settings.schedule.updates
-        self.told: list[str] = []
+        self.settings, self.phase, self.learned, self.told = settings, "", 0, list[str]()
+        real = checkpoints.commit_directory
+
+        def commit_directory(temporary: Path, final: Path) -> None:
+            self.wait_for(int(final.name[1:]))
+            real(temporary, final)
+
+        patch.setattr(checkpoints, "commit_directory", commit_directory)
+
+    def wait_for(self, version: int) -> None:
+        """Return when this version may be committed; at once for the first."""
+        end = time.monotonic() + WAIT_S
+        while version > 0 and self.learned < min(version + 1, self.settings.schedule.updates):
+            assert time.monotonic() < end, "the run waits for the checkpoint before it learns"
+            time.sleep(0.005)
 
     def begin(self, what: str, total: int) -> None:
         self.phase = what
 
     def advance(self, amount: int, note: str = "") -> None:
         if self.phase == "learn" and amount:
-            self.learned += amount
             made, batches = versions(self.settings.directory), batch_directories(self.settings.directory / "rollouts")
-            self.told.append(f"learned {self.learned}, written {made[-1]}, committed {len(batches)}")
-            if self.learned % 2 == 1 or self.learned == self.last:  # one of the next stage; all
-                self.sampled.set()
-            else:
-                self.sampled.clear()
+            self.told.append(f"learned {self.learned + amount}, written {made[-1]}, committed {len(batches)}")
+            self.learned += amount
 
 
 SYNCHRONOUS = {"schedule": {"kind": "synchronous", "updates": 6, "updates_per_generation": 2}}
@@ -268,7 +276,7 @@ def test_rollouts_that_wait_for_a_checkpoint_which_fails_are_made_again(
         real = checkpoints.commit_directory
 
         def full(temporary: Path, final: Path) -> None:
-            real(temporary, final) if final.name == "v000000" else held.sampled.wait(WAIT_S)
+            real(temporary, final) if final.name == "v000000" else held.wait_for(2)
             if final.name != "v000000":
                 raise StoreError(f"disk full while writing {final}: free 5 bytes; run the same command again")
 
