@@ -93,9 +93,6 @@ def task_options(work: Path) -> dict[str, Any]:
 def work_on(part: str, work: Path) -> dict[str, Any]:
     """The run, in a process of its own; what `doctor` foresaw, and what the allocator held."""
     config = config_of(part, work)
-    if not Path(config.model.path).is_dir():
-        write_model(part.partition("/")[0], Path(config.model.path))
-        torch.cuda.empty_cache()
     foreseen = estimate(config, config.model.path, longest_prompt=PROMPT_TOKENS, alone=True)
     held = Held() if torch.cuda.is_available() else None
     if held is not None:
@@ -218,9 +215,12 @@ def remove_runs(work: Path) -> None:
 
 def in_a_process(part: str, work: Path) -> dict[str, Any]:
     """A part in a process of its own, whose memory is looked at from here."""
-    before, began, place = used_bytes(), time.monotonic(), work / "found.json"
+    size, own, place = part.partition("/")[0], [sys.executable, __file__, "--work", str(work)], work / "found.json"
+    if not (work / size).is_dir():  # in another process: it is made in float32, which may be more than the run takes
+        subprocess.run([*own, "--write", size], check=True)
     place.unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--work", str(work), "--one", part, "--out", str(place)]
+    before, began = used_bytes(), time.monotonic()
+    command = [*own, "--one", part, "--out", str(place)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(work), os.environ.get("PYTHONPATH", "")])}
     process = start(command, work / "log", environment)
     peak = Peak(psutil.Process(process.pid), before)
@@ -252,7 +252,11 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--work", type=Path, help="where models and runs go; a temporary directory by default")
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--write", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.write:
+        write_model(arguments.write, arguments.work / arguments.write)
+        return 0
     if arguments.one:
         arguments.out.write_text(json.dumps(work_on(arguments.one, arguments.work)))
         return 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -34,6 +35,7 @@ def config_record(arguments: argparse.Namespace, kind: str, seed: int, runs: str
         "optimizer": {"learning_rate": arguments.learning_rate, "moments": kind},
         "evaluation": {"prompts": arguments.test_prompts},
         "learner": {"record_tokens": False},
+        "checkpoints": {"keep": 1},
     }
     if arguments.model:
         record["model"] = {"path": arguments.model}
@@ -54,6 +56,7 @@ def measure(arguments: argparse.Namespace, kind: str, seed: int, runs: str) -> d
 
     config, start = make_config(config_record(arguments, kind, seed, runs)), time.perf_counter()
     run(config)
+    shutil.rmtree(config.directory / "checkpoints")  # those of a run with a large model would fill the disk
     updates = read_jsonl(config.directory / "metrics.jsonl")
     evaluations = read_jsonl(config.directory / "eval.jsonl")
     return {
@@ -110,6 +113,8 @@ def main() -> None:
     parser.add_argument("--test", default="")
     arguments = parser.parse_args()
     seeds, kinds = [int(seed) for seed in arguments.seeds.split(",")], arguments.kinds.split(",")
+    if "float32" not in kinds:
+        parser.error("--kinds has no float32, with which the others are compared")
     runs: dict[str, dict[str, Any]] = json.loads(arguments.out.read_text())["runs"] if arguments.out.exists() else {}
     with tempfile.TemporaryDirectory(prefix="moments-") as directory:
         for kind, seed in itertools.product(kinds, seeds):

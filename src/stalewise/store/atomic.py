@@ -40,6 +40,7 @@ _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # no space, a
 # Errors of file systems without hard links (some FUSE and FAT ones).
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _TEMPORARY = ".tmp-"
+_TEMPORARY_NAME = re.compile(r"\..+\.tmp-[0-9a-f]{12}")
 TRIES = 100
 PIECE = 1 << 26  # bytes of a large file that one thread hashes; part of the format of checkpoints
 CHECKSUM = "checksum"  # the last key of a record: 64 bits, against damage and not against forgery
@@ -54,9 +55,10 @@ _SEALED_JSON = re.compile(rb',\n  "checksum": "([0-9a-f]{16})"\n\}\s*\Z')
 def write_atomic(path: str | Path, content: Content, *, durable: bool = True) -> None:
     """Write a file, and missing directories, so that a crash leaves either the old content or all of the new.
 
-    Without `durable` a power failure may undo it.
+    Without `durable` a power failure may undo it. In a directory with a temporary name `commit_directory` sees to that.
     """
     path, data = Path(path), content.encode() if isinstance(content, str) else content
+    durable = durable and not _is_temporary(path)
     with explain_write_errors(path, memoryview(data).nbytes):
         make_directory(path.parent)
         with _temporary_file(path, data, durable) as temporary:
@@ -69,10 +71,11 @@ def create_atomic(path: str | Path, content: Content, *, durable: bool = True) -
     """Write a file that does not exist yet; return False and change nothing if it does.
 
     Of several processes exactly one gets True, and readers see all of the content or none: the file is a hard link to a
-    complete one, which is atomic on network file systems, too. Without `durable` a power failure may undo it. A file
-    system without hard links is checked before a rename, which two processes can do at the same instant.
+    complete one, which is atomic on network file systems, too. `durable` as for `write_atomic`. A file system without
+    hard links is checked before a rename, which two processes can do at the same instant.
     """
     path, data = Path(path), content.encode() if isinstance(content, str) else content
+    durable = durable and not _is_temporary(path)
     with explain_write_errors(path, memoryview(data).nbytes):
         created = False
         for attempt in range(TRIES):
@@ -222,7 +225,8 @@ def make_directory(path: str | Path) -> None:
         lock.check_not_moved(path)
     make_directory(path.parent)
     path.mkdir(exist_ok=True)
-    fsync_directory(path.parent)
+    if not _is_temporary(path):
+        fsync_directory(path.parent)
 
 
 def fsync_directory(path: str | Path) -> None:
@@ -238,6 +242,14 @@ def temporary_name(path: str | Path) -> Path:
     """A new name beside `path` for an uncommitted file or directory, which `remove_temporaries` recognises."""
     path = Path(path)
     return path.with_name(f".{path.name}{_TEMPORARY}{secrets.token_hex(6)}")
+
+
+def _is_temporary(path: Path) -> bool:
+    """Whether it, or a directory that it is in, has a temporary name: a crash loses it, and its commit flushes it.
+
+    Flushing each of its files would wait for whatever else is being written, a checkpoint perhaps.
+    """
+    return any(map(_TEMPORARY_NAME.fullmatch, path.parts))
 
 
 def remove_temporaries(directory: str | Path, spare: Callable[[Path], bool] = lambda path: False) -> int:

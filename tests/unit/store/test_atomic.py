@@ -75,6 +75,34 @@ def test_order_is_flush_file_then_rename_then_flush_directory(tmp_path: Path, mo
     assert calls == [f"fsync {tmp_path.name}", "fsync .file", "replace", "fsync run"]
 
 
+def test_what_has_a_temporary_name_is_flushed_when_it_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A flush waits for whatever else is being written to the disk.
+    flushed: list[str] = []
+    fsync = os.fsync
+
+    def record_fsync(descriptor: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    temporary = temporary_name(tmp_path / "batch") / "batch"
+    write_atomic(temporary / "deep" / "one", b"x")
+    assert files.create_atomic(temporary / "other", b"y")
+    write_json_atomic(temporary / "manifest.json", {})
+    assert not flushed
+    commit_directory(temporary, tmp_path / "batch")
+    assert sorted(flushed[:-1]) == ["batch", "deep", "manifest.json", "one", "other"]
+    assert flushed[-1] == tmp_path.name  # after the rename
+
+    # Names that only look alike are a user's.
+    for name in (".tmp-run", "run.tmp-0123456789ab", ".run.tmp-1"):
+        flushed.clear()
+        write_atomic(tmp_path / name / "file", b"x")
+        assert len(flushed) == 3
+
+
 def test_any_failure_keeps_the_old_content_and_no_temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     write_atomic(path, b"old")
