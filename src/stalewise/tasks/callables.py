@@ -23,7 +23,7 @@ from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from stalewise.errors import TaskError
-from stalewise.tasks.base import load
+from stalewise.tasks.base import is_importable, load
 from stalewise.tasks.verifiers.judge_process import reward_of
 from stalewise.types import Reward
 
@@ -94,6 +94,7 @@ def registered(reference: str, what: str) -> Any:
             f"the {what} {name} exists only in the program that called stalewise.train: run that program again, or "
             f"move the {what} into a module that Python finds"
         )
+    is_importable(name.partition(":")[0])
     try:
         value = load(name)
     except (ImportError, AttributeError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import math
 import queue
@@ -13,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from stalewise.errors import TaskError
-from stalewise.tasks.base import load, paired
+from stalewise.tasks.base import is_importable, load, no_module, paired
 from stalewise.tasks.callables import bind, check_parameters, importable_name, is_async, registered, takes_prompt_object
 from stalewise.tasks.sandbox import probe
 from stalewise.tasks.verifiers.judge_process import Judge, failed, judged, reward_of
@@ -49,8 +48,8 @@ class PythonVerifier(ProcessVerifier):
         module, colon, name = function.partition(":")
         if not (colon and all(part.isidentifier() for part in (*module.split("."), name))):
             raise TaskError(f"verifier python: function={function!r} must look like 'module:function'")
-        if importlib.util.find_spec(module.partition(".")[0]) is None:
-            raise TaskError(f"verifier python: there is no module {module!r} on the Python path")
+        if not is_importable(module):
+            raise TaskError(f"verifier python: {no_module(module)}")
         if sandbox is True and (reason := probe("landlock")):
             raise TaskError(f"verifier python: sandbox = true needs Landlock, which does not work here: {reason}")
         confinement = Confinement(memory_mb, processes, environment=environment, sandbox=sandbox)
