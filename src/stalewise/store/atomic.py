@@ -287,7 +287,10 @@ def commit_directory(temporary: str | Path, final: str | Path) -> None:
 
 @contextlib.contextmanager
 def explain_write_errors(path: str | Path, size: int) -> Iterator[None]:
-    """Turn an error of the system in the block into a StoreError: what could not be written, and what to do."""
+    """Turn an error of the system in the block into a StoreError: what could not be written, and what to do.
+
+    `size` is what it takes, in bytes; 0 where that is unknown.
+    """
     try:
         yield
     except StoreError:
@@ -297,8 +300,8 @@ def explain_write_errors(path: str | Path, size: int) -> Iterator[None]:
         if number is None:
             raise
         if number in _DISK_FULL:
-            message = f"disk full while writing {path}: free {size:,} bytes; run the same command again"
-            raise StoreError(message) from error
+            space = f"{size:,} bytes" if size else "some space"
+            raise StoreError(f"disk full while writing {path}: free {space}; run the same command again") from error
         raise StoreError(f"cannot write {str(path)[:200]}: {os.strerror(number) if number else error}") from error
 
 
