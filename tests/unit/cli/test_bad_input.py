@@ -302,6 +302,39 @@ def test_groups_that_all_have_no_variance(tmp_path: Path) -> None:
     message = refused("train", config_file(tmp_path, **sections))
     assert message.startswith("nothing can be learned from rows: none of 8 groups has variance")
     assert "the mean reward is 0.000" in message
+    command = message.partition("`")[2].partition("`")[0]
+    assert message.endswith(f"; the rollouts are kept: `{command}` shows responses and rewards")
+    assert "17+17=" in call(*command.split()[1:]).stdout
+
+
+def test_a_verifier_that_fails_on_half_of_a_small_batch_is_repaired_under_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = "def judge(response, answer):\n    return 1 / (int(answer) // 2 % 2)\n"
+    (tmp_path / "half_a_judge.py").write_text(judge)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"verifier": "python", "verifier_options": {"function": "half_a_judge:judge", "workers": 1}}
+    sampler = {"sampler": {"max_new_tokens": 4, "rollouts_per_shard": 64}}
+    config = config_file(tmp_path, **rows_task(tmp_path, sums(), **options), **sampler)
+    assert "these responses are not kept, and the same command samples them again" in refused("train", config)
+    (tmp_path / "half_a_judge.py").write_text(judge.replace("1 / (int(answer) // 2 % 2)", "float(response == answer)"))
+    assert call("train", config).exit_code == 0
+
+
+def test_a_batch_with_too_few_scores_says_where_a_repaired_verifier_can_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "another_half.py").write_text("def judge(response, answer):\n    return 1 / (int(answer) // 2 % 2)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"verifier": "python", "verifier_options": {"function": "another_half:judge", "workers": 1}}
+    config = config_file(tmp_path, **rows_task(tmp_path, sums(), **options))
+    assert "these responses are not kept" in refused("train", config)  # those of the last shard
+    (tmp_path / "another_half.py").write_text("def judge(response, answer):\n    return response == answer\n")
+    message = refused("train", config)
+    assert message.endswith(
+        "the rollouts are kept as they are: with a repaired verifier choose another name, or delete "
+        f"{tmp_path / 'runs' / 'tiny'}"
+    )
 
 
 def test_a_verifier_that_always_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
