@@ -136,7 +136,7 @@ class ScoreCheck:
         self._limit, self._log = limit, log
 
     def add(self, counts: ErrorCounts, most: int = ENOUGH_RESPONSES) -> None:
-        """Count the responses of a shard, of a batch of at most `most`; TaskError above the limit, before its commit."""
+        """Count the responses of a shard, of a batch of `most`; TaskError above the limit, before it is committed."""
         is_first = not self.counts.failed
         self.counts += counts
         if is_first and counts.failed:

@@ -60,6 +60,14 @@ def sums(answer: str = "") -> list[dict[str, str]]:
     ("setting", "message"),
     [
         ("optimizer.learning_rat=1e-4", "optimizer.learning_rat is not a setting; did you mean learning_rate?"),
+        ("learning_rate=1e-4", "learning_rate is not a setting; did you mean optimizer.learning_rate?"),
+        ("schedule.max_new_tokens=8", "schedule.max_new_tokens is not a setting; did you mean sampler.max_new_tokens?"),
+        ("batch.num_generations=8", "batch.num_generations is not a setting; did you mean batch.group_size?"),
+        ("optimizer.lr=1e-4", "optimizer.lr is not a setting; did you mean optimizer.learning_rate?"),
+        ("save_steps=8", "save_steps is not a setting; did you mean checkpoints.every?"),
+        ("output_dir=x", "output_dir is not a setting; did you mean name or runs?"),
+        ("optimizer.warmup_steps=8", "optimizer.warmup_steps is not a setting; did you mean optimizer.warmup_updates?"),
+        ("no_such_thing=8", "no_such_thing is not a setting; known: batch, checkpoints"),
         ("schedule.updates=many", "schedule.updates is 'many': input should be a valid integer"),
         ("schedule.lag=2", "lag has no meaning in a staged schedule: remove it or change kind"),
         ("objective.name=grop", "objective: no objective is called 'grop'; did you mean grpo"),
@@ -85,6 +93,18 @@ def test_a_config_that_is_not_there(tmp_path: Path) -> None:
     assert (
         message == f"{tmp_path}/none.toml does not exist; `stalewise init {tmp_path}/none.toml` writes a commented one"
     )
+    assert refused("train", tmp_path / "none") == (
+        f"{tmp_path}/none does not exist: name a TOML file (`stalewise init` writes one) or a run directory"
+    )
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "config.resolved.json").write_text("{}")
+    assert refused("train", tmp_path / "runs" / "mien").endswith(f"; there are in {tmp_path}/runs: mine")
+
+
+def test_a_config_with_a_byte_order_mark(tmp_path: Path) -> None:
+    config = config_file(tmp_path)
+    config.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())
+    assert call("doctor", config).exit_code == 0
 
 
 # ---------------------------------------------------------------- model
