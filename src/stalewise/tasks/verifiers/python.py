@@ -13,7 +13,15 @@ from typing import Any
 
 from stalewise.errors import TaskError
 from stalewise.tasks.base import is_importable, load, no_module, paired
-from stalewise.tasks.callables import bind, check_parameters, importable_name, is_async, registered, takes_prompt_object
+from stalewise.tasks.callables import (
+    ChatText,
+    bind,
+    check_parameters,
+    importable_name,
+    is_async,
+    registered,
+    takes_prompt_object,
+)
 from stalewise.tasks.sandbox import probe
 from stalewise.tasks.verifiers.judge_process import Judge, failed, judged, reward_of
 from stalewise.tasks.verifiers.pool import Confinement, ProcessVerifier
@@ -110,7 +118,11 @@ class FunctionVerifier:
 def arguments(prompt: Prompt, response: str) -> dict[str, Any]:
     """What a reward function may name: the fields of the row, and `prompt`, `response` and `answer`."""
     row = json.loads(prompt.metadata.get("row", "{}"))
-    return {**row, "prompt": prompt.metadata.get("problem", prompt.text), "response": response, "answer": prompt.answer}
+    text = prompt.metadata.get("problem", prompt.text)
+    if isinstance(row.get("prompt"), list):
+        text = ChatText(text)
+        text.messages = row["prompt"]
+    return {**row, "prompt": text, "response": response, "answer": prompt.answer}
 
 
 def make_judge(function: Any) -> Judge:
