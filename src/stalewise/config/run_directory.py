@@ -191,7 +191,8 @@ def check_identity(config: RunConfig) -> None:
     differences = _describe_changes(changes)
     if changed := _changed_in_program(differences):
         raise StoreError(f"{config.directory} was begun with {changed}: {_WAY_ON}")
-    advice = f"{_fork_advice(config, changes)}choose another name, or delete the directory to start anew"
+    forked = _fork_advice(config.directory, config.schedule.updates, changes)
+    advice = f"{forked}choose another name, or delete the directory to start anew"
     raise StoreError(f"{config.directory} belongs to another config ({'; '.join(differences[:3])}): {advice}")
 
 
@@ -203,10 +204,9 @@ def may_still_change(directory: Path, keys: Iterable[str]) -> bool:
     return not generated or all(key.startswith(OF_TRAINING) for key in keys)
 
 
-def _fork_advice(config: RunConfig, changes: Mapping[str, tuple[Any, Any]]) -> str:
+def _fork_advice(directory: Path, updates: int, changes: Mapping[str, tuple[Any, Any]]) -> str:
     """The command that continues under another name with these changes; empty where none does."""
-    directory = config.directory
-    newest = [version for version in versions(directory) if version < config.schedule.updates][-1:]
+    newest = [version for version in versions(directory) if version < updates][-1:]
     learned = (directory / "sources.json").is_file()
     if not newest or learned or any(key.startswith(OF_THE_CHECKPOINT) for key in changes):
         return ""
