@@ -224,7 +224,10 @@ def make_directory(path: str | Path) -> None:
     for lock in list(_held_locks):
         lock.check_not_moved(path)
     make_directory(path.parent)
-    path.mkdir(exist_ok=True)
+    try:
+        path.mkdir(exist_ok=True)
+    except FileExistsError:
+        raise StoreError(f"{path} is a file: move it, or name another directory") from None
     if not _is_temporary(path):
         fsync_directory(path.parent)
 
