@@ -340,14 +340,14 @@ def doctor(
 ) -> None:
     """Check a config on this machine. Exit status 1 if a check fails."""
     from stalewise.cli.tables import print_checks
-    from stalewise.config import RunConfig
-    from stalewise.config.run_directory import read_config
+    from stalewise.config import RunConfig, make_config
+    from stalewise.config.run import settings_record
 
     checked, problem = RunConfig(), ""
     try:
-        if config is not None and config.is_dir():
-            checked = read_config(config)
-        elif config is not None:
+        if config is None:
+            checked = make_config(settings_record({}, overrides(settings)), source="--set")
+        else:
             checked = read_config_file(config, settings)
     except ConfigError as error:
         problem = str(error)

@@ -5,6 +5,7 @@ Also the settings that `stalewise.train` takes as keywords, by their last name.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -235,8 +236,11 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 def read_toml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Read a TOML file without checking its settings, and apply overrides; an unreadable file is a ConfigError."""
     try:
-        record = tomllib.loads(Path(path).read_text())
+        record = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
+        if Path(path).suffix != ".toml":
+            missing = "does not exist: name a TOML file (`stalewise init` writes one) or a run directory"
+            raise ConfigError(f"{path} {missing}") from None
         raise ConfigError(f"{path} does not exist; `stalewise init {path}` writes a commented one") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
@@ -300,6 +304,17 @@ def set_dotted(record: dict[str, Any], key: str, value: Any) -> None:
     record[last] = value
 
 
+def _settings_called(name: str) -> list[str]:
+    """The settings that a name may mean: one of another table, one that TRL calls so, one that is abbreviated so."""
+    words = [name, *re.findall(r"[\w.]+", (OF_TRL | ABBREVIATIONS).get(name, ""))]
+    found: list[str] = [COMMON[word] for word in words if word in COMMON]
+    for word in words if not found else ():
+        called = [key for key in setting_names() if word in (key, key.rpartition(".")[2])]
+        depth = min((key.count(".") for key in called), default=0)
+        found += [key for key in called if key.count(".") == depth]
+    return sorted(set(found)) if len(set(found)) <= 4 else []
+
+
 def _explain(problem: Any) -> str:
     key = ".".join(map(str, problem["loc"])) or "the whole"
     if problem["type"] == "extra_forbidden":
@@ -307,7 +322,9 @@ def _explain(problem: Any) -> str:
         for section in [name for name in problem["loc"][:-1] if isinstance(name, str)]:  # not places in a list
             model = model.model_fields[section].annotation
             model = next(iter(get_args(model)), model)
-        return f"{key} is not a setting; {nearest(str(problem['loc'][-1]), model.model_fields)}"
+        name = str(problem["loc"][-1])
+        meant = " or ".join(_settings_called(name))
+        return f"{key} is not a setting; {f'did you mean {meant}?' if meant else nearest(name, model.model_fields)}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{key}: {message}" if problem["loc"] else message

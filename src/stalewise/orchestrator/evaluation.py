@@ -22,6 +22,7 @@ from stalewise.orchestrator.contamination import seen_in_training
 from stalewise.rollout.generate import ScoreCheck, sample_for_evaluation, score_responses
 from stalewise.rollout.sampler import Sampler
 from stalewise.statistics import Interval, bootstrap
+from stalewise.store.records import LARGEST
 from stalewise.tasks import Seen, Task, Verifier, close_task, count_errors
 from stalewise.tasks.mixture import MixtureVerifier
 from stalewise.tasks.rows import task_of
@@ -134,7 +135,7 @@ def scores_by_prompt(prompt_ids: Sequence[str], score_PK: npt.NDArray[np.float64
     totals = [round(float(total), 6) for total in np.nansum(score_PK, axis=1)]
     return {
         "prompt_ids": list(prompt_ids),
-        "score": [int(total) if total.is_integer() else total for total in totals],
+        "score": [int(total) if total.is_integer() and abs(total) <= LARGEST else total for total in totals],
         "scored": (~np.isnan(score_PK)).sum(axis=1).tolist(),
     }
 

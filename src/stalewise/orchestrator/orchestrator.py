@@ -474,14 +474,17 @@ class Orchestrator:
         self._check_scores(batch)
         problem = batch_problem(batch)
         if problem and self.writer.version is None and versions(self.directory)[-1:] == [0]:
-            raise TaskError(f"nothing can be learned from {self.task.name}: {problem}; the rollouts are kept")
+            command = f"stalewise inspect {self.directory} --group {batch.column('group')[0]}"
+            shown = f"the rollouts are kept: `{command}` shows responses and rewards"
+            raise TaskError(f"nothing can be learned from {self.task.name}: {problem}; {shown}")
         if problem:
             self.callback.log(f"{batch.directory.name}: {problem}")
 
     def _check_scores(self, batch: Batch) -> None:
         """Raise where too many rollouts have no score: those that have one are a selection."""
         if self.source.is_own and (unscored := unscored_problem(batch, self.config.task.max_unscored)):
-            raise TaskError(f"{batch.directory.name}: {unscored}; the rollouts are kept")
+            kept = f"with a repaired verifier choose another name, or delete {self.directory}"
+            raise TaskError(f"{batch.directory.name}: {unscored}; the rollouts are kept as they are: {kept}")
 
     def _train(self, version: int, stop: int) -> None:
         """Train up to `stop`, or until the rollouts are spent, and write a checkpoint."""

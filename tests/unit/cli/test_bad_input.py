@@ -60,6 +60,14 @@ def sums(answer: str = "") -> list[dict[str, str]]:
     ("setting", "message"),
     [
         ("optimizer.learning_rat=1e-4", "optimizer.learning_rat is not a setting; did you mean learning_rate?"),
+        ("learning_rate=1e-4", "learning_rate is not a setting; did you mean optimizer.learning_rate?"),
+        ("schedule.max_new_tokens=8", "schedule.max_new_tokens is not a setting; did you mean sampler.max_new_tokens?"),
+        ("batch.num_generations=8", "batch.num_generations is not a setting; did you mean batch.group_size?"),
+        ("optimizer.lr=1e-4", "optimizer.lr is not a setting; did you mean optimizer.learning_rate?"),
+        ("save_steps=8", "save_steps is not a setting; did you mean checkpoints.every?"),
+        ("output_dir=x", "output_dir is not a setting; did you mean name or runs?"),
+        ("optimizer.warmup_steps=8", "optimizer.warmup_steps is not a setting; did you mean optimizer.warmup_updates?"),
+        ("no_such_thing=8", "no_such_thing is not a setting; known: batch, checkpoints"),
         ("schedule.updates=many", "schedule.updates is 'many': input should be a valid integer"),
         ("schedule.lag=2", "lag has no meaning in a staged schedule: remove it or change kind"),
         ("objective.name=grop", "objective: no objective is called 'grop'; did you mean grpo"),
@@ -85,6 +93,18 @@ def test_a_config_that_is_not_there(tmp_path: Path) -> None:
     assert (
         message == f"{tmp_path}/none.toml does not exist; `stalewise init {tmp_path}/none.toml` writes a commented one"
     )
+    assert refused("train", tmp_path / "none") == (
+        f"{tmp_path}/none does not exist: name a TOML file (`stalewise init` writes one) or a run directory"
+    )
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "config.resolved.json").write_text("{}")
+    assert refused("train", tmp_path / "runs" / "mien").endswith(f"; there are in {tmp_path}/runs: mine")
+
+
+def test_a_config_with_a_byte_order_mark(tmp_path: Path) -> None:
+    config = config_file(tmp_path)
+    config.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())
+    assert call("doctor", config).exit_code == 0
 
 
 # ---------------------------------------------------------------- model
@@ -302,6 +322,39 @@ def test_groups_that_all_have_no_variance(tmp_path: Path) -> None:
     message = refused("train", config_file(tmp_path, **sections))
     assert message.startswith("nothing can be learned from rows: none of 8 groups has variance")
     assert "the mean reward is 0.000" in message
+    command = message.partition("`")[2].partition("`")[0]
+    assert message.endswith(f"; the rollouts are kept: `{command}` shows responses and rewards")
+    assert "17+17=" in call(*command.split()[1:]).stdout
+
+
+def test_a_verifier_that_fails_on_half_of_a_small_batch_is_repaired_under_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = "def judge(response, answer):\n    return 1 / (int(answer) // 2 % 2)\n"
+    (tmp_path / "half_a_judge.py").write_text(judge)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"verifier": "python", "verifier_options": {"function": "half_a_judge:judge", "workers": 1}}
+    sampler = {"sampler": {"max_new_tokens": 4, "rollouts_per_shard": 64}}
+    config = config_file(tmp_path, **rows_task(tmp_path, sums(), **options), **sampler)
+    assert "these responses are not kept, and the same command samples them again" in refused("train", config)
+    (tmp_path / "half_a_judge.py").write_text(judge.replace("1 / (int(answer) // 2 % 2)", "float(response == answer)"))
+    assert call("train", config).exit_code == 0
+
+
+def test_a_batch_with_too_few_scores_says_where_a_repaired_verifier_can_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "another_half.py").write_text("def judge(response, answer):\n    return 1 / (int(answer) // 2 % 2)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"verifier": "python", "verifier_options": {"function": "another_half:judge", "workers": 1}}
+    config = config_file(tmp_path, **rows_task(tmp_path, sums(), **options))
+    assert "these responses are not kept" in refused("train", config)  # those of the last shard
+    (tmp_path / "another_half.py").write_text("def judge(response, answer):\n    return response == answer\n")
+    message = refused("train", config)
+    assert message.endswith(
+        "the rollouts are kept as they are: with a repaired verifier choose another name, or delete "
+        f"{tmp_path / 'runs' / 'tiny'}"
+    )
 
 
 def test_a_verifier_that_always_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,16 @@ def test_fields_splits_and_evaluation_rows(tmp_path: Path) -> None:
     unanswered = [{"prompt": row["prompt"]} for row in ROWS]
     task = config_of(tmp_path, dataset=unanswered, reward=lambda response: len(response), name="third").make_task()
     assert (task.size, task.prompts(0, 1)[0].answer) == (54, "")
+    with pytest.raises(TaskError, match="asks for 'answer', and no row has it; answer_field names its field"):
+        config_of(tmp_path, dataset=unanswered, name="fourth")
+    partly = config_of(tmp_path, dataset=[unanswered[0], *ROWS[1:]], name="fifth")  # the first row alone lacks one
+    with pytest.raises(TaskError, match="line 1: there is no field 'answer'"):
+        partly.make_task()
+
+
+def test_an_unknown_objective_is_an_error_of_the_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no objective is called 'grpoo'; did you mean grpo"):
+        config_of(tmp_path, objective="grpoo")
 
 
 def interrupted(reward: Any, runs: Path, **more: Any) -> stalewise.RunResult:
