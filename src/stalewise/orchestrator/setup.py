@@ -12,6 +12,8 @@ import torch
 
 from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import (
+    LIMITS_FILE,
+    LIMITS_FORMAT,
     OF_TRAINING,
     RESOLVED,
     all_changes,
@@ -44,9 +46,7 @@ from stalewise.tasks.callables import fingerprint
 from stalewise.trainer.execution import check_trainable
 from stalewise.trainer.lora import save_first
 
-FORMAT = "stalewise.limits/1"
 LEAST_ROOM = 0.05  # of a GPU, below which no vLLM is advised
-FILE = "limits.json"  # in the run directory
 
 
 def verify_before(directory: Path, newest: Callable[[], Path], log: Callable[[str], object]) -> None:
@@ -136,7 +136,7 @@ def adopt_changes(record: dict[str, Any], run_log: RunLog, log: Callable[[str], 
     log(f"changed in place: {'; '.join(shown[:3])}{f'; {len(shown) - 3} more' if len(shown) > 3 else ''}")
     if not identity:
         return False
-    (directory / FILE).unlink(missing_ok=True)
+    (directory / LIMITS_FILE).unlink(missing_ok=True)
     of_rollouts = [key for key in identity if not key.startswith(OF_TRAINING)]
     if of_rollouts:  # nothing was generated
         truncate_jsonl(run_log.stages_path, lambda line: False)
@@ -152,9 +152,9 @@ def drift_limits(config: RunConfig) -> tuple[float, float] | None:
 
     They are written to the run directory when training begins: a later calibration does not change a run.
     """
-    path = config.directory / FILE
+    path = config.directory / LIMITS_FILE
     if not path.is_file():
-        atomic.write_json_atomic(path, {"format": FORMAT, "limits": budget_limits(config)}, sealed=True)
+        atomic.write_json_atomic(path, {"format": LIMITS_FORMAT, "limits": budget_limits(config)}, sealed=True)
     limits = read_record(path, LIMITS).get("limits")
     return None if limits is None else (limits[0], limits[1])
 

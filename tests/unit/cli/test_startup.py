@@ -42,6 +42,7 @@ main()
     return Started(done.returncode, done.stdout + done.stderr, set(heavy), float(seconds))
 
 
+# pyarrow imports pandas, where it is installed, to make any array of numpy's.
 # A card is made by the hub's own package, and that of a policy has the defaults of its objective.
 CARD, POLICY_CARD = {"huggingface_hub"}, {"huggingface_hub", "torch"}
 
@@ -52,7 +53,7 @@ CARD, POLICY_CARD = {"huggingface_hub"}, {"huggingface_hub", "torch"}
         ("--help", set()),
         ("watch RUN --once", set()),
         ("inspect RUN", set()),
-        ("inspect RUN --rollout 0", {"tokenizers", "pandas"}),  # pyarrow imports pandas for any array, where it is
+        ("inspect RUN --rollout 0", {"tokenizers", "pandas"}),
         ("verify RUN", set()),
         ("flips RUN", set()),
         ("compare RUN COPY", set()),
@@ -61,6 +62,10 @@ CARD, POLICY_CARD = {"huggingface_hub"}, {"huggingface_hub", "torch"}
         ("export RUN NEW", POLICY_CARD),
         ("export RUN NEW --rollouts", CARD),
         ("push RUN owner/name --to NEW --rollouts", CARD),
+        ("rescore COPY", {"pandas"}),
+        ("fork COPY --at 2", set()),
+        ("fork COPY --set schedule.updates=8", set()),
+        ("plan COPY --json", set()),
     ],
 )
 def test_what_reads_a_run_imports_what_it_needs(
@@ -72,5 +77,5 @@ def test_what_reads_a_run_imports_what_it_needs(
     for word, place in places.items():
         words = words.replace(word, str(place))
     done = start(*words.split())
-    assert done.exit_code == 0 and done.heavy <= needed, done.shown
+    assert done.exit_code in (0, 3) and done.heavy <= needed, done.shown  # 3: no safe learning rate is known
     assert done.seconds < MOST_SECONDS or "torch" in needed
