@@ -24,11 +24,12 @@ from stalewise.orchestrator.model_check import check_model
 from stalewise.orchestrator.offline import OfflineRollouts, plan_sources
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.orchestrator.pipelined import BackgroundGeneration
+from stalewise.orchestrator.preflight import check_objective
 from stalewise.orchestrator.ranks import join_ranks, run_on_all_ranks
 from stalewise.orchestrator.rescore import ROWS_TASKS
 from stalewise.orchestrator.rescore import rescore as score_again
 from stalewise.orchestrator.rollout_source import RolloutSource
-from stalewise.orchestrator.setup import check_objective, resolve_settings
+from stalewise.orchestrator.setup import resolve_settings
 from stalewise.planning.memory import check_sampling_memory
 from stalewise.planning.planner import plan_for_training
 from stalewise.reporting.progress import watching

@@ -1,10 +1,10 @@
-"""The start of a run: its engine and learning rate, its drift limits, its objective, and version 0."""
+"""The start of a run: its engine and learning rate, its drift limits, and version 0."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from stalewise.config.run_directory import (
     is_started,
     read_config,
 )
-from stalewise.config.sections import ModelSection, ObjectiveSection, SamplerSection, ScheduleSection
+from stalewise.config.sections import ModelSection, SamplerSection, ScheduleSection
 from stalewise.errors import CalibrationError, ConfigError, StoreError
 from stalewise.models.loading import (
     encode_prompts,
@@ -32,7 +32,6 @@ from stalewise.models.loading import (
     pick_weights_dtype,
     resolve_model,
 )
-from stalewise.objectives import get_objective
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.planning.memory import GIB, estimate
 from stalewise.planning.planner import budget_limits, law_learning_rate, rests_on_collapses, rounded_down
@@ -42,7 +41,6 @@ from stalewise.store import atomic, checkpoints
 from stalewise.store.json_lines import truncate_jsonl
 from stalewise.store.records import LIMITS, read_record
 from stalewise.tasks import Task
-from stalewise.tasks.callables import fingerprint
 from stalewise.trainer.execution import check_trainable
 from stalewise.trainer.lora import save_first
 
@@ -207,36 +205,3 @@ def check_vllm_room(config: RunConfig, source: str) -> None:
         f"{what}, and the learner holds {needed.least / GIB:.1f} GiB of them while vLLM samples: {fits}"
         "train adapters (model.lora.rank), or choose a smaller model or a larger device"
     )
-
-
-def check_objective(objective: ObjectiveSection, without_variance: str = "keep") -> Mapping[str, Any]:
-    """The objective's parameters with defaults filled in; ConfigError for an unknown name or value."""
-    try:
-        found = get_objective(objective.name)
-        settings = found.settings(objective.params)
-    except ValueError as error:
-        raise ConfigError(f"objective: {error}") from error
-    _, _, digest = objective.name.partition("@")
-    if digest and digest != fingerprint(found.token_loss).digest:
-        raise ConfigError(
-            f"objective: {found.name} was changed since the run began: restore it, or choose another name"
-        )
-    if without_variance == "skip" and not found.ignores_zero_advantages:
-        raise ConfigError(
-            f'batch.without_variance is "skip", which leaves the gradient as it is, but {found.name} also learns from '
-            'tokens with advantage 0: use "keep" or "drop"'
-        )
-    return settings
-
-
-def describe_regularizers(section: ObjectiveSection) -> Iterator[str]:
-    """What is added to the objective, in words."""
-    if section.kl:
-        what = "the initial policy" if section.reference == "initial" else section.reference
-        yield f"{section.kl:g} · KL to {what} ({section.kl_estimator}) in the {section.kl_in}"
-    if section.entropy_bonus:
-        yield f"entropy bonus {section.entropy_bonus:g}"
-    if section.reward_weights:
-        yield "reward = " + " + ".join(f"{weight:g} · {name}" for name, weight in section.reward_weights.items())
-    if section.overlong_tokens:
-        yield f"up to {section.overlong_penalty:g} less within {section.overlong_tokens} tokens of the limit"
