@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import sys
@@ -247,29 +248,30 @@ def evaluate(
     if wrong := [text for text in option or () if "=" not in text]:
         raise ConfigError(f"--option {wrong[0]}: expected key=value, as in path=test.jsonl")
     _check_model_or_run(model_or_run)
-    load_packages()
-    from stalewise import api
     from stalewise.cli.tables import print_evaluation, print_lines, suite_table
+    from stalewise.orchestrator.evaluation import plan_evaluation, plan_suites
     from stalewise.reporting.progress import watching
 
     options, tasks, files, suites = overrides(option), task or [], file or [], suite or []
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
     sampling |= {"samples": samples}
-    with watching() as callback:
-        common: dict[str, Any] = {"exclude_ids": exclude_ids, "callback": callback}
-        if len(tasks) + len(files) + len(suites) <= 1 and not suites:
-            one = {"task": tasks[0] if tasks else None, "file": files[0] if files else None, "options": options}
-            alone = api.evaluate(model_or_run, prompts=prompts, **one, **sampling, **common)
-            results: dict[str, Any] = {}
-        else:
-            alone = None
-            given = {**sampling, "options": options, "prompts": prompts or 0}
-            tables = [{"task": name, **given} for name in tasks] + [{"file": str(path), **given} for path in files]
-            named = None if "all" in suites and not tables else [name for name in suites if name != "all"]
-            results = api.evaluate_suites(model_or_run, None if named is None else [*named, *tables], **common)
-    if alone is not None:
-        return print_json(alone.record()) if as_json else print_evaluation(alone)
-    records = [one.record() for one in results.values()]
+    if len(tasks) + len(files) <= 1 and not suites:
+        one = {"task": tasks[0] if tasks else None, "file": files[0] if files else None, "options": options}
+        plan = plan_evaluation(model_or_run, **one, prompts=prompts, sampling=sampling, exclude_ids=exclude_ids)
+    else:
+        given = {**sampling, "options": options, "prompts": prompts or 0}
+        tables = [{"task": name, **given} for name in tasks] + [{"file": str(path), **given} for path in files]
+        named = None if "all" in suites and not tables else [name for name in suites if name != "all"]
+        plan = plan_suites(model_or_run, None if named is None else [*named, *tables], exclude_ids)
+    with contextlib.closing(plan), watching() as callback:
+        callback.log(f"evaluating {plan}")
+        load_packages()
+        from stalewise.api import evaluate_planned  # imports torch: what is wrong with the arguments was said before
+
+        results = evaluate_planned(plan, callback)
+    if plan.is_single:
+        return print_json(results[0].record()) if as_json else print_evaluation(results[0])
+    records = [one.record() for one in results]
     print_json(records) if as_json else print_lines(suite_table(records))
 
 

@@ -79,3 +79,20 @@ def test_what_reads_a_run_imports_what_it_needs(
     done = start(*words.split())
     assert done.exit_code in (0, 3) and done.heavy <= needed, done.shown  # 3: no safe learning rate is known
     assert done.seconds < MOST_SECONDS or "torch" in needed
+
+
+def test_eval_says_what_it_does_before_it_imports_torch(tiny_run: RunConfig) -> None:
+    """Seconds before its result; with `--json`, too."""
+    code = f"""
+import sys
+from stalewise.cli import app
+import stalewise.models
+def import_packages():
+    print({HEAVY!r} & set(sys.modules))
+    sys.exit(7)
+stalewise.models.import_packages = import_packages
+app(["eval", {str(tiny_run.directory)!r}, "--json"], prog_name="stalewise")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (7, "set()\n"), done.stderr
+    assert done.stderr == f"evaluating version 4 of {tiny_run.directory}: arithmetic, 8 prompts with 2 responses\n"
