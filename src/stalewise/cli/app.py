@@ -271,6 +271,15 @@ def read_config_file(path: Path, settings: Sequence[str] | None) -> RunConfig:
     return load_config(path, overrides(settings))
 
 
+def load_packages() -> None:
+    """Import torch and transformers. That takes seconds, so a terminal shows it."""
+    from stalewise.models import import_packages
+
+    if sys.stderr.isatty():
+        typer.echo("loading torch and transformers …", err=True)
+    import_packages()
+
+
 def print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:
     """Print one line of JSON."""
     typer.echo(json.dumps(record))

@@ -56,6 +56,9 @@ OF_THE_CHECKPOINT = ("model.path", "model.adapter", "model.lora", "optimizer.mom
 NOTES = frozenset({"ranks", "config", "fork"})
 FORK_FORMAT = "stalewise.fork/1"
 FORK = "fork.json"
+LIMITS_FORMAT = "stalewise.limits/1"
+LIMITS_FILE = "limits.json"  # the drift budgets
+REFERENCE_FILE = "reference.json"  # which weights the reference has
 _WAY_ON = "restore it to continue, or choose another name=… for a new run"
 
 

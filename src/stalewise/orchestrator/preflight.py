@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -16,13 +16,15 @@ from packaging.requirements import Requirement
 from stalewise import __version__
 from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import check_identity
-from stalewise.errors import StalewiseError
-from stalewise.models import import_packages
+from stalewise.config.sections import ObjectiveSection
+from stalewise.errors import ConfigError, StalewiseError
+from stalewise.models import import_packages, pick_device, pick_precision, resolve_model
 from stalewise.orchestrator.checkpoint_writer import fits_beside
 from stalewise.reporting.trackers import check_installed
 from stalewise.rollout.sampler import Request, Sampler
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.tasks import Task, close_task
+from stalewise.tasks.callables import fingerprint
 from stalewise.tasks.sandbox import scratch_folder
 from stalewise.tasks.verifiers.python import FunctionVerifier, PythonVerifier
 from stalewise.types import Prompt
@@ -126,9 +128,7 @@ class _Preflight:
             return Check(name, "bad", f"{type(error).__name__}: {' '.join(str(error).split())}")
 
     def _objective(self) -> tuple[Status, str]:
-        import_packages()
-        from stalewise.orchestrator.setup import check_objective, describe_regularizers
-
+        import_packages("torch")  # alone: the objective and the device are checked before transformers is imported
         section, without_variance = self.config.objective, self.config.batch.without_variance
         settings = check_objective(section, without_variance)
         named = ", ".join(f"{name} = {value}" for name, value in settings.items())
@@ -147,12 +147,12 @@ class _Preflight:
     def _device(self) -> tuple[Status, str]:
         import torch
 
-        from stalewise.models.loading import pick_device, pick_precision
-        from stalewise.rollout.factory import check_engine_devices
-
         model = self.config.model
         device = pick_device(model.device)
-        check_engine_devices(self.config.sampler, self.config.model, self.config.schedule)
+        if self.config.sampler.engine == "vllm":
+            from stalewise.rollout.factory import check_engine_devices
+
+            check_engine_devices(self.config.sampler, self.config.model, self.config.schedule)
         precision = str(pick_precision(model.precision, device)).removeprefix("torch.")
         if model.precision == "bfloat16-only" and not model.trains_adapters:
             advice = "small updates are lost to rounding: use bfloat16, which keeps float32 weights, where they fit"
@@ -165,12 +165,11 @@ class _Preflight:
         return "ok", f"CPU, {torch.get_num_threads()} threads, {precision}"
 
     def _model_directory(self) -> tuple[Status, str]:
-        from stalewise.models.loading import resolve_model
-
         self.source = resolve_model(self.config.model.path, self.config.task.name)
         return "ok", self.source
 
     def _engine(self) -> tuple[Status, str]:
+        import_packages()
         from stalewise.orchestrator.setup import engine_of_run
         from stalewise.rollout.factory import check_engine_devices
 
@@ -181,7 +180,7 @@ class _Preflight:
         return "ok", f"auto: {engine}, {why}"
 
     def _memory(self) -> tuple[Status, str]:
-        from stalewise.models.loading import pick_device
+        import_packages()
         from stalewise.orchestrator.setup import check_vllm_room
         from stalewise.planning.memory import check_memory, estimate, free_bytes
 
@@ -333,6 +332,41 @@ def _verifier(task: Task) -> tuple[Status, str]:
             status: Status = "warning" if isinstance(task.verifier, PythonVerifier | FunctionVerifier) else "bad"
             return status, f"it gives {reward.value:g} to {what}, its own gold answer"
     return "ok", f"gives 1 to the gold answers of {len(prompts)} prompts"
+
+
+def check_objective(objective: ObjectiveSection, without_variance: str = "keep") -> Mapping[str, Any]:
+    """The objective's parameters with defaults filled in; ConfigError for an unknown name or value."""
+    from stalewise.objectives import get_objective
+
+    try:
+        found = get_objective(objective.name)
+        settings = found.settings(objective.params)
+    except ValueError as error:
+        raise ConfigError(f"objective: {error}") from error
+    _, _, digest = objective.name.partition("@")
+    if digest and digest != fingerprint(found.token_loss).digest:
+        raise ConfigError(
+            f"objective: {found.name} was changed since the run began: restore it, or choose another name"
+        )
+    if without_variance == "skip" and not found.ignores_zero_advantages:
+        raise ConfigError(
+            f'batch.without_variance is "skip", which leaves the gradient as it is, but {found.name} also learns from '
+            'tokens with advantage 0: use "keep" or "drop"'
+        )
+    return settings
+
+
+def describe_regularizers(section: ObjectiveSection) -> Iterator[str]:
+    """What is added to the objective, in words."""
+    if section.kl:
+        what = "the initial policy" if section.reference == "initial" else section.reference
+        yield f"{section.kl:g} · KL to {what} ({section.kl_estimator}) in the {section.kl_in}"
+    if section.entropy_bonus:
+        yield f"entropy bonus {section.entropy_bonus:g}"
+    if section.reward_weights:
+        yield "reward = " + " + ".join(f"{weight:g} · {name}" for name, weight in section.reward_weights.items())
+    if section.overlong_tokens:
+        yield f"up to {section.overlong_penalty:g} less within {section.overlong_tokens} tokens of the limit"
 
 
 def gold_response(task: Task, prompt: Prompt) -> str:

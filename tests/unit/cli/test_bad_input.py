@@ -544,11 +544,22 @@ def test_names_and_messages_cannot_steer_the_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in call("train", tmp_path / "\x1b[31m.toml").stderr
 
 
-def test_eval_refuses_what_is_not_there_before_torch_is_imported() -> None:
-    code = """
+def test_eval_refuses_what_is_wrong_before_torch_is_imported(tiny_run: RunConfig) -> None:
+    given = {
+        "nowhere is not a directory": ["nowhere", "--task", "arithmetic"],
+        "unknown task 'arithmetik'": [str(tiny_run.directory), "--task", "arithmetik"],
+        "has no option 'digit'": [str(tiny_run.directory), "--option", "digit=3"],
+        "none.jsonl": [str(tiny_run.directory), "--file", "none.jsonl"],
+        "none.txt": [str(tiny_run.directory), "--exclude-ids", "none.txt"],
+        "has no suite 'hard'": [str(tiny_run.directory), "--suite", "hard"],
+        "greedy responses": [str(tiny_run.directory), "--temperature", "0", "--samples", "2"],
+    }
+    code = f"""
 import sys
 from tiny import refused
-print(refused('eval', 'nowhere', '--task', 'arithmetic'), 'torch' in sys.modules)
+for words in {list(given.values())!r}:
+    print(refused('eval', *words))
+print({{'torch', 'transformers', 'scipy'}} & set(sys.modules))
 """
     paths = os.pathsep.join(sys.path)
     done = subprocess.run(
@@ -558,7 +569,10 @@ print(refused('eval', 'nowhere', '--task', 'arithmetic'), 'torch' in sys.modules
         text=True,
         timeout=120,
     )
-    assert done.stdout.startswith("nowhere is not a directory") and done.stdout.endswith("False\n"), done.stderr
+    *refusals, heavy = done.stdout.splitlines()
+    assert heavy == "set()", done.stderr
+    for expected, said in zip(given, refusals, strict=True):
+        assert expected in said
 
 
 @pytest.mark.parametrize("verb", ["verify", "inspect", "difficulty", "fork"])

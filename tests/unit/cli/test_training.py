@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import stalewise.store.writer
-from stalewise.cli.training import _describe_work, _import_packages  # pyright: ignore[reportPrivateUsage]
+from stalewise.cli.app import load_packages
+from stalewise.cli.training import _describe_work  # pyright: ignore[reportPrivateUsage]
 from stalewise.config import load_config, make_config
 from stalewise.config.run import write_resolved
 from stalewise.planning.memory import ModelShape
@@ -178,8 +179,8 @@ def test_who_watches_a_terminal_is_told_what_takes_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("stalewise.models.import_packages", lambda: None)
-    _import_packages()
+    load_packages()
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    _import_packages()
+    load_packages()
     assert capsys.readouterr().err == "loading torch and transformers …\n"

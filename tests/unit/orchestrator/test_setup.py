@@ -17,14 +17,8 @@ from stalewise.config.sections import ObjectiveSection
 from stalewise.errors import ConfigError
 from stalewise.models.loading import EMBEDDED, resolve_model
 from stalewise.orchestrator import setup as module
-from stalewise.orchestrator.preflight import examine
-from stalewise.orchestrator.setup import (
-    check_objective,
-    check_vllm_room,
-    drift_limits,
-    log_move,
-    write_first_checkpoint,
-)
+from stalewise.orchestrator.preflight import check_objective, examine
+from stalewise.orchestrator.setup import check_vllm_room, drift_limits, log_move, write_first_checkpoint
 from stalewise.store.atomic import write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory
 from tiny import tiny_record
