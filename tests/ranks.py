@@ -7,14 +7,19 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 CONTEXT = get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "stalewise.api", "stalewise.cli.tables"])
+# What a run on the embedded policy imports on its way, too: each rank would do it again. pyarrow asks pandas for types.
+PRELOADED = ["torch.distributed.fsdp", "stalewise.api", "stalewise.cli.tables", "stalewise.tasks.arithmetic"]
+PRELOADED += ["transformers.models.llama.modeling_llama", "pyarrow.compute", "pandas", "rich._emoji_codes"]
+CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 def start(world: int, function: Callable[..., Any], *arguments: Any) -> list[ForkServerProcess]:
@@ -45,13 +50,15 @@ def launch(
     *words: object,
     each: Sequence[Sequence[str]] = (),
     places: Sequence[Path] = (),
+    limits: Mapping[str, float] = MappingProxyType({}),
 ) -> list[ForkServerProcess]:
     """`stalewise …` on so many ranks; what they print goes to `rank0.txt`, … in the directory.
 
-    `each` has further words for single ranks, `places` the directory that each is in.
+    `each` has further words for single ranks, `places` the directory that each is in, `limits` other values of limits
+    in seconds, by module and name.
     """
     more = [*each, *[()] * (world - len(each))]
-    return start(world, _command, directory, [[*map(str, words), *own] for own in more], places)
+    return start(world, _command, directory, [[*map(str, words), *own] for own in more], places, dict(limits))
 
 
 def printed(directory: Path, world: int) -> list[str]:
@@ -68,7 +75,13 @@ def _rank(rank: int, world: int, port: int, function: Callable[..., Any], *argum
     function(rank, *arguments)
 
 
-def _command(rank: int, directory: Path, words: list[list[str]], places: Sequence[Path]) -> None:
+def _command(
+    rank: int, directory: Path, words: list[list[str]], places: Sequence[Path], limits: dict[str, float]
+) -> None:
+    for name, seconds in limits.items():
+        module, _, limit = name.rpartition(".")
+        assert hasattr(import_module(module), limit)
+        setattr(import_module(module), limit, seconds)
     if places:
         os.chdir(places[rank])
     out = os.open(directory / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -225,7 +225,8 @@ def test_a_rank_that_sees_other_files_is_named(tmp_path: Path) -> None:
     places = [tmp_path / "first", tmp_path / "second"]
     for place in places:
         place.mkdir()
-    assert finish(launch(2, tmp_path, "train", config, places=places)) == [2, 2]
+    limits = {"stalewise.orchestrator.ranks.VISIBLE_S": 0.3}
+    assert finish(launch(2, tmp_path, "train", config, places=places, limits=limits)) == [2, 2]
     first, second = printed(tmp_path, 2)
     assert "rank 1 does not see what rank 0 writes to here/two: all ranks need the same file system" in first
     assert second == ""

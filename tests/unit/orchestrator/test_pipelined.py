@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from callbacks import StopAt
+from processes import FORKING
 from stalewise.api import generate, run
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ConfigError, EngineError
 from stalewise.models.loading import EMBEDDED
+from stalewise.orchestrator import pipelined
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.orchestrator.pipelined import BackgroundGeneration
 from stalewise.store import (
@@ -50,6 +52,8 @@ def test_a_generator_that_is_killed_is_one_message_and_the_next_runs_beside_lear
         assert self.process is not None
         self.process.kill()
 
+    # Tests of `make nightly` start generators as they are started.
+    monkeypatch.setattr(pipelined, "subprocess", FORKING)
     config = made(runs, schedule=PIPELINED, checkpoints={"every": 32, "keep": 1})
     with monkeypatch.context() as patched:
         patched.setattr(BackgroundGeneration, "start", start_and_kill)

@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
+from processes import FORKING
 from stalewise.errors import CalibrationError, ConfigError
+from stalewise.planning import sweep as sweep_module
 from stalewise.planning.calibration import find_calibration
 from stalewise.planning.sweep import fit_sweep, sweep
 from stalewise.store.atomic import RunLock
@@ -72,7 +74,8 @@ class Heard:
         self.said.append(message)
 
 
-def test_a_sweep_of_real_runs_goes_on_where_it_stopped(runs: Path) -> None:
+def test_a_sweep_of_real_runs_goes_on_where_it_stopped(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_module, "subprocess", FORKING)  # `make nightly` starts runs as they are started
     config = tiny_config(runs, sampler={"engine": "auto"})
     heard = Heard()
     settings: dict[str, Any] = {"stalenesses": [1], "updates": 4, "rule": RULE, "callback": heard}
