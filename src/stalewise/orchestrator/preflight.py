@@ -137,8 +137,11 @@ class _Preflight:
 
     def _directory(self) -> tuple[Status, str]:
         check_identity(self.config)
-        found = versions(self.config.directory)
-        return "ok", f"{self.config.directory}: {f'continues at update {found[-1]}' if found else 'a new run'}"
+        found, updates = versions(self.config.directory), self.config.schedule.updates
+        state = f"continues at update {found[-1]}" if found else "a new run"
+        if found and found[-1] >= updates:
+            state = f"has made all {updates} updates"
+        return "ok", f"{self.config.directory}: {state}"
 
     def _trackers(self) -> tuple[Status, str]:
         check_installed(self.config.trackers)
