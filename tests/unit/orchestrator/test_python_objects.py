@@ -334,6 +334,9 @@ def test_an_evaluation_counts_the_prompts_that_are_held_out(tmp_path: Path) -> N
     result = stalewise.train("embedded:arithmetic", ROWS, exact, name="own", **settings)
     assert result.evaluations[-1]["prompts"] == 6  # one row in ten
     assert ("evaluate", 12) in begun
+    settings |= {"callback": (said := Recorder())}
+    stalewise.train("embedded:arithmetic", ROWS, exact, name="own", **settings)
+    assert [text.endswith(", undamaged") for text in said.said if text.startswith("checked version 2")] == [True]
     found = call("doctor", tmp_path / "own").stdout
     assert f"run directory   {tmp_path}/own: has made all 2 updates" in found
 
