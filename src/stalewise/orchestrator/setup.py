@@ -32,6 +32,7 @@ from stalewise.models.loading import (
 )
 from stalewise.objectives import get_objective
 from stalewise.orchestrator.run_log import RunLog
+from stalewise.planning.grid import rate_name
 from stalewise.planning.memory import GIB, estimate
 from stalewise.planning.planner import budget_limits, law_learning_rate, rests_on_collapses, rounded_down
 from stalewise.reporting.verification import OF_A_PROGRAM, check_run
@@ -46,6 +47,8 @@ from stalewise.trainer.lora import save_first
 
 FORMAT = "stalewise.limits/1"
 LEAST_ROOM = 0.05  # of a GPU, below which no vLLM is advised
+SMALL_MODEL = 100_000_000  # parameters, below which a learning rate may be large
+LARGE_RATE = 2e-5  # the default, for small models, is larger; the configs for models from 0.5B up have 1e-6 to 4e-6
 FILE = "limits.json"  # in the run directory
 
 
@@ -159,10 +162,24 @@ def drift_limits(config: RunConfig) -> tuple[float, float] | None:
     return None if limits is None else (limits[0], limits[1])
 
 
+def rate_warning(rate: float, parameters: int) -> str:
+    """A warning about a learning rate that is far above what large models are trained with; empty: there is none."""
+    if parameters < SMALL_MODEL or rate <= LARGE_RATE:
+        return ""
+    return (
+        f"optimizer.learning_rate is {rate_name(rate)}, which suits adapters and small models: a full model of "
+        f"{parameters / 1e6:,.0f} M parameters is usually trained with 1e-6 to 4e-6"
+    )
+
+
 def write_first_checkpoint(config: RunConfig, source: str, task: Task, log: Callable[[str], object]) -> dict[str, Any]:
     """Write the model at `source` as version 0 of the run; return the trainer's state in it."""
     model = load_model(source, device=torch.device("cpu"), dtype=pick_weights_dtype(config.model.precision))
     check_trainable(model, config.learner)  # now, and not after a whole stage has been generated
+    if not config.model.trains_adapters and (
+        warning := rate_warning(config.optimizer.learning_rate, model.num_parameters())
+    ):
+        log(warning)
     tokenizer = load_tokenizer(source)
     # Version 0 keeps the tokenizer: one without the chat template that the task needs would stay in the run.
     encode_prompts(task.prompts(0, 1), tokenizer)
