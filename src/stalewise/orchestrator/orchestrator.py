@@ -333,7 +333,7 @@ class Orchestrator:
 
     def _evaluate(self, version: int) -> None:
         settings = self.config.evaluation
-        self.begin_phase("evaluate", settings.prompts * settings.samples)
+        self.begin_phase("evaluate", len(self.task.evaluation_prompts(settings.prompts)) * settings.samples)
         result = evaluate_checkpoint(
             self._checkpoint(version),
             version=version,

@@ -82,6 +82,7 @@ class _Preflight:
         self.source = ""  # directory of the model
         self.checkpoint: int | None = None  # its bytes
         self.waits_on_host = 0
+        self.rate_warning = ""
         self.task: Task | None = None
         self.sampler: Sampler | None = None
 
@@ -103,6 +104,8 @@ class _Preflight:
             if (checkpoint := self.checkpoint) is not None:
                 yield self._run("disk", lambda: self._disk(checkpoint))
                 yield self._run("host memory", lambda: _host_memory(checkpoint, self.waits_on_host))
+            if self.rate_warning:
+                yield Check("learning rate", "warning", self.rate_warning)
             if self.config.model.trains_adapters:
                 yield self._run("adapters", self._adapters)
             yield self._run("tokenizer", self._tokenizer)
@@ -137,8 +140,11 @@ class _Preflight:
 
     def _directory(self) -> tuple[Status, str]:
         check_identity(self.config)
-        found = versions(self.config.directory)
-        return "ok", f"{self.config.directory}: {f'continues at update {found[-1]}' if found else 'a new run'}"
+        found, updates = versions(self.config.directory), self.config.schedule.updates
+        state = f"continues at update {found[-1]}" if found else "a new run"
+        if found and found[-1] >= updates:
+            state = f"has made all {updates} updates"
+        return "ok", f"{self.config.directory}: {state}"
 
     def _trackers(self) -> tuple[Status, str]:
         check_installed(self.config.trackers)
@@ -181,13 +187,15 @@ class _Preflight:
 
     def _memory(self) -> tuple[Status, str]:
         import_packages()
-        from stalewise.orchestrator.setup import check_vllm_room
+        from stalewise.orchestrator.setup import check_vllm_room, rate_warning
         from stalewise.planning.memory import check_memory, estimate, free_bytes
 
         needed = estimate(self.config, self.source, alone=True)
         if needed is None:
             return "warning", f"unknown: the config of {self.source} does not say how large the model is"
         self.checkpoint, self.waits_on_host = needed.checkpoint, needed.waits_on_host
+        if not self.config.model.trains_adapters:
+            self.rate_warning = rate_warning(self.config.optimizer.learning_rate, needed.shape.parameters)
         check_vllm_room(self.config, self.source)
         if warning := check_memory(self.config, self.source):  # raises where `train` refuses
             return "warning", warning

@@ -33,9 +33,10 @@ from stalewise.models.loading import (
     resolve_model,
 )
 from stalewise.orchestrator.run_log import RunLog
+from stalewise.planning.grid import rate_name
 from stalewise.planning.memory import GIB, estimate
 from stalewise.planning.planner import budget_limits, law_learning_rate, rests_on_collapses, rounded_down
-from stalewise.reporting.verification import check_run
+from stalewise.reporting.verification import OF_A_PROGRAM, check_run
 from stalewise.rollout.factory import pick_engine
 from stalewise.store import atomic, checkpoints
 from stalewise.store.json_lines import truncate_jsonl
@@ -45,6 +46,8 @@ from stalewise.trainer.execution import check_trainable
 from stalewise.trainer.lora import save_first
 
 LEAST_ROOM = 0.05  # of a GPU, below which no vLLM is advised
+SMALL_MODEL = 100_000_000  # parameters, below which a learning rate may be large
+LARGE_RATE = 2e-5  # the default, for small models, is larger; the configs for models from 0.5B up have 1e-6 to 4e-6
 
 
 def verify_before(directory: Path, newest: Callable[[], Path], log: Callable[[str], object]) -> None:
@@ -53,7 +56,7 @@ def verify_before(directory: Path, newest: Callable[[], Path], log: Callable[[st
     found, checkpoint = check_run(directory), newest()
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     what = f"checked version {int(checkpoint.name[1:])} and the records: {(found.bytes + size) / 1e6:,.1f} MB"
-    count = len(found.not_covered)
+    count = sum(not text.endswith(OF_A_PROGRAM) for text in found.not_covered)
     left = f"; {count} without checksums, which `stalewise verify` names" if count else ""
     log(f"{what} in {time.perf_counter() - start:.1f} s, undamaged{left}")
 
@@ -157,10 +160,24 @@ def drift_limits(config: RunConfig) -> tuple[float, float] | None:
     return None if limits is None else (limits[0], limits[1])
 
 
+def rate_warning(rate: float, parameters: int) -> str:
+    """A warning about a learning rate that is far above what large models are trained with; empty: there is none."""
+    if parameters < SMALL_MODEL or rate <= LARGE_RATE:
+        return ""
+    return (
+        f"optimizer.learning_rate is {rate_name(rate)}, which suits adapters and small models: a full model of "
+        f"{parameters / 1e6:,.0f} M parameters is usually trained with 1e-6 to 4e-6"
+    )
+
+
 def write_first_checkpoint(config: RunConfig, source: str, task: Task, log: Callable[[str], object]) -> dict[str, Any]:
     """Write the model at `source` as version 0 of the run; return the trainer's state in it."""
     model = load_model(source, device=torch.device("cpu"), dtype=pick_weights_dtype(config.model.precision))
     check_trainable(model, config.learner)  # now, and not after a whole stage has been generated
+    if not config.model.trains_adapters and (
+        warning := rate_warning(config.optimizer.learning_rate, model.num_parameters())
+    ):
+        log(warning)
     tokenizer = load_tokenizer(source)
     # Version 0 keeps the tokenizer: one without the chat template that the task needs would stay in the run.
     encode_prompts(task.prompts(0, 1), tokenizer)
