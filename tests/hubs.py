@@ -84,7 +84,7 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def hub_of_our_own() -> Iterator[Hub]:
     server = Hub()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield server

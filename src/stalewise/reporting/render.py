@@ -74,18 +74,13 @@ def write_report(directories: Sequence[Path], output: Path | None = None) -> Pat
 
 def render(runs: Sequence[Run]) -> str:
     """The page as text. It depends on the run directories alone, not on the date."""
-    loader = jinja2.FunctionLoader(lambda name: files("stalewise.reporting").joinpath(name).read_text(encoding="utf-8"))
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"interval": format_interval, "value": format_value, "stage_end": describe_stage_end}
     figures = draw_charts(runs)
     charts = {chart.name: chart for chart in charts_of(runs) if chart.name in figures}
     time = run_bars(runs)
     most_bars = max(FEWEST_BARS, MOST_BARS // len(runs))
     stages = {f"stages-{i}": group_stages(run.spent, most_bars) for i, run in enumerate(runs) if run.spent}
     names = {name for run in runs for name in run.seconds}
-    page = environment.get_template("template.html").render(
+    page = _template().render(
         title=join_names([run.label for run in runs]) if len(runs) < 4 else f"{len(runs)} runs",
         release=__version__,
         runs=[(run, summarize(run)) for run in runs],
@@ -217,6 +212,17 @@ def descriptions(model: type[Any], prefix: str = "") -> dict[str, str]:
         if hasattr(field.annotation, "model_fields"):
             found |= descriptions(field.annotation, f"{prefix}{name}.")
     return found
+
+
+@cache
+def _template() -> jinja2.Template:
+    """The template of the page, compiled once."""
+    loader = jinja2.FunctionLoader(lambda name: files("stalewise.reporting").joinpath(name).read_text(encoding="utf-8"))
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"interval": format_interval, "value": format_value, "stage_end": describe_stage_end}
+    return environment.get_template("template.html")
 
 
 @cache

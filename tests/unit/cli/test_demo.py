@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from stalewise.api import evaluate
 from stalewise.cli import demo
+from stalewise.config import make_config
 
 
 def test_the_demo_prints_what_scripts_rely_on(
@@ -17,6 +19,10 @@ def test_the_demo_prints_what_scripts_rely_on(
         for name, schedule in demo.RUNS.items()
     }
     monkeypatch.setattr(demo, "RUNS", short)
+    # Eight evaluations of 1,024 responses would be most of the time; `make nightly` runs the demo as it is.
+    small: dict[str, Any] = {"prompts": 64, "samples": 4}
+    monkeypatch.setattr(demo, "evaluate", lambda model, **given: evaluate(model, **{**given, **small}))
+    monkeypatch.setattr(demo, "make_config", lambda record: make_config({**record, "evaluation": small}))
     monkeypatch.setattr(demo.demo_config, "__kwdefaults__", {"prompts": 4, "updates": 8})
     demo.main(as_json=True, runs=tmp_path)
     printed = json.loads(capsys.readouterr().out)

@@ -41,6 +41,6 @@ def halved(own: Path) -> Path:
 @pytest.fixture
 def server(run: Path) -> Iterator[RunServer]:
     with make_server(run) as made:
-        threading.Thread(target=made.serve_forever, daemon=True).start()
+        threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
         yield made
         made.shutdown()

@@ -152,11 +152,14 @@ def test_300_half_open_requests_keep_nobody_out_and_are_ended(own: Path, monkeyp
 
     monkeypatch.setattr(http_server, "REQUEST_S", 1.0)
     with make_server(own) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
-        connections = [socket.create_connection(("127.0.0.1", server.server_port), timeout=60) for _ in range(300)]
-        for connection in connections:
-            connection.sendall(b"GET / HTTP/1.1\r\nX: ")
+        connections: list[socket.socket] = []
+        for _ in range(300):
+            connections.append(socket.create_connection(("127.0.0.1", server.server_port), timeout=20))
+            connections[-1].sendall(b"GET / HTTP/1.1\r\nX: ")
+            if len(connections) % server.request_queue_size == 0:
+                time.sleep(0.05)  # where its queue is full, the kernel tries again after a second, and then after two
         with urllib.request.urlopen(f"{server.url}api/overview", timeout=60) as answer:
             assert answer.status == 200
         for connection in connections:
@@ -174,12 +177,15 @@ def test_a_client_that_does_not_read_its_answer_is_left(own: Path, monkeypatch: 
     monkeypatch.setattr(http_server.RunServer, "report", lambda self: "a" * 2**26)
     read = 0
     with make_server(own) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
         thread.start()
+        others = set(threading.enumerate())
         path = urlsplit(f"{server.url}report").path
         with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as connection:
             connection.sendall(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
-            time.sleep(2)
+            while not (answering := {*threading.enumerate()} - others):
+                time.sleep(0.01)
+            answering.pop().join(20)
             with contextlib.suppress(OSError):
                 while part := connection.recv(2**20):
                     read += len(part)
