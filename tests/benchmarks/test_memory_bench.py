@@ -78,13 +78,13 @@ def test_a_part_that_was_killed_says_so_and_leaves_no_run(tmp_path: Path, monkey
     # Stands in for a run that needs too much memory; found.txt tells which runs were there when it began.
     python.write_text('#!/bin/sh\ncd "$3" && ls > found.txt && mkdir tiny-full-one && kill -9 $$\n')
     python.chmod(0o700)
-    for left in ("tiny-full-one", "0.5b-lora-pipelined", "0.5b"):
+    for left in ("tiny-full-one", "0.5b-lora-pipelined", "0.5b", "tiny"):  # the last two are models
         (work / left / "checkpoints").mkdir(parents=True)
     monkeypatch.setattr(sys, "executable", str(python))
     found = memory.measure("tiny/full/one", work)
     assert found == {"error": ["ended with signal 9; the machine's memory may have run out"]}
-    assert (work / "found.txt").read_text().split() == ["0.5b", "found.txt", "log"]
-    assert sorted(one.name for one in work.iterdir()) == ["0.5b", "found.txt", "log"]
+    assert (work / "found.txt").read_text().split() == ["0.5b", "found.txt", "log", "tiny"]
+    assert sorted(one.name for one in work.iterdir()) == ["0.5b", "found.txt", "log", "tiny"]
 
 
 def test_lines() -> None:

@@ -315,7 +315,12 @@ def test_generated_pages_are_as_the_script_writes_them(name: str) -> None:
     assert (ROOT / "docs" / name).read_text() == PAGES_MADE[name](), "run `python scripts/reference.py`"
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+BY_DAY = ("grpo", "p3o", "mu_grpo")  # half a second each; the losses themselves have tests of their own
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in OBJECTIVES]
+)
 def test_figures_of_objectives_are_as_the_script_draws_them(name: str) -> None:
     assert (ROOT / f"docs/images/objectives/{name}.svg").read_text() == drawing(name)
 

@@ -6,6 +6,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,12 @@ MAX_CONFIG_PARAMETERS = 70
 
 def trees(source: Path) -> Iterator[tuple[Path, ast.Module]]:
     for path in sorted(source.rglob("*.py")):
-        yield path, ast.parse(path.read_text())
+        yield path, parsed(path.read_text())
+
+
+@cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
 
 
 def repeated_classes(source: Path) -> dict[str, list[str]]:
@@ -112,7 +118,8 @@ def schedule_checks(source: Path) -> list[str]:
         for path, tree in trees(source)
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
-        and ast.unparse(node.func) == "isinstance"
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "isinstance"
         and "StageSchedule" in ast.unparse(node)
     ]
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from experiments.lab import pages
 from experiments.lab.definition import Experiment, load_experiments
 from experiments.lab.pages import render, results_table
 from experiments.lab.plan import next_jobs
@@ -14,6 +16,15 @@ from experiments.lab.verdicts import rules
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = load_experiments(ROOT / "experiments")
 RENDER = "python -m experiments.lab all --render-only"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def judged_once() -> Iterator[None]:
+    """The same results for pages, figures and the table."""
+    judged = pages.found(EXPERIMENTS)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pages, "found", lambda experiments: judged)
+        yield
 
 
 @pytest.mark.slow

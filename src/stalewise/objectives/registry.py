@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -52,10 +53,7 @@ class Objective:
 
     def parameters(self) -> dict[str, tuple[Any, Any]]:
         """Type and default of each parameter, from the function's signature."""
-        hints = get_type_hints(self.token_loss)
-        signature = inspect.signature(self.token_loss)
-        keywords = [p for p in signature.parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
-        return {p.name: (hints[p.name], p.default) for p in keywords}
+        return dict(_parameters(self.token_loss))
 
     def settings(self, params: Mapping[str, Any] | None = None) -> Settings:
         """Defaults overridden by `params`; an unknown name or a wrong type is a ValueError."""
@@ -86,6 +84,14 @@ class Objective:
         if self.needs_proximal and tokens.proximal_logp_BT is None:
             shape = list(tokens.logp_BT.shape)
             raise ValueError(f"proximal_logp is None; objective {self.name} expects a tensor of shape {shape}")
+
+
+@cache
+def _parameters(token_loss: Callable[..., TokenLoss]) -> dict[str, tuple[Any, Any]]:
+    hints = get_type_hints(token_loss)
+    signature = inspect.signature(token_loss)
+    keywords = [p for p in signature.parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    return {p.name: (hints[p.name], p.default) for p in keywords}
 
 
 # Ranges of parameters by name; a name means the same in every objective.
