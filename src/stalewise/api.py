@@ -179,7 +179,7 @@ def generate(
 def _check_sampling(orchestrator: Orchestrator, policy: Path) -> None:
     """Refuse what cannot be generated, before anything is loaded or written."""
     section, task = orchestrator.config.sampler, orchestrator.task
-    check_policy(section, policy, task, orchestrator.config.first_prompts(task))
+    check_policy(section, policy, task, orchestrator.config.longest_prompts(task))
     check_sampling_memory(orchestrator.config.model, section.engine, str(policy), section.max_new_tokens)
 
 

@@ -5,6 +5,7 @@ Also the settings that `stalewise.train` takes as keywords, by their last name.
 
 from __future__ import annotations
 
+import heapq
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -27,7 +28,9 @@ from stalewise.config.sections import (
 from stalewise.errors import ConfigError, nearest
 from stalewise.store.atomic import read_json, write_json_atomic
 from stalewise.tasks import TASKS, Task, make_evaluation_file, make_task
+from stalewise.tasks.base import used_prompts
 from stalewise.tasks.difficulty import COPY, ChosenPrompts, read_table
+from stalewise.tasks.mixture import MixtureTask
 from stalewise.types import Prompt
 
 FORMAT = "stalewise.run/1"
@@ -146,15 +149,23 @@ class RunConfig(Section):
             return make_task(suite.task, seed=self.seed, **suite.options)
         return make_task(self.task.name, seed=self.seed, **{**self.task.options, **suite.options})
 
-    def first_prompts(self, task: Task, most: int = 256) -> list[Prompt]:
-        """Prompts that the run will use: the first of training, and the first of evaluation."""
-        count = min(most, self.schedule.updates * self.batch.prompts)
-        training = task.prompts(0, min(count, task.size or count))
-        return [*training, *task.evaluation_prompts(min(most, self.evaluation.prompts))]
+    def longest_prompts(self, task: Task, most: int = 256) -> list[Prompt]:
+        """The prompts with the most characters of all that the run will use, in training and to evaluate.
+
+        A task without an end makes its prompts when they are asked for: its first stand for all.
+        """
+        count = self.schedule.updates * self.batch.reserved
+        used = task.used_prompts(count, most) if isinstance(task, MixtureTask) else used_prompts(task, count, most)
+        return heapq.nlargest(most, [*used, *task.evaluation_prompts(self.evaluation.prompts)], key=_characters)
 
     def identity(self) -> dict[str, Any]:
         """The settings that must stay the same when a run is resumed; see `identity_of`."""
         return identity_of(self.model_dump(mode="json"))
+
+
+def _characters(prompt: Prompt) -> int:
+    """About the length of a prompt: its text, and the messages before it."""
+    return len(prompt.text) + sum(len(prompt.metadata.get(part, "")) for part in ("system", "history", "prefill"))
 
 
 def _only_prompts(name: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class Orchestrator:
         check_vllm_room(self.config, policy)
         check_reference(self.config.objective, self.config.model, self.config.task.name, policy)
         if self.source.is_own:
-            check_policy(self.config.sampler, Path(policy), self.task, self.config.first_prompts(self.task))
+            check_policy(self.config.sampler, Path(policy), self.task, self.config.longest_prompts(self.task))
         self.offloads = self.ranks.world == 1 and offloads(self.config, policy)
         if warning := check_memory(self.config, policy, self.ranks.world, self.ranks.local_world):
             self.callback.log(warning)

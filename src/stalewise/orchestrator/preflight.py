@@ -33,7 +33,6 @@ from stalewise.types import Prompt
 # before it are printed at once.
 
 Status = Literal["ok", "warning", "bad"]
-PROMPTS = 256  # training prompts that are checked
 SHOWN = 1200  # characters of a prompt
 GIB = 2**30
 TOKEN_BYTES = 6  # of a stored token: an id and a log-probability, compressed
@@ -265,14 +264,15 @@ class _Preflight:
         return "ok", figures
 
     def _prompts(self, task: Task, sampler: Sampler) -> tuple[Status, str]:
+        from stalewise.rollout.factory import check_context
         from stalewise.rollout.generate import shown_prompts
 
-        training = task.prompts(0, min(PROMPTS, task.size or PROMPTS))
-        prompts = [*training, *task.evaluation_prompts(self.config.evaluation.prompts)]
+        prompts = self.config.longest_prompts(task)
         _, encoded = shown_prompts(task, prompts, sampler.tokenizer)
+        check_context(self.config.sampler, Path(self.source), task, prompts)  # as `train` does
         sampler.check_lengths(encoded)
         longest, new = max(map(len, encoded)), self.config.sampler.max_new_tokens
-        return "ok", f"the longest of {len(prompts)} has {longest} tokens, and {new} new ones fit after it"
+        return "ok", f"the longest has {longest} tokens, and {new} new ones fit after it"
 
     def _foreign(self, task: Task) -> tuple[Status, str]:
         from stalewise.rollout.factory import check_second_policy

@@ -182,6 +182,12 @@ def first_distinct(prompts: Iterator[Prompt], count: int) -> list[Prompt]:
     return list(distinct.values())
 
 
+def used_prompts(task: Task, count: int, most: int) -> list[Prompt]:
+    """The first `count` training prompts of a task, each once; of a task without an end at most `most`."""
+    size = most if task.size is None else task.size
+    return task.prompts(0, min(count, size)) if size else []
+
+
 def read_text(path: Path, most: int = LONGEST_TEXT) -> str:
     """The text of a file of at most `most` bytes; a larger one, or a device without an end, is an OSError."""
     with open(path, "rb") as file:

@@ -294,6 +294,30 @@ def test_a_prompt_that_is_longer_than_the_context(tmp_path: Path) -> None:
     assert "over the model's context of 128" in message
 
 
+@pytest.mark.parametrize("kind", ["rows", "mixture"])
+def test_a_long_prompt_is_found_wherever_the_run_meets_it(tmp_path: Path, kind: str) -> None:
+    rows = [{"problem": f"{a}+{b}=", "answer": str(a + b), "id": f"{a}+{b}"} for a in range(10, 40) for b in range(30)]
+    rows.append({"problem": "1" * 130, "answer": "2", "id": "long one"})
+    sections = rows_task(tmp_path, rows)
+    if kind == "mixture":
+        tables = [{"name": "arithmetic"}, {"name": "jsonl", "options": sections["task"]["options"], "weight": 3}]
+        sections |= {"task": {"name": "mixture", "options": {"tasks": tables}}}
+    enough = {"batch": {"prompts": 32, "group_size": 2}, "schedule": {"updates": 52, "stages": 2}}
+    config = config_file(tmp_path, **{**sections, **enough})
+    expected = (
+        "the longest prompt has 130 tokens; with sampler.max_new_tokens = 8 that is over the model's context of 128: "
+        "shorten prompts or lower max_new_tokens; 1 prompt(s) are too long, such as "
+    )
+    for verb in ("train", "generate"):
+        message = refused(verb, config)
+        assert message.startswith(expected)
+        assert message.endswith("long one': `exclude_ids` leaves rows out")
+    assert not list(tmp_path.rglob("checkpoints"))
+    assert f"bad     prompts         {expected}" in call("doctor", config).stdout
+    few = {**enough, "schedule": {"updates": 2, "stages": 2}}  # its 64 prompts are others
+    assert "ok      prompts " in call("doctor", config_file(tmp_path, **{**sections, **few})).stdout
+
+
 @pytest.mark.parametrize("new_tokens", [4000, 123])
 def test_more_new_tokens_than_the_context_has(new_tokens: int, tmp_path: Path) -> None:
     config = config_file(tmp_path, sampler={"max_new_tokens": new_tokens})
