@@ -5,6 +5,7 @@ Also the settings that `stalewise.train` takes as keywords, by their last name.
 
 from __future__ import annotations
 
+import difflib
 import heapq
 import re
 import tomllib
@@ -334,7 +335,8 @@ def _explain(problem: Any) -> str:
             model = model.model_fields[section].annotation
             model = next(iter(get_args(model)), model)
         name = str(problem["loc"][-1])
-        meant = " or ".join(_settings_called(name))
+        is_slip = bool(difflib.get_close_matches(name, model.model_fields, n=1, cutoff=0.85))  # `url` of `urls`
+        meant = "" if is_slip else " or ".join(_settings_called(name))
         return f"{key} is not a setting; {f'did you mean {meant}?' if meant else nearest(name, model.model_fields)}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
