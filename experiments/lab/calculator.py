@@ -28,7 +28,7 @@ from stalewise.config import RunConfig, make_config
 from stalewise.models.loading import EMBEDDED, load_model, load_tokenizer
 from stalewise.reporting.inspection import numbered_batches
 from stalewise.rollout.engines.embedded import HFSampler
-from stalewise.rollout.generate import sample_for_evaluation, score_responses
+from stalewise.rollout.generate import sample_and_score
 from stalewise.store import open_batch
 from stalewise.store.checkpoints import checkpoint_directory
 from stalewise.tasks import make_task
@@ -129,8 +129,8 @@ def held_out(config: RunConfig, policy: str | Path) -> dict[str, float]:
     sampler.load(Path(policy))
     task = make_task(config.task.name, **config.task.options)
     options = {"samples": 2, "seed": 1, "sampler": sampler, "rows_at_once": 512}
-    prompts, episodes = sample_for_evaluation(task, task.evaluation_prompts(HELD_OUT), **options)
-    return shares((reward.value, reward.parts) for reward in score_responses(task, prompts, episodes))
+    _, _, rewards = sample_and_score(task, task.evaluation_prompts(HELD_OUT), **options)
+    return shares((reward.value, reward.parts) for reward in rewards)
 
 
 def calls_in(batch: Path) -> dict[str, float]:

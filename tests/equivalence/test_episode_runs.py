@@ -25,7 +25,7 @@ from stalewise.reporting.read import read_run
 from stalewise.reporting.summary import describe_progress
 from stalewise.reporting.verification import verify_run
 from stalewise.rollout.engines.embedded import HFSampler
-from stalewise.rollout.generate import sample_for_evaluation
+from stalewise.rollout.generate import sample_and_score
 from stalewise.store.checkpoints import checkpoint_directory
 from stalewise.store.json_lines import read_jsonl
 from stalewise.tasks import make_task
@@ -204,7 +204,7 @@ def test_lengths_of_an_evaluation_leave_out_what_the_environment_said(mixed: Pat
     task = make_task(config.task.name, **config.task.options)
     sampler = HFSampler(SamplerSettings(), max_new_tokens=20, device=torch.device("cpu"), dtype=torch.float32)
     sampler.load(checkpoint_directory(mixed, 1))
-    _, responses = sample_for_evaluation(
+    _, responses, _ = sample_and_score(
         task, task.evaluation_prompts(8), samples=4, seed=0, sampler=sampler, rows_at_once=512
     )
     segments = [one.episode.segments or (Segment(POLICY, len(one.token_ids)),) for one in responses if one.episode]

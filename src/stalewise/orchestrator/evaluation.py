@@ -93,17 +93,16 @@ def evaluate_checkpoint(
 
     The seeds do not depend on the checkpoint. `load` is called instead of the sampler's own method.
     """
-    from stalewise.rollout.generate import sample_for_evaluation, score_responses
+    from stalewise.rollout.generate import sample_and_score
 
     start = time.perf_counter()
     (load or sampler.load)(checkpoint)
     on_load(time.perf_counter() - start)
     held_out, excluded = _held_out(task, prompts, exclude)
-    repeated, responses = sample_for_evaluation(
+    repeated, responses, rewards = sample_and_score(
         task, held_out, samples=samples, seed=seed, sampler=sampler, rows_at_once=rows_at_once, settings=settings
     )
     texts = [response.text for response in responses]
-    rewards = score_responses(task, repeated, responses)
     errors = count_errors(rewards, repeated, texts)
     if scores is not None:
         scores.add(errors)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -19,14 +20,15 @@ from stalewise.errors import TaskError
 from stalewise.models.loading import encode_prompts
 from stalewise.rollout.episodes import CallJournal, encode_first, episode_rewards, play_episodes
 from stalewise.rollout.mixed_policy import check_tokenizers
-from stalewise.rollout.sampler import Request, Response, Sampler, SchedulingSampler
+from stalewise.rollout.sampler import Request, Response, Sampler, SchedulingSampler, StreamingSampler
 from stalewise.rollout.token_sampling import rollout_seed
-from stalewise.tasks import ErrorCounts, Task, count_errors
+from stalewise.tasks import ErrorCounts, Task, Verifier, count_errors
 from stalewise.tasks.environments.play import EnvironmentPool
 from stalewise.types import Prompt, Reward, SamplerSettings
 
 ENOUGH_RESPONSES = 64  # before the fraction without a score is judged
 RECALLED_ROWS = 1 << 16  # rollouts whose lengths a resumed run reads
+SCORED_AT_ONCE = 256  # responses, while others are sampled
 PROMPTS_TO_COMPARE = 256  # that the tokenizers of two policies must encode alike
 
 
@@ -285,8 +287,8 @@ def make_shards(
     """
     present = set(range(before))
     loaded = False
-    # One thread verifies and writes the last shards while the next are sampled.
-    with ThreadPoolExecutor(max_workers=1) as writer:
+    # One thread verifies and writes the last shards while the next are sampled. Another verifies those that have ended.
+    with ThreadPoolExecutor(max_workers=1) as writer, ThreadPoolExecutor(max_workers=1) as scorer:
         writing: Future[float] | None = None
         while True:
             for shard in source.present() - present:
@@ -304,7 +306,7 @@ def make_shards(
                 (load or sampler.load)(checkpoint)
                 loaded = True
             asked = [_shard_requests(plan, shard, task, sampler) for shard in shards]
-            responses = _responses(plan, directory, asked, task, sampler)
+            responses = _responses(plan, directory, asked, task, sampler, scorer)
             pending, writing = writing, None
             if pending is not None:
                 start = max(start, pending.result())  # the seconds of shards do not overlap
@@ -339,26 +341,89 @@ def _shard_requests(plan: BatchPlan, shard: int, task: Task, sampler: Sampler) -
     return _ShardRequests(shard, [prompt for prompt in prompts for _ in range(plan.group_size)], requests)
 
 
+class EarlyScores:
+    """Samples, and scores responses as they end, in a thread of `scorer`."""
+
+    def __init__(
+        self, sampler: StreamingSampler, verifier: Verifier, prompts: Sequence[Prompt], scorer: ThreadPoolExecutor
+    ) -> None:
+        self._sampler, self._verifier, self._prompts, self._scorer = sampler, verifier, prompts, scorer
+        self._waiting: deque[tuple[int, str]] = deque()
+        self._rewards: dict[int, Reward] = {}
+        self._rounds: list[Future[None]] = []
+
+    def sample(self, requests: Sequence[Request], settings: SamplerSettings, numbers: Sequence[int]) -> list[Response]:
+        """Responses to requests, which have these numbers among the prompts."""
+        try:
+            return self._sampler.stream(requests, settings, partial(self._ended, numbers))
+        except BaseException:
+            self._waiting.clear()  # nobody will ask for these
+            raise
+
+    def _ended(self, numbers: Sequence[int], responses: Mapping[int, Response]) -> None:
+        self._waiting.extend((numbers[request], response.text) for request, response in responses.items())
+        self._rounds.append(self._scorer.submit(self._score))
+
+    def _score(self) -> None:
+        """Score all that wait, so that most of the later rounds have nothing to do."""
+        while self._waiting:
+            some = [self._waiting.popleft() for _ in range(min(SCORED_AT_ONCE, len(self._waiting)))]
+            numbers, texts = zip(*some, strict=True)
+            rewards = self._verifier.score([self._prompts[number] for number in numbers], texts)
+            self._rewards.update(zip(numbers, rewards, strict=True))
+
+    def rewards(self) -> Iterator[Reward]:
+        """The rewards in the order of the prompts; waits for them when the first is asked for."""
+        for scored in self._rounds:
+            scored.result()
+        yield from (self._rewards[number] for number in range(len(self._prompts)))
+
+
+def early_scores(
+    task: Task, prompts: Sequence[Prompt], sampler: Sampler, scorer: ThreadPoolExecutor
+) -> EarlyScores | None:
+    """Scores while others are sampled, where engine and verifier can do that."""
+    singly = environment_of(task) is None and getattr(task.verifier, "scores_singly", False)
+    if not (singly and isinstance(sampler, StreamingSampler) and sampler.streams):
+        return None
+    return EarlyScores(sampler, task.verifier, prompts, scorer)
+
+
 def _responses(
-    plan: BatchPlan, directory: Path, asked: list[_ShardRequests], task: Task, sampler: Sampler
-) -> Iterator[Response]:
-    """Responses to the requests of whole groups, in order; each policy samples its own."""
+    plan: BatchPlan,
+    directory: Path,
+    asked: list[_ShardRequests],
+    task: Task,
+    sampler: Sampler,
+    scorer: ThreadPoolExecutor,
+) -> Iterator[tuple[Response, Reward | None]]:
+    """Responses to the requests of whole groups, in order, with rewards where they are scored meanwhile.
+
+    Each policy samples its own.
+    """
     requests = [request for one in asked for request in one.requests]
+    prompts = [prompt for one in asked for prompt in one.prompts]
     if (environment := environment_of(task)) is not None and requests:
         if plan.foreign_places:
             raise TaskError("episodes of a second policy are not supported: set sampler.foreign.share = 0")
         first = [plan.prompt_range(one.shard).start * plan.group_size for one in asked]
         numbers = [start + place for start, one in zip(first, asked, strict=True) for place in range(len(one.requests))]
-        prompts = [prompt for one in asked for prompt in one.prompts]
         journal = CallJournal(directory / f"calls-{asked[0].shard:05d}.jsonl")
         options = {"sampler": sampler, "settings": sampler.settings, "journal": journal}
-        return iter(play_episodes(environment, prompts, requests, numbers, **options))
+        return zip(play_episodes(environment, prompts, requests, numbers, **options), repeat(None), strict=False)
+    scores = early_scores(task, prompts, sampler, scorer)
     policies = [plan.policy_of(number) for number in range(len(requests))]
     sampled: dict[str, Iterator[Response]] = {}
     for policy in dict.fromkeys(policies):
-        its_requests = [request for request, its in zip(requests, policies, strict=True) if its == policy]
-        sampled[policy] = iter(sampler.sample(its_requests, replace(sampler.settings, policy=policy)))
-    return (next(sampled[policy]) for policy in policies)
+        numbers = [number for number, its in enumerate(policies) if its == policy]
+        its_requests = [requests[number] for number in numbers]
+        settings = replace(sampler.settings, policy=policy)
+        if scores is None:
+            sampled[policy] = iter(sampler.sample(its_requests, settings))
+        else:
+            sampled[policy] = iter(scores.sample(its_requests, settings, numbers))
+    ordered = (next(sampled[policy]) for policy in policies)
+    return zip(ordered, repeat(None) if scores is None else scores.rewards(), strict=False)
 
 
 def recall_lengths(sampler: Sampler, rollouts: Path) -> None:
@@ -408,7 +473,7 @@ def _write_shards(
     task: Task,
     settings: SamplerSettings,
     asked: list[_ShardRequests],
-    responses: Iterator[Response],
+    responses: Iterator[tuple[Response, Reward | None]],
     start: float,
     source: ShardSource,
     check: ScoreCheck,
@@ -416,9 +481,10 @@ def _write_shards(
     """Verify and write shards; `start` is when their sampling began. Returns when they were written."""
     settings_of = {policy: replace(settings, policy=policy) for policy in ("", plan.foreign)}
     for one in asked:
-        answered = list(islice(responses, len(one.requests)))
+        pairs = list(islice(responses, len(one.requests)))
+        answered = [response for response, _ in pairs]
         texts = [response.text for response in answered]
-        rewards = score_responses(task, one.prompts, answered)
+        rewards = [reward for _, reward in pairs if reward is not None] or score_responses(task, one.prompts, answered)
         counts = count_errors(rewards, one.prompts, texts)
         check.add(counts, plan.prompts * plan.group_size)
         first = plan.prompt_range(one.shard).start * plan.group_size
@@ -453,7 +519,7 @@ def _write_shards(
     return time.perf_counter()
 
 
-def sample_for_evaluation(
+def sample_and_score(
     task: Task,
     prompts: Sequence[Prompt],
     *,
@@ -462,7 +528,7 @@ def sample_for_evaluation(
     sampler: Sampler,
     rows_at_once: int,
     settings: SamplerSettings | None = None,
-) -> tuple[list[Prompt], list[Response]]:
+) -> tuple[list[Prompt], list[Response], list[Reward]]:
     """`samples` responses to each prompt, prompt by prompt, by default at temperature 1; nothing is stored."""
     shown, encoded = shown_prompts(task, list(prompts), sampler.tokenizer)
     requests = [
@@ -474,11 +540,17 @@ def sample_for_evaluation(
     responses: list[Response] = []
     rows_at_once, environment = max(rows_at_once, sampler.preferred_batch_size), environment_of(task)
     settings = settings or SamplerSettings()
-    for start in range(0, len(requests), rows_at_once):
-        part = slice(start, start + rows_at_once)
-        if environment is None:
-            responses += sampler.sample(requests[part], settings)
-        else:
-            numbers, options = range(len(requests))[part], {"sampler": sampler, "settings": settings}
-            responses += play_episodes(environment, repeated[part], requests[part], numbers, **options)
-    return repeated, responses
+    with ThreadPoolExecutor(max_workers=1) as scorer:
+        scores = early_scores(task, repeated, sampler, scorer)
+        for start in range(0, len(requests), rows_at_once):
+            part = slice(start, start + rows_at_once)
+            numbers = range(len(requests))[part]
+            if environment is not None:
+                options = {"sampler": sampler, "settings": settings}
+                responses += play_episodes(environment, repeated[part], requests[part], numbers, **options)
+            elif scores is not None:
+                responses += scores.sample(requests[part], settings, numbers)
+            else:
+                responses += sampler.sample(requests[part], settings)
+        rewards = score_responses(task, repeated, responses) if scores is None else list(scores.rewards())
+    return repeated, responses, rewards

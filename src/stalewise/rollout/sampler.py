@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -193,6 +193,19 @@ class SchedulingSampler(Protocol):
 
     def recall(self, prompts: Sequence[tuple[int, ...]], mean_lengths: Sequence[float]) -> None:
         """How long the responses to prompts were that were sampled before this process began, oldest first."""
+
+
+@runtime_checkable
+class StreamingSampler(Protocol):
+    """An engine that hands out responses as they end."""
+
+    streams: bool  # whether that pays on this device
+
+    def stream(
+        self, requests: Sequence[Request], settings: SamplerSettings, on_ended: Callable[[Mapping[int, Response]], Any]
+    ) -> list[Response]:
+        """`Sampler.sample`, with `on_ended` called for some responses at a time, by number of their request."""
+        ...
 
 
 @runtime_checkable

@@ -37,7 +37,11 @@ Item = TypeVar("Item")
 
 @runtime_checkable
 class Verifier(Protocol):
-    """Scores responses. A response that cannot be scored gets the value NaN and an error, never 0."""
+    """Scores responses. A response that cannot be scored gets the value NaN and an error, never 0.
+
+    One that has an attribute `scores_singly`, and it is true, may be asked for the first responses while others are
+    sampled: its scores depend on nothing else in the call, and other processes or machines do the work.
+    """
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
         """Score `responses[i]` as an answer to `prompts[i]`; results in the same order."""

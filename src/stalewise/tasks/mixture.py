@@ -98,6 +98,11 @@ class MixtureVerifier:
     def __init__(self, tasks: Mapping[str, Task]) -> None:
         self._tasks = tasks
 
+    @property
+    def scores_singly(self) -> bool:
+        """Whether all of its verifiers do."""
+        return all(getattr(task.verifier, "scores_singly", False) for task in self._tasks.values())
+
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
         """Score `responses[i]` as an answer to `prompts[i]`; results in the same order."""
         items = [(*_own(prompt), response) for prompt, response in paired(prompts, responses)]

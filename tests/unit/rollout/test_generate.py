@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +17,16 @@ from policies import POLICY
 from sampling import CUT, check_logp, generated, plan, policy_of
 from stalewise import store
 from stalewise.config import RunConfig
+from stalewise.errors import TaskError
 from stalewise.rollout import generate
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.engines.request_queue import RequestQueue
 from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.generate import BatchPlan, recall_lengths, score_responses
-from stalewise.rollout.sampler import Request
+from stalewise.rollout.sampler import Request, Response
 from stalewise.store import batch_directories, open_batch
-from stalewise.types import SamplerSettings
+from stalewise.tasks import Verifier, make_task
+from stalewise.types import FinishReason, Prompt, Reward, Rollout, SamplerSettings
 
 
 @pytest.mark.parametrize("weights", ["exact", "int8"])
@@ -64,6 +68,108 @@ def test_seconds_of_shards_do_not_overlap(tmp_path: Path, monkeypatch: pytest.Mo
     generated(tmp_path, plan(None, prompts_per_shard=1))
     seconds = store.read_batch_manifest(tmp_path / "g000000-v000000").seconds
     assert 8 * 0.2 <= seconds <= time.perf_counter() - start
+
+
+class InHalves(HFSampler):
+    """Hands out the second half of its responses when the first is scored."""
+
+    def __init__(self, scored: threading.Event | None) -> None:
+        super().__init__(CUT, max_new_tokens=8, device=torch.device("cpu"), dtype=torch.float32)
+        self.streams, self.scored = scored is not None, scored
+
+    def stream(
+        self, requests: Sequence[Request], settings: SamplerSettings, on_ended: Callable[[Mapping[int, Response]], Any]
+    ) -> list[Response]:
+        responses = super().stream(requests, settings, lambda ended: None)
+        half = len(responses) // 2
+        on_ended({number: responses[number] for number in reversed(range(half))})
+        if self.scored is not None:
+            assert self.scored.wait(20), "nothing was scored before the last response had ended"
+        on_ended({number: responses[number] for number in range(half, len(responses))})
+        return responses
+
+
+class Singly:
+    """The verifier of arithmetic; it may be asked early."""
+
+    scores_singly = True
+
+    def __init__(self, verifier: Verifier, problem: Exception | None = None) -> None:
+        self.scored, self.sizes, self._verifier, self._problem = threading.Event(), list[int](), verifier, problem
+
+    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
+        self.sizes.append(len(responses))
+        self.scored.set()
+        if self._problem is not None:
+            raise self._problem
+        return self._verifier.score(prompts, responses)
+
+    def close(self) -> None:
+        self._verifier.close()
+
+
+def early(problem: Exception | None = None) -> tuple[Any, Singly]:
+    task: Any = make_task("arithmetic", seed=0)
+    task.verifier = Singly(task.verifier, problem)
+    return task, task.verifier
+
+
+def test_responses_are_scored_while_others_are_sampled(tmp_path: Path) -> None:
+    made: list[list[Rollout]] = []
+    for name in ("early", "late"):
+        task, verifier = early()
+        sampler = InHalves(verifier.scored if name == "early" else None)
+        generate.generate_batch(plan(None), checkpoint=POLICY, rollouts=tmp_path / name, task=task, sampler=sampler)
+        assert sum(verifier.sizes) == 32
+        assert verifier.sizes[0] == (8 if name == "early" else 16)
+        made.append(list(open_batch(tmp_path / name / "g000000-v000000").iter_rollouts()))
+    assert made[0] == made[1]
+
+
+def test_an_evaluation_is_scored_while_others_are_sampled() -> None:
+    found: list[list[Reward]] = []
+    for is_early in (True, False):
+        task, verifier = early()
+        sampler = InHalves(verifier.scored if is_early else None)
+        sampler.load(POLICY)
+        options: dict[str, Any] = {"samples": 2, "seed": 0, "sampler": sampler, "rows_at_once": 8}
+        _, responses, rewards = generate.sample_and_score(task, task.evaluation_prompts(14), **options)
+        assert sum(verifier.sizes) == len(responses) == 28
+        assert verifier.sizes[0] == (4 if is_early else 28)
+        found.append(rewards)
+    assert found[0] == found[1]
+
+
+def test_a_verifier_that_fails_early_ends_the_batch(tmp_path: Path) -> None:
+    task, verifier = early(TaskError("no such judge"))
+    with pytest.raises(TaskError, match="no such judge"):
+        generate.generate_batch(
+            plan(None), checkpoint=POLICY, rollouts=tmp_path, task=task, sampler=InHalves(verifier.scored)
+        )
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
+def test_what_waits_to_be_scored_is_dropped_when_sampling_ends_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C need not wait for it."""
+    task, verifier = early()
+
+    def stopped(self: HFSampler, requests: Any, settings: Any, on_ended: Callable[[Any], Any]) -> list[Response]:
+        ended = Response(np.zeros(1, np.int32), np.zeros(1, np.float32), "1", FinishReason.STOP)
+        on_ended(dict.fromkeys(range(len(requests)), ended))
+        verifier.scored.wait(20)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(InHalves, "stream", stopped)
+    monkeypatch.setattr(generate, "SCORED_AT_ONCE", 1)
+    monkeypatch.setattr(verifier, "score", lambda prompts, texts: (verifier.scored.set(), time.sleep(0.1))[:0])
+    sampler = InHalves(verifier.scored)
+    sampler.load(POLICY)
+    start = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        generate.sample_and_score(
+            task, task.evaluation_prompts(14), samples=32, seed=0, sampler=sampler, rows_at_once=512
+        )
+    assert time.perf_counter() - start < 20
 
 
 def test_a_resumed_run_knows_the_lengths_of_its_rollouts_and_draws_the_same(

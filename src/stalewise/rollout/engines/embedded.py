@@ -148,6 +148,7 @@ class HFSampler:
         self.settings, self.max_new_tokens, self.on_tokens = settings, max_new_tokens, on_tokens
         # A GPU is fastest with a large pool; on a CPU the batches must not depend on which shards were already there.
         self.preferred_batch_size = min(POOL, POOL_TOKENS // max_new_tokens) if device.type == "cuda" else 1
+        self.streams = device.type == "cuda"  # on a CPU whoever reads them takes time from sampling
         self._device, self._dtype, self._compiling_pays = device, dtype, compiling_pays
         if device.type == "cuda":
             get_ready()
@@ -283,14 +284,24 @@ class HFSampler:
 
     def sample(self, requests: Sequence[Request], settings: SamplerSettings | None = None) -> list[Response]:
         """Responses in the order of the requests."""
-        settings = settings or self.settings
+        return self.stream(requests, settings or self.settings, lambda ended: None)
+
+    def stream(
+        self, requests: Sequence[Request], settings: SamplerSettings, on_ended: Callable[[Mapping[int, Response]], Any]
+    ) -> list[Response]:
+        """Responses in the order of the requests; `on_ended` is called with them as they end, in another thread."""
         self._begin(requests, settings)
         responses: dict[int, Response] = {}
+
+        def read(finished: FinishedResponses) -> None:
+            ended = self._responses(finished)
+            responses.update(ended)
+            on_ended(ended)
+
         # One thread turns tokens into text while the device decodes.
         with ThreadPoolExecutor(max_workers=1) as reader:
-            futures = [reader.submit(self._responses, finished) for finished in self._decode(requests, settings)]
-            for future in futures:
-                responses.update(future.result())
+            for future in [reader.submit(read, finished) for finished in self._decode(requests, settings)]:
+                future.result()
         assert len(responses) == len(requests), "a response was lost"
         return [responses[index] for index in range(len(requests))]
 

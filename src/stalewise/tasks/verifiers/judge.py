@@ -58,6 +58,8 @@ class JudgeVerifier:
     questions are asked at once, each up to 1 + `retries` times and for up to `limit_s` seconds.
     """
 
+    scores_singly = True
+
     def __init__(
         self,
         url: str,

@@ -189,6 +189,8 @@ class ProcessVerifier:
     process. Without `workers` there is one per CPU, at most 8.
     """
 
+    scores_singly = True
+
     def __init__(
         self,
         factory: str,

@@ -91,17 +91,25 @@ class FunctionVerifier:
         self.function, self.workers, self.limit_s = function, workers, float(limit_s)
         self._verifier: ProcessVerifier | _Threads | _EventLoop | None = None
 
+    @property
+    def scores_singly(self) -> bool:
+        """Whether the function runs in other processes; one of this program may count its calls."""
+        return isinstance(self._made(), ProcessVerifier)
+
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
         """Score `responses[i]` as an answer to `prompts[i]`; results in the same order."""
-        if self._verifier is None:
-            self._verifier = self._make()
-        return self._verifier.score(prompts, responses)
+        return self._made().score(prompts, responses)
 
     def close(self) -> None:
         """End processes and threads. Scoring again starts new ones."""
         if self._verifier is not None:
             self._verifier.close()
             self._verifier = None
+
+    def _made(self) -> ProcessVerifier | _Threads | _EventLoop:
+        if self._verifier is None:
+            self._verifier = self._make()
+        return self._verifier
 
     def _make(self) -> ProcessVerifier | _Threads | _EventLoop:
         found = registered(self.function, "reward function")
