@@ -61,9 +61,12 @@ types: install
 unit: install
 	$(PYTEST) $(TWO)
 
-# Longer forms of tests of `make unit` and `make test-engines`: more kills, more ranks, more seeds, more copies.
+# Longer forms of tests of `make unit` and `make test-engines`: more kills, more ranks, more seeds, more copies, and more
+# examples of what is tested with random ones.
+RANDOM = $$(grep -rl --include 'test_*.py' 'from hypothesis import' tests)
 nightly: install $(ENGINES)/.installed types
 	$(PYTEST) $(TWO) -m nightly
+	HYPOTHESIS_PROFILE=night $(PYTEST) $(TWO) $(RANDOM)
 	PYTHONDONTWRITEBYTECODE= $(ENGINES)/bin/pytest -m nightly tests/engines
 
 # In a process of its own: it keeps an event loop running, which others would run into.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stalewise.errors import StoreError
@@ -260,7 +260,6 @@ def test_truncate_keeps_the_bytes_of_what_it_keeps(tmp_path: Path) -> None:
     assert path.stat().st_ino == inode  # nothing to drop, nothing rewritten
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     st.lists(
         st.dictionaries(st.text(), st.text(alphabet=st.characters(exclude_categories=())) | st.floats(allow_nan=False))
