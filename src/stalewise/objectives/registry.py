@@ -6,8 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
