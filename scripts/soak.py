@@ -3,10 +3,11 @@
     python scripts/soak.py [--kills 200] [--seed 0] [--objective p3o] [--rank 0] [--kind staged] [--slow-writer 0]
 
 A reference run is never stopped. The victim, with the same config, is killed at random moments (every other time within
-a commit: before one of its fsyncs) and started again, until it is done. Then weights must be equal to the bit, metrics,
-ledger and evaluations equal but for times, and no committed shard may ever have been written again. Nor may a committed
-shard or evaluation ever be of a version without a checkpoint: with `--slow-writer` each checkpoint is committed up to
-that many seconds later, and every third kill comes just before that, while the run is ahead of its checkpoint.
+a commit: before it flushes, links or renames a file) and started again, until it is done. Then weights must be equal to
+the bit, metrics, ledger and evaluations equal but for times, and no committed shard may ever have been written again.
+Nor may a committed shard or evaluation ever be of a version without a checkpoint: with `--slow-writer` each checkpoint
+is committed up to that many seconds later, and every third kill comes just before that, while the run is ahead of its
+checkpoint.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ from stalewise.store.json_lines import read_jsonl
 from stalewise.tasks.sandbox import probe
 
 TIMES = {"seconds", "time"}
-FSYNCS = 160  # a run makes some more: a kill before one of them falls into any part of it
+STEPS = 210  # of commits; a run makes about twice as many: a kill before one of them falls into any part of it
 
 
 # Kinds of runs; one that collapses is taken back on the way.
@@ -123,9 +125,9 @@ def _write_table(folder: Path) -> Path:
 
 
 def start(
-    config: RunConfig, fsyncs_to_live: int | None = None, delay: float = 0.0, commits_to_live: int | None = None
+    config: RunConfig, steps_to_live: int | None = None, delay: float = 0.0, commits_to_live: int | None = None
 ) -> int:
-    """Run in a forked child, which may kill itself before its n-th fsync or the commit of a checkpoint; its process id.
+    """Run in a forked child, which may kill itself within a commit or before that of a checkpoint; its process id.
 
     Each checkpoint of the child is committed `delay` seconds later.
     """
@@ -137,8 +139,8 @@ def start(
     torch.set_num_threads(1)
     if delay:
         _delay_commits(delay, commits_to_live)
-    if fsyncs_to_live is not None:
-        _kill_before_fsync(fsyncs_to_live)
+    if steps_to_live is not None:
+        _kill_within_commit(steps_to_live)
     status = 1
     try:
         run(config)
@@ -149,16 +151,21 @@ def start(
         os._exit(status)
 
 
-def _kill_before_fsync(count: int) -> None:
-    real, left = os.fsync, [count]
+def _kill_within_commit(steps: int) -> None:
+    """Kill this process before it flushes, links or renames a file for the n-th time."""
+    left = [steps]
 
-    def fsync(descriptor: int) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        real(descriptor)
+    def counted(real: Callable[..., None]) -> Callable[..., None]:
+        def step(*arguments: Any) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            real(*arguments)
 
-    os.fsync = fsync
+        return step
+
+    for name in ("fsync", "link", "replace", "rename"):
+        setattr(os, name, counted(getattr(os, name)))
 
 
 def _delay_commits(seconds: float, commits_to_live: int | None) -> None:
@@ -265,8 +272,8 @@ def soak(
             before_commit = slow_writer > 0 and not last_chance and done % 3 == 0
             within_commit = before_commit or (not last_chance and done % 2 == 1)
             delay = 0.0 if last_chance else rng.uniform(0, slow_writer)
-            fsyncs = rng.randrange(FSYNCS) if within_commit and not before_commit else None
-            child = start(victim, fsyncs, delay, rng.randrange(1, 4) if before_commit else None)
+            steps = rng.randrange(STEPS) if within_commit and not before_commit else None
+            child = start(victim, steps, delay, rng.randrange(1, 4) if before_commit else None)
             if kind == "pipelined" and not within_commit and not last_chance:
                 wait_for_learning(child, victim)  # its second process takes long to start
             finished = wait(child, None if last_chance or within_commit else rng.uniform(0, longest))

@@ -91,7 +91,7 @@ FORKING = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedPopen})  # in pl
 def _module(words: list[str], stdin: Connection, out: Path, err: Path, environment: dict[str, str]) -> None:
     os.setsid()
     os.dup2(stdin.fileno(), 0)
-    sys.stdin = open(0)  # noqa: SIM115
+    sys.stdin = os.fdopen(0)
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from stalewise.config import RunConfig, TaskSection, make_config
+from stalewise.config import RunConfig
 from stalewise.config.run_directory import RunResult, is_started, read_config
 from stalewise.distributed import Ranks
-from stalewise.errors import ConfigError, StoreError, TaskError, nearest
-from stalewise.models.loading import embedded_policies, embedded_policy, resolve_model
+from stalewise.errors import StoreError, TaskError
 from stalewise.orchestrator import python_objects
 from stalewise.orchestrator.contamination import seen_in_training
-from stalewise.orchestrator.evaluation import Evaluation, evaluate_suite
+from stalewise.orchestrator.evaluation import Evaluation, EvaluationPlan, evaluate_suite, plan_evaluation, plan_suites
 from stalewise.orchestrator.fork import fork
 from stalewise.orchestrator.model_check import check_model
 from stalewise.orchestrator.offline import OfflineRollouts, plan_sources
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.orchestrator.pipelined import BackgroundGeneration
+from stalewise.orchestrator.preflight import check_objective
 from stalewise.orchestrator.ranks import join_ranks, run_on_all_ranks
 from stalewise.orchestrator.rescore import ROWS_TASKS
 from stalewise.orchestrator.rescore import rescore as score_again
 from stalewise.orchestrator.rollout_source import RolloutSource
-from stalewise.orchestrator.setup import check_objective, resolve_settings
+from stalewise.orchestrator.setup import resolve_settings
 from stalewise.planning.memory import check_sampling_memory
 from stalewise.planning.planner import plan_for_training
 from stalewise.reporting.progress import watching
@@ -36,8 +35,7 @@ from stalewise.rollout.factory import check_policy, make_sampler
 from stalewise.rollout.workers.coordinator import restore
 from stalewise.store import BatchManifest, atomic, checkpoints
 from stalewise.store.reward_versions import RewardVersion
-from stalewise.tasks import Seen, Task, callables, close_task, make_evaluation_file
-from stalewise.tasks.rows import read_ids
+from stalewise.tasks import callables
 from stalewise.tasks.sandbox import scratch_folder
 from stalewise.tasks.verifiers import VERIFIERS
 from stalewise.types import NullCallback, ProgressCallback
@@ -181,7 +179,7 @@ def generate(
 def _check_sampling(orchestrator: Orchestrator, policy: Path) -> None:
     """Refuse what cannot be generated, before anything is loaded or written."""
     section, task = orchestrator.config.sampler, orchestrator.task
-    check_policy(section, policy, task, orchestrator.config.first_prompts(task))
+    check_policy(section, policy, task, orchestrator.config.longest_prompts(task))
     check_sampling_memory(orchestrator.config.model, section.engine, str(policy), section.max_new_tokens)
 
 
@@ -288,23 +286,11 @@ def evaluate(
     with scratch_folder("evaluate") as scratch:
         files = python_objects.RunFiles(Path(scratch))
         name, file, options = files.to_evaluate(model, tokenizer, dataset, reward, file, options, keywords)
-        chosen = None if task is None or isinstance(task, str) else task
-        policy = _policy(name, "jsonl" if file is not None or chosen is not None else task)
-        own = policy.config.task
-        named = None if chosen is not None else task
         sampling = {"temperature": temperature, "top_p": top_p, "samples": samples, "max_new_tokens": max_new_tokens}
-        sampling["samples"] = samples or (policy.config.evaluation.samples if temperature else 1)
-        policy = _with_suites(policy, named, {} if file is not None else options, [sampling])
-        config = policy.config
-        if file is not None:
-            chosen = make_evaluation_file(str(file), **{**own.form, **(options or {})})
-        # A task holds its own prompts out, but earlier runs from which the policy comes may have seen them.
-        apart = own if policy.run is not None and chosen is None and config.task == own else None
-        chosen = chosen(seed=config.seed) if isinstance(chosen, type) else chosen or config.make_task()
-        count = prompts or (sys.maxsize if file is not None else config.evaluation.prompts)
-        exclude = Seen() if exclude_ids is None else read_ids(exclude_ids)
-        (result,) = _evaluate(policy, [(chosen, count, apart)], exclude, callback or NullCallback())
-        return replace(result, suite="", settings=result.settings if temperature != 1 or top_p != 1 else {})
+        asked = {"task": task, "file": file, "options": options, "prompts": prompts, "exclude_ids": exclude_ids}
+        with contextlib.closing(plan_evaluation(name, **asked, sampling=sampling)) as plan:
+            (result,) = evaluate_planned(plan, callback or NullCallback())
+        return result
 
 
 def evaluate_suites(
@@ -319,100 +305,38 @@ def evaluate_suites(
     A suite is a table of settings as in `[[evaluation.suite]]`, or the name of one of the run's own. Without `suites`,
     all of the run's own are evaluated. Nothing is written.
     """
-    wanted = [one for one in suites or () if not isinstance(one, str)]
-    task = next((str(one["task"]) for one in wanted if one.get("task")), "jsonl" if wanted else None)
-    policy = _policy(str(model), task)
-    own = {suite.label: suite.model_dump(mode="json") for suite in policy.config.evaluation.suite}
-    for name in [one for one in suites or () if isinstance(one, str) and one not in own]:
-        known = nearest(name, own) if own else "it has none"
-        raise ConfigError(f"{model} has no suite {name!r}; {known}")
-    tables = list(own.values()) if suites is None else [own[one] if isinstance(one, str) else one for one in suites]
-    if not tables:
-        raise ConfigError(f"{model} has no suites: pass some, or add [[evaluation.suite]] to its config")
-    policy = _with_suites(policy, None, {}, tables)
-    config = policy.config
-    chosen: list[tuple[Task, int, TaskSection | None]] = []
-    for suite in config.evaluation.suite:
-        is_own = policy.run is not None and not suite.file and not suite.task and not suite.options
-        count = suite.prompts or (sys.maxsize if suite.file else config.evaluation.prompts)
-        chosen.append((config.make_suite(suite), count, config.task if is_own else None))
-    exclude = Seen() if exclude_ids is None else read_ids(exclude_ids)
-    results = _evaluate(policy, chosen, exclude, callback or NullCallback())
-    return {result.suite: result for result in results}
+    with contextlib.closing(plan_suites(model, suites, exclude_ids)) as plan:
+        return {result.suite: result for result in evaluate_planned(plan, callback or NullCallback())}
 
 
-def _evaluate(
-    policy: _Policy,
-    tasks: Sequence[tuple[Task, int, TaskSection | None]],
-    exclude: Seen,
-    callback: ProgressCallback,
-) -> list[Evaluation]:
-    """Evaluate on the suites of a config; `tasks`: of each its task, number of prompts, and what held it out."""
-    config = policy.config
+def evaluate_planned(plan: EvaluationPlan, callback: ProgressCallback) -> list[Evaluation]:
+    """Evaluate as planned, one result for each suite."""
+    policy, config = plan.policy, plan.policy.config
     longest = max(suite.max_new_tokens or config.sampler.max_new_tokens for suite in config.evaluation.suite)
     check_sampling_memory(config.model, config.sampler.engine, str(policy.checkpoint), longest)
     results: list[Evaluation] = []
-    with contextlib.closing(make_sampler(config)) as sampler, contextlib.ExitStack() as opened:
-        for suite, (task, prompts, apart) in zip(config.evaluation.suite, tasks, strict=True):
-            opened.callback(close_task, task)
+    with contextlib.closing(make_sampler(config)) as sampler:
+        for suite, (task, prompts, apart) in zip(config.evaluation.suite, plan.suites, strict=True):
             unknown: list[str] = []
-            seen = exclude | seen_in_training(policy.run or policy.checkpoint, unknown.append, apart=apart)
+            seen = plan.exclude | seen_in_training(policy.run or policy.checkpoint, unknown.append, apart=apart)
             for message in unknown if not results else ():
                 callback.log(message)
-            count = len(task.evaluation_prompts(prompts))
             if not results:
                 check_model(config, policy.checkpoint, task, sampler, callback.log, learns=False)
-            callback.begin("evaluate", count * suite.responses)
+            callback.begin("evaluate", prompts * suite.responses)
             result = evaluate_suite(
                 suite,
                 policy.checkpoint,
                 version=policy.version,
                 task=task,
                 sampler=sampler,
-                prompts=count,
+                prompts=prompts,
                 exclude=seen,
                 rows_at_once=config.sampler.rollouts_per_shard,
             )
             callback.advance((result.prompts + result.excluded) * result.samples)
             results.append(replace(result, unknown=unknown))
+    if plan.is_single:
+        usual = all(result.settings[key] == 1 for result in results for key in ("temperature", "top_p"))
+        return [replace(result, suite="", settings={} if usual else result.settings) for result in results]
     return results
-
-
-class _Policy(NamedTuple):
-    """A policy to evaluate; `run` is its run directory, where it has one."""
-
-    checkpoint: Path
-    version: int
-    config: RunConfig
-    run: Path | None
-
-
-def _policy(name: str, task: str | None) -> _Policy:
-    path = Path(name).expanduser()
-    if (path / "config.resolved.json").is_file():
-        newest = checkpoints.versions(path)[-1:]
-        if not newest:
-            raise StoreError(f"{path} has no checkpoint yet")
-        checkpoint = checkpoints.checkpoint_directory(path, newest[0])
-        checkpoints.read_state(checkpoint)  # compares checksums
-        return _Policy(checkpoint, newest[0], read_config(path), path)
-    run = path.resolve().parent.parent
-    if (path / "state.json").is_file() and (run / "config.resolved.json").is_file():
-        return _Policy(path, checkpoints.read_state(path)["version"], read_config(run), run)
-    name = embedded_policy(name) or name
-    if task is None and name not in embedded_policies():
-        raise TaskError(f"{name} is not a run directory: name the task to evaluate it on, as in --task arithmetic")
-    config = make_config({"model": {"path": name}, "task": {"name": task or name}})
-    return _Policy(Path(resolve_model(name)), 0, config, None)
-
-
-def _with_suites(
-    policy: _Policy, task: str | None, options: Mapping[str, Any] | None, suites: Sequence[Mapping[str, Any]]
-) -> _Policy:
-    """The policy with a config of another task or options of it, and with these suites."""
-    record = policy.config.model_dump(mode="json")
-    if task is not None and task != policy.config.task.name:
-        record["task"] = {"name": task, "options": {}}
-    record["task"]["options"] |= dict(options or {})
-    record["evaluation"]["suite"] = [dict(suite) for suite in suites]
-    return policy._replace(config=make_config(record, source="evaluate"))

@@ -340,11 +340,10 @@ def test_first_run(tmp_path: Path, updates: int) -> None:
     assert (tmp_path / "policy/model.safetensors").is_file()
 
 
-def test_your_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_your_data(tmp_path: Path) -> None:
     space = run_blocks("docs/your_data.md")
     assert space["result"].updates == 8
     assert write_tables("docs/your_data.md", tmp_path) == ["from_files"]
-    monkeypatch.syspath_prepend(tmp_path)
     assert run_commands("docs/your_data.md") == 2
     make_config(tomllib.loads((ROOT / "configs/gsm8k_jsonl.toml").read_text()))
 

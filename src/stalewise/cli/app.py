@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from stalewise import __version__
-from stalewise.errors import StalewiseError, StoppedByFirst, visible
+from stalewise.errors import StalewiseError, StoppedByFirst, StoreError, visible
 
 if TYPE_CHECKING:
     from stalewise.config import RunConfig
@@ -262,11 +262,22 @@ def overrides(settings: Sequence[str] | None) -> dict[str, Any]:
 def read_config_file(path: Path, settings: Sequence[str] | None) -> RunConfig:
     """Read a config, or that of a run directory, with the values of `--set`."""
     from stalewise.config import load_config
-    from stalewise.config.run_directory import read_config_at
+    from stalewise.config.run_directory import not_a_run, read_config_at, runs_in
 
     if path.is_dir():
         return read_config_at(path, overrides(settings))
+    if not path.exists() and path.suffix != ".toml" and runs_in(path.parent):
+        raise StoreError(not_a_run(path))
     return load_config(path, overrides(settings))
+
+
+def load_packages() -> None:
+    """Import torch and transformers. That takes seconds, so a terminal shows it."""
+    from stalewise.models import import_packages
+
+    if sys.stderr.isatty():
+        typer.echo("loading torch and transformers …", err=True)
+    import_packages()
 
 
 def print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from stalewise.cli.app import AsJson, ConfigFile, Settings, app, overrides, print_json, read_config_file
+from stalewise.cli.app import AsJson, ConfigFile, Settings, app, load_packages, overrides, print_json, read_config_file
 from stalewise.errors import CalibrationError, ConfigError
 
 Number = TypeVar("Number", int, float)
@@ -31,6 +31,7 @@ def probe(
 ) -> None:
     """Measure update norms, rewards, speed, memory and disk use in a short run."""
     checked = read_config_file(config, settings)
+    load_packages()
     from stalewise.api import run
     from stalewise.cli.tables import print_probe
     from stalewise.planning.probe import probe
@@ -98,8 +99,7 @@ def plan(
         raise ConfigError("--simulate needs --cluster: a config is planned from its calibration")
     checked = read_config_file(config, settings)
     from stalewise.cli.tables import print_plan
-    from stalewise.models.loading import resolve_model
-    from stalewise.planning.memory import estimate
+    from stalewise.models import resolve_model
     from stalewise.planning.planner import make_planner
 
     planner = make_planner(checked)
@@ -109,6 +109,9 @@ def plan(
         totals = {"seconds": cost and cost.seconds, "disk_bytes": cost and cost.disk_bytes}
         print_json({**asdict(result), "is_safe": result.is_safe, **totals})
     else:
+        load_packages()
+        from stalewise.planning.memory import estimate  # needs torch and transformers, JSON does not
+
         memory = estimate(checked, resolve_model(checked.model.path, checked.task.name), alone=True)
         probe = planner.calibration.probe
         print_plan(result, str(memory or ""), probe.peak_memory_bytes if probe is not None else None)

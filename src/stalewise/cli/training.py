@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import sys
@@ -20,6 +21,7 @@ from stalewise.cli.app import (
     Settings,
     app,
     complete_task,
+    load_packages,
     overrides,
     print_json,
     read_config_file,
@@ -35,22 +37,13 @@ if TYPE_CHECKING:
 TERMINATED = 143  # exit status of a process ended by SIGTERM
 
 
-def _import_packages() -> None:
-    """Import torch and transformers. That takes seconds, so a terminal shows it."""
-    from stalewise.models import import_packages
-
-    if sys.stderr.isatty():
-        typer.echo("loading torch and transformers …", err=True)
-    import_packages()
-
-
 @app.command()
 def demo(
     as_json: AsJson = False,
     runs: Annotated[Path, typer.Option(help="Directory of the demo's runs.")] = Path("runs/demo"),
 ) -> None:
     """Train the embedded policy in minutes: GRPO against two methods that use a few large stages."""
-    _import_packages()
+    load_packages()
     from stalewise.cli.demo import main as run_demo
     from stalewise.reporting.progress import watching
 
@@ -80,7 +73,7 @@ def init(
 def train(config: ConfigFile, settings: Settings = None, as_json: AsJson = False) -> None:
     """Train with a config; resumes its run directory."""
     checked = read_config_file(config, settings)
-    _import_packages()
+    load_packages()
     from stalewise.api import run
 
     _run_and_print(checked, lambda callback: run(checked, callback, say_plan=True), as_json)
@@ -113,8 +106,8 @@ def fork(
     as_json: AsJson = False,
 ) -> None:
     """Make a new run that starts from a checkpoint of another one, with its optimizer and the rollouts that fit."""
-    from stalewise.api import fork
     from stalewise.config.run_directory import read_fork
+    from stalewise.orchestrator.fork import fork
 
     changes = overrides(settings)
     config = fork(
@@ -147,6 +140,7 @@ def generate(
             raise ConfigError("--worker, --ray, --batch and --checkpoint exclude each other: give one of them")
         return _work(config, worker, ray, once, settings, as_json)
     checked = read_config_file(Path(config), settings)
+    load_packages()
     from stalewise.api import generate
     from stalewise.reporting.progress import watching
     from stalewise.store.manifest import manifest_record
@@ -182,6 +176,7 @@ def learn(
             "run and RUN the directory of the run that has them, or a generation batch in its `rollouts`"
         )
     checked = read_config_file(config, settings)
+    load_packages()
     from stalewise.api import learn
 
     options: dict[str, Any] = {"checkpoint": checkpoint, "unused": unused, "rewards": rewards}
@@ -203,7 +198,7 @@ def rescore(
     as_json: AsJson = False,
 ) -> None:
     """Score the rollouts of a run again, beside their first rewards: another verifier, answers or weights."""
-    from stalewise.api import rescore
+    from stalewise.orchestrator.rescore import rescore
     from stalewise.reporting.progress import watching
     from stalewise.reporting.summary import describe_rewards
 
@@ -253,29 +248,30 @@ def evaluate(
     if wrong := [text for text in option or () if "=" not in text]:
         raise ConfigError(f"--option {wrong[0]}: expected key=value, as in path=test.jsonl")
     _check_model_or_run(model_or_run)
-    _import_packages()
-    from stalewise import api
     from stalewise.cli.tables import print_evaluation, print_lines, suite_table
+    from stalewise.orchestrator.evaluation import plan_evaluation, plan_suites
     from stalewise.reporting.progress import watching
 
     options, tasks, files, suites = overrides(option), task or [], file or [], suite or []
     sampling: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "max_new_tokens": max_new_tokens}
     sampling |= {"samples": samples}
-    with watching() as callback:
-        common: dict[str, Any] = {"exclude_ids": exclude_ids, "callback": callback}
-        if len(tasks) + len(files) + len(suites) <= 1 and not suites:
-            one = {"task": tasks[0] if tasks else None, "file": files[0] if files else None, "options": options}
-            alone = api.evaluate(model_or_run, prompts=prompts, **one, **sampling, **common)
-            results: dict[str, Any] = {}
-        else:
-            alone = None
-            given = {**sampling, "options": options, "prompts": prompts or 0}
-            tables = [{"task": name, **given} for name in tasks] + [{"file": str(path), **given} for path in files]
-            named = None if "all" in suites and not tables else [name for name in suites if name != "all"]
-            results = api.evaluate_suites(model_or_run, None if named is None else [*named, *tables], **common)
-    if alone is not None:
-        return print_json(alone.record()) if as_json else print_evaluation(alone)
-    records = [one.record() for one in results.values()]
+    if len(tasks) + len(files) <= 1 and not suites:
+        one = {"task": tasks[0] if tasks else None, "file": files[0] if files else None, "options": options}
+        plan = plan_evaluation(model_or_run, **one, prompts=prompts, sampling=sampling, exclude_ids=exclude_ids)
+    else:
+        given = {**sampling, "options": options, "prompts": prompts or 0}
+        tables = [{"task": name, **given} for name in tasks] + [{"file": str(path), **given} for path in files]
+        named = None if "all" in suites and not tables else [name for name in suites if name != "all"]
+        plan = plan_suites(model_or_run, None if named is None else [*named, *tables], exclude_ids)
+    with contextlib.closing(plan), watching() as callback:
+        callback.log(f"evaluating {plan}")
+        load_packages()
+        from stalewise.api import evaluate_planned  # imports torch: what is wrong with the arguments was said before
+
+        results = evaluate_planned(plan, callback)
+    if plan.is_single:
+        return print_json(results[0].record()) if as_json else print_evaluation(results[0])
+    records = [one.record() for one in results]
     print_json(records) if as_json else print_lines(suite_table(records))
 
 
@@ -340,14 +336,14 @@ def doctor(
 ) -> None:
     """Check a config on this machine. Exit status 1 if a check fails."""
     from stalewise.cli.tables import print_checks
-    from stalewise.config import RunConfig
-    from stalewise.config.run_directory import read_config
+    from stalewise.config import RunConfig, make_config
+    from stalewise.config.run import settings_record
 
     checked, problem = RunConfig(), ""
     try:
-        if config is not None and config.is_dir():
-            checked = read_config(config)
-        elif config is not None:
+        if config is None:
+            checked = make_config(settings_record({}, overrides(settings)), source="--set")
+        else:
             checked = read_config_file(config, settings)
     except ConfigError as error:
         problem = str(error)
@@ -357,6 +353,7 @@ def doctor(
 
 def _work(source: str, worker: str | None, ray: int | None, once: bool, settings: Any, as_json: bool) -> None:
     """Work until the run is complete, or with `once` until nothing is requested."""
+    load_packages()
     from stalewise.orchestrator.ranks import help_with_reference
     from stalewise.reporting.progress import watching
 

@@ -5,6 +5,9 @@ Also the settings that `stalewise.train` takes as keywords, by their last name.
 
 from __future__ import annotations
 
+import difflib
+import heapq
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,7 +29,9 @@ from stalewise.config.sections import (
 from stalewise.errors import ConfigError, nearest
 from stalewise.store.atomic import read_json, write_json_atomic
 from stalewise.tasks import TASKS, Task, make_evaluation_file, make_task
+from stalewise.tasks.base import used_prompts
 from stalewise.tasks.difficulty import COPY, ChosenPrompts, read_table
+from stalewise.tasks.mixture import MixtureTask
 from stalewise.types import Prompt
 
 FORMAT = "stalewise.run/1"
@@ -145,15 +150,23 @@ class RunConfig(Section):
             return make_task(suite.task, seed=self.seed, **suite.options)
         return make_task(self.task.name, seed=self.seed, **{**self.task.options, **suite.options})
 
-    def first_prompts(self, task: Task, most: int = 256) -> list[Prompt]:
-        """Prompts that the run will use: the first of training, and the first of evaluation."""
-        count = min(most, self.schedule.updates * self.batch.prompts)
-        training = task.prompts(0, min(count, task.size or count))
-        return [*training, *task.evaluation_prompts(min(most, self.evaluation.prompts))]
+    def longest_prompts(self, task: Task, most: int = 256) -> list[Prompt]:
+        """The prompts with the most characters of all that the run will use, in training and to evaluate.
+
+        A task without an end makes its prompts when they are asked for: its first stand for all.
+        """
+        count = self.schedule.updates * self.batch.reserved
+        used = task.used_prompts(count, most) if isinstance(task, MixtureTask) else used_prompts(task, count, most)
+        return heapq.nlargest(most, [*used, *task.evaluation_prompts(self.evaluation.prompts)], key=_characters)
 
     def identity(self) -> dict[str, Any]:
         """The settings that must stay the same when a run is resumed; see `identity_of`."""
         return identity_of(self.model_dump(mode="json"))
+
+
+def _characters(prompt: Prompt) -> int:
+    """About the length of a prompt: its text, and the messages before it."""
+    return len(prompt.text) + sum(len(prompt.metadata.get(part, "")) for part in ("system", "history", "prefill"))
 
 
 def _only_prompts(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,8 +248,11 @@ def load_config(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 def read_toml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Read a TOML file without checking its settings, and apply overrides; an unreadable file is a ConfigError."""
     try:
-        record = tomllib.loads(Path(path).read_text())
+        record = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
+        if Path(path).suffix != ".toml":
+            missing = "does not exist: name a TOML file (`stalewise init` writes one) or a run directory"
+            raise ConfigError(f"{path} {missing}") from None
         raise ConfigError(f"{path} does not exist; `stalewise init {path}` writes a commented one") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
@@ -300,6 +316,17 @@ def set_dotted(record: dict[str, Any], key: str, value: Any) -> None:
     record[last] = value
 
 
+def _settings_called(name: str) -> list[str]:
+    """The settings that a name may mean: one of another table, one that TRL calls so, one that is abbreviated so."""
+    words = [name, *re.findall(r"[\w.]+", (OF_TRL | ABBREVIATIONS).get(name, ""))]
+    found: list[str] = [COMMON[word] for word in words if word in COMMON]
+    for word in words if not found else ():
+        called = [key for key in setting_names() if word in (key, key.rpartition(".")[2])]
+        depth = min((key.count(".") for key in called), default=0)
+        found += [key for key in called if key.count(".") == depth]
+    return sorted(set(found)) if len(set(found)) <= 4 else []
+
+
 def _explain(problem: Any) -> str:
     key = ".".join(map(str, problem["loc"])) or "the whole"
     if problem["type"] == "extra_forbidden":
@@ -307,7 +334,10 @@ def _explain(problem: Any) -> str:
         for section in [name for name in problem["loc"][:-1] if isinstance(name, str)]:  # not places in a list
             model = model.model_fields[section].annotation
             model = next(iter(get_args(model)), model)
-        return f"{key} is not a setting; {nearest(str(problem['loc'][-1]), model.model_fields)}"
+        name = str(problem["loc"][-1])
+        is_slip = bool(difflib.get_close_matches(name, model.model_fields, n=1, cutoff=0.85))  # `url` of `urls`
+        meant = "" if is_slip else " or ".join(_settings_called(name))
+        return f"{key} is not a setting; {f'did you mean {meant}?' if meant else nearest(name, model.model_fields)}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{key}: {message}" if problem["loc"] else message

@@ -56,6 +56,9 @@ OF_THE_CHECKPOINT = ("model.path", "model.adapter", "model.lora", "optimizer.mom
 NOTES = frozenset({"ranks", "config", "fork"})
 FORK_FORMAT = "stalewise.fork/1"
 FORK = "fork.json"
+LIMITS_FORMAT = "stalewise.limits/1"
+LIMITS_FILE = "limits.json"  # the drift budgets
+REFERENCE_FILE = "reference.json"  # which weights the reference has
 _WAY_ON = "restore it to continue, or choose another name=… for a new run"
 
 
@@ -191,7 +194,8 @@ def check_identity(config: RunConfig) -> None:
     differences = _describe_changes(changes)
     if changed := _changed_in_program(differences):
         raise StoreError(f"{config.directory} was begun with {changed}: {_WAY_ON}")
-    advice = f"{_fork_advice(config.directory, changes)}choose another name, or delete the directory to start anew"
+    forked = _fork_advice(config.directory, config.schedule.updates, changes)
+    advice = f"{forked}choose another name, or delete the directory to start anew"
     raise StoreError(f"{config.directory} belongs to another config ({'; '.join(differences[:3])}): {advice}")
 
 
@@ -203,9 +207,10 @@ def may_still_change(directory: Path, keys: Iterable[str]) -> bool:
     return not generated or all(key.startswith(OF_TRAINING) for key in keys)
 
 
-def _fork_advice(directory: Path, changes: Mapping[str, tuple[Any, Any]]) -> str:
+def _fork_advice(directory: Path, updates: int, changes: Mapping[str, tuple[Any, Any]]) -> str:
     """The command that continues under another name with these changes; empty where none does."""
-    newest, learned = versions(directory)[-1:], (directory / "sources.json").is_file()
+    newest = [version for version in versions(directory) if version < updates][-1:]
+    learned = (directory / "sources.json").is_file()
     if not newest or learned or any(key.startswith(OF_THE_CHECKPOINT) for key in changes):
         return ""
     words = ["stalewise", "fork", str(directory), "--at", str(newest[0])]
@@ -271,7 +276,9 @@ def schedule_of(section: ScheduleSection, directory: Path) -> Schedule:
         return planned
     past = tuple(PastBatch(*batch) for batch in forked["past"])
     first = past[-1].first_update + past[-1].planned_updates if past else 0
-    rest = section.model_copy(update={"updates": section.updates - first}).schedule()
+    left = section.updates - first
+    stages = None if section.stages is None else min(section.stages, left)
+    rest = section.model_copy(update={"updates": left, "stages": stages}).schedule()
     return ForkedSchedule(
         section.updates, rest.updates_per_generation, rest.lag, past=past, first_prompt=forked["first_prompt"]
     )

@@ -1,27 +1,35 @@
 """Models: where they come from, loading, attention, fast operators and GPU kernels.
 
-What `model.path` means is found here, without torch; `stalewise.models.loading` loads it.
+What `model.path` means is found here without torch, and what `model.device` and `model.precision` mean without
+transformers; `stalewise.models.loading` loads the model.
 """
 
 from __future__ import annotations
 
 import gc
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stalewise.errors import ModelError, nearest
 from stalewise.models.gguf import SMOLLM2, gguf_directory, is_gguf, smollm2_directory
 
+if TYPE_CHECKING:
+    import torch
+
 EMBEDDED = Path(__file__).parent / "policies"
 
 
-def import_packages() -> None:
-    """Import torch and transformers for a command: what they create stays, and is never searched for garbage."""
+def import_packages(*names: str) -> None:
+    """Import packages for a command: what they create stays, and is never searched for garbage.
+
+    Without names these are torch and transformers with its models.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        import torch  # noqa: F401
-        import transformers.modeling_utils  # noqa: F401
-
+        for name in names or ("torch", "transformers.modeling_utils"):
+            import_module(name)
         gc.freeze()
     finally:
         if was_enabled:
@@ -92,3 +100,39 @@ def first_line(error: Exception) -> str:
     """The first line of an error, or all of it if that line introduces a list."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return " ".join(lines) if lines[0].endswith(":") else lines[0]
+
+
+def pick_device(device: str) -> torch.device:
+    """The device of a config, which becomes torch's current one, as streams and graphs need; `auto`: a GPU if any."""
+    import torch
+
+    picked = find_device(device)
+    if picked.type == "cuda" and picked.index is not None:
+        torch.cuda.set_device(picked)
+    return picked
+
+
+def find_device(device: str, setting: str = "model.device") -> torch.device:
+    """The same, without a change of torch's current device: for one that another process uses."""
+    import torch
+
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ModelError(f'{setting} is {device!r}: expected "auto", "cpu", "cuda" or "cuda:N"') from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f'{setting} is {device!r} but there is no GPU here: set "auto" or "cpu"')
+    if found.type == "cuda" and found.index is not None and found.index >= (count := torch.cuda.device_count()):
+        raise ModelError(f"{setting} is {device!r}: GPUs are counted from 0, and this machine has {count}")
+    return found
+
+
+def pick_precision(precision: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on GPUs that support it, else float32 (bfloat16 is far slower on a CPU)."""
+    import torch
+
+    if precision == "auto":
+        precision = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+    return torch.float32 if precision == "float32" else torch.bfloat16

@@ -21,10 +21,22 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, dynami
 from transformers.utils import logging as transformers_logging
 
 from stalewise.errors import ModelError
-from stalewise.models import EMBEDDED, embedded_policies, embedded_policy, first_line, loading_error, resolve_model
+from stalewise.models import (
+    EMBEDDED,
+    embedded_policies,
+    embedded_policy,
+    find_device,
+    first_line,
+    loading_error,
+    pick_device,
+    pick_precision,
+    resolve_model,
+)
 from stalewise.types import Prompt
 
-__all__ = ["EMBEDDED", "embedded_policies", "embedded_policy", "loading_error", "resolve_model"]  # as before they moved
+# As before they moved.
+__all__ = ["EMBEDDED", "embedded_policies", "embedded_policy", "loading_error", "resolve_model"]
+__all__ += ["find_device", "pick_device", "pick_precision"]
 
 # They would break our own progress bars.
 transformers_logging.disable_progress_bar()
@@ -38,40 +50,10 @@ LONGEST_CHAT = 1 << 22  # characters of one rendered prompt, beyond its messages
 TEMPLATE_MEMORY = 1 << 29  # bytes that rendering may take
 
 
-def pick_device(device: str) -> torch.device:
-    """The device of a config, which becomes torch's current one, as streams and graphs need; `auto`: a GPU if any."""
-    picked = find_device(device)
-    if picked.type == "cuda" and picked.index is not None:
-        torch.cuda.set_device(picked)
-    return picked
-
-
-def find_device(device: str, setting: str = "model.device") -> torch.device:
-    """The same, without a change of torch's current device: for one that another process uses."""
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise ModelError(f'{setting} is {device!r}: expected "auto", "cpu", "cuda" or "cuda:N"') from error
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ModelError(f'{setting} is {device!r} but there is no GPU here: set "auto" or "cpu"')
-    if found.type == "cuda" and found.index is not None and found.index >= (count := torch.cuda.device_count()):
-        raise ModelError(f"{setting} is {device!r}: GPUs are counted from 0, and this machine has {count}")
-    return found
-
-
 def device_name(device: str) -> str:
     """The product name of the GPU that a config selects, or cpu."""
     picked = pick_device(device)
     return torch.cuda.get_device_name(picked) if picked.type == "cuda" else "cpu"
-
-
-def pick_precision(precision: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on GPUs that support it, else float32 (bfloat16 is far slower on a CPU)."""
-    if precision == "auto":
-        precision = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
-    return torch.float32 if precision == "float32" else torch.bfloat16
 
 
 def pick_weights_dtype(precision: str) -> torch.dtype:

@@ -9,8 +9,8 @@ from typing import Any
 from stalewise.config import RunConfig, TaskSection, load_config
 from stalewise.config.run_directory import EXPORT_CONFIG, EXPORT_FORMAT, EXPORT_RECORD, read_config, read_fork
 from stalewise.errors import StalewiseError
+from stalewise.models import embedded_policy
 from stalewise.models.gguf import SMOLLM2, is_gguf
-from stalewise.models.loading import embedded_policy
 from stalewise.store import atomic, batch_directories, is_committed, open_batch
 from stalewise.store.records import SOURCES, read_record
 from stalewise.tasks import Seen, close_task

@@ -1,4 +1,7 @@
-"""Held-out accuracy of a checkpoint: avg@k and pass@k with bootstrap intervals. Axes: P prompts, K samples each."""
+"""Held-out accuracy of a checkpoint: avg@k and pass@k with bootstrap intervals. Axes: P prompts, K samples each.
+
+Imports no torch: what cannot be evaluated is refused before that.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +13,30 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from stalewise.config import RunConfig
+from stalewise.config import RunConfig, TaskSection, make_config
+from stalewise.config.run_directory import read_config
 from stalewise.config.sections import SuiteSection
-from stalewise.errors import TaskError
+from stalewise.errors import ConfigError, StoreError, TaskError, nearest
+from stalewise.models import embedded_policies, embedded_policy, resolve_model
 from stalewise.orchestrator.contamination import seen_in_training
-from stalewise.rollout.generate import ScoreCheck, sample_for_evaluation, score_responses
 from stalewise.rollout.sampler import Sampler
 from stalewise.statistics import Interval, bootstrap
-from stalewise.tasks import Seen, Task, Verifier, close_task, count_errors
+from stalewise.store import checkpoints
+from stalewise.store.records import LARGEST
+from stalewise.tasks import Seen, Task, Verifier, close_task, count_errors, make_evaluation_file
 from stalewise.tasks.mixture import MixtureVerifier
-from stalewise.tasks.rows import task_of
+from stalewise.tasks.rows import read_ids, task_of
 from stalewise.tasks.verifiers.error_counts import LISTED
 from stalewise.tasks.verifiers.math import MathVerifier
 from stalewise.types import FinishReason, Prompt, Reward, SamplerSettings
+
+if TYPE_CHECKING:
+    from stalewise.rollout.generate import ScoreCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +93,12 @@ def evaluate_checkpoint(
 
     The seeds do not depend on the checkpoint. `load` is called instead of the sampler's own method.
     """
+    from stalewise.rollout.generate import sample_for_evaluation, score_responses
+
     start = time.perf_counter()
     (load or sampler.load)(checkpoint)
     on_load(time.perf_counter() - start)
-    candidates = task.evaluation_prompts(prompts)
-    held_out = [prompt for prompt in candidates if exclude is None or prompt not in exclude]
-    excluded = len(candidates) - len(held_out)
-    if not held_out:
-        why = f": training has seen all {excluded}, or they are excluded by their ids" if excluded else ""
-        raise TaskError(f"task {task.name} has no held-out prompts left to evaluate on{why}")
+    held_out, excluded = _held_out(task, prompts, exclude)
     repeated, responses = sample_for_evaluation(
         task, held_out, samples=samples, seed=seed, sampler=sampler, rows_at_once=rows_at_once, settings=settings
     )
@@ -126,6 +132,17 @@ def evaluate_checkpoint(
     )
 
 
+def _held_out(task: Task, count: int, exclude: Seen | None) -> tuple[list[Prompt], int]:
+    """The first held-out prompts of a task without those that are excluded, and how many these are."""
+    candidates = task.evaluation_prompts(count)
+    held_out = [prompt for prompt in candidates if exclude is None or prompt not in exclude]
+    excluded = len(candidates) - len(held_out)
+    if not held_out:
+        why = f": training has seen all {excluded}, or they are excluded by their ids" if excluded else ""
+        raise TaskError(f"task {task.name} has no held-out prompts left to evaluate on{why}")
+    return held_out, excluded
+
+
 def scores_by_prompt(prompt_ids: Sequence[str], score_PK: npt.NDArray[np.float64]) -> dict[str, list[Any]]:
     """Scores per prompt, as parallel lists, to compare runs prompt by prompt.
 
@@ -134,7 +151,7 @@ def scores_by_prompt(prompt_ids: Sequence[str], score_PK: npt.NDArray[np.float64
     totals = [round(float(total), 6) for total in np.nansum(score_PK, axis=1)]
     return {
         "prompt_ids": list(prompt_ids),
-        "score": [int(total) if total.is_integer() else total for total in totals],
+        "score": [int(total) if total.is_integer() and abs(total) <= LARGEST else total for total in totals],
         "scored": (~np.isnan(score_PK)).sum(axis=1).tolist(),
     }
 
@@ -350,3 +367,136 @@ class Suites:
 def definition_of(suite: SuiteSection) -> dict[str, Any]:
     """What a recorded result of a suite is a result of: all of its settings, except how often it is evaluated."""
     return suite.model_dump(mode="json", exclude={"every"})
+
+
+class Policy(NamedTuple):
+    """A policy to evaluate, and the config with the suites to evaluate it on."""
+
+    checkpoint: Path
+    version: int
+    config: RunConfig
+    run: Path | None  # its run directory, where it has one
+
+
+class PlannedSuite(NamedTuple):
+    """The task of a suite, its number of held-out prompts, and the task of training if that has held them out."""
+
+    task: Task
+    prompts: int
+    apart: TaskSection | None
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPlan:
+    """What an evaluation of `stalewise eval` will do; `is_single`: it was not asked for as a suite."""
+
+    policy: Policy
+    suites: list[PlannedSuite]
+    exclude: Seen
+    is_single: bool = False
+
+    def __str__(self) -> str:
+        pairs = zip(self.policy.config.evaluation.suite, self.suites, strict=True)
+        names = [f"{one.task.name}, {one.prompts:,} prompts with {suite.responses} responses" for suite, one in pairs]
+        policy = self.policy
+        where = policy.checkpoint if policy.run is None else f"version {policy.version} of {policy.run}"
+        return f"{where}: {'; '.join(names)}"
+
+    def close(self) -> None:
+        """End the processes of the suites' verifiers."""
+        with contextlib.ExitStack() as stack:
+            for suite in self.suites:
+                stack.callback(close_task, suite.task)
+
+
+def plan_evaluation(
+    name: str,
+    *,
+    task: Any = None,
+    file: str | Path | None = None,
+    options: Mapping[str, Any] | None = None,
+    prompts: int | None = None,
+    sampling: Mapping[str, Any],
+    exclude_ids: str | Path | None = None,
+) -> EvaluationPlan:
+    """The plan of one evaluation; the arguments are those of `stalewise.evaluate`."""
+    chosen = None if task is None or isinstance(task, str) else task
+    policy = find_policy(name, "jsonl" if file is not None or chosen is not None else task)
+    own, exclude = policy.config.task, _excluded(exclude_ids)
+    named = None if chosen is not None else task
+    suite = {**sampling, "samples": sampling["samples"] or _samples(policy, sampling["temperature"])}
+    policy = _with_suites(policy, named, {} if file is not None else options, [suite])
+    config = policy.config
+    if file is not None:
+        chosen = make_evaluation_file(str(file), **{**own.form, **(options or {})})
+    # A task holds its own prompts out, but earlier runs from which the policy comes may have seen them.
+    apart = own if policy.run is not None and chosen is None and config.task == own else None
+    chosen = chosen(seed=config.seed) if isinstance(chosen, type) else chosen or config.make_task()
+    count = prompts or (sys.maxsize if file is not None else config.evaluation.prompts)
+    planned = PlannedSuite(chosen, len(chosen.evaluation_prompts(count)), apart)
+    return EvaluationPlan(policy, [planned], exclude, is_single=True)
+
+
+def _samples(policy: Policy, temperature: float) -> int:
+    return policy.config.evaluation.samples if temperature else 1
+
+
+def _excluded(path: str | Path | None) -> Seen:
+    return Seen() if path is None else read_ids(path)
+
+
+def plan_suites(
+    model: str | Path, suites: Sequence[Mapping[str, Any] | str] | None, exclude_ids: str | Path | None = None
+) -> EvaluationPlan:
+    """The plan of an evaluation on suites, as in `stalewise.evaluate_suites`."""
+    wanted = [one for one in suites or () if not isinstance(one, str)]
+    task = next((str(one["task"]) for one in wanted if one.get("task")), "jsonl" if wanted else None)
+    policy = find_policy(str(model), task)
+    own = {suite.label: suite.model_dump(mode="json") for suite in policy.config.evaluation.suite}
+    for name in [one for one in suites or () if isinstance(one, str) and one not in own]:
+        known = nearest(name, own) if own else "it has none"
+        raise ConfigError(f"{model} has no suite {name!r}; {known}")
+    tables = list(own.values()) if suites is None else [own[one] if isinstance(one, str) else one for one in suites]
+    if not tables:
+        raise ConfigError(f"{model} has no suites: pass some, or add [[evaluation.suite]] to its config")
+    policy = _with_suites(policy, None, {}, tables)
+    config, exclude = policy.config, _excluded(exclude_ids)
+    planned: list[PlannedSuite] = []
+    for suite in config.evaluation.suite:
+        is_own = policy.run is not None and not suite.file and not suite.task and not suite.options
+        count = suite.prompts or (sys.maxsize if suite.file else config.evaluation.prompts)
+        made = config.make_suite(suite)
+        planned.append(PlannedSuite(made, len(made.evaluation_prompts(count)), config.task if is_own else None))
+    return EvaluationPlan(policy, planned, exclude)
+
+
+def find_policy(name: str, task: str | None) -> Policy:
+    """The policy of a run, a checkpoint or a model. A model that is in no run needs a task, unless it is embedded."""
+    path = Path(name).expanduser()
+    if (path / "config.resolved.json").is_file():
+        newest = checkpoints.versions(path)[-1:]
+        if not newest:
+            raise StoreError(f"{path} has no checkpoint yet")
+        checkpoint = checkpoints.checkpoint_directory(path, newest[0])
+        checkpoints.read_state(checkpoint)  # compares checksums
+        return Policy(checkpoint, newest[0], read_config(path), path)
+    run = path.resolve().parent.parent
+    if (path / "state.json").is_file() and (run / "config.resolved.json").is_file():
+        return Policy(path, checkpoints.read_state(path)["version"], read_config(run), run)
+    name = embedded_policy(name) or name
+    if task is None and name not in embedded_policies():
+        raise TaskError(f"{name} is not a run directory: name the task to evaluate it on, as in --task arithmetic")
+    config = make_config({"model": {"path": name}, "task": {"name": task or name}})
+    return Policy(Path(resolve_model(name)), 0, config, None)
+
+
+def _with_suites(
+    policy: Policy, task: str | None, options: Mapping[str, Any] | None, suites: Sequence[Mapping[str, Any]]
+) -> Policy:
+    """The policy with a config of another task or options of it, and with these suites."""
+    record = policy.config.model_dump(mode="json")
+    if task is not None and task != policy.config.task.name:
+        record["task"] = {"name": task, "options": {}}
+    record["task"]["options"] |= dict(options or {})
+    record["evaluation"]["suite"] = [dict(suite) for suite in suites]
+    return policy._replace(config=make_config(record, source="evaluate"))

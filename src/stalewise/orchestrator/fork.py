@@ -25,7 +25,10 @@ from stalewise.config.run import with_moved_files
 from stalewise.config.run_directory import (
     FORK,
     FORK_FORMAT,
+    LIMITS_FILE,
+    LIMITS_FORMAT,
     OF_THE_CHECKPOINT,
+    REFERENCE_FILE,
     RESOLVED,
     all_changes,
     flat,
@@ -34,9 +37,6 @@ from stalewise.config.run_directory import (
 )
 from stalewise.errors import ConfigError, StoreError, nearest
 from stalewise.orchestrator.run_log import RunLog
-from stalewise.orchestrator.setup import FILE as LIMITS
-from stalewise.orchestrator.setup import FORMAT as LIMITS_FORMAT
-from stalewise.orchestrator.setup import resolve_settings
 from stalewise.orchestrator.stages import read_schedule
 from stalewise.planning.planner import budget_limits
 from stalewise.staleness.schedule import PastBatch
@@ -59,7 +59,6 @@ from stalewise.store.json_lines import commit_records, read_jsonl, write_lines
 from stalewise.store.token_log import token_manifest_path
 from stalewise.tasks.difficulty import COPY as DIFFICULTY
 from stalewise.tasks.difficulty import read_table
-from stalewise.trainer.reference import FILE as REFERENCE
 
 # Settings that decide what a generation batch holds; `max_unscored` and engines do not.
 OF_ROLLOUTS = ("seed", "task.", "batch.", "sampler.", "model.path")
@@ -154,7 +153,11 @@ def _changed_config(
             f"--set schedule.updates={2 * version or 1} would train on"
         )
     planned = any(key.startswith("schedule.") for key in settings) and "optimizer.learning_rate" not in settings
-    return resolve_settings(config) if planned else config
+    if not planned or (config.plan.learning_rate == "given" and config.sampler.engine != "auto"):
+        return config  # nothing is left to be resolved
+    from stalewise.orchestrator.setup import resolve_settings  # imports torch, which other forks do not need
+
+    return resolve_settings(config)
 
 
 def _remove(record: dict[str, Any], key: str) -> None:
@@ -231,7 +234,7 @@ class _Fork:
         ]:
             self._link(path)
         if self.config.objective.kl and "objective.reference" not in self.changes:
-            self._link(self.run / REFERENCE)
+            self._link(self.run / REFERENCE_FILE)
             self._link(self.run / "columns")
         if "task.difficulty" not in self.changes:
             self._link(self.run / DIFFICULTY)
@@ -308,12 +311,12 @@ class _Fork:
         ):
             self._write_lines(path, [line for line in read_jsonl(path) if line[key] < end])
         self._write_lines(self.log.journal_path, _journal_until(read_jsonl(self.log.journal_path), version))
-        if (self.run / LIMITS).is_file():
+        if (self.run / LIMITS_FILE).is_file():
             if any(key.startswith(OF_LIMITS) for key in self.changes):
                 limits = {"format": LIMITS_FORMAT, "limits": budget_limits(self.config)}
-                atomic.write_json_atomic(self.target / LIMITS, limits, sealed=True)
+                atomic.write_json_atomic(self.target / LIMITS_FILE, limits, sealed=True)
             else:
-                shutil.copyfile(self.run / LIMITS, self.target / LIMITS)
+                shutil.copyfile(self.run / LIMITS_FILE, self.target / LIMITS_FILE)
 
     def _past_stages(self, past: Sequence[PastBatch], first_prompt: int) -> list[dict[str, Any]]:
         """Past batches as stages, after which one begins that doubles the last; its prompts begin at `first_prompt`."""

@@ -155,7 +155,7 @@ class Orchestrator:
         check_vllm_room(self.config, policy)
         check_reference(self.config.objective, self.config.model, self.config.task.name, policy)
         if self.source.is_own:
-            check_policy(self.config.sampler, Path(policy), self.task, self.config.first_prompts(self.task))
+            check_policy(self.config.sampler, Path(policy), self.task, self.config.longest_prompts(self.task))
         self.offloads = self.ranks.world == 1 and offloads(self.config, policy)
         if warning := check_memory(self.config, policy, self.ranks.world, self.ranks.local_world):
             self.callback.log(warning)
@@ -333,7 +333,7 @@ class Orchestrator:
 
     def _evaluate(self, version: int) -> None:
         settings = self.config.evaluation
-        self.begin_phase("evaluate", settings.prompts * settings.samples)
+        self.begin_phase("evaluate", len(self.task.evaluation_prompts(settings.prompts)) * settings.samples)
         result = evaluate_checkpoint(
             self._checkpoint(version),
             version=version,
@@ -474,14 +474,17 @@ class Orchestrator:
         self._check_scores(batch)
         problem = batch_problem(batch)
         if problem and self.writer.version is None and versions(self.directory)[-1:] == [0]:
-            raise TaskError(f"nothing can be learned from {self.task.name}: {problem}; the rollouts are kept")
+            command = f"stalewise inspect {self.directory} --group {batch.column('group')[0]}"
+            shown = f"the rollouts are kept: `{command}` shows responses and rewards"
+            raise TaskError(f"nothing can be learned from {self.task.name}: {problem}; {shown}")
         if problem:
             self.callback.log(f"{batch.directory.name}: {problem}")
 
     def _check_scores(self, batch: Batch) -> None:
         """Raise where too many rollouts have no score: those that have one are a selection."""
         if self.source.is_own and (unscored := unscored_problem(batch, self.config.task.max_unscored)):
-            raise TaskError(f"{batch.directory.name}: {unscored}; the rollouts are kept")
+            kept = f"with a repaired verifier choose another name, or delete {self.directory}"
+            raise TaskError(f"{batch.directory.name}: {unscored}; the rollouts are kept as they are: {kept}")
 
     def _train(self, version: int, stop: int) -> None:
         """Train up to `stop`, or until the rollouts are spent, and write a checkpoint."""

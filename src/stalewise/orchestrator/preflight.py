@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -16,13 +16,15 @@ from packaging.requirements import Requirement
 from stalewise import __version__
 from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import check_identity
-from stalewise.errors import StalewiseError
-from stalewise.models import import_packages
+from stalewise.config.sections import ObjectiveSection
+from stalewise.errors import ConfigError, StalewiseError
+from stalewise.models import import_packages, pick_device, pick_precision, resolve_model
 from stalewise.orchestrator.checkpoint_writer import fits_beside
 from stalewise.reporting.trackers import check_installed
 from stalewise.rollout.sampler import Request, Sampler
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.tasks import Task, close_task
+from stalewise.tasks.callables import fingerprint
 from stalewise.tasks.sandbox import scratch_folder
 from stalewise.tasks.verifiers.python import FunctionVerifier, PythonVerifier
 from stalewise.types import Prompt
@@ -31,7 +33,6 @@ from stalewise.types import Prompt
 # before it are printed at once.
 
 Status = Literal["ok", "warning", "bad"]
-PROMPTS = 256  # training prompts that are checked
 SHOWN = 1200  # characters of a prompt
 GIB = 2**30
 TOKEN_BYTES = 6  # of a stored token: an id and a log-probability, compressed
@@ -80,6 +81,7 @@ class _Preflight:
         self.source = ""  # directory of the model
         self.checkpoint: int | None = None  # its bytes
         self.waits_on_host = 0
+        self.rate_warning = ""
         self.task: Task | None = None
         self.sampler: Sampler | None = None
 
@@ -101,6 +103,8 @@ class _Preflight:
             if (checkpoint := self.checkpoint) is not None:
                 yield self._run("disk", lambda: self._disk(checkpoint))
                 yield self._run("host memory", lambda: _host_memory(checkpoint, self.waits_on_host))
+            if self.rate_warning:
+                yield Check("learning rate", "warning", self.rate_warning)
             if self.config.model.trains_adapters:
                 yield self._run("adapters", self._adapters)
             yield self._run("tokenizer", self._tokenizer)
@@ -126,9 +130,7 @@ class _Preflight:
             return Check(name, "bad", f"{type(error).__name__}: {' '.join(str(error).split())}")
 
     def _objective(self) -> tuple[Status, str]:
-        import_packages()
-        from stalewise.orchestrator.setup import check_objective, describe_regularizers
-
+        import_packages("torch")  # alone: the objective and the device are checked before transformers is imported
         section, without_variance = self.config.objective, self.config.batch.without_variance
         settings = check_objective(section, without_variance)
         named = ", ".join(f"{name} = {value}" for name, value in settings.items())
@@ -137,8 +139,11 @@ class _Preflight:
 
     def _directory(self) -> tuple[Status, str]:
         check_identity(self.config)
-        found = versions(self.config.directory)
-        return "ok", f"{self.config.directory}: {f'continues at update {found[-1]}' if found else 'a new run'}"
+        found, updates = versions(self.config.directory), self.config.schedule.updates
+        state = f"continues at update {found[-1]}" if found else "a new run"
+        if found and found[-1] >= updates:
+            state = f"has made all {updates} updates"
+        return "ok", f"{self.config.directory}: {state}"
 
     def _trackers(self) -> tuple[Status, str]:
         check_installed(self.config.trackers)
@@ -147,12 +152,12 @@ class _Preflight:
     def _device(self) -> tuple[Status, str]:
         import torch
 
-        from stalewise.models.loading import pick_device, pick_precision
-        from stalewise.rollout.factory import check_engine_devices
-
         model = self.config.model
         device = pick_device(model.device)
-        check_engine_devices(self.config.sampler, self.config.model, self.config.schedule)
+        if self.config.sampler.engine == "vllm":
+            from stalewise.rollout.factory import check_engine_devices
+
+            check_engine_devices(self.config.sampler, self.config.model, self.config.schedule)
         precision = str(pick_precision(model.precision, device)).removeprefix("torch.")
         if model.precision == "bfloat16-only" and not model.trains_adapters:
             advice = "small updates are lost to rounding: use bfloat16, which keeps float32 weights, where they fit"
@@ -165,12 +170,11 @@ class _Preflight:
         return "ok", f"CPU, {torch.get_num_threads()} threads, {precision}"
 
     def _model_directory(self) -> tuple[Status, str]:
-        from stalewise.models.loading import resolve_model
-
         self.source = resolve_model(self.config.model.path, self.config.task.name)
         return "ok", self.source
 
     def _engine(self) -> tuple[Status, str]:
+        import_packages()
         from stalewise.orchestrator.setup import engine_of_run
         from stalewise.rollout.factory import check_engine_devices
 
@@ -181,14 +185,16 @@ class _Preflight:
         return "ok", f"auto: {engine}, {why}"
 
     def _memory(self) -> tuple[Status, str]:
-        from stalewise.models.loading import pick_device
-        from stalewise.orchestrator.setup import check_vllm_room
+        import_packages()
+        from stalewise.orchestrator.setup import check_vllm_room, rate_warning
         from stalewise.planning.memory import check_memory, estimate, free_bytes
 
         needed = estimate(self.config, self.source, alone=True)
         if needed is None:
             return "warning", f"unknown: the config of {self.source} does not say how large the model is"
         self.checkpoint, self.waits_on_host = needed.checkpoint, needed.waits_on_host
+        if not self.config.model.trains_adapters:
+            self.rate_warning = rate_warning(self.config.optimizer.learning_rate, needed.shape.parameters)
         check_vllm_room(self.config, self.source)
         if warning := check_memory(self.config, self.source):  # raises where `train` refuses
             return "warning", warning
@@ -258,14 +264,15 @@ class _Preflight:
         return "ok", figures
 
     def _prompts(self, task: Task, sampler: Sampler) -> tuple[Status, str]:
+        from stalewise.rollout.factory import check_context
         from stalewise.rollout.generate import shown_prompts
 
-        training = task.prompts(0, min(PROMPTS, task.size or PROMPTS))
-        prompts = [*training, *task.evaluation_prompts(self.config.evaluation.prompts)]
+        prompts = self.config.longest_prompts(task)
         _, encoded = shown_prompts(task, prompts, sampler.tokenizer)
+        check_context(self.config.sampler, Path(self.source), task, prompts)  # as `train` does
         sampler.check_lengths(encoded)
         longest, new = max(map(len, encoded)), self.config.sampler.max_new_tokens
-        return "ok", f"the longest of {len(prompts)} has {longest} tokens, and {new} new ones fit after it"
+        return "ok", f"the longest has {longest} tokens, and {new} new ones fit after it"
 
     def _foreign(self, task: Task) -> tuple[Status, str]:
         from stalewise.rollout.factory import check_second_policy
@@ -333,6 +340,41 @@ def _verifier(task: Task) -> tuple[Status, str]:
             status: Status = "warning" if isinstance(task.verifier, PythonVerifier | FunctionVerifier) else "bad"
             return status, f"it gives {reward.value:g} to {what}, its own gold answer"
     return "ok", f"gives 1 to the gold answers of {len(prompts)} prompts"
+
+
+def check_objective(objective: ObjectiveSection, without_variance: str = "keep") -> Mapping[str, Any]:
+    """The objective's parameters with defaults filled in; ConfigError for an unknown name or value."""
+    from stalewise.objectives import get_objective
+
+    try:
+        found = get_objective(objective.name)
+        settings = found.settings(objective.params)
+    except ValueError as error:
+        raise ConfigError(f"objective: {error}") from error
+    _, _, digest = objective.name.partition("@")
+    if digest and digest != fingerprint(found.token_loss).digest:
+        raise ConfigError(
+            f"objective: {found.name} was changed since the run began: restore it, or choose another name"
+        )
+    if without_variance == "skip" and not found.ignores_zero_advantages:
+        raise ConfigError(
+            f'batch.without_variance is "skip", which leaves the gradient as it is, but {found.name} also learns from '
+            'tokens with advantage 0: use "keep" or "drop"'
+        )
+    return settings
+
+
+def describe_regularizers(section: ObjectiveSection) -> Iterator[str]:
+    """What is added to the objective, in words."""
+    if section.kl:
+        what = "the initial policy" if section.reference == "initial" else section.reference
+        yield f"{section.kl:g} · KL to {what} ({section.kl_estimator}) in the {section.kl_in}"
+    if section.entropy_bonus:
+        yield f"entropy bonus {section.entropy_bonus:g}"
+    if section.reward_weights:
+        yield "reward = " + " + ".join(f"{weight:g} · {name}" for name, weight in section.reward_weights.items())
+    if section.overlong_tokens:
+        yield f"up to {section.overlong_penalty:g} less within {section.overlong_tokens} tokens of the limit"
 
 
 def gold_response(task: Task, prompt: Prompt) -> str:

@@ -11,7 +11,7 @@ import hashlib
 import inspect
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,10 @@ def objective_name(objective: Any) -> str:
     """The name of an objective in a config: a built-in one, or a registered function with its fingerprint."""
     if callable(objective):
         objective = getattr(objective, "objective_name", None) or register_objective(objective).objective_name
-    found: Objective = get_objective(str(objective).partition("@")[0])
+    try:
+        found: Objective = get_objective(str(objective).partition("@")[0])
+    except ValueError as error:
+        raise ConfigError(f"objective: {error}") from error
     if not found.is_custom:
         return found.name
     return f"{found.name}@{callables.fingerprint(found.token_loss).digest}"
@@ -144,7 +147,7 @@ class RunFiles:
             eval_dataset, source = dataset, {**source, "split": keywords["eval_split"]}
         if eval_dataset is not None:
             options["evaluation_path"] = self._rows(eval_dataset, rows_of(eval_dataset, **source))
-        return {"name": "jsonl", "options": options | self.reward_options(reward, rows[0], options)}
+        return {"name": "jsonl", "options": options | self.reward_options(reward, rows, options)}
 
     def to_evaluate(
         self,
@@ -177,7 +180,9 @@ class RunFiles:
         self.write("")
         return name, file, options
 
-    def reward_options(self, reward: Any, row: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    def reward_options(
+        self, reward: Any, rows: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """The options `verifier` and `verifier_options` of a reward: a callable, or the name of a verifier."""
         given = dict(options.get("verifier_options") or {})
         if reward is None or isinstance(reward, str):
@@ -193,11 +198,12 @@ class RunFiles:
             raise TaskError(
                 f"reward={reward!r:.60} is not a function: expected (prompt, response, answer, **row) → number"
             )
+        has_answer = "answer_field" in options or any("answer" in row for row in rows)
         for one in reward if is_list else [reward]:
-            callables.check_parameters(one, row)
+            callables.check_parameters(one, rows[0], has_answer=has_answer)
         found = callables.fingerprint_of_list(reward) if is_list else callables.fingerprint(reward)
         function = self.keep("reward", callables.combined(reward) if is_list else reward, found)
-        more = {} if "answer_field" in options or "answer" in row else {"answer_field": ""}
+        more = {} if has_answer else {"answer_field": ""}
         return {"verifier": "function", "verifier_options": {**given, "function": function}, **more}
 
     def _rows(self, dataset: Any, rows: Iterable[Mapping[str, Any]]) -> str:

@@ -66,7 +66,7 @@ class RunLog:
 
     def log_event(self, event: str, seconds: float, **notes: Any) -> None:
         """Append a line to the journal."""
-        append_line(self.journal_path, {"time": time.time(), "event": event, "seconds": seconds, **notes})
+        self._append({"time": time.time(), "event": event, "seconds": seconds, **notes})
 
     @contextlib.contextmanager
     def timed(self, event: str, **notes: Any) -> Iterator[dict[str, Any]]:
@@ -87,8 +87,13 @@ class RunLog:
             return
         for name, its_seconds, its_notes in inner:
             began, seconds = began + its_seconds, seconds - its_seconds
-            append_line(self.journal_path, {"time": began, "event": name, "seconds": its_seconds, **its_notes})
+            self._append({"time": began, "event": name, "seconds": its_seconds, **its_notes})
         self.log_event(event, seconds, **notes, **more)
+
+    def _append(self, record: dict[str, Any]) -> None:
+        # Not flushed, as updates are not: that would wait for the checkpoint that is being written meanwhile. Whatever
+        # needs them, the next checkpoint, commits them first.
+        append_line(self.journal_path, record, durable=False)
 
     def log_world_size(self, world_size: int, parallel: str) -> str:
         """Log how many ranks train, unless it was always one; a message where that changed, else an empty string."""
@@ -104,7 +109,7 @@ class RunLog:
         """Append an update to ledger and metrics."""
         entry = LedgerEntry(step.update, step.generation_batch, step.version, step.age, to_ranges(rollout_ids))
         append_entry(ledger_path(self.directory), entry)
-        append_line(self.metrics_path, metrics)
+        append_line(self.metrics_path, metrics, durable=False)
         self.updates.append(_summary(metrics))
 
     def log_evaluation(self, record: dict[str, Any]) -> None:
@@ -131,7 +136,7 @@ class RunLog:
         self.updates = [one for one in self.updates if one.update < first]
 
     def commit(self) -> None:
-        """Write down how far the records go: from here on the loss of their ends is noticed."""
+        """Flush the records and write down how far they go: from here on the loss of their ends is noticed."""
         commit_records(self.directory)
 
     def taken_on(self, generation_batch: int) -> list[UpdateSummary]:

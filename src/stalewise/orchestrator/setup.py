@@ -1,10 +1,10 @@
-"""The start of a run: its engine and learning rate, its drift limits, its objective, and version 0."""
+"""The start of a run: its engine and learning rate, its drift limits, and version 0."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 
 from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import (
+    LIMITS_FILE,
+    LIMITS_FORMAT,
     OF_TRAINING,
     RESOLVED,
     all_changes,
@@ -19,7 +21,7 @@ from stalewise.config.run_directory import (
     is_started,
     read_config,
 )
-from stalewise.config.sections import ModelSection, ObjectiveSection, SamplerSection, ScheduleSection
+from stalewise.config.sections import ModelSection, SamplerSection, ScheduleSection
 from stalewise.errors import CalibrationError, ConfigError, StoreError
 from stalewise.models.loading import (
     encode_prompts,
@@ -30,23 +32,22 @@ from stalewise.models.loading import (
     pick_weights_dtype,
     resolve_model,
 )
-from stalewise.objectives import get_objective
 from stalewise.orchestrator.run_log import RunLog
+from stalewise.planning.grid import rate_name
 from stalewise.planning.memory import GIB, estimate
 from stalewise.planning.planner import budget_limits, law_learning_rate, rests_on_collapses, rounded_down
-from stalewise.reporting.verification import check_run
+from stalewise.reporting.verification import OF_A_PROGRAM, check_run
 from stalewise.rollout.factory import pick_engine
 from stalewise.store import atomic, checkpoints
 from stalewise.store.json_lines import truncate_jsonl
 from stalewise.store.records import LIMITS, read_record
 from stalewise.tasks import Task
-from stalewise.tasks.callables import fingerprint
 from stalewise.trainer.execution import check_trainable
 from stalewise.trainer.lora import save_first
 
-FORMAT = "stalewise.limits/1"
 LEAST_ROOM = 0.05  # of a GPU, below which no vLLM is advised
-FILE = "limits.json"  # in the run directory
+SMALL_MODEL = 100_000_000  # parameters, below which a learning rate may be large
+LARGE_RATE = 2e-5  # the default, for small models, is larger; the configs for models from 0.5B up have 1e-6 to 4e-6
 
 
 def verify_before(directory: Path, newest: Callable[[], Path], log: Callable[[str], object]) -> None:
@@ -55,7 +56,7 @@ def verify_before(directory: Path, newest: Callable[[], Path], log: Callable[[st
     found, checkpoint = check_run(directory), newest()
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
     what = f"checked version {int(checkpoint.name[1:])} and the records: {(found.bytes + size) / 1e6:,.1f} MB"
-    count = len(found.not_covered)
+    count = sum(not text.endswith(OF_A_PROGRAM) for text in found.not_covered)
     left = f"; {count} without checksums, which `stalewise verify` names" if count else ""
     log(f"{what} in {time.perf_counter() - start:.1f} s, undamaged{left}")
 
@@ -136,7 +137,7 @@ def adopt_changes(record: dict[str, Any], run_log: RunLog, log: Callable[[str], 
     log(f"changed in place: {'; '.join(shown[:3])}{f'; {len(shown) - 3} more' if len(shown) > 3 else ''}")
     if not identity:
         return False
-    (directory / FILE).unlink(missing_ok=True)
+    (directory / LIMITS_FILE).unlink(missing_ok=True)
     of_rollouts = [key for key in identity if not key.startswith(OF_TRAINING)]
     if of_rollouts:  # nothing was generated
         truncate_jsonl(run_log.stages_path, lambda line: False)
@@ -152,17 +153,31 @@ def drift_limits(config: RunConfig) -> tuple[float, float] | None:
 
     They are written to the run directory when training begins: a later calibration does not change a run.
     """
-    path = config.directory / FILE
+    path = config.directory / LIMITS_FILE
     if not path.is_file():
-        atomic.write_json_atomic(path, {"format": FORMAT, "limits": budget_limits(config)}, sealed=True)
+        atomic.write_json_atomic(path, {"format": LIMITS_FORMAT, "limits": budget_limits(config)}, sealed=True)
     limits = read_record(path, LIMITS).get("limits")
     return None if limits is None else (limits[0], limits[1])
+
+
+def rate_warning(rate: float, parameters: int) -> str:
+    """A warning about a learning rate that is far above what large models are trained with; empty: there is none."""
+    if parameters < SMALL_MODEL or rate <= LARGE_RATE:
+        return ""
+    return (
+        f"optimizer.learning_rate is {rate_name(rate)}, which suits adapters and small models: a full model of "
+        f"{parameters / 1e6:,.0f} M parameters is usually trained with 1e-6 to 4e-6"
+    )
 
 
 def write_first_checkpoint(config: RunConfig, source: str, task: Task, log: Callable[[str], object]) -> dict[str, Any]:
     """Write the model at `source` as version 0 of the run; return the trainer's state in it."""
     model = load_model(source, device=torch.device("cpu"), dtype=pick_weights_dtype(config.model.precision))
     check_trainable(model, config.learner)  # now, and not after a whole stage has been generated
+    if not config.model.trains_adapters and (
+        warning := rate_warning(config.optimizer.learning_rate, model.num_parameters())
+    ):
+        log(warning)
     tokenizer = load_tokenizer(source)
     # Version 0 keeps the tokenizer: one without the chat template that the task needs would stay in the run.
     encode_prompts(task.prompts(0, 1), tokenizer)
@@ -207,36 +222,3 @@ def check_vllm_room(config: RunConfig, source: str) -> None:
         f"{what}, and the learner holds {needed.least / GIB:.1f} GiB of them while vLLM samples: {fits}"
         "train adapters (model.lora.rank), or choose a smaller model or a larger device"
     )
-
-
-def check_objective(objective: ObjectiveSection, without_variance: str = "keep") -> Mapping[str, Any]:
-    """The objective's parameters with defaults filled in; ConfigError for an unknown name or value."""
-    try:
-        found = get_objective(objective.name)
-        settings = found.settings(objective.params)
-    except ValueError as error:
-        raise ConfigError(f"objective: {error}") from error
-    _, _, digest = objective.name.partition("@")
-    if digest and digest != fingerprint(found.token_loss).digest:
-        raise ConfigError(
-            f"objective: {found.name} was changed since the run began: restore it, or choose another name"
-        )
-    if without_variance == "skip" and not found.ignores_zero_advantages:
-        raise ConfigError(
-            f'batch.without_variance is "skip", which leaves the gradient as it is, but {found.name} also learns from '
-            'tokens with advantage 0: use "keep" or "drop"'
-        )
-    return settings
-
-
-def describe_regularizers(section: ObjectiveSection) -> Iterator[str]:
-    """What is added to the objective, in words."""
-    if section.kl:
-        what = "the initial policy" if section.reference == "initial" else section.reference
-        yield f"{section.kl:g} · KL to {what} ({section.kl_estimator}) in the {section.kl_in}"
-    if section.entropy_bonus:
-        yield f"entropy bonus {section.entropy_bonus:g}"
-    if section.reward_weights:
-        yield "reward = " + " + ".join(f"{weight:g} · {name}" for name, weight in section.reward_weights.items())
-    if section.overlong_tokens:
-        yield f"up to {section.overlong_penalty:g} less within {section.overlong_tokens} tokens of the limit"

@@ -95,7 +95,7 @@ def forget_stages(schedule: Schedule, stages_path: Path, version: int) -> Schedu
 def begin_stage(
     schedule: Schedule, stages_path: Path, version: int, *, spent: Callable[[], dict[str, Any] | None], per_update: int
 ) -> Schedule:
-    """The schedule at this version, with a new stage where one begins; that is written to disk.
+    """The schedule at this version, with a new stage where one begins; that is written, and the same if it is lost.
 
     `spent` returns why the stage before was ended at this version, None where it was not.
     """
@@ -108,8 +108,8 @@ def begin_stage(
     schedule, stage = begun
     lines = read_records(stages_path, STAGE)
     if not lines:
-        append_line(stages_path, {**asdict(stage), "ended": None})
+        append_line(stages_path, {**asdict(stage), "ended": None}, durable=False)
     elif planned := lines[-1]["planned_updates"]:  # 0: the end of the run is on record
         ended = reason or {"reason": "all of it was used", "planned_updates": planned}
-        append_line(stages_path, {**asdict(stage), "ended": ended})
+        append_line(stages_path, {**asdict(stage), "ended": ended}, durable=False)
     return schedule

@@ -123,8 +123,7 @@ class UpdateLoop:
         if not self.schedule.is_open_ended:  # that ends a stage long before
             self.budget.check_ess([one.useful_share for one in self.run_log.taken_on(step.generation_batch)])
         self.callback.metrics(step.update, record)
-        note = f"reward {record['reward']:.3f}  ESS {record.get('ess', math.nan):.3f}"
-        self.callback.advance(1, note + self.budget.note(record))
+        self.callback.advance(1, describe_update(record) + self.budget.note(record))
         return now
 
     def _spent(self, step: Step) -> dict[str, Any] | None:
@@ -142,3 +141,9 @@ def selection_of(config: RunConfig, schedule: Schedule, generation_batch: int) -
     )
     updates = len(schedule.prompts_of(generation_batch, 1))
     return Selection(updates, penalty) if section.overlong_tokens else Selection(updates)
+
+
+def describe_update(record: Mapping[str, Any]) -> str:
+    """An update on the progress line; one that learns from no token has no effective sample size."""
+    ess = record.get("ess", math.nan)
+    return f"reward {record['reward']:.3f}  ESS {'–' if math.isnan(ess) else f'{ess:.3f}'}"

@@ -15,6 +15,7 @@ from stalewise.config import RunConfig
 from stalewise.config.run_directory import flat
 from stalewise.config.sections import ModelSection
 from stalewise.errors import CalibrationError
+from stalewise.models import resolve_model
 from stalewise.staleness.law import Fit, Observation
 from stalewise.store.atomic import read_json, sha256_file, write_json_atomic
 
@@ -58,8 +59,6 @@ class CalibrationIdentity:
 
 def identity_of_config(config: RunConfig) -> CalibrationIdentity:
     """The identity of what a config trains. Reads the model's files, or asks the hub for its revision."""
-    from stalewise.models.loading import resolve_model
-
     record = config.model_dump(mode="json")
     source = resolve_model(config.model.path, config.task.name)
     # A directory is identified by its files, wherever it is.

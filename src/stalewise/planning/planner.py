@@ -279,10 +279,8 @@ def plan_for_training(config: RunConfig) -> TrainingPlan:
             raise
         rate = rate_name(config.optimizer.learning_rate)
         command = sweep_command(config.schedule.schedule(), config.optimizer.learning_rate)
-        unknown = (
-            f"plan: training with η = {rate} as set; a calibration (optional, dozens of runs) would say if it is safe"
-        )
-        return TrainingPlan([f"{unknown}: `{command}`"], None)
+        unknown = "a calibration (optional, dozens of runs) would say if it is safe"
+        return TrainingPlan([f"plan: training with optimizer.learning_rate = {rate}; {unknown}: `{command}`"], None)
     lines = describe_safety(plan)
     if config.plan.strict and not plan.is_safe:
         raise CalibrationError(" ".join(line.removeprefix("plan: ") for line in lines))

@@ -90,6 +90,7 @@ DOCUMENTS: dict[str, tuple[RecordSchema, str, str]] = {
         "delete it, and `columns/`: `stalewise train` computes both again",
     ),
 }
+OF_A_PROGRAM = "what a program gave; not read once there is a checkpoint"
 _OLD = "written by a release without checksums: a change would not be noticed"
 _CHECKPOINT = re.compile(r"v\d{6,}")
 
@@ -149,7 +150,7 @@ def verify_run(directory: str | Path, *, thorough: bool = True) -> Verification:
     for rollback in sorted((run / "rollbacks").glob("r[0-9]*")):
         _verify_rollback(found, rollback, thorough)
     others = [path.name for path in (run / "python", *sorted(run.glob("model-*"))) if path.is_dir()]
-    found.not_covered += [f"{name}/: what a program gave; not read once there is a checkpoint" for name in others]
+    found.not_covered += [f"{name}/: {OF_A_PROGRAM}" for name in others]
     found.seconds = time.perf_counter() - began
     return found
 

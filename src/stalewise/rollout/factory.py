@@ -163,14 +163,20 @@ def check_engine_devices(sampler: SamplerSection, model: ModelSection, schedule:
 
 def check_policy(section: SamplerSection, own: Path, task: Task, prompts: list[Prompt]) -> None:
     """Refuse what the policy at `own` cannot do, before it is loaded: responses beyond its context, other tokens."""
+    check_context(section, own, task, prompts)
+    check_second_policy(section.foreign, own, task)
+
+
+def check_context(section: SamplerSection, own: Path, task: Task, prompts: list[Prompt]) -> None:
+    """Refuse prompts and responses beyond the context of the policy at `own`."""
     of_engine = section.vllm.max_model_len if section.engine == "vllm" else None
     limits = [limit for limit in (context_length(load_model_config(str(own))), of_engine) if limit is not None]
     # What episodes begin with is known to their environment alone, which is not asked without need.
     if limits and (environment_of(task) is None or section.max_new_tokens >= min(limits)):
-        _, encoded = shown_prompts(task, prompts, load_tokenizer(str(own)))
+        shown, encoded = shown_prompts(task, prompts, load_tokenizer(str(own)))
         more = RAISE_LIMIT if of_engine == min(limits) else ""
-        check_lengths(encoded, limit=min(limits), max_new_tokens=section.max_new_tokens, more=more)
-    check_second_policy(section.foreign, own, task)
+        names = [prompt.prompt_id for prompt in shown]
+        check_lengths(encoded, limit=min(limits), max_new_tokens=section.max_new_tokens, more=more, names=names)
 
 
 def check_second_policy(section: ForeignSection, own: Path, task: Task) -> None:

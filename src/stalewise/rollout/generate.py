@@ -135,13 +135,13 @@ class ScoreCheck:
         self.counts = ErrorCounts()
         self._limit, self._log = limit, log
 
-    def add(self, counts: ErrorCounts) -> None:
-        """Count the responses of a shard; TaskError above the limit, before the shard is committed."""
+    def add(self, counts: ErrorCounts, most: int = ENOUGH_RESPONSES) -> None:
+        """Count the responses of a shard, of a batch of `most`; TaskError above the limit, before it is committed."""
         is_first = not self.counts.failed
         self.counts += counts
         if is_first and counts.failed:
             self._log("\n".join(filter(None, (str(counts), counts.traceback))))
-        if self.counts.total >= ENOUGH_RESPONSES and (problem := self.counts.over(self._limit)):
+        if self.counts.total >= min(most, ENOUGH_RESPONSES) and (problem := self.counts.over(self._limit)):
             raise TaskError(f"{problem}; these responses are not kept, and the same command samples them again")
 
     @property
@@ -420,7 +420,7 @@ def _write_shards(
         texts = [response.text for response in answered]
         rewards = score_responses(task, one.prompts, answered)
         counts = count_errors(rewards, one.prompts, texts)
-        check.add(counts)
+        check.add(counts, plan.prompts * plan.group_size)
         first = plan.prompt_range(one.shard).start * plan.group_size
         rollout_ids = range(first, first + len(answered))
         columns = {

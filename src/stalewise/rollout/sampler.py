@@ -149,11 +149,22 @@ def open_turns(answered: list[tuple[int, list[int]]]) -> list[tuple[int, list[in
 
 
 def check_lengths(
-    prompt_ids: Sequence[Sequence[int]], *, limit: int | None, max_new_tokens: int, more: str = ""
+    prompt_ids: Sequence[Sequence[int]],
+    *,
+    limit: int | None,
+    max_new_tokens: int,
+    more: str = "",
+    names: Sequence[str] = (),
 ) -> None:
-    """Refuse prompts that leave no room for a response within `limit` tokens; `more` is said at the end."""
+    """Refuse prompts that leave no room for a response within `limit` tokens.
+
+    `more` is said at the end, and where some of the prompts would fit, how many do not: `names` are theirs.
+    """
     longest = max(map(len, prompt_ids))
     if limit is not None and longest + max_new_tokens > limit:
+        over = [name for name, ids in zip(names, prompt_ids, strict=False) if len(ids) + max_new_tokens > limit]
+        if 0 < len(over) < len(names):
+            more += f"; {len(over)} prompt(s) are too long, such as {over[0]!r}: `exclude_ids` leaves rows out"
         raise ModelError(
             f"the longest prompt has {longest} tokens; with sampler.max_new_tokens = {max_new_tokens} that is over the "
             f"model's context of {limit}: shorten prompts or lower max_new_tokens"

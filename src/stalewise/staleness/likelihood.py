@@ -7,14 +7,11 @@ survivor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from itertools import product
 from statistics import NormalDist
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-import scipy.optimize  # pyright: ignore[reportMissingTypeStubs]
-import scipy.special  # pyright: ignore[reportMissingTypeStubs]
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
@@ -23,10 +20,14 @@ NO_LIMIT = 700.0  # log of a radius that no run reaches; finite, so that gradien
 LOG_SQRT_TWO_PI = 0.5 * math.log(2.0 * math.pi)
 SCATTER_RANGE = (0.02, 2.0)  # σ is looked for here; runs that allow the lower end do not determine it
 
-# scipy has no types.
-log_ndtr: Callable[[Array], Array] = cast(Any, scipy.special).log_ndtr
-minimize: Callable[..., Any] = cast(Any, scipy.optimize).minimize
-brentq: Callable[..., float] = cast(Any, scipy.optimize).brentq
+# scipy takes half a second to import: it is imported where it is used, since a plan from a stored fit needs none.
+
+
+def log_ndtr(z: Array) -> Array:
+    """Return log Φ(z) of the standard normal."""
+    import scipy.special  # pyright: ignore[reportMissingTypeStubs]
+
+    return cast(Any, scipy.special).log_ndtr(z)
 
 
 class Drifts(NamedTuple):
@@ -116,6 +117,9 @@ class Peak(NamedTuple):
 
 def maximise(data: Drifts, box: Array, starts: list[Array]) -> Peak:
     """Find the best of the maxima that are reached from `starts`; a parameter whose bounds are equal is fixed."""
+    import scipy.optimize  # pyright: ignore[reportMissingTypeStubs]
+
+    minimize = cast(Any, scipy.optimize).minimize
 
     def loss(parameters: Array) -> tuple[float, Array]:
         value, gradient = likelihood(parameters, data)
@@ -188,6 +192,9 @@ def interval(
     data: Drifts, peak: Peak, box: Array, index: int, threshold: float, starts: list[Array]
 ) -> tuple[float, float]:
     """The ends at which the profile log-likelihood of one radius falls by `threshold`; 0 or ∞ where it never does."""
+    import scipy.optimize  # pyright: ignore[reportMissingTypeStubs]
+
+    brentq = cast(Any, scipy.optimize).brentq
 
     def excess(value: float) -> float:
         return fall(data, peak, box, index, value, []) - threshold

@@ -224,7 +224,10 @@ def make_directory(path: str | Path) -> None:
     for lock in list(_held_locks):
         lock.check_not_moved(path)
     make_directory(path.parent)
-    path.mkdir(exist_ok=True)
+    try:
+        path.mkdir(exist_ok=True)
+    except FileExistsError:
+        raise StoreError(f"{path} is a file: move it, or name another directory") from None
     if not _is_temporary(path):
         fsync_directory(path.parent)
 
@@ -287,7 +290,10 @@ def commit_directory(temporary: str | Path, final: str | Path) -> None:
 
 @contextlib.contextmanager
 def explain_write_errors(path: str | Path, size: int) -> Iterator[None]:
-    """Turn an error of the system in the block into a StoreError: what could not be written, and what to do."""
+    """Turn an error of the system in the block into a StoreError: what could not be written, and what to do.
+
+    `size` is what it takes, in bytes; 0 where that is unknown.
+    """
     try:
         yield
     except StoreError:
@@ -297,8 +303,8 @@ def explain_write_errors(path: str | Path, size: int) -> Iterator[None]:
         if number is None:
             raise
         if number in _DISK_FULL:
-            message = f"disk full while writing {path}: free {size:,} bytes; run the same command again"
-            raise StoreError(message) from error
+            space = f"{size:,} bytes" if size else "some space"
+            raise StoreError(f"disk full while writing {path}: free {space}; run the same command again") from error
         raise StoreError(f"cannot write {str(path)[:200]}: {os.strerror(number) if number else error}") from error
 
 

@@ -2,8 +2,8 @@
 
 A record is appended with one write; a crash can leave one torn last line, which readers drop and report. Each line ends
 with a checksum of itself and of the line before, so that no line can be changed, lost or moved unnoticed. How far the
-files of a run go is in its `records.json` (`commit_records`), so that their ends cannot be lost either. Lines of
-releases without checksums are read as they are, and the next line covers them.
+files of a run go is in its `records.json` (`commit_records`), so that their ends cannot be lost either: until then a
+power failure may take them. Lines of releases without checksums are read as they are, and the next line covers them.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ class Line(NamedTuple):
     is_sealed: bool  # False: written by a release without checksums
 
 
-def append_line(path: str | Path, record: Mapping[str, Any]) -> None:
+def append_line(path: str | Path, record: Mapping[str, Any], *, durable: bool = True) -> None:
     """Append one record to a JSONL file, with its checksum: one write, then fsync. The newline commits it.
 
-    A torn tail from an earlier crash is cut off first, or it would become a corrupt line in the middle.
+    A torn tail from an earlier crash is cut off first, or it would become a corrupt line in the middle. Without
+    `durable` it is not flushed, which waits for whatever else is being written: `commit_records` does that.
     """
     path, head = Path(path), _head(record)
     with explain_write_errors(path, len(head) + _SEAL_BYTES):
@@ -65,13 +66,14 @@ def append_line(path: str | Path, record: Mapping[str, Any]) -> None:
             try:
                 while rest:  # one write, unless the disk fills up within the line: then the second one raises
                     rest = rest[os.write(descriptor, rest) :]
-                os.fsync(descriptor)
+                if durable:
+                    os.fsync(descriptor)
             except OSError:
                 os.ftruncate(descriptor, end)
                 raise
         finally:
             os.close(descriptor)
-        if is_new:
+        if is_new and durable:
             fsync_directory(path.parent)
 
 
@@ -144,10 +146,14 @@ def _is_kept(path: Path, line: Line, keep: Callable[[dict[str, Any]], bool]) -> 
 
 
 def commit_records(run: str | Path) -> None:
-    """Write down how far the JSONL files of a run go, so that the loss of their ends is noticed."""
+    """Flush the JSONL files of a run and write down how far they go, so that the loss of their ends is noticed."""
     run = Path(run)
-    found = {path.relative_to(run).as_posix() for path in (*run.glob("*.jsonl"), *run.glob("ledger/*.jsonl"))}
-    ends = {name: _end_of(run / name) for name in sorted(found)}
+    paths, before = (*run.glob("*.jsonl"), *run.glob("ledger/*.jsonl")), committed_ends(run)
+    ends = {path.relative_to(run).as_posix(): _end_of(path) for path in sorted(paths)}
+    changed = [run / name for name, end in ends.items() if end[0] and end != before.get(name)]
+    with explain_write_errors(run, 0):
+        for path in (*changed, *{path.parent for path in changed}):  # new ones are entries of their directories
+            fsync_directory(path)
     _write_ends(run, {name: end for name, end in ends.items() if end[0]})
 
 

@@ -43,11 +43,11 @@ def ledger_path(run_directory: str | Path) -> Path:
 
 
 def append_entry(path: str | Path, entry: LedgerEntry) -> None:
-    """Add one update to the ledger; it survives a crash once this returns."""
+    """Add one update to the ledger; it survives a power failure once `commit_records` has returned."""
     record = {name: getattr(entry, name) for name in FIELDS}
     if clash := record.keys() & entry.extra.keys():
         raise StoreError(f"ledger entry of update {entry.update}: extra may not hold {', '.join(sorted(clash))}")
-    append_line(path, {**record, **entry.extra})
+    append_line(path, {**record, **entry.extra}, durable=False)
 
 
 def read_ledger(path: str | Path) -> list[LedgerEntry]:

@@ -11,9 +11,11 @@ import hashlib
 import importlib
 import importlib.util
 import random
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -180,6 +182,12 @@ def first_distinct(prompts: Iterator[Prompt], count: int) -> list[Prompt]:
     return list(distinct.values())
 
 
+def used_prompts(task: Task, count: int, most: int) -> list[Prompt]:
+    """The first `count` training prompts of a task, each once; of a task without an end at most `most`."""
+    size = most if task.size is None else task.size
+    return task.prompts(0, min(count, size)) if size else []
+
+
 def read_text(path: Path, most: int = LONGEST_TEXT) -> str:
     """The text of a file of at most `most` bytes; a larger one, or a device without an end, is an OSError."""
     with open(path, "rb") as file:
@@ -187,6 +195,26 @@ def read_text(path: Path, most: int = LONGEST_TEXT) -> str:
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it has more than {most:,} bytes")
     return content.decode("utf-8-sig")
+
+
+def is_importable(module: str) -> bool:
+    """Whether Python finds the package of a module; does not import it.
+
+    An installed script does not look into the working directory, as `python -m` does. A module that is only there puts
+    that directory at the end of the path, unless Python was told not to (`-P`, PYTHONSAFEPATH).
+    """
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is not None:
+        return True
+    if sys.flags.safe_path or PathFinder.find_spec(package, [str(Path.cwd())]) is None:
+        return False
+    sys.path.append(str(Path.cwd()))
+    return True
+
+
+def no_module(module: str) -> str:
+    """The message about a module that Python does not find."""
+    return f"there is no module {module!r} on the Python path or in {Path.cwd()}: put its directory on PYTHONPATH"
 
 
 def load(reference: str) -> Callable[..., Any]:

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from stalewise.errors import TaskError
-from stalewise.tasks.base import load
+from stalewise.errors import TaskError, nearest
+from stalewise.tasks.base import is_importable, load
 from stalewise.tasks.verifiers.judge_process import reward_of
 from stalewise.types import Reward
 
@@ -94,6 +94,7 @@ def registered(reference: str, what: str) -> Any:
             f"the {what} {name} exists only in the program that called stalewise.train: run that program again, or "
             f"move the {what} into a module that Python finds"
         )
+    is_importable(name.partition(":")[0])
     try:
         value = load(name)
     except (ImportError, AttributeError) as error:
@@ -361,7 +362,7 @@ def bind(function: Callable[..., Any]) -> Bound:
 
     `completion` is another name for the response. A function whose three parameters have other names gets prompt,
     response and answer in this order. One that names `completions` is called as TRL does: with a list for each
-    argument, and it returns a list.
+    argument, of messages where the prompt is a `ChatText`, and it returns a list.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -405,15 +406,24 @@ def takes_prompt_object(function: Callable[..., Any]) -> bool:
     return True
 
 
+class ChatText(str):
+    """The text of a prompt whose row holds `messages` under the name `prompt`, as a conversational data set of TRL."""
+
+    messages: list[Any]
+
+
 def _as_trl(function: Callable[..., Any], values: Mapping[str, Any], names: set[str] | None) -> Any:
-    columns = {"prompts": values["prompt"], "completions": values["response"]}
+    prompt, response = values["prompt"], values["response"]
+    columns = {"prompts": prompt, "completions": response}
+    if isinstance(prompt, ChatText):
+        columns = {"prompts": prompt.messages, "completions": [{"role": "assistant", "content": response}]}
     columns |= {key: value for key, value in values.items() if key not in ("prompt", "response")}
     lists = {key: [value] for key, value in columns.items() if names is None or key in names}
     result = function(**lists)
     return result[0] if isinstance(result, list | tuple) and len(result) == 1 else result
 
 
-def check_parameters(function: Callable[..., Any], fields: Mapping[str, Any]) -> None:
+def check_parameters(function: Callable[..., Any], fields: Mapping[str, Any], *, has_answer: bool = True) -> None:
     """Refuse a function that needs an argument which rows with these fields do not give."""
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -426,6 +436,9 @@ def check_parameters(function: Callable[..., Any], fields: Mapping[str, Any]) ->
     missing = [name for name in needed if name not in given]
     if in_order:
         missing = needed[3:]
+    if not has_answer and "answer" in needed:
+        asks = f"the reward function {_name(function)} asks for 'answer', and no row has it"
+        raise TaskError(f"{asks}; answer_field names its field: {nearest('answer', map(str, fields))}")
     if missing:
         known = ", ".join(sorted({"prompt", "response", "answer", *map(str, fields)}))
         raise TaskError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Collection, Iterator
@@ -63,13 +64,24 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Row]:
     except UnicodeError as problem:
         if not isinstance(problem, UnicodeDecodeError):  # of the path
             raise TaskError(f"{str(path)!r:.200} cannot be a path") from None
-        raise TaskError(f"{path} is not UTF-8 text: {problem.reason} at byte {problem.start}") from None
+        where = f"{path}, line {_undecodable(path)}"
+        raise TaskError(f"{where} is not UTF-8 text: {problem.reason}; save the file as UTF-8") from None
     except OSError as problem:
         raise TaskError(f"{str(path)[:200]} cannot be read: {problem.strerror}") from None
     except ValueError as problem:
         raise TaskError(f"{str(path)!r:.200} cannot be a path: {problem}") from None
     if empty:
         raise TaskError(f"{path} is empty: write one JSON object per line")
+
+
+def _undecodable(path: str | os.PathLike[str]) -> int:
+    """The number of the first line that is not UTF-8; text is decoded ahead of its lines."""
+    lines = 0
+    with contextlib.suppress(OSError, UnicodeDecodeError), open(path, "rb") as file:
+        for line in file:
+            lines += 1
+            line.decode()
+    return lines
 
 
 def _row(where: str, line: str) -> Row:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from stalewise.errors import TaskError, nearest
-from stalewise.tasks.base import Task, Verifier, check_range, paired, shuffled, stream
+from stalewise.tasks.base import Task, Verifier, check_range, paired, shuffled, stream, used_prompts
 from stalewise.tasks.rows import IN_MIXTURE, MIXTURE, task_of
 from stalewise.types import Prompt, Reward
 
@@ -72,6 +72,12 @@ class MixtureTask:
                 found = task.prompts(own[0], own[-1] - own[0] + 1)
                 made |= {(label, own[0] + place): prompt for place, prompt in enumerate(found)}
         return [_labelled(label, made[label, number]) for label, number in chosen]
+
+    def used_prompts(self, count: int, most: int) -> list[Prompt]:
+        """What the first `count` places use of each task, each once; of a task without an end at most `most`."""
+        blocks = -(-count // self.block)
+        used = {label: used_prompts(self.tasks[label], blocks * own, most) for label, own in self.counts.items()}
+        return [_labelled(label, prompt) for label, prompts in used.items() for prompt in prompts]
 
     def evaluation_prompts(self, count: int) -> list[Prompt]:
         """Held-out prompts of each task, in all `count` or fewer, as many as the weights say and at least one each."""

@@ -406,7 +406,8 @@ def _split(questions: list[_Question], fraction: float, name: str) -> tuple[list
     number = max(1, round(fraction * len(questions))) if fraction else 0
     if number and number >= len(questions):
         raise TaskError(
-            f"{name}: {len(questions)} row(s) are too few to hold {number} out; add rows or set held_out = 0"
+            f"{name}: {len(questions)} distinct row(s) are too few to hold {number} out: add rows, or name evaluation "
+            "rows (evaluation_path; eval_dataset in Python)"
         )
     chosen = {question.row_id for question in sorted(questions, key=_order)[:number]}
     training = [question for question in questions if question.row_id not in chosen]

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from stalewise.config.run_directory import REFERENCE_FILE
 from stalewise.config.sections import ModelSection, ObjectiveSection
 from stalewise.errors import ModelError, StoreError
 from stalewise.models.attention import PACKED, needs_grids, packs
@@ -31,7 +32,6 @@ from stalewise.store.records import REFERENCE, read_record
 from stalewise.trainer.logprobs import kernels_for, measure_logit_map, response_logp
 from stalewise.trainer.micro_batch import Layout, micro_batches
 
-FILE = "reference.json"  # in the run directory: which weights the reference has
 FORMAT = "stalewise.reference/1"
 
 
@@ -78,7 +78,7 @@ class Reference:
             files = [file for file in sorted(self.path.glob("*")) if file.suffix in (".safetensors", ".bin")]
             digests = "".join(f"{file.name} {sha256_file(file)} " for file in files)
             key = hashlib.sha256((digests or str(self.path)).encode()).hexdigest()
-        record = self.run / FILE
+        record = self.run / REFERENCE_FILE
         if not record.is_file():
             write_json_atomic(record, {"format": FORMAT, "reference": self.name, "key": key}, sealed=True)
         if read_record(record, REFERENCE)["key"] != key:

@@ -60,6 +60,14 @@ def sums(answer: str = "") -> list[dict[str, str]]:
     ("setting", "message"),
     [
         ("optimizer.learning_rat=1e-4", "optimizer.learning_rat is not a setting; did you mean learning_rate?"),
+        ("learning_rate=1e-4", "learning_rate is not a setting; did you mean optimizer.learning_rate?"),
+        ("schedule.max_new_tokens=8", "schedule.max_new_tokens is not a setting; did you mean sampler.max_new_tokens?"),
+        ("batch.num_generations=8", "batch.num_generations is not a setting; did you mean batch.group_size?"),
+        ("optimizer.lr=1e-4", "optimizer.lr is not a setting; did you mean optimizer.learning_rate?"),
+        ("save_steps=8", "save_steps is not a setting; did you mean checkpoints.every?"),
+        ("output_dir=x", "output_dir is not a setting; did you mean name or runs?"),
+        ("optimizer.warmup_steps=8", "optimizer.warmup_steps is not a setting; did you mean optimizer.warmup_updates?"),
+        ("no_such_thing=8", "no_such_thing is not a setting; known: batch, checkpoints"),
         ("schedule.updates=many", "schedule.updates is 'many': input should be a valid integer"),
         ("schedule.lag=2", "lag has no meaning in a staged schedule: remove it or change kind"),
         ("objective.name=grop", "objective: no objective is called 'grop'; did you mean grpo"),
@@ -85,6 +93,18 @@ def test_a_config_that_is_not_there(tmp_path: Path) -> None:
     assert (
         message == f"{tmp_path}/none.toml does not exist; `stalewise init {tmp_path}/none.toml` writes a commented one"
     )
+    assert refused("train", tmp_path / "none") == (
+        f"{tmp_path}/none does not exist: name a TOML file (`stalewise init` writes one) or a run directory"
+    )
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "config.resolved.json").write_text("{}")
+    assert refused("train", tmp_path / "runs" / "mien").endswith(f"; there are in {tmp_path}/runs: mine")
+
+
+def test_a_config_with_a_byte_order_mark(tmp_path: Path) -> None:
+    config = config_file(tmp_path)
+    config.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())
+    assert call("doctor", config).exit_code == 0
 
 
 # ---------------------------------------------------------------- model
@@ -274,6 +294,30 @@ def test_a_prompt_that_is_longer_than_the_context(tmp_path: Path) -> None:
     assert "over the model's context of 128" in message
 
 
+@pytest.mark.parametrize("kind", ["rows", "mixture"])
+def test_a_long_prompt_is_found_wherever_the_run_meets_it(tmp_path: Path, kind: str) -> None:
+    rows = [{"problem": f"{a}+{b}=", "answer": str(a + b), "id": f"{a}+{b}"} for a in range(10, 40) for b in range(30)]
+    rows.append({"problem": "1" * 130, "answer": "2", "id": "long one"})
+    sections = rows_task(tmp_path, rows)
+    if kind == "mixture":
+        tables = [{"name": "arithmetic"}, {"name": "jsonl", "options": sections["task"]["options"], "weight": 3}]
+        sections |= {"task": {"name": "mixture", "options": {"tasks": tables}}}
+    enough = {"batch": {"prompts": 32, "group_size": 2}, "schedule": {"updates": 52, "stages": 2}}
+    config = config_file(tmp_path, **{**sections, **enough})
+    expected = (
+        "the longest prompt has 130 tokens; with sampler.max_new_tokens = 8 that is over the model's context of 128: "
+        "shorten prompts or lower max_new_tokens; 1 prompt(s) are too long, such as "
+    )
+    for verb in ("train", "generate"):
+        message = refused(verb, config)
+        assert message.startswith(expected)
+        assert message.endswith("long one': `exclude_ids` leaves rows out")
+    assert not list(tmp_path.rglob("checkpoints"))
+    assert f"bad     prompts         {expected}" in call("doctor", config).stdout
+    few = {**enough, "schedule": {"updates": 2, "stages": 2}}  # its 64 prompts are others
+    assert "ok      prompts " in call("doctor", config_file(tmp_path, **{**sections, **few})).stdout
+
+
 @pytest.mark.parametrize("new_tokens", [4000, 123])
 def test_more_new_tokens_than_the_context_has(new_tokens: int, tmp_path: Path) -> None:
     config = config_file(tmp_path, sampler={"max_new_tokens": new_tokens})
@@ -302,6 +346,39 @@ def test_groups_that_all_have_no_variance(tmp_path: Path) -> None:
     message = refused("train", config_file(tmp_path, **sections))
     assert message.startswith("nothing can be learned from rows: none of 8 groups has variance")
     assert "the mean reward is 0.000" in message
+    command = message.partition("`")[2].partition("`")[0]
+    assert message.endswith(f"; the rollouts are kept: `{command}` shows responses and rewards")
+    assert "17+17=" in call(*command.split()[1:]).stdout
+
+
+def test_a_verifier_that_fails_on_half_of_a_small_batch_is_repaired_under_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = "def judge(response, answer):\n    return 1 / (int(answer) // 2 % 2)\n"
+    (tmp_path / "half_a_judge.py").write_text(judge)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"verifier": "python", "verifier_options": {"function": "half_a_judge:judge", "workers": 1}}
+    sampler = {"sampler": {"max_new_tokens": 4, "rollouts_per_shard": 64}}
+    config = config_file(tmp_path, **rows_task(tmp_path, sums(), **options), **sampler)
+    assert "these responses are not kept, and the same command samples them again" in refused("train", config)
+    (tmp_path / "half_a_judge.py").write_text(judge.replace("1 / (int(answer) // 2 % 2)", "float(response == answer)"))
+    assert call("train", config).exit_code == 0
+
+
+def test_a_batch_with_too_few_scores_says_where_a_repaired_verifier_can_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "another_half.py").write_text("def judge(response, answer):\n    return 1 / (int(answer) // 2 % 2)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    options = {"verifier": "python", "verifier_options": {"function": "another_half:judge", "workers": 1}}
+    config = config_file(tmp_path, **rows_task(tmp_path, sums(), **options))
+    assert "these responses are not kept" in refused("train", config)  # those of the last shard
+    (tmp_path / "another_half.py").write_text("def judge(response, answer):\n    return response == answer\n")
+    message = refused("train", config)
+    assert message.endswith(
+        "the rollouts are kept as they are: with a repaired verifier choose another name, or delete "
+        f"{tmp_path / 'runs' / 'tiny'}"
+    )
 
 
 def test_a_verifier_that_always_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -491,11 +568,22 @@ def test_names_and_messages_cannot_steer_the_terminal(tmp_path: Path) -> None:
     assert "\x1b" not in call("train", tmp_path / "\x1b[31m.toml").stderr
 
 
-def test_eval_refuses_what_is_not_there_before_torch_is_imported() -> None:
-    code = """
+def test_eval_refuses_what_is_wrong_before_torch_is_imported(tiny_run: RunConfig) -> None:
+    given = {
+        "nowhere is not a directory": ["nowhere", "--task", "arithmetic"],
+        "unknown task 'arithmetik'": [str(tiny_run.directory), "--task", "arithmetik"],
+        "has no option 'digit'": [str(tiny_run.directory), "--option", "digit=3"],
+        "none.jsonl": [str(tiny_run.directory), "--file", "none.jsonl"],
+        "none.txt": [str(tiny_run.directory), "--exclude-ids", "none.txt"],
+        "has no suite 'hard'": [str(tiny_run.directory), "--suite", "hard"],
+        "greedy responses": [str(tiny_run.directory), "--temperature", "0", "--samples", "2"],
+    }
+    code = f"""
 import sys
 from tiny import refused
-print(refused('eval', 'nowhere', '--task', 'arithmetic'), 'torch' in sys.modules)
+for words in {list(given.values())!r}:
+    print(refused('eval', *words))
+print({{'torch', 'transformers', 'scipy'}} & set(sys.modules))
 """
     paths = os.pathsep.join(sys.path)
     done = subprocess.run(
@@ -505,7 +593,10 @@ print(refused('eval', 'nowhere', '--task', 'arithmetic'), 'torch' in sys.modules
         text=True,
         timeout=120,
     )
-    assert done.stdout.startswith("nowhere is not a directory") and done.stdout.endswith("False\n"), done.stderr
+    *refusals, heavy = done.stdout.splitlines()
+    assert heavy == "set()", done.stderr
+    for expected, said in zip(given, refusals, strict=True):
+        assert expected in said
 
 
 @pytest.mark.parametrize("verb", ["verify", "inspect", "difficulty", "fork"])

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 import stalewise.store.writer
-from stalewise.cli.training import _describe_work, _import_packages  # pyright: ignore[reportPrivateUsage]
-from stalewise.config import load_config
+from stalewise.cli.app import load_packages
+from stalewise.cli.training import _describe_work  # pyright: ignore[reportPrivateUsage]
+from stalewise.config import load_config, make_config
+from stalewise.config.run import write_resolved
 from stalewise.planning.memory import ModelShape
 from stalewise.rollout.workers.worker import WorkDone
 from stalewise.store import batch_directories
@@ -161,6 +163,13 @@ def test_doctor_says_what_would_go_wrong(tmp_path: Path, monkeypatch: pytest.Mon
     shape = ModelShape(10**15, 10**15, layers=1, hidden=1, inner=1, keys=1, vocabulary=1)
     monkeypatch.setattr("stalewise.planning.memory.model_shape", lambda source, config: shape)
     assert set(bad()) == {"memory", "disk"}
+    setting = ("--set", "task.name=no_such_task")
+    record = tiny_record(tmp_path / "runs", "begun")
+    run = make_config(record)
+    run.directory.mkdir(parents=True)
+    write_resolved(run, run.directory / "config.resolved.json")
+    for words in (["doctor"], ["doctor", run.directory], ["doctor", write_config(tmp_path / "a.toml", record)]):
+        assert "bad     task            unknown task 'no_such_task'" in call(*words, *setting).stdout, words
     text = call("doctor", tmp_path / "none.toml")
     assert text.exit_code == 1
     assert "bad     config" in text.stdout
@@ -170,8 +179,8 @@ def test_who_watches_a_terminal_is_told_what_takes_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("stalewise.models.import_packages", lambda: None)
-    _import_packages()
+    load_packages()
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    _import_packages()
+    load_packages()
     assert capsys.readouterr().err == "loading torch and transformers …\n"

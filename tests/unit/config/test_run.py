@@ -43,7 +43,7 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
 def test_every_config_in_the_repository_loads(path: Path) -> None:
-    from stalewise.orchestrator.setup import check_objective
+    from stalewise.orchestrator.preflight import check_objective
 
     config = load_config(path)
     assert config.task.name in TASKS

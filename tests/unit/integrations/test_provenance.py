@@ -58,7 +58,7 @@ def test_an_export_that_fails_leaves_what_was_there(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(export, "model_card", fails)
-    with pytest.raises(StoreError, match=r"disk full while writing .*out"):
+    with pytest.raises(StoreError, match=r"disk full while writing .*out: free some space; run the same"):
         export_policy(tiny_run.directory, target, force=True)
     assert read_json(target / "stalewise.json")["version"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

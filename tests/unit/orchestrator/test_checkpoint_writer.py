@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import threading
 import time
@@ -252,6 +253,30 @@ def test_a_run_learns_from_rollouts_before_the_checkpoint_of_their_policy_is_com
         origins = [[shard.extra for shard in batch.manifest.shards] for batch in batches]
         assert origins[0] == origins[1] and {"policy", "seed", "worker"} <= origins[0][0].keys()
         assert read_shard_manifest(batches[1].directory, 1) == batches[1].manifest.shards[1]
+
+
+@pytest.mark.parametrize("schedule", [SYNCHRONOUS["schedule"], {"updates": 6, "end": "spent", "spent_ess": 0.9999999}])
+def test_a_run_flushes_nothing_while_a_checkpoint_is_written(
+    schedule: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A flush waits until what else is being written to the disk is there: on a slow disk, for gigabytes.
+    settings = config(tmp_path, schedule=schedule)
+    writers, flushed, real = list[CheckpointWriter](), list[str](), os.fsync
+
+    class Known(CheckpointWriter):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            writers.append(self)
+
+    def fsync(descriptor: int) -> None:
+        if threading.current_thread() is threading.main_thread() and writers and writers[0].is_writing:
+            flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        real(descriptor)
+
+    monkeypatch.setattr(module, "CheckpointWriter", Known)
+    monkeypatch.setattr(os, "fsync", fsync)
+    run(settings, held := HeldLonger(monkeypatch, settings))
+    assert held.learned == 6 and flushed == []
 
 
 def test_a_batch_that_gets_its_name_between_two_of_its_updates_is_found_again(

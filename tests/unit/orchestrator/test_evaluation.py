@@ -22,6 +22,7 @@ from stalewise.orchestrator.evaluation import (
     scores_by_prompt,
 )
 from stalewise.rollout.engines.embedded import HFSampler
+from stalewise.store.records import is_by_prompt
 from stalewise.tasks import Seen, make_task
 from stalewise.types import SamplerSettings
 
@@ -41,6 +42,10 @@ def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_answer() -> None:
 def test_scores_by_prompt_skip_samples_without_a_score() -> None:
     scores = scores_by_prompt(["a", "b"], np.array([[1.0, 0.0], [math.nan, 0.5]]))
     assert json.dumps(scores) == '{"prompt_ids": ["a", "b"], "score": [1, 0.5], "scored": [2, 1]}'
+
+
+def test_scores_by_prompt_can_be_read_again_whatever_their_size() -> None:
+    assert is_by_prompt(scores_by_prompt(["a", "b"], np.array([[1e15] * 16, [-3.0] * 16])))
 
 
 def test_partial_credit_does_not_pass() -> None:

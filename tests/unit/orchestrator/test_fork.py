@@ -182,6 +182,14 @@ def test_a_run_trains_on_after_its_end(first: Path) -> None:
     assert versions(again.directory)[-1] == 6
 
 
+@pytest.mark.parametrize(("at", "changes"), [(4, {"schedule.updates": 5}), (3, {"sampler.temperature": 0.8})])
+def test_fewer_updates_are_left_than_stages(first: Path, at: int, changes: dict[str, Any]) -> None:
+    forked = stalewise.fork(first, at=at, settings=changes, name=f"last-of-{at}")
+    stalewise.run(forked)
+    ledger = read_jsonl(forked.directory / "ledger" / "updates.jsonl")
+    assert (ledger[-1]["update"], ledger[-1]["age"]) == (at, 0)  # one stage for the one update that is left
+
+
 def test_stages_may_become_open_ended_and_counted(first: Path) -> None:
     forked = stalewise.fork(first, at=2, settings={"schedule.end": "spent", "schedule.updates": 12}, name="open")
     stalewise.run(forked)
@@ -258,6 +266,11 @@ def test_the_refusal_of_a_changed_config_names_the_fork_that_works(tmp_path: Pat
     assert call(*command.split()[1:]).exit_code == 0
     assert called_json("train", "runs/tiny-v4")["updates"] == 6
     assert read_config("runs/tiny-v4").sampler.max_new_tokens == 6
+    record["schedule"] |= {"updates": 4}  # the run is finished: its last version has nothing to train on
+    message = refused("train", write_config(tmp_path / "a.toml", record))
+    command = message.partition("`")[2].partition("`")[0]
+    assert command == "stalewise fork runs/tiny --at 3 --set sampler.max_new_tokens=6"
+    assert call(*command.split()[1:]).exit_code == 0
 
 
 def test_some_settings_change_in_place_and_are_journaled(tmp_path: Path) -> None:

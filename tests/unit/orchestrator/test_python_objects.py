@@ -24,7 +24,7 @@ from stalewise.store.atomic import read_json, sha256_file
 from stalewise.store.json_lines import read_jsonl
 from stalewise.tasks import callables
 from stalewise.types import NullCallback, Prompt, Reward
-from tiny import TINY
+from tiny import TINY, call
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "level": a % 3} for a in range(10, 30) for b in (11, 23, 47)]
 SMALL: dict[str, Any] = {**TINY, "schedule": {"updates": 2, "stages": 2}, "callback": NullCallback(), "check": "off"}
@@ -113,6 +113,16 @@ def test_fields_splits_and_evaluation_rows(tmp_path: Path) -> None:
     unanswered = [{"prompt": row["prompt"]} for row in ROWS]
     task = config_of(tmp_path, dataset=unanswered, reward=lambda response: len(response), name="third").make_task()
     assert (task.size, task.prompts(0, 1)[0].answer) == (54, "")
+    with pytest.raises(TaskError, match="asks for 'answer', and no row has it; answer_field names its field"):
+        config_of(tmp_path, dataset=unanswered, name="fourth")
+    partly = config_of(tmp_path, dataset=[unanswered[0], *ROWS[1:]], name="fifth")  # the first row alone lacks one
+    with pytest.raises(TaskError, match="line 1: there is no field 'answer'"):
+        partly.make_task()
+
+
+def test_an_unknown_objective_is_an_error_of_the_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no objective is called 'grpoo'; did you mean grpo"):
+        config_of(tmp_path, objective="grpoo")
 
 
 def interrupted(reward: Any, runs: Path, **more: Any) -> stalewise.RunResult:
@@ -312,6 +322,23 @@ def test_a_reward_that_mostly_fails_stops_the_run_at_once_and_is_repaired_under_
     repaired = stalewise.train("embedded:arithmetic", ROWS, exact, **settings)
     assert (repaired.updates, repaired.unscored) == (2, 0.0)
     assert "equal" in (tmp_path / "own/python/reward.py").read_text()
+
+
+def test_an_evaluation_counts_the_prompts_that_are_held_out(tmp_path: Path) -> None:
+    class Totals(NullCallback):
+        def begin(self, what: str, total: int) -> None:
+            begun.append((what, total))
+
+    begun: list[tuple[str, int]] = []
+    settings: Any = {**SMALL, "runs": str(tmp_path), "evaluation": {"prompts": 128, "samples": 2}, "callback": Totals()}
+    result = stalewise.train("embedded:arithmetic", ROWS, exact, name="own", **settings)
+    assert result.evaluations[-1]["prompts"] == 6  # one row in ten
+    assert ("evaluate", 12) in begun
+    settings |= {"callback": (said := Recorder())}
+    stalewise.train("embedded:arithmetic", ROWS, exact, name="own", **settings)
+    assert [text.endswith(", undamaged") for text in said.said if text.startswith("checked version 2")] == [True]
+    found = call("doctor", tmp_path / "own").stdout
+    assert f"run directory   {tmp_path}/own: has made all 2 updates" in found
 
 
 def test_a_few_failures_are_on_the_progress_line_and_in_the_result(tmp_path: Path) -> None:

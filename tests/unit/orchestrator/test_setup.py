@@ -17,12 +17,12 @@ from stalewise.config.sections import ObjectiveSection
 from stalewise.errors import ConfigError
 from stalewise.models.loading import EMBEDDED, resolve_model
 from stalewise.orchestrator import setup as module
-from stalewise.orchestrator.preflight import examine
+from stalewise.orchestrator.preflight import check_objective, examine
 from stalewise.orchestrator.setup import (
-    check_objective,
     check_vllm_room,
     drift_limits,
     log_move,
+    rate_warning,
     write_first_checkpoint,
 )
 from stalewise.store.atomic import write_json_atomic
@@ -141,3 +141,22 @@ def test_a_run_that_moves_to_another_device_says_so(tmp_path: Path) -> None:
     file.write_text("{")
     log_move(tmp_path, {"device": "NVIDIA H200", "threads": 1}, heard.append)  # damaged, and about to be written anew
     assert len(heard) == 2
+
+
+def test_a_learning_rate_for_small_models_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rate_warning(1e-4, 494_000_000) == (
+        "optimizer.learning_rate is 1e-4, which suits adapters and small models: a full model of 494 M parameters is "
+        "usually trained with 1e-6 to 4e-6"
+    )
+    assert rate_warning(4e-6, 494_000_000) == rate_warning(1e-3, 10_000_000) == ""
+    monkeypatch.setattr("stalewise.orchestrator.setup.SMALL_MODEL", 100_000)
+    record = tiny_record(tmp_path, optimizer={"learning_rate": 1e-4})
+    config, said = make_config(record), []
+    source = resolve_model(config.model.path, config.task.name)
+    write_first_checkpoint(config, source, config.make_task(), said.append)
+    assert [text.partition(",")[0] for text in said] == ["optimizer.learning_rate is 1e-4"]
+    checks = {check.name: check for check in examine(config)}
+    assert (checks["learning rate"].status, checks["learning rate"].detail) == ("warning", said[0])
+    adapters = make_config({**record, "name": "adapters", "model": {"path": "auto", "lora": {"rank": 4}}})
+    write_first_checkpoint(adapters, source, config.make_task(), said.append)
+    assert sum("learning_rate" in text for text in said) == 1

@@ -14,7 +14,7 @@ import torch
 from stalewise.config import RunConfig
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.orchestrator.stages import DriftBudget
-from stalewise.orchestrator.update_loop import PreparedUpdate, UpdateLoop
+from stalewise.orchestrator.update_loop import PreparedUpdate, UpdateLoop, describe_update
 from stalewise.staleness.schedule import Schedule
 from stalewise.staleness.spent import Stage, StageSchedule
 from stalewise.store import batch_directories, open_batch
@@ -120,3 +120,9 @@ def test_an_open_ended_stage_ends_where_its_drift_limit_is_reached(tmp_path: Pat
     reason, taken, _ = take(tmp_path, schedule, [1.0] * 5, limits=(0.25, math.inf))
     assert taken == 3  # 0.3 of 0.25
     assert reason is not None and reason["reason"] == "drift" and reason["batch_budget"] > 1
+
+
+def test_an_update_without_tokens_has_a_dash_for_its_effective_sample_size() -> None:
+    assert describe_update({"reward": 1.0, "ess": math.nan}) == "reward 1.000  ESS –"
+    assert describe_update({"reward": 1.0}) == "reward 1.000  ESS –"
+    assert describe_update({"reward": 0.5, "ess": 0.25}) == "reward 0.500  ESS 0.250"

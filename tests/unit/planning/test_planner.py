@@ -169,7 +169,7 @@ def test_a_plan_is_printed(tmp_path: Path, runs: Path) -> None:
 def test_before_training_a_plan_is_said_in_a_few_lines(runs: Path) -> None:
     alone = plan_for_training(config_at(runs))
     assert (len(alone.lines), alone.is_safe) == (1, None)
-    assert alone.lines[0].startswith("plan: training with η = 3e-4 as set; a calibration (optional, ")
+    assert alone.lines[0].startswith("plan: training with optimizer.learning_rate = 3e-4; a calibration (optional, ")
     assert alone.lines[0].endswith("safe: `stalewise sweep CONFIG --staleness 1,2,9 --lr 3e-4,9e-4,3e-3,9e-3`")
     assert budget_limits(config_at(runs)) is None
     config = calibrated(runs, probe=PROBE, sweep=SWEEP)

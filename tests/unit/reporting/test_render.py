@@ -202,7 +202,7 @@ def test_half_a_character_does_not_spoil_the_page(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_to_is_said_with_the_way_out(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     (run / "report").write_text("a file where the directory should be")
-    with pytest.raises(StoreError, match=r"cannot write .*; name another file or directory with --output"):
+    with pytest.raises(StoreError, match=r"report is a file: .*; name another file or directory with --output"):
         write_report([run])
     assert write_report([run], tmp_path / "page.html").is_file()
 

@@ -152,7 +152,7 @@ def test_responses_beyond_the_context_of_vllm_are_refused_before_it_is_started(r
         sampler = {"engine": "vllm", "max_new_tokens": new_tokens, "vllm": vllm}
         config = make_config(tiny_record(runs, sampler=sampler))
         task = config.make_task()
-        check_policy(config.sampler, EMBEDDED / "arithmetic", task, config.first_prompts(task))
+        check_policy(config.sampler, EMBEDDED / "arithmetic", task, config.longest_prompts(task))
 
     check(122)
     check(90, max_model_len=96)

@@ -21,6 +21,7 @@ from stalewise.store import atomic as files
 from stalewise.store.atomic import (
     RunLock,
     commit_directory,
+    make_directory,
     read_json,
     remove_temporaries,
     sha256_file,
@@ -207,9 +208,8 @@ def test_a_really_full_file_system_harms_nothing_committed(tmp_path: Path) -> No
 
 
 def test_other_write_errors_are_explained(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(StoreError, match=r"cannot write .*below: File exists"):
-        write_atomic(tmp_path / "file" / "below", b"")
+    with pytest.raises(StoreError, match=r"cannot write .*: File name too long"):
+        write_atomic(tmp_path / ("n" * 300), b"")
 
 
 # ---------------------------------------------------------------- lines
@@ -371,3 +371,10 @@ def test_what_has_no_end_is_not_read(tmp_path: Path, kind: str) -> None:
     {"device": lambda: path.symlink_to("/dev/zero"), "pipe": lambda: os.mkfifo(path), "directory": path.mkdir}[kind]()
     with pytest.raises(StoreError, match="Is a directory" if kind == "directory" else "is not an ordinary file"):
         read_json(path)
+
+
+def test_a_file_where_a_directory_should_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    for path in (tmp_path / "runs", tmp_path / "runs" / "first" / "checkpoints"):
+        with pytest.raises(StoreError, match=rf"^{tmp_path}/runs is a file: move it, or name another directory$"):
+            make_directory(path)

@@ -94,5 +94,5 @@ def test_first_come_first_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (tmp_path / "new" / "x").read_bytes() == b"first"
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["x"]
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match="cannot write"):
+    with pytest.raises(StoreError, match="is a file: move it"):
         create_atomic(tmp_path / "file" / "x", b"")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 
@@ -140,3 +141,34 @@ def test_the_table_of_ends_is_itself_checked(path: Path) -> None:
     table.write_text(table.read_text().replace('"bytes": ', '"bytes": 1'))
     with pytest.raises(StoreError, match=r"records\.json was changed"):
         read_jsonl(path)
+
+
+def test_lines_that_were_not_flushed_are_before_records_say_they_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.split(".tmp-")[0])
+        real(descriptor)
+
+    (tmp_path / "ledger").mkdir()
+    metrics, ledger, directories = tmp_path / "metrics.jsonl", tmp_path / "ledger" / "updates.jsonl", {tmp_path.name}
+    monkeypatch.setattr(os, "fsync", fsync)
+    for path in (metrics, ledger):
+        append_line(path, {"update": 0}, durable=False)
+    assert flushed == []
+    commit_records(tmp_path)
+    until = flushed.index(".records.json")
+    assert set(flushed[:until]) == {"metrics.jsonl", "updates.jsonl", "ledger"} | directories
+
+    flushed.clear()
+    append_line(metrics, {"update": 1}, durable=False)
+    commit_records(tmp_path)
+    assert "metrics.jsonl" in flushed and "updates.jsonl" not in flushed  # it has not grown
+    flushed.clear()
+    commit_records(tmp_path)
+    assert flushed == []
+    append_line(metrics, {"update": 2})
+    assert flushed == ["metrics.jsonl"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import linecache
 import re
 import types
@@ -14,6 +15,7 @@ import pytest
 from stalewise.errors import TaskError
 from stalewise.tasks import make_task
 from stalewise.tasks.callables import (
+    Fingerprint,
     bind,
     check_parameters,
     combined,
@@ -23,6 +25,8 @@ from stalewise.tasks.callables import (
     register,
     registered,
 )
+from stalewise.tasks.verifiers.judge_process import judged
+from stalewise.tasks.verifiers.python import make_judge
 
 
 def defined(source: str, name: str = "reward", cell: str = "cell", **variables: Any) -> Any:
@@ -194,6 +198,38 @@ def test_an_argument_that_no_row_gives_is_refused() -> None:
         check_parameters(lambda response, gold: 0, {"level": 3})
     with pytest.raises(TaskError, match="asks for 'a'"):
         check_parameters(lambda a, response, b: 0, {})
+
+
+def test_an_answer_that_no_row_has_is_refused_where_a_function_names_it() -> None:
+    fields = {"prompt": "p", "solution": "s"}
+    message = r"lambda asks for 'answer', and no row has it; answer_field names its field: known: prompt, solution"
+    for function in (lambda response, answer: 0, lambda completions, answer, **row: [0]):
+        check_parameters(function, fields)
+        with pytest.raises(TaskError, match=message):
+            check_parameters(function, fields, has_answer=False)
+    for other in (lambda response, answer="": 0, lambda response, **row: 0, lambda a, b, c: 0, lambda response: 0):
+        check_parameters(other, fields, has_answer=False)
+
+
+def test_a_function_of_trl_gets_messages_where_the_row_holds_them(tmp_path: Path) -> None:
+    def of_trl(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        assert prompts == [[{"role": "system", "content": "Add."}, {"role": "user", "content": "3+5"}]]
+        texts = [completion[0]["content"] for completion in completions]
+        return [float(text == answer) for text, answer in zip(texts, columns["answer"], strict=True)]
+
+    def of_texts(prompt: str, response: str, answer: str, **row: Any) -> float:
+        return float((prompt, response) == ("3+5", answer))
+
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "3+5"}]
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"prompt": messages, "answer": "8"}))
+    for number, function in enumerate((of_trl, of_texts, combined([of_trl, of_texts]))):
+        reference = register(function, Fingerprint(f"f{number}", f"{number}" * 12, "", ""))
+        options = {"verifier": "function", "verifier_options": {"function": reference}, "held_out": 0.0}
+        (prompt,) = make_task("jsonl", path=path, problem_field="prompt", **options).prompts(0, 1)
+        right, wrong = (judged(make_judge(function), prompt, text) for text in ("8", "9"))
+        assert (right.error, wrong.error, wrong.value) == ("", "", 0.0)
+        assert right.value >= 1
 
 
 def test_functions_of_a_list_that_share_a_name_or_fail() -> None:

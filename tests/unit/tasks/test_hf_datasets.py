@@ -6,11 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas
 import pytest
 
 from stalewise.errors import TaskError
 from stalewise.tasks import make_task
-from stalewise.tasks.hf_datasets import FORMATS, read_dataset
+from stalewise.tasks.hf_datasets import FORMATS, read_dataset, rows_of
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning")
@@ -86,3 +87,8 @@ def test_a_file_has_one_split_and_a_known_format(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"is not a dataset: name a directory, or a file that ends in .*csv") as caught:
         next(read_dataset(str(tmp_path / "a.txt"), None, "train"))
     assert all(suffix in str(caught.value) for suffix in FORMATS)
+
+
+def test_a_data_frame_is_told_how_it_becomes_rows() -> None:
+    with pytest.raises(TaskError, match=r"is a DataFrame: pass its rows, as in dataset\.to_dict\('records'\)"):
+        rows_of(pandas.DataFrame([{"prompt": "1+1=", "answer": "2"}]))

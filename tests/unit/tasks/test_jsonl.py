@@ -43,8 +43,13 @@ GOOD = b'{"problem": "1+1", "answer": 2, "id": 7}\n'
         (b'{"problem": "1+1", "answer": NaN}', "field 'answer' is nan"),
         (b'{"problem": " ", "answer": 2}', "field 'problem' is empty"),
         (GOOD + b"\n" + GOOD, "line 3: id '7' was already used by .*line 1"),
-        (GOOD, r"1 row\(s\) are too few to hold 1 out"),
-        (b'{"problem": "\xff"}', "is not UTF-8 text: invalid start byte at byte 13"),
+        (GOOD, r"1 distinct row\(s\) are too few to hold 1 out: add rows, or name evaluation rows"),
+        (b'{"problem": "\xff"}', "bad.jsonl, line 1 is not UTF-8 text: invalid start byte; save the file as UTF-8"),
+        (
+            b"".join(b'{"problem": "%d+1", "answer": 1}\n' % n for n in range(9000)) + b"\xff",
+            "bad.jsonl, line 9001 is not UTF-8 text: ",
+        ),
+        (GOOD.decode().encode("utf-16"), "bad.jsonl, line 1 is not UTF-8 text: "),
     ],
 )
 def test_bad_files_give_one_clear_error(tmp_path: Path, content: bytes, message: str) -> None:

@@ -44,3 +44,11 @@ def test_everything_that_can_go_wrong_is_an_error_of_its_own_response(
     assert rewards[12] == Reward(0.5, {"length": 3.0, "correct": 1.0})
     assert rewards[13].value == 0.0, "a worker imported torch"
     assert capfd.readouterr().out == "", "what a judge prints must not reach standard output"
+
+
+@pytest.mark.parametrize("value", [1e15 * 1.01, -1e30, 1e300])
+def test_a_reward_whose_square_no_float_could_hold_is_an_error(value: float) -> None:
+    assert reward_of(value).error == f"too large: reward is {value}; the largest is 1e+15"
+    assert reward_of({"reward": value, "answer": "8"}).error.startswith("too large: reward is ")
+    assert reward_of(math.copysign(1e15, value)) == Reward(math.copysign(1e15, value))
+    assert reward_of({"reward": 1, "size": value}) == Reward(1.0, {"size": value})  # parts are only shown

@@ -1,6 +1,8 @@
 """Functions of the user's."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -36,6 +38,29 @@ def test_function_that_cannot_be_loaded(judges: str) -> None:
 def test_a_module_that_is_not_there_is_refused_before_any_process_starts() -> None:
     with pytest.raises(TaskError, match="there is no module 'no_such_module' on the Python path"):
         PythonVerifier("no_such_module:judge")
+
+
+def test_a_module_in_the_working_directory_is_found_where_the_path_lacks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rewards_beside_the_config.py").write_text("def score(response, answer): return response == answer\n")
+    (tmp_path / "json.py").write_text("raise SystemExit('a file beside the config hides no installed module')\n")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # as that of an installed script
+    monkeypatch.chdir(tmp_path)
+    verifier = make_verifier("python", function="rewards_beside_the_config:score", workers=1)
+    assert score(verifier, "8") == [Reward(1.0)]
+    assert sys.path[-1] == str(tmp_path)
+
+
+def test_nothing_of_the_working_directory_is_found_where_python_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rewards_beside_the_config.py").write_text("def score(response, answer): return response == answer\n")
+    monkeypatch.chdir(tmp_path)
+    program = "from stalewise.tasks.base import is_importable; print(is_importable('rewards_beside_the_config'))"
+    for options, found in (([], "True"), (["-P"], "False")):
+        command = [sys.executable, *options, "-c", program]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == found
 
 
 FORMS = """

@@ -21,6 +21,7 @@ from stalewise.config import RunConfig
 from stalewise.config.run_directory import EXPORT_FORMAT, EXPORT_RECORD, flat, read_config
 from stalewise.config.template import toml
 from stalewise.errors import StoreError
+from stalewise.models import embedded_policies
 from stalewise.models.gguf import SMOLLM2, is_gguf
 from stalewise.reporting.inspection import visible
 from stalewise.reporting.read import Run
@@ -111,8 +112,6 @@ class BasePolicy:
 
 def base_of(model: str, task: str, depth: int = 0) -> BasePolicy:
     """The base of `model.path` and `task.name`. A model trained by stalewise is followed to its own base."""
-    from stalewise.models.loading import embedded_policies
-
     path = task if model == "auto" else model
     if path in embedded_policies():
         return BasePolicy(f"the small policy `{path}` that comes with stalewise", license="apache-2.0")

@@ -7,14 +7,13 @@ never trained on.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypedDict
 
 from stalewise.errors import TaskError, nearest
-from stalewise.tasks.base import Verifier
+from stalewise.tasks.base import Verifier, is_importable, no_module
 from stalewise.types import Prompt
 
 ENVIRONMENTS = {
@@ -75,8 +74,8 @@ def environment_factory(name: str) -> str:
     if not (module and colon and attribute.isidentifier()):
         advice = nearest(name, ENVIRONMENTS)
         raise TaskError(f"unknown environment {name!r}; {advice}, or name a class of yours as 'module:Class'")
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
-        raise TaskError(f"environment {name}: there is no module {module!r} on the Python path")
+    if not is_importable(module):
+        raise TaskError(f"environment {name}: {no_module(module)}")
     return name
 
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from stalewise.errors import TaskError
-from stalewise.tasks.base import CHAT, FinitePrompts, LocalVerifier, check_range, content_id, need
+from stalewise.tasks.base import CHAT, FinitePrompts, LocalVerifier, check_range, content_id, is_importable, need
 from stalewise.tasks.environments import ChatMessage, Episode
 from stalewise.types import Prompt, Reward
 
@@ -32,6 +32,7 @@ def load_prime(name: str, arguments: str) -> Any:
         raise TaskError(
             f"verifiers {getattr(vf, '__version__', '')} has no MultiTurnEnv: pip install 'stalewise[verifiers]'"
         )
+    is_importable(name.rpartition("/")[2].replace("-", "_"))
     made = vf.load_environment(name, **json.loads(arguments))
     if not isinstance(made, vf.MultiTurnEnv):
         raise TaskError(f"{name} is a {type(made).__name__}: only environments with turns (MultiTurnEnv) can be played")

@@ -22,6 +22,7 @@ from stalewise.types import Prompt, Reward
 Judge = Callable[[Prompt, str], object]
 """Returns a Reward, a number, or a mapping of numbers with the key "reward"; may raise."""
 
+LARGEST = 1e15  # of a reward: the square of one above 1.8e19 is infinite in float32, and its advantage 0
 _LONGEST_ERROR = 300
 _LONGEST_TRACEBACK = 8000
 _MOST_PARTS = 100
@@ -151,6 +152,8 @@ def _finite(value: object, parts: Mapping[str, object]) -> Reward:
             shown = type(item).__name__ if number is None else str(number)
             return Reward(math.nan, error=f"not a finite number: {name} is {shown}")
         numbers[name] = number
+    if abs(numbers["reward"]) > LARGEST:
+        return Reward(math.nan, error=f"too large: reward is {numbers['reward']}; the largest is {LARGEST:g}")
     return Reward(numbers.pop("reward"), numbers)
 
 

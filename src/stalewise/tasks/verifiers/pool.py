@@ -158,7 +158,7 @@ class JudgeWorker:
 def _start_worker(descriptor: int, confinement: Confinement, folder: str, module: str) -> sandbox.Child:
     """Start the process of a judge, on Linux under one that watches it."""
     paths = [str(entry) for entry in sys.path]
-    python = [sandbox.interpreter(), "-I", "-S"] if folder else [sys.executable]
+    python = [sandbox.interpreter(), "-I", "-S"] if folder else [sys.executable, "-P"]  # paths are in the command
     command = [*python, "-c", _PROGRAM, json.dumps(paths), str(descriptor), module]
     environment = confinement.variables()
     if sys.platform != "linux":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import math
 import queue
@@ -13,8 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from stalewise.errors import TaskError
-from stalewise.tasks.base import load, paired
-from stalewise.tasks.callables import bind, check_parameters, importable_name, is_async, registered, takes_prompt_object
+from stalewise.tasks.base import is_importable, load, no_module, paired
+from stalewise.tasks.callables import (
+    ChatText,
+    bind,
+    check_parameters,
+    importable_name,
+    is_async,
+    registered,
+    takes_prompt_object,
+)
 from stalewise.tasks.sandbox import probe
 from stalewise.tasks.verifiers.judge_process import Judge, failed, judged, reward_of
 from stalewise.tasks.verifiers.pool import Confinement, ProcessVerifier
@@ -49,8 +56,8 @@ class PythonVerifier(ProcessVerifier):
         module, colon, name = function.partition(":")
         if not (colon and all(part.isidentifier() for part in (*module.split("."), name))):
             raise TaskError(f"verifier python: function={function!r} must look like 'module:function'")
-        if importlib.util.find_spec(module.partition(".")[0]) is None:
-            raise TaskError(f"verifier python: there is no module {module!r} on the Python path")
+        if not is_importable(module):
+            raise TaskError(f"verifier python: {no_module(module)}")
         if sandbox is True and (reason := probe("landlock")):
             raise TaskError(f"verifier python: sandbox = true needs Landlock, which does not work here: {reason}")
         confinement = Confinement(memory_mb, processes, environment=environment, sandbox=sandbox)
@@ -111,7 +118,11 @@ class FunctionVerifier:
 def arguments(prompt: Prompt, response: str) -> dict[str, Any]:
     """What a reward function may name: the fields of the row, and `prompt`, `response` and `answer`."""
     row = json.loads(prompt.metadata.get("row", "{}"))
-    return {**row, "prompt": prompt.metadata.get("problem", prompt.text), "response": response, "answer": prompt.answer}
+    text = prompt.metadata.get("problem", prompt.text)
+    if isinstance(row.get("prompt"), list):
+        text = ChatText(text)
+        text.messages = row["prompt"]
+    return {**row, "prompt": text, "response": response, "answer": prompt.answer}
 
 
 def make_judge(function: Any) -> Judge:

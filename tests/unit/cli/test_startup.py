@@ -1,0 +1,98 @@
+"""What a command has imported at its end: torch and transformers take seconds, and most commands need neither."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from stalewise.config import RunConfig
+
+HEAVY = {
+    *("torch", "transformers", "accelerate", "tokenizers", "scipy", "pandas", "matplotlib", "sklearn", "sympy"),
+    *("datasets", "peft", "fsspec", "huggingface_hub", "boto3", "pyarrow.dataset"),
+}
+MOST_SECONDS = 3.0  # of CPU time, without torch: on a quiet machine none takes more than one
+
+
+class Started(NamedTuple):
+    exit_code: int
+    shown: str
+    heavy: set[str]
+    seconds: float  # of CPU time
+
+
+def start(*words: object) -> Started:
+    code = f"""
+import atexit, sys, time
+atexit.register(lambda: print(time.process_time(), *({HEAVY!r} & set(sys.modules)), file=sys.stderr))
+sys.argv = ["stalewise", *{[str(word) for word in words]!r}]
+from stalewise.__main__ import main
+main()
+"""
+    paths = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    seconds, *heavy = done.stderr.splitlines()[-1].split()
+    return Started(done.returncode, done.stdout + done.stderr, set(heavy), float(seconds))
+
+
+# pyarrow imports pandas, where it is installed, to make any array of numpy's.
+# A card is made by the hub's own package, and that of a policy has the defaults of its objective.
+CARD, POLICY_CARD = {"huggingface_hub"}, {"huggingface_hub", "torch"}
+
+
+@pytest.mark.parametrize(
+    ("words", "needed"),
+    [
+        ("--help", set()),
+        ("watch RUN --once", set()),
+        ("inspect RUN", set()),
+        ("inspect RUN --rollout 0", {"tokenizers", "pandas"}),
+        ("verify RUN", set()),
+        ("flips RUN", set()),
+        ("compare RUN COPY", set()),
+        ("difficulty RUN", set()),
+        ("report RUN --output NEW.html", set()),
+        ("export RUN NEW", POLICY_CARD),
+        ("export RUN NEW --rollouts", CARD),
+        ("push RUN owner/name --to NEW --rollouts", CARD),
+        ("rescore COPY", {"pandas"}),
+        ("fork COPY --at 2", set()),
+        ("fork COPY --set schedule.updates=8", set()),
+        ("plan COPY --json", set()),
+    ],
+)
+def test_what_reads_a_run_imports_what_it_needs(
+    tiny_run: RunConfig, tmp_path: Path, words: str, needed: set[str]
+) -> None:
+    places = {"RUN": tiny_run.directory, "COPY": tmp_path / "copy", "NEW": tmp_path / "new"}
+    if "COPY" in words:
+        shutil.copytree(tiny_run.directory, places["COPY"])
+    for word, place in places.items():
+        words = words.replace(word, str(place))
+    done = start(*words.split())
+    assert done.exit_code in (0, 3) and done.heavy <= needed, done.shown  # 3: no safe learning rate is known
+    assert done.seconds < MOST_SECONDS or "torch" in needed
+
+
+def test_eval_says_what_it_does_before_it_imports_torch(tiny_run: RunConfig) -> None:
+    """Seconds before its result; with `--json`, too."""
+    code = f"""
+import sys
+from stalewise.cli import app
+import stalewise.models
+def import_packages():
+    print({HEAVY!r} & set(sys.modules))
+    sys.exit(7)
+stalewise.models.import_packages = import_packages
+app(["eval", {str(tiny_run.directory)!r}, "--json"], prog_name="stalewise")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (7, "set()\n"), done.stderr
+    assert done.stderr == f"evaluating version 4 of {tiny_run.directory}: arithmetic, 8 prompts with 2 responses\n"
