@@ -29,7 +29,7 @@ def soaked(out: Path, settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("kind", "objective", "kills"),
     [
-        # By day a staged run with this objective is killed on two ranks, in test_rank_runs.py.
+        ("staged", "p3o", 3),
         ("synchronous", "mu_grpo", 3),
         pytest.param("synchronous", "p3o", 12, marks=pytest.mark.nightly),
         pytest.param("staged", "p3o", 12, marks=pytest.mark.nightly),
