@@ -13,9 +13,9 @@ from stalewise.tasks.base import CHAT
 from stalewise.types import Prompt
 
 PROMPTS = [Prompt(str(number), "3+4", "7", CHAT) for number in range(2)]
-# The limit of time is for these. The others must fail by themselves: a short limit would hide that nothing else stops them.
+# The limit of time is for these. The others must fail by themselves: it would hide that nothing else stops them.
 LONG = {"loops without end", "a large power", "a power and its digits", "a text that is replaced again and again"}
-assert LONG < set(REFUSED)
+assert set(REFUSED) > LONG
 
 
 @pytest.fixture(autouse=True)
