@@ -76,7 +76,7 @@ browser: install
 # What a GPU runs, without one: Triton interprets its kernels number by number. It lies beside the environment, in which
 # torch would otherwise take it for a compiler.
 $(TRITON)/.installed: Makefile | install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TRITON) triton==3.9.0
+	$(call packages,$(VENV),--no-deps --upgrade --target $(TRITON) triton==3.9.0)
 	touch $(TRITON)/.installed
 
 test-kernels: install $(TRITON)/.installed
