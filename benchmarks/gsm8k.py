@@ -14,12 +14,13 @@
         --evaluate-every 16 --trl-batch 8 --set learner.tokens_per_micro_batch=8192 --out math-jobs
     python benchmarks/gsm8k.py collect math-jobs/*.json --out benchmarks/results/math-h200.json
 
-Arms: `mu_grpo`, `p3o`, `auto` (recipe = "auto"), `synchronous` (GRPO, µ = 4), `grpo_tight` (tight clip at the stages of
-mu_grpo), `random_reward` (mu_grpo, rewards by a hash of the rollout), `trl_vllm`, `trl_generate`. All: the same prompts
-in the same order, the same verifier, T = 1, AdamW, warm-up and cosine, and, unless said, 16 prompts × 8 rollouts an
-update, 400 new tokens and 128 updates; no KL, gradients to norm 1, bfloat16 passes and float32 weights. Our arms, but
-for `p3o`, make no passes over groups of equal rewards, whose gradient is 0 (`batch.without_variance = "skip"`). Where
-trl or vllm is missing, its arms are left out and their files say so.
+Arms: `mu_grpo` and `p3o` (stages of 16 updates; `mu_grpo_64`, `mu_grpo_128` and `p3o_64`: of 64 and 128), `auto`
+(recipe = "auto"), `synchronous` (GRPO, µ = 4), `grpo_tight` (tight clip at the stages of mu_grpo), `random_reward`
+(mu_grpo, rewards by a hash of the rollout), `trl_vllm`, `trl_generate` (both µ = 4). All: the same prompts in the same
+order, the same verifier, T = 1, AdamW, warm-up and cosine, and, unless said, 16 prompts × 8 rollouts an update, 400 new
+tokens and 128 updates; no KL, gradients to norm 1, bfloat16 passes and float32 weights. Our arms, but for P3O, make no
+passes over groups of equal rewards, whose gradient is 0 (`batch.without_variance = "skip"`). Where trl or vllm is
+missing, its arms are left out and their files say so.
 
 What the clock counts: wall-clock from the beginning of the first generation to the end of each update. In it: sampling,
 scoring by the verifier, learning, switches between the two, weights on their way to vLLM, checkpoints that a later

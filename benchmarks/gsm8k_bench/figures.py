@@ -169,12 +169,18 @@ def claims(
 ) -> dict[str, Any]:
     """Our arms against each other, for the claims that docs/results.md judges: at equal updates and equal wall-clock.
 
-    Claim 3: staged µ-GRPO against GRPO with fresh rollouts; 4: P3O against a tight clip with the same stages; 9: `auto`
-    against the single method that is best on the tuning seeds.
+    Claim 3: staged µ-GRPO against GRPO with fresh rollouts, at three sizes of a stage; 4: P3O against a tight clip with
+    the same stages; 9: `auto` against the single method that is best on the tuning seeds.
     """
-    single = [arm for arm in ("mu_grpo", "p3o", "synchronous") if arm in tuning]
+    single = [arm for arm in OURS if arm in tuning and arm not in ("auto", *CONTROLS)]
     best = max(single, key=lambda arm: max(tuning[arm]["accuracy"].values()), default=None)
-    pairs = {"3": ("mu_grpo", "synchronous"), "4": ("p3o", "grpo_tight"), "9": ("auto", best)}
+    pairs = {
+        "3": ("mu_grpo", "synchronous"),
+        "3 (µ = 64)": ("mu_grpo_64", "synchronous"),
+        "3 (µ = 128)": ("mu_grpo_128", "synchronous"),
+        "4": ("p3o", "grpo_tight"),
+        "9": ("auto", best),
+    }
     return {
         number: {
             "arms": [arm, other],

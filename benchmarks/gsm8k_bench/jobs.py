@@ -353,7 +353,8 @@ def read_list(path: Path) -> list[list[str]]:
 class Queue:
     """Works off a list until the time is out: timed jobs alone on the device, others `parallel` at once.
 
-    None is begun with less than `least` seconds left.
+    None is begun with less than `least` seconds left. One that fails beside others, perhaps for want of memory, is
+    tried once more, alone and after the rest.
 
     What runs when the time is out is killed and its file is not written. Next time it begins again; ours go on where
     they are not timed, and of TRL's only the evaluation is done where the training was over.
@@ -365,21 +366,20 @@ class Queue:
         self.script, self.common, self.parallel = script, list(common), max(1, parallel)
         self.end = time.monotonic() + seconds
         self.last_start = self.end - least
-        self.running: dict[subprocess.Popen[bytes], bool] = {}
+        self.running: dict[subprocess.Popen[bytes], tuple[list[str], bool]] = {}
 
     def work(self, jobs: Sequence[tuple[list[str], bool]]) -> bool:
-        """`jobs`: arguments, and whether timed. True: all were worked on."""
+        """`jobs`: arguments, and whether it must be alone. True: all were worked on."""
         waiting = list(jobs)
         exit_when_told()
         try:
             while self.running or (waiting and time.monotonic() < self.last_start):
                 if time.monotonic() >= self.end:
                     break
-                while waiting and time.monotonic() < self.last_start and self._has_room(timed=waiting[0][1]):
-                    arguments, timed = waiting.pop(0)
-                    self._start(arguments, timed)
+                while waiting and time.monotonic() < self.last_start and self._has_room(alone=waiting[0][1]):
+                    self._start(*waiting.pop(0))
                 time.sleep(0.2)
-                self.running = {process: timed for process, timed in self.running.items() if process.poll() is None}
+                waiting += self._reap()
         finally:
             left = len(waiting) + len(self.running)
             for process in self.running:
@@ -388,14 +388,20 @@ class Queue:
             print(f"the time is out: {left} jobs of the list are left")
         return not left
 
-    def _has_room(self, *, timed: bool) -> bool:
-        if timed or any(self.running.values()):
+    def _has_room(self, *, alone: bool) -> bool:
+        if alone or any(is_alone for _, is_alone in self.running.values()):
             return not self.running
         return len(self.running) < self.parallel
 
-    def _start(self, arguments: Sequence[str], timed: bool) -> None:
+    def _start(self, arguments: list[str], alone: bool) -> None:
         command = [sys.executable, str(self.script), "run", *self.common, *arguments]
-        self.running[subprocess.Popen(command, start_new_session=True)] = timed
+        self.running[subprocess.Popen(command, start_new_session=True)] = arguments, alone
+
+    def _reap(self) -> list[tuple[list[str], bool]]:
+        """Forget what has ended; returns those that failed beside others, to be tried alone."""
+        ended = [process for process in self.running if process.poll() is not None]
+        failed = [(self.running.pop(process), process.returncode) for process in ended]
+        return [(arguments, True) for (arguments, alone), code in failed if code and not alone and self.parallel > 1]
 
 
 # ---------------------------------------------------------------- the small size

@@ -12,7 +12,10 @@ from .settings import ARMS, OURS
 
 COLOURS = {
     "mu_grpo": "#1b6ca8",
+    "mu_grpo_64": "#5fa8d8",
+    "mu_grpo_128": "#a9d3ee",
     "p3o": "#2a9d5c",
+    "p3o_64": "#8fce9f",
     "auto": "#7a4fb5",
     "synchronous": "#e0921b",
     "grpo_tight": "#9a9a9a",

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-OURS = ("mu_grpo", "p3o", "auto", "synchronous", "grpo_tight", "random_reward")
+# A number at the end is µ, the updates of a stage; without one a staged arm has `Settings.stage_updates`.
+OURS = ("mu_grpo", "mu_grpo_64", "mu_grpo_128", "p3o", "p3o_64", "auto", "synchronous", "grpo_tight", "random_reward")
 THEIRS = ("trl_vllm", "trl_generate")
 ARMS = (*OURS, *THEIRS)
 REFERENCE = "trl_vllm"
@@ -40,7 +41,7 @@ class Settings:
     group_size: int = 8
     max_new_tokens: int = 400
     warmup: int = 8
-    stages: int = 2  # of the staged arms
+    stage_updates: int = 16  # µ of the staged arms
     mu: int = 4  # updates on one generation batch: ours synchronous, and TRL
     evaluate_every: int = 32
     test_prompts: int = 1319
@@ -90,6 +91,7 @@ SMOKE: dict[str, Any] = {
     "group_size": 4,
     "max_new_tokens": 8,
     "warmup": 2,
+    "stage_updates": 4,
     "mu": 2,
     "evaluate_every": 4,
     "test_prompts": 16,
@@ -103,7 +105,7 @@ SHORT = {
     "prompts": "p",
     "group_size": "g",
     "max_new_tokens": "n",
-    "stages": "st",
+    "stage_updates": "su",
     "mu": "mu",
     "trl_batch": "tb",
     "vllm_memory": "vm",
@@ -127,11 +129,22 @@ def job_name(arm: str, seed: int, rate: float, settings: Settings, *, base: Sett
     return "-".join([arm, f"s{seed}", f"lr{rate:g}", *changed])
 
 
+def method_of(arm: str, settings: Settings) -> tuple[str, int]:
+    """The method of an arm, and µ where it is staged.
+
+    >>> method_of("mu_grpo_64", Settings()), method_of("mu_grpo", Settings()), method_of("grpo_tight", Settings())
+    (('mu_grpo', 64), ('mu_grpo', 16), ('grpo_tight', 16))
+    """
+    method, _, updates = arm.rpartition("_")
+    return (method, int(updates)) if updates.isdigit() else (arm, settings.stage_updates)
+
+
 def our_record(
     arm: str, settings: Settings, *, seed: int, rate: float, runs: Path, name: str, changes: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The config of one run of ours, as nested tables; `changes` are dotted keys."""
-    staged = {"kind": "staged", "updates": settings.updates, "stages": settings.stages}
+    method, stage_updates = method_of(arm, settings)
+    staged = {"kind": "staged", "updates": settings.updates, "stages": -(-settings.updates // stage_updates)}
     every = {"kind": "synchronous", "updates": settings.updates, "updates_per_generation": settings.mu}
     shapes: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "mu_grpo": (staged, {"name": "mu_grpo"}),
@@ -141,7 +154,7 @@ def our_record(
         "synchronous": (every, {"name": "grpo"}),
         "auto": ({"updates": settings.updates}, {}),
     }
-    schedule, objective = shapes[arm]
+    schedule, objective = shapes[method]
     options = task_options(settings)
     if arm == "random_reward":
         chosen = {"function": "benchmarks.gsm8k_bench.rewards:random_reward"}
@@ -159,7 +172,7 @@ def our_record(
             "group_size": settings.group_size,
             # Half of the groups have equal rewards here. Without passes over them the gradient is the same; P3O also
             # learns from them, by its divergence.
-            "without_variance": "keep" if arm == "p3o" else "skip",
+            "without_variance": "keep" if method == "p3o" else "skip",
         },
         "sampler": {"max_new_tokens": settings.max_new_tokens, "rollouts_per_shard": settings.rollouts_per_shard},
         "objective": objective,

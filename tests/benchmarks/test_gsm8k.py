@@ -301,6 +301,32 @@ def test_each_arm_of_ours_is_a_config(arm: str, tmp_path: Path) -> None:
     assert config.learner.compile == "never"
 
 
+@pytest.mark.parametrize(
+    ("arm", "stages", "groups"), [("mu_grpo", 8, "skip"), ("mu_grpo_64", 2, "skip"), ("p3o_64", 2, "keep")]
+)
+def test_a_number_behind_an_arm_is_the_updates_of_a_stage(arm: str, stages: int, groups: str, tmp_path: Path) -> None:
+    record = settings.our_record(arm, settings.Settings(), seed=0, rate=1e-6, runs=tmp_path, name="run", changes={})
+    assert record["schedule"] == {"kind": "staged", "updates": 128, "stages": stages}
+    assert record["objective"]["name"] == arm.removesuffix("_64")
+    assert record["batch"]["without_variance"] == groups
+
+
+def test_a_job_that_fails_beside_others_is_tried_once_more_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "exit_when_told", lambda: None)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, time; file = open(sys.argv[2], 'a'); print(time.time(), file=file)\n"
+        "time.sleep(float(sys.argv[3])); print(time.time(), file=file); sys.exit(int(sys.argv[4]))"
+    )
+    listed = [([str(tmp_path / "failing"), "0", "1"], False), ([str(tmp_path / "good"), "1.5", "0"], False)]
+    assert jobs.Queue(script, [], seconds=30.0, parallel=2).work(listed)
+    failing, good = ([float(line) for line in (tmp_path / name).read_text().split()] for name in ("failing", "good"))
+    assert len(failing) == 4 and len(good) == 2
+    assert good[1] < failing[2]
+
+
 def test_no_job_is_begun_without_the_time_for_it(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import sys, time; open(sys.argv[2], 'w').close(); time.sleep(float(sys.argv[3]))")
