@@ -61,9 +61,12 @@ types: install
 unit: install
 	$(PYTEST) $(TWO)
 
-# Longer forms of tests of `make unit` and `make test-engines`: more kills, more ranks, more seeds, more copies.
+# Longer forms of tests of `make unit` and `make test-engines`: more kills, more ranks, more seeds, more copies, and more
+# examples of what is tested with random ones.
+RANDOM = $$(grep -rl --include 'test_*.py' 'from hypothesis import' tests)
 nightly: install $(ENGINES)/.installed types
 	$(PYTEST) $(TWO) -m nightly
+	HYPOTHESIS_PROFILE=night $(PYTEST) $(TWO) $(RANDOM)
 	PYTHONDONTWRITEBYTECODE= $(ENGINES)/bin/pytest -m nightly tests/engines
 
 # In a process of its own: it keeps an event loop running, which others would run into.
@@ -73,7 +76,7 @@ browser: install
 # What a GPU runs, without one: Triton interprets its kernels number by number. It lies beside the environment, in which
 # torch would otherwise take it for a compiler.
 $(TRITON)/.installed: Makefile | install
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TRITON) triton==3.9.0
+	$(call packages,$(VENV),--no-deps --upgrade --target $(TRITON) triton==3.9.0)
 	touch $(TRITON)/.installed
 
 test-kernels: install $(TRITON)/.installed

@@ -20,8 +20,10 @@ os.fsync = lambda descriptor: None
 if find_spec("hypothesis"):  # not in the environments of engines
     from hypothesis import settings
 
-    settings.register_profile("no deadline", deadline=None)  # of one example: a busy machine would decide
-    settings.load_profile("no deadline")
+    # No deadline of one example: a busy machine would decide. `make nightly` tries eight times as many.
+    settings.register_profile("day", deadline=None, max_examples=25)
+    settings.register_profile("night", deadline=None, max_examples=200)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "day"))
 
 # Stand-ins for packages must not be found by others; the tests of engines, verl and Ray have packages of their own.
 ELSEWHERE = {"engines": "vllm", "in_verl": "verl", "on_ray": "ray"}

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the package
 
-from benchmarks.gsm8k_bench import figures, jobs, ours, picture, settings  # noqa: E402
+from benchmarks.gsm8k_bench import figures, jobs, library, ours, picture, settings  # noqa: E402
 from benchmarks.gsm8k_bench.library import model_directory  # noqa: E402
 
 from benchmarks import gsm8k  # noqa: E402
@@ -359,7 +359,9 @@ def test_a_second_test_set_that_is_not_there_is_refused_before_the_training(tmp_
         settings.Settings(also_test=str(tmp_path / "gsm8k.jsonl")).check("mu_grpo")
 
 
-def test_the_last_policy_answers_both_test_sets_and_the_first_policy_the_second_one_once(tmp_path: Path) -> None:
+def test_the_last_policy_answers_both_test_sets_and_the_first_policy_the_second_one_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small = jobs.smoke_settings(tmp_path)
     rows = [{"problem": f"{a}+{a + 1}=", "answer": str(2 * a + 1)} for a in range(1, 31)]
     also = tmp_path / "other.jsonl"
@@ -367,12 +369,21 @@ def test_the_last_policy_answers_both_test_sets_and_the_first_policy_the_second_
     chosen = settings.Settings(**{**small, "also_test": str(also), "test_prompts": 8, "verifier_workers": 1})
     spec = {"settings": dataclasses.asdict(chosen), "out": str(tmp_path / "out")}
     first = model_directory("arithmetic")
+    answers: dict[str, Any] = {}
+    real = library.Evaluator.__call__
+
+    def noted(self: library.Evaluator, *given: Any) -> Any:
+        answers[self.settings.test] = real(self, *given)
+        return answers[self.settings.test]
+
+    monkeypatch.setattr(library.Evaluator, "__call__", noted)
     found = jobs.evaluate_last(spec, first, 0)
     assert (found["greedy"]["prompts"], found["greedy"]["samples"]) == (8, 1)
     assert (found["also"]["prompts"], found["also"]["samples"]) == (30, 1)  # all of it
     assert 0 < found["also"]["before"] == found["also"]["accuracy"]  # it is the same policy
     kept = tmp_path / "out" / "base" / "arithmetic-other-greedy-n8.json"
     kept.write_text(json.dumps({"accuracy": 0.125}))
+    monkeypatch.setattr(library.Evaluator, "__call__", lambda self, *given: answers[self.settings.test])  # once more
     assert jobs.evaluate_last(spec, first, 0)["also"] == {**found["also"], "before": 0.125}
 
 

@@ -86,7 +86,7 @@ while not os.path.exists(sys.argv[2]):
         tmp_path,
         step("a", f"{wait} {one} {other}", beside="x"),
         step("b", f"{wait} {other} {one}", beside="x"),
-        step("slow", SLEEP, seconds=0.5, beside="y"),
+        step("slow", SLEEP, seconds=3, beside="y"),  # in which the other is done on a busy machine, too
         step("c", "-c 'import os; print(os.environ[\"LEFT\"])' $LEFT", seconds=25, beside="y"),
     )
     found = measure.work(plan, tmp_path, seconds=60)

@@ -42,7 +42,7 @@ def untied_moved(untied: Path) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def starting(untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    """The server, from the first moment of the session on: it is up when the tests of the offline engine are done."""
+    """The server, which tests of the offline engine wait for, too, and which one test kills."""
     os.environ.update(QUICK, VLLM_ENABLE_V1_MULTIPROCESSING="0")  # the offline engine's processes inherit it
     server = VllmServer(untied, tmp_path_factory.mktemp("server") / "log")
     server.start()

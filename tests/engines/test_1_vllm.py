@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from servers import VllmServer
 
 from policies import furthest, long_requests, requests, tokens_of
 from stalewise.config.sections import VllmSection
@@ -18,7 +19,8 @@ CUT = SamplerSettings(name="vllm", temperature=0.7, top_p=0.9, top_k=5)
 
 
 @pytest.fixture(scope="module")
-def sampler() -> Iterator[VllmSampler]:
+def sampler(starting: VllmServer) -> Iterator[VllmSampler]:
+    starting.wait()  # where nothing is compiled yet, two that import vLLM at once would both compile it
     section = VllmSection(max_model_len=96, options={"enforce_eager": True, "block_size": 32})
     made = VllmSampler(PLAIN, max_new_tokens=8, options=section)
     yield made

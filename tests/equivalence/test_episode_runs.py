@@ -46,7 +46,7 @@ def settings(runs: Path, name: str, **changes: Any) -> dict[str, Any]:
         "name": name,
         "runs": str(runs),
         "task": {"name": "arithmetic", "options": {"environment": "sums", "environment_options": {"rounds": 2}}},
-        "model": {"device": "cpu"},
+        "model": {"device": "cpu", "check": "off"},
         "sampler": {"max_new_tokens": 20, "rollouts_per_shard": 16},
         "batch": {"prompts": 8, "group_size": 4},
         "schedule": {"updates": 4, "stages": 2},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -180,8 +179,8 @@ def rank_main(rank: int, runs: Path, out: Path, cases: list[Case]) -> None:
     for world in (4, 2):
         if rank >= world:
             return
-        port = int(os.environ["MASTER_PORT"]) + (world == 2)
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+        meet = f"file://{runs}/meet-{world}"  # a second port may be taken
+        dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=world)
         ranks = Ranks(Launch(rank, world, rank, world), dist.group.WORLD)
         if rank == 0:
             for kind in KINDS:

@@ -15,7 +15,7 @@ from stalewise.objectives import OBJECTIVES, evaluate
 from stalewise.objectives.batch_statistics import WeightSums
 
 every_setting = pytest.mark.parametrize(("name", "params"), SETTINGS, ids=SETTING_IDS)
-some_examples = settings(max_examples=12, deadline=None)
+some_examples = settings(max_examples=settings().max_examples * 2 // 5)  # of each of a dozen objectives
 batches = st.builds(
     random_batch,
     sequences=st.integers(1, 8),

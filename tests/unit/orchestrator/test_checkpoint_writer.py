@@ -137,6 +137,7 @@ def config(runs: Path, **sections: Any) -> RunConfig:
         "batch": {"prompts": 4, "group_size": 4},
         "sampler": {"max_new_tokens": 6, "rollouts_per_shard": 16},
         "evaluation": {"prompts": 8, "samples": 1},
+        "model": {"check": "off"},
     }
     return make_config({**record, **sections})
 

@@ -300,6 +300,7 @@ def test_gold_answers_of_which_a_part_is_read_are_counted_and_listed(tmp_path: P
         tmp_path / "rows.jsonl", [*sums(range(20, 22)), {"id": "two", "problem": "1+1=", "answer": "$221,$8$"}]
     )
     words = ["eval", "arithmetic", "--file", path, "--samples", 1, "--max-new-tokens", 8, "--option", "verifier=math"]
+    words += ["--option", "verifier_options={workers = 1}"]
     record = called_json(*words)
     assert (record["unmatched"], record["unmatched_prompts"]) == (1, ["evaluation/two"])
     assert (

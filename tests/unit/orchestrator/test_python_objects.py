@@ -27,7 +27,7 @@ from stalewise.types import NullCallback, Prompt, Reward
 from tiny import TINY, call
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "level": a % 3} for a in range(10, 30) for b in (11, 23, 47)]
-SMALL: dict[str, Any] = {**TINY, "schedule": {"updates": 2, "stages": 2}, "callback": NullCallback()}
+SMALL: dict[str, Any] = {**TINY, "schedule": {"updates": 2, "stages": 2}, "callback": NullCallback(), "check": "off"}
 ARITHMETIC = EMBEDDED / "arithmetic"
 
 

@@ -57,7 +57,9 @@ def test_failures_that_undo_more_than_is_done_are_an_error() -> None:
         with_failures(broken, 4, 100.0, 1.5)
 
 
-@pytest.mark.parametrize("number", range(24))
+@pytest.mark.parametrize(
+    "number", [*range(8), *(pytest.param(number, marks=pytest.mark.nightly) for number in range(8, 24))]
+)
 def test_the_formula_is_near_the_simulation(number: int) -> None:
     cluster = drawn_cluster(number)
     for arrangement in [*in_turns(cluster), *best_splits(cluster)]:

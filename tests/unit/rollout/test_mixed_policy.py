@@ -215,10 +215,10 @@ def test_the_importance_ratio_of_the_learner_is_1_on_average(tmp_path: Path, set
 @pytest.mark.parametrize(
     ("sampler", "least"),
     [
-        ({"temperature": 0.7}, 0.01),
         ({"weights": "fp8"}, 0.001),
-        ({"weights": "int8"}, 0.0003),
-        ({"foreign": {"path": "arithmetic-steps", "share": 0.5}}, 0.1),
+        pytest.param({"temperature": 0.7}, 0.01, marks=pytest.mark.nightly),
+        pytest.param({"weights": "int8"}, 0.0003, marks=pytest.mark.nightly),
+        pytest.param({"foreign": {"path": "arithmetic-steps", "share": 0.5}}, 0.1, marks=pytest.mark.nightly),
         ({"weights": "fp8", "temperature": 1.2, "foreign": {"path": "arithmetic-steps", "share": 0.25}}, 0.01),
     ],
 )

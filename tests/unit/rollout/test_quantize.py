@@ -79,7 +79,9 @@ def test_matrices_outside_of_linear_layers_are_refused_and_never_left_exact_in_s
 
 @pytest.mark.parametrize("slots", [False, True])
 @pytest.mark.parametrize("weights", ["exact", "fp8", "int8"])
-@pytest.mark.parametrize("settings", [SamplerSettings(), SamplerSettings(temperature=1.4), CUT])
+@pytest.mark.parametrize(
+    "settings", [SamplerSettings(), pytest.param(SamplerSettings(temperature=1.4), marks=pytest.mark.nightly), CUT]
+)
 def test_log_probabilities_are_of_the_rounded_policy_at_that_temperature_and_truncation(
     settings: SamplerSettings, weights: str, slots: bool
 ) -> None:

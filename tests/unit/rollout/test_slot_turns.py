@@ -52,7 +52,7 @@ def test_late_answers_change_no_turn(polls: int, steps: int, monkeypatch: pytest
         if patience and steps > 2:  # as many as between two checks of long responses
             monkeypatch.setattr(slot_decode, "FINE_ROWS", 1)
             monkeypatch.setattr(paged_cache, "BLOCK_SIZE", 4)  # so that every run of steps needs more blocks
-        tokens, policy = (40, "arithmetic") if steps == 2 else (110, "arithmetic-steps")  # the latter has longer turns
+        tokens, policy = (40, "arithmetic") if steps == 2 else (60, "arithmetic-steps")  # the latter has longer turns
         sampler = HFSampler(
             SamplerSettings(), max_new_tokens=tokens, device=torch.device("cpu"), dtype=torch.float32, slots=True
         )

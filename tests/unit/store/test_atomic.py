@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stalewise.errors import StoreError
@@ -260,7 +261,7 @@ def test_truncate_keeps_the_bytes_of_what_it_keeps(tmp_path: Path) -> None:
     assert path.stat().st_ino == inode  # nothing to drop, nothing rewritten
 
 
-@settings(max_examples=30, deadline=None)
+@example([{"half a pair": "\ud800"}, {}, {"": math.inf}])
 @given(
     st.lists(
         st.dictionaries(st.text(), st.text(alphabet=st.characters(exclude_categories=())) | st.floats(allow_nan=False))

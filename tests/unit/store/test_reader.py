@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stalewise import store
@@ -25,7 +25,6 @@ from stalewise.store.schema import HEAVY_COLUMNS, LIGHT_COLUMNS
 from stored_rollouts import SOURCE, make_batch, make_rollouts, same
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1000, 2799), max_size=40))
 def test_take_returns_the_ids_asked_for_in_order(batch: store.Batch, ids: list[int]) -> None:
     rows = batch.take(ids)

@@ -11,7 +11,7 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stalewise import store
@@ -58,7 +58,6 @@ def rollout_lists(draw: st.DrawFn) -> list[Rollout]:
     ]
 
 
-@settings(max_examples=100, deadline=None)
 @given(rollout_lists())
 def test_rollouts_survive_arrow_and_parquet(rollouts: list[Rollout]) -> None:
     sink = pa.BufferOutputStream()

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from prompts import ids
@@ -19,7 +19,6 @@ BUILT_IN = [Addition, AdditionChat, Steps]
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "arithmetic-chat", "arithmetic-steps"])
-@settings(deadline=None, max_examples=15)
 @given(seed=st.integers(0, 2**40), start=st.integers(0, 20_000), count=st.integers(0, 40))
 def test_prompt_number_i_depends_on_seed_and_i_alone(name: str, seed: int, start: int, count: int) -> None:
     whole = make_task(name, seed=seed).prompts(start, count)

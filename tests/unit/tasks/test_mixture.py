@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import stalewise
@@ -52,7 +52,6 @@ def test_a_task_of_a_mixture_gives_the_prompts_that_it_gives_alone() -> None:
         ]
 
 
-@settings(deadline=None, max_examples=15)
 @given(seed=st.integers(0, 2**40), start=st.integers(0, 20_000), count=st.integers(0, 40))
 def test_prompt_number_i_depends_on_seed_and_i_alone(seed: int, start: int, count: int) -> None:
     whole = MixtureTask(TASKS, seed=seed).prompts(start, count)

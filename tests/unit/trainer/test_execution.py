@@ -73,7 +73,9 @@ NOISY: dict[str, dict[str, Any]] = {  # in training mode
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about itself
-@pytest.mark.parametrize(("kind", "compiled"), [*((kind, False) for kind in NOISY), ("mixtral", True)])
+@pytest.mark.parametrize(
+    ("kind", "compiled"), [*((kind, False) for kind in NOISY), pytest.param("mixtral", True, marks=pytest.mark.nightly)]
+)
 def test_gradient_checkpointing_gives_the_numbers_of_evaluation_mode(
     kind: str, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
