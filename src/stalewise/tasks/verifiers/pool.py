@@ -23,7 +23,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -312,7 +312,8 @@ class ProcessVerifier:
 
 def prompt_record(prompt: Prompt) -> dict[str, Any]:
     """A prompt as JSON has it."""
-    return asdict(prompt) | {"metadata": dict(prompt.metadata)}
+    names = ("prompt_id", "text", "answer")
+    return {name: getattr(prompt, name) for name in names} | {"metadata": dict(prompt.metadata)}
 
 
 def end_workers(workers: list[JudgeWorker], owner: int) -> None:
