@@ -247,7 +247,8 @@ def describe_evaluation(result: Evaluation) -> str:
     accuracy = result.accuracy
     named = f"{result.suite} at " if result.suite else ""
     line = f"{named}version {result.version}: accuracy {accuracy.value:.3f} [{accuracy.low:.3f}, {accuracy.high:.3f}]"
-    notes = {f"{label} {one['accuracy']['value']:.3f}": True for label, one in result.by_task.items()}
+    by_task = {label: one["accuracy"]["value"] for label, one in result.by_task.items()}
+    notes = {f"{label} {'unknown' if math.isnan(value) else f'{value:.3f}'}": True for label, value in by_task.items()}
     notes |= {
         f"{result.truncated_fraction:.0%} truncated": result.truncated_fraction > 0.5,
         f"{result.excluded} prompts left out": result.excluded,
