@@ -55,12 +55,12 @@ class Evaluation:
     verifier_error_kinds: dict[str, int]
     seconds: float
     excluded: int = 0  # held-out prompts that training has seen or that a list names
-    verifier_error_prompts: dict[str, list[str]] = field(default_factory=dict)  # ids, by kind of error
+    verifier_error_prompts: dict[str, list[str]] = field(default_factory=dict, repr=False)  # ids, by kind of error
     unparsed: int = 0  # responses in which the verifier found no answer: worth 0
-    unparsed_examples: list[dict[str, str]] = field(default_factory=list)
-    by_prompt: dict[str, list[Any]] = field(default_factory=dict)  # see `scores_by_prompt`
+    unparsed_examples: list[dict[str, str]] = field(default_factory=list, repr=False)
+    by_prompt: dict[str, list[Any]] = field(default_factory=dict, repr=False)  # see `scores_by_prompt`
     unmatched: int = 0  # gold answers that their verifier rejects, see `MathVerifier.unmatched`
-    unmatched_prompts: list[str] = field(default_factory=list)  # ids of some
+    unmatched_prompts: list[str] = field(default_factory=list, repr=False)  # ids of some
     unknown: list[str] | None = None  # why prompts that training has seen may be unknown; None: not checked
     majority: Interval | None = None  # majority@k over all samples; None: the verifier names no answers
     suite: str = ""  # empty: the run's own evaluation

@@ -127,6 +127,7 @@ def test_the_embedded_policy_has_the_accuracy_that_it_was_made_with() -> None:
     assert sum(lists["score"]) / sum(lists["scored"]) == pytest.approx(result.accuracy.value)
     assert lists["scored"] == [4] * 200
     assert len(json.dumps(lists)) < 200 * 40  # some bytes more than the ids
+    assert len(repr(result)) < 1000
 
 
 def test_excluded_prompts_are_not_evaluated() -> None:
