@@ -37,7 +37,7 @@ def completed(source: str, *words: object, directory: Path, timeout: float = 120
 
 
 class ForkedPopen:
-    """`subprocess.Popen` of `python -m MODULE …`, as far as what starts such a process in the background needs it."""
+    """`subprocess.Popen` of `command_of_a_child`, as far as what starts such a process in the background needs it."""
 
     def __init__(
         self,
@@ -49,8 +49,8 @@ class ForkedPopen:
         start_new_session: bool,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        python, option, *words = command
-        assert (python, option, start_new_session) == (sys.executable, "-m", True)
+        python, option, _, *words = command
+        assert (python, option, start_new_session) == (sys.executable, "-c", True)
         out = Path(os.devnull if isinstance(stdout, int) else stdout.name)
         theirs, self._stdin = CONTEXT.Pipe(duplex=False)
         environment = dict(os.environ if env is None else env)

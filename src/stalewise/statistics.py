@@ -34,22 +34,33 @@ def random_generator(seed: int) -> np.random.Generator:
 
 
 def bootstrap(value_P: npt.NDArray[np.float64], *, seed: int = 0) -> Interval:
-    """Mean over prompts with a percentile interval from resampled prompts.
-
-    If all values are 0, every resample is 0, too. Then the interval is the exact binomial one, from 0 to 1 −
-    0.025^(1/P), which is valid for a mean of scores between 0 and 1; if all are 1, it is mirrored.
-
-    >>> none, all_right = bootstrap(np.zeros(30)), bootstrap(np.ones(30))
-    >>> [round(end, 3) for end in (none.low, none.high, all_right.low, all_right.high)]
-    [0.0, 0.116, 0.884, 1.0]
-    """
-    rarest = TAILS[0] ** (1 / len(value_P))  # a fraction of zeros (or ones) of which 2.5% of all draws are pure
-    if (value_P == 0).all():
-        return Interval(0.0, 0.0, 1 - rarest)
-    if (value_P == 1).all():
-        return Interval(1.0, rarest, 1.0)
+    """Mean over prompts with a percentile interval from resampled prompts; `interval_of_equal` if all are alike."""
+    if not len(value_P):
+        return Interval(math.nan, math.nan, math.nan)
+    if are_equal(value_P):
+        return interval_of_equal(float(value_P.mean()), len(value_P))
     chosen = random_generator(seed).integers(len(value_P), size=(RESAMPLES, len(value_P)))
     return percentile_interval(float(value_P.mean()), value_P[chosen].mean(axis=1))
+
+
+def are_equal(value_P: npt.NDArray[np.float64]) -> bool:
+    """Whether all prompts have one value, up to rounding. Then every resample has it, too, and tells nothing."""
+    return bool(np.ptp(value_P) <= 1e-9 * max(1.0, float(np.abs(value_P).max())))
+
+
+def interval_of_equal(value: float, prompts: int, *, least: float = 0.0, largest: float = 1.0) -> Interval:
+    """The interval of a mean where all of P prompts have one value.
+
+    P draws miss a share of 1 − 0.025^(1/P) of all prompts with probability 2.5%. Those may have any value from `least`
+    to `largest`, or to the common value if that is beyond. For 0 and 1 this is the exact binomial interval.
+
+    >>> none, all_right, one_prompt = interval_of_equal(0.0, 30), interval_of_equal(1.0, 30), interval_of_equal(0.5, 1)
+    >>> [(round(one.low, 2), round(one.high, 2)) for one in (none, all_right, one_prompt)]
+    [(0.0, 0.12), (0.88, 1.0), (0.01, 0.99)]
+    """
+    seen = TAILS[0] ** (1 / prompts)
+    low, high = ((1 - seen) * end for end in (min(least, value), max(largest, value)))
+    return Interval(value, seen * value + low, seen * value + high)
 
 
 def percentile_interval(value: float, resampled: npt.NDArray[np.float64]) -> Interval:

@@ -10,6 +10,9 @@ from transformers.modeling_utils import PreTrainedModel as PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING as CONFIG_MAPPING
 from transformers.models.auto.configuration_auto import AutoConfig as AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM as AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import (
+    AutoModelForSequenceClassification as AutoModelForSequenceClassification,
+)
 from transformers.models.auto.processing_auto import AutoProcessor as AutoProcessor
 from transformers.models.auto.tokenization_auto import AutoTokenizer as AutoTokenizer
 from transformers.models.bert.configuration_bert import BertConfig as BertConfig

@@ -179,7 +179,8 @@ class Group(TyperGroup):
         except OSError as error:
             if error.errno not in EXPLAINED:
                 raise
-            _print_error(f"{str(error.filename)[:200]}: {error.strerror}")
+            where = "the output" if error.filename is None else str(error.filename)[:200]  # a stream has no name
+            _print_error(f"{where}: {error.strerror}")
             raise typer.Exit(StalewiseError.exit_code) from error
         except RuntimeError as error:
             if type(error).__name__ != "OutOfMemoryError":  # torch's; importing torch for this would be slow

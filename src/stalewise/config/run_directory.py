@@ -71,6 +71,12 @@ class RunResult:
     evaluations: list[dict[str, Any]]  # records of eval.jsonl, oldest first
     seconds: dict[str, float]  # generate, learn, switch, evaluate: summed over all resumes
 
+    def __repr__(self) -> str:
+        """One line: the evaluations have the score of every prompt."""
+        accuracy = f"accuracy={self.accuracy:.4g}, " if self.evaluations else ""
+        shown = f"directory={str(self.directory)!r}, updates={self.updates}, {accuracy}"
+        return f"RunResult({shown}evaluations={len(self.evaluations)})"
+
     @property
     def accuracy(self) -> float:
         """Held-out accuracy of the final policy."""

@@ -9,6 +9,9 @@ Axes: B rollouts of a micro-batch, T their response tokens, N rollouts of a gene
 from __future__ import annotations
 
 import contextlib
+import logging
+import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,10 +24,11 @@ from torch import Tensor
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
+from trl.trainer.utils import is_async_callable
 
 from stalewise import objectives
 from stalewise.distributed import merge_over_ranks
-from stalewise.errors import ConfigError
+from stalewise.errors import ConfigError, TaskError
 from stalewise.integrations.trl_store import RolloutWriter
 from stalewise.objectives.batch_statistics import Mergeable
 from stalewise.objectives.diagnostics import TokenSums, age_statistics
@@ -50,6 +54,28 @@ EXTRA_INPUTS = (
     *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
     *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
 )
+
+
+log = logging.getLogger(__name__)
+
+
+def check_directory(store: Any) -> None:
+    """Refuse a `store` that cannot be a directory, before a model is loaded."""
+    if not isinstance(store, str | Path):
+        raise ConfigError(f"store={store!r:.60} is not a path: name a directory")
+    path = Path(store) / "rollouts"
+    found = next((place for place in (path, *path.parents) if os.path.lexists(place)), Path())
+    if not found.is_dir():
+        raise ConfigError(f"store={store}: {found} is a file: name a directory")
+    if not os.access(found, os.W_OK):
+        raise ConfigError(f"store={store}: {found} cannot be written: name another directory")
+
+
+def _is_infinite_or_nan(value: Any) -> bool:
+    try:
+        return value is not None and not math.isfinite(value)
+    except (TypeError, ValueError, OverflowError):  # no number: TRL's error says so
+        return False
 
 
 @dataclass(slots=True)
@@ -84,6 +110,10 @@ class StaleGRPOTrainer(GRPOTrainer):
         store: str | Path | None = None,
         **more: Any,
     ) -> None:
+        if not isinstance(objective, str):
+            raise ConfigError(f"objective is {objective!r:.60}: name one, as 'mu_grpo'; docs/objectives.md lists them")
+        if store is not None:
+            check_directory(store)
         self.objective = objectives.get_objective(objective)
         self.objective_settings = self.objective.settings(objective_params)
         super().__init__(*arguments, **more)
@@ -93,6 +123,8 @@ class StaleGRPOTrainer(GRPOTrainer):
             sampler, stops = self._sampler_settings(), set(self.eos_token_ids)
             size, seed = self.num_generations, self.args.seed
             self._writer = RolloutWriter(Path(store), self.processing_class, sampler, size, stops, seed)
+        self.reward_funcs = [*map(self._noting, self.reward_funcs, self.reward_func_names)]
+        self._not_finite: set[int] = set()  # completions on this rank of which a function returned NaN or infinity
         self._rewards = torch.empty(0)  # [N, functions] of the last scored generation batch
         self._version = 0  # updates before the current generation batch
         self._window: _Window | None = None
@@ -125,8 +157,52 @@ class StaleGRPOTrainer(GRPOTrainer):
         shape = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k or 0}
         return SamplerSettings(name="trl-vllm" if self.use_vllm else "trl", precision=precision, **shape)
 
-    def _calculate_rewards(self, *arguments: Any) -> Tensor:
-        self._rewards = super()._calculate_rewards(*arguments)
+    def _noting(self, function: Any, name: str) -> Any:
+        """The reward function, with a warning where it returns what is neither a finite number nor None.
+
+        TRL makes NaN of None, for "does not apply", so that it cannot tell them apart afterwards.
+        """
+
+        def note(given: Any) -> list[Any]:
+            rewards = list(given)
+            wrong = {row: float(one) for row, one in enumerate(rewards) if _is_infinite_or_nan(one)}
+            self._warn(name, list(wrong.values()), len(rewards))
+            self._not_finite.update(wrong)
+            return rewards
+
+        async def call_later(**given: Any) -> list[Any]:
+            return note(await function(**given))
+
+        if isinstance(function, torch.nn.Module):
+            return function
+        return call_later if is_async_callable(function) else lambda **given: note(function(**given))
+
+    @staticmethod
+    def _warn(name: str, wrong: list[float], count: int) -> None:
+        if wrong:
+            log.warning(
+                f"the reward function {name} returned {wrong[0]} for {len(wrong)} of {count} completions, which are "
+                "left out: return a finite number, or None where it does not apply"
+            )
+
+    def _calculate_rewards(self, inputs: list[dict[str, Any]], *arguments: Any) -> Tensor:
+        """Rewards of all ranks, [N, functions]. A completion with a reward that is not finite has none at all."""
+        self._not_finite.clear()
+        reward_NF = super()._calculate_rewards(inputs, *arguments)
+        wrong_B = torch.tensor([row in self._not_finite for row in range(len(inputs))], device=reward_NF.device)
+        wrong_N = self.accelerator.gather(wrong_B)
+        for column, function in enumerate(self.reward_funcs):
+            if isinstance(function, torch.nn.Module):  # which never returns None
+                unknown_N = ~reward_NF[:, column].isfinite()
+                wrong_N |= unknown_N
+                self._warn(self.reward_func_names[column], reward_NF[unknown_N, column].tolist(), len(reward_NF))
+        self._rewards = reward_NF.masked_fill(wrong_N.unsqueeze(1), torch.nan)
+        if self.model.training and bool(self._rewards.isnan().all()):
+            names = ", ".join(self.reward_func_names)
+            raise TaskError(
+                f"update {self.state.global_step}: none of the {len(reward_NF)} completions has a reward ({names}): "
+                "there is nothing to learn from; each needs a number from at least one function"
+            )
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -55,12 +55,12 @@ class Evaluation:
     verifier_error_kinds: dict[str, int]
     seconds: float
     excluded: int = 0  # held-out prompts that training has seen or that a list names
-    verifier_error_prompts: dict[str, list[str]] = field(default_factory=dict)  # ids, by kind of error
+    verifier_error_prompts: dict[str, list[str]] = field(default_factory=dict, repr=False)  # ids, by kind of error
     unparsed: int = 0  # responses in which the verifier found no answer: worth 0
-    unparsed_examples: list[dict[str, str]] = field(default_factory=list)
-    by_prompt: dict[str, list[Any]] = field(default_factory=dict)  # see `scores_by_prompt`
+    unparsed_examples: list[dict[str, str]] = field(default_factory=list, repr=False)
+    by_prompt: dict[str, list[Any]] = field(default_factory=dict, repr=False)  # see `scores_by_prompt`
     unmatched: int = 0  # gold answers that their verifier rejects, see `MathVerifier.unmatched`
-    unmatched_prompts: list[str] = field(default_factory=list)  # ids of some
+    unmatched_prompts: list[str] = field(default_factory=list, repr=False)  # ids of some
     unknown: list[str] | None = None  # why prompts that training has seen may be unknown; None: not checked
     majority: Interval | None = None  # majority@k over all samples; None: the verifier names no answers
     suite: str = ""  # empty: the run's own evaluation
@@ -246,7 +246,8 @@ def describe_evaluation(result: Evaluation) -> str:
     accuracy = result.accuracy
     named = f"{result.suite} at " if result.suite else ""
     line = f"{named}version {result.version}: accuracy {accuracy.value:.3f} [{accuracy.low:.3f}, {accuracy.high:.3f}]"
-    notes = {f"{label} {one['accuracy']['value']:.3f}": True for label, one in result.by_task.items()}
+    by_task = {label: one["accuracy"]["value"] for label, one in result.by_task.items()}
+    notes = {f"{label} {'unknown' if math.isnan(value) else f'{value:.3f}'}": True for label, value in by_task.items()}
     notes |= {
         f"{result.truncated_fraction:.0%} truncated": result.truncated_fraction > 0.5,
         f"{result.excluded} prompts left out": result.excluded,

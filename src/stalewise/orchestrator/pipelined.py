@@ -23,6 +23,7 @@ from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.orchestrator.rollout_source import RolloutSource
 from stalewise.staleness.schedule import Schedule
 from stalewise.store import atomic, checkpoints, committed_shards
+from stalewise.tasks.base import command_of_a_child
 from stalewise.types import NullCallback
 
 JOURNAL = "journal-generator.jsonl"
@@ -44,7 +45,7 @@ class BackgroundGeneration(RolloutSource):
         self.log_path = run.directory / LOG
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "stalewise.orchestrator.pipelined", str(run.directory)],
+                command_of_a_child("stalewise.orchestrator.pipelined", str(run.directory)),
                 stdin=subprocess.PIPE,  # closed when this process ends, which ends the generator
                 stdout=log,
                 stderr=log,

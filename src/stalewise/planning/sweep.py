@@ -7,7 +7,6 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -27,6 +26,7 @@ from stalewise.planning.calibration import CollapseRule, Sweep, SweepRun
 from stalewise.planning.grid import OUTCOME, GridCell, describe_run, make_grid, outcome
 from stalewise.staleness.law import Estimate, fit
 from stalewise.store.atomic import read_json, write_atomic, write_json_atomic
+from stalewise.tasks.base import command_of_a_child
 from stalewise.types import NullCallback, ProgressCallback
 
 COLLAPSED = 4  # exit status of `stalewise train` after a non-finite update or a stop by the guard
@@ -142,7 +142,7 @@ class SweepProcesses:
         if cell.is_complete or (cell.directory / OUTCOME).is_file():
             self._end(cell)
             return
-        command = [sys.executable, "-m", "stalewise", "train", str(cell.write_config()), "--json"]
+        command = command_of_a_child("stalewise", "train", str(cell.write_config()), "--json")
         with open(cell.directory / LOG, "wb") as log:
             # Its own session: Ctrl-C reaches this process only, which ends the others one by one.
             self.running[cell] = subprocess.Popen(

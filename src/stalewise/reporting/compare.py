@@ -107,20 +107,19 @@ def compare(a: Sequence[Path], b: Sequence[Path]) -> RunComparison:
         ComparisonSide(
             name=names[i],
             runs=[str(run.directory) for run in side],
-            accuracy=statistics.percentile_interval(resampled.values[i], resampled.samples[i]),
+            accuracy=resampled.accuracies[i],
             seconds=float(np.mean([run.training_seconds for run in side])),
             seconds_to_accuracy=reached[i],
             work=_mean_work(side),
         )
         for i, side in enumerate((runs_a, runs_b))
     )
-    difference = resampled.difference
     return RunComparison(
         task=next(iter(tasks.values())),
         a=side_a,
         b=side_b,
-        difference=statistics.percentile_interval(resampled.values[1] - resampled.values[0], difference),
-        probability_better=float((difference > 0).mean() + (difference == 0).mean() / 2),
+        difference=resampled.difference,
+        probability_better=resampled.probability_better,
         method=resampled.method,
         prompts=resampled.prompts,
         settings=_differing_settings(runs_a, runs_b),
@@ -184,9 +183,9 @@ def side_names(a: Sequence[str], b: Sequence[str]) -> list[str]:
 class ResampledAccuracy:
     """Accuracies of A and B: as measured, and resampled over prompts and seeds."""
 
-    values: tuple[float, float]
-    samples: tuple[Array, Array]
-    difference: Array
+    accuracies: tuple[statistics.Interval, statistics.Interval]
+    difference: statistics.Interval
+    probability_better: float
     margin: float  # from A's value down to the lower end of its interval over prompts
     prompts: int  # paired; 0 if not paired
     method: str
@@ -222,14 +221,32 @@ def resample(a: Sequence[Run], b: Sequence[Run], notes: list[str]) -> ResampledA
     low, high = (0.0, 1.0) if is_bounded else (-np.inf, np.inf)
     errors = [statistics.error_of_runs(value_R[0], seed=2), statistics.error_of_runs(value_R[1], seed=3)]
     error = statistics.error_of_runs(value_R[1] - value_R[0], seed=2) if is_paired_by_seed else errors[1] - errors[0]
+    difference = np.clip(samples[1] - samples[0] + error, -high, high)
+    span = max(1.0, *(float(table.max()) for table in tables)) - min(0.0, *(float(table.min()) for table in tables))
+    a_P, b_P = (table.mean(axis=0) if is_paired else None for table in tables[:2])
+    difference_P = None if a_P is None or b_P is None else b_P - a_P
     return ResampledAccuracy(
-        values=(value[0], value[1]),
-        samples=(np.clip(samples[0] + errors[0], low, high), np.clip(samples[1] + errors[1], low, high)),
-        difference=np.clip(samples[1] - samples[0] + error, -high, high),
-        margin=max(value[0] - statistics.percentile_interval(value[0], samples[0]).low, 0.0),
+        accuracies=(
+            _interval(value[0], np.clip(samples[0] + errors[0], low, high), a_P),
+            _interval(value[1], np.clip(samples[1] + errors[1], low, high), b_P),
+        ),
+        difference=_interval(value[1] - value[0], difference, difference_P, (-span, span)),
+        probability_better=float((difference > 0).mean() + (difference == 0).mean() / 2),
+        margin=max(value[0] - _interval(value[0], samples[0], a_P).low, 0.0),
         prompts=len(common),
         method=f"{method}; {_over_runs(len(a), len(b), is_paired_by_seed)}",
     )
+
+
+def _interval(
+    value: float, samples: Array, value_P: Array | None, limits: tuple[float, float] = (0.0, 1.0)
+) -> statistics.Interval:
+    """The interval of resamples; at least `interval_of_equal` if the prompts are known and alike."""
+    found = statistics.percentile_interval(value, samples)
+    if value_P is None or not statistics.are_equal(value_P):
+        return found
+    equal = statistics.interval_of_equal(value, len(value_P), least=limits[0], largest=limits[1])
+    return statistics.Interval(value, min(found.low, equal.low), max(found.high, equal.high))
 
 
 def _from_interval(runs: Sequence[Run], seed: int) -> Array:

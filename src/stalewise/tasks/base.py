@@ -221,6 +221,21 @@ def no_module(module: str) -> str:
     return f"there is no module {module!r} on the Python path or in {Path.cwd()}: put its directory on PYTHONPATH"
 
 
+def command_of_a_child(module: str, *arguments: str, safe: bool = False) -> list[str]:
+    """The command that runs a module in another process, which finds the modules that this one finds.
+
+    `python -m` would look into the working directory first, where a user's `random.py` hides Python's. `safe` is for a
+    process that imports nothing of the user's: neither it nor the processes that it starts look there at all.
+    """
+    source = (
+        f"import sys; theirs = {[str(entry) for entry in sys.path]!r}; "
+        "sys.path[:] = theirs + [entry for entry in sys.path if entry and entry not in theirs]; "
+        "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+    )
+    option = ["-P"] if safe or sys.flags.safe_path else []
+    return [sys.executable, *option, "-c", source, module, *arguments]
+
+
 def load(reference: str) -> Callable[..., Any]:
     """Import what a reference "module:name" names."""
     module, _, name = reference.partition(":")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from stalewise.errors import TaskError
 from stalewise.tasks.rows import Row, RowsTask, takes_row_options
 
 MOST_CHARACTERS = 2**24  # of a line: parsing one takes many times its size
+_WRITTEN = re.compile(
+    r"(?:^|/)data/[0-9a-f]{12}/([^/]+)\.jsonl$"
+)  # by `stalewise.train`: a line for each row, none empty
 FORM = "every row must be a JSON object on a line of its own"
 
 
@@ -34,7 +38,7 @@ class JsonlTask(RowsTask):
         exclude_ids: Collection[str] = (),
         **options: Any,
     ):
-        evaluation_rows = None if evaluation_path is None else read_jsonl(evaluation_path)
+        evaluation_rows = None if evaluation_path is None else read_jsonl(evaluation_path, "eval_dataset")
         options |= {"seed": seed, "held_out": held_out, "exclude_ids": exclude_ids}
         super().__init__(Path(path).stem, read_jsonl(path), evaluation_rows=evaluation_rows, **options)
 
@@ -45,9 +49,13 @@ def evaluation_file(path: str | os.PathLike[str], **options: Any) -> RowsTask:
     return RowsTask(Path(path).stem, None, evaluation_rows=read_jsonl(path), **options)
 
 
-def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Row]:
-    """Read the rows of a JSONL file. Empty lines are skipped; any other line must be an object."""
+def read_jsonl(path: str | os.PathLike[str], argument: str = "dataset") -> Iterator[Row]:
+    """Read the rows of a JSONL file. Empty lines are skipped; any other line must be an object.
+
+    A row that a program passed, as `argument` of `stalewise.train`, is named by its place there.
+    """
     empty = True
+    written = _WRITTEN.search(Path(path).as_posix())
     try:
         with open(path, encoding="utf-8-sig") as file:  # Windows editors put a byte order mark first
             for number, line in enumerate(iter(lambda: file.readline(MOST_CHARACTERS + 1), ""), start=1):
@@ -55,7 +63,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Row]:
                     raise TaskError(f"{path}, line {number} has more than {MOST_CHARACTERS:,} characters: shorten it")
                 if line.strip():
                     empty = False
-                    yield _row(f"{path}, line {number}", line)
+                    yield _row(_place(written[1], argument, number - 1) if written else f"{path}, line {number}", line)
     except TaskError:  # which is a ValueError, too
         raise
     except FileNotFoundError:
@@ -72,6 +80,10 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[Row]:
         raise TaskError(f"{str(path)!r:.200} cannot be a path: {problem}") from None
     if empty:
         raise TaskError(f"{path} is empty: write one JSON object per line")
+
+
+def _place(name: str, argument: str, index: int) -> str:
+    return f"{argument}[{index}]" if name == "rows" else f"{argument} {name}, row {index}, counted from 0"
 
 
 def _undecodable(path: str | os.PathLike[str]) -> int:

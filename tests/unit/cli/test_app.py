@@ -285,6 +285,15 @@ def test_a_file_that_cannot_be_read_or_written_is_one_message(
     assert (result.exit_code, result.stderr) == (2, f"error: some/file: {os.strerror(number)}\n")
 
 
+def test_an_output_that_is_full_is_one_message(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a stream does, which has no name
+
+    monkeypatch.setattr("stalewise.reporting.inspection.inspect_run", fail)
+    result = call("inspect", tiny_run.directory)
+    assert (result.exit_code, result.stderr) == (2, f"error: the output: {os.strerror(errno.ENOSPC)}\n")
+
+
 def test_other_exceptions_keep_their_traceback(tiny_run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any, **options: Any) -> None:
         raise ZeroDivisionError("ours")

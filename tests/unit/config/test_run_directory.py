@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,17 @@ from stalewise.store.json_lines import append_line
 
 def config_in(runs: Path, **record: Any) -> RunConfig:
     return make_config({"runs": str(runs), **record})
+
+
+def test_a_result_is_shown_on_one_line(tmp_path: Path) -> None:
+    by_prompt = {"prompt_ids": [f"q{place}" for place in range(500)], "score": [1] * 500, "scored": [1] * 500}
+    add_evaluation(tmp_path, 0, 0.25, by_prompt=by_prompt)
+    add_evaluation(tmp_path, 8, 0.5, by_prompt=by_prompt)
+    result = read_result(tmp_path, 8)
+    shown = f"RunResult(directory={str(tmp_path)!r}, updates=8, accuracy=0.5, evaluations=2)"
+    assert (repr(result), str(result)) == (shown, shown)
+    unevaluated = replace(result, evaluations=[])
+    assert repr(unevaluated) == f"RunResult(directory={str(tmp_path)!r}, updates=8, evaluations=0)"
 
 
 def test_a_directory_belongs_to_its_config_once_it_is_started(tmp_path: Path) -> None:

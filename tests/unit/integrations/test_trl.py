@@ -10,14 +10,15 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from policies import POLICY, moved
 from stalewise.api import generate
 from stalewise.config import make_config
-from stalewise.errors import StalewiseError
+from stalewise.errors import StalewiseError, TaskError
 from stalewise.integrations.trl import StaleGRPOTrainer
 from stalewise.integrations.trl_store import StoredRollouts
+from stalewise.models.loading import load_tokenizer
 from stalewise.objectives import OBJECTIVES
 from stalewise.store import batch_directories, open_batch
 from stalewise.trainer.trainer import NonFiniteUpdate, Trainer
@@ -170,6 +171,11 @@ def test_loss_and_gradient_are_those_of_our_learner(
     ("changes", "message"),
     [
         ({"objective": "p4o"}, "no objective is called 'p4o'"),
+        ({"objective": None}, "^objective is None: name one"),
+        ({"objective": correct}, "^objective is <function correct .*: name one"),
+        ({"store": __file__}, r"^store=.*: .*test_trl\.py is a file: name a directory"),
+        ({"store": f"{__file__}/below"}, r"test_trl\.py is a file: name a directory"),
+        ({"store": 5}, "^store=5 is not a path: name a directory"),
         ({"objective": "grpo", "objective_params": {"cap": 2.0}}, "has no parameter 'cap'"),
         ({"beta": 0.04}, "GRPOConfig.beta is 0.04"),
         ({"epsilon": 0.3}, "set bounds in objective_params"),
@@ -230,6 +236,65 @@ def test_a_rollout_without_a_reward_is_left_out(tmp_path: Path) -> None:
     assert trainer.state.log_history[0]["stalewise/responses"] == PROMPTS * GROUP - 2
     (batch,) = map(open_batch, batch_directories(tmp_path / "kept" / "rollouts"))
     assert batch.manifest.verifier_errors == 2
+
+
+def reward_of(value: Any, rows: slice) -> Any:
+    """A reward function that gives `value` instead of the reward for these rows."""
+
+    def broken(prompts: list[str], completions: list[str], **_: Any) -> list[Any]:
+        found: list[Any] = [*correct(prompts, completions)]
+        found[rows] = [value] * len(found[rows])
+        return found
+
+    return broken
+
+
+@pytest.mark.parametrize("value", [None, math.nan, math.inf])
+def test_rewards_that_are_all_missing_stop_the_run(tmp_path: Path, value: Any) -> None:
+    trainer = make_trainer(tmp_path, objective="grpo", reward_funcs=[reward_of(value, slice(None))])
+    before = weights_of(trainer)
+    with pytest.raises(TaskError, match=r"^update 0: none of the 32 completions has a reward \(broken\): .* a number"):
+        trainer.train()
+    assert all(torch.equal(weight, before[name]) for name, weight in weights_of(trainer).items())
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, torch.tensor(math.nan)])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_reward_that_is_not_finite_is_named_and_never_counts_as_not_applicable(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, value: Any, is_async: bool
+) -> None:
+    broken = reward_of(value, slice(0, 3))
+
+    async def later(**given: Any) -> list[Any]:
+        return broken(**given)
+
+    functions = [correct, reward_of(None, slice(3, 8)), later if is_async else broken]
+    trainer = make_trainer(tmp_path, objective="grpo", reward_funcs=functions)
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert logged["stalewise/responses"] == PROMPTS * GROUP - 3  # None of one function of several leaves nothing out
+    name = "later" if is_async else "broken"
+    (told,) = [record.getMessage() for record in caplog.records if "finite" in record.getMessage()]
+    assert told == (
+        f"the reward function {name} returned {float(value)} for 3 of 32 completions, which are left out: return "
+        "a finite number, or None where it does not apply"
+    )
+
+
+def test_a_reward_model_that_gives_nan_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    judge = AutoModelForSequenceClassification.from_pretrained(str(POLICY), num_labels=1)
+    judge.config.pad_token_id = judge.config.eos_token_id
+    with torch.no_grad():
+        judge.score.weight.fill_(math.nan)
+    trainer = make_trainer(
+        tmp_path,
+        objective="grpo",
+        reward_funcs=[correct, judge],
+        reward_processing_classes=[None, load_tokenizer(str(POLICY))],
+    )
+    with pytest.raises(TaskError, match="none of the 32 completions has a reward"):
+        trainer.train()
+    assert "returned nan for 32 of 32 completions" in caplog.text
 
 
 def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,6 @@ def test_bootstrap_intervals_have_the_width_of_the_standard_error() -> None:
     assert interval.value == values.mean()
     assert interval.high - interval.low == pytest.approx(2 * 1.96 * standard_error, rel=0.1)
     assert bootstrap(values) == interval  # the same data, the same interval
-    assert bootstrap(np.full(9, 0.25)) == type(interval)(0.25, 0.25, 0.25)
 
 
 @pytest.mark.parametrize("prompts", [1, 2, 30, 500])
@@ -77,6 +76,36 @@ def test_where_all_prompts_score_alike_at_an_end_the_interval_is_the_exact_binom
     assert everything.low == pytest.approx(1 - none.high)
     exact = binomtest(0, prompts).proportion_ci(0.95, method="exact")
     assert (none.low, none.high) == pytest.approx((exact.low, exact.high))
+
+
+@pytest.mark.parametrize("value", [0.25, 0.5, 1 / 3, -1.0, 3.0])
+@pytest.mark.parametrize("prompts", [1, 2, 9, 200])
+def test_prompts_that_all_score_alike_do_not_make_the_interval_certain(value: float, prompts: int) -> None:
+    interval = bootstrap(np.full(prompts, value))
+    least, largest = min(0.0, value), max(1.0, value)
+    # A share of other prompts that all draws miss with probability 2.5%, if those score as low or high as can be.
+    missed = 1 - 0.025 ** (1 / prompts)
+    assert interval.value == pytest.approx(value)
+    assert interval.low == pytest.approx((1 - missed) * value + missed * least)
+    assert interval.high == pytest.approx((1 - missed) * value + missed * largest)
+    assert interval.low < interval.high
+
+
+def test_one_prompt_has_wide_intervals_however_many_samples() -> None:
+    score = np.array([[1.0, 0.0] * 500])
+    for interval in (average(score), pass_at_k(score, 1)):
+        assert interval.value == 0.5
+        assert interval.low < 0.02 and interval.high > 0.98
+
+
+def test_values_that_differ_by_rounding_alone_are_alike() -> None:
+    values = np.array([0.1 + 0.2, 0.3, 0.3])
+    assert bootstrap(values).high > 0.5
+
+
+def test_a_mean_of_no_scores_is_unknown() -> None:
+    interval = average(np.full((3, 2), math.nan))
+    assert math.isnan(interval.value) and math.isnan(interval.low) and math.isnan(interval.high)
 
 
 def sampler() -> HFSampler:
@@ -98,6 +127,7 @@ def test_the_embedded_policy_has_the_accuracy_that_it_was_made_with() -> None:
     assert sum(lists["score"]) / sum(lists["scored"]) == pytest.approx(result.accuracy.value)
     assert lists["scored"] == [4] * 200
     assert len(json.dumps(lists)) < 200 * 40  # some bytes more than the ids
+    assert len(repr(result)) < 1000
 
 
 def test_excluded_prompts_are_not_evaluated() -> None:

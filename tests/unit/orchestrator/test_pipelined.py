@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,24 @@ def test_a_generator_that_fails_says_why_and_loses_nothing(runs: Path, tmp_path:
     with pytest.raises(EngineError, match=r"the generating process ended: .*weightless.*run the same command again"):
         run(config)
     assert "Fatal" not in (config.directory / "generator.log").read_text()
+
+
+@pytest.mark.nightly
+def test_files_beside_a_config_hide_no_module_from_the_generator_and_its_reward_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("random", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('a file of the working directory was imported')\n")
+    (tmp_path / "rewards_of_the_generator.py").write_text("def score(response, answer): return response == answer\n")
+    rows = [json.dumps({"problem": f"{a}+{a}=", "answer": str(2 * a)}) for a in range(10, 50)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # as that of an installed script
+    monkeypatch.chdir(tmp_path)
+    options = {"path": "rows.jsonl", "verifier": "python", "held_out": 0.5}
+    options["verifier_options"] = {"function": "rewards_of_the_generator:score"}
+    task = {"name": "jsonl", "options": options}
+    config = made(tmp_path / "runs", schedule=PIPELINED, model={"path": "arithmetic"}, task=task)
+    assert run(config).updates == 6
 
 
 def test_a_generator_that_is_killed_is_one_message_and_the_next_runs_beside_learning(

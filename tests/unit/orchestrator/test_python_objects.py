@@ -116,8 +116,25 @@ def test_fields_splits_and_evaluation_rows(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="asks for 'answer', and no row has it; answer_field names its field"):
         config_of(tmp_path, dataset=unanswered, name="fourth")
     partly = config_of(tmp_path, dataset=[unanswered[0], *ROWS[1:]], name="fifth")  # the first row alone lacks one
-    with pytest.raises(TaskError, match="line 1: there is no field 'answer'"):
+    with pytest.raises(TaskError, match=r"^dataset\[0\]: there is no field 'answer'"):
         partly.make_task()
+
+
+def test_a_bad_row_is_named_by_its_place_in_the_object_that_was_passed(tmp_path: Path) -> None:
+    bad = [*ROWS[:5], {"prompt": "1+1=", "answer": ""}, *ROWS[5:]]
+    for given in (bad, datasets.Dataset.from_list(bad), (row for row in bad)):
+        with pytest.raises(TaskError, match=r"^dataset\[5\]: field 'answer' is empty$"):
+            config_of(tmp_path, dataset=given).make_task()
+    with pytest.raises(TaskError, match=r"^eval_dataset\[5\]: field 'answer' is empty$"):
+        config_of(tmp_path, eval_dataset=bad).make_task()
+    twice = [{**row, "id": place % 59} for place, row in enumerate(ROWS)]
+    with pytest.raises(TaskError, match=r"^dataset\[59\]: id '0' was already used by dataset\[0\]$"):
+        config_of(tmp_path, dataset=twice).make_task()
+    with pytest.raises(TaskError, match=r"^dataset\[5\]: field 'answer' is empty$"):
+        stalewise.evaluate("embedded:arithmetic", bad, "exact")
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in bad))
+    with pytest.raises(TaskError, match=r"^dataset sums, row 5, counted from 0: field 'answer' is empty$"):
+        config_of(tmp_path, dataset=tmp_path / "sums.jsonl").make_task()
 
 
 def test_an_unknown_objective_is_an_error_of_the_config(tmp_path: Path) -> None:

@@ -116,6 +116,18 @@ def test_intervals_end_where_scores_do(tmp_path: Path) -> None:
     assert compare(sides["a"], sides["b"]).a.accuracy.low < -1
 
 
+@pytest.mark.parametrize(("a", "b"), [(0, 0), (4, 4), (2, 2), (0, 4), (2, 3)])
+def test_prompts_that_all_score_alike_do_not_make_a_comparison_certain(tmp_path: Path, a: int, b: int) -> None:
+    found = compare([judged(tmp_path / "a", np.full(5, a))], [judged(tmp_path / "b", np.full(5, b))])
+    missed = 1 - 0.025 ** (1 / 5)  # of all prompts, by five draws with probability 2.5%
+    assert found.difference.value == pytest.approx((b - a) / 4)
+    assert found.difference.low == pytest.approx((1 - missed) * (b - a) / 4 - missed)
+    assert found.difference.high == pytest.approx(min((1 - missed) * (b - a) / 4 + missed, 1))
+    for side, right in ((found.a.accuracy, a), (found.b.accuracy, b)):
+        assert side.low == pytest.approx((1 - missed) * right / 4)
+        assert side.high == pytest.approx((1 - missed) * right / 4 + missed)
+
+
 def test_intervals_over_prompts_hold_the_truth_as_often_as_they_say() -> None:
     held = 0
     for trial in range(60):
@@ -171,13 +183,15 @@ def test_the_speed_at_equal_accuracy(tmp_path: Path) -> None:
     fast = curve(tmp_path / "fast", 5.0, [0.25, 0.5, 1.0])
     found = compare([slow], [fast])
     assert (found.a.seconds, found.b.seconds) == (40, 20)
-    # Half way between 10 s and 20 s `fast` has what `slow` has after 40 s.
-    assert (found.a.seconds_to_accuracy, found.b.seconds_to_accuracy) == (40, 15)
-    assert found.speed_up == pytest.approx(40 / 15)
-    assert found.speed.endswith(": 2.7 times as fast")
+    line = found.a.accuracy.low  # the lower end, between the second and the third evaluation of both
+    assert line == pytest.approx(0.75 * 0.025 ** (1 / 50))
+    seconds = (20 + 20 * (line - 0.5) / 0.25, 10 + 10 * (line - 0.5) / 0.5)
+    assert (found.a.seconds_to_accuracy, found.b.seconds_to_accuracy) == pytest.approx(seconds)
+    assert found.speed_up == pytest.approx(seconds[0] / seconds[1])
+    assert found.speed.endswith(": 2.6 times as fast")
     other_way = compare([fast], [slow])
     assert other_way.speed_up is None
-    assert other_way.speed == ("slow never reached 1.000, the lower end of fast's final accuracy: its best is 0.750")
+    assert other_way.speed == ("slow never reached 0.929, the lower end of fast's final accuracy: its best is 0.750")
 
 
 def test_as_good_as_the_prompts_can_tell_is_as_good(tmp_path: Path) -> None:
@@ -249,11 +263,11 @@ def test_the_command_says_it_in_words_and_as_json(tmp_path: Path) -> None:
     b = judged(tmp_path / "better", np.repeat([2, 4], 100))
     shown = call("compare", a, b).stdout
     assert shown.startswith(
-        "better is better by 50.0 points (50.0 to 50.0).\nProbability that better is better: 99.9%."
+        "better is better by 50.0 points (47.3 to 50.9).\nProbability that better is better: 99.9%."
     )
     assert "Speed at equal accuracy is unknown: plain has too few evaluations (2)" in shown
     record = called_json("compare", "--a", a, "--b", b)
-    assert record["words"] == "better is better by 50.0 points (50.0 to 50.0)"
+    assert record["words"] == "better is better by 50.0 points (47.3 to 50.9)"
     assert (record["probability_better"], record["task"], record["prompts"]) == (1.0, "arithmetic", 200)
     assert record["a"]["accuracy"]["value"] == 0.25 and record["speed_up"] is None
 

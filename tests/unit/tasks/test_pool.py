@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,27 @@ def test_unknown_verifier_or_option_names_the_nearest() -> None:
         make_verifier("number", which="middle")
     with pytest.raises(TaskError, match="workers ≥ 1"):
         make_verifier("math", workers=0)
+
+
+def test_workers_outlive_the_thread_in_which_they_started(judges: str) -> None:
+    """A shard is scored in a thread that ends with its batch. Linux tells a child when the thread that made it dies."""
+    verifier: Any = make_verifier("python", function=judges, workers=2)
+    found: list[set[int]] = []
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as thread:
+            assert [reward.error for reward in thread.submit(score, verifier, *["8"] * 8).result()] == [""] * 8
+        time.sleep(0.3)
+        found.append({worker.process.pid for worker in verifier._running if worker.process.poll() is None})
+    verifier.close()
+    assert len(found[0]) == 2 and found[0] == found[1]
+
+
+def test_a_worker_that_still_loads_when_a_batch_is_scored_serves_the_next(judges: str) -> None:
+    verifier: Any = make_verifier("python", function=judges, workers=4)
+    for _ in range(3):
+        with ThreadPoolExecutor(1) as thread:
+            assert [reward.error for reward in thread.submit(score, verifier, *["8"] * 4).result()] == [""] * 4
+    verifier.close()
 
 
 def test_hanging_judges_are_killed_and_replaced_and_order_is_kept(judges: str) -> None:

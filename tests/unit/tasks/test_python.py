@@ -12,6 +12,7 @@ import pytest
 from prompts import write
 from stalewise.errors import TaskError
 from stalewise.tasks import make_task, make_verifier
+from stalewise.tasks.base import command_of_a_child
 from stalewise.tasks.rows import Row, RowsTask
 from stalewise.tasks.verifiers.judge_process import judged
 from stalewise.tasks.verifiers.python import PythonVerifier, load_judge
@@ -61,6 +62,25 @@ def test_nothing_of_the_working_directory_is_found_where_python_is_told_so(
     for options, found in (([], "True"), (["-P"], "False")):
         command = [sys.executable, *options, "-c", program]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == found
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_a_child_finds_what_its_parent_finds_and_nothing_in_the_working_directory_hides_a_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, safe: bool
+) -> None:
+    for name in ("random", "torch", "numpy", "stalewise", "runpy", "json"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a file of the working directory was imported')\n")
+    (tmp_path / "apart").mkdir()
+    (tmp_path / "apart" / "of_the_parent.py").write_text(
+        "import random, runpy, sys\nfrom stalewise.tasks.base import is_importable\n"
+        "print(sys.argv[1:], is_importable('beside'), sys.path[-1] == sys.argv[2])\n"
+    )
+    (tmp_path / "beside.py").touch()  # a reward function's module, say
+    monkeypatch.syspath_prepend(str(tmp_path / "apart"))
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # as that of an installed script
+    command = command_of_a_child("of_the_parent", "a b", str(tmp_path), safe=safe)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == (f"{['a b', str(tmp_path)]} {not safe} {not safe}\n", "")
 
 
 FORMS = """

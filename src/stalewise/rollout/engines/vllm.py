@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import Pipe
@@ -28,6 +27,7 @@ from stalewise.errors import ConfigError, EngineError
 from stalewise.rollout.engines.weight_check import AnswerHistory, PolicyCheck
 from stalewise.rollout.policy_files import Answer, ExternalSampler, PolicyFiles, read_policy_files
 from stalewise.rollout.sampler import Request, Response
+from stalewise.tasks.base import command_of_a_child
 from stalewise.types import SamplerSettings
 
 # Requests per replica: several times what vLLM has under way, since it runs partly empty at the end of each call.
@@ -50,7 +50,7 @@ class VllmReplica:
         self.pipe, theirs = Pipe()
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "stalewise.rollout.engines.vllm_process", str(theirs.fileno())],
+                command_of_a_child("stalewise.rollout.engines.vllm_process", str(theirs.fileno()), safe=True),
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=descriptor,

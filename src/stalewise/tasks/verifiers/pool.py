@@ -13,6 +13,7 @@ import contextlib
 import json
 import math
 import os
+import queue
 import secrets
 import signal
 import socket
@@ -22,7 +23,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
@@ -176,7 +178,40 @@ def _start_worker(descriptor: int, confinement: Confinement, folder: str, module
         "limits": confinement.limits(),
         "descriptors": [descriptor],
     }
-    return sandbox.launch(spec, stdin=subprocess.DEVNULL)
+    return _in_lasting_thread(lambda: sandbox.launch(spec, stdin=subprocess.DEVNULL))
+
+
+_Start = tuple[Callable[[], sandbox.Child], "Future[sandbox.Child]"]
+_starts: dict[int, queue.SimpleQueue[_Start]] = {}  # by process: a fork has no thread of its parent
+_starts_lock = threading.Lock()
+
+
+def _in_lasting_thread(start: Callable[[], sandbox.Child]) -> sandbox.Child:
+    """Start a process in a thread that lasts as long as this process.
+
+    A sandbox ends with its parent, and for Linux that is the thread that started it: a worker would end with the thread
+    that writes one batch.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return start()
+    with _starts_lock:
+        if os.getpid() not in _starts:
+            _starts.clear()
+            _starts[os.getpid()] = queue.SimpleQueue()
+            threading.Thread(target=_start_all, args=_starts.values(), name="stalewise-starts", daemon=True).start()
+        asked = _starts[os.getpid()]
+    started: Future[sandbox.Child] = Future()
+    asked.put((start, started))
+    return started.result()
+
+
+def _start_all(asked: queue.SimpleQueue[_Start]) -> None:
+    while True:
+        start, started = asked.get()
+        try:
+            started.set_result(start())
+        except BaseException as error:
+            started.set_exception(error)
 
 
 class ProcessVerifier:
