@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import shlex
 import signal
@@ -282,8 +283,17 @@ def load_packages() -> None:
 
 
 def print_json(record: Mapping[str, Any] | Sequence[Any]) -> None:
-    """Print one line of JSON."""
-    typer.echo(json.dumps(record))
+    """Print one line of JSON; a number that is unknown or infinite is null."""
+    typer.echo(json.dumps(without_nan(record), allow_nan=False))
+
+
+def without_nan(value: Any) -> Any:
+    """Replace numbers that are not finite by None, since JSON has only null."""
+    if isinstance(value, Mapping):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @app.callback(invoke_without_command=True)

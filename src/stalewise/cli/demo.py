@@ -6,13 +6,13 @@ of rollouts. They differ in their schedule and objective.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from stalewise.api import evaluate, run
+from stalewise.cli.app import print_json
 from stalewise.cli.tables import make_table, print_lines
 from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import RunResult
@@ -104,6 +104,6 @@ def main(*, as_json: bool, runs: Path, callback: ProgressCallback | None = None)
     figures = {"base_accuracy": base, "runs": {name: summary_of(result) for name, result in results.items()}}
     report = write_report([result.directory for result in results.values()], runs / "report.html")
     if as_json:
-        print(json.dumps({**figures, "report": str(report)}))
+        print_json({**figures, "report": str(report)})
     else:
         print_lines(summary_table(figures), f"report: {report}")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import subprocess
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -49,7 +48,7 @@ def watch(
 
     console, now = stdout_console(), run_status(run)
     if as_json:
-        return print_json(_without_nan(asdict(now)))
+        return print_json(asdict(now))
     if once or not console.is_terminal:
         return console.print(status_view(now))
     from rich.live import Live
@@ -126,7 +125,7 @@ def compare(
     from stalewise.reporting.compare import compare
 
     result = compare(a, b)
-    print_json(_without_nan(result.record())) if as_json else print_comparison(result)
+    print_json(result.record()) if as_json else print_comparison(result)
 
 
 @app.command()
@@ -216,12 +215,3 @@ def _check_runs(*directories: Path) -> None:
             from stalewise.config.run_directory import not_a_run
 
             raise StoreError(not_a_run(directory))
-
-
-def _without_nan(value: Any) -> Any:
-    """Replace numbers that are not finite by None, since JSON has only null."""
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from stalewise.cli.app import print_json
 from stalewise.config import RunConfig
 from stalewise.config.run_directory import RunResult
 from stalewise.reporting.compare import RunComparison
@@ -110,7 +110,7 @@ def print_result(result: RunResult, as_json: bool) -> None:
     if as_json:
         record = {"updates": result.updates, "evaluations": result.evaluations, "seconds": result.seconds}
         record |= {"unscored": result.unscored, "suites": result.suites}
-        print(json.dumps({"directory": str(result.directory), **record}))
+        print_json({"directory": str(result.directory), **record})
         return
     if result.suites:
         print_lines(suite_table(list(result.suites.values())))
@@ -199,7 +199,7 @@ def print_checks(config: RunConfig, problem: str, as_json: bool) -> bool:
             print_lines(Text.assemble((f"{check.status:<8}", style), f"{check.name:<16}{visible(check.detail)}"))
     good = not any(check.status == "bad" for check in done)
     if as_json:
-        print(json.dumps({"ok": good, "checks": [asdict(check) for check in done]}))
+        print_json({"ok": good, "checks": [asdict(check) for check in done]})
     return good
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import pty
 import re
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 
 import stalewise.store.writer
-from stalewise.cli.app import PANELS, TASK_NAMES, app, complete_setting, overrides, placeholder
+from stalewise.cli.app import PANELS, TASK_NAMES, app, complete_setting, overrides, placeholder, print_json
 from stalewise.config import RunConfig
 from stalewise.store.checkpoints import versions
 from stalewise.tasks import TASKS
@@ -311,3 +312,8 @@ def test_the_list_of_commands_is_complete() -> None:
 def test_settings_are_toml_or_bare_words() -> None:
     assert overrides(["a.b=1e-5", "c=word", "d=[1, 2]"]) == {"a.b": 1e-5, "c": "word", "d": [1, 2]}
     assert overrides(None) == {}
+
+
+def test_json_has_null_for_numbers_that_are_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"a": math.nan, "b": [1.5, math.inf], "c": {"d": (0.5,)}})
+    assert capsys.readouterr().out == '{"a": null, "b": [1.5, null], "c": {"d": [0.5]}}\n'

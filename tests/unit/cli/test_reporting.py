@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,6 @@ from stalewise.cli import reporting
 from stalewise.config import load_config
 from stalewise.config.run import write_resolved
 from tiny import call, refused, write_config
-
-
-def test_json_has_null_for_numbers_that_are_not_finite() -> None:
-    record = {"a": math.nan, "b": [1.5, math.inf], "c": {"d": (0.5,)}}
-    assert reporting._without_nan(record) == {"a": None, "b": [1.5, None], "c": {"d": [0.5]}}  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize("command", ["report", "watch", "flips", "difficulty", "serve", "inspect", "verify", "eval"])
