@@ -402,7 +402,10 @@ def test_of_two_servers_one_finishes_the_work_while_the_other_is_away() -> None:
         sampler.load(POLICY)  # the next stage does not need it either
 
 
-@pytest.mark.parametrize("trouble", [{"fail": [503] * 999}, {"delay_s": 9.0}], ids=["no time", "hangs"])
+HANGS = pytest.param({"delay_s": 9.0}, id="hangs", marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("trouble", [pytest.param({"fail": [503] * 999}, id="no time"), HANGS])
 def test_of_two_servers_one_finishes_the_work_while_the_other_does_none(trouble: dict[str, Any]) -> None:
     asked = requests(8)
     with serving() as well, serving() as sick:

@@ -87,7 +87,7 @@ def as_if_long(monkeypatch: pytest.MonkeyPatch) -> None:
         (SamplerSettings(), False),
         (SamplerSettings(), True),
         (SamplerSettings(temperature=0.7, top_k=5), False),
-        (SamplerSettings(top_p=0.8), False),
+        pytest.param(SamplerSettings(top_p=0.8), False, marks=pytest.mark.nightly),
     ],
 )
 def test_slots_that_are_refilled_say_what_the_growing_cache_says(
@@ -145,7 +145,7 @@ def test_slots_that_all_end_at_once_are_filled_again(monkeypatch: pytest.MonkeyP
     assert {len(response.token_ids) for response in sampler.sample(requests(sampler, 40))} == {2}
 
 
-@pytest.mark.parametrize("share", [0.03, pytest.param(0.3, marks=pytest.mark.nightly), 0.6])
+@pytest.mark.parametrize("share", [*(pytest.param(share, marks=pytest.mark.nightly) for share in (0.03, 0.3)), 0.6])
 def test_slots_that_are_full_or_wait_leave_the_others_alone(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stalewise.rollout.engines.paged_cache.MOST_SLOTS", 16)
     monkeypatch.setattr("stalewise.rollout.engines.paged_cache.FEWEST_ROWS", 4)
@@ -195,7 +195,7 @@ def test_pools_that_take_turns_share_their_slots() -> None:
     assert (sampler._decoder.size.slots, sampler._decoder.size.blocks) == (1024, 1024 + 16 * 2)
 
 
-@pytest.mark.parametrize("group_size", [pytest.param(1, marks=pytest.mark.nightly), 3, 40])
+@pytest.mark.parametrize("group_size", [3, *(pytest.param(size, marks=pytest.mark.nightly) for size in (1, 40))])
 def test_responses_look_back_to_prompts_that_they_share(group_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stalewise.rollout.engines.paged_cache.MOST_SLOTS", 16)
     monkeypatch.setattr("stalewise.rollout.engines.paged_cache.FEWEST_ROWS", 4)
