@@ -183,8 +183,8 @@ def test_a_client_that_does_not_read_its_answer_is_left(own: Path, monkeypatch: 
         path = urlsplit(f"{server.url}report").path
         with socket.create_connection(("127.0.0.1", server.server_port), timeout=20) as connection:
             connection.sendall(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
-            while not (answering := {*threading.enumerate()} - others):
-                time.sleep(0.01)
+            while not (answering := {one for one in threading.enumerate() if one.is_alive()} - others):
+                time.sleep(0.01)  # one that is about to start is not alive yet
             answering.pop().join(20)
             with contextlib.suppress(OSError):
                 while part := connection.recv(2**20):
