@@ -383,8 +383,8 @@ def early_scores(
     task: Task, prompts: Sequence[Prompt], sampler: Sampler, scorer: ThreadPoolExecutor
 ) -> EarlyScores | None:
     """Scores while others are sampled, where engine and verifier can do that."""
-    singly = environment_of(task) is None and getattr(task.verifier, "scores_singly", False)
-    if not (singly and isinstance(sampler, StreamingSampler) and sampler.streams):
+    is_independent = environment_of(task) is None and getattr(task.verifier, "scores_independently", False)
+    if not (is_independent and isinstance(sampler, StreamingSampler) and sampler.streams):
         return None
     return EarlyScores(sampler, task.verifier, prompts, scorer)
 

@@ -39,8 +39,8 @@ Item = TypeVar("Item")
 class Verifier(Protocol):
     """Scores responses. A response that cannot be scored gets the value NaN and an error, never 0.
 
-    One that has an attribute `scores_singly`, and it is true, may be asked for the first responses while others are
-    sampled: its scores depend on nothing else in the call, and other processes or machines do the work.
+    Optional: `scores_independently = True`, where the score of a response does not depend on the others of the call and
+    the work is done outside of this process. Then, on a GPU, responses are scored while others are sampled.
     """
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:

@@ -14,9 +14,8 @@ from stalewise.errors import TaskError
 from stalewise.tasks.rows import Row, RowsTask, takes_row_options
 
 MOST_CHARACTERS = 2**24  # of a line: parsing one takes many times its size
-_WRITTEN = re.compile(
-    r"(?:^|/)data/[0-9a-f]{12}/([^/]+)\.jsonl$"
-)  # by `stalewise.train`: a line for each row, none empty
+# What `stalewise.train` writes of the rows that a program passed: a line for each, none empty.
+_WRITTEN = re.compile(r"(?:^|/)data/[0-9a-f]{12}/([^/]+)\.jsonl$")
 FORM = "every row must be a JSON object on a line of its own"
 
 

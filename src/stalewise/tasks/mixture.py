@@ -99,9 +99,9 @@ class MixtureVerifier:
         self._tasks = tasks
 
     @property
-    def scores_singly(self) -> bool:
+    def scores_independently(self) -> bool:
         """Whether all of its verifiers do."""
-        return all(getattr(task.verifier, "scores_singly", False) for task in self._tasks.values())
+        return all(getattr(task.verifier, "scores_independently", False) for task in self._tasks.values())
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
         """Score `responses[i]` as an answer to `prompts[i]`; results in the same order."""

@@ -92,7 +92,7 @@ class InHalves(HFSampler):
 class Singly:
     """The verifier of arithmetic; it may be asked early."""
 
-    scores_singly = True
+    scores_independently = True
 
     def __init__(self, verifier: Verifier, problem: Exception | None = None) -> None:
         self.scored, self.sizes, self._verifier, self._problem = threading.Event(), list[int](), verifier, problem

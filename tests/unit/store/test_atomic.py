@@ -77,18 +77,8 @@ def test_order_is_flush_file_then_rename_then_flush_directory(tmp_path: Path, mo
     assert calls == [f"fsync {tmp_path.name}", "fsync .file", "replace", "fsync run"]
 
 
-def test_what_has_a_temporary_name_is_flushed_when_it_is_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_a_temporary_name_is_flushed_when_it_is_committed(tmp_path: Path, flushed: list[str]) -> None:
     # A flush waits for whatever else is being written to the disk.
-    flushed: list[str] = []
-    fsync = os.fsync
-
-    def record_fsync(descriptor: int) -> None:
-        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", record_fsync)
     temporary = temporary_name(tmp_path / "batch") / "batch"
     write_atomic(temporary / "deep" / "one", b"x")
     assert files.create_atomic(temporary / "other", b"y")

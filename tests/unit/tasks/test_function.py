@@ -46,9 +46,9 @@ def test_a_lambda_runs_in_a_thread_of_this_process_and_keeps_its_order() -> None
     assert threads == {"stalewise-reward"}
 
 
-def test_a_function_of_a_module_is_scored_singly_and_one_of_the_program_is_not() -> None:
+def test_a_function_of_a_module_is_scored_independently_and_one_of_the_program_is_not() -> None:
     found = [FunctionVerifier(register(one, fingerprint(one))) for one in (math.sqrt, lambda response: 1.0)]
-    assert [verifier.scores_singly for verifier in found] == [True, False]
+    assert [verifier.scores_independently for verifier in found] == [True, False]
 
 
 def test_an_error_is_that_of_its_response_and_has_a_traceback() -> None:

@@ -95,13 +95,13 @@ def test_each_response_is_scored_by_its_task_in_order() -> None:
         task.verifier.score(stranger, ["1"])
 
 
-def test_a_mixture_is_scored_singly_where_all_of_its_parts_are(tmp_path: Path) -> None:
+def test_a_mixture_is_scored_independently_where_all_of_its_parts_are(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"problem": f"1+{n}", "answer": str(1 + n)}) + "\n" for n in range(9)))
     math = {"name": "jsonl", "options": {"path": str(rows), "verifier": "math"}}
     both = [math | {"label": label} for label in "ab"]
     found = [MixtureTask(parts, seed=0) for parts in (both, [math, {"name": "arithmetic"}])]
-    assert [getattr(task.verifier, "scores_singly", None) for task in found] == [True, False]
+    assert [getattr(task.verifier, "scores_independently", None) for task in found] == [True, False]
 
 
 def test_parts_may_have_a_judge_and_code_and_no_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

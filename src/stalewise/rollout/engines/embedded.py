@@ -148,7 +148,7 @@ class HFSampler:
         self.settings, self.max_new_tokens, self.on_tokens = settings, max_new_tokens, on_tokens
         # A GPU is fastest with a large pool; on a CPU the batches must not depend on which shards were already there.
         self.preferred_batch_size = min(POOL, POOL_TOKENS // max_new_tokens) if device.type == "cuda" else 1
-        self.streams = device.type == "cuda"  # on a CPU, reading them at once would take time from sampling
+        self.streams = device.type == "cuda"  # on a CPU, scoring meanwhile would take time from sampling
         self._device, self._dtype, self._compiling_pays = device, dtype, compiling_pays
         if device.type == "cuda":
             get_ready()

@@ -41,7 +41,7 @@ class CodeVerifier:
     `timed_out` 1 if a limit of time ended it, and `parsed` 0 if it is not Python. A program that never ends scores 0.
     """
 
-    scores_singly = True
+    scores_independently = True
 
     def __init__(
         self,

@@ -58,7 +58,7 @@ class JudgeVerifier:
     questions are asked at once, each up to 1 + `retries` times and for up to `limit_s` seconds.
     """
 
-    scores_singly = True
+    scores_independently = True
 
     def __init__(
         self,

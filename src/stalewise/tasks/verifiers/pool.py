@@ -224,7 +224,7 @@ class ProcessVerifier:
     process. Without `workers` there is one per CPU, at most 8.
     """
 
-    scores_singly = True
+    scores_independently = True
 
     def __init__(
         self,
@@ -347,8 +347,8 @@ class ProcessVerifier:
 
 def prompt_record(prompt: Prompt) -> dict[str, Any]:
     """A prompt as JSON has it."""
-    names = ("prompt_id", "text", "answer")
-    return {name: getattr(prompt, name) for name in names} | {"metadata": dict(prompt.metadata)}
+    texts = {"prompt_id": prompt.prompt_id, "text": prompt.text, "answer": prompt.answer}
+    return texts | {"metadata": dict(prompt.metadata)}  # `asdict` copies deeply, for each response
 
 
 def end_workers(workers: list[JudgeWorker], owner: int) -> None:

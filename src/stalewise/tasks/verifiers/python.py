@@ -92,8 +92,8 @@ class FunctionVerifier:
         self._verifier: ProcessVerifier | _Threads | _EventLoop | None = None
 
     @property
-    def scores_singly(self) -> bool:
-        """Whether the function runs in other processes; one of this program may count its calls."""
+    def scores_independently(self) -> bool:
+        """Whether the function runs in other processes. One in this process may keep state between its calls."""
         return isinstance(self._made(), ProcessVerifier)
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
