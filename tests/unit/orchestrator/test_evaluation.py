@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,9 @@ def test_excluded_prompts_are_not_evaluated() -> None:
     result = evaluate_checkpoint(EMBEDDED / "arithmetic", **settings, exclude=Seen(frozenset(ids[:4])))
     assert (result.prompts, result.excluded) == (6, 4)
     assert "4 prompts left out" in describe_evaluation(result)
+    part = {"a": {"accuracy": {"value": 0.5}}, "b": {"accuracy": {"value": math.nan}}}
+    assert "a 0.500" in describe_evaluation(replace(result, by_task=part))
+    assert "b unknown" in describe_evaluation(replace(result, by_task=part))
     with pytest.raises(TaskError, match="no held-out prompts left to evaluate on: training has seen all 10, or they"):
         evaluate_checkpoint(EMBEDDED / "arithmetic", **settings, exclude=Seen(frozenset(ids)))
 
