@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     one = verbs.add_parser("run", help="one job")
     one.add_argument("--arm", choices=ARMS, required=True)
     one.add_argument("--seed", type=int, required=True)
-    one.add_argument("--lr", type=float, required=True)
+    one.add_argument("--lr", type=_rate, required=True, help="a number; tuned: the arm's best on the tuning seeds in --out")
     one.add_argument("--timed", action="store_true", help="it runs alone on the device")
     _add_common(one)
     one = verbs.add_parser("plan", help="write a list of jobs")
@@ -109,6 +109,21 @@ def _add_common(one: argparse.ArgumentParser) -> None:
             one.add_argument(option, type=type(field.default), default=None)
 
 
+def _rate(text: str) -> float | None:
+    return None if text == "tuned" else float(text)
+
+
+def tuned_rate(arm: str, settings: Settings, out: Path) -> float:
+    """The learning rate of an arm that is best on the tuning seeds, among the jobs of this size in `out`."""
+    from benchmarks.gsm8k_bench.figures import TUNING_SEEDS, done_jobs, size_of, tuned
+
+    wanted = size_of({"settings": settings.record(), "seed": TUNING_SEEDS})
+    found = tuned([job for job in done_jobs(map(jobs.read, sorted(out.glob("*.json")))) if size_of(job) == wanted])
+    if arm not in found:
+        raise SystemExit(f"--lr tuned: {out} has no job of {arm} on a tuning seed in this size; tune it first or say a rate")
+    return found[arm]["best"]
+
+
 def job_of(arguments: argparse.Namespace) -> jobs.Job:
     """What the arguments of `run` ask for."""
     work, out = arguments.work.resolve(), arguments.out.resolve()
@@ -118,11 +133,12 @@ def job_of(arguments: argparse.Namespace) -> jobs.Job:
     for name in FILES:
         if said.get(name) and Path(said[name]).exists():
             said[name] = str(Path(said[name]).resolve())
+    settings = Settings(**{**usual, **said})
     return jobs.Job(
         arm=arguments.arm,
         seed=arguments.seed,
-        rate=arguments.lr,
-        settings=Settings(**{**usual, **said}),
+        rate=tuned_rate(arguments.arm, settings, out) if arguments.lr is None else arguments.lr,
+        settings=settings,
         out=out,
         work=work,
         timed=arguments.timed,

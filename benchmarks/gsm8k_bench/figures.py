@@ -195,6 +195,11 @@ def claims(
 # ---------------------------------------------------------------- all of them
 
 
+def done_jobs(jobs: Iterable[Record | None]) -> list[Record]:
+    """Those that came to their end and have a curve."""
+    return [job for job in jobs if job and not job.get("error") and not job.get("left_out") and job.get("curve")]
+
+
 def is_tuning(job: Record) -> bool:
     return int(job["seed"]) >= TUNING_SEEDS
 
@@ -256,7 +261,7 @@ def has_clock(job: Record) -> bool:
 def headline(jobs: Iterable[Record]) -> dict[str, Any]:
     """All keys of the results, from the jobs of one size."""
     every = list(jobs)
-    done = [job for job in every if not job.get("error") and not job.get("left_out") and job.get("curve")]
+    done = done_jobs(every)
     tuning = tuned(done)
     judged = {arm: _judged(done, arm, tuning) for arm in ARMS}
     timed = {arm: [job for job in judged[arm] if has_clock(job)] for arm in ARMS}
