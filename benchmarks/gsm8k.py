@@ -70,7 +70,9 @@ def parser() -> argparse.ArgumentParser:
     one = verbs.add_parser("run", help="one job")
     one.add_argument("--arm", choices=ARMS, required=True)
     one.add_argument("--seed", type=int, required=True)
-    one.add_argument("--lr", type=_rate, required=True, help="a number; tuned: the arm's best on the tuning seeds in --out")
+    one.add_argument(
+        "--lr", type=_rate, required=True, help="a number; tuned: the arm's best on the tuning seeds in --out"
+    )
     one.add_argument("--timed", action="store_true", help="it runs alone on the device")
     _add_common(one)
     one = verbs.add_parser("plan", help="write a list of jobs")
@@ -120,7 +122,9 @@ def tuned_rate(arm: str, settings: Settings, out: Path) -> float:
     wanted = size_of({"settings": settings.record(), "seed": TUNING_SEEDS})
     found = tuned([job for job in done_jobs(map(jobs.read, sorted(out.glob("*.json")))) if size_of(job) == wanted])
     if arm not in found:
-        raise SystemExit(f"--lr tuned: {out} has no job of {arm} on a tuning seed in this size; tune it first or say a rate")
+        raise SystemExit(
+            f"--lr tuned: no job in {out} is of {arm}, a tuning seed and this size: tune it, or say a rate"
+        )
     return found[arm]["best"]
 
 
@@ -182,7 +186,8 @@ def collect(files: list[Path], out: Path, plot: Path) -> None:
     head = headline(inside)
     if len(inside) < len(found):
         head["notes"].append(f"{len(found) - len(inside)} jobs of other sizes are kept and not in these figures")
-    kept = [{key: value for key, value in job.items() if key not in ("journal", "last_words")} for job in found]
+    by_update = ("journal", "last_words", "metrics", "at")  # they stay in the jobs' own files
+    kept = [{key: value for key, value in job.items() if key not in by_update} for job in found]
     shared = sizes[main]
     record = {"format": jobs.FORMAT, "settings": shared, **head, "jobs": kept}
     jobs.write(out, record)

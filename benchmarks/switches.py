@@ -1,6 +1,7 @@
 """What a run waits for between generating and learning: seconds per switch, staged and with µ = 4, 16, 64, 256.
 
     python benchmarks/switches.py [--sizes 0.5b] [--updates 256] [--mu 4,16,64,256] [--parts copy,run] [--out FILE]
+    python benchmarks/switches.py --parts disk --gb 1.7 --every 3.6 --work DIRECTORY      # a disk, on any machine
     python benchmarks/switches.py --quick        # a tiny model, in a minute, on a CPU
 
 Policies have random weights in the shapes of Qwen2.5 (as Llama, without biases) and a tokenizer of made-up words; one
@@ -14,6 +15,9 @@ update: checkpoint, waiting for its commit, the sampler's new weights, opening t
 the learner's GPU, the sampler's part is waking vLLM and reloading from the checkpoint, which must be committed first;
 putting it to sleep counts to the next learner. Start and end of a run (first checkpoint, first learner; last
 checkpoint) are given apart. `background_s` is what writing took.
+
+`disk` writes checkpoints of `--gb` gigabytes, one every `--every` seconds, and removes the one before each, as a run
+does: seconds of both, and what each checkpoint waited for those before it.
 """
 
 from __future__ import annotations
@@ -41,10 +45,14 @@ from benchmarks.child_processes import ending, finish, start
 from stalewise.api import run
 from stalewise.config import make_config
 from stalewise.models.transfer import HostBuffers
+from stalewise.orchestrator.checkpoint_writer import CheckpointWriter
+from stalewise.orchestrator.run_log import RunLog
 from stalewise.store.atomic import read_json, write_json_atomic
+from stalewise.store.checkpoints import prune, write_checkpoint
 from stalewise.store.json_lines import read_jsonl
 from stalewise.tasks import TASKS
 from stalewise.tasks.base import LocalVerifier
+from stalewise.trainer.snapshot import Snapshot
 from stalewise.types import Prompt, Reward
 
 # Width, inner width, layers, heads, heads of keys and values, tied embeddings.
@@ -59,6 +67,7 @@ ONE_IN = {"tiny": 20}  # tokens end a response, else 500
 FORMAT = "stalewise.switches/2"
 GROUP = 8  # responses to a prompt
 ROUNDS = 3
+CHECKPOINTS = 8
 VLLM = {"gpu_memory_utilization": 0.4, "max_model_len": 2048, "copies": 1}
 TASKS["coin"] = f"{__name__}:Coin"
 
@@ -156,6 +165,42 @@ def measure_copy(size: str, moment_bytes: int) -> dict[str, Any]:
         "used_memory_s": statistics.median(seconds[1:]),
         "gb_per_s": buffers.nbytes / statistics.median(seconds[1:]) / 1e9,
         "sampler_takes_s": statistics.median(taken[1:]),
+    }
+
+
+def measure_disk(gigabytes: float, every: float, work: Path) -> dict[str, Any]:
+    """Seconds that checkpoints wait for the writing and the removal of those before them."""
+    directory = work / "disk"
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    tensors = {"weight": torch.rand(int(gigabytes * 1e9 / 12))}
+    snapshot = Snapshot({f"{name}.safetensors": tensors for name in ("model", "first", "second")}, lambda place: None)
+    writer, notes, removed, waits = CheckpointWriter(RunLog(directory), HostBuffers()), list[dict[str, Any]](), [], []
+
+    def commit(version: int) -> dict[str, Any]:
+        notes.append({})
+        write_checkpoint(directory, version, save=snapshot.write, state={}, notes=notes[-1])
+        return notes[-1]
+
+    def remove() -> None:
+        start = time.perf_counter()
+        prune(directory, keep=1)
+        removed.append(time.perf_counter() - start)
+
+    for version in range(CHECKPOINTS):
+        start = time.perf_counter()
+        writer.begin(version, lambda version=version: commit(version), remove, 3 * tensors["weight"].nbytes)
+        waits.append(time.perf_counter() - start)
+        time.sleep(every)
+    writer.finish()
+    shutil.rmtree(directory)
+    return {
+        "gigabytes": gigabytes,
+        "every_s": every,
+        "writing_s": statistics.median([note["writing_s"] for note in notes]),
+        "removing_s": statistics.median(removed[1:]),  # there was none before the first
+        "waiting_s": statistics.median(waits[2:]),
+        "longest_wait_s": max(waits),
     }
 
 
@@ -277,6 +322,10 @@ def measure(arguments: argparse.Namespace, work: Path) -> tuple[dict[str, Any], 
             raise SystemExit(f"{arguments.out} has the format {before['format']}, not {FORMAT}: name another file")
         result |= before if before["machine"] == result["machine"] else {}
     began, failed = time.monotonic(), False
+    if "disk" in parts:
+        found = measure_disk(arguments.gb, arguments.every, work)
+        result.setdefault("disk", {})[f"{arguments.gb:g} GB every {arguments.every:g} s"] = found
+        print("disk", json.dumps(found), flush=True)
     for left in work.glob("*-mu*"):  # runs of a process that was ended would fill the disk
         shutil.rmtree(left)
     for size in sizes:
@@ -316,6 +365,8 @@ def main() -> int:
     parser.add_argument("--engine", default="hf", choices=("hf", "vllm"), help="vllm: on the learner's GPU, sleeping")
     parser.add_argument("--sleep", default="sleep", choices=("sleep", "drop"), help="of vLLM: level 1 or level 2")
     parser.add_argument("--moment-bytes", type=int, choices=(1, 2, 4), default=4, help="of a number in `copy`")
+    parser.add_argument("--gb", type=float, default=5.9, help="of a checkpoint in `disk`")
+    parser.add_argument("--every", type=float, default=3.6, help="seconds between checkpoints in `disk`")
     parser.add_argument("--deadline-s", type=float, default=1e9, help="after which no further run is begun")
     parser.add_argument("--work", type=Path, help="where models and runs go; a temporary directory by default")
     parser.add_argument("--out", type=Path)

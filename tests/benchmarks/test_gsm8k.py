@@ -273,10 +273,32 @@ def test_what_is_done_is_not_wanted_again_unless_its_time_is(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "plans").glob("*.txt")), ids=lambda path: path.stem)
 def test_planned_jobs_are_jobs_and_stand_once(path: Path) -> None:
-    found = [gsm8k.job_of(gsm8k.parser().parse_args(["run", *line])) for line in jobs.read_list(path)]
+    kept = ["--out", str(ROOT / "benchmarks" / "results" / "gsm8k-jobs")]  # with the tuned rates
+    found = [gsm8k.job_of(gsm8k.parser().parse_args(["run", *line, *kept])) for line in jobs.read_list(path)]
     assert found and len({one.name for one in found}) == len(found)
     for one in found:
         one.settings.check(one.arm)
+
+
+def test_a_tuned_rate_is_the_best_one_of_the_arm_and_size(tmp_path: Path) -> None:
+    def asked(*more: str) -> jobs.Job:
+        given = ["run", "--arm", "p3o", "--seed", "0", "--lr", "tuned", "--out", str(tmp_path), *more]
+        return gsm8k.job_of(gsm8k.parser().parse_args(given))
+
+    small, large = settings.Settings(evaluate_every=128), settings.Settings(prompts=64)
+
+    def write(name: str, size: settings.Settings, seed: int, rate: float, accuracy: float, **more: Any) -> None:
+        made = job("p3o", seed, [(0, 0.1), (9, accuracy)], rate=rate, settings=size.record(), **more)
+        (tmp_path / f"{name}.json").write_text(json.dumps(made))
+
+    write("low", small, 101, 1e-6, 0.2)
+    write("best", small, 101, 2e-6, 0.3)
+    write("judged", small, 0, 4e-6, 0.9)
+    write("large", large, 101, 8e-6, 0.9)
+    write("failed", small, 101, 1e-5, 0.9, error="no")
+    assert asked().rate == 2e-6 and asked("--prompts", "64").rate == 8e-6
+    with pytest.raises(SystemExit, match=r"no job in .* is of p3o, a tuning seed and this size"):
+        asked("--prompts", "32")
 
 
 def test_lists_of_jobs_have_comments(tmp_path: Path) -> None:

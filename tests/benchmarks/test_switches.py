@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,17 @@ def test_a_tiny_run_tells_what_a_switch_blocks(tmp_path: Path) -> None:
     assert (found["prompts"], found["rollouts"], found["tokens"]) == (2, 16, 8)
     copied = switches.one({"part": "copy", "size": "tiny", "moment_bytes": 2}, tmp_path)
     assert copied["bytes"] % 8 == 0 and copied["sampler_takes_s"] > 0
+
+
+def test_checkpoints_wait_for_a_disk_that_removes_slowly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = switches.prune
+    monkeypatch.setattr(switches, "prune", lambda *places, **kept: [time.sleep(0.1), real(*places, **kept)])
+    found = switches.measure_disk(12e-6, 0.0, tmp_path)
+    assert found["writing_s"] > 0 and found["removing_s"] > 0.1
+    # The removal before the last one must be over: in the long run a checkpoint waits as long as a removal takes.
+    assert 0.05 < found["waiting_s"] <= found["longest_wait_s"]
+    assert switches.measure_disk(12e-6, 0.15, tmp_path)["waiting_s"] < 0.05
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_start_and_end_of_a_run_are_no_switches() -> None:

@@ -9,6 +9,8 @@ checkpoint leaves, and the same command continues.
 from __future__ import annotations
 
 import contextlib
+import shutil
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -39,17 +41,28 @@ class CheckpointWriter:
         self.version: int | None = None
         self.on_commit: Callable[[], object] = lambda: None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        # Where the disk is told of freed space, removing a checkpoint can take as long as writing one.
+        self._removing = ThreadPoolExecutor(1, thread_name_prefix="removal")
         self._commit: Future[Notes] | None = None
-        self._rest: Future[None] | None = None
+        self._reserved: Future[None] | None = None
+        self._rest: deque[Future[None]] = deque()
 
     def copy(self, trainer: Trainer) -> Snapshot | None:
         """What a checkpoint holds, in host memory; None where that is short, or only transformers can write it."""
         fits = fits_beside(trainer.checkpoint_bytes() - self.buffers.nbytes)
         return trainer.snapshot(self.buffers) if fits else None
 
-    def begin(self, version: int, commit: Callable[[], Notes], afterwards: Callable[[], object]) -> None:
-        """Commit a checkpoint in the background, then do what nobody waits for; both must not touch the trainer."""
-        self.finish()
+    def begin(
+        self, version: int, commit: Callable[[], Notes], afterwards: Callable[[], object], nbytes: int = 0
+    ) -> None:
+        """Commit a checkpoint in the background, then do what nobody waits for; both must not touch the trainer.
+
+        What came after the checkpoint before may still go on, unless the disk has no room for `nbytes` beside it.
+        """
+        self.join()
+        is_short = nbytes > shutil.disk_usage(self.run_log.directory).free
+        while self._rest and (is_short or len(self._rest) > 1 or self._rest[0].done()):
+            self._rest.popleft().result()
         self.version = version
         committed = self._commit = self._threads.submit(commit)
 
@@ -57,14 +70,12 @@ class CheckpointWriter:
             if committed.exception() is None:
                 afterwards()
 
-        self._rest = self._threads.submit(rest)
+        self._rest.append(self._removing.submit(rest))
 
     def reserve(self, trainer: Trainer | None) -> None:
         """Get the memory of the first copy while updates run: from the system, that takes longer than the copy."""
-        is_busy = self._commit is not None or (self._rest is not None and not self._rest.done())
-        if self._is_reserved or trainer is None or is_busy:
+        if self._is_reserved or trainer is None or self._commit is not None:
             return
-        self.finish()
         shapes, self._is_reserved = trainer.snapshot_shapes(), True
 
         def reserve() -> None:
@@ -72,7 +83,14 @@ class CheckpointWriter:
                 self.buffers.reserve(shapes)
 
         if shapes and fits_beside(trainer.checkpoint_bytes()):
-            self._rest = self._threads.submit(reserve)
+            self._reserved = self._threads.submit(reserve)
+
+    def free_buffers(self) -> None:
+        """Return when the buffers may be filled: the checkpoint in them is committed."""
+        self.join()
+        if self._reserved is not None:
+            reserved, self._reserved = self._reserved, None
+            reserved.result()
 
     @property
     def is_writing(self) -> bool:
@@ -106,10 +124,9 @@ class CheckpointWriter:
 
     def finish(self) -> None:
         """Return when nothing is left to do in the background."""
-        self.join()
-        if self._rest is not None:
-            rest, self._rest = self._rest, None
-            rest.result()
+        self.free_buffers()
+        while self._rest:
+            self._rest.popleft().result()
 
     def close(self, log: Callable[[str], object]) -> None:
         """End the thread when its work is done. An error is logged, since another may be the reason to end."""
@@ -119,9 +136,11 @@ class CheckpointWriter:
             log(str(error))
         finally:
             self._threads.shutdown()
+            self._removing.shutdown()
 
     def _forget(self) -> None:
-        self._commit = self._rest = self.version = None
+        self._commit = self.version = None
+        self._rest.clear()
 
 
 def fits_beside(nbytes: int) -> bool:

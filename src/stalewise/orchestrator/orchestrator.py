@@ -521,14 +521,15 @@ class Orchestrator:
 
     def _save(self, trainer: Trainer, state: dict[str, Any]) -> None:
         """Copy the trainer's state to the host and write it in the background; at once where memory is short."""
-        self.writer.finish()  # its buffers are used again
-        self.run_log.commit()  # before the checkpoint: no record that led to it can be lost unnoticed
+        self.writer.free_buffers()
+        ends = self.run_log.ends()
         version, schedule, write_tokens = trainer.version, self.schedule, self.run_log.tokens.detach(trainer.version)
         size = trainer.checkpoint_bytes()
         snapshot = self.writer.copy(trainer)
 
         def commit() -> dict[str, Any]:
             notes: dict[str, Any] = {}
+            self.run_log.commit(ends)  # before the checkpoint: no record that led to it can be lost unnoticed
             write_tokens()
             save = trainer.save if snapshot is None else snapshot.write
             write_checkpoint(self.directory, version, save=save, state=state, notes=notes, size=size)
@@ -542,10 +543,11 @@ class Orchestrator:
 
         self.states[version] = {"version": version, **state}  # its checksums are made as it is written
         if snapshot is None:
+            self.writer.finish()
             commit()
             clean_up()
         else:
-            self.writer.begin(version, commit, (lambda: None) if self.config.storage.url else clean_up)
+            self.writer.begin(version, commit, (lambda: None) if self.config.storage.url else clean_up, size)
 
     def _check_update(self, metrics: Mapping[str, float]) -> None:
         """Stop, before anything is saved, where the learner is not the policy that sampled; get memory for a copy."""

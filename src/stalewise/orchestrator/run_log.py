@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from stalewise.staleness.schedule import Step
 from stalewise.staleness.spent import useful_share
 from stalewise.store import LedgerEntry, TokenLog, append_entry, ledger_path, to_ranges, truncate_ledger
-from stalewise.store.json_lines import append_line, commit_records, truncate_jsonl
+from stalewise.store.json_lines import append_line, commit_records, record_ends, truncate_jsonl
 from stalewise.store.records import EVALUATION, JOURNAL, METRIC, SUITE, SUMMARY, RecordSchema, is_whole, read_records
 
 METRIC_OF_STAGE = RecordSchema({**METRIC.required, "generation_batch": is_whole}, METRIC.optional)
@@ -135,9 +135,13 @@ class RunLog:
         self.tokens.truncate(before=first)
         self.updates = [one for one in self.updates if one.update < first]
 
-    def commit(self) -> None:
+    def ends(self) -> dict[str, tuple[int, str]]:
+        """How far the records go now, for `commit`."""
+        return record_ends(self.directory)
+
+    def commit(self, ends: Mapping[str, tuple[int, str]] | None = None) -> None:
         """Flush the records and write down how far they go: from here on the loss of their ends is noticed."""
-        commit_records(self.directory)
+        commit_records(self.directory, ends)
 
     def taken_on(self, generation_batch: int) -> list[UpdateSummary]:
         """The updates on the current generation batch that changed the weights."""

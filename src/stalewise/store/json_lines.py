@@ -145,16 +145,26 @@ def _is_kept(path: Path, line: Line, keep: Callable[[dict[str, Any]], bool]) -> 
     raise StoreError(f"{path}, line {line.number} is damaged: {problem}; {RESTORE}")
 
 
-def commit_records(run: str | Path) -> None:
-    """Flush the JSONL files of a run and write down how far they go, so that the loss of their ends is noticed."""
+def commit_records(run: str | Path, ends: Mapping[str, tuple[int, str]] | None = None) -> None:
+    """Flush the JSONL files of a run and write down how far they go, so that the loss of their ends is noticed.
+
+    `ends`: how far that is, if they may have grown since (`record_ends`).
+    """
     run = Path(run)
-    paths, before = (*run.glob("*.jsonl"), *run.glob("ledger/*.jsonl")), committed_ends(run)
-    ends = {path.relative_to(run).as_posix(): _end_of(path) for path in sorted(paths)}
-    changed = [run / name for name, end in ends.items() if end[0] and end != before.get(name)]
+    ends, before = record_ends(run) if ends is None else ends, committed_ends(run)
+    changed = [run / name for name, end in ends.items() if end != before.get(name)]
     with explain_write_errors(run, 0):
         for path in (*changed, *{path.parent for path in changed}):  # new ones are entries of their directories
             fsync_directory(path)
-    _write_ends(run, {name: end for name, end in ends.items() if end[0]})
+    _write_ends(run, ends)
+
+
+def record_ends(run: str | Path) -> dict[str, tuple[int, str]]:
+    """The bytes of each JSONL file of a run up to its last whole line, and the checksum there, by name."""
+    run = Path(run)
+    paths = sorted((*run.glob("*.jsonl"), *run.glob("ledger/*.jsonl")))
+    ends = {path.relative_to(run).as_posix(): _end_of(path) for path in paths}
+    return {name: end for name, end in ends.items() if end[0]}
 
 
 def committed_ends(run: str | Path) -> dict[str, tuple[int, str]]:

@@ -23,7 +23,7 @@ from stalewise.orchestrator.checkpoint_writer import CheckpointWriter, fits_besi
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.store import batch_directories, checkpoints, open_batch
 from stalewise.store.checkpoints import versions
-from stalewise.store.json_lines import read_jsonl
+from stalewise.store.json_lines import committed_ends, read_jsonl
 from stalewise.store.manifest import read_shard_manifest
 from stalewise.trainer.trainer import Trainer
 from stalewise.types import NullCallback
@@ -61,6 +61,47 @@ def test_what_a_commit_lets_the_run_do_counts_as_waiting_for_it(tmp_path: Path) 
     writer.close(pytest.fail)
     (record,) = read_jsonl(tmp_path / "journal.jsonl")
     assert record["reason"] == "commit" and record["seconds"] >= 0.2
+
+
+def test_a_checkpoint_waits_for_the_removal_before_the_last_one_alone(tmp_path: Path) -> None:
+    writer, go, done = CheckpointWriter(RunLog(tmp_path), HostBuffers()), threading.Event(), list[int]()
+
+    def remove(number: int) -> None:
+        assert go.wait(WAIT_S)
+        done.append(number)
+
+    writer.begin(1, dict, lambda: remove(1))
+    writer.begin(2, dict, lambda: remove(2))
+    writer.join()
+    assert done == []
+    threading.Timer(0.2, go.set).start()
+    writer.begin(3, dict, lambda: remove(3))
+    assert done[:1] == [1]
+    writer.finish()
+    assert done == [1, 2, 3]
+    writer.close(pytest.fail)
+
+
+def test_a_checkpoint_waits_for_a_removal_where_the_disk_has_no_room_beside_it(tmp_path: Path) -> None:
+    writer, done = CheckpointWriter(RunLog(tmp_path), HostBuffers()), list[str]()
+    room = shutil.disk_usage(tmp_path).total
+    writer.begin(1, dict, lambda: [time.sleep(0.2), done.append("removed")])
+    writer.begin(2, dict, lambda: None, 2 * room)
+    assert done == ["removed"]
+    writer.close(pytest.fail)
+
+
+def test_an_error_of_a_removal_ends_the_run_at_the_next_checkpoint(tmp_path: Path) -> None:
+    writer = CheckpointWriter(RunLog(tmp_path), HostBuffers())
+
+    def fail() -> None:
+        raise StoreError("cannot remove x")
+
+    writer.begin(1, dict, fail)
+    writer.join()
+    with pytest.raises(StoreError, match=r"^cannot remove x$"):
+        writer.finish()
+    writer.close(pytest.fail)
 
 
 @pytest.mark.parametrize(
@@ -278,6 +319,25 @@ def test_a_run_flushes_nothing_while_a_checkpoint_is_written(
     monkeypatch.setattr(os, "fsync", fsync)
     run(settings, held := HeldLonger(monkeypatch, settings))
     assert held.learned == 6 and flushed == []
+
+
+def test_records_are_flushed_before_the_checkpoint_that_they_led_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings, real, found = config(tmp_path, **SYNCHRONOUS), checkpoints.commit_directory, list[int]()
+
+    def commit_directory(temporary: Path, final: Path) -> None:
+        if version := int(final.name[1:]):
+            ends = committed_ends(settings.directory)
+            lines = (settings.directory / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+            assert ends["metrics.jsonl"][0] >= sum(map(len, lines[:version]))
+            assert {"journal.jsonl", "ledger/updates.jsonl"} <= ends.keys()
+            found.append(version)
+        real(temporary, final)
+
+    monkeypatch.setattr(checkpoints, "commit_directory", commit_directory)
+    run(settings)
+    assert found == [2, 4, 6]
 
 
 def test_a_batch_that_gets_its_name_between_two_of_its_updates_is_found_again(
