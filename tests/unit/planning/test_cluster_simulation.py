@@ -29,9 +29,9 @@ def test_failures_cost_in_the_simulation_what_the_formula_says() -> None:
     failing = replace(SMALL, failures=FailureRates(1.0, 30.0, 1e9, checkpoint_every=8))
     spared = replace(failing, failures=replace(failing.failures, per_device_hour=0.0))
     staged = in_turns(SMALL)[1]
-    with_them, without = ([simulate(one, staged, seed).seconds for seed in range(300)] for one in (failing, spared))
+    with_them, without = ([simulate(one, staged, seed).seconds for seed in range(150)] for one in (failing, spared))
     lost = predict(failing, staged).seconds - predict(spared, staged).seconds
-    error = math.hypot(np.std(with_them), np.std(without)) / math.sqrt(300)
+    error = math.hypot(np.std(with_them), np.std(without)) / math.sqrt(150)
     assert lost > 5 * error
     assert abs(np.mean(with_them) - np.mean(without) - lost) < 3 * error
 
