@@ -54,7 +54,7 @@ class CheckpointWriter:
         return trainer.snapshot(self.buffers) if fits else None
 
     def begin(
-        self, version: int, commit: Callable[[], Notes], afterwards: Callable[[], object], nbytes: int = 0
+        self, version: int, commit: Callable[[], Notes], afterwards: Callable[[], object] | None, nbytes: int = 0
     ) -> None:
         """Commit a checkpoint in the background, then do what nobody waits for; both must not touch the trainer.
 
@@ -78,11 +78,12 @@ class CheckpointWriter:
         self.version = version
         committed = self._commit = self._threads.submit(try_commit)
 
-        def rest() -> None:
+        def rest(afterwards: Callable[[], object]) -> None:
             if committed.exception() is None:
                 afterwards()
 
-        self._rest.append(self._removing.submit(rest))
+        if afterwards is not None:
+            self._rest.append(self._removing.submit(rest, afterwards))
 
     def reserve(self, trainer: Trainer | None) -> None:
         """Get the memory of the first copy while updates run: from the system, that takes longer than the copy."""

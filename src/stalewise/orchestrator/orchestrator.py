@@ -549,7 +549,7 @@ class Orchestrator:
             commit()
             clean_up()
         else:
-            self.writer.begin(version, commit, (lambda: None) if self.config.storage.url else clean_up, size)
+            self.writer.begin(version, commit, None if self.config.storage.url else clean_up, size)
 
     def _check_update(self, metrics: Mapping[str, float]) -> None:
         """Stop, before anything is saved, where the learner is not the policy that sampled; get memory for a copy."""

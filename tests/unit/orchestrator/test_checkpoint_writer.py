@@ -164,6 +164,22 @@ def test_where_the_room_on_the_disk_is_unknown_a_checkpoint_waits_for_the_remova
     writer.close(pytest.fail)
 
 
+def test_a_checkpoint_after_which_nothing_is_removed_is_written_once(tmp_path: Path) -> None:
+    writer, tried = CheckpointWriter(RunLog(tmp_path), HostBuffers()), list[int]()
+
+    def commit() -> dict[str, Any]:
+        tried.append(len(tried))
+        with explain_write_errors(tmp_path, 0):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    writer.begin(1, dict, None)
+    writer.begin(2, commit, None)
+    with pytest.raises(StoreError, match=r"^disk full while writing "):
+        writer.finish()
+    assert tried == [0]
+    writer.close(pytest.fail)
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_disk_that_is_full_until_a_removal_is_over_gets_the_checkpoint_after_it(tmp_path: Path, number: int) -> None:
     writer, go, tried = CheckpointWriter(RunLog(tmp_path), HostBuffers()), threading.Event(), list[bool]()
