@@ -75,10 +75,10 @@ def write_checkpoint(
     try:
         with explain_write_errors(final, size):
             known = save(temporary)
-        _write_index(temporary)
-        write_json_atomic(temporary / "state.json", {"version": version, **state}, sealed=True)
-        marks.append(time.perf_counter())
-        files = _describe_files(temporary, known if isinstance(known, Mapping) else {})
+            _write_index(temporary)
+            write_json_atomic(temporary / "state.json", {"version": version, **state}, sealed=True)
+            marks.append(time.perf_counter())
+            files = _describe_files(temporary, known if isinstance(known, Mapping) else {})
         manifest = {"format": FORMAT, "version": version, "files": files}
         write_json_atomic(temporary / "manifest.json", manifest, sealed=True)
         marks.append(time.perf_counter())

@@ -114,6 +114,18 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert versions(tmp_path) == [] and list((tmp_path / "checkpoints").iterdir()) == []
 
 
+def test_a_disk_that_is_full_when_files_are_flushed_is_told_with_the_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(checkpoints, "fsync_directory", full)  # quotas of network file systems come as late as this
+    with pytest.raises(StoreError, match=r"^disk full while writing .*v000008: free 7 bytes; run the") as caught:
+        write_checkpoint(tmp_path, 8, save=lambda path: (path / "x").write_text("x"), state={}, size=7)
+    assert atomic.is_disk_full(caught.value) and list((tmp_path / "checkpoints").iterdir()) == []
+
+
 def test_prune_keeps_the_newest_and_the_needed(tmp_path: Path) -> None:
     for version in (0, 2, 4, 6, 8):
         write(tmp_path, version)
