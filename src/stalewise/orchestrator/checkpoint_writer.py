@@ -123,11 +123,10 @@ class CheckpointWriter:
         with self.run_log.timed("switch", reason="commit", version=version) as notes:
             try:
                 notes |= commit.result()
-            except StalewiseError:
-                self._commit = self.version = None
-                raise
             except Exception as error:
                 self._commit = self.version = None
+                if isinstance(error, StalewiseError):
+                    raise
                 raise StoreError(
                     f"the checkpoint of version {version} could not be written: {type(error).__name__}: {error}; the "
                     "run goes on from the one before: run the same command again"
