@@ -12,13 +12,14 @@ import contextlib
 import shutil
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from stalewise.errors import StalewiseError, StoreError
 from stalewise.orchestrator.run_log import RunLog
+from stalewise.store.atomic import is_disk_full
 
 if TYPE_CHECKING:  # they need torch, for which `doctor` does not wait
     from stalewise.models.transfer import HostBuffers
@@ -53,24 +54,36 @@ class CheckpointWriter:
         return trainer.snapshot(self.buffers) if fits else None
 
     def begin(
-        self, version: int, commit: Callable[[], Notes], afterwards: Callable[[], object], nbytes: int = 0
+        self, version: int, commit: Callable[[], Notes], afterwards: Callable[[], object] | None, nbytes: int = 0
     ) -> None:
         """Commit a checkpoint in the background, then do what nobody waits for; both must not touch the trainer.
 
-        What came after the checkpoint before may still go on, unless the disk has no room for `nbytes` beside it.
+        What came after the checkpoint before may still go on, unless the disk has too little room for `nbytes` beside
+        it. Nobody knows the room under a quota: where the disk is full all the same, that is waited for, too.
         """
         self.join()
-        is_short = nbytes > shutil.disk_usage(self.run_log.directory).free
-        while self._rest and (is_short or len(self._rest) > 1 or self._rest[0].done()):
-            self._rest.popleft().result()
-        self.version = version
-        committed = self._commit = self._threads.submit(commit)
+        while self._rest and (len(self._rest) > 1 or self._rest[0].done() or not self._has_room(nbytes)):
+            self._wait_for_rest()
+        before = self._rest[0] if self._rest else None
 
-        def rest() -> None:
+        def try_commit() -> Notes:
+            try:
+                return commit()
+            except StoreError as error:
+                if before is None or not is_disk_full(error):
+                    raise
+            wait([before])
+            return commit()
+
+        self.version = version
+        committed = self._commit = self._threads.submit(try_commit)
+
+        def rest(afterwards: Callable[[], object]) -> None:
             if committed.exception() is None:
                 afterwards()
 
-        self._rest.append(self._removing.submit(rest))
+        if afterwards is not None:
+            self._rest.append(self._removing.submit(rest, afterwards))
 
     def reserve(self, trainer: Trainer | None) -> None:
         """Get the memory of the first copy while updates run: from the system, that takes longer than the copy."""
@@ -110,11 +123,10 @@ class CheckpointWriter:
         with self.run_log.timed("switch", reason="commit", version=version) as notes:
             try:
                 notes |= commit.result()
-            except StalewiseError:
-                self._forget()
-                raise
             except Exception as error:
-                self._forget()
+                self._commit = self.version = None
+                if isinstance(error, StalewiseError):
+                    raise
                 raise StoreError(
                     f"the checkpoint of version {version} could not be written: {type(error).__name__}: {error}; the "
                     "run goes on from the one before: run the same command again"
@@ -126,21 +138,33 @@ class CheckpointWriter:
         """Return when nothing is left to do in the background."""
         self.free_buffers()
         while self._rest:
-            self._rest.popleft().result()
+            self._wait_for_rest()
 
     def close(self, log: Callable[[str], object]) -> None:
-        """End the thread when its work is done. An error is logged, since another may be the reason to end."""
+        """End the threads when their work is done. Errors are logged, since another may be the reason to end."""
         try:
-            self.finish()
-        except StalewiseError as error:
-            log(str(error))
+            for step in (self.join, self.finish):
+                try:
+                    step()
+                except StalewiseError as error:
+                    log(str(error))
         finally:
             self._threads.shutdown()
             self._removing.shutdown()
 
-    def _forget(self) -> None:
-        self._commit = self.version = None
-        self._rest.clear()
+    def _wait_for_rest(self) -> None:
+        try:
+            self._rest.popleft().result()
+        except BaseException:
+            self._rest.clear()  # the next one fails for the same reason
+            raise
+
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether the disk holds this many bytes more, with as much left for everything else."""
+        try:
+            return 2 * nbytes <= shutil.disk_usage(self.run_log.directory).free
+        except OSError:  # whatever is wrong, writing there says it better
+            return False
 
 
 def fits_beside(nbytes: int) -> bool:

@@ -151,10 +151,16 @@ class CollapseGuard:
         self.halves = section.action in ("halve", "both")
         self.regenerates = section.action in ("fresh", "both")
 
-    def assess(self, schedule: Schedule, version: int, coming: Sequence[tuple[float, float]]) -> Assessment:
-        """Which policies up to `version` are good; `coming`: rewards and errors of the updates that come next."""
+    def assess(
+        self, schedule: Schedule, version: int, coming: Sequence[tuple[float, float]], *, evaluated: bool = True
+    ) -> Assessment:
+        """Which policies up to `version` are good; `coming`: rewards and errors of the updates that come next.
+
+        Without `evaluated`, what is known when the checkpoint of `version` is written, before its evaluation.
+        """
         fraction, window = self.section.fraction, self.section.window
-        accuracies = [self._score(record, schedule) for record in self.run_log.evaluations]
+        evaluations = [record for record in self.run_log.evaluations if evaluated or record["version"] < version]
+        accuracies = [self._score(record, schedule) for record in evaluations]
         by_accuracy = assess(accuracies, fraction=fraction, window=window, reason="held-out accuracy fell")
         if not self.uses_rewards:
             return by_accuracy
@@ -175,11 +181,13 @@ class CollapseGuard:
     def needed_versions(self, schedule: Schedule, version: int) -> set[int]:
         """Checkpoints to which a run that is at `version` may roll back; none where the guard is off.
 
-        The best by each kind of score are among them: a degradation always comes after these.
+        The best by each kind of score are among them: a degradation always comes after these. What comes after the
+        checkpoint of `version` does not count: the run may be further when this is asked.
         """
         if not self.is_on:
             return set()
-        known, possible = self.assess(schedule, version, ()), self._possible_targets(schedule)
+        known = self.assess(schedule, version, (), evaluated=False)
+        possible = [v for v in self._possible_targets(schedule) if v <= version]
         good = [v for v in possible if v in {schedule.begins_at, *known.good}]
         return {*good[-1:], *(v for v in possible if v in known.best)}
 

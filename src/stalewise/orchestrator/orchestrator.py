@@ -538,7 +538,9 @@ class Orchestrator:
             return notes
 
         def clean_up() -> None:
-            prune(self.directory, keep=self.config.checkpoints.keep, needed=self._needed_versions(schedule, version))
+            # The run may be further by then, and later checkpoints committed: neither may change what is removed.
+            keep, needed = self.config.checkpoints.keep, self._needed_versions(schedule, version)
+            prune(self.directory, keep=keep, needed=needed, newest=version)
             self.coordinator.publish()
 
         self.states[version] = {"version": version, **state}  # its checksums are made as it is written
@@ -547,7 +549,7 @@ class Orchestrator:
             commit()
             clean_up()
         else:
-            self.writer.begin(version, commit, (lambda: None) if self.config.storage.url else clean_up, size)
+            self.writer.begin(version, commit, None if self.config.storage.url else clean_up, size)
 
     def _check_update(self, metrics: Mapping[str, float]) -> None:
         """Stop, before anything is saved, where the learner is not the policy that sampled; get memory for a copy."""

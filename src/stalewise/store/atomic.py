@@ -283,7 +283,7 @@ def commit_directory(temporary: str | Path, final: str | Path) -> None:
             os.rename(temporary, final)
             fsync_directory(final.parent)
     except StoreError as error:
-        if isinstance(error.__cause__, OSError) and error.__cause__.errno in _DISK_FULL:
+        if is_disk_full(error):
             shutil.rmtree(temporary, ignore_errors=True)
         raise
 
@@ -306,6 +306,11 @@ def explain_write_errors(path: str | Path, size: int) -> Iterator[None]:
             space = f"{size:,} bytes" if size else "some space"
             raise StoreError(f"disk full while writing {path}: free {space}; run the same command again") from error
         raise StoreError(f"cannot write {str(path)[:200]}: {os.strerror(number) if number else error}") from error
+
+
+def is_disk_full(error: StoreError) -> bool:
+    """Whether `explain_write_errors` made this of a full disk."""
+    return isinstance(error.__cause__, Exception) and _system_error(error.__cause__) in _DISK_FULL
 
 
 def _system_error(error: Exception) -> int | None:

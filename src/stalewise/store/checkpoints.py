@@ -75,10 +75,10 @@ def write_checkpoint(
     try:
         with explain_write_errors(final, size):
             known = save(temporary)
-        _write_index(temporary)
-        write_json_atomic(temporary / "state.json", {"version": version, **state}, sealed=True)
-        marks.append(time.perf_counter())
-        files = _describe_files(temporary, known if isinstance(known, Mapping) else {})
+            _write_index(temporary)
+            write_json_atomic(temporary / "state.json", {"version": version, **state}, sealed=True)
+            marks.append(time.perf_counter())
+            files = _describe_files(temporary, known if isinstance(known, Mapping) else {})
         manifest = {"format": FORMAT, "version": version, "files": files}
         write_json_atomic(temporary / "manifest.json", manifest, sealed=True)
         marks.append(time.perf_counter())
@@ -167,10 +167,14 @@ def damaged_files(directory: str | Path) -> list[Path]:
     ]
 
 
-def prune(run: str | Path, *, keep: int, needed: Iterable[int] = ()) -> list[int]:
-    """Remove all but the `keep` newest checkpoints and the `needed` ones; return the removed versions."""
-    kept = {*versions(run)[-keep:], *needed}
-    gone = [version for version in versions(run) if version not in kept]
+def prune(run: str | Path, *, keep: int, needed: Iterable[int] = (), newest: int | None = None) -> list[int]:
+    """Remove all but the `keep` newest checkpoints and the `needed` ones; return the removed versions.
+
+    As if `newest` were the newest one: those after it stay, which may be committed at any moment.
+    """
+    found = [version for version in versions(run) if newest is None or version <= newest]
+    kept = {*found[-keep:], *needed}
+    gone = [version for version in found if version not in kept]
     _remove(run, gone)
     return gone
 
@@ -185,5 +189,9 @@ def _remove(run: str | Path, gone: Iterable[int]) -> None:
         directory = checkpoint_directory(run, version)
         # Renamed first: a crash during the removal must not leave half a checkpoint under its name.
         doomed = temporary_name(directory)
-        directory.rename(doomed)
-        shutil.rmtree(doomed)
+        try:
+            directory.rename(doomed)
+            shutil.rmtree(doomed)
+        except OSError as error:
+            why = f"cannot remove {error.filename or directory}: {error.strerror or error}"
+            raise StoreError(f"{why}; see to it that it can be removed, then run the same command again") from error

@@ -22,6 +22,7 @@ from stalewise.orchestrator import orchestrator as module
 from stalewise.orchestrator.checkpoint_writer import CheckpointWriter, fits_beside
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.store import batch_directories, checkpoints, open_batch
+from stalewise.store.atomic import explain_write_errors
 from stalewise.store.checkpoints import versions
 from stalewise.store.json_lines import committed_ends, read_jsonl
 from stalewise.store.manifest import read_shard_manifest
@@ -101,6 +102,105 @@ def test_an_error_of_a_removal_ends_the_run_at_the_next_checkpoint(tmp_path: Pat
     writer.join()
     with pytest.raises(StoreError, match=r"^cannot remove x$"):
         writer.finish()
+    writer.close(pytest.fail)
+
+
+def test_two_removals_that_fail_are_one_error(tmp_path: Path) -> None:
+    writer, go = CheckpointWriter(RunLog(tmp_path), HostBuffers()), threading.Event()
+
+    def fail() -> None:
+        assert go.wait(WAIT_S)
+        raise StoreError("cannot remove x")
+
+    writer.begin(1, dict, fail)
+    writer.begin(2, dict, fail)
+    go.set()
+    with pytest.raises(StoreError, match=r"^cannot remove x$"):
+        writer.begin(3, dict, lambda: None)
+    writer.close(pytest.fail)
+
+
+def test_a_removal_that_fails_is_told_after_a_checkpoint_that_failed(tmp_path: Path) -> None:
+    writer, go, told = CheckpointWriter(RunLog(tmp_path), HostBuffers()), threading.Event(), list[str]()
+
+    def fail(what: str) -> Any:
+        assert go.wait(WAIT_S)
+        raise StoreError(what)
+
+    writer.begin(1, dict, lambda: fail("cannot remove x"))
+    writer.begin(2, lambda: fail("cannot write y"), lambda: None)
+    go.set()
+    with pytest.raises(StoreError, match=r"^cannot write y$"):
+        writer.join()
+    writer.close(told.append)
+    assert told == ["cannot remove x"]
+
+
+def test_all_that_failed_is_told_when_a_run_ends_for_another_reason(tmp_path: Path) -> None:
+    writer, go, told = CheckpointWriter(RunLog(tmp_path), HostBuffers()), threading.Event(), list[str]()
+
+    def fail(what: str) -> Any:
+        assert go.wait(WAIT_S)
+        raise StoreError(what)
+
+    writer.begin(1, dict, lambda: fail("cannot remove x"))
+    writer.begin(2, lambda: fail("cannot write y"), lambda: None)
+    go.set()
+    writer.close(told.append)
+    assert told == ["cannot write y", "cannot remove x"]
+
+
+def test_where_the_room_on_the_disk_is_unknown_a_checkpoint_waits_for_the_removal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(checkpoint_writer.shutil, "disk_usage", fail)
+    writer, done = CheckpointWriter(RunLog(tmp_path), HostBuffers()), list[str]()
+    writer.begin(1, dict, lambda: [time.sleep(0.2), done.append("removed")])
+    writer.begin(2, dict, lambda: None, 1)
+    assert done == ["removed"]
+    writer.close(pytest.fail)
+
+
+def test_a_checkpoint_after_which_nothing_is_removed_is_written_once(tmp_path: Path) -> None:
+    writer, tried = CheckpointWriter(RunLog(tmp_path), HostBuffers()), list[int]()
+
+    def commit() -> dict[str, Any]:
+        tried.append(len(tried))
+        with explain_write_errors(tmp_path, 0):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    writer.begin(1, dict, None)
+    writer.begin(2, commit, None)
+    with pytest.raises(StoreError, match=r"^disk full while writing "):
+        writer.finish()
+    assert tried == [0]
+    writer.close(pytest.fail)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_disk_that_is_full_until_a_removal_is_over_gets_the_checkpoint_after_it(tmp_path: Path, number: int) -> None:
+    writer, go, tried = CheckpointWriter(RunLog(tmp_path), HostBuffers()), threading.Event(), list[bool]()
+
+    def commit() -> dict[str, Any]:
+        tried.append(go.is_set())
+        with explain_write_errors(tmp_path, 0):
+            if not go.is_set():
+                raise OSError(number, os.strerror(number))
+        return {}
+
+    writer.begin(1, dict, lambda: go.wait(WAIT_S))
+    writer.begin(2, commit, lambda: None)
+    threading.Timer(0.2, go.set).start()
+    if number == errno.EIO:
+        with pytest.raises(StoreError, match=r"^cannot write .*: Input/output error$"):
+            writer.join()
+        assert tried == [False]
+    else:
+        writer.finish()
+        assert tried == [False, True]
     writer.close(pytest.fail)
 
 
@@ -500,6 +600,35 @@ def test_a_full_disk_in_the_background_is_one_message_and_loses_nothing(
     run(whole)
     final = [one.directory / "checkpoints" / "v000004" / "model.safetensors" for one in (settings, whole)]
     assert final[0].read_bytes() == final[1].read_bytes()
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_removals_may_be_slow_and_the_room_for_one_checkpoint_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int
+) -> None:
+    often = {**SYNCHRONOUS, "checkpoints": {"every": 1, "keep": keep}}
+    plain, settings = config(tmp_path / "plain", **often), config(tmp_path / "slow", **often)
+    run(plain)
+    real, remove = checkpoints.commit_directory, shutil.rmtree
+    place, most = settings.directory / "checkpoints", 3  # two are kept at the most, and one is being written
+
+    def slow(path: Path, **options: Any) -> None:
+        time.sleep(0.3 if path.parent == place and threading.current_thread().name.startswith("removal") else 0.0)
+        remove(path, **options)
+
+    def full(temporary: Path, final: Path) -> None:  # a quota, of which the disk says nothing
+        with explain_write_errors(final, 7):
+            if final.parent == place and len(list(place.iterdir())) > most:
+                raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        real(temporary, final)
+
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", slow)
+    monkeypatch.setattr(checkpoints, "commit_directory", full)
+    run(settings)
+    assert versions(settings.directory) == versions(plain.directory)
+    final = [one.directory / "checkpoints" / "v000006" / "model.safetensors" for one in (plain, settings)]
+    assert final[0].read_bytes() == final[1].read_bytes()
+    assert [thread for thread in threading.enumerate() if thread.name.startswith(("checkpoint", "removal"))] == []
 
 
 def test_every_commit_is_in_the_journal_and_no_time_counts_twice(tmp_path: Path) -> None:

@@ -164,6 +164,21 @@ def test_of_policies_that_were_all_tried_the_one_tried_least_is_taken(
     assert guard.roll_back(schedule, Degradation("the reward fell", 6), good) == 0
 
 
+def test_what_may_be_removed_does_not_depend_on_when_that_is_done(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = made(runs, guard={"action": "halve"}, schedule={"updates": 8, "stages": 1})
+    guard = CollapseGuard(config.guard, RunLog(config.directory), evaluated_every=2, uses_rewards=False)
+    schedule, on_disk = schedule_of(config.schedule, config.directory), [0, 2, 4]
+    monkeypatch.setattr(guard, "_possible_targets", lambda schedule: on_disk)
+    for version, accuracy in ((0, 0.4), (2, 0.39)):
+        interval = {"value": accuracy, "low": accuracy - 0.01, "high": accuracy + 0.01}
+        guard.run_log.evaluations.append({"version": version, "accuracy": interval})
+    assert guard.needed_versions(schedule, 4) == {0, 2}
+    guard.run_log.evaluations += [{"version": version, "accuracy": interval} for version in (4, 6)]
+    on_disk.append(6)
+    assert guard.needed_versions(schedule, 4) == {0, 2}
+    assert guard.needed_versions(schedule, 6) == {0, 4}
+
+
 def test_an_update_that_is_not_finite_is_taken_back(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from stalewise.trainer.trainer import Trainer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from stalewise.errors import StoreError
-from stalewise.store import atomic
+from stalewise.store import atomic, checkpoints
 from stalewise.store.checkpoints import (
     checkpoint_directory,
     prune,
@@ -113,11 +114,57 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert versions(tmp_path) == [] and list((tmp_path / "checkpoints").iterdir()) == []
 
 
+def test_a_disk_that_is_full_when_files_are_flushed_is_told_with_the_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(checkpoints, "fsync_directory", full)  # quotas of network file systems come as late as this
+    with pytest.raises(StoreError, match=r"^disk full while writing .*v000008: free 7 bytes; run the") as caught:
+        write_checkpoint(tmp_path, 8, save=lambda path: (path / "x").write_text("x"), state={}, size=7)
+    assert atomic.is_disk_full(caught.value) and list((tmp_path / "checkpoints").iterdir()) == []
+
+
 def test_prune_keeps_the_newest_and_the_needed(tmp_path: Path) -> None:
     for version in (0, 2, 4, 6, 8):
         write(tmp_path, version)
     assert prune(tmp_path, keep=2, needed=[0]) == [2, 4]
     assert versions(tmp_path) == [0, 6, 8]
+    assert prune(tmp_path, keep=1, newest=6) == [0] and versions(tmp_path) == [6, 8]
+    write(tmp_path, 0)
     remove_after(tmp_path, 6)
     assert versions(tmp_path) == [0, 6]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["v000000", "v000006"]
+
+
+def test_prune_spares_a_checkpoint_that_is_committed_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in (2, 4):
+        write(tmp_path, version)
+
+    def looked(run: Path) -> list[int]:
+        found = versions(run)
+        if 6 not in found:
+            write(tmp_path, 6)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "versions", looked)
+        assert prune(tmp_path, keep=1) == [2]
+    assert versions(tmp_path) == [4, 6]
+
+
+@pytest.mark.parametrize("step", ["rename", "rmtree"])
+def test_a_checkpoint_that_cannot_be_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    for version in (2, 4):
+        write(tmp_path, version)
+
+    def refuse(path: Path, *to: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(*((Path, "rename") if step == "rename" else (checkpoints.shutil, "rmtree")), refuse)
+    with pytest.raises(StoreError, match=r"^cannot remove .*v000002.*: Permission denied; see to it that it "):
+        prune(tmp_path, keep=1)
+    assert 4 in versions(tmp_path)
