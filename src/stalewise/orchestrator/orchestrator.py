@@ -230,9 +230,8 @@ class Orchestrator:
         generation_batch = self.schedule.at(version).generation_batch
         known = self.open_batches.get(generation_batch)
         if known is None or not known.directory.is_dir():  # it had a temporary name
-            self.open_batches = {
-                generation_batch: self._with_columns(self.source.open(self, generation_batch), generation_batch)
-            }
+            batch = self._with_columns(self.source.open(self, generation_batch), generation_batch)
+            self.open_batches = {generation_batch: batch}
         return self.open_batches[generation_batch]
 
     def newest_version(self) -> int:
@@ -522,9 +521,8 @@ class Orchestrator:
     def _save(self, trainer: Trainer, state: dict[str, Any]) -> None:
         """Copy the trainer's state to the host and write it in the background; at once where memory is short."""
         self.writer.free_buffers()
-        ends = self.run_log.ends()
-        version, schedule, write_tokens = trainer.version, self.schedule, self.run_log.tokens.detach(trainer.version)
-        size = trainer.checkpoint_bytes()
+        version, schedule, ends = trainer.version, self.schedule, self.run_log.ends()
+        write_tokens, size = self.run_log.tokens.detach(version), trainer.checkpoint_bytes()
         snapshot = self.writer.copy(trainer)
 
         def commit() -> dict[str, Any]:
@@ -578,9 +576,8 @@ class Orchestrator:
     def _needed_versions(self, schedule: Schedule, version: int) -> set[int]:
         """Checkpoints to keep: those that make current and coming batches, and those to which a run may roll back."""
         needed = self.guard.needed_versions(schedule, version)
-        if self.config.model.trains_adapters:
-            needed.add(0)  # the base of the adapters
-        if self.reference is not None and self.reference.name == "initial":
+        refers_to_start = self.reference is not None and self.reference.name == "initial"
+        if self.config.model.trains_adapters or refers_to_start:  # the adapters' base is version 0, too
             needed.add(0)
         if version < schedule.updates and self.source.is_own:
             first = schedule.at(version).generation_batch  # should it get damaged, it is made again
