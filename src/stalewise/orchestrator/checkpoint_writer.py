@@ -59,7 +59,7 @@ class CheckpointWriter:
         """Commit a checkpoint in the background, then do what nobody waits for; both must not touch the trainer.
 
         What came after the checkpoint before may still go on, unless the disk has too little room for `nbytes` beside
-        it. Nobody knows the room under a quota: where the disk is full all the same, that is waited for, too.
+        it. The room under a quota is unknown: where the disk is full all the same, that is waited for, too.
         """
         self.join()
         while self._rest and (len(self._rest) > 1 or self._rest[0].done() or not self._has_room(nbytes)):
