@@ -265,7 +265,7 @@ class SamplerSection(Section):
         default=64, ge=1, le=MOST_TOKENS, description="Responses are truncated at this many tokens."
     )
     rollouts_per_shard: int = Field(
-        default=2048, ge=1, le=MOST_PER_UPDATE, description="Rollouts decoded together and committed at once."
+        default=2048, ge=1, le=MOST_PER_UPDATE, description="Rollouts decoded together and committed, in whole groups."
     )
     foreign: ForeignSection = Field(default_factory=ForeignSection)
     vllm: VllmSection = Field(default_factory=VllmSection)
