@@ -143,13 +143,15 @@ def test_an_unknown_objective_is_an_error_of_the_config(tmp_path: Path) -> None:
 
 
 def interrupted(reward: Any, runs: Path, **more: Any) -> stalewise.RunResult:
-    class Stop(NullCallback):
+    class Stop(Recorder):
         def metrics(self, update: int, record: dict[str, Any]) -> None:
             raise KeyboardInterrupt
 
     settings = {**SMALL, "runs": str(runs), "name": "own", **more}
+    stop = Stop()
     with pytest.raises(KeyboardInterrupt):
-        stalewise.train("embedded:arithmetic", ROWS, reward, **{**settings, "callback": Stop()})
+        stalewise.train("embedded:arithmetic", ROWS, reward, **{**settings, "callback": stop})
+    assert stop.said[-1] == f"interrupted: committed work is in {runs}/own, and the same call resumes"
     return stalewise.train("embedded:arithmetic", ROWS, reward, **settings)
 
 
