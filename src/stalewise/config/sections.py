@@ -113,7 +113,7 @@ class TaskSection(Section):
     """The task to train on."""
 
     name: str = Field(
-        default="arithmetic", description="arithmetic[-steps|-chat], jsonl, hf, gym or mixture; docs/tasks.md."
+        default="arithmetic", description="arithmetic[-steps|-chat], jsonl, hf, gym, verifiers, mixture; docs/tasks.md."
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the task; docs/tasks.md lists them.")
     difficulty: str = Field(
