@@ -130,7 +130,11 @@ def train(
     )
     is_first = join_ranks(config.model.device).is_first
     with contextlib.nullcontext(callback) if callback else watching(config, is_first=is_first) as progress:
-        return run(config, progress)
+        try:
+            return run(config, progress)
+        except KeyboardInterrupt:
+            progress.log(f"interrupted: committed work is in {config.directory}, and the same call resumes")
+            raise
 
 
 @_accepts_watcher

@@ -5,8 +5,10 @@ Also the settings that `stalewise.train` takes as keywords, by their last name.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import heapq
+import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -103,10 +105,10 @@ class RunConfig(Section):
             yield f"evaluation.suite {low[0]}: vLLM samples at no temperature below {least}, except 0 (greedy)"
         if self.learner.parallel == "sharded" and self.model.trains_adapters:
             yield 'learner.parallel is "sharded", but adapters need "replicated": change one of the two'
-        if self.sampler.rollouts_per_shard % self.batch.group_size:
+        if self.sampler.rollouts_per_shard < self.batch.group_size:
             yield (
-                f"sampler.rollouts_per_shard is {self.sampler.rollouts_per_shard}, no multiple of "
-                f"batch.group_size {self.batch.group_size}: a group must not be split over two shards"
+                f"sampler.rollouts_per_shard is {self.sampler.rollouts_per_shard}, less than batch.group_size "
+                f"{self.batch.group_size}: a group must not be split over two shards"
             )
 
     @property
@@ -263,6 +265,21 @@ def read_toml(path: str | Path, overrides: Mapping[str, Any] | None = None) -> d
     return record
 
 
+def stages_warning(schedule: ScheduleSection) -> str:
+    """That rounding leaves fewer stages than were asked for; else an empty string.
+
+    >>> stages_warning(ScheduleSection(updates=100, stages=30)).partition(":")[0]
+    '100 updates make 25 stages of up to 4 updates, not schedule.stages = 30'
+    """
+    made, stages = schedule.schedule().generation_batches, schedule.stages
+    if stages is None or made == stages:
+        return ""
+    return (
+        f"{schedule.updates} updates make {made} stages of up to {-(-schedule.updates // stages)} updates, not "
+        f"schedule.stages = {stages}: updates / stages is rounded up; choose stages that divide the updates"
+    )
+
+
 def make_config(record: Mapping[str, Any], *, source: str = "config") -> RunConfig:
     """Check a nested mapping; a ConfigError lists every problem with its key, its value and what to do."""
     if key := _with_nul(record):
@@ -337,11 +354,26 @@ def _explain(problem: Any) -> str:
         name = str(problem["loc"][-1])
         is_slip = bool(difflib.get_close_matches(name, model.model_fields, n=1, cutoff=0.85))  # `url` of `urls`
         meant = "" if is_slip else " or ".join(_settings_called(name))
-        return f"{key} is not a setting; {f'did you mean {meant}?' if meant else nearest(name, model.model_fields)}"
+        hint = f"did you mean {meant}?" if meant else nearest(name, model.model_fields)
+        if key == f"objective.{name}" and hint.startswith("known: "):
+            hint += f"; a parameter of the objective is objective.params.{name}"
+        return f"{key} is not a setting; {hint}"
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{key}: {message}" if problem["loc"] else message
-    return f"{key} is {problem['input']!r}: {message[0].lower()}{message[1:]}"
+    return f"{key} is {problem['input']!r}: {message[0].lower()}{message[1:]}{_as_in(problem)}"
+
+
+def _as_in(problem: Any) -> str:
+    """How a text is written as the list or the number that the setting takes; empty: unknown."""
+    text = problem["input"]
+    if problem["type"] == "list_type" and isinstance(text, str):
+        return f", as in {json.dumps([text])}"
+    if problem["type"] in ("float_type", "int_type") and isinstance(text, str):
+        with contextlib.suppress(ValueError):
+            float(text)
+            return ", without quotes"
+    return ""
 
 
 # Names of which one meaning is far more common than the others.

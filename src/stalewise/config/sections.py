@@ -113,7 +113,7 @@ class TaskSection(Section):
     """The task to train on."""
 
     name: str = Field(
-        default="arithmetic", description="arithmetic[-steps|-chat], jsonl, hf, gym or mixture; docs/tasks.md."
+        default="arithmetic", description="arithmetic[-steps|-chat], jsonl, hf, gym, verifiers, mixture; docs/tasks.md."
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Options of the task; docs/tasks.md lists them.")
     difficulty: str = Field(
@@ -265,7 +265,7 @@ class SamplerSection(Section):
         default=64, ge=1, le=MOST_TOKENS, description="Responses are truncated at this many tokens."
     )
     rollouts_per_shard: int = Field(
-        default=2048, ge=1, le=MOST_PER_UPDATE, description="Rollouts decoded together and committed at once."
+        default=2048, ge=1, le=MOST_PER_UPDATE, description="Rollouts decoded together and committed, in whole groups."
     )
     foreign: ForeignSection = Field(default_factory=ForeignSection)
     vllm: VllmSection = Field(default_factory=VllmSection)

@@ -66,7 +66,7 @@ def resolve_model(path: str, task: str = "") -> str:
         return str(directory)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         known = nearest(path, [*embedded_policies(), SMOLLM2])
-        raise ModelError(f"{path} is not a directory; embedded policies: {known}")
+        raise ModelError(f"{path} is not a directory; embedded policies: {known.removeprefix('known: ')}")
     _check_hub(path)
     return path  # owner/name on a hub
 

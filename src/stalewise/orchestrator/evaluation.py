@@ -107,7 +107,9 @@ def evaluate_checkpoint(
     if scores is not None:
         scores.add(errors)
     if errors.failed == len(rewards):
-        raise TaskError(f"the verifier of {task.name} failed on all {len(rewards)} responses: {errors}")
+        raise TaskError(
+            f"the verifier of {task.name} failed on all {len(rewards)} responses, so repair it: {errors.causes}"
+        )
     unmatched = task.verifier.unmatched(held_out) if isinstance(task.verifier, MathVerifier) else []
     score_PK = np.array([reward.value for reward in rewards]).reshape(len(held_out), samples)
     return Evaluation(

@@ -170,7 +170,7 @@ class Orchestrator:
         if newest == 0:
             self._check_model(is_new=is_new, learns=learns)
         if not is_new:
-            verify_before(self.directory, partial(self._checkpoint, newest), self.callback.log)
+            verify_before(self.directory, partial(self._checkpoint, newest), self.schedule.updates, self.callback.log)
         self.run_log.drop_updates(first=newest)
         self.schedule = forget_stages(self.schedule, self.run_log.stages_path, newest)
         recall_lengths(self.sampler, self.directory / "rollouts")

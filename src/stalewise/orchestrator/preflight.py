@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 
 from stalewise import __version__
 from stalewise.config import RunConfig, make_config
+from stalewise.config.run import stages_warning
 from stalewise.config.run_directory import check_identity
 from stalewise.config.sections import ObjectiveSection
 from stalewise.errors import ConfigError, StalewiseError
@@ -87,6 +88,8 @@ class _Preflight:
 
     def checks(self) -> Iterator[Check]:
         yield self._run("run directory", self._directory)
+        if warning := stages_warning(self.config.schedule):
+            yield Check("schedule", "warning", warning)
         if self.config.trackers:
             yield self._run("trackers", self._trackers)
         yield self._run("task", self._task)  # before the model, which may take minutes to arrive
@@ -257,11 +260,12 @@ class _Preflight:
         figures = f"{task.name}: {training} training prompts, {needed:,} needed; {held_out} held out"
         if held_out == 0:
             return "bad", f"{figures}: nothing to evaluate on"
+        few = repeats = ""
         if held_out < config.evaluation.prompts:
-            return "warning", f"{figures}, though evaluation.prompts is {config.evaluation.prompts}"
+            few = f", though evaluation.prompts is {config.evaluation.prompts}"
         if task.size is not None and needed > task.size:
-            return "warning", f"{figures}: each is used {needed / task.size:.1f} times"
-        return "ok", figures
+            repeats = f": each training prompt is used {needed / task.size:.1f} times"
+        return "warning" if few or repeats else "ok", f"{figures}{few}{repeats}"
 
     def _prompts(self, task: Task, sampler: Sampler) -> tuple[Status, str]:
         from stalewise.rollout.factory import check_context

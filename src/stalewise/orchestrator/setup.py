@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from stalewise.config import RunConfig, make_config
+from stalewise.config.run import stages_warning
 from stalewise.config.run_directory import (
     LIMITS_FILE,
     LIMITS_FORMAT,
@@ -50,15 +51,21 @@ SMALL_MODEL = 100_000_000  # parameters, below which a learning rate may be larg
 LARGE_RATE = 2e-5  # the default, for small models, is larger; the configs for models from 0.5B up have 1e-6 to 4e-6
 
 
-def verify_before(directory: Path, newest: Callable[[], Path], log: Callable[[str], object]) -> None:
-    """Refuse to go on from damaged records or weights; `newest` compares the newest checkpoint and returns it."""
+def verify_before(directory: Path, newest: Callable[[], Path], updates: int, log: Callable[[str], object]) -> None:
+    """Refuse to go on from damaged records or weights; `newest` compares the newest checkpoint and returns it.
+
+    It also says how many of the `updates` are made.
+    """
     start = time.perf_counter()
     found, checkpoint = check_run(directory), newest()
     size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
-    what = f"checked version {int(checkpoint.name[1:])} and the records: {(found.bytes + size) / 1e6:,.1f} MB"
+    version = int(checkpoint.name[1:])
+    what = f"checked version {version} and the records: {(found.bytes + size) / 1e6:,.1f} MB"
     count = sum(not text.endswith(OF_A_PROGRAM) for text in found.not_covered)
     left = f"; {count} without checksums, which `stalewise verify` names" if count else ""
     log(f"{what} in {time.perf_counter() - start:.1f} s, undamaged{left}")
+    end = ": there is nothing left to train" if version >= updates else ""
+    log(f"{version} of {updates} updates are made{end}")
 
 
 def log_move(directory: Path, here: Mapping[str, Any], log: Callable[[str], object]) -> None:
@@ -90,6 +97,8 @@ def resolve_settings(config: RunConfig, log: Callable[[str], object] = lambda te
 
     A run that has begun keeps both, whatever was calibrated or installed since.
     """
+    if not is_started(config.directory) and (warning := stages_warning(config.schedule)):
+        log(warning)
     if config.sampler.engine == "auto":
         source = resolve_model(config.model.path, config.task.name)
         engine, why = engine_of_run(config.directory, config.sampler, config.model, config.schedule, source)

@@ -118,9 +118,12 @@ def _inspect(directory: Path, column: str, wanted: int, what: str) -> list[dict[
     shards = [shard for path in committed for shard in store.read_batch_manifest(path).shards]
     if not shards:
         raise StoreError(f"{directory} has no committed {what}: nothing is committed yet")
-    ids = f"{min(shard.rollout_first for shard in shards)} to {max(shard.rollout_last for shard in shards)}"
-    what = f"{what}: rollout ids are {ids}; a group is a rollout id divided by the group size"
-    raise StoreError(f"{directory} has no committed {what}")
+    first, last = min(shard.rollout_first for shard in shards), max(shard.rollout_last for shard in shards)
+    known = f"rollout ids are {first} to {last}; a group is a rollout id divided by the group size"
+    if column == "group":
+        groups = [int(group) for path in committed for group in store.open_batch(path, verify=False).column("group")]
+        known = f"groups are {min(groups)} to {max(groups)}"
+    raise StoreError(f"{directory} has no committed {what}: {known}")
 
 
 def describe_rollout(directory: Path, rollout: Rollout, path: Path) -> dict[str, Any]:

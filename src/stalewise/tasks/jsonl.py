@@ -97,7 +97,7 @@ def _undecodable(path: str | os.PathLike[str]) -> int:
 
 def _row(where: str, line: str) -> Row:
     try:
-        fields = json.loads(line)
+        fields = json.loads(line.rstrip())  # with its end, the place would be in the next line
     except json.JSONDecodeError as problem:
         raise TaskError(f"{where}: not JSON: {problem.msg} at character {problem.colno}; {FORM}") from None
     except (ValueError, RecursionError) as problem:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stalewise.config.run import load_config, make_config, parse_override, write_resolved
+from stalewise.config.run import load_config, make_config, parse_override, stages_warning, write_resolved
 from stalewise.errors import ConfigError
 from stalewise.store.atomic import read_json
 from stalewise.tasks import TASKS
@@ -58,7 +58,10 @@ def test_names_of_the_examples_are_distinct() -> None:
 MISTAKES = [
     ({"optimiser": {}}, "optimiser is not a setting; did you mean optimizer?"),
     ({"optimizer": {"learning_rat": 1e-4}}, "optimizer.learning_rat is not a setting; did you mean learning_rate?"),
-    ({"optimizer": {"learning_rate": "1e-4"}}, "optimizer.learning_rate is '1e-4': input should be a valid number"),
+    (
+        {"optimizer": {"learning_rate": "1e-4"}},
+        "optimizer.learning_rate is '1e-4': input should be a valid number, without quotes",
+    ),
     ({"optimizer": {"learning_rate": 0.0}}, "optimizer.learning_rate is 0.0: input should be greater than 0"),
     ({"schedule": {"updates": 2.5}}, "schedule.updates is 2.5: input should be a valid integer"),
     ({"batch": {"group_size": 1}}, "batch.group_size is 1: input should be greater than or equal to 2"),
@@ -74,9 +77,12 @@ MISTAKES = [
     ),
     ({"schedule": {"updates": 2, "stages": 3}}, "schedule: stages is 3 but there are only 2 updates"),
     ({"optimizer": {"warmup_updates": 129}}, "optimizer.warmup_updates is 129, more than the 128 updates of the run"),
-    ({"sampler": {"rollouts_per_shard": 12}}, "no multiple of batch.group_size 8"),
+    ({"sampler": {"rollouts_per_shard": 7}}, "sampler.rollouts_per_shard is 7, less than batch.group_size 8"),
     ({"name": "a/b"}, "name is 'a/b'"),
     ({"trackers": ["wandbb"]}, "trackers.0 is 'wandbb'"),
+    ({"trackers": "wandb"}, "trackers is 'wandb': input should be a valid list, as in [\"wandb\"]"),
+    ({"objective": {"clip_high": 1.3}}, "; a parameter of the objective is objective.params.clip_high"),
+    ({"batch": {"prompts": "8"}}, "batch.prompts is '8': input should be a valid integer, without quotes"),
     ({"sampler": 3}, "sampler is 3"),
 ]
 
@@ -86,6 +92,21 @@ def test_a_mistake_is_named(record: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         make_config(record, source="my.toml")
     assert str(caught.value).startswith("my.toml: ")
+
+
+def test_any_group_size_fits_the_default_shards() -> None:
+    config = make_config({"batch": {"group_size": 6}})
+    assert config.sampler.rollouts_per_shard % 6
+
+
+def test_stages_that_do_not_divide_the_updates_are_a_warning() -> None:
+    def warning(**schedule: Any) -> str:
+        return stages_warning(make_config({"schedule": schedule}).schedule)
+
+    assert warning(updates=4, stages=3).startswith(
+        "4 updates make 2 stages of up to 2 updates, not schedule.stages = 3"
+    )
+    assert [warning(updates=7, stages=2), warning(updates=5), warning(updates=8, stages=4)] == ["", "", ""]
 
 
 def test_all_mistakes_are_named_at_once() -> None:

@@ -57,9 +57,11 @@ def test_too_few_held_out_prompts_are_a_warning(runs: Path, tmp_path: Path) -> N
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(f'{{"problem": "{a}+{a}=", "answer": "{2 * a}"}}\n' for a in range(10, 30)))
     task = {"name": "jsonl", "options": {"path": str(path), "held_out": 0.1}}
-    config = make_config(tiny_record(runs, model={"path": "arithmetic"}, task=task))
-    (check,) = [check for check in examine(config) if check.name == "task"]
-    assert check.status == "warning" and "2 held out, though evaluation.prompts is 8" in check.detail
+    record = tiny_record(runs, model={"path": "arithmetic"}, task=task, schedule={"updates": 10, "stages": 6})
+    checks = {check.name: check for check in examine(make_config(record))}
+    assert checks["task"].status == checks["schedule"].status == "warning"
+    assert "2 held out, though evaluation.prompts is 8: each training prompt is used 2.2 times" in checks["task"].detail
+    assert "10 updates make 5 stages" in checks["schedule"].detail
 
 
 def test_a_package_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,13 +143,15 @@ def test_an_unknown_objective_is_an_error_of_the_config(tmp_path: Path) -> None:
 
 
 def interrupted(reward: Any, runs: Path, **more: Any) -> stalewise.RunResult:
-    class Stop(NullCallback):
+    class Stop(Recorder):
         def metrics(self, update: int, record: dict[str, Any]) -> None:
             raise KeyboardInterrupt
 
     settings = {**SMALL, "runs": str(runs), "name": "own", **more}
+    stop = Stop()
     with pytest.raises(KeyboardInterrupt):
-        stalewise.train("embedded:arithmetic", ROWS, reward, **{**settings, "callback": Stop()})
+        stalewise.train("embedded:arithmetic", ROWS, reward, **{**settings, "callback": stop})
+    assert stop.said[-1] == f"interrupted: committed work is in {runs}/own, and the same call resumes"
     return stalewise.train("embedded:arithmetic", ROWS, reward, **settings)
 
 
@@ -354,6 +356,7 @@ def test_an_evaluation_counts_the_prompts_that_are_held_out(tmp_path: Path) -> N
     settings |= {"callback": (said := Recorder())}
     stalewise.train("embedded:arithmetic", ROWS, exact, name="own", **settings)
     assert [text.endswith(", undamaged") for text in said.said if text.startswith("checked version 2")] == [True]
+    assert "2 of 2 updates are made: there is nothing left to train" in said.said
     found = call("doctor", tmp_path / "own").stdout
     assert f"run directory   {tmp_path}/own: has made all 2 updates" in found
 

@@ -34,6 +34,8 @@ def test_a_rollout_and_its_group_have_tokens_and_updates(run: Path) -> None:
     assert [one["rollout_id"] for one in inspect_group(run, 10)] == list(range(40, 40 + GROUP_SIZE))
     with pytest.raises(StoreError, match=r"has no committed rollout 999: rollout ids are 0 to 319"):
         inspect_rollout(run, 999)
+    with pytest.raises(StoreError, match=r"has no committed group 999: groups are 0 to 79"):
+        inspect_group(run, 999)
 
 
 def test_an_empty_run_has_no_batches(tmp_path: Path) -> None:

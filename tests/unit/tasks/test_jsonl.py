@@ -29,7 +29,7 @@ GOOD = b'{"problem": "1+1", "answer": 2, "id": 7}\n'
     [
         (b"", "is empty: write one JSON object per line"),
         (b"\n  \n", "is empty"),
-        (GOOD + b'{"problem": \n', "line 2: not JSON: Expecting value at character 1; every row must"),
+        (GOOD + b'{"problem": \n', "line 2: not JSON: Expecting value at character 12; every row must"),
         (
             b'[\n  {"problem": "1+1", "answer": 2}\n]\n',
             r"line 1: not JSON: .*; every row must be a JSON object on a line of",

@@ -145,8 +145,9 @@ def test_both_forms_run_in_worker_processes(forms: str, prompt: Prompt) -> None:
 
 
 def test_a_function_that_asks_for_what_no_row_has(forms: str, prompt: Prompt) -> None:
-    error = judged(load_judge(f"{forms}:asks_for_more"), prompt, "8").error
-    assert error == (
+    reward = judged(load_judge(f"{forms}:asks_for_more"), prompt, "8")
+    assert reward.traceback == "", "no line of the function is at fault"
+    assert reward.error == (
         "TaskError: the reward function asks_for_more asks for 'colour', which it does not get: "
         "it may name answer, level, problem, prompt, response"
     )

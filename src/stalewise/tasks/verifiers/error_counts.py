@@ -58,9 +58,13 @@ class ErrorCounts:
         if not self.failed:
             late = f", {self.timed_out} of them 0 for taking too long" if self.timed_out else ""
             return f"all {self.total} responses were scored{late}"
+        return f"{self.failed} of {self.total} responses could not be scored: {self.causes}"
+
+    @property
+    def causes(self) -> str:
+        """The kinds of errors, the most frequent first, each with its count and its first example."""
         most_first = sorted(self.kinds.items(), key=lambda pair: (-pair[1], pair[0]))
-        shown = (f"{count} × {kind}{self._detail(kind)}" for kind, count in most_first)
-        return f"{self.failed} of {self.total} responses could not be scored: {', '.join(shown)}"
+        return ", ".join(f"{count} × {kind}{self._detail(kind)}" for kind, count in most_first)
 
     def over(self, limit: float) -> str:
         """Why a run should stop, if more than this fraction of the responses failed; else an empty string."""

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, SupportsFloat, SupportsIndex
 
+from stalewise.errors import StalewiseError
 from stalewise.tasks.base import load
 from stalewise.types import Prompt, Reward
 
@@ -117,9 +118,11 @@ def judged(judge: Judge, prompt: Prompt, response: str) -> Reward:
 def failed(problem: BaseException) -> Reward:
     """The Reward of a judge that raised: no value, and the traceback from the judge's own first line on."""
     frames = traceback.extract_tb(problem.__traceback__)
-    own = next((number for number, frame in enumerate(frames) if not frame.filename.startswith(_PACKAGE)), 0)
-    shown = traceback.StackSummary.from_list(frames[own:][-_FRAMES:]).format()
+    own = next((number for number, frame in enumerate(frames) if not frame.filename.startswith(_PACKAGE)), -1)
     error = describe(problem)
+    if own < 0 and isinstance(problem, StalewiseError):  # its message says it all
+        return Reward(math.nan, error=error)
+    shown = traceback.StackSummary.from_list(frames[max(own, 0) :][-_FRAMES:]).format()
     return Reward(math.nan, error=error, traceback="".join(shown) + error)
 
 
