@@ -39,14 +39,17 @@ from stalewise.types import Prompt
 FORMAT = "stalewise.run/1"
 HERE = "{run}"  # stands for the run directory, wherever it is
 _FILES = ("path", "evaluation_path")  # of the model and of the task's options
+NAME = r"^\w[\w.\-]*$"
+_PATTERNS = {
+    NAME: "it may have letters, digits, _, - and ., and begins with a letter, a digit or _",
+    sections.URL: "it should be the address of a server, as in http://127.0.0.1:8000",
+}
 
 
 class RunConfig(Section):
     """Everything that determines a run."""
 
-    name: str = Field(
-        default="run", description="Directory under `runs`.", min_length=1, max_length=120, pattern=r"^\w[\w.\-]*$"
-    )
+    name: str = Field(default="run", description="Directory under `runs`.", min_length=1, max_length=120, pattern=NAME)
     runs: str = Field(default="runs", description="Directory of all runs.")
     seed: int = Field(
         default=0, ge=0, le=2**63 - 1, description="Determines prompts, sampling and the order of batches."
@@ -361,6 +364,8 @@ def _explain(problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{key}: {message}" if problem["loc"] else message
+    if problem["type"] == "string_pattern_mismatch":
+        message = _PATTERNS.get(problem["ctx"]["pattern"], message)
     return f"{key} is {problem['input']!r}: {message[0].lower()}{message[1:]}{_as_in(problem)}"
 
 

@@ -11,7 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 
 from stalewise.staleness.schedule import Schedule, pipelined, staged, synchronous
 
-Url = Annotated[str, StringConstraints(pattern=r"^https?://[^/\s]+(/\S*)?$")]
+URL = r"^https?://[^/\s]+(/\S*)?$"
+Url = Annotated[str, StringConstraints(pattern=URL)]
 # Larger values are typing errors: they multiply into sizes that no machine holds, or into loops that never end.
 MOST_UPDATES = 1_000_000
 MOST_PROMPTS = 1_000_000

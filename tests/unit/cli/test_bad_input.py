@@ -75,7 +75,7 @@ def sums(answer: str = "") -> list[dict[str, str]]:
         ("objective.params={clip_low=1.5}", "objective: mu_grpo.clip_low is 1.5; expected a bound on the ratio from 0"),
         ("optimizer.betas=[1.5, 2.0]", "optimizer.betas.0 is 1.5: input should be less than 1"),
         ("optimizer.learning_rate=inf", "optimizer.learning_rate is inf: input should be a finite number"),
-        ('name=".."', "name is '..': string should match pattern"),
+        ('name=".."', "name is '..': it may have letters, digits, _, - and ."),
         ("task.name=arithmetics", "unknown task 'arithmetics'; did you mean arithmetic"),
         ("task.options={terms=3}", "task arithmetic has no option 'terms'"),
         ("model.device=cuda:99", "model.device is 'cuda:99'"),
