@@ -364,8 +364,7 @@ def _explain(problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{key}: {message}" if problem["loc"] else message
-    if problem["type"] == "string_pattern_mismatch":
-        message = _PATTERNS.get(problem["ctx"]["pattern"], message)
+    message = _PATTERNS.get(str(problem.get("ctx", {}).get("pattern")), message)
     return f"{key} is {problem['input']!r}: {message[0].lower()}{message[1:]}{_as_in(problem)}"
 
 
