@@ -361,7 +361,7 @@ def _explain(problem: Any) -> str:
         if key == f"objective.{name}" and hint.startswith("known: "):
             hint += f"; a parameter of the objective is objective.params.{name}"
         return f"{key} is not a setting; {hint}"
-    message = problem["msg"].removeprefix("Value error, ")
+    message: str = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "value_error":
         return f"{key}: {message}" if problem["loc"] else message
     message = _PATTERNS.get(str(problem.get("ctx", {}).get("pattern")), message)
