@@ -530,7 +530,7 @@ def test_settings_of_the_distribution_still_belong_to_a_run(runs: Path) -> None:
 def test_contradictions_in_the_config_are_named(runs: Path) -> None:
     for change, message in (
         ({"engine": "server"}, 'engine = "server" needs server.urls'),
-        ({"server": {"urls": ["localhost:8000"]}}, r"sampler\.server\.urls\.0 is 'localhost:8000': .*should match"),
+        ({"server": {"urls": ["localhost:8000"]}}, r"sampler\.server\.urls\.0 is 'localhost:8000': it should be"),
         ({"server": {"urls": ["http://a", "http://a"]}}, "names a server twice"),
         ({"server": {"reload": "command"}}, "command and reload"),
         ({"server": {"reload": "none"}}, 'reload = "none" needs servers in float32'),
