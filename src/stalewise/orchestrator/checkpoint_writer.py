@@ -56,10 +56,10 @@ class CheckpointWriter:
     def begin(
         self, version: int, commit: Callable[[], Notes], afterwards: Callable[[], object] | None, nbytes: int = 0
     ) -> None:
-        """Commit a checkpoint in the background, then do what nobody waits for; both must not touch the trainer.
+        """Commit a checkpoint in the background, then do `afterwards`; neither may touch the trainer.
 
-        What came after the checkpoint before may still go on, unless the disk has too little room for `nbytes` beside
-        it. The room under a quota is unknown: where the disk is full all the same, that is waited for, too.
+        The `afterwards` of the checkpoint before may still go on, unless the disk has little room for `nbytes` more.
+        Under a quota the room is unknown: a commit that finds the disk full waits for it and is tried once more.
         """
         self.join()
         while self._rest and (len(self._rest) > 1 or self._rest[0].done() or not self._has_room(nbytes)):
