@@ -17,7 +17,7 @@ HEAVY = {
     *("torch", "transformers", "accelerate", "tokenizers", "scipy", "pandas", "matplotlib", "sklearn", "sympy"),
     *("datasets", "peft", "fsspec", "huggingface_hub", "boto3", "pyarrow.dataset"),
 }
-MOST_SECONDS = 10.0  # of CPU time, without torch: on a quiet machine none takes more than one, on a busy one some took five
+MOST_SECONDS = 10.0  # of CPU time, without torch: at most one on a quiet machine, five on a busy one
 
 
 class Started(NamedTuple):
