@@ -35,7 +35,7 @@ def test_checkpoints_wait_for_a_disk_that_removes_slowly(tmp_path: Path, monkeyp
     assert found["writing_s"] > 0 and found["removing_s"] > 0.1
     # The removal before the last one must be over: in the long run a checkpoint waits as long as a removal takes.
     assert 0.05 < found["waiting_s"] <= found["longest_wait_s"]
-    assert switches.measure_disk(12e-6, 0.15, tmp_path)["waiting_s"] < 0.05
+    assert switches.measure_disk(12e-6, 0.3, tmp_path)["waiting_s"] < found["waiting_s"]
     assert list(tmp_path.iterdir()) == []
 
 
