@@ -31,6 +31,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,21 +176,23 @@ def measure_disk(gigabytes: float, every: float, work: Path) -> dict[str, Any]:
     directory.mkdir(parents=True)
     tensors = {"weight": torch.rand(int(gigabytes * 1e9 / 12))}
     snapshot = Snapshot({f"{name}.safetensors": tensors for name in ("model", "first", "second")}, lambda place: None)
+    nbytes = 3 * tensors["weight"].nbytes
     writer, notes, removed, waits = CheckpointWriter(RunLog(directory), HostBuffers()), list[dict[str, Any]](), [], []
 
     def commit(version: int) -> dict[str, Any]:
         notes.append({})
-        write_checkpoint(directory, version, save=snapshot.write, state={}, notes=notes[-1])
+        save = partial(snapshot.write, spare=writer.spare)
+        write_checkpoint(directory, version, save=save, state={}, notes=notes[-1])
         return notes[-1]
 
     def remove() -> None:
         start = time.perf_counter()
-        prune(directory, keep=1)
+        prune(directory, keep=1, spare=writer.spare_for(nbytes))
         removed.append(time.perf_counter() - start)
 
     for version in range(CHECKPOINTS):
         start = time.perf_counter()
-        writer.begin(version, lambda version=version: commit(version), remove, 3 * tensors["weight"].nbytes)
+        writer.begin(version, lambda version=version: commit(version), remove, nbytes)
         waits.append(time.perf_counter() - start)
         time.sleep(every)
     writer.finish()

@@ -20,6 +20,7 @@ import psutil
 from stalewise.errors import StalewiseError, StoreError
 from stalewise.orchestrator.run_log import RunLog
 from stalewise.store.atomic import is_disk_full
+from stalewise.store.checkpoints import SpareFiles
 
 if TYPE_CHECKING:  # they need torch, for which `doctor` does not wait
     from stalewise.models.transfer import HostBuffers
@@ -41,6 +42,7 @@ class CheckpointWriter:
         self.run_log, self.buffers, self._is_reserved = run_log, buffers, False
         self.version: int | None = None
         self.on_commit: Callable[[], object] = lambda: None
+        self.spare = SpareFiles()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         # Where the disk is told of freed space, removing a checkpoint can take as long as writing one.
         self._removing = ThreadPoolExecutor(1, thread_name_prefix="removal")
@@ -70,9 +72,10 @@ class CheckpointWriter:
             try:
                 return commit()
             except StoreError as error:
-                if before is None or not is_disk_full(error):
+                if not is_disk_full(error) or (before is None and not self.spare):
                     raise
-            wait([before])
+            wait([before] if before else [])
+            self.spare.remove()
             return commit()
 
         self.version = version
@@ -139,6 +142,14 @@ class CheckpointWriter:
         self.free_buffers()
         while self._rest:
             self._wait_for_rest()
+        self.spare.remove()
+
+    def spare_for(self, nbytes: int) -> SpareFiles | None:
+        """What takes the files of a checkpoint that is removed; None, and nothing is kept, where space is short."""
+        if self._has_room(nbytes):
+            return self.spare
+        self.spare.remove()
+        return None
 
     def close(self, log: Callable[[str], object]) -> None:
         """End the threads when their work is done. Errors are logged, since another may be the reason to end."""
@@ -151,6 +162,7 @@ class CheckpointWriter:
         finally:
             self._threads.shutdown()
             self._removing.shutdown()
+            self.spare.remove()
 
     def _wait_for_rest(self) -> None:
         try:

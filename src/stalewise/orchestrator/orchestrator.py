@@ -529,7 +529,7 @@ class Orchestrator:
             notes: dict[str, Any] = {}
             self.run_log.commit(ends)  # before the checkpoint: no record that led to it can be lost unnoticed
             write_tokens()
-            save = trainer.save if snapshot is None else snapshot.write
+            save = trainer.save if snapshot is None else partial(snapshot.write, spare=self.writer.spare)
             write_checkpoint(self.directory, version, save=save, state=state, notes=notes, size=size)
             if self.config.storage.url:  # workers elsewhere wait for it
                 clean_up()
@@ -538,7 +538,7 @@ class Orchestrator:
         def clean_up() -> None:
             # The run may be further by then, and later checkpoints committed: neither may change what is removed.
             keep, needed = self.config.checkpoints.keep, self._needed_versions(schedule, version)
-            prune(self.directory, keep=keep, needed=needed, newest=version)
+            prune(self.directory, keep=keep, needed=needed, newest=version, spare=self.writer.spare_for(size))
             self.coordinator.publish()
 
         self.states[version] = {"version": version, **state}  # its checksums are made as it is written

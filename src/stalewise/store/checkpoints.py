@@ -6,8 +6,14 @@ so it is either complete or absent.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import shutil
+import signal
+import stat
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 from safetensors import safe_open
 
 from stalewise.errors import StoreError
@@ -32,6 +39,7 @@ from stalewise.store.records import RecordSchema, dict_of, is_real, is_table, is
 
 FORMAT = "stalewise.checkpoint/2"
 SHA256 = {FORMAT: sha256_of_pieces, "stalewise.checkpoint/1": sha256_file}  # the checksum of a file, by format
+LOCAL = frozenset({"ext4", "xfs"})  # file systems that know all who read a file
 _NAME = re.compile(r"v(\d{6,})")
 MANIFEST = RecordSchema(
     {"format": is_text, "files": dict_of(lambda file: is_table(file) and is_text(file.get("sha256")))}
@@ -167,15 +175,23 @@ def damaged_files(directory: str | Path) -> list[Path]:
     ]
 
 
-def prune(run: str | Path, *, keep: int, needed: Iterable[int] = (), newest: int | None = None) -> list[int]:
+def prune(
+    run: str | Path,
+    *,
+    keep: int,
+    needed: Iterable[int] = (),
+    newest: int | None = None,
+    spare: SpareFiles | None = None,
+) -> list[int]:
     """Remove all but the `keep` newest checkpoints and the `needed` ones; return the removed versions.
 
-    As if `newest` were the newest one: those after it stay, which may be committed at any moment.
+    As if `newest` were the newest one: those after it stay, which may be committed at any moment. `spare` may take the
+    files of one, which the next checkpoint overwrites.
     """
     found = [version for version in versions(run) if newest is None or version <= newest]
     kept = {*found[-keep:], *needed}
     gone = [version for version in found if version not in kept]
-    _remove(run, gone)
+    _remove(run, gone, spare)
     return gone
 
 
@@ -184,14 +200,92 @@ def remove_after(run: str | Path, version: int) -> None:
     _remove(run, [later for later in reversed(versions(run)) if later > version])
 
 
-def _remove(run: str | Path, gone: Iterable[int]) -> None:
+def _remove(run: str | Path, gone: Iterable[int], spare: SpareFiles | None = None) -> None:
     for version in gone:
         directory = checkpoint_directory(run, version)
         # Renamed first: a crash during the removal must not leave half a checkpoint under its name.
         doomed = temporary_name(directory)
         try:
             directory.rename(doomed)
-            shutil.rmtree(doomed)
+            if spare is None or not spare.offer(doomed):
+                shutil.rmtree(doomed)
         except OSError as error:
             why = f"cannot remove {error.filename or directory}: {error.strerror or error}"
             raise StoreError(f"{why}; see to it that it can be removed, then run the same command again") from error
+
+
+class SpareFiles:
+    """Files of a checkpoint that is no longer needed, which the next one overwrites. Threads may share it.
+
+    Where the disk is told of freed space (mounted with `discard`), to free a checkpoint takes as long as to write one,
+    and new blocks take longer to write than old ones: a run with frequent checkpoints would wait for its disk.
+
+    Files that somebody reads are never overwritten: a policy may be mapped into memory, by this process or another one.
+    The kernel tells (it grants a lease to the only user of a file). Where it cannot, on network file systems and
+    outside of Linux, checkpoints are removed.
+    """
+
+    def __init__(self) -> None:
+        self._directory: Path | None = None
+        self._lock = threading.Lock()
+
+    def __bool__(self) -> bool:
+        return self._directory is not None
+
+    def offer(self, directory: Path) -> bool:
+        """Keep a directory that was just renamed to a temporary name; False: it is to be removed."""
+        large = list(directory.rglob("*.safetensors"))
+        if not large or not _is_local(directory) or not all(map(is_unused, large)):
+            return False
+        fsync_directory(directory.parent)  # no power failure may bring its name back once it is overwritten
+        self._replace(directory)
+        return True
+
+    def move_to(self, directory: Path, names: Iterable[str]) -> None:
+        """Move those of these files that are there, and that nobody uses, to `directory`; remove all others."""
+        with self._lock:
+            spare, self._directory = self._directory, None
+        if spare is None:
+            return
+        for name in names:
+            if is_unused(spare / name):
+                os.rename(spare / name, directory / name)
+        shutil.rmtree(spare, ignore_errors=True)
+
+    def remove(self) -> None:
+        """Free the space."""
+        self._replace(None)
+
+    def _replace(self, directory: Path | None) -> None:
+        with self._lock:
+            before, self._directory = self._directory, directory
+        if before is not None:
+            shutil.rmtree(before, ignore_errors=True)  # it has a temporary name: the next start removes what is left
+
+
+def _is_local(directory: Path) -> bool:
+    """Whether the kernel of this machine knows everybody who reads files there."""
+    place = Path(os.path.realpath(directory))
+    mounts = [mount for mount in psutil.disk_partitions(all=True) if place.is_relative_to(mount.mountpoint)]
+    return sys.platform == "linux" and max(mounts, key=lambda mount: len(mount.mountpoint)).fstype in LOCAL
+
+
+def is_unused(path: Path) -> bool:
+    """Whether it is an ordinary file with one name that no process, this one included, has open or mapped."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+            return False
+        # Should somebody open it now, the kernel sends a signal; the usual one would end this process.
+        fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+    return True

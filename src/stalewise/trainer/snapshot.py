@@ -27,6 +27,7 @@ from torch import Tensor
 from stalewise.models.transfer import SMALL, fetch, restore
 from stalewise.store import atomic
 from stalewise.store.atomic import joined_sha256, sha256_of_pieces
+from stalewise.store.checkpoints import SpareFiles
 
 POLICY = "model.safetensors"
 AT_ONCE = 1 << 22  # bytes that are hashed and then written, from a processor's cache
@@ -63,11 +64,13 @@ class Snapshot:
         """Bytes of all tensors; one with two names counts once."""
         return sum({t.data_ptr(): t.nbytes for file in self.files.values() for t in file.values()}.values())
 
-    def write(self, directory: Path) -> dict[str, str]:
-        """Write all files; returns the SHA-256 of each file that holds tensors."""
+    def write(self, directory: Path, spare: SpareFiles | None = None) -> dict[str, str]:
+        """Write all files, those that hold tensors over the spare ones; returns the SHA-256 of each of the latter."""
         self.write_small_files(directory)
         for name in self.files:
             (directory / name).parent.mkdir(exist_ok=True)
+        if spare is not None:
+            spare.move_to(directory, self.files)
         digests = write_files({directory / name: tensors for name, tensors in self.files.items()})
         return dict(zip(self.files, digests.values(), strict=True))
 
@@ -76,16 +79,21 @@ def write_files(files: Mapping[Path, Mapping[str, Tensor]]) -> dict[Path, str]:
     """Write tensors in host memory as safetensors files; returns the SHA-256 of each, as `sha256_of_pieces` has it.
 
     With one thread for each file, 2 GB took 2 s. So several threads take pieces, in turn of each file: the system lets
-    one thread at a time write to a file.
+    one thread at a time write to a file. A file that is there already is overwritten.
     """
     with contextlib.ExitStack() as stack:
-        opened = {path: stack.enter_context(path.open("xb", buffering=0)) for path in files}
+        opened = {
+            path: stack.enter_context(open(path, "r+b" if path.exists() else "xb", buffering=0)) for path in files
+        }
         # Threads end before the files are closed: the number of a closed file may be another file's.
         threads = stack.enter_context(ThreadPoolExecutor(THREADS))
         flushing = stack.enter_context(ThreadPoolExecutor(max(1, len(files))))
         stack.callback(threads.shutdown, cancel_futures=True)  # first: after an error the other pieces are not begun
         pieces = [_pieces_of(path, tensors) for path, tensors in files.items()]
         in_turn = [(path, piece) for turn in zip_longest(*pieces) for path, piece in filter(None, turn)]
+        ends = {path: start + sum(map(len, views)) for path, (start, views) in in_turn}
+        for path, end in ends.items():
+            os.truncate(path, min(end, path.stat().st_size))  # it may be a longer one that is overwritten
         writing = [(path, threads.submit(_write_piece, opened[path].fileno(), *piece)) for path, piece in in_turn]
         flushed: dict[Path, Future[Any]] = {path: flushing.submit(bool) for path in files}
         digests = {path: list[bytes]() for path in files}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
+import sys
 import threading
 import time
 from pathlib import Path
@@ -628,3 +630,63 @@ def test_every_commit_is_in_the_journal_and_no_time_counts_twice(tmp_path: Path)
     begun = [record["time"] - record["seconds"] for record in journal]
     ends = [record["time"] for record in journal]
     assert all(start >= end - 1e-3 for start, end in zip(begun[1:], ends, strict=False))
+
+
+class Inodes(NullCallback):
+    """Notes the inode of the newest checkpoint's weights before each phase."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.found = directory, dict[int, int]()
+
+    def begin(self, what: str, total: int) -> None:
+        for version in versions(self.directory):
+            with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+                weights = self.directory / f"checkpoints/v{version:06d}/model.safetensors"
+                self.found[version] = weights.stat().st_ino
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who reads a file")
+def test_a_run_writes_its_checkpoints_over_those_that_are_no_longer_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"schedule": {"kind": "synchronous", "updates": 10, "updates_per_generation": 1}}
+    plain, over = config(tmp_path / "plain", **settings), config(tmp_path / "over", **settings)
+    monkeypatch.setattr(checkpoints, "_is_local", lambda directory: False)
+    run(plain)
+    monkeypatch.setattr(checkpoints, "_is_local", lambda directory: True)
+    inodes = Inodes(over.directory)
+    run(over, inodes)
+    assert len(inodes.found) > 5
+    assert len(set(list(inodes.found.values())[2:])) <= 3  # kept, being written, spare
+    weights = [settings.directory / "checkpoints/v000010/model.safetensors" for settings in (plain, over)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    names = [{path.name for path in (one.directory / "checkpoints").iterdir()} for one in (plain, over)]
+    assert names[0] == names[1] and "v000010" in names[0]
+
+
+def test_nothing_is_kept_for_the_next_checkpoint_where_the_disk_has_little_room(tmp_path: Path) -> None:
+    writer, old = CheckpointWriter(RunLog(tmp_path), HostBuffers()), tmp_path / ".v000001.tmp-0123456789ab"
+    assert writer.spare_for(1) is writer.spare
+    old.mkdir()
+    writer.spare._directory = old
+    assert writer.spare_for(shutil.disk_usage(tmp_path).total) is None
+    assert not writer.spare and not old.exists()
+    writer.close(pytest.fail)
+
+
+def test_a_full_disk_gets_the_space_of_what_was_kept(tmp_path: Path) -> None:
+    writer, old, tried = CheckpointWriter(RunLog(tmp_path), HostBuffers()), tmp_path / "old", list[bool]()
+    old.mkdir()
+    writer.spare._directory = old
+
+    def commit() -> dict[str, Any]:
+        tried.append(old.exists())
+        with explain_write_errors(tmp_path, 0):
+            if old.exists():
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return {}
+
+    writer.begin(1, commit, None)
+    writer.finish()
+    assert tried == [True, False]
+    writer.close(pytest.fail)

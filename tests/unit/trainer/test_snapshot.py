@@ -151,3 +151,15 @@ def test_a_directory_that_is_gone_is_one_message(tmp_path: Path) -> None:
 def make(directory: Path) -> Path:
     directory.mkdir(parents=True)
     return directory
+
+
+@pytest.mark.parametrize("before", [7, 300_000])
+def test_what_is_overwritten_has_the_bytes_of_a_new_file(before: int, tmp_path: Path) -> None:
+    tensors = {"weight": torch.arange(20_000.0)}
+    save_file(tensors, tmp_path / "theirs", {"format": "pt"})
+    (tmp_path / POLICY).write_bytes(b"x" * before)  # shorter, or longer
+    inode = (tmp_path / POLICY).stat().st_ino
+    digests = write_files({tmp_path / POLICY: tensors})
+    assert (tmp_path / POLICY).read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert digests == {tmp_path / POLICY: sha256_of_pieces(tmp_path / "theirs")}
+    assert (tmp_path / POLICY).stat().st_ino == inode

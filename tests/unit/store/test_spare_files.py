@@ -1,0 +1,175 @@
+"""Files of a removed checkpoint are overwritten by the next one, and never while somebody reads them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from stalewise.store import checkpoints as module
+from stalewise.store.atomic import remove_temporaries, temporary_name
+from stalewise.store.checkpoints import SpareFiles, is_unused, prune, versions, write_checkpoint
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who reads a file")
+NAME = "model.safetensors"
+
+
+@pytest.fixture
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever file system the tests are on: it is this machine's."""
+    monkeypatch.setattr(module, "_is_local", lambda directory: True)
+
+
+def spare_directory(root: Path, content: bytes = b"old weights") -> Path:
+    directory = temporary_name(root / "v000001")
+    directory.mkdir()
+    (directory / NAME).write_bytes(content)
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+def new_directory(root: Path) -> Path:
+    directory = root / "new"
+    directory.mkdir()
+    return directory
+
+
+@pytest.mark.usefixtures("local")
+def test_a_file_moves_to_the_next_checkpoint_and_the_rest_goes(tmp_path: Path) -> None:
+    old, new, spare = spare_directory(tmp_path), new_directory(tmp_path), SpareFiles()
+    inode = (old / NAME).stat().st_ino
+    assert spare.offer(old) and spare
+    spare.move_to(new, [NAME, "missing.safetensors"])
+    assert not spare and [path.name for path in new.iterdir()] == [NAME]
+    assert (new / NAME).stat().st_ino == inode
+    assert not old.exists()
+    spare.move_to(new, [NAME])  # nothing is left to be moved
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[object]:
+    with open(path, "rb") as file:
+        yield file
+
+
+@contextmanager
+def mapped(path: Path) -> Iterator[object]:
+    with open(path, "rb") as file:
+        content = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    yield content
+    content.close()
+
+
+@contextmanager
+def read_by_another_process(path: Path) -> Iterator[object]:
+    script = f"file = open({str(path)!r}, 'rb'); print('open', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
+        assert reader.stdin is not None and reader.stdout is not None
+        assert reader.stdout.readline() == b"open\n"
+        yield reader
+        reader.stdin.close()
+
+
+@contextmanager
+def linked(path: Path) -> Iterator[object]:
+    copy = path.parent.parent / "a copy that shares its blocks"
+    os.link(path, copy)
+    yield copy
+    copy.unlink()
+
+
+@pytest.mark.usefixtures("local")
+@pytest.mark.parametrize("used", [opened, mapped, read_by_another_process, linked])
+def test_a_file_that_somebody_uses_is_not_overwritten(
+    tmp_path: Path, used: Callable[[Path], AbstractContextManager[object]]
+) -> None:
+    old, new, spare = spare_directory(tmp_path), new_directory(tmp_path), SpareFiles()
+    with used(old / NAME):
+        assert not is_unused(old / NAME)
+        assert not spare.offer(old) and old.is_dir()  # the caller removes it
+    assert spare.offer(old)
+    with used(old / NAME):
+        spare.move_to(new, [NAME])
+        assert list(new.iterdir()) == []
+    assert not old.exists()
+
+
+@pytest.mark.usefixtures("local")
+def test_a_link_or_a_directory_is_not_overwritten(tmp_path: Path) -> None:
+    target = tmp_path / "weights of somebody else"
+    target.write_bytes(b"precious")
+    old = temporary_name(tmp_path / "v000001")
+    old.mkdir()
+    (old / NAME).symlink_to(target)
+    assert not SpareFiles().offer(old)
+    assert not is_unused(tmp_path) and not is_unused(tmp_path / "missing") and is_unused(target)
+
+
+def test_a_file_system_that_does_not_know_its_readers_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mount:
+        def __init__(self, mountpoint: str, fstype: str) -> None:
+            self.mountpoint, self.fstype = mountpoint, fstype
+
+    def are(*mounts: Mount) -> None:
+        monkeypatch.setattr(module.psutil, "disk_partitions", lambda all: list(mounts))
+
+    old, spare = spare_directory(tmp_path), SpareFiles()
+    for fstype in ("nfs4", "overlay", "fuse.sshfs"):
+        are(Mount("/", "ext4"), Mount(str(tmp_path.resolve()), fstype), Mount("/elsewhere", "ext4"))
+        assert not spare.offer(old) and not spare
+    are(Mount("/", "nfs4"), Mount(str(tmp_path.resolve()), "ext4"))
+    assert spare.offer(old)
+
+
+@pytest.mark.usefixtures("local")
+def test_one_directory_is_kept_and_a_killed_run_leaves_none(tmp_path: Path) -> None:
+    spare, first = SpareFiles(), spare_directory(tmp_path)
+    assert spare.offer(first)
+    second = spare_directory(tmp_path)
+    assert spare.offer(second)
+    assert not first.exists() and second.is_dir()
+    assert remove_temporaries(tmp_path) == 1 and not second.exists()
+    spare.move_to(new_directory(tmp_path), [NAME])
+    third = spare_directory(tmp_path)
+    assert spare.offer(third)
+    spare.remove()
+    assert not spare and not third.exists()
+
+
+@pytest.mark.usefixtures("local")
+def test_a_checkpoint_without_weights_of_ours_is_removed(tmp_path: Path) -> None:
+    old = spare_directory(tmp_path)
+    (old / NAME).unlink()
+    assert not SpareFiles().offer(old)
+
+
+@pytest.mark.usefixtures("local")
+def test_a_pruned_checkpoint_is_kept_under_a_temporary_name(tmp_path: Path) -> None:
+    spare = SpareFiles()
+    for version in (1, 2):
+        write_checkpoint(tmp_path, version, save=lambda place: (place / NAME).write_bytes(_empty()), state={})
+    inode = (tmp_path / "checkpoints/v000001" / NAME).stat().st_ino
+    assert prune(tmp_path, keep=1, spare=spare) == [1]
+    assert versions(tmp_path) == [2] and spare
+
+    def save(place: Path) -> None:
+        spare.move_to(place, [NAME])
+        assert (place / NAME).stat().st_ino == inode
+
+    write_checkpoint(tmp_path, 3, save=save, state={})
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["v000002", "v000003"]
+    shutil.rmtree(tmp_path / "checkpoints")
+
+
+def _empty() -> bytes:
+    """A safetensors file without tensors."""
+    return (8).to_bytes(8, "little") + b"{}      "
