@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -171,6 +171,30 @@ def summarize(run: Run) -> RunSummary:
     cost = " ".join(filter(None, (describe_progress(run), describe_lineage(run), describe_cost(run))))
     warnings = warnings_of(run)
     return RunSummary(verdict, accuracy, cost, warnings, describe_extremes(run, warnings))
+
+
+def summary_record(run: Run) -> dict[str, Any]:
+    """The head of the page as data, with names as in `watch --json`; None where a value is unknown."""
+    ends = [run.evaluations[0], run.evaluations[-1]] if run.evaluations else []
+    first, last = [accuracy_of(record) for record in ends] or (None, None)
+    return {
+        "directory": str(run.directory),
+        "name": run.label,
+        **asdict(summarize(run)),
+        "first_accuracy": first,
+        "accuracy": last,
+        "update": run.updates,
+        "updates": run.planned_updates,
+        "rollouts": sum(batch.rows for batch in run.batches),
+        "tokens": sum(batch.tokens for batch in run.batches),
+        "rollbacks": len(run.rollbacks),
+        "seconds": run.seconds,
+    }
+
+
+def accuracy_of(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """The accuracy of an evaluation, with its interval and the version that has it."""
+    return {"version": evaluation["version"], **evaluation["accuracy"]}
 
 
 def describe_lineage(run: Run) -> str:
