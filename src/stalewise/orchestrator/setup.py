@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from stalewise.config import RunConfig, make_config
-from stalewise.config.run import stages_warning
+from stalewise.config.run import held_out_warning, stages_warning
 from stalewise.config.run_directory import (
     LIMITS_FILE,
     LIMITS_FORMAT,
@@ -211,6 +211,9 @@ def write_first_checkpoint(config: RunConfig, source: str, task: Task, log: Call
     if not config.model.trains_adapters and (
         warning := rate_warning(config.optimizer.learning_rate, model.num_parameters())
     ):
+        log(warning)
+    asked = config.evaluation.prompts
+    if warning := held_out_warning(task.name, len(task.evaluation_prompts(asked)), asked):
         log(warning)
     tokenizer = load_tokenizer(source)
     # Version 0 keeps the tokenizer: one without the chat template that the task needs would stay in the run.

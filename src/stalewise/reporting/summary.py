@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from stalewise.config.run import held_out_warning
 from stalewise.reporting.compare import unequal_work, work_of
 from stalewise.reporting.read import Run, total_seconds, verifier_errors
 from stalewise.statistics import format_duration
@@ -342,6 +343,20 @@ def _course_warnings(run: Run) -> Iterator[str]:
             f"Version {best['version']} was better than the last one: accuracy {format_interval(best['accuracy'])}; "
             "use its checkpoint if it is kept, or a lower learning rate."
         )
+    if few := _held_out_warning(run):
+        yield f"{few}."
+
+
+def _held_out_warning(run: Run) -> str:
+    """That the last evaluation had fewer prompts than it was to have; empty where that is unknown."""
+    asked = run.config.get("evaluation.prompts")
+    if not run.evaluations or not isinstance(asked, int):
+        return ""
+    last = run.evaluations[-1]
+    changes = [record for record in run.config_changes if "evaluation.prompts" in record["changes"]]
+    if any(record.get("version", 0) >= last["version"] for record in changes):  # it may have been before the change
+        return ""
+    return held_out_warning(last["task"], last["prompts"] + last.get("excluded", 0), asked)
 
 
 def describe_rollback(record: Mapping[str, Any]) -> str:
