@@ -27,13 +27,13 @@ from stalewise.orchestrator.ranks import join_ranks, run_on_all_ranks
 from stalewise.orchestrator.rescore import ROWS_TASKS
 from stalewise.orchestrator.rescore import rescore as score_again
 from stalewise.orchestrator.rollout_source import RolloutSource
-from stalewise.orchestrator.setup import resolve_settings
+from stalewise.orchestrator.setup import claim, resolve_settings
 from stalewise.planning.memory import check_sampling_memory
 from stalewise.planning.planner import plan_for_training
 from stalewise.reporting.progress import watching
 from stalewise.rollout.factory import check_policy, make_sampler
 from stalewise.rollout.workers.coordinator import restore
-from stalewise.store import BatchManifest, atomic, checkpoints
+from stalewise.store import BatchManifest, checkpoints
 from stalewise.store.reward_versions import RewardVersion
 from stalewise.tasks import callables
 from stalewise.tasks.sandbox import scratch_folder
@@ -76,7 +76,7 @@ def run(config: RunConfig, callback: ProgressCallback | None = None, *, say_plan
             for line in plan.lines if say_plan else ():
                 progress.log(line)
         source = BackgroundGeneration() if resolved.schedule.kind == "pipelined" else RolloutSource()
-        with atomic.RunLock(resolved.directory):
+        with claim(resolved.directory):
             restore(resolved, progress.log)
             return Orchestrator(resolved, progress, source, ranks=ranks).run()
 
@@ -153,7 +153,7 @@ def generate(
     """
     callback = callback or NullCallback()
     config = resolve_settings(config, callback.log)
-    with atomic.RunLock(config.directory):
+    with claim(config.directory):
         if checkpoint is None:
             restore(config, callback.log)
         with contextlib.closing(Orchestrator(config, callback)) as orchestrator:
@@ -225,7 +225,7 @@ def learn(
         check_objective(config.objective, config.batch.without_variance)  # before anything is loaded
         resolved = resolve_settings(config, progress.log)
         planned, sources = plan_sources(resolved, paths, start, unused=unused, rewards=rewards, log=progress.log)
-        with atomic.RunLock(planned.directory):
+        with claim(planned.directory):
             return Orchestrator(planned, progress, OfflineRollouts(sources, start), ranks=ranks).run()
 
     return run_on_all_ranks(config, train)

@@ -482,7 +482,7 @@ def test_integrations(tmp_path: Path) -> None:
 
 def test_reports(finished: Path, tmp_path: Path) -> None:
     copied(finished, "a", "b", "a0", "a1", "a2", "b0", "b1", "b2")
-    assert run_commands("docs/reports.md") == 7
+    assert run_commands("docs/reports.md") == 8
     assert (tmp_path / "comparison.html").is_file()
     assert run_blocks("docs/reports.md")["result"].words
 

@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,6 +28,7 @@ from stalewise.errors import StalewiseError, StoppedByFirst, StoreError, visible
 if TYPE_CHECKING:
     from stalewise.config import RunConfig
 
+SIMILAR = 0.65  # of the names of options, from 0 to 1
 INTERRUPTED = 130  # exit status of a process ended by Ctrl-C
 RESUMABLE = ("demo", "train", "generate", "learn", "probe", "sweep")
 OUT_OF_MEMORY = (
@@ -103,27 +105,45 @@ class Command(TyperCommand):
         return _with_placeholders(super().get_params(ctx), ctx)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Of an unknown option say how settings are given, where the command takes them."""
+        """Of an unknown option say which one was meant, and how settings are given where the command takes them."""
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            takes_settings = any("--set" in parameter.opts for parameter in self.params)
-            if type(error).__name__ == "NoSuchOption" and takes_settings:  # of click, or of typer's copy of it
-                _name_the_setting(error)
+            if type(error).__name__ == "NoSuchOption":  # of click, or of typer's copy of it
+                takes_settings = any("--set" in parameter.opts for parameter in self.params)
+                _name_what_was_meant(error, self.name or "", takes_settings=takes_settings)
             raise
 
 
-def _name_the_setting(error: Any) -> None:
-    from stalewise.config import setting_names
+# What chooses a version in a command that has no --version.
+VERSIONS_OF = {
+    "eval": "A version is named by its checkpoint in place of the run: stalewise eval RUN/checkpoints/v000064",
+    "flips": "Versions are chosen with --before and --after",
+    "fork": "The checkpoint is chosen with --at",
+}
 
-    wanted = error.option_name.lstrip("-").replace("-", "_")
-    similar = [option for option in error.possibilities or () if option != "--help"]
-    meant = [name for name in setting_names() if wanted in (name, name.rpartition(".")[2])]
-    if meant:
-        error.message += f". A setting is given as {' or '.join(f'--set {name}=VALUE' for name in meant)}"
-    elif not similar:
+
+def _name_what_was_meant(error: Any, command: str, *, takes_settings: bool) -> None:
+    similar = [option for option in error.possibilities or () if _is_similar(option, error.option_name)]
+    hint = ""
+    if error.option_name in ("--version", "--checkpoint", "--at"):
+        hint = VERSIONS_OF.get(command, "")
+    elif takes_settings:
+        from stalewise.config import setting_names
+
+        wanted = error.option_name.lstrip("-").replace("-", "_")
+        meant = [name for name in setting_names() if wanted in (name, name.rpartition(".")[2])]
+        hint = f"A setting is given as {' or '.join(f'--set {name}=VALUE' for name in meant)}" if meant else ""
+    if takes_settings and not hint and not similar:
         error.message += ". Settings are given with --set, as in --set optimizer.learning_rate=1e-5"
-    error.possibilities = [] if meant else similar
+    error.message += f". {hint}" if hint else ""
+    error.possibilities = [] if hint else similar
+
+
+def _is_similar(option: str, wanted: str) -> bool:
+    """Whether an option may be meant: the dashes, which all have, are not counted."""
+    name, typed = option.lstrip("-"), wanted.lstrip("-")
+    return name != "help" and (name.startswith(typed) or SequenceMatcher(None, typed, name).ratio() >= SIMILAR)
 
 
 # Commands in the order of `stalewise --help`, by what one wants to do.

@@ -26,12 +26,16 @@ Force = Annotated[bool, typer.Option("--force", help="Replace an earlier export.
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run directories; several are compared.")],
     output: Annotated[Path | None, typer.Option(help="File to write; default: report/index.html in the run.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write an HTML report of one or several runs."""
     _check_runs(*runs)  # before the slow import
-    from stalewise.reporting.render import write_report
+    from stalewise.reporting.read import read_runs
+    from stalewise.reporting.render import report_record, write_page
 
-    typer.echo(str(write_report(runs, output)))
+    found = read_runs(runs)
+    path = write_page(found, output)
+    print_json(report_record(path, found)) if as_json else typer.echo(str(path))
 
 
 @app.command()

@@ -283,6 +283,20 @@ def stages_warning(schedule: ScheduleSection) -> str:
     )
 
 
+def held_out_warning(task: str, held_out: int, asked: int) -> str:
+    """That a task holds out fewer prompts than `evaluation.prompts` asks for; else an empty string.
+
+    >>> held_out_warning("arithmetic-chat", 14, 128).partition(":")[0]
+    'evaluation.prompts is 128, but arithmetic-chat holds out 14'
+    """
+    if held_out >= asked:
+        return ""
+    return (
+        f"evaluation.prompts is {asked}, but {task} holds out {held_out}: accuracy is measured on those; hold out "
+        "more, or lower evaluation.prompts"
+    )
+
+
 def make_config(record: Mapping[str, Any], *, source: str = "config") -> RunConfig:
     """Check a nested mapping; a ConfigError lists every problem with its key, its value and what to do."""
     if key := _with_nul(record):

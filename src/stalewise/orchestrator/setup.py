@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from stalewise.config import RunConfig, make_config
-from stalewise.config.run import stages_warning
+from stalewise.config.run import held_out_warning, stages_warning
 from stalewise.config.run_directory import (
     LIMITS_FILE,
     LIMITS_FORMAT,
@@ -49,6 +50,30 @@ from stalewise.trainer.lora import save_first
 LEAST_ROOM = 0.05  # of a GPU, below which no vLLM is advised
 SMALL_MODEL = 100_000_000  # parameters, below which a learning rate may be large
 LARGE_RATE = 2e-5  # the default, for small models, is larger; the configs for models from 0.5B up have 1e-6 to 4e-6
+
+
+@contextlib.contextmanager
+def claim(directory: Path) -> Iterator[None]:
+    """Exclusive use of a run directory. A run that fails before its version 0 leaves nothing new there."""
+    with atomic.taking_back(directory), atomic.RunLock(directory) as lock:
+        before = set(directory.iterdir())
+        try:
+            yield
+        except BaseException:
+            if not (lock.is_gone or is_started(directory)):
+                for path in set(directory.iterdir()) - before:
+                    _remove(path)
+                lock.take_back()
+            raise
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a directory as far as that is possible: the error that led here is the one to show."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def verify_before(directory: Path, newest: Callable[[], Path], updates: int, log: Callable[[str], object]) -> None:
@@ -186,6 +211,9 @@ def write_first_checkpoint(config: RunConfig, source: str, task: Task, log: Call
     if not config.model.trains_adapters and (
         warning := rate_warning(config.optimizer.learning_rate, model.num_parameters())
     ):
+        log(warning)
+    asked = config.evaluation.prompts
+    if warning := held_out_warning(task.name, len(task.evaluation_prompts(asked)), asked):
         log(warning)
     tokenizer = load_tokenizer(source)
     # Version 0 keeps the tokenizer: one without the chat template that the task needs would stay in the run.

@@ -22,7 +22,7 @@ from stalewise.reporting.read import UNIMPORTANT, Run, differing_keys, read_run,
 from stalewise.types import Prompt
 
 MOST_TEXTS = 4096  # held-out prompts of a task without an end
-FEWEST_PROMPTS = 2  # in common; with fewer it is another task
+FEWEST_PROMPTS = 2  # in common; one alone shows no spread
 NORMAL_95 = 1.96  # half-width of a 95% interval in standard errors
 FEWEST_EVALUATIONS = 3  # of a curve of accuracy against time
 # What counts as work, and by which factor it may differ and still be equal. Tokens vary with the responses.
@@ -202,10 +202,7 @@ def resample(a: Sequence[Run], b: Sequence[Run], notes: list[str]) -> ResampledA
         samples, method = [_from_interval(side, seed) for seed, side in enumerate((a, b))], "not paired by prompt"
         tables = [np.array(list(run.evaluations[-1]["accuracy"].values())) for run in [*a, *b]]
     elif len(common) < FEWEST_PROMPTS:
-        raise StoreError(
-            f"runs of different tasks cannot be compared: they have {len(common)} held-out prompts in common and need "
-            f"at least {FEWEST_PROMPTS}; compare runs that were evaluated on the same prompts"
-        )
+        raise StoreError(_too_few_in_common([run.label for run in (*a, *b)], scores, len(common)))
     else:
         largest = max(run.evaluations[-1]["prompts"] for run in [*a, *b])
         if len(common) < largest:
@@ -235,6 +232,14 @@ def resample(a: Sequence[Run], b: Sequence[Run], notes: list[str]) -> ResampledA
         margin=max(value[0] - _interval(value[0], samples[0], a_P).low, 0.0),
         prompts=len(common),
         method=f"{method}; {_over_runs(len(a), len(b), is_paired_by_seed)}",
+    )
+
+
+def _too_few_in_common(labels: Sequence[str], scores: Sequence[Mapping[str, float]], common: int) -> str:
+    counts = ", ".join(f"{label} has {len(score)}" for label, score in zip(labels, scores, strict=True))
+    return (
+        f"the runs have {common} held-out prompt(s) with scores in common ({counts}), and a comparison needs at least "
+        f"{FEWEST_PROMPTS}: compare runs that were evaluated on the same {FEWEST_PROMPTS} prompts or more"
     )
 
 

@@ -45,6 +45,7 @@ from stalewise.reporting.summary import (
     metric_of,
     ranking,
     summarize,
+    summary_record,
 )
 from stalewise.store.atomic import write_atomic
 
@@ -59,7 +60,11 @@ def write_report(directories: Sequence[Path], output: Path | None = None) -> Pat
     The default is `<run>/report/index.html` for one run and `<first run>/report/comparison.html` for several. An
     `output` that is a directory gets an `index.html`.
     """
-    runs = read_runs(directories)
+    return write_page(read_runs(directories), output)
+
+
+def write_page(runs: Sequence[Run], output: Path | None) -> Path:
+    """Write the report on runs that are read already."""
     if output is None:
         output = runs[0].directory / "report" / ("index.html" if len(runs) == 1 else "comparison.html")
     elif output.is_dir():
@@ -70,6 +75,12 @@ def write_report(directories: Sequence[Path], output: Path | None = None) -> Pat
     except StoreError as error:
         raise StoreError(f"{error}; name another file or directory with --output") from error
     return output
+
+
+def report_record(path: Path, runs: Sequence[Run]) -> dict[str, Any]:
+    """The path of a report and what its first screen says, as data."""
+    heads = [summary_record(run) for run in runs]
+    return {"path": str(path), "ranking": ranking(runs) if len(runs) > 1 else "", "runs": heads}
 
 
 def render(runs: Sequence[Run]) -> str:

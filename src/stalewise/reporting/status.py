@@ -20,7 +20,7 @@ import psutil
 from stalewise.errors import StalewiseError
 from stalewise.reporting.inspection import visible
 from stalewise.reporting.read import IDLE, Run, read_run, total_seconds
-from stalewise.reporting.summary import findings
+from stalewise.reporting.summary import accuracy_of, findings
 from stalewise.statistics import format_duration
 from stalewise.store import parse_batch_name
 from stalewise.store.atomic import RunLock
@@ -91,7 +91,7 @@ def run_status(directory: Path) -> RunStatus:
         seconds=run.seconds,
         reward=_last(run, "reward", RECENT),
         ess=_last(run, "ess"),
-        accuracy=None if evaluation is None else {"version": evaluation["version"], **evaluation["accuracy"]},
+        accuracy=None if evaluation is None else accuracy_of(evaluation),
         batch_budget=_last(run, "batch_budget"),
         horizon_budget=_last(run, "horizon_budget"),
         rollbacks=len(run.rollbacks),

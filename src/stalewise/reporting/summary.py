@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
 
 import numpy as np
 
+from stalewise.config.run import held_out_warning
 from stalewise.reporting.compare import unequal_work, work_of
 from stalewise.reporting.read import Run, total_seconds, verifier_errors
 from stalewise.statistics import format_duration
@@ -173,6 +174,30 @@ def summarize(run: Run) -> RunSummary:
     return RunSummary(verdict, accuracy, cost, warnings, describe_extremes(run, warnings))
 
 
+def summary_record(run: Run) -> dict[str, Any]:
+    """The head of the page as data, with names as in `watch --json`; None where a value is unknown."""
+    ends = [run.evaluations[0], run.evaluations[-1]] if run.evaluations else []
+    first, last = [accuracy_of(record) for record in ends] or (None, None)
+    return {
+        "directory": str(run.directory),
+        "name": run.label,
+        **asdict(summarize(run)),
+        "first_accuracy": first,
+        "accuracy": last,
+        "update": run.updates,
+        "updates": run.planned_updates,
+        "rollouts": sum(batch.rows for batch in run.batches),
+        "tokens": sum(batch.tokens for batch in run.batches),
+        "rollbacks": len(run.rollbacks),
+        "seconds": run.seconds,
+    }
+
+
+def accuracy_of(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """The accuracy of an evaluation, with its interval and the version that has it."""
+    return {"version": evaluation["version"], **evaluation["accuracy"]}
+
+
 def describe_lineage(run: Run) -> str:
     """What the run was forked from, and the settings that were changed then and in place; empty if nothing was."""
     sentences = [f"{words}." for words in describe_fork(run.fork)]
@@ -318,6 +343,20 @@ def _course_warnings(run: Run) -> Iterator[str]:
             f"Version {best['version']} was better than the last one: accuracy {format_interval(best['accuracy'])}; "
             "use its checkpoint if it is kept, or a lower learning rate."
         )
+    if few := _held_out_warning(run):
+        yield f"{few}."
+
+
+def _held_out_warning(run: Run) -> str:
+    """That the last evaluation had fewer prompts than it was to have; empty where that is unknown."""
+    asked = run.config.get("evaluation.prompts")
+    if not run.evaluations or not isinstance(asked, int):
+        return ""
+    last = run.evaluations[-1]
+    changes = [record for record in run.config_changes if "evaluation.prompts" in record["changes"]]
+    if any(record.get("version", 0) >= last["version"] for record in changes):  # it may have been before the change
+        return ""
+    return held_out_warning(last["task"], last["prompts"] + last.get("excluded", 0), asked)
 
 
 def describe_rollback(record: Mapping[str, Any]) -> str:

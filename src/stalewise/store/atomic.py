@@ -232,6 +232,20 @@ def make_directory(path: str | Path) -> None:
         fsync_directory(path.parent)
 
 
+@contextlib.contextmanager
+def taking_back(directory: str | Path) -> Iterator[None]:
+    """Where the block fails, remove the directory and the parents that were made for it, if they are empty."""
+    place = Path(directory).absolute()
+    made = [path for path in (place, *place.parents) if not os.path.exists(path)]
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # something is in it, or it was moved and may be put back
+            for path in made:
+                path.rmdir()
+        raise
+
+
 def fsync_directory(path: str | Path) -> None:
     """Flush a directory's entries (creations, renames) to the disk; also the content of a file."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -339,36 +353,58 @@ class RunLock:
         self.directory = Path(directory)
         self.path = self.directory / self.FILE
         self._descriptor: int | None = None
+        self._is_new = False  # whether this lock made its file
 
     def acquire(self) -> None:
         """Take the lock, or raise a StoreError that names the process which holds it."""
         if self._descriptor is not None:
             raise StoreError(f"{self.directory} is locked already by this very RunLock")
         with explain_write_errors(self.path, 4096):
-            make_directory(self.directory)
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            with explain_write_errors(self.path, 4096):
+            for attempt in range(TRIES):
                 try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise StoreError(self._busy_message(descriptor)) from None
-                since = datetime.now(UTC).isoformat(timespec="seconds")
-                holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
-                os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)
-                os.fsync(descriptor)
+                    self._descriptor = self._lock_file()
+                    break
+                except FileNotFoundError:  # another process has taken it back meanwhile
+                    if attempt == TRIES - 1:
+                        raise
+        _held_locks.add(self)
+
+    def _lock_file(self) -> int:
+        make_directory(self.directory)
+        self._is_new = not os.path.exists(self.path)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StoreError(self._busy_message(descriptor)) from None
+            if not os.path.samestat(os.stat(self.path), os.fstat(descriptor)):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+            since = datetime.now(UTC).isoformat(timespec="seconds")
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)
+            os.fsync(descriptor)
         except BaseException:
             os.close(descriptor)
             raise
-        self._descriptor = descriptor
-        _held_locks.add(self)
+        return descriptor
 
     def release(self) -> None:
-        """Release the lock; the file stays, since deleting it would let two processes lock two files."""
+        """Release the lock; the file stays, for the next process."""
         if self._descriptor is not None:
             os.ftruncate(self._descriptor, 0)
             self._forget()
+
+    def take_back(self) -> None:
+        """Release the lock and remove its file, if it made it.
+
+        Another process may have opened the file by then. Once it has the lock it finds that this is another file.
+        """
+        if self._descriptor is not None and self._is_new and not self.is_gone:
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+        self.release()
 
     def _forget(self) -> None:
         if self._descriptor is not None:

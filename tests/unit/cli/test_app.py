@@ -105,6 +105,29 @@ def test_an_unknown_option_is_answered_with_the_setting_it_means(option: str, ex
 
 
 @pytest.mark.parametrize(
+    ("command", "option", "expected"),
+    [
+        ("eval", "--version", ". A version is named by its checkpoint in place of the run: stalewise eval RUN/c"),
+        ("eval", "--checkpoint", ". A version is named by its checkpoint in place of the run: stalewise eval RUN/c"),
+        ("flips", "--version", ". Versions are chosen with --before and --after"),
+        ("fork", "--checkpoint", ". The checkpoint is chosen with --at"),
+        ("inspect", "--version", ""),
+        ("train", "--vesion", ". Settings are given with --set, as in --set optimizer.learning_rate=1e-5"),
+        ("export", "--vesion", " (Possible options: --version)"),
+        ("eval", "--promts", " (Possible options: --prompts)"),
+        ("eval", "--temp", " (Possible options: --temperature)"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_what_is_meant_or_with_nothing(
+    command: str, option: str, expected: str
+) -> None:
+    result = call(command, "some", option, "3")
+    shown = " ".join(result.stderr.replace("│", " ").split())
+    assert f"No such option: {option}{expected}" in shown
+    assert "--json" not in shown and (expected or f"No such option: {option} ╰" in shown)
+
+
+@pytest.mark.parametrize(
     ("shell", "how"),
     [
         ("bash", "COMPREPLY"),

@@ -459,6 +459,31 @@ def test_a_checkpoint_that_is_damaged_is_named(tmp_path: Path) -> None:
     assert message.startswith(f"{weights} is damaged or missing")
 
 
+@pytest.mark.parametrize("command", ["train", "generate"])
+def test_a_run_that_cannot_begin_leaves_nothing_behind(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    no_reward = rows_task(tmp_path, sums(), verifier="python", verifier_options={"function": "no_such_judge:judge"})
+    no_data = rows_task(tmp_path, [{"question": "1+1=", "answer": "2"}])
+    for sections in (no_reward, no_data, {"model": {"path": "arithmetic"}, "task": {"name": "arithmetic-chat"}}):
+        refused(command, config_file(tmp_path, **sections))
+        assert not (tmp_path / "runs").exists()
+
+    def full(config: RunConfig, *given: Any) -> None:  # here config and environment are written
+        assert (config.directory / "environment.json").is_file()
+        (config.directory / "checkpoints").mkdir()
+        raise StoreError("disk full")
+
+    monkeypatch.setattr("stalewise.orchestrator.orchestrator.write_first_checkpoint", full)
+    assert refused(command, config_file(tmp_path)) == "disk full"
+    assert not (tmp_path / "runs").exists()
+    mine = tmp_path / "runs" / "tiny" / "notes.txt"  # what was there stays
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    assert refused(command, config_file(tmp_path)) == "disk full"
+    assert list((tmp_path / "runs").rglob("*")) == [mine.parent, mine]
+
+
 def test_a_second_process_is_told_who_has_the_run(tmp_path: Path) -> None:
     config = config_file(tmp_path)
     with RunLock(tmp_path / "runs" / "tiny"):
@@ -526,9 +551,8 @@ def test_a_disk_that_is_full_within_a_checkpoint_is_one_message(tmp_path: Path) 
     done = completed(program, config, directory=tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: disk full while writing ")
-    run = tmp_path / "runs" / "tiny"
-    assert versions(run) == [] and not list((run / "checkpoints").iterdir())
-    assert call("train", config).exit_code == 0  # nothing was lost
+    assert not (tmp_path / "runs").exists()
+    assert call("train", config).exit_code == 0
 
 
 def test_a_run_directory_that_is_moved_away_ends_the_run_and_comes_back(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from rundirs import write_run
 from stalewise.cli import reporting
 from stalewise.config import load_config
 from stalewise.config.run import write_resolved
-from tiny import call, refused, write_config
+from tiny import call, called_json, refused, write_config
 
 
 @pytest.mark.parametrize("command", ["report", "watch", "flips", "difficulty", "serve", "inspect", "verify", "eval"])
@@ -35,6 +36,31 @@ def test_what_is_no_run_is_answered_with_the_run_that_was_meant(
             assert refused(command, place) == expected
     write_resolved(load_config(config), Path("runs/a/config.resolved.json"))
     assert refused(command, "runs/b") == f"runs/b {not_a_run} does not exist; there are in runs: a"
+
+
+def test_a_report_says_as_json_where_it_is_and_what_stands_at_its_top(tmp_path: Path) -> None:
+    run, young = write_run(tmp_path / "run"), write_run(tmp_path / "young", done=3)
+    assert call("report", run).stdout == f"{run}/report/index.html\n"
+    record = called_json("report", run)
+    assert record["path"] == f"{run}/report/index.html" and record["ranking"] == ""
+    (head,) = record["runs"]
+    first = {"version": 0, "value": 0.4, "low": 0.4 - 0.05, "high": 0.4 + 0.05}
+    assert head["first_accuracy"] == first and head["accuracy"]["version"] == 8
+    # Two batches of 1024 rollouts with 4096 tokens; 10 s of generating and 20 s of learning.
+    assert [head[key] for key in ("update", "updates", "rollouts", "tokens")] == [8, 8, 2048, 8192]
+    assert (head["seconds"]["generate"], head["seconds"]["learn"]) == (10.0, 20.0)
+    page = Path(record["path"]).read_text()
+    assert all(head[key] and head[key] in page for key in ("verdict", "worked", "cost"))
+    assert head["accuracy"] == called_json("watch", run)["accuracy"] and head["warnings"] == []
+    both = called_json("report", run, young, "--output", tmp_path / "both.html")
+    assert both["path"] == str(tmp_path / "both.html") and both["ranking"].startswith("run has the highest")
+    assert [(one["name"], one["accuracy"]["version"], one["update"]) for one in both["runs"]] == [
+        ("run", 8, 8),
+        ("young", 0, 3),
+    ]
+    (run / "eval.jsonl").unlink()
+    (unevaluated,) = called_json("report", run)["runs"]
+    assert unevaluated["first_accuracy"] is None and unevaluated["accuracy"] is None
 
 
 def test_the_sides_of_a_comparison(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from stalewise.orchestrator.setup import (
     rate_warning,
     write_first_checkpoint,
 )
+from stalewise.reporting.read import read_run
+from stalewise.reporting.summary import summarize
 from stalewise.store.atomic import write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory
 from tiny import tiny_record
@@ -160,3 +163,21 @@ def test_a_learning_rate_for_small_models_is_warned_of(tmp_path: Path, monkeypat
     adapters = make_config({**record, "name": "adapters", "model": {"path": "auto", "lora": {"rank": 4}}})
     write_first_checkpoint(adapters, source, config.make_task(), said.append)
     assert sum("learning_rate" in text for text in said) == 1
+
+
+def test_fewer_held_out_prompts_than_asked_for_are_said_once_at_the_start(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"problem": f"{a}+{a}=", "answer": str(2 * a)}) + "\n" for a in range(10, 50)))
+    task = {"name": "jsonl", "options": {"path": str(rows)}}
+    config = make_config(tiny_record(tmp_path, model={"path": "arithmetic"}, task=task))
+    held_out = len(config.make_task().evaluation_prompts(8))
+    assert 0 < held_out < 8
+    said = f"evaluation.prompts is 8, but rows holds out {held_out}: accuracy is measured on those"
+    for there in (1, 0):  # a run that goes on has said it
+        listener = Listener()
+        run(config, listener)
+        assert sum(text.startswith(said) for text in listener.said) == there
+    assert [text for text in summarize(read_run(config.directory)).warnings if text.startswith(said)]
+    enough = make_config(tiny_record(tmp_path, "enough"))
+    run(enough, listener)
+    assert not [text for text in listener.said if "holds out" in text]

@@ -276,7 +276,12 @@ def test_tasks_of_one_name_are_told_apart_by_their_prompts(tmp_path: Path) -> No
     a, b = (judged(tmp_path / name, np.array([1, 2, 3])) for name in "ab")
     shifted = by_prompt(np.array([1, 2, 3])) | {"prompt_ids": ["q2", "q3", "q4"]}
     add_evaluation(b, 8, 0.5, prompts=3, by_prompt=shifted)
-    assert "different tasks cannot be compared: they have 1 held-out prompts in common" in refused("compare", a, b)
+    needed = "and a comparison needs at least 2: compare runs that were evaluated on the same 2 prompts or more"
+    few = f"the runs have 1 held-out prompt(s) with scores in common (a has 3, b has 3), {needed}"
+    assert refused("compare", a, b) == few
+    one, same = (judged(tmp_path / name, np.array([1])) for name in ("one", "same"))  # the same task, and prompt
+    few = f"the runs have 1 held-out prompt(s) with scores in common (one has 1, same has 1), {needed}"
+    assert refused("compare", one, same) == few
     other = write_run(tmp_path / "other", task={"name": "arithmetic", "options": {"difficulty": 3}})
     add_evaluation(other, 8, 0.5, prompts=3, by_prompt=by_prompt(np.array([1, 2, 3])))
     note = "the runs differ in task.options.difficulty: make sure that their task is the same"

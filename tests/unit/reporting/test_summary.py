@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rundirs import add_batch, add_evaluation, metrics, warnings, write_run
+from rundirs import add_batch, add_evaluation, add_journal, metrics, warnings, write_run
 from stalewise.reporting.read import read_run, read_runs, verifier_errors
 from stalewise.reporting.summary import (
     CHARTS,
@@ -46,6 +46,20 @@ def test_the_verdict_follows_from_the_intervals(tmp_path: Path, value: float, ve
     run = write_run(tmp_path / "run")
     add_evaluation(run, 8, value)
     assert summarize(read_run(run)).verdict == verdict
+
+
+def test_an_evaluation_on_fewer_prompts_than_asked_for_is_a_warning(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", evaluation={"prompts": 128})  # its evaluations have 128
+    assert "holds out" not in warnings(read_run(run))
+    add_evaluation(run, 8, 0.8, prompts=100, excluded=28)
+    assert "holds out" not in warnings(read_run(run))
+    add_evaluation(run, 8, 0.8, prompts=14)
+    few = "evaluation.prompts is 128, but arithmetic holds out 14: accuracy is measured on those"
+    assert few in warnings(read_run(run))
+    add_journal(run, "config", 200.0, 0.0, version=4, changes={"evaluation.prompts": [8, 128]})
+    assert few in warnings(read_run(run))
+    add_journal(run, "config", 201.0, 0.0, version=8, changes={"evaluation.prompts": [14, 128]})  # not evaluated since
+    assert "holds out" not in warnings(read_run(run))
 
 
 WARNINGS = [

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from stalewise.store.atomic import (
     read_json,
     remove_temporaries,
     sha256_file,
+    taking_back,
     temporary_name,
     write_atomic,
     write_json_atomic,
@@ -153,6 +155,7 @@ def test_sha256_file(tmp_path: Path) -> None:
 FILL = """
 import os, resource, sys
 from pathlib import Path
+from typing import Any
 from stalewise.errors import StoreError
 from stalewise.store.atomic import commit_directory, write_atomic
 from stalewise.store.json_lines import append_line, read_jsonl
@@ -353,6 +356,39 @@ def test_holder_that_has_not_said_who_it_is(tmp_path: Path) -> None:
         (tmp_path / RunLock.FILE).write_text("")
         with pytest.raises(StoreError, match="in use by another process"):
             RunLock(tmp_path).acquire()
+
+
+def test_a_lock_that_is_taken_back_leaves_no_two_holders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, really = RunLock(tmp_path), RunLock(tmp_path), os.open
+    first.acquire()
+
+    def opened(path: Any, *given: Any, **named: Any) -> int:  # the first one leaves once the second one has its file
+        descriptor = really(path, *given, **named)
+        if Path(path) == first.path:
+            first.take_back()
+        return descriptor
+
+    monkeypatch.setattr(os, "open", opened)
+    with second:
+        assert not second.is_gone
+        with pytest.raises(StoreError, match="in use by process"):
+            RunLock(tmp_path).acquire()
+    second.acquire()
+    second.take_back()  # it has not made the file
+    assert first.path.exists()
+
+
+def test_what_was_made_for_a_block_that_fails_is_removed_unless_it_is_used(tmp_path: Path) -> None:
+    def left(used: str) -> list[str]:
+        with pytest.raises(KeyboardInterrupt), taking_back(tmp_path / "a" / "b"):
+            make_directory(tmp_path / "a" / "b")
+            (tmp_path / used).touch()
+            raise KeyboardInterrupt
+        return sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*"))
+
+    assert left("") == []
+    assert left("a/used") == ["a", "a/used"]
+    assert left("a/b/used") == ["a", "a/b", "a/b/used", "a/used"]
 
 
 @pytest.mark.parametrize("kind", ["device", "pipe", "directory"])
