@@ -242,6 +242,7 @@ def complete_setting(incomplete: str) -> list[str]:
 
 
 # For helps, which must not wait for the import of the tasks.
+VERIFIER_NAMES = "code, exact, judge, math, number, python"
 TASK_NAMES = "arithmetic, arithmetic-chat, arithmetic-steps, gym, hf, jsonl, mixture, verifiers"
 
 
@@ -250,6 +251,11 @@ def complete_task(incomplete: str) -> list[str]:
     from stalewise.tasks import TASKS
 
     return [name for name in TASKS if name.startswith(incomplete)]
+
+
+def complete_verifier(incomplete: str) -> list[str]:
+    """The verifiers that begin so, for the shell's completion of `--verifier`."""
+    return [name for name in VERIFIER_NAMES.split(", ") if name.startswith(incomplete)]
 
 
 app = App(

@@ -15,12 +15,14 @@ import typer
 
 from stalewise.cli.app import (
     TASK_NAMES,
+    VERIFIER_NAMES,
     AsJson,
     ConfigFile,
     RunDirectory,
     Settings,
     app,
     complete_task,
+    complete_verifier,
     load_packages,
     overrides,
     print_json,
@@ -186,7 +188,13 @@ def learn(
 @app.command()
 def rescore(
     run: RunDirectory,
-    verifier: Annotated[str | None, typer.Option(help="Another verifier; default: the run's own as it is now.")] = None,
+    verifier: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Another verifier; default: the run's own as it is now. One of {VERIFIER_NAMES}.",
+            autocompletion=complete_verifier,
+        ),
+    ] = None,
     option: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Option of the verifier; may be repeated.")
     ] = None,

@@ -21,10 +21,21 @@ from typing import Any
 import pytest
 
 import stalewise.store.writer
-from stalewise.cli.app import PANELS, TASK_NAMES, app, complete_setting, overrides, placeholder, print_json
+from stalewise.cli.app import (
+    PANELS,
+    TASK_NAMES,
+    VERIFIER_NAMES,
+    app,
+    complete_setting,
+    complete_verifier,
+    overrides,
+    placeholder,
+    print_json,
+)
 from stalewise.config import RunConfig
 from stalewise.store.checkpoints import versions
 from stalewise.tasks import TASKS
+from stalewise.tasks.verifiers import VERIFIERS
 from tiny import call, tiny_record, write_config
 
 COMMANDS = [
@@ -75,6 +86,10 @@ def test_choices_and_defaults_are_shown_and_checked() -> None:
     assert "all|first|last" in shown and "[default: all]" in shown
     own = [name for name, place in TASKS.items() if place.startswith("stalewise.")]  # tests of benchmarks add others
     assert ", ".join(own) == TASK_NAMES
+    assert [*VERIFIER_NAMES.split(", "), "function"] == sorted(VERIFIERS, key=lambda name: (name == "function", name))
+    assert complete_verifier("m") == ["math"]
+    shown = call("rescore", "--help").stdout
+    assert all(name in shown for name in VERIFIER_NAMES.split(", "))
     wrong = call("difficulty", "--stage", "middle")
     assert wrong.exit_code == 2 and all(f"'{choice}'" in wrong.stderr for choice in ("all", "first", "last"))
 
