@@ -10,6 +10,7 @@ import errno
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import sys
@@ -39,6 +40,17 @@ OUT_OF_MEMORY = (
 
 # Errors of any file, wherever it is read or written.
 EXPLAINED = (errno.ENAMETOOLONG, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def _memory_problem(error: RuntimeError | MemoryError) -> str | None:
+    """What could not be allocated, on a GPU or a CPU; None where something else went wrong."""
+    # torch's own error is of GPUs alone; it is known by its name, since importing torch for this would be slow.
+    if type(error).__name__ == "OutOfMemoryError":
+        return str(error).partition(". ")[0]
+    for pattern in (r"\w+: can't allocate memory[^.]*", r".*Cannot allocate memory"):
+        if found := re.search(pattern, str(error)):
+            return found[0]
+    return (str(error) or "of the machine") if isinstance(error, MemoryError) else None
 
 
 def _print_error(message: str) -> None:
@@ -203,10 +215,10 @@ class Group(TyperGroup):
             where = "the output" if error.filename is None else str(error.filename)[:200]  # a stream has no name
             _print_error(f"{where}: {error.strerror}")
             raise typer.Exit(StalewiseError.exit_code) from error
-        except RuntimeError as error:
-            if type(error).__name__ != "OutOfMemoryError":  # torch's; importing torch for this would be slow
+        except (RuntimeError, MemoryError) as error:
+            if (what := _memory_problem(error)) is None:
                 raise
-            typer.echo(f"error: {OUT_OF_MEMORY} ({str(error).partition('. ')[0]})", err=True)
+            _print_error(f"{OUT_OF_MEMORY} ({what})")
             raise typer.Exit(StalewiseError.exit_code) from error
         except KeyboardInterrupt:
             arguments = ctx.meta["stalewise.arguments"]

@@ -61,11 +61,17 @@ class CheckpointWriter:
         """Commit a checkpoint in the background, then do `afterwards`; neither may touch the trainer.
 
         The `afterwards` of the checkpoint before may still go on, unless the disk has little room for `nbytes` more.
-        Under a quota the room is unknown: a commit that finds the disk full waits for it and is tried once more.
+        Under a quota the room is unknown: a commit that finds the disk full waits for it and is tried once more. Where
+        it failed, that is raised, and after the commit: the updates that led to it are not lost.
         """
         self.join()
-        while self._rest and (len(self._rest) > 1 or self._rest[0].done() or not self._has_room(nbytes)):
-            self._wait_for_rest()
+        try:
+            while self._rest and (len(self._rest) > 1 or self._rest[0].done() or not self._has_room(nbytes)):
+                self._wait_for_rest()
+        except Exception:
+            self.version, self._commit = version, self._threads.submit(commit)
+            self.join()
+            raise
         before = self._rest[0] if self._rest else None
 
         def try_commit() -> Notes:

@@ -72,6 +72,10 @@ class Rollbacks:
         fresh = [record.get("fresh_from_batch") for record in self.records]
         return sum(first is not None and first <= generation_batch for first in fresh)
 
+    def ended_at(self, version: int) -> bool:
+        """Whether the last rollback went back to this version."""
+        return bool(self.records) and self.records[-1]["to_version"] == version
+
     def roll_back(
         self, why: Degradation, to_version: int, *, halve: bool, fresh_from_batch: int | None, led_there: Sequence[int]
     ) -> None:

@@ -76,7 +76,7 @@ from stalewise.store import (
     rewards_of_updates,
 )
 from stalewise.store.atomic import read_json, remove_temporaries, write_json_atomic
-from stalewise.store.checkpoints import checkpoint_directory, prune, read_state, versions, write_checkpoint
+from stalewise.store.checkpoints import SpareFiles, checkpoint_directory, prune, read_state, versions, write_checkpoint
 from stalewise.tasks import close_task
 from stalewise.tasks.difficulty import COPY
 from stalewise.trainer.lora import base_directory
@@ -173,6 +173,8 @@ class Orchestrator:
             verify_before(self.directory, partial(self._checkpoint, newest), self.schedule.updates, self.callback.log)
         self.run_log.drop_updates(first=newest)
         self.schedule = forget_stages(self.schedule, self.run_log.stages_path, newest)
+        if learns and 0 < newest < self.schedule.updates and not self.guard.rollbacks.ended_at(newest):
+            self._remove_checkpoints(self.schedule.forget_after(newest - 1), newest)  # what a kill has left
         recall_lengths(self.sampler, self.directory / "rollouts")
         self.coordinator.publish()
         self.source.start(self)
@@ -537,8 +539,7 @@ class Orchestrator:
 
         def clean_up() -> None:
             # The run may be further by then, and later checkpoints committed: neither may change what is removed.
-            keep, needed = self.config.checkpoints.keep, self._needed_versions(schedule, version)
-            prune(self.directory, keep=keep, needed=needed, newest=version, spare=self.writer.spare_for(size))
+            self._remove_checkpoints(schedule, version, self.writer.spare_for(size))
             self.coordinator.publish()
 
         self.states[version] = {"version": version, **state}  # its checksums are made as it is written
@@ -573,8 +574,8 @@ class Orchestrator:
             self.trainer_key = object()  # with the version, it identifies the weights that a sampler has taken
         return self.trainer
 
-    def _needed_versions(self, schedule: Schedule, version: int) -> set[int]:
-        """Checkpoints to keep: those that make current and coming batches, and those to which a run may roll back."""
+    def _remove_checkpoints(self, schedule: Schedule, version: int, spare: SpareFiles | None = None) -> None:
+        """Keep those that make current and coming batches, and those to which a run may roll back from `version`."""
         needed = self.guard.needed_versions(schedule, version)
         refers_to_start = self.reference is not None and self.reference.name == "initial"
         if self.config.model.trains_adapters or refers_to_start:  # the adapters' base is version 0, too
@@ -582,9 +583,8 @@ class Orchestrator:
         if version < schedule.updates and self.source.is_own:
             first = schedule.at(version).generation_batch  # should it get damaged, it is made again
             last = min(first + schedule.lag, schedule.generation_batches - 1)
-            makers = {schedule.version_of(g) for g in range(first, last + 1)}
-            needed |= {maker for maker in makers if maker <= version}
-        return needed
+            needed |= {maker for g in range(first, last + 1) if (maker := schedule.version_of(g)) <= version}
+        prune(self.directory, keep=self.config.checkpoints.keep, needed=needed, newest=version, spare=spare)
 
     def _roll_back(self, why: Degradation, assessment: Assessment) -> None:
         """Go back to the last good policy and continue from there as the config says."""

@@ -502,22 +502,24 @@ def check_memory(config: RunConfig, source: str, world: int = 1, local_world: in
         _check_generator(config.sampler.max_new_tokens, source, needed, generator_elsewhere(config.schedule, device))
     if needed is None or needed.total <= free:
         return ""
+    figures = f"{needed} on {device}, where {free / GIB:.2f} GiB are free: "
     advice = ways_out(config, source, needed, free, world, local_world)
-    figures = f"{needed} on {device}, where {free / GIB:.2f} GiB are free: {advice}"
     if needed.least > free:
         alone = needed.samplers_weights + needed.one_response
         also = " to train; generating alone would fit" if 0 < alone <= free else ""
-        raise ModelError(f"{source} is too large{also}: {figures}")
+        raise ModelError(f"{source} is too large{also}: {figures}{advice}")
     if needed.for_one_response > free:
         new_tokens, room = config.sampler.max_new_tokens, needed.one_response - (needed.for_one_response - free)
         fitting = int(room / needed.one_response * (UNKNOWN_PROMPT + new_tokens)) - UNKNOWN_PROMPT
+        others = _fitting(config, source, world, local_world, lambda c: max(c.least, c.for_one_response) <= free)
+        ways = ["lower it"] * (fitting > 0) + [f"set {way}" for way in others]
         raise ModelError(
             f"{source} fits for learning and not for generating: one response of sampler.max_new_tokens = {new_tokens} "
             f"takes {needed.one_response / GIB:.2f} GiB of keys and values, and {room / GIB:.2f} are there for them ("
             + (f"at most sampler.max_new_tokens = {fitting} would fit" if fitting > 0 else "no token would fit")
-            + f"): {figures}"
+            + f"): {figures}{', or '.join([*ways, 'choose a smaller model or a larger device'])}"
         )
-    return f"memory may run out: {figures}"
+    return f"memory may run out: {figures}{advice}"
 
 
 def _check_generator(new_tokens: int, source: str, needed: MemoryEstimate, elsewhere: torch.device | None) -> None:

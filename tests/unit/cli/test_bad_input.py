@@ -528,14 +528,49 @@ def test_ctrl_c_in_the_middle_and_on_again(tmp_path: Path) -> None:
     assert versions(directory)[-1] == 8
 
 
-def test_memory_that_ends_where_nobody_can_help_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 48.00 GiB. GPU 0 has a total capacity …"),
+            "(CUDA out of memory)",
+        ),
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+                "you tried to allocate 68719476736 bytes. Error code 12 (Cannot allocate memory)"
+            ),
+            "(DefaultCPUAllocator: can't allocate memory: you tried to allocate 68719476736 bytes)",
+        ),
+        (
+            RuntimeError("unable to mmap 7 bytes from file <model.safetensors>: Cannot allocate memory (12)"),
+            "(unable to mmap 7 bytes from file <model.safetensors>: Cannot allocate memory)",
+        ),
+        (MemoryError("malloc of size 7 failed"), "(malloc of size 7 failed)"),
+        (MemoryError(), "(of the machine)"),
+    ],
+)
+def test_memory_that_ends_where_nobody_can_help_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, what: str
+) -> None:
     def load(*arguments: Any, **settings: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 48.00 GiB. GPU 0 has a total capacity …")
+        raise error
 
     monkeypatch.setattr("stalewise.rollout.engines.embedded.load_model", load)
     message = refused("train", config_file(tmp_path))
     assert message.startswith("the device ran out of memory; committed work is kept: lower learner.tokens_per_micro_")
-    assert message.endswith("(CUDA out of memory)")
+    assert message.endswith(what)
+
+
+def test_another_error_of_a_library_is_not_taken_for_a_lack_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*arguments: Any, **settings: Any) -> None:
+        raise RuntimeError("can't multiply")
+
+    monkeypatch.setattr("stalewise.rollout.engines.embedded.load_model", load)
+    with pytest.raises(RuntimeError, match=r"^can't multiply$"):
+        call("train", config_file(tmp_path))
 
 
 # ---------------------------------------------------------------- the system

@@ -107,6 +107,68 @@ def test_an_error_of_a_removal_ends_the_run_at_the_next_checkpoint(tmp_path: Pat
     writer.close(pytest.fail)
 
 
+def test_a_checkpoint_is_committed_before_the_error_of_a_removal_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = config(tmp_path, **SYNCHRONOUS, checkpoints={"keep": 1})
+    place, remove = settings.directory / "checkpoints", shutil.rmtree
+
+    def fail(path: Path, **options: Any) -> None:
+        if path.parent == place:
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        remove(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.shutil, "rmtree", fail)
+        patch.setattr(CheckpointWriter, "_has_room", lambda *arguments: False)  # so that the next one waits for it
+        with pytest.raises(StoreError, match=r"^cannot remove .*: Permission denied; see to it"):
+            run(settings)
+    assert versions(settings.directory) == [2, 4]  # the removal after version 2 failed
+    assert [path.name for path in batch_directories(settings.directory / "rollouts")][-1] == "g000001-v000002"
+    run(settings)
+    assert versions(settings.directory) == [6] and not list(settings.directory.rglob(".*tmp-*"))
+
+
+def test_a_checkpoint_that_fails_after_a_removal_failed_is_the_error(tmp_path: Path) -> None:
+    writer = CheckpointWriter(RunLog(tmp_path), HostBuffers())
+
+    def fail(what: str) -> Any:
+        raise StoreError(what)
+
+    writer.begin(1, dict, lambda: fail("cannot remove x"))
+    writer._rest[0].exception(WAIT_S)
+    with pytest.raises(StoreError, match=r"^cannot write y$"):
+        writer.begin(2, lambda: fail("cannot write y"), None)
+    assert writer.version is None
+    writer.close(pytest.fail)
+
+
+def test_what_a_kill_between_a_commit_and_its_removals_has_left_is_removed_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    often = {**SYNCHRONOUS, "checkpoints": {"every": 1, "keep": 1}}
+    settings, seen = config(tmp_path, **often), list[list[int]]()
+
+    class Killed(NullCallback):
+        def metrics(self, update: int, record: dict[str, Any]) -> None:
+            if update == 3:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "prune", lambda *arguments, **options: [])
+        run(settings, Killed())
+    assert versions(settings.directory) == [0, 1, 2, 3]
+
+    class Stopped(NullCallback):
+        def begin(self, what: str, total: int) -> None:
+            seen.append(versions(settings.directory))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(settings, Stopped())
+    assert seen == [[2, 3]]  # the newest, and the one that made the rollouts of this stage
+
+
 def test_two_removals_that_fail_are_one_error(tmp_path: Path) -> None:
     writer, go = CheckpointWriter(RunLog(tmp_path), HostBuffers()), threading.Event()
 

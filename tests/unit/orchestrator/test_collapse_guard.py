@@ -152,6 +152,24 @@ def test_a_policy_that_a_run_got_worse_from_again_is_not_taken_twice(runs: Path)
     assert guard.roll_back(schedule, Degradation("the reward fell", 6), good) == 0  # no other is left
 
 
+def test_a_run_that_was_killed_after_a_rollback_finds_the_policies_that_it_had(runs: Path) -> None:
+    record = tiny_record(runs, "run", guard={"action": "halve"}, schedule={"updates": 6, "stages": 1})
+    config = make_config({**record, "checkpoints": {"every": 2, "keep": 8}})
+    run(config)
+    guard = CollapseGuard(config.guard, RunLog(config.directory), evaluated_every=0, uses_rewards=True)
+    schedule, good = schedule_of(config.schedule, config.directory), Assessment(good=frozenset({0, 2, 4}))
+    assert guard.roll_back(schedule, Degradation("the reward fell", 6), good) == 4
+    assert guard.rollbacks.ended_at(4) and not guard.rollbacks.ended_at(2)
+
+    class Killed(Listener):
+        def begin(self, what: str, total: int) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(make_config({**record, "checkpoints": {"every": 2, "keep": 1}}), Killed())
+    assert versions(config.directory) == [0, 2, 4]  # to which it may go back, as if it had not been killed
+
+
 def test_of_policies_that_were_all_tried_the_one_tried_least_is_taken(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
