@@ -192,7 +192,7 @@ def collect(files: list[Path], out: Path, plot: Path) -> None:
     record = {"format": jobs.FORMAT, "settings": shared, **head, "jobs": kept}
     jobs.write(out, record)
     print(table(head, shared))
-    if draw(inside, head, plot, test=Path(shared["test"]).stem):
+    if draw(inside, head, plot, settings=shared):
         print(f"{out}, {plot}")
     else:
         print(f"{out}; no timed job is there to draw")

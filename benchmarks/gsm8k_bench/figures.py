@@ -16,6 +16,8 @@ from .settings import ARMS, CONTROLS, OURS, REFERENCE, Settings
 Record = Mapping[str, Any]
 TUNING_SEEDS = 100  # seeds from here on are for tuning and are never judged
 RESAMPLES = 2000
+A_POINT = 0.01
+OWN_STAGES = ("auto",)  # arms whose clock depends on the seed, by the stages that it has
 # Two-sided 95% quantiles of Student's t by degrees of freedom; scipy has them all, and is asked where it is there.
 _T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
 
@@ -104,15 +106,55 @@ def bootstrap(
 # ---------------------------------------------------------------- figures
 
 
-def time_ratio(ours: Sequence[Record], theirs: Sequence[Record]) -> float:
-    """How many times sooner an arm reaches the reference's final accuracy (the mean of its seeds).
+def time_ratio(ours: Sequence[Record], theirs: Sequence[Record], less: float = 0.0) -> float:
+    """How many times sooner an arm reaches the reference's final accuracy (the mean of its seeds), less so much.
 
     The reference's time is the median of its seeds' times to that accuracy (a seed that never reaches it: its whole
-    run). Each seed of ours has its own ratio, 0 where it never gets there; the median counts.
+    run). Each seed of ours has its own ratio, 0 where it never gets there; the median counts, of an even number the
+    lower of the two in the middle: a mean of a ratio and of "never" says nothing.
     """
-    target = statistics.fmean(map(final, theirs))
+    target = statistics.fmean(map(final, theirs)) - less
     reference = statistics.median([_or_end(job, target) for job in theirs])
-    return statistics.median([ratio_of(reference, time_to(points(job), target)) for job in ours])
+    return statistics.median_low([ratio_of(reference, time_to(points(job), target)) for job in ours])
+
+
+def near_ratio(ours: Sequence[Record], theirs: Sequence[Record]) -> float:
+    """`time_ratio` to a point below the reference's final accuracy, the margin within which arms count as level.
+
+    Of two arms that end level, each seed has an even chance to end below the other's mean, and then never reaches it.
+    """
+    return time_ratio(ours, theirs, less=A_POINT)
+
+
+def reached(ours: Sequence[Record], theirs: Sequence[Record]) -> list[int]:
+    """How many seeds reach the reference's final accuracy, and of how many."""
+    target = statistics.fmean(map(final, theirs))
+    return [sum(time_to(points(job), target) is not None for job in ours), len(ours)]
+
+
+def with_clocks(judged: Sequence[Record]) -> list[Record]:
+    """The seeds of an arm that were timed; and the others, with the median seconds of the timed ones at each update.
+
+    An arm's seconds depend on the seed by a few percent, through the length of its responses.
+    """
+    timed = [job for job in judged if has_clock(job)]
+    if not timed or timed[0]["arm"] in OWN_STAGES:
+        return timed
+    at = {
+        update: statistics.median([_by_update(job)[update] for job in timed])
+        for update in set.intersection(*(set(_by_update(job)) for job in timed))
+    }
+    found = list(timed)
+    for job in judged:
+        if not has_clock(job) and _by_update(job).keys() <= at.keys():
+            curve = [{**point, "seconds": at[point["update"]]} for point in job["curve"]]
+            found.append({**job, "curve": curve, "clock": "borrowed"})
+    return sorted(found, key=lambda job: job["seed"])
+
+
+def _by_update(job: Record) -> dict[int, Any]:
+    """Seconds at each evaluated update; None where they were not measured."""
+    return {int(point["update"]): point.get("seconds") for point in job["curve"]}
 
 
 def _or_end(job: Record, target: float) -> float:
@@ -259,13 +301,18 @@ def has_clock(job: Record) -> bool:
 
 
 def headline(jobs: Iterable[Record]) -> dict[str, Any]:
-    """All keys of the results, from the jobs of one size."""
+    """All keys of the results, from the jobs of one size.
+
+    Accuracies are those of all judged seeds, and so are the times to an accuracy (`with_clocks`); rates, shares and
+    seconds are those of the timed ones.
+    """
     every = list(jobs)
     done = done_jobs(every)
     tuning = tuned(done)
     judged = {arm: _judged(done, arm, tuning) for arm in ARMS}
     timed = {arm: [job for job in judged[arm] if has_clock(job)] for arm in ARMS}
-    reference = timed[REFERENCE]
+    clocked = {arm: with_clocks(judged[arm]) for arm in ARMS}
+    reference = clocked[REFERENCE]
     name, rule = best_arm(done, tuning)
     accuracies = {arm: [final(job) for job in judged[arm]] for arm in ARMS}
 
@@ -273,7 +320,13 @@ def headline(jobs: Iterable[Record]) -> dict[str, Any]:
         return {arm: figure(arm) for arm in arms}
 
     def ratio(arm: str) -> dict[str, Any] | None:
-        return bootstrap(timed[arm], reference, time_ratio) if timed[arm] and reference else None
+        if not clocked[arm] or not reference:
+            return None
+        found = bootstrap(clocked[arm], reference, time_ratio)
+        return found | {"reached": reached(clocked[arm], reference), "timed": [len(timed[arm]), len(timed[REFERENCE])]}
+
+    def near(arm: str) -> dict[str, Any] | None:
+        return bootstrap(clocked[arm], reference, near_ratio) if clocked[arm] and reference else None
 
     notes = [f"{_called(job)}: left out: {job['left_out']}" for job in every if job.get("left_out")]
     notes += [f"{_called(job)}: failed: {job['error'].splitlines()[-1]}" for job in every if job.get("error")]
@@ -281,8 +334,15 @@ def headline(jobs: Iterable[Record]) -> dict[str, Any]:
         f"{arm}: best at the edge of its grid, {one['best']:g}" for arm, one in tuning.items() if not one["inside"]
     ]
     notes += [f"{arm}: not measured" for arm in ARMS if not judged[arm]]
+    borrowed = {arm: sum(job.get("clock") == "borrowed" for job in clocked[arm]) for arm in ARMS}
+    notes += [
+        f"{arm}: {count} of {len(clocked[arm])} seeds ran beside others and have the seconds of the timed ones"
+        for arm, count in borrowed.items()
+        if count
+    ]
     return {
         "time_to_accuracy_ratio": by_arm(ratio, [arm for arm in OURS if arm not in CONTROLS]),
+        "time_to_within_a_point_ratio": by_arm(near, [arm for arm in OURS if arm not in CONTROLS]),
         "best_arm": name,
         "best_arm_by": rule,
         "target_accuracy": statistics.fmean(map(final, reference)) if reference else None,
@@ -294,10 +354,10 @@ def headline(jobs: Iterable[Record]) -> dict[str, Any]:
         "base_accuracy": _median(job["curve"][0]["accuracy"] for arm in ARMS for job in judged[arm]),
         "base_accuracy_also": _median(one["before"] for arm in ARMS for one in _also(judged[arm])),
         "final_difference": by_arm(lambda arm: welch(accuracies[arm], accuracies[REFERENCE])),
-        "equal_wallclock_difference": by_arm(lambda arm: equal_wallclock(timed[arm], reference)),
-        "claims": claims(accuracies, timed, tuning),
-        "learner_ratio": by_arm(lambda arm: rate_ratio("learn", timed[arm], reference)),
-        "sampler_ratio": by_arm(lambda arm: rate_ratio("generate", timed[arm], reference)),
+        "equal_wallclock_difference": by_arm(lambda arm: equal_wallclock(clocked[arm], reference)),
+        "claims": claims(accuracies, clocked, tuning),
+        "learner_ratio": by_arm(lambda arm: rate_ratio("learn", timed[arm], timed[REFERENCE])),
+        "sampler_ratio": by_arm(lambda arm: rate_ratio("generate", timed[arm], timed[REFERENCE])),
         "switch_share": by_arm(lambda arm: _median(map(switch_share, timed[arm])), ARMS),
         "seconds": by_arm(lambda arm: _median(job["seconds"] for job in timed[arm]), ARMS),
         "startup_seconds": by_arm(
@@ -311,7 +371,7 @@ def headline(jobs: Iterable[Record]) -> dict[str, Any]:
 def _judged(jobs: Sequence[Record], arm: str, tuning: Record) -> list[Record]:
     """The judged seeds of an arm, at its tuned learning rate where there is one (controls: at any)."""
     mine = [job for job in jobs if job["arm"] == arm and not is_tuning(job)]
-    rate = tuning.get(arm, {}).get("best")
+    rate = tuning.get(arm, {}).get("best")  # None: the arm was not tuned
     at_rate = [job for job in mine if rate is None or float(job["learning_rate"]) == rate]
     return sorted(at_rate or mine, key=lambda job: job["seed"])
 

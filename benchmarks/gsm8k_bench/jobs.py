@@ -120,7 +120,8 @@ def run_job(job: Job, script: Path) -> dict[str, Any]:
     }
     start = time.monotonic()
     for worker in ("ours",) if job.arm in OURS else ("theirs", "evaluate"):
-        record |= (trained if worker == "theirs" else None) or _work(job, worker, directory, script)
+        found = (trained if worker == "theirs" else None) or _work(job, worker, directory, script)
+        record |= {**found, "environment": record.get("environment") or found.get("environment")}  # of the training
         if record.get("error") or record.get("left_out"):
             break
     record["process_seconds"] = time.monotonic() - start

@@ -24,12 +24,32 @@ COLOURS = {
     "trl_generate": "#7f1d1d",
 }
 
+METHODS = {"mu_grpo": "µ-GRPO", "p3o": "P3O", "grpo_tight": "GRPO", "random_reward": "µ-GRPO, random rewards"}
+
+
+def label(arm: str, seeds: int, settings: Mapping[str, Any]) -> str:
+    """An arm in words.
+
+    >>> label("mu_grpo_64", 4, {"stage_updates": 16, "mu": 4}), label("trl_vllm", 1, {"stage_updates": 16, "mu": 4})
+    ('stalewise, µ-GRPO, µ = 64 (4 seeds)', 'TRL with vLLM, µ = 4 (1 seed)')
+    """
+    method, _, updates = arm.rpartition("_") if arm.rpartition("_")[2].isdigit() else (arm, "", "")
+    words = {
+        "trl_vllm": f"TRL with vLLM, µ = {settings['mu']}",
+        "trl_generate": f"TRL with generate, µ = {settings['mu']}",
+        "synchronous": f"stalewise, GRPO, µ = {settings['mu']}",
+        "auto": 'stalewise, recipe "auto"',
+    }
+    staged = f"stalewise, {METHODS.get(method, method)}, µ = {updates or settings['stage_updates']}"
+    return f"{words.get(arm, staged)} ({seeds} seed{'s' * (seeds > 1)})"
+
 
 def table(head: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
     """One row for each arm, and one for the policy that all start from; `settings` are those that all jobs share."""
     also = Path(settings["also_test"]).stem
-    columns = ("arm", "seconds", "accuracy", "greedy", "to TRL's accuracy", "difference", "switch", also)
-    first = (_number(head["base_accuracy"], ".3f"), "", "", "", "", _number(head["base_accuracy_also"], ".3f"))
+    times = ("to TRL's accuracy", "to a point below")
+    columns = ("arm", "seconds", "accuracy", "greedy", *times, "difference", "switch", also)
+    first = (_number(head["base_accuracy"], ".3f"), *[""] * 5, _number(head["base_accuracy_also"], ".3f"))
     rows: list[tuple[str, ...]] = [columns, ("before", "", *first)]
     for arm in ARMS:
         accuracy, greedy = head["final_accuracy"][arm], head["final_accuracy_greedy"][arm]
@@ -41,7 +61,9 @@ def table(head: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
                 _number(head["seconds"][arm], ".1f"),
                 _interval(accuracy, "mean", ".3f"),
                 _interval(greedy, "mean", ".3f"),
-                _interval(head["time_to_accuracy_ratio"].get(arm), "median", ".2f"),
+                _interval(ratio := head["time_to_accuracy_ratio"].get(arm), "median", ".2f")
+                + ("" if ratio is None else " ({} of {} seeds)".format(*ratio["reached"])),
+                _interval(head["time_to_within_a_point_ratio"].get(arm), "median", ".2f"),
                 _interval(head["final_difference"].get(arm), "difference", "+.3f"),
                 _number(head["switch_share"][arm], ".1%"),
                 _interval(head["final_accuracy_also"][arm], "mean", ".3f"),
@@ -81,7 +103,9 @@ def _interval(found: Mapping[str, Any] | None, key: str, form: str) -> str:
     return f"{found[key]:{form}} [{found['low']:{form}}, {found['high']:{form}}]"
 
 
-def draw(jobs: Sequence[Mapping[str, Any]], head: Mapping[str, Any], path: Path, *, test: str) -> bool:
+def draw(
+    jobs: Sequence[Mapping[str, Any]], head: Mapping[str, Any], path: Path, *, settings: Mapping[str, Any]
+) -> bool:
     """Accuracy against wall-clock: a thin line for each seed, a thick one for their mean. False: nothing to draw."""
     timed = [job for job in jobs if job.get("curve") and has_clock(job) and not is_tuning(job)]
     if not timed:
@@ -103,11 +127,12 @@ def draw(jobs: Sequence[Mapping[str, Any]], head: Mapping[str, Any], path: Path,
                 tuple(statistics.fmean(curve[i][axis] for curve in curves) for axis in (0, 1)) for i in range(shortest)
             ]
             style = "-" if arm in OURS else "--"
-            axes.plot(*zip(*mean, strict=True), style, color=COLOURS[arm], linewidth=2.2, marker="o", label=arm)
+            words = label(arm, len(curves), settings)
+            axes.plot(*zip(*mean, strict=True), style, color=COLOURS[arm], linewidth=2.2, marker="o", label=words)
     if head["target_accuracy"] is not None:
         axes.axhline(head["target_accuracy"], color="#888888", linewidth=0.8, linestyle=":")
     axes.set_xlabel("seconds since the first generation, without evaluations")
-    axes.set_ylabel(f"accuracy on {test}, temperature 1")
+    axes.set_ylabel(f"accuracy on {Path(settings['test']).stem}, temperature 1")
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
     figure.tight_layout()

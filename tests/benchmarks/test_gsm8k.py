@@ -90,6 +90,55 @@ def test_equal_wallclock_is_at_the_end_of_the_faster_arm() -> None:
     assert found["low"] is None
 
 
+def test_of_two_seeds_one_of_which_never_gets_there_the_ratio_is_zero() -> None:
+    # Ratios 0 and 2: their mean would be the ratio of no run.
+    theirs = [job("trl_vllm", 0, [(0, 0.2), (100, 0.4)])]
+    mine = [job("p3o", 0, [(0, 0.2), (10, 0.3)]), job("p3o", 1, [(0, 0.2), (50, 0.4)])]
+    assert figures.time_ratio(mine, theirs) == 0.0
+    assert figures.reached(mine, theirs) == [1, 2]
+
+
+def test_the_ratio_to_a_point_below_is_of_both_sides_times_to_it() -> None:
+    # Target 0.40 − 0.01 = 0.39: the reference at 95 of 100 s, ours, which ends at 0.395, at 19 of 19.5 s: 5.
+    theirs = [job("trl_vllm", 0, [(0, 0.2), (100, 0.4)])]
+    mine = [job("mu_grpo", 0, [(0, 0.2), (19.5, 0.395)])]
+    assert figures.time_ratio(mine, theirs) == 0.0
+    assert figures.near_ratio(mine, theirs) == pytest.approx(5.0)
+
+
+def test_a_seed_that_ran_beside_others_has_the_seconds_of_the_timed_ones() -> None:
+    # The timed seeds took 28 and 32 s for the second evaluation, 60 and 70 s for the third: medians 30 and 65.
+    timed = [
+        job("mu_grpo", 0, [(0, 0.2), (28, 0.3), (60, 0.4)]),
+        job("mu_grpo", 1, [(0, 0.2), (32, 0.3), (70, 0.4)]),
+    ]
+    beside = {**job("mu_grpo", 2, [(0, 0.2), (99, 0.35), (200, 0.45)]), "timed": False}
+    coarse = {**job("mu_grpo", 3, [(0, 0.2), (60, 0.4)]), "timed": False, "curve": [{"update": 7, "accuracy": 0.4}]}
+    found = figures.with_clocks([beside, coarse, *timed])
+    assert [one["seed"] for one in found] == [0, 1, 2]  # nobody was timed at update 7
+    assert figures.points(found[2]) == [(0, 0.2), (30, 0.35), (65, 0.45)]
+    assert found[2]["clock"] == "borrowed" and beside["curve"][1]["seconds"] == 99
+    assert figures.with_clocks([beside]) == []
+    adaptive = [{**one, "arm": "auto"} for one in (timed[0], beside)]
+    assert [one["seed"] for one in figures.with_clocks(adaptive)] == [0]  # its stages differ from seed to seed
+
+
+def test_the_target_is_that_of_all_judged_seeds() -> None:
+    # Finals 0.4 (timed) and 0.5 (beside others): target 0.45, which ours reaches at 25 of 30 s; the reference's seeds
+    # take 90 s (never, its end) and 75 s: median 82.5.
+    theirs = [
+        job("trl_vllm", 0, [(0, 0.2), (90, 0.4)]),
+        {**job("trl_vllm", 1, [(0, 0.2), (500, 0.5)]), "timed": False},
+    ]
+    head = figures.headline([*theirs, job("mu_grpo", 0, [(0, 0.2), (30, 0.5)])])
+    ratio = head["time_to_accuracy_ratio"]["mu_grpo"]
+    assert head["target_accuracy"] == pytest.approx(0.45)
+    assert ratio["median"] == pytest.approx(82.5 / 25)
+    assert (ratio["seeds"], ratio["timed"], ratio["reached"]) == ([1, 2], [1, 1], [1, 1])
+    assert head["seconds"]["trl_vllm"] == 90
+    assert "trl_vllm: 1 of 2 seeds ran beside others and have the seconds of the timed ones" in head["notes"]
+
+
 # ---------------------------------------------------------------- intervals
 
 
