@@ -135,7 +135,7 @@ def reached(ours: Sequence[Record], theirs: Sequence[Record]) -> list[int]:
 def with_clocks(judged: Sequence[Record]) -> list[Record]:
     """The seeds of an arm that were timed; and the others, with the median seconds of the timed ones at each update.
 
-    An arm's seconds depend on the seed by a few percent, through the length of its responses.
+    An arm's seconds depend on the seed by some 10%, half of it through the length of its responses.
     """
     timed = [job for job in judged if has_clock(job)]
     if not timed or timed[0]["arm"] in OWN_STAGES:

@@ -6,6 +6,7 @@ wrong leaves its words in the job's file and the others go on. Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,9 +15,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -357,6 +359,9 @@ class Queue:
     None is begun with less than `least` seconds left. One that fails beside others, perhaps for want of memory, is
     tried once more, alone and after the rest.
 
+    Those that run beside each other share the device by CUDA's Multi-Process Service where that is installed: without
+    it, one process at a time has the device.
+
     What runs when the time is out is killed and its file is not written. Next time it begins again; ours go on where
     they are not timed, and of TRL's only the evaluation is done where the training was over.
     """
@@ -368,11 +373,16 @@ class Queue:
         self.end = time.monotonic() + seconds
         self.last_start = self.end - least
         self.running: dict[subprocess.Popen[bytes], tuple[list[str], bool]] = {}
+        self.shared: Mapping[str, str] = {}  # environment of jobs that run beside each other
 
     def work(self, jobs: Sequence[tuple[list[str], bool]]) -> bool:
         """`jobs`: arguments, and whether it must be alone. True: all were worked on."""
         waiting = list(jobs)
         exit_when_told()
+        with multi_process_service() if self.parallel > 1 else contextlib.nullcontext({}) as self.shared:
+            return self._work(waiting)
+
+    def _work(self, waiting: list[tuple[list[str], bool]]) -> bool:
         try:
             while self.running or (waiting and time.monotonic() < self.last_start):
                 if time.monotonic() >= self.end:
@@ -396,13 +406,33 @@ class Queue:
 
     def _start(self, arguments: list[str], alone: bool) -> None:
         command = [sys.executable, str(self.script), "run", *self.common, *arguments]
-        self.running[subprocess.Popen(command, start_new_session=True)] = arguments, alone
+        environment = {**os.environ, **({} if alone else self.shared)}
+        self.running[subprocess.Popen(command, start_new_session=True, env=environment)] = arguments, alone
 
     def _reap(self) -> list[tuple[list[str], bool]]:
         """Forget what has ended; returns those that failed beside others, to be tried alone."""
         ended = [process for process in self.running if process.poll() is not None]
         failed = [(self.running.pop(process), process.returncode) for process in ended]
         return [(arguments, True) for (arguments, alone), code in failed if code and not alone and self.parallel > 1]
+
+
+@contextlib.contextmanager
+def multi_process_service() -> Iterator[dict[str, str]]:
+    """The environment of processes that compute on a GPU at the same time.
+
+    Empty where the service is not installed, or where the environment names one already.
+    """
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="mps-") as place:  # a short path: it holds a socket
+        shared = {"CUDA_MPS_PIPE_DIRECTORY": place, "CUDA_MPS_LOG_DIRECTORY": place}
+        started = subprocess.run([control, "-d"], env={**os.environ, **shared})
+        try:
+            yield shared if started.returncode == 0 else {}
+        finally:
+            subprocess.run([control], input=b"quit\n", env={**os.environ, **shared}, stdout=subprocess.DEVNULL)
 
 
 # ---------------------------------------------------------------- the small size

@@ -15,7 +15,7 @@ from stalewise.config import parse_override
 
 from .figures import headline
 from .jobs import Job, Results, Runner, Step, work_on
-from .plot import draw, draw_curves
+from .plot import draw
 from .settings import CPU, CUDA, QUICK, Settings, from_record
 from .table import markdown, problems
 
@@ -121,7 +121,6 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of our config")
     parser.add_argument("--table", action="store_true", help="only print the table of --out")
     parser.add_argument("--plot", type=Path, metavar="SVG", help="only draw --out")
-    parser.add_argument("--curves", action="store_true", help="with --plot: accuracy against wall-clock alone")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     for field in dataclasses.fields(Settings):
         if field.name != "our_settings":
@@ -187,6 +186,6 @@ def _show(arguments: argparse.Namespace) -> None:
     record = json.loads(arguments.out.read_text())
     if arguments.plot:
         arguments.plot.parent.mkdir(parents=True, exist_ok=True)
-        arguments.plot.write_text((draw_curves if arguments.curves else draw)(record) + "\n")
+        arguments.plot.write_text(draw(record) + "\n")
     if arguments.table:
         print(markdown(record))

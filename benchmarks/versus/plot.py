@@ -14,18 +14,12 @@ Record = Mapping[str, Any]
 COLOURS = {"trl": "#e45756", "trl_same_mu": "#d18700", "stalewise": "#2f6db3"}
 WIDTH, HEIGHT, TOP, BOTTOM = 960, 400, 56, 48
 LEFT, SPLIT = 56, 470  # the first panel reaches from LEFT to SPLIT
-NARROW, LOW = 760, 240  # size of the first panel where it is alone
 
 
 def draw(record: Record) -> str:
     """The whole picture."""
     title = "stalewise against TRL: accuracy by wall-clock, and each figure against what it must reach"
     return _picture(title, WIDTH, HEIGHT, [*_curves(record, SPLIT - 20, HEIGHT), *_bars(record)])
-
-
-def draw_curves(record: Record) -> str:
-    """The first panel alone, for the README."""
-    return _picture("stalewise against TRL: accuracy by wall-clock", NARROW, LOW, _curves(record, NARROW - 24, LOW))
 
 
 def _picture(title: str, width: int, height: int, parts: list[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -396,6 +397,28 @@ def test_a_job_that_fails_beside_others_is_tried_once_more_alone(
     failing, good = ([float(line) for line in (tmp_path / name).read_text().split()] for name in ("failing", "good"))
     assert len(failing) == 4 and len(good) == 2
     assert good[1] < failing[2]
+
+
+def test_jobs_beside_each_other_share_the_device_and_timed_ones_have_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = tmp_path / "bin" / "nvidia-cuda-mps-control"
+    control.parent.mkdir()
+    control.write_text(f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY" "$@" $([ $# = 0 ] && cat) >> {tmp_path}/service\n')
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{control.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys; open(sys.argv[2], 'w').write(os.environ.get('CUDA_MPS_PIPE_DIRECTORY', 'alone'))"
+    )
+    listed = [([str(tmp_path / name)], name == "timed") for name in ("first", "timed", "second")]
+    assert jobs.Queue(script, [], seconds=30.0, parallel=2).work(listed)
+    first, timed, second = ((tmp_path / name).read_text() for name in ("first", "timed", "second"))
+    assert timed == "alone" and first == second != "alone"
+    assert (tmp_path / "service").read_text().splitlines() == [f"{first} -d", f"{first} quit"]
+    assert jobs.Queue(script, [], seconds=30.0, parallel=1).work([([str(tmp_path / "single")], False)])
+    assert (tmp_path / "single").read_text() == "alone"
 
 
 def test_no_job_is_begun_without_the_time_for_it(tmp_path: Path) -> None:
