@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from benchmarks.versus.plot import draw_curves
+from benchmarks.gsm8k_bench.picture import label
 from scripts.draw_objectives import drawing
 from scripts.package_readme import for_package_index
 from scripts.reference import PAGES as PAGES_MADE
@@ -260,12 +260,18 @@ def test_the_readme_has_a_screen_and_a_half() -> None:
 
 
 def test_picture_and_words_of_the_readme_are_of_the_kept_runs() -> None:
-    record = json.loads((ROOT / "benchmarks/results/versus_trl-h200.json").read_text())
-    assert (ROOT / "docs/images/headline.svg").read_text() == draw_curves(record) + "\n"
-    low, high = record["time_to_accuracy_ratio_range"]
-    words = f"{record['time_to_accuracy_ratio']:.1f} times as fast ({low:.1f} to {high:.1f} by seed)"
-    readme = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
-    assert words in readme
+    record = json.loads((ROOT / "benchmarks/results/gsm8k-h200.json").read_text())
+    readme, page = (re.sub(r"\s+", " ", (ROOT / name).read_text()) for name in ("README.md", "docs/benchmarks.md"))
+    seconds, accuracy = record["seconds"], record["final_accuracy"]
+    assert f"take {seconds['mu_grpo']:.0f} s with µ-GRPO (µ = 16) and {seconds['trl_vllm']:.0f} s with TRL's" in readme
+    assert {f"{accuracy[arm]['mean']:.2f}"[1:] for arm in ("mu_grpo", "trl_vllm")} == {".30"}
+    assert f"an accuracy of .30, from {record['base_accuracy']:.2f}".replace("0.", ".") in readme
+    picture = (ROOT / "docs/images/gsm8k-h200.svg").read_text()
+    for arm in ("mu_grpo", "mu_grpo_64", "auto", "trl_vllm"):
+        found, seeds = accuracy[arm], len(accuracy[arm]["values"])
+        assert f"<!-- {label(arm, seeds, record['settings'])} -->" in picture
+        row = f"| {seeds} | {seconds[arm]:.0f}"
+        assert row in page and f"{found['mean']:.3f}"[1:] in page[page.index(row) :][:60]
     verdicts = re.findall(r"\| \*\*([a-z ]+)\*\* \|", (ROOT / "docs/results.md").read_text())
     shown, opposite, open_ = (verdicts.count(verdict) for verdict in ("shown", "opposite", "not shown"))
     told = f'{shown} of {len(verdicts)} verdicts are "shown", {opposite} are "opposite", {open_} are "not shown"'
