@@ -321,10 +321,21 @@ def test_what_is_done_is_not_wanted_again_unless_its_time_is(tmp_path: Path) -> 
     assert jobs.is_wanted(asked(timed=False))
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "plans").glob("*.txt")), ids=lambda path: path.stem)
+LISTS = sorted((ROOT / "benchmarks" / "plans").glob("*.txt"))
+
+
+@pytest.mark.parametrize("path", LISTS, ids=lambda path: path.stem)
 def test_planned_jobs_are_jobs_and_stand_once(path: Path) -> None:
     kept = ["--out", str(ROOT / "benchmarks" / "results" / "gsm8k-jobs")]  # with the tuned rates
-    found = [gsm8k.job_of(gsm8k.parser().parse_args(["run", *line, *kept])) for line in jobs.read_list(path)]
+    still_tuned = {line[1] for one in LISTS for line in jobs.read_list(one) if int(line[3]) >= figures.TUNING_SEEDS}
+    found: list[jobs.Job] = []
+    for line in jobs.read_list(path):
+        try:
+            found.append(gsm8k.job_of(gsm8k.parser().parse_args(["run", *line, *kept])))
+        except SystemExit:  # no tuned rate yet
+            assert line[1] in still_tuned
+            later = ["1e-6" if word == "tuned" else word for word in line]
+            found.append(gsm8k.job_of(gsm8k.parser().parse_args(["run", *later, *kept])))
     assert found and len({one.name for one in found}) == len(found)
     for one in found:
         one.settings.check(one.arm)
