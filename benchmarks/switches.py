@@ -16,13 +16,15 @@ the learner's GPU, the sampler's part is waking vLLM and reloading from the chec
 putting it to sleep counts to the next learner. Start and end of a run (first checkpoint, first learner; last
 checkpoint) are given apart. `background_s` is what writing took.
 
-`disk` writes checkpoints of `--gb` gigabytes, one every `--every` seconds, and removes the one before each, as a run
-does: seconds of both, and what each checkpoint waited for those before it.
+`disk` writes checkpoints of `--gb` gigabytes, one every `--every` seconds, each over the one before the last, as a run
+does, or with `--remove` beside the removal of that one: seconds of both, and what each checkpoint waited for those
+before it. `--no-checksums` leaves hashing out, where the processor has few cores for a fast disk.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import statistics
@@ -30,7 +32,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,7 @@ from stalewise.store.checkpoints import prune, write_checkpoint
 from stalewise.store.json_lines import read_jsonl
 from stalewise.tasks import TASKS
 from stalewise.tasks.base import LocalVerifier
+from stalewise.trainer import snapshot as snapshot_module
 from stalewise.trainer.snapshot import Snapshot
 from stalewise.types import Prompt, Reward
 
@@ -169,7 +172,7 @@ def measure_copy(size: str, moment_bytes: int) -> dict[str, Any]:
     }
 
 
-def measure_disk(gigabytes: float, every: float, work: Path) -> dict[str, Any]:
+def measure_disk(gigabytes: float, every: float, work: Path, *, removes: bool = False) -> dict[str, Any]:
     """Seconds that checkpoints wait for the writing and the removal of those before them."""
     directory = work / "disk"
     shutil.rmtree(directory, ignore_errors=True)
@@ -187,7 +190,7 @@ def measure_disk(gigabytes: float, every: float, work: Path) -> dict[str, Any]:
 
     def remove() -> None:
         start = time.perf_counter()
-        prune(directory, keep=1, spare=writer.spare_for(nbytes))
+        prune(directory, keep=1, spare=None if removes else writer.spare_for(nbytes))
         removed.append(time.perf_counter() - start)
 
     for version in range(CHECKPOINTS):
@@ -205,6 +208,26 @@ def measure_disk(gigabytes: float, every: float, work: Path) -> dict[str, Any]:
         "waiting_s": statistics.median(waits[2:]),
         "longest_wait_s": max(waits),
     }
+
+
+@contextlib.contextmanager
+def no_checksums() -> Iterator[None]:
+    """Files are written without being hashed."""
+
+    class Nothing:
+        def update(self, data: object) -> None: ...
+
+        def digest(self) -> bytes:
+            return b""
+
+    class Hashes:
+        sha256 = Nothing
+
+    before, snapshot_module.hashlib = snapshot_module.hashlib, Hashes
+    try:
+        yield
+    finally:
+        snapshot_module.hashlib = before
 
 
 def _wait(device: torch.device) -> None:
@@ -326,8 +349,10 @@ def measure(arguments: argparse.Namespace, work: Path) -> tuple[dict[str, Any], 
         result |= before if before["machine"] == result["machine"] else {}
     began, failed = time.monotonic(), False
     if "disk" in parts:
-        found = measure_disk(arguments.gb, arguments.every, work)
-        result.setdefault("disk", {})[f"{arguments.gb:g} GB every {arguments.every:g} s"] = found
+        with no_checksums() if arguments.no_checksums else contextlib.nullcontext():
+            found = measure_disk(arguments.gb, arguments.every, work, removes=arguments.remove)
+        how = ", removed" * arguments.remove + ", no checksums" * arguments.no_checksums
+        result.setdefault("disk", {})[f"{arguments.gb:g} GB every {arguments.every:g} s{how}"] = found
         print("disk", json.dumps(found), flush=True)
     for left in work.glob("*-mu*"):  # runs of a process that was ended would fill the disk
         shutil.rmtree(left)
@@ -370,6 +395,8 @@ def main() -> int:
     parser.add_argument("--moment-bytes", type=int, choices=(1, 2, 4), default=4, help="of a number in `copy`")
     parser.add_argument("--gb", type=float, default=5.9, help="of a checkpoint in `disk`")
     parser.add_argument("--every", type=float, default=3.6, help="seconds between checkpoints in `disk`")
+    parser.add_argument("--remove", action="store_true", help="in `disk`, remove checkpoints; none is overwritten")
+    parser.add_argument("--no-checksums", action="store_true", help="in `disk`, leave hashing out")
     parser.add_argument("--deadline-s", type=float, default=1e9, help="after which no further run is begun")
     parser.add_argument("--work", type=Path, help="where models and runs go; a temporary directory by default")
     parser.add_argument("--out", type=Path)

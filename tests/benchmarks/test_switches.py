@@ -36,6 +36,12 @@ def test_checkpoints_wait_for_a_disk_that_removes_slowly(tmp_path: Path, monkeyp
     # The removal before the last one must be over: in the long run a checkpoint waits as long as a removal takes.
     assert 0.05 < found["waiting_s"] <= found["longest_wait_s"]
     assert switches.measure_disk(12e-6, 0.3, tmp_path)["waiting_s"] < found["waiting_s"]
+    spares: list[object] = []
+    monkeypatch.setattr(switches, "prune", lambda *places, **kept: spares.append(kept["spare"]))
+    with switches.no_checksums():
+        switches.measure_disk(12e-6, 0.0, tmp_path, removes=True)
+    switches.measure_disk(12e-6, 0.0, tmp_path)
+    assert spares[: switches.CHECKPOINTS] == [None] * switches.CHECKPOINTS and spares[-1] is not None
     assert list(tmp_path.iterdir()) == []
 
 
