@@ -116,7 +116,7 @@ def draw(
     matplotlib.rcParams["svg.hashsalt"] = "gsm8k"
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 4.8))
+    figure, axes = pyplot.subplots(figsize=(8, 3.6))
     for arm in ARMS:
         curves = [points(job) for job in timed if job["arm"] == arm]
         for curve in curves:
