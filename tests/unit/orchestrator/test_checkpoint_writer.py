@@ -277,24 +277,23 @@ class Held(NullCallback):
     """Holds each checkpoint in the background back until the run has sampled the next stage, or ended its last."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.sampled, self.held = threading.Event(), 0
+        self.sampled, self.held, self.learned = [threading.Event() for _ in range(9)], 0, 0  # by stages learned before
         real = checkpoints.commit_directory
 
         def commit_directory(temporary: Path, final: Path) -> None:
             if threading.current_thread().name.startswith("checkpoint"):
                 self.held += 1
-                assert self.sampled.wait(WAIT_S), "the run waits for the checkpoint before it samples"
+                assert self.sampled[self.held].wait(WAIT_S), "the run waits for the checkpoint before it samples"
             real(temporary, final)
 
         patch.setattr(checkpoints, "commit_directory", commit_directory)
 
     def begin(self, what: str, total: int) -> None:
-        if what == "learn":
-            self.sampled.clear()
+        self.learned += what == "learn"
 
     def advance(self, amount: int, note: str = "") -> None:
         if "tokens" in note:
-            self.sampled.set()
+            self.sampled[self.learned].set()
 
 
 def test_the_next_stage_is_sampled_while_the_checkpoint_is_written(
