@@ -537,8 +537,8 @@ class Orchestrator:
 
         def clean_up() -> None:
             # The run may be further by then, and later checkpoints committed: neither may change what is removed.
-            keep, needed = self.config.checkpoints.keep, self._needed_versions(schedule, version)
-            prune(self.directory, keep=keep, needed=needed, newest=version, spare=self.writer.spare_for(size))
+            spare, needed = snapshot and self.writer.spare_for(size), self._needed_versions(schedule, version)
+            prune(self.directory, keep=self.config.checkpoints.keep, needed=needed, newest=version, spare=spare)
             self.coordinator.publish()
 
         self.states[version] = {"version": version, **state}  # its checksums are made as it is written

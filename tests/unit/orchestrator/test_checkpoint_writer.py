@@ -663,6 +663,24 @@ def test_a_run_writes_its_checkpoints_over_those_that_are_no_longer_needed(
     assert names[0] == names[1] and "v000010" in names[0]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who reads a file")
+def test_nothing_is_kept_for_a_checkpoint_that_does_not_overwrite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "_is_local", lambda directory: True)
+    monkeypatch.setattr(checkpoint_writer, "fits_beside", lambda nbytes: False)  # so nothing has a copy in memory
+    schedule = {"kind": "synchronous", "updates": 4, "updates_per_generation": 1}
+    settings, found = config(tmp_path, schedule=schedule), list[str]()
+
+    class Names(NullCallback):
+        def begin(self, what: str, total: int) -> None:
+            found.extend(path.name for path in (settings.directory / "checkpoints").iterdir())
+
+    run(settings, Names())
+    assert {"v000003", "v000004"} <= set(found)
+    assert [name for name in found if name.startswith(".")] == []
+
+
 def test_nothing_is_kept_for_the_next_checkpoint_where_the_disk_has_little_room(tmp_path: Path) -> None:
     writer, old = CheckpointWriter(RunLog(tmp_path), HostBuffers()), tmp_path / ".v000001.tmp-0123456789ab"
     assert writer.spare_for(1) is writer.spare
