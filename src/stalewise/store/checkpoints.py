@@ -12,7 +12,6 @@ import re
 import shutil
 import signal
 import stat
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +20,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 from safetensors import safe_open
 
 from stalewise.errors import StoreError
@@ -40,6 +38,7 @@ from stalewise.store.records import RecordSchema, dict_of, is_real, is_table, is
 FORMAT = "stalewise.checkpoint/2"
 SHA256 = {FORMAT: sha256_of_pieces, "stalewise.checkpoint/1": sha256_file}  # the checksum of a file, by format
 LOCAL = frozenset({"ext4", "xfs"})  # file systems that know all who read a file
+MOUNTS = Path("/proc/self/mountinfo")
 _NAME = re.compile(r"v(\d{6,})")
 MANIFEST = RecordSchema(
     {"format": is_text, "files": dict_of(lambda file: is_table(file) and is_text(file.get("sha256")))}
@@ -265,9 +264,14 @@ class SpareFiles:
 
 def _is_local(directory: Path) -> bool:
     """Whether the kernel of this machine knows everybody who reads files there."""
-    place = Path(os.path.realpath(directory))
-    mounts = [mount for mount in psutil.disk_partitions(all=True) if place.is_relative_to(mount.mountpoint)]
-    return sys.platform == "linux" and max(mounts, key=lambda mount: len(mount.mountpoint)).fstype in LOCAL
+    device = directory.stat().st_dev
+    try:  # by its device: mounts may hide each other, and a process in another root directory sees few of them
+        mounts = [line.partition(b" - ") for line in MOUNTS.read_bytes().splitlines()]
+    except OSError:  # not Linux
+        return False
+    number = f"{os.major(device)}:{os.minor(device)}".encode()
+    kinds = {kind.split()[0].decode() for mount, _, kind in mounts if mount.split()[2] == number}
+    return bool(kinds) and kinds <= LOCAL
 
 
 def is_unused(path: Path) -> bool:
