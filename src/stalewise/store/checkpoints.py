@@ -233,7 +233,10 @@ class SpareFiles:
 
     def offer(self, directory: Path) -> bool:
         """Keep a directory that was just renamed to a temporary name; False: it is to be removed."""
-        large = list(directory.rglob("*.safetensors"))
+        paths = [directory, *directory.rglob("*")]
+        large = [path for path in paths if path.suffix == ".safetensors"]
+        if any(path.is_symlink() for path in paths):  # the files in what it leads to are somebody else's
+            return False
         if not large or not _is_local(directory) or not all(map(is_unused, large)):
             return False
         fsync_directory(directory.parent)  # no power failure may bring its name back once it is overwritten

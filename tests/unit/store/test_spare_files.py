@@ -148,6 +148,19 @@ def test_where_no_mount_is_known_a_checkpoint_is_removed(
 
 
 @pytest.mark.usefixtures("local")
+def test_files_behind_a_link_to_a_directory_are_not_overwritten(tmp_path: Path) -> None:
+    theirs, old = tmp_path / "another run's v000010", temporary_name(tmp_path / "v000001")
+    theirs.mkdir()
+    (theirs / NAME).write_bytes(b"precious")
+    old.symlink_to(theirs)
+    assert not SpareFiles().offer(old)
+    old.unlink()
+    inner = spare_directory(tmp_path)
+    (inner / "adapter").symlink_to(theirs)
+    assert not SpareFiles().offer(inner)
+
+
+@pytest.mark.usefixtures("local")
 def test_one_directory_is_kept_and_a_killed_run_leaves_none(tmp_path: Path) -> None:
     spare, first = SpareFiles(), spare_directory(tmp_path)
     assert spare.offer(first)
