@@ -6,6 +6,7 @@ so it is either complete or absent.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -221,7 +222,7 @@ class SpareFiles:
 
     Files that somebody reads are never overwritten: a policy may be mapped into memory, by this process or another one.
     The kernel tells (it grants a lease to the only user of a file). Where it cannot, on network file systems and
-    outside of Linux, checkpoints are removed.
+    outside of Linux, checkpoints are removed. It knows clients of NFS version 4, and not those of version 3.
     """
 
     def __init__(self) -> None:
@@ -249,10 +250,15 @@ class SpareFiles:
             spare, self._directory = self._directory, None
         if spare is None:
             return
-        for name in names:
-            if is_unused(spare / name):
-                os.rename(spare / name, directory / name)
-        shutil.rmtree(spare, ignore_errors=True)
+        try:
+            for name in names:
+                with contextlib.suppress(OSError):  # it is not there, or cannot be moved: it is written anew
+                    os.rename(spare / name, directory / name)
+                # Asked under its new name: who has the old directory open could open it there at any moment.
+                if not is_unused(directory / name):
+                    (directory / name).unlink(missing_ok=True)
+        finally:
+            shutil.rmtree(spare, ignore_errors=True)
 
     def remove(self) -> None:
         """Free the space."""
@@ -280,7 +286,7 @@ def _is_local(directory: Path) -> bool:
 def is_unused(path: Path) -> bool:
     """Whether it is an ordinary file with one name that no process, this one included, has open or mapped."""
     try:
-        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)  # a lease of another process is no wait
     except OSError:
         return False
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import shutil
@@ -158,6 +159,38 @@ def test_files_behind_a_link_to_a_directory_are_not_overwritten(tmp_path: Path) 
     inner = spare_directory(tmp_path)
     (inner / "adapter").symlink_to(theirs)
     assert not SpareFiles().offer(inner)
+
+
+@pytest.mark.usefixtures("local")
+def test_who_has_the_directory_open_never_reads_what_overwrites_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, spare, rename, read = spare_directory(tmp_path), new_directory(tmp_path), SpareFiles(), os.rename, []
+    assert spare.offer(old)
+    directory = os.open(old, os.O_RDONLY)
+
+    def rename_late(source: Path, target: Path) -> None:
+        read.append(os.open(NAME, os.O_RDONLY, dir_fd=directory))  # at the last moment
+        rename(source, target)
+
+    monkeypatch.setattr(module.os, "rename", rename_late)
+    spare.move_to(new, [NAME])
+    assert list(new.iterdir()) == [] and os.read(read[0], 100) == b"old weights"
+    for descriptor in (directory, *read):
+        os.close(descriptor)
+
+
+@pytest.mark.usefixtures("local")
+def test_a_file_that_cannot_be_moved_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, spare = spare_directory(tmp_path), new_directory(tmp_path), SpareFiles()
+    assert spare.offer(old)
+
+    def rename(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module.os, "rename", rename)
+    spare.move_to(new, [NAME])
+    assert list(new.iterdir()) == [] and not old.exists() and not spare
 
 
 @pytest.mark.usefixtures("local")
