@@ -539,7 +539,7 @@ class Orchestrator:
 
         def clean_up() -> None:
             # The run may be further by then, and later checkpoints committed: neither may change what is removed.
-            self._remove_checkpoints(schedule, version, self.writer.spare_for(size))
+            self._remove_checkpoints(schedule, version, None if snapshot is None else self.writer.spare_for(size))
             self.coordinator.publish()
 
         self.states[version] = {"version": version, **state}  # its checksums are made as it is written

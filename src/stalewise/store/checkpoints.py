@@ -6,13 +6,13 @@ so it is either complete or absent.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
 import shutil
 import signal
 import stat
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -21,7 +21,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 from safetensors import safe_open
 
 from stalewise.errors import StoreError
@@ -40,6 +39,7 @@ from stalewise.store.records import RecordSchema, dict_of, is_real, is_table, is
 FORMAT = "stalewise.checkpoint/2"
 SHA256 = {FORMAT: sha256_of_pieces, "stalewise.checkpoint/1": sha256_file}  # the checksum of a file, by format
 LOCAL = frozenset({"ext4", "xfs"})  # file systems that know all who read a file
+MOUNTS = Path("/proc/self/mountinfo")
 _NAME = re.compile(r"v(\d{6,})")
 MANIFEST = RecordSchema(
     {"format": is_text, "files": dict_of(lambda file: is_table(file) and is_text(file.get("sha256")))}
@@ -222,7 +222,7 @@ class SpareFiles:
 
     Files that somebody reads are never overwritten: a policy may be mapped into memory, by this process or another one.
     The kernel tells (it grants a lease to the only user of a file). Where it cannot, on network file systems and
-    outside of Linux, checkpoints are removed.
+    outside of Linux, checkpoints are removed. It knows clients of NFS version 4, and not those of version 3.
     """
 
     def __init__(self) -> None:
@@ -234,7 +234,10 @@ class SpareFiles:
 
     def offer(self, directory: Path) -> bool:
         """Keep a directory that was just renamed to a temporary name; False: it is to be removed."""
-        large = list(directory.rglob("*.safetensors"))
+        paths = [directory, *directory.rglob("*")]
+        large = [path for path in paths if path.suffix == ".safetensors"]
+        if any(path.is_symlink() for path in paths):  # the files in what it leads to are somebody else's
+            return False
         if not large or not _is_local(directory) or not all(map(is_unused, large)):
             return False
         fsync_directory(directory.parent)  # no power failure may bring its name back once it is overwritten
@@ -247,10 +250,15 @@ class SpareFiles:
             spare, self._directory = self._directory, None
         if spare is None:
             return
-        for name in names:
-            if is_unused(spare / name):
-                os.rename(spare / name, directory / name)
-        shutil.rmtree(spare, ignore_errors=True)
+        try:
+            for name in names:
+                with contextlib.suppress(OSError):  # it is not there, or cannot be moved: it is written anew
+                    os.rename(spare / name, directory / name)
+                # Asked under its new name: who has the old directory open could open it there at any moment.
+                if not is_unused(directory / name):
+                    (directory / name).unlink(missing_ok=True)
+        finally:
+            shutil.rmtree(spare, ignore_errors=True)
 
     def remove(self) -> None:
         """Free the space."""
@@ -265,15 +273,20 @@ class SpareFiles:
 
 def _is_local(directory: Path) -> bool:
     """Whether the kernel of this machine knows everybody who reads files there."""
-    place = Path(os.path.realpath(directory))
-    mounts = [mount for mount in psutil.disk_partitions(all=True) if place.is_relative_to(mount.mountpoint)]
-    return sys.platform == "linux" and max(mounts, key=lambda mount: len(mount.mountpoint)).fstype in LOCAL
+    device = directory.stat().st_dev
+    try:  # by its device: mounts may hide each other, and a process in another root directory sees few of them
+        mounts = [line.partition(b" - ") for line in MOUNTS.read_bytes().splitlines()]
+    except OSError:  # not Linux
+        return False
+    number = f"{os.major(device)}:{os.minor(device)}".encode()
+    kinds = {kind.split()[0].decode() for mount, _, kind in mounts if mount.split()[2] == number}
+    return bool(kinds) and kinds <= LOCAL
 
 
 def is_unused(path: Path) -> bool:
     """Whether it is an ordinary file with one name that no process, this one included, has open or mapped."""
     try:
-        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)  # a lease of another process is no wait
     except OSError:
         return False
     try:

@@ -339,24 +339,23 @@ class Held(NullCallback):
     """Holds each checkpoint in the background back until the run has sampled the next stage, or ended its last."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.sampled, self.held = threading.Event(), 0
+        self.sampled, self.held, self.learned = [threading.Event() for _ in range(9)], 0, 0  # by stages learned before
         real = checkpoints.commit_directory
 
         def commit_directory(temporary: Path, final: Path) -> None:
             if threading.current_thread().name.startswith("checkpoint"):
                 self.held += 1
-                assert self.sampled.wait(WAIT_S), "the run waits for the checkpoint before it samples"
+                assert self.sampled[self.held].wait(WAIT_S), "the run waits for the checkpoint before it samples"
             real(temporary, final)
 
         patch.setattr(checkpoints, "commit_directory", commit_directory)
 
     def begin(self, what: str, total: int) -> None:
-        if what == "learn":
-            self.sampled.clear()
+        self.learned += what == "learn"
 
     def advance(self, amount: int, note: str = "") -> None:
         if "tokens" in note:
-            self.sampled.set()
+            self.sampled[self.learned].set()
 
 
 def test_the_next_stage_is_sampled_while_the_checkpoint_is_written(
@@ -724,6 +723,24 @@ def test_a_run_writes_its_checkpoints_over_those_that_are_no_longer_needed(
     assert weights[0].read_bytes() == weights[1].read_bytes()
     names = [{path.name for path in (one.directory / "checkpoints").iterdir()} for one in (plain, over)]
     assert names[0] == names[1] and "v000010" in names[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who reads a file")
+def test_nothing_is_kept_for_a_checkpoint_that_does_not_overwrite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "_is_local", lambda directory: True)
+    monkeypatch.setattr(checkpoint_writer, "fits_beside", lambda nbytes: False)  # so nothing has a copy in memory
+    schedule = {"kind": "synchronous", "updates": 4, "updates_per_generation": 1}
+    settings, found = config(tmp_path, schedule=schedule), list[str]()
+
+    class Names(NullCallback):
+        def begin(self, what: str, total: int) -> None:
+            found.extend(path.name for path in (settings.directory / "checkpoints").iterdir())
+
+    run(settings, Names())
+    assert {"v000003", "v000004"} <= set(found)
+    assert [name for name in found if name.startswith(".")] == []
 
 
 def test_nothing_is_kept_for_the_next_checkpoint_where_the_disk_has_little_room(tmp_path: Path) -> None:

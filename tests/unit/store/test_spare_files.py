@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -112,22 +113,84 @@ def test_a_link_or_a_directory_is_not_overwritten(tmp_path: Path) -> None:
     assert not is_unused(tmp_path) and not is_unused(tmp_path / "missing") and is_unused(target)
 
 
+def mounts_of(kinds: Sequence[str], directory: Path) -> str:
+    """As the kernel lists mounts: that of the directory as each of these kinds, between others."""
+    device = directory.stat().st_dev
+    numbers = ["0:999999", *[f"{os.major(device)}:{os.minor(device)}"] * len(kinds), "0:999998"]
+    listed = zip(numbers, ["nfs4", *kinds, "ext4"], strict=True)
+    return "".join(f"27 1 {number} / {directory} rw shared:1 - {kind} /dev/x rw\n" for number, kind in listed)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "is_kept"),
+    [(["ext4"], True), (["xfs", "xfs"], True), (["nfs4"], False), (["overlay"], False), (["fuse.sshfs"], False)],
+)
 def test_a_file_system_that_does_not_know_its_readers_keeps_nothing(
+    kinds: list[str], is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts, old, spare = tmp_path / "mountinfo", spare_directory(tmp_path), SpareFiles()
+    mounts.write_text(mounts_of(kinds, tmp_path))  # one on top of another has the same place, and another device
+    monkeypatch.setattr(module, "MOUNTS", mounts)
+    assert spare.offer(old) == bool(spare) == is_kept
+
+
+@pytest.mark.parametrize("listed", ["", "22 27 0:999999 / /proc rw - proc proc rw\n", None])
+def test_where_no_mount_is_known_a_checkpoint_is_removed(
+    listed: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts, spare = tmp_path / "mountinfo", SpareFiles()
+    if listed is not None:
+        mounts.write_text(listed)  # in another root directory (chroot) that is no mount
+    monkeypatch.setattr(module, "MOUNTS", mounts)
+    for version in (1, 2):
+        write_checkpoint(tmp_path, version, save=lambda place: (place / NAME).write_bytes(_empty()), state={})
+    assert prune(tmp_path, keep=1, spare=spare) == [1] and not spare
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["v000002"]
+
+
+@pytest.mark.usefixtures("local")
+def test_files_behind_a_link_to_a_directory_are_not_overwritten(tmp_path: Path) -> None:
+    theirs, old = tmp_path / "another run's v000010", temporary_name(tmp_path / "v000001")
+    theirs.mkdir()
+    (theirs / NAME).write_bytes(b"precious")
+    old.symlink_to(theirs)
+    assert not SpareFiles().offer(old)
+    old.unlink()
+    inner = spare_directory(tmp_path)
+    (inner / "adapter").symlink_to(theirs)
+    assert not SpareFiles().offer(inner)
+
+
+@pytest.mark.usefixtures("local")
+def test_who_has_the_directory_open_never_reads_what_overwrites_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Mount:
-        def __init__(self, mountpoint: str, fstype: str) -> None:
-            self.mountpoint, self.fstype = mountpoint, fstype
-
-    def are(*mounts: Mount) -> None:
-        monkeypatch.setattr(module.psutil, "disk_partitions", lambda all: list(mounts))
-
-    old, spare = spare_directory(tmp_path), SpareFiles()
-    for fstype in ("nfs4", "overlay", "fuse.sshfs"):
-        are(Mount("/", "ext4"), Mount(str(tmp_path.resolve()), fstype), Mount("/elsewhere", "ext4"))
-        assert not spare.offer(old) and not spare
-    are(Mount("/", "nfs4"), Mount(str(tmp_path.resolve()), "ext4"))
+    old, new, spare, rename, read = spare_directory(tmp_path), new_directory(tmp_path), SpareFiles(), os.rename, []
     assert spare.offer(old)
+    directory = os.open(old, os.O_RDONLY)
+
+    def rename_late(source: Path, target: Path) -> None:
+        read.append(os.open(NAME, os.O_RDONLY, dir_fd=directory))  # at the last moment
+        rename(source, target)
+
+    monkeypatch.setattr(module.os, "rename", rename_late)
+    spare.move_to(new, [NAME])
+    assert list(new.iterdir()) == [] and os.read(read[0], 100) == b"old weights"
+    for descriptor in (directory, *read):
+        os.close(descriptor)
+
+
+@pytest.mark.usefixtures("local")
+def test_a_file_that_cannot_be_moved_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new, spare = spare_directory(tmp_path), new_directory(tmp_path), SpareFiles()
+    assert spare.offer(old)
+
+    def rename(source: Path, target: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module.os, "rename", rename)
+    spare.move_to(new, [NAME])
+    assert list(new.iterdir()) == [] and not old.exists() and not spare
 
 
 @pytest.mark.usefixtures("local")
