@@ -261,6 +261,9 @@ def test_learning_rates_and_the_best_arm_come_from_the_tuning_seeds_alone() -> N
     assert head["tuning"]["p3o"]["inside"] is False
     assert head["best_arm"] == "p3o"
     assert head["final_accuracy"]["mu_grpo"]["values"] == [0.9]  # that of the tuned learning rate
+    assert not any("judged at" in note for note in head["notes"])
+    elsewhere = figures.headline([*tuning, judged[0]])
+    assert "mu_grpo: judged at 1e-06 and not at its tuned rate, 2e-06" in elsewhere["notes"]
 
 
 def test_arms_that_were_left_out_or_failed_are_said() -> None:
