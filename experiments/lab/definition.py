@@ -50,7 +50,7 @@ class ArmTable(Section):
     rate: str = Field(
         default="tuned",
         description="Learning rate: tuned; of ARM: as tuned for that arm; hot of ARM: the smallest at which all tuning "
-        "seeds of that arm collapse; set: that of its settings.",
+        "seeds of that arm collapse; set: that of its settings; tuning: all of the grid, for others, and not judged.",
     )
     axes: dict[str, dict[str, dict[str, Any]]] = Field(
         default_factory=dict, description="Axis → value → settings; one arm per combination."
@@ -100,7 +100,12 @@ class Arm:
     @property
     def is_tuned(self) -> bool:
         """Whether it is tried at every learning rate of the grid."""
-        return self.rate == "tuned" and self.kind == "train"
+        return self.rate in ("tuned", "tuning") and self.kind == "train"
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether it has seeds besides those of tuning."""
+        return self.rate != "tuning"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +158,9 @@ class Experiment:
             raise ConfigError(f"{self.directory / FILE}: two arms of the setting {setting} have the same name")
         for arm in listed:
             named = arm.rate.removeprefix("hot of ").removeprefix("of ")
-            if named not in ("tuned", "set") and not (named in arms and arms[named].is_tuned and named != arm.rate):
+            if named not in ("tuned", "set", "tuning") and not (
+                named in arms and arms[named].is_tuned and named != arm.rate
+            ):
                 hint = nearest(named, [name for name, one in arms.items() if one.is_tuned])
                 raise ConfigError(f"{self.directory / FILE}: arm {arm.name} has the rate {arm.rate!r}; {hint}")
         if any(arm.is_tuned for arm in listed) and len(table.rates) < 3:

@@ -82,7 +82,8 @@ def tune(experiment: Experiment, setting: str, kept: Kept) -> tuple[Tuning, list
     widened = 0
     while True:
         found, jobs = _tried(experiment, arms, rates, widened, kept)
-        edges = set(found.edges().values()) if found.is_complete else set()
+        judged = {arm.name for arm in arms if arm.is_judged}  # a wider grid is for the rates of these
+        edges = {rate for arm, rate in found.edges().items() if arm in judged} if found.is_complete else set()
         if not edges or widened == WIDENINGS or experiment.is_smoke:
             return found, jobs
         rates = tuple(sorted({*rates, *(wider(rate, down=rate == rates[0]) for rate in edges)}))
@@ -133,7 +134,7 @@ def seeds_of(experiment: Experiment, setting: str, tuning: Tuning) -> tuple[int,
 
 def judged_jobs(experiment: Experiment, setting: str, tuning: Tuning) -> Iterator[tuple[Arm, int, list[Job]]]:
     """For each arm whose rate is known and each seed its job, preceded by the jobs it needs."""
-    arms = experiment.arms(setting).values()
+    arms = [arm for arm in experiment.arms(setting).values() if arm.is_judged]
     count = seeds_of(experiment, setting, tuning)[1] if tuning.is_complete else experiment.setting(setting).seeds[0]
     for arm in arms:
         known = tuning.is_complete or arm.kind == "evaluate" or arm.rate == "set"
@@ -200,6 +201,7 @@ def describe_plan(experiments: Sequence[Experiment], setting: str, kept: Kept) -
                 [
                     job
                     for arm in experiment.arms(setting).values()
+                    if arm.is_judged
                     for seed in (seeds if arm.kind == "train" else seeds[:1])
                     for job in experiment.job(arm, seed, middle.rate_of(arm))
                     if job.key not in seen

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from experiments.lab.definition import Job, load_experiments
-from experiments.lab.plan import describe_plan, is_collapsed, next_jobs, score, seeds_of, tune, wider
+from experiments.lab.plan import describe_plan, is_collapsed, judged_jobs, next_jobs, score, seeds_of, tune, wider
 
-from tiny_lab import define
+from tiny_lab import LAB, define
 
 
 def outcome(value: float, *, fell: bool = False) -> dict[str, Any]:
@@ -85,6 +85,20 @@ def test_a_best_rate_at_an_edge_widens_the_grid_for_all_arms_twice_at_most(tmp_p
         rising.finish(tune(experiment, "lab", rising)[1])
     found, _ = tune(experiment, "lab", rising)
     assert found.rates[-1] == 0.1 and found.widened == 2 and set(found.edges()) == {"auto", "GRPO"}
+
+
+def test_an_arm_that_others_take_their_rate_from_need_not_be_judged(tmp_path: Path) -> None:
+    alone = LAB.replace('auto = { objective = { name = "mu_grpo" } }\n', "").replace(
+        'name = "{method}"\n', 'name = "{method}"\nrate = "tuning"\n'
+    )
+    (experiment,) = define(tmp_path, alone)
+    # Best at the smallest rate, and collapsed from 1e-3 on. The grid stays: nothing is judged at the best rate.
+    runs = Runs(by_rate({1e-4: 0.9, 1e-3: 0.5, 1e-2: 0.2, 5e-4: 0.5}, hot=1e-3))
+    runs.finish(tune(experiment, "lab", runs)[1])
+    found, jobs = tune(experiment, "lab", runs)
+    assert found.is_complete and found.widened == 0 and len(jobs) == 3 * 2
+    judged = [(arm.name, rate_of(chain[-1])) for arm, _, chain in judged_jobs(experiment, "lab", found)]
+    assert set(judged) == {("GRPO, hot", 1e-3), ("GRPO, foreign", 1e-4), ("fixed", 5e-4), ("before", 1e-4)}
 
 
 def test_seeds_follow_from_the_spread_within_their_range(tmp_path: Path) -> None:
