@@ -17,7 +17,7 @@ Record = Mapping[str, Any]
 TUNING_SEEDS = 100  # seeds from here on are for tuning and are never judged
 RESAMPLES = 2000
 A_POINT = 0.01
-OWN_STAGES = ("auto",)  # arms whose clock depends on the seed, by the stages that it has
+OWN_STAGES = ("auto", "auto_x2")  # arms whose clock depends on the seed, by the stages that it has
 # Two-sided 95% quantiles of Student's t by degrees of freedom; scipy has them all, and is asked where it is there.
 _T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228}
 

@@ -35,7 +35,7 @@ def train(
             {"update": update, "seconds": clock["at"].get(update, 0.0 if update == 0 else None), **in_short(line)}
             for update, line in sorted(evaluations.items())
         ],
-        "seconds": clock["at"].get(settings.updates),
+        "seconds": clock["at"].get(settings.updates_of(arm)),
         "startup_seconds": clock["startup"],
         "excluded_seconds": clock["excluded"],
         "by_event": clock["spent"],

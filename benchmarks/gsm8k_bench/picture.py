@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .figures import has_clock, is_tuning, points
-from .settings import ARMS, OURS
+from .settings import ARMS, OURS, tuned_as
 
 COLOURS = {
     "mu_grpo": "#1b6ca8",
@@ -17,6 +17,8 @@ COLOURS = {
     "p3o": "#2a9d5c",
     "p3o_64": "#8fce9f",
     "auto": "#7a4fb5",
+    "mu_grpo_x2": "#0b3c5d",
+    "auto_x2": "#4b2a7b",
     "synchronous": "#e0921b",
     "grpo_tight": "#9a9a9a",
     "random_reward": "#c9b79c",
@@ -32,8 +34,11 @@ def label(arm: str, seeds: int, settings: Mapping[str, Any]) -> str:
 
     >>> label("mu_grpo_64", 4, {"stage_updates": 16, "mu": 4}), label("trl_vllm", 1, {"stage_updates": 16, "mu": 4})
     ('stalewise, µ-GRPO, µ = 64 (4 seeds)', 'TRL with vLLM, µ = 4 (1 seed)')
+    >>> label("auto_x2", 3, {"stage_updates": 16, "mu": 4})
+    'stalewise, recipe "auto", twice the updates (3 seeds)'
     """
-    method, _, updates = arm.rpartition("_") if arm.rpartition("_")[2].isdigit() else (arm, "", "")
+    one = tuned_as(arm)
+    method, _, updates = one.rpartition("_") if one.rpartition("_")[2].isdigit() else (one, "", "")
     words = {
         "trl_vllm": f"TRL with vLLM, µ = {settings['mu']}",
         "trl_generate": f"TRL with generate, µ = {settings['mu']}",
@@ -41,7 +46,8 @@ def label(arm: str, seeds: int, settings: Mapping[str, Any]) -> str:
         "auto": 'stalewise, recipe "auto"',
     }
     staged = f"stalewise, {METHODS.get(method, method)}, µ = {updates or settings['stage_updates']}"
-    return f"{words.get(arm, staged)} ({seeds} seed{'s' * (seeds > 1)})"
+    twice = ", twice the updates" if one != arm else ""
+    return f"{words.get(one, staged)}{twice} ({seeds} seed{'s' * (seeds > 1)})"
 
 
 def table(head: Mapping[str, Any], settings: Mapping[str, Any]) -> str:

@@ -11,11 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# A number at the end is µ, the updates of a stage; without one a staged arm has `Settings.stage_updates`.
-OURS = ("mu_grpo", "mu_grpo_64", "mu_grpo_128", "p3o", "p3o_64", "auto", "synchronous", "grpo_tight", "random_reward")
+# A number at the end is µ, the updates of a stage; without one a staged arm has `Settings.stage_updates`. `_x2`: twice
+# the updates at the arm's own learning rate. They take a third of the time of TRL's run with half of them.
+OURS = (
+    *("mu_grpo", "mu_grpo_64", "mu_grpo_128", "p3o", "p3o_64", "auto"),
+    *("synchronous", "grpo_tight", "random_reward", "mu_grpo_x2", "auto_x2"),
+)
 THEIRS = ("trl_vllm", "trl_generate")
 ARMS = (*OURS, *THEIRS)
 REFERENCE = "trl_vllm"
+TWICE = "_x2"
 CONTROLS = ("grpo_tight", "random_reward")  # in the table; never the best arm
 
 FILES = ("model", "train", "test", "also_test")
@@ -62,6 +67,9 @@ class Settings:
     def evaluated(self) -> list[int]:
         """After how many updates accuracy is measured."""
         return sorted({*range(0, self.updates + 1, self.evaluate_every), self.updates})
+
+    def updates_of(self, arm: str) -> int:
+        return self.updates * (2 if arm.endswith(TWICE) else 1)
 
     def check(self, arm: str) -> None:
         """Refuse sizes that would leave the arms with unequal work."""
@@ -132,11 +140,20 @@ def job_name(arm: str, seed: int, rate: float, settings: Settings, *, base: Sett
 def method_of(arm: str, settings: Settings) -> tuple[str, int]:
     """The method of an arm, and µ where it is staged.
 
-    >>> method_of("mu_grpo_64", Settings()), method_of("mu_grpo", Settings()), method_of("grpo_tight", Settings())
+    >>> method_of("mu_grpo_64", Settings()), method_of("mu_grpo_x2", Settings()), method_of("grpo_tight", Settings())
     (('mu_grpo', 64), ('mu_grpo', 16), ('grpo_tight', 16))
     """
     method, _, updates = arm.rpartition("_")
-    return (method, int(updates)) if updates.isdigit() else (arm, settings.stage_updates)
+    return (method, int(updates)) if updates.isdigit() else (tuned_as(arm), settings.stage_updates)
+
+
+def tuned_as(arm: str) -> str:
+    """The arm whose learning rate an arm has.
+
+    >>> tuned_as("auto_x2"), tuned_as("mu_grpo_64")
+    ('auto', 'mu_grpo_64')
+    """
+    return arm.removesuffix(TWICE)
 
 
 def our_record(
@@ -144,15 +161,16 @@ def our_record(
 ) -> dict[str, Any]:
     """The config of one run of ours, as nested tables; `changes` are dotted keys."""
     method, stage_updates = method_of(arm, settings)
-    staged = {"kind": "staged", "updates": settings.updates, "stages": -(-settings.updates // stage_updates)}
-    every = {"kind": "synchronous", "updates": settings.updates, "updates_per_generation": settings.mu}
+    updates = settings.updates_of(arm)
+    staged = {"kind": "staged", "updates": updates, "stages": -(-updates // stage_updates)}
+    every = {"kind": "synchronous", "updates": updates, "updates_per_generation": settings.mu}
     shapes: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "mu_grpo": (staged, {"name": "mu_grpo"}),
         "p3o": (staged, {"name": "p3o"}),
         "grpo_tight": (staged, {"name": "grpo"}),
         "random_reward": (staged, {"name": "mu_grpo"}),
         "synchronous": (every, {"name": "grpo"}),
-        "auto": ({"updates": settings.updates}, {}),
+        "auto": ({"updates": updates}, {}),
     }
     schedule, objective = shapes[method]
     options = task_options(settings)
@@ -163,7 +181,7 @@ def our_record(
         "name": name,
         "runs": str(runs),
         "seed": seed,
-        "recipe": "auto" if arm == "auto" else "none",
+        "recipe": "auto" if method == "auto" else "none",
         "model": {"path": settings.model, "device": settings.device, "threads": settings.threads},
         "task": {"name": "jsonl", "options": options},
         "schedule": schedule,

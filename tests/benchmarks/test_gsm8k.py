@@ -365,6 +365,17 @@ def test_a_tuned_rate_is_the_best_one_of_the_arm_and_size(tmp_path: Path) -> Non
         asked("--prompts", "32")
 
 
+def test_twice_the_updates_have_the_rate_of_the_arm(tmp_path: Path) -> None:
+    made = job("auto", 101, [(0, 0.1), (9, 0.3)], rate=2e-6, settings=settings.Settings().record())
+    (tmp_path / "tuned.json").write_text(json.dumps(made))
+    given = ["run", "--arm", "auto_x2", "--seed", "0", "--lr", "tuned", "--out", str(tmp_path)]
+    assert gsm8k.job_of(gsm8k.parser().parse_args(given)).rate == 2e-6
+    record = settings.our_record(
+        "auto_x2", settings.Settings(), seed=0, rate=2e-6, runs=tmp_path, name="run", changes={}
+    )
+    assert record["recipe"] == "auto" and record["schedule"] == {"updates": 256}
+
+
 def test_lists_of_jobs_have_comments(tmp_path: Path) -> None:
     path = tmp_path / "jobs.txt"
     path.write_text("# tuning\n--arm p3o --seed 101 --lr 1e-6  # first\n\n--arm auto --seed 0 --lr 2e-6 --timed\n")
@@ -381,7 +392,7 @@ def test_each_arm_of_ours_is_a_config(arm: str, tmp_path: Path) -> None:
         arm, settings.Settings(), seed=1, rate=2e-6, runs=tmp_path, name="run", changes={"learner.compile": "never"}
     )
     config = stalewise.make_config(record)
-    assert config.schedule.updates == 128
+    assert config.schedule.updates == (256 if arm.endswith("_x2") else 128)
     assert config.optimizer.schedule == "cosine"
     assert config.optimizer.warmup_updates == 8
     assert config.learner.compile == "never"
