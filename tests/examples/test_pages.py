@@ -172,6 +172,7 @@ def test_options_of_what_takes_hours_are_there(program: str) -> None:
 # One row for each block that begins with "# Needs ….".
 NOT_RUN = [
     ("README.md", "a GPU, and the network for model and data"),
+    ("docs/benchmarks.md", "a GPU, vLLM 0.25 (DIRECTORY) and both files of GSM8K, with `problem` and `answer`"),
     ("docs/choosing.md", "a few dozen runs"),
     ("docs/engines.md", "vLLM"),
     ("docs/engines.md", "vLLM"),
