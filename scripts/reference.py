@@ -37,8 +37,9 @@ COMMANDS = """\
 <!-- Made by scripts/reference.py: change the code and run it. -->
 
 `stalewise COMMAND --help` shows the same. Data goes to standard output and everything else to standard error. Exit
-status: 0; 1 where a check fails; 2 for bad input; 3 where a plan is unknown; 130 after Ctrl-C. `stalewise
---install-completion` completes commands, options, files, settings and their values in bash, zsh and fish.
+status: 0; 1 where a check fails; 2 for bad input; 3 where a plan is unknown; 4 where a run collapsed and the guard
+stopped it, or an update was not finite; 5 where a rank ended; 130 after Ctrl-C. `stalewise --install-completion`
+completes commands, options, files, settings and their values in bash, zsh and fish.
 
 """
 
