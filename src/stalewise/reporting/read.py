@@ -300,7 +300,7 @@ def read_run(directory: Path, label: str | None = None) -> Run:
     return Run(
         directory=directory,
         label=label or directory.resolve().name,
-        config=flatten(config),
+        config=_without_place(flatten(config)),
         environment=flatten(_json_or_empty(directory / "environment.json", notes)),
         schedule=schedule,
         planned_updates=sum(batch["updates"] for batch in sources) or schedule.updates,
@@ -446,6 +446,13 @@ def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in record.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
     return flat
+
+
+def _without_place(config: dict[str, Any]) -> dict[str, Any]:
+    """Rows and models that the run copied, under names made of their content: equal in all runs that have the same."""
+    own = f"{config.get('runs')}/{config.get('name')}/"
+    copies = (f"{own}data/", f"{own}model-")
+    return {k: v.removeprefix(own) if isinstance(v, str) and v.startswith(copies) else v for k, v in config.items()}
 
 
 def metric_columns(records: Iterable[Mapping[str, Any]]) -> dict[str, Column]:

@@ -289,6 +289,23 @@ def test_tasks_of_one_name_are_told_apart_by_their_prompts(tmp_path: Path) -> No
     assert not any("task" in note for note in compare([a], [judged(tmp_path / "c", np.array([1, 2, 3]))]).notes)
 
 
+def test_rows_and_models_that_runs_copied_are_told_apart_by_their_content(tmp_path: Path) -> None:
+    def trained(name: str, digest: str) -> Path:
+        own = f"runs/{name}"
+        options = {"path": f"{own}/data/{digest}/rows.jsonl"}
+        model = {"path": f"{own}/model-{digest}"}
+        run = write_run(tmp_path / name, name=name, model=model, task={"name": "jsonl", "options": options})
+        add_evaluation(run, 8, 0.5, prompts=3, by_prompt=by_prompt(np.array([1, 2, 3])))
+        return run
+
+    a, same, other = trained("a", "0123456789ab"), trained("same", "0123456789ab"), trained("other", "ba9876543210")
+    compared = compare([a], [same])
+    assert compared.notes == [] and compared.settings == {}
+    note = "the runs differ in task.options.path: make sure that their task is the same"
+    assert note in compare([a], [other]).notes
+    assert compare([a], [other]).settings["model.path"] == [["model-0123456789ab"], ["model-ba9876543210"]]
+
+
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     a = judged(tmp_path / "a", np.array([1, 2]))
     other = judged(tmp_path / "other", np.array([1, 2]), task="gym")
