@@ -244,12 +244,15 @@ def complete_setting(incomplete: str) -> list[str]:
     A shell that is offered `name=` alone would put a space after it.
     """
     from stalewise.config import setting_names, setting_values
+    from stalewise.config.sections import OBJECTIVE_NAMES
 
+    known = {"objective.name": OBJECTIVE_NAMES, "task.name": TASK_NAMES}
     key, equals, _ = incomplete.partition("=")
     names = [name for name in setting_names() if name == key or (name.startswith(key) and not equals)]
     offered = [f"{name}=" for name in names]
     if len(names) == 1:
-        offered += [f"{names[0]}={value}" for value in setting_values(names[0])]
+        values = known[names[0]].split(", ") if names[0] in known else setting_values(names[0])
+        offered += [f"{names[0]}={value}" for value in values]
     return [text for text in offered if text.startswith(incomplete)]
 
 

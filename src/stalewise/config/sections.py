@@ -288,10 +288,14 @@ class SamplerSection(Section):
         return self.engine in ("vllm", "server")
 
 
+# For descriptions and completion, which must not wait for the import of torch.
+OBJECTIVE_NAMES = "grpo, dapo, dr_grpo, gspo, cispo, tis, decoupled_ppo, topr, m2po, mu_grpo, p3o, p3o_two_anchor"
+
+
 class ObjectiveSection(Section):
     """The loss that an update minimises."""
 
-    name: str = Field(default="mu_grpo", description="A name from docs/objectives.md.")
+    name: str = Field(default="mu_grpo", description=f"{OBJECTIVE_NAMES}; docs/objectives.md.")
     params: dict[str, Any] = Field(default_factory=dict, description="Parameters of the objective; others: defaults.")
     advantage: Literal["auto", "group", "mean", "leave_one_out", "batch"] = Field(
         default="auto", description="Baseline and scale of advantages; auto: as the objective prescribes."

@@ -33,6 +33,8 @@ from stalewise.cli.app import (
     print_json,
 )
 from stalewise.config import RunConfig
+from stalewise.config.sections import OBJECTIVE_NAMES
+from stalewise.objectives import OBJECTIVES
 from stalewise.store.checkpoints import versions
 from stalewise.tasks import TASKS
 from stalewise.tasks.verifiers import VERIFIERS
@@ -86,6 +88,7 @@ def test_choices_and_defaults_are_shown_and_checked() -> None:
     assert "all|first|last" in shown and "[default: all]" in shown
     own = [name for name, place in TASKS.items() if place.startswith("stalewise.")]  # tests of benchmarks add others
     assert ", ".join(own) == TASK_NAMES
+    assert ", ".join(OBJECTIVES) == OBJECTIVE_NAMES
     assert [*VERIFIER_NAMES.split(", "), "function"] == sorted(VERIFIERS, key=lambda name: (name == "function", name))
     assert complete_verifier("m") == ["math"]
     shown = call("rescore", "--help").stdout
@@ -176,6 +179,8 @@ def test_shells_complete_commands_and_settings(shell: str, how: str, monkeypatch
         ("batch.prompts=", ["batch.prompts=", "batch.prompts=32"]),
         ("learner.gradient_c", [f"learner.gradient_checkpointing={value}" for value in ("", "true", "false")]),
         ("schedule.stag", ["schedule.stages="]),  # None by default
+        ("objective.name=p3", ["objective.name=p3o", "objective.name=p3o_two_anchor"]),
+        ("task.name=arithmetic-", ["task.name=arithmetic-chat", "task.name=arithmetic-steps"]),
         ("nothing", []),
     ],
 )
