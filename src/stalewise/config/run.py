@@ -432,8 +432,10 @@ OF_TRL = {
     "mask_truncated_completions": 'truncated="mask"',
     "callbacks": "callback",
 }
-# Usual abbreviations, which are too far from the names here to be guessed.
+# Usual abbreviations and the symbols of the documents, which are too far from the names here to be guessed.
 ABBREVIATIONS = {
+    "mu": 'stages, or updates_per_generation with kind="synchronous"',
+    "eta": "learning_rate",
     "lr": "learning_rate",
     "batch_size": 'settings={"batch.prompts": …} (prompts per update) times group_size',
     "max_tokens": "max_new_tokens",

@@ -43,6 +43,8 @@ def test_a_last_name_is_enough(keywords: dict[str, Any], record: dict[str, Any])
         ({"learnin_rate": 1}, "learnin_rate is not a setting; did you mean learning_rate"),
         ({"num_generations": 8}, "num_generations is not a setting here: use group_size"),
         ({"lr": 1e-4}, "lr is not a setting here: use learning_rate"),
+        ({"mu": 8}, "mu is not a setting here: use stages, or updates_per_generation with kind="),
+        ({"eta": 1e-4}, "eta is not a setting here: use learning_rate"),
         ({"sampler": 3}, "sampler is a table of settings: pass a dict, not 3"),
     ],
 )
