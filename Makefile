@@ -127,11 +127,12 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 		$$($(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'])")
 	touch $(DOCS)/.installed
 
-# The site, in site/: a link, an anchor or a page that is not there is an error. The pages made from code come first.
+# The site, in site/: a link, an anchor or a page that is not there is an error. The pages made from code come first. With
+# --quiet mkdocs counts no warnings, and strict would not be strict.
 docs: install $(DOCS)/.installed
 	PYTHONPATH=. $(BIN)/python scripts/reference.py
 	PYTHONPATH=. $(BIN)/python scripts/draw_objectives.py
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 # The notebooks, executed, with what they print.
 notebooks: install

@@ -15,6 +15,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from benchmarks.gsm8k_bench.picture import label
+from scripts.doctests import fenced
 from scripts.draw_objectives import drawing
 from scripts.package_readme import for_package_index
 from scripts.reference import PAGES as PAGES_MADE
@@ -352,6 +353,19 @@ def test_links_lead_somewhere_in_the_site() -> None:
     ]
     assert broken == []
     assert "repository/SECURITY.md" in there and "repository/experiments/ours/README.md" in there
+
+
+def test_the_site_is_built_strictly() -> None:
+    """With --quiet mkdocs counts no warnings, and --strict finds nothing."""
+    (command,) = re.findall(r"bin/mkdocs build(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert "--strict" in command and "--quiet" not in command and " -q" not in command
+
+
+def test_examples_of_docstrings_are_code_in_the_site() -> None:
+    text = "Ranks.\n\n>>> rank(3)\n[[1, 2],\n [3]]\n\nMore.\n\n>>> rank(1)"
+    expected = "Ranks.\n\n```pycon\n>>> rank(3)\n[[1, 2],\n [3]]\n```\n\nMore.\n\n```pycon\n>>> rank(1)\n```"
+    assert fenced(text) == expected and fenced(expected) == expected
+    assert "extensions: [scripts/doctests.py]" in (ROOT / "mkdocs.yml").read_text()
 
 
 def site_links(page: str) -> list[str]:
