@@ -411,7 +411,7 @@ OF_TRL = {
     "num_generations": "group_size",
     "max_completion_length": "max_new_tokens",
     "steps_per_generation": 'updates_per_generation, with kind="synchronous", or stages',
-    "num_iterations": 'updates_per_generation, with kind="synchronous", or stages',
+    "num_iterations": "stages (no rollout is used twice: fewer stages have more of them each)",
     "generation_batch_size": 'settings={"batch.prompts": …} times group_size',
     "per_device_train_batch_size": 'settings={"batch.prompts": …} (prompts per update) times group_size',
     "gradient_accumulation_steps": "tokens_per_micro_batch",
