@@ -30,3 +30,8 @@ def test_staging_pays_more_on_more_devices_and_with_slower_switches() -> None:
         assert times == sorted(times) and times[0] > 1.1
         if devices == 1:
             assert rows[size, lengths, 8]["times"]["5"] > row["times"]["5"]
+
+
+def test_the_page_has_the_table() -> None:
+    page = (where_staging_pays.RESULTS.parents[1] / "docs" / "benchmarks.md").read_text()
+    assert where_staging_pays.show(where_staging_pays.table(), []) in page
