@@ -89,7 +89,7 @@ def _main(arguments: argparse.Namespace) -> int:
         render_pages(root, source, replace=arguments.replace)
     if arguments.names and source is not None:
         _log_unkept_results(chosen, source)
-    _print(chosen, result, arguments.json)
+    _print(chosen, load_experiments(root), result, arguments.json)
     return 1 if result is not None and result.failed else 0
 
 
@@ -120,10 +120,13 @@ def _log_unkept_results(experiments: Sequence[Experiment], source: Path) -> None
                 _log(f"{own}: {finding.ours}; {describe_runs(results)}")
 
 
-def _print(experiments: Sequence[Experiment], result: LabResult | None, as_json: bool) -> None:
+def _print(
+    experiments: Sequence[Experiment], every: Sequence[Experiment], result: LabResult | None, as_json: bool
+) -> None:
     verdicts: dict[str, dict[str, Any]] = {experiment.name: {} for experiment in experiments}
-    for (name, setting), one in found(experiments).items():
-        verdicts[name][setting] = {"verdict": one.verdict, "p": one.p, "ours": one.finding.ours}
+    for (name, setting), one in found(every).items():  # corrected for the number of all claims, as on the pages
+        if name in verdicts:
+            verdicts[name][setting] = {"verdict": one.verdict, "p": one.p, "ours": one.finding.ours}
     record: dict[str, Any] = {} if result is None else asdict(result) | {"results": list(map(str, result.results))}
     if as_json:
         print(json.dumps({**record, "experiments": verdicts}))

@@ -83,6 +83,17 @@ def lab(*words: object) -> tuple[int, str, str]:
     return status, stdout.getvalue(), stderr.getvalue()
 
 
+def test_the_verdict_of_one_claim_is_corrected_for_all_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def verdicts(*words: str) -> dict[str, Any]:
+        assert main([*words, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["experiments"]
+
+    alone = verdicts("pass-at-k", "--deadline-s", "0", "--no-render", "--out", str(tmp_path))
+    assert alone == {"pass-at-k": verdicts()["pass-at-k"]}
+
+
 def refused(*words: object) -> str:
     status, stdout, stderr = lab(*words)
     assert (status, stdout) == (2, "")
