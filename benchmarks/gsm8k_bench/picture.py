@@ -140,7 +140,7 @@ def draw(
     axes.set_xlabel("seconds since the first generation, without evaluations")
     axes.set_ylabel(f"accuracy on {Path(settings['test']).stem}, temperature 1")
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+    axes.legend(frameon=False, fontsize="small")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})

@@ -276,11 +276,13 @@ def test_picture_and_words_of_the_readme_are_of_the_kept_runs() -> None:
     assert {f"{accuracy[arm]['mean']:.2f}"[1:] for arm in ("mu_grpo", "trl_vllm")} == {".30"}
     assert f"an accuracy of .30, from {record['base_accuracy']:.2f}".replace("0.", ".") in readme
     picture = (ROOT / "docs/images/gsm8k-h200.svg").read_text()
-    for arm in ("mu_grpo", "mu_grpo_64", "auto", "trl_vllm"):
+    for arm in (name for name, found in accuracy.items() if found):
         found, seeds = accuracy[arm], len(accuracy[arm]["values"])
         assert f"<!-- {label(arm, seeds, record['settings'])} -->" in picture
         row = f"| {seeds} | {seconds[arm]:.0f}"
         assert row in page and f"{found['mean']:.3f}"[1:] in page[page.index(row) :][:60]
+    twice = f"{accuracy['auto_x2']['mean']:.2f}"[1:]
+    assert f"three seeds end at {twice} after {seconds['auto_x2']:.0f} s" in readme
     verdicts = re.findall(r"\| \*\*([a-z ]+)\*\* \|", (ROOT / "docs/results.md").read_text())
     shown, opposite, open_ = (verdicts.count(verdict) for verdict in ("shown", "opposite", "not shown"))
     told = f'{shown} of {len(verdicts)} verdicts are "shown", {opposite} are "opposite", {open_} are "not shown"'
