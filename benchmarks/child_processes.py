@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -89,3 +91,22 @@ def ending(code: int, log: Path) -> list[str]:
 def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left; macOS says so in another way
         os.killpg(process.pid, number)
+
+
+@contextlib.contextmanager
+def multi_process_service() -> Iterator[dict[str, str]]:
+    """The environment of processes that compute on a GPU at the same time.
+
+    Empty where the service is not installed, or where the environment names one already.
+    """
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="mps-") as place:  # a short path: it holds a socket
+        shared = {"CUDA_MPS_PIPE_DIRECTORY": place, "CUDA_MPS_LOG_DIRECTORY": place}
+        started = subprocess.run([control, "-d"], env={**os.environ, **shared})
+        try:
+            yield shared if started.returncode == 0 else {}
+        finally:
+            subprocess.run([control], input=b"quit\n", env={**os.environ, **shared}, stdout=subprocess.DEVNULL)

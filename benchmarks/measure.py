@@ -11,6 +11,7 @@ A plan is a TOML file of steps, which run one after the other; neighbours with t
     seconds = 180                       # limit; then the step and all that it started are ended
     least = 120                         # optional: skipped if less time is left
     beside = "a name"                   # optional
+    shared = true                       # optional: its processes compute on one GPU at once (multi-process service)
     environment = { PYTHONPATH = "$VLLM:$PYTHONPATH" }                     # optional
 
 `$OUT` is DIRECTORY, `$LEFT` how many seconds the step has, less ten; other variables come from the environment, and a
@@ -22,6 +23,7 @@ again.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -38,7 +40,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is no part of the package
 
-from benchmarks.child_processes import end, exit_when_told, finish, last_words, start
+from benchmarks.child_processes import end, exit_when_told, finish, last_words, multi_process_service, start
 
 ROOT = Path(__file__).resolve().parents[1]
 VARIABLE = re.compile(r"\$(\w+)")
@@ -53,6 +55,7 @@ class Step:
     seconds: float
     least: float = 0.0
     beside: str = ""
+    shared: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -105,9 +108,14 @@ class Running:
         return found if state == "done" else {**found, "said": last_words(self.log)}
 
 
-def begin(step: Step, out: Path, seconds: float) -> Running:
-    """Start a step that has so many seconds."""
-    variables = {**os.environ, "OUT": str(out), "LEFT": str(max(0, int(seconds) - 10))}
+def begin(step: Step, out: Path, seconds: float, shared: Mapping[str, str]) -> Running:
+    """Start a step that has so many seconds; `shared` is the environment of one that shares a GPU."""
+    variables = {
+        **os.environ,
+        **(shared if step.shared else {}),
+        "OUT": str(out),
+        "LEFT": str(max(0, int(seconds) - 10)),
+    }
     added = {name: fill(value, variables) for name, value in step.environment.items()}
     command = [sys.executable, *(fill(word, variables) for word in shlex.split(step.run))]  # values may have spaces
     command[1] = str(ROOT / command[1]) if command[1].endswith(".py") else command[1]
@@ -117,17 +125,18 @@ def begin(step: Step, out: Path, seconds: float) -> Running:
 
 def make(steps: list[Step], out: Path, left: float) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run steps at the same time; yields what became of each when it has ended."""
-    running = [begin(step, out, min(step.seconds, left)) for step in steps]
-    try:
-        while running:
-            for one in list(running):
-                if found := one.ended():
-                    running.remove(one)
-                    yield one.step.name, found
-            time.sleep(0.05)
-    finally:
-        for one in running:
-            end(one.process)
+    with multi_process_service() if any(step.shared for step in steps) else contextlib.nullcontext({}) as shared:
+        running = [begin(step, out, min(step.seconds, left), shared) for step in steps]
+        try:
+            while running:
+                for one in list(running):
+                    if found := one.ended():
+                        running.remove(one)
+                        yield one.step.name, found
+                time.sleep(0.05)
+        finally:
+            for one in running:
+                end(one.process)
 
 
 def work(steps: list[Step], out: Path, seconds: float) -> dict[str, Any]:

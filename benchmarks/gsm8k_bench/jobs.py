@@ -15,16 +15,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from ..child_processes import end, exit_when_told
+from ..child_processes import end, exit_when_told, multi_process_service
 from .settings import OURS, SMOKE, Settings, job_name
 
 FORMAT = "stalewise.benchmark.gsm8k/1"
@@ -414,25 +413,6 @@ class Queue:
         ended = [process for process in self.running if process.poll() is not None]
         failed = [(self.running.pop(process), process.returncode) for process in ended]
         return [(arguments, True) for (arguments, alone), code in failed if code and not alone and self.parallel > 1]
-
-
-@contextlib.contextmanager
-def multi_process_service() -> Iterator[dict[str, str]]:
-    """The environment of processes that compute on a GPU at the same time.
-
-    Empty where the service is not installed, or where the environment names one already.
-    """
-    control = shutil.which("nvidia-cuda-mps-control")
-    if control is None or "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
-        yield {}
-        return
-    with tempfile.TemporaryDirectory(prefix="mps-") as place:  # a short path: it holds a socket
-        shared = {"CUDA_MPS_PIPE_DIRECTORY": place, "CUDA_MPS_LOG_DIRECTORY": place}
-        started = subprocess.run([control, "-d"], env={**os.environ, **shared})
-        try:
-            yield shared if started.returncode == 0 else {}
-        finally:
-            subprocess.run([control], input=b"quit\n", env={**os.environ, **shared}, stdout=subprocess.DEVNULL)
 
 
 # ---------------------------------------------------------------- the small size

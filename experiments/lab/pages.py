@@ -10,6 +10,7 @@ from pathlib import Path
 
 from experiments.lab.definition import Experiment
 from experiments.lab.figures import figures
+from experiments.lab.gsm8k import RULES, benchmark_findings
 from experiments.lab.plan import COLLAPSE_RULE, FIRST_SEED, TUNING_SEEDS, WIDENINGS
 from experiments.lab.results import Results, read_results, results_name
 from experiments.lab.statistics import mean_of
@@ -19,6 +20,8 @@ from stalewise.errors import ConfigError, nearest
 from stalewise.store.atomic import write_atomic
 
 PAGE = "README.md"
+TIMED = "[on an H200](benchmarks.md#gsm8k-against-trl-with-vllm)"
+BENCHMARK = "../../docs/benchmarks.md#gsm8k-against-trl-with-vllm"
 COMMAND = "python -m experiments.lab"
 SETTING_TITLES = {"lab": "Laboratory", "real": "Real model"}
 DESIGN = (
@@ -37,15 +40,17 @@ DESIGN = (
 class Judged:
     """Results with what the rule says of them, and the verdict among all claims."""
 
-    results: Results
+    results: Results | None  # None: the runs are those of a benchmark
     finding: Finding
     verdict: str
     p: float
+    seeds: int = 0
 
 
 def found(experiments: Sequence[Experiment]) -> dict[tuple[str, str], Judged]:
-    """By experiment and setting, where there are results of this design."""
-    known: dict[str, dict[str, tuple[Results, Finding]]] = {}
+    """By experiment and setting, where there are results of this design; `real` also from the benchmark on GSM8K."""
+    known: dict[str, dict[str, tuple[Results | None, Finding, int]]] = {}
+    benchmark = benchmark_findings(experiments[0].directory.parents[1]) if experiments else {}
     for experiment in experiments:
         if experiment.table.verdict not in rules():
             hint = nearest(experiment.table.verdict, rules())
@@ -54,12 +59,16 @@ def found(experiments: Sequence[Experiment]) -> dict[tuple[str, str], Judged]:
             results = read_results(experiment.directory / results_name(setting))
             if results is not None:
                 finding = rules()[experiment.table.verdict](results)
-                known.setdefault(setting, {})[experiment.name] = (results, finding)
+                seeds = max((len(arm.runs) for arm in results.arms), default=0)
+                known.setdefault(setting, {})[experiment.name] = (results, finding, seeds)
+        if experiment.table.verdict in benchmark:
+            known.setdefault("real", {})[experiment.name] = (None, *benchmark[experiment.table.verdict])
     made: dict[tuple[str, str], Judged] = {}
     for setting, by_name in known.items():
-        verdicts = judge({name: finding for name, (_, finding) in by_name.items()})
-        for name, (results, finding) in by_name.items():
-            made[name, setting] = Judged(results, finding, *verdicts[name])
+        planned = sum(setting in settings_of(experiment) for experiment in experiments)
+        verdicts = judge({name: finding for name, (_, finding, _) in by_name.items()}, planned)
+        for name, (results, finding, seeds) in by_name.items():
+            made[name, setting] = Judged(results, finding, *verdicts[name], seeds)
     return made
 
 
@@ -95,9 +104,11 @@ def render(experiments: Sequence[Experiment]) -> dict[Path, str]:
     for experiment in experiments:
         drawn: dict[str, list[str]] = {}
         made = {
-            setting: judged[key] for setting in experiment.settings if (key := (experiment.name, setting)) in judged
+            setting: judged[key] for setting in settings_of(experiment) if (key := (experiment.name, setting)) in judged
         }
         for setting, one in made.items():
+            if one.results is None:
+                continue
             for end, text in figures(experiment.table.verdict, one.results).items():
                 name = f"{setting}{end}.svg"
                 files[experiment.directory / name] = text
@@ -125,6 +136,9 @@ def page(experiment: Experiment, made: Mapping[str, Judged], drawn: Mapping[str,
     if table.words:
         lines += [table.words, ""]
     for setting, one in made.items():
+        if one.results is None:
+            lines += benchmark_section(table.verdict, one)
+            continue
         lines += [f"## {SETTING_TITLES[setting]}", "", f"{experiment.setting(setting).task}.", ""]
         lines += ["```sh", f"{COMMAND} {experiment.name} --setting {setting}", "```", ""]
         p = f" (p = {one.p:.2g} after Holm)" if one.verdict != UNKNOWN else ""
@@ -139,6 +153,24 @@ def page(experiment: Experiment, made: Mapping[str, Judged], drawn: Mapping[str,
     if table.reading:
         lines += ["## Interpretation, written after the results", "", table.reading, ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def settings_of(experiment: Experiment) -> list[str]:
+    """Settings that it defines, and `real` where the benchmark on GSM8K has its runs."""
+    return list(dict.fromkeys([*experiment.settings, *(["real"] if experiment.table.verdict in RULES else [])]))
+
+
+def benchmark_section(rule: str, one: Judged) -> list[str]:
+    """What the runs of the benchmark on GSM8K say of a claim."""
+    text = " ".join((inspect.getdoc(RULES[rule]) or "").split())
+    lines = ["## Real model", "", f"The runs of [the benchmark on GSM8K]({BENCHMARK}), Qwen2.5-Coder-0.5B-Instruct."]
+    lines += [
+        "",
+        f"**Rule.** {text}",
+        "",
+        f"**Verdict: {one.verdict}** (p = {one.p:.2g} after Holm). {one.finding.ours}.",
+    ]
+    return [*lines, "", *(f"- {line}" for line in one.finding.lines), ""]
 
 
 def describe_runs(results: Results) -> str:
@@ -210,21 +242,22 @@ def results_table(experiments: Sequence[Experiment]) -> str | None:
         table = experiment.table
         source = "; ".join(f"{one.paper}, {one.place}: {one.says}" for one in table.sources)
         about = [f"[{table.number}](../experiments/{experiment.name}/{PAGE})", table.claim, source]
-        for setting in experiment.settings:
+        for setting in settings_of(experiment):
             one = judged.get((experiment.name, setting))
             cells = [f"{setting}: –", "not run yet", "–", "–"]
             if one is not None:
-                record = one.results.record
-                seeds = max((len(arm.runs) for arm in one.results.arms), default=0)
-                time = f"{seeds} seeds, {record['cpu_seconds']:,} core-seconds"
+                time = f"{one.seeds} seeds, "
+                time += f"{one.results.record['cpu_seconds']:,} core-seconds" if one.results else TIMED
                 cells = [f"{setting}: {one.finding.ours}", f"**{one.verdict}**", f"{one.p:.2g}", time]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in [*about, *cells]) + " |")
             about = [""] * 3
     for experiment in experiments:
-        made = [setting for setting in experiment.settings if (experiment.name, setting) in judged]
-        if made and (table := experiment.table).reading:
+        made = [
+            (setting, one.results) for setting in experiment.settings if (one := judged.get((experiment.name, setting)))
+        ]
+        if made and made[0][1] and (table := experiment.table).reading:
             lines += ["", f"## {table.number}. {table.title}", "", table.reading, ""]
-            endings = figures(table.verdict, judged[experiment.name, made[0]].results)
-            place = f"../experiments/{experiment.name}/{made[0]}{list(endings)[-1]}.svg"
+            endings = figures(table.verdict, made[0][1])
+            place = f"../experiments/{experiment.name}/{made[0][0]}{list(endings)[-1]}.svg"
             lines += [f"![{table.title}: {table.claim}]({place})"]
     return "\n".join(lines) + "\n"

@@ -90,16 +90,20 @@ def paired(values: Sequence[float]) -> Difference:
     return Difference(float(np.mean(values)), error, len(values) - 1)
 
 
-def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+def holm(p_values: Mapping[str, float], claims: int = 0) -> dict[str, float]:
     """Holm's adjusted p-values: below 0.05 is below 0.05 over all of them together.
+
+    Of so many claims, where some have no p-value yet.
 
     >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
     {'a': 0.03, 'c': 0.06, 'b': 0.06}
+    >>> holm({"a": 0.01}, claims=4)
+    {'a': 0.04}
     """
     adjusted: dict[str, float] = {}
     largest = 0.0
     for place, (name, p) in enumerate(sorted(p_values.items(), key=lambda pair: pair[1])):
-        largest = max(largest, min(1.0, (len(p_values) - place) * p))
+        largest = max(largest, min(1.0, (max(len(p_values), claims) - place) * p))
         adjusted[name] = round(largest, 12)
     return adjusted
 

@@ -33,11 +33,14 @@ def missing(what: str) -> Finding:
     return Finding(None, None, f"missing: {what}")
 
 
-def judge(findings: Mapping[str, Finding]) -> dict[str, tuple[str, float]]:
-    """Verdict of each claim with its adjusted p-value: Holm over all claims, for claims and for opposites."""
+def judge(findings: Mapping[str, Finding], claims: int = 0) -> dict[str, tuple[str, float]]:
+    """Verdict of each claim with its adjusted p-value: Holm over all claims, for claims and for opposites.
+
+    `claims` is their number where some were not tested yet.
+    """
     known = {name: one for name, one in findings.items() if one.p_shown is not None and one.p_opposite is not None}
-    shown = holm({name: one.p_shown or 0.0 for name, one in known.items()})
-    opposite = holm({name: one.p_opposite or 0.0 for name, one in known.items()})
+    shown = holm({name: one.p_shown or 0.0 for name, one in known.items()}, claims)
+    opposite = holm({name: one.p_opposite or 0.0 for name, one in known.items()}, claims)
     verdicts: dict[str, tuple[str, float]] = {}
     for name in findings:
         if name not in known:

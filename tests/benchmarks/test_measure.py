@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -45,6 +46,23 @@ def plan_of(tmp_path: Path, *steps: str) -> list[measure.Step]:
     path = tmp_path / "plan.toml"
     path.write_text("\n".join(steps))
     return measure.read_plan(path)
+
+
+def test_a_shared_step_has_the_multi_process_service_and_others_the_gpu_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    control = tmp_path / "bin" / "nvidia-cuda-mps-control"
+    control.parent.mkdir()
+    control.write_text(f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY" "$@" $([ $# = 0 ] && cat) >> {tmp_path}/service\n')
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{control.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    say = "-c \"import os; print(os.environ.get('CUDA_MPS_PIPE_DIRECTORY', 'alone'))\""
+    plan = plan_of(tmp_path, step("together", say, shared=True), step("apart", say))
+    assert {one["state"] for one in measure.work(plan, tmp_path, seconds=60).values()} == {"done"}
+    place = (tmp_path / "together.log").read_text().strip()
+    assert place != "alone" and (tmp_path / "apart.log").read_text().strip() == "alone"
+    assert (tmp_path / "service").read_text().splitlines() == [f"{place} -d", f"{place} quit"]
 
 
 def test_steps_are_made_in_order_and_those_that_ended_well_only_once(tmp_path: Path) -> None:
