@@ -116,7 +116,7 @@ def _log_unkept_results(experiments: Sequence[Experiment], source: Path) -> None
             own, kept = (path / results_name(setting) for path in (source / experiment.name, experiment.directory))
             results = read_results(own)
             if results is not None and not (kept.is_file() and own.read_bytes() == kept.read_bytes()):
-                finding = rules()[experiment.table.verdict](results)
+                finding = rules()[experiment.rule(setting)](results)
                 _log(f"{own}: {finding.ours}; {describe_runs(results)}")
 
 

@@ -66,6 +66,7 @@ class SettingTable(Section):
     task: str = Field(description="Description of the task.")
     rates: list[float] = Field(default_factory=list, description="Learning rates that every tuned arm is tried at.")
     seeds: tuple[int, int] = Field(strict=False, description="Fewest and most judged seeds of each arm.")
+    verdict: str = Field(default="", description="Rule of this setting, if it is not that of the experiment.")
     margin: float = Field(default=0.03, gt=0, description="Difference that the number of seeds must find.")
     set: dict[str, Any] = Field(default_factory=dict, description="Settings of every run; override the base.")
     arms: list[ArmTable] = Field(min_length=1)
@@ -144,6 +145,10 @@ class Experiment:
         if found is None:
             raise ConfigError(f"experiment {self.name} has no setting {name}; it has {', '.join(self.settings)}")
         return found
+
+    def rule(self, setting: str) -> str:
+        """Name of the rule that decides the verdict in a setting."""
+        return self.setting(setting).verdict or self.table.verdict
 
     def arms(self, setting: str) -> dict[str, Arm]:
         """All arms by name, in file order."""

@@ -11,8 +11,8 @@ from experiments.lab.results import Results
 from experiments.lab.statistics import Difference, by_cluster, fit_probit, paired
 from scipy.special import log_ndtr
 
-SHORT = (64, 128)  # lengths that the models are fitted on; they predict the others
 OLDEST = {"µ=1": 0, "µ=1, lag 8": 8, "µ=8, lag 1": 15, "µ=8, lag 4": 39}  # the worst age of a rollout, S
+OLDEST |= {"µ=4": 3, "µ=24": 23}  # on GSM8K
 RESAMPLES = 200
 NEWTON_STEPS, PRIOR = 12, 1e-3
 
@@ -74,13 +74,19 @@ def predict(model: str, known: Sequence[Observed], unknown: Sequence[Observed]) 
     return fitted.log_scores([MODELS[model](one) for one in unknown], [one.collapsed for one in unknown])
 
 
+def lengths_of(found: Sequence[Observed]) -> tuple[list[int], list[int]]:
+    """The shorter lengths, which the models are fitted on, and the longer ones, which they predict."""
+    lengths = sorted({one.updates for one in found})
+    return lengths[: len(lengths) // 2], lengths[len(lengths) // 2 :]
+
+
 def judge_models(found: Sequence[Observed]) -> LawScores:
     """Long runs from short ones, which decides; and halves by seed, which stand beside it."""
-    middle = float(np.median(sorted({one.seed for one in found})))
+    middle, short = float(np.median(sorted({one.seed for one in found}))), lengths_of(found)[0]
     splits = {
         "long runs from short ones": (
-            [o for o in found if o.updates in SHORT],
-            [o for o in found if o.updates not in SHORT],
+            [o for o in found if o.updates in short],
+            [o for o in found if o.updates not in short],
         ),
         "late seeds from early ones": ([o for o in found if o.seed < middle], [o for o in found if o.seed >= middle]),
         "early seeds from late ones": ([o for o in found if o.seed >= middle], [o for o in found if o.seed < middle]),
@@ -88,6 +94,8 @@ def judge_models(found: Sequence[Observed]) -> LawScores:
     lines: list[str] = []
     decided: dict[str, np.ndarray] = {}
     for name, (known, unknown) in splits.items():
+        if not (known and unknown):  # all runs have one seed
+            continue
         scores = {model: predict(model, known, unknown) for model in MODELS}
         decided = decided or scores
         told = ", ".join(f"{model} {values.mean():.3f}" for model, values in scores.items())
@@ -122,6 +130,38 @@ def _exponents(found: Sequence[Observed]) -> list[str]:
     """How the threshold of η goes with T and S, fitted afterwards; intervals from resampled cells."""
     if any(one.lag not in OLDEST for one in found):
         return []
+    return [
+        f"Fitted afterwards to all runs, and not part of the rule: {resampled_exponents(found).told}; the law has "
+        "a = 1 where T binds and b = 1 where S does."
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Exponents:
+    """a and b of a threshold that goes as T^-a·(1+S)^-b, and the same of resampled cells, a row for each time."""
+
+    fitted: np.ndarray
+    drawn: np.ndarray
+
+    @property
+    def told(self) -> str:
+        """Both with their 95% intervals."""
+        low, high = np.quantile(self.drawn, (0.025, 0.975), axis=0)
+        ends = zip(self.fitted, low, high, strict=True)
+        a, b = (f"{value:.2f} [{least:.2f}, {most:.2f}]" for value, least, most in ends)
+        return f"the threshold of η goes as T^-a·(1+S)^-b with a = {a} and b = {b} (95%, cells resampled)"
+
+    def p_above(self, bound: float) -> float:
+        """One-sided p-value of "a is at most `bound`"."""
+        return (1 + int((self.drawn[:, 0] <= bound).sum())) / (1 + len(self.drawn))
+
+    def p_below(self, bound: float) -> float:
+        """One-sided p-value of "a is at least `bound`"."""
+        return (1 + int((self.drawn[:, 0] >= bound).sum())) / (1 + len(self.drawn))
+
+
+def resampled_exponents(found: Sequence[Observed], times: int = RESAMPLES) -> Exponents:
+    """A probit on all runs, and on cells that are drawn again."""
     x = np.log([(one.rate, one.updates, 1 + OLDEST[one.lag]) for one in found])
     fell = np.array([one.collapsed for one in found])
     cells: dict[tuple[str, float, int], list[int]] = {}
@@ -129,16 +169,10 @@ def _exponents(found: Sequence[Observed]) -> list[str]:
         cells.setdefault(one.cell, []).append(row)
     rows, generator = list(cells.values()), np.random.default_rng(0)
     drawn: list[np.ndarray] = []
-    for _ in range(RESAMPLES):
+    for _ in range(times):
         chosen = np.concatenate([rows[i] for i in generator.integers(len(rows), size=len(rows))])
         drawn.append(exponents(x[chosen], fell[chosen]))
-    low, high = np.quantile(drawn, (0.025, 0.975), axis=0)
-    ends = zip(exponents(x, fell), low, high, strict=True)
-    told = [f"{value:.2f} [{least:.2f}, {most:.2f}]" for value, least, most in ends]
-    return [
-        f"Fitted afterwards to all runs, and not part of the rule: the threshold of η goes as T^-a·(1+S)^-b with a = "
-        f"{told[0]} and b = {told[1]} (95%, cells resampled); the law has a = 1 where T binds and b = 1 where S does."
-    ]
+    return Exponents(exponents(x, fell), np.array(drawn))
 
 
 def exponents(x: np.ndarray, fell: np.ndarray) -> np.ndarray:

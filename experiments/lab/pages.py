@@ -52,13 +52,13 @@ def found(experiments: Sequence[Experiment]) -> dict[tuple[str, str], Judged]:
     known: dict[str, dict[str, tuple[Results | None, Finding, int]]] = {}
     benchmark = benchmark_findings(experiments[0].directory.parents[1]) if experiments else {}
     for experiment in experiments:
-        if experiment.table.verdict not in rules():
-            hint = nearest(experiment.table.verdict, rules())
-            raise ConfigError(f"experiment {experiment.name}: unknown verdict {experiment.table.verdict}; {hint}")
         for setting in experiment.settings:
+            if (rule := experiment.rule(setting)) not in rules():
+                hint = nearest(rule, rules())
+                raise ConfigError(f"experiment {experiment.name}: unknown verdict {rule}; {hint}")
             results = read_results(experiment.directory / results_name(setting))
             if results is not None:
-                finding = rules()[experiment.table.verdict](results)
+                finding = rules()[rule](results)
                 seeds = max((len(arm.runs) for arm in results.arms), default=0)
                 known.setdefault(setting, {})[experiment.name] = (results, finding, seeds)
         if experiment.table.verdict in benchmark:
@@ -128,7 +128,7 @@ def write_files(files: Mapping[Path, str]) -> None:
 def page(experiment: Experiment, made: Mapping[str, Judged], drawn: Mapping[str, Sequence[str]]) -> str:
     """The page of an experiment. The rule comes before the figures."""
     table = experiment.table
-    rule = " ".join((inspect.getdoc(rules()[table.verdict]) or "").split())
+    rule = rule_in_words(table.verdict)
     sources = [f"- {source.paper}, {source.place}: {source.says}." for source in table.sources]
     lines = [f"# {table.number}. {table.title}", "", f"**Claim.** {table.claim}", "", "**Sources.**", "", *sources, ""]
     lines += [f"**Rule, stated before these runs.** {rule}", "", DESIGN, ""]
@@ -139,8 +139,10 @@ def page(experiment: Experiment, made: Mapping[str, Judged], drawn: Mapping[str,
         if one.results is None:
             lines += benchmark_section(table.verdict, one)
             continue
+        own = experiment.setting(setting).verdict
         lines += [f"## {SETTING_TITLES[setting]}", "", f"{experiment.setting(setting).task}.", ""]
         lines += ["```sh", f"{COMMAND} {experiment.name} --setting {setting}", "```", ""]
+        lines += [f"**Rule.** {rule_in_words(own)}", ""] if own else []
         p = f" (p = {one.p:.2g} after Holm)" if one.verdict != UNKNOWN else ""
         lines += [f"**Verdict: {one.verdict}**{p}. {one.finding.ours}.", "", describe_runs(one.results), ""]
         lines += [f"- {line}" for line in one.finding.lines]
@@ -171,6 +173,11 @@ def benchmark_section(rule: str, one: Judged) -> list[str]:
         f"**Verdict: {one.verdict}** (p = {one.p:.2g} after Holm). {one.finding.ours}.",
     ]
     return [*lines, "", *(f"- {line}" for line in one.finding.lines), ""]
+
+
+def rule_in_words(name: str) -> str:
+    """The docstring of a rule in one line."""
+    return " ".join((inspect.getdoc(rules()[name]) or "").split())
 
 
 def describe_runs(results: Results) -> str:

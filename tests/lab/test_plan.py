@@ -133,7 +133,14 @@ def test_a_plan_counts_a_job_of_two_claims_once(tmp_path: Path) -> None:
 def test_a_plan_for_a_real_model_counts_seconds_of_a_gpu() -> None:
     experiments = load_experiments(Path(__file__).parents[2] / "experiments")
     lines = describe_plan(experiments, "real", lambda key: None)
-    assert [line.split()[0] for line in lines[1:-1]] == ["clipping-dilemma", "where-the-harm-is", "pass-at-k"]
+    assert [line.split()[0] for line in lines[1:-1]] == [
+        "clipping-dilemma",
+        "where-the-harm-is",
+        "mismatch",
+        "two-anchors",
+        "the-law",
+        "pass-at-k",
+    ]
     # Tuned are three rates of the relaxed clip, on two seeds; the other claim has the same runs.
-    assert [line.split()[1] for line in lines[1:-1]] == ["6", "0", "0"]
+    assert [line.split()[1] for line in lines[1:-1]] == ["6", *["0"] * 5]
     assert lines[-1].endswith("seconds of one H200")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from experiments.lab.definition import load_experiments
 from experiments.lab.figures import figures
@@ -215,6 +216,29 @@ def test_verdicts_are_corrected_for_the_number_of_claims() -> None:
     among = judge({"a": one, "b": Finding(0.5, 0.001, ""), "c": Finding(0.9, 0.9, ""), "d": Finding(None, None, "")})
     assert among["a"] == ("not shown", pytest.approx(0.09))
     assert among["b"] == ("opposite", pytest.approx(0.003)) and among["d"][0] == "cannot say"
+
+
+def few(power: float, centre: float = 1.5e-5) -> Results:
+    """One seed on a coarse grid, as on GSM8K: runs collapse above a rate that falls as T^-power, with scatter."""
+    random = np.random.default_rng(1)
+    arms: list[dict[str, Any]] = []
+    for lag in ("µ=4", "µ=24"):
+        for rate in (5e-6, 1e-5, 2e-5, 4e-5):
+            for updates in (24, 48, 96, 192):
+                fell = rate * math.exp(0.2 * random.normal()) > centre * (96 / updates) ** power
+                axes = {"lag": lag, "rate": f"{rate:g}", "T": str(updates)}
+                one = arm(f"{lag} {rate:g} {updates}", 0.5, axes=axes, fell=6 * fell, early_norm_per_lr=200.0)
+                arms.append({**one, "seeds": {"200": one["seeds"]["200"]}})
+    return results(*arms)
+
+
+def test_the_law_of_few_runs() -> None:
+    assert verdict("the_law_of_few_runs", few(1.0)) == "shown"
+    assert verdict("the_law_of_few_runs", few(0.5)) == "opposite"
+    assert verdict("the_law_of_few_runs", few(0.0)) == "opposite"
+    assert verdict("the_law_of_few_runs", few(1.0, centre=1.0)) == "cannot say"  # nothing collapses
+    assert verdict("the_law_of_few_runs", grid(1.0)) == "shown"
+    assert "a = 0.67 [" in rules()["the_law_of_few_runs"](few(0.5)).ours
 
 
 EXAMPLES: dict[str, Results] = {
