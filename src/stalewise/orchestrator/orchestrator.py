@@ -152,7 +152,7 @@ class Orchestrator:
             return
         check_engine_devices(self.config.sampler, self.config.model, self.config.schedule)
         policy = self.newest_policy()
-        check_vllm_room(self.config, policy)
+        check_vllm_room(self.config, policy, self.ranks.world)
         check_reference(self.config.objective, self.config.model, self.config.task.name, policy)
         if self.source.is_own:
             check_policy(self.config.sampler, Path(policy), self.task, self.config.longest_prompts(self.task))

@@ -19,8 +19,11 @@ from stalewise.config import make_config
 from stalewise.config.run_directory import read_config
 from stalewise.distributed import environment_of_a_child
 from stalewise.errors import EngineError, StalewiseError, StoreError
+from stalewise.models.loading import pick_device
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.orchestrator.rollout_source import RolloutSource
+from stalewise.planning.memory import device_memory, estimate
+from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.staleness.schedule import Schedule
 from stalewise.store import atomic, checkpoints, committed_shards
 from stalewise.tasks.base import command_of_a_child
@@ -95,11 +98,16 @@ class BackgroundGeneration(RolloutSource):
 def generate_all(directory: Path) -> None:
     """The generator: make every batch as soon as its policy is committed, until the last one is made."""
     _acquire(atomic.RunLock(directory / "ledger"))  # dropped when this process ends
-    config = read_config(directory)
+    config = asked = read_config(directory)
     if (device := config.schedule.generator_device) is not None:
         record = config.model_dump(mode="json")
         config = make_config({**record, "model": {**record["model"], "device": device}}, source="generator")
     with contextlib.closing(Orchestrator(config, NullCallback(), journal=JOURNAL)) as orchestrator:
+        engine = getattr(orchestrator.sampler, "own", orchestrator.sampler)
+        needed = estimate(asked, orchestrator.newest_policy())
+        device = pick_device(asked.model.device)
+        if isinstance(engine, HFSampler) and device.type == "cuda" and needed is not None and needed.at_once:
+            engine.most_bytes = max(needed.left_for_slots(device_memory(device)), 2 * sum(needed.sampling.values()))
         while batches_to_make(orchestrator):
             with orchestrator.run_log.timed("wait"):
                 while (missing := orchestrator.missing_batch(checkpoints.versions(directory)[-1])) is None:

@@ -228,34 +228,37 @@ def write_first_checkpoint(config: RunConfig, source: str, task: Task, log: Call
     return {"version": 0, **state}
 
 
-def check_vllm_room(config: RunConfig, source: str) -> None:
-    """Refuse a learner and a vLLM on one GPU that do not fit there together: what the learner holds stays beside vLLM.
+def check_vllm_room(config: RunConfig, source: str, world: int = 1) -> None:
+    """Refuse a learner and a vLLM on one GPU that do not fit there together.
 
+    What the learner holds stays beside vLLM, unless it is one process that waits in host memory (`learner.offload`).
     vLLM itself would notice only when it wakes up after the first stage. A share of the GPU that does not hold the
     weights is refused as well: vLLM would say so after it was started.
     """
     device, section = pick_device(config.model.device), config.sampler.vllm
     if config.sampler.engine != "vllm" or device.type != "cuda":
         return
-    needed, total = estimate(config, source), torch.cuda.mem_get_info(device)[1]
+    needed, total = estimate(config, source, alone=world == 1), torch.cuda.mem_get_info(device)[1]
     if needed is None:
         return
+    held = needed.least - needed.waits
     weights = needed.shape.parameters * pick_precision(config.model.precision, device).itemsize
     if weights > section.gpu_memory_utilization * total * section.tensor_parallel:
         raise ConfigError(
             f"{source} does not fit for generating: its weights take {weights / GIB:.2f} GiB, and sampler.vllm "
             f"{section.gpu_memory_utilization:.0%} of the {total / GIB:.2f} GiB of {section.tensor_parallel} GPU(s): "
-            f"raise sampler.vllm.gpu_memory_utilization (the learner leaves {max(0.0, 1 - needed.least / total):.0%}) "
+            f"raise sampler.vllm.gpu_memory_utilization (the learner leaves {max(0.0, 1 - held / total):.0%}) "
             "or tensor_parallel, or choose a smaller model"
         )
-    if needed.least + section.gpu_memory_utilization * total <= total:
+    if held + section.gpu_memory_utilization * total <= total:
         return
-    room = 1 - needed.least / total
+    room = 1 - held / total
     what = f"of the {total / GIB:.1f} GiB of {device} sampler.vllm takes {section.gpu_memory_utilization:.0%}"
     fits = (
         f"set sampler.vllm.gpu_memory_utilization to {int(100 * room) / 100:g} or less, " if room >= LEAST_ROOM else ""
     )
+    fits += 'set learner.offload = "always", ' if needed.may_wait else ""
     raise ConfigError(
-        f"{what}, and the learner holds {needed.least / GIB:.1f} GiB of them while vLLM samples: {fits}"
+        f"{what}, and the learner holds {held / GIB:.1f} GiB of them while vLLM samples: {fits}"
         "train adapters (model.lora.rank), or choose a smaller model or a larger device"
     )

@@ -28,6 +28,7 @@ from stalewise.models.loading import find_device, pick_device, pick_precision, p
 from stalewise.objectives import get_objective
 from stalewise.rollout.engines.paged_cache import (
     FEWEST_ROWS,
+    FIRST_GUESS,
     LOGITS_BYTES,
     RECORD_BYTES,
     SLEEP_SHARE,
@@ -125,6 +126,14 @@ class MemoryEstimate:
         weights = {SAMPLERS_WEIGHTS: self.samplers_weights}
         certain = {name: size for name, size in self.certain.items() if name not in weights}
         return replace(self, certain=certain, sampling=weights | dict(self.sampling), waits=self.may_wait)
+
+    def left_for_slots(self, memory: int) -> int:
+        """Bytes of a device's memory that are there for the embedded engine's slots, beside a learner at work or not.
+
+        A generator on the learner's device is told: when it begins, the learner holds little yet.
+        """
+        held = self.least - self.waits + self.sampling.get(SAMPLERS_WEIGHTS, 0)
+        return max(0, memory - held - (sum(self.learning.values()) if self.at_once else 0))
 
     @property
     def for_one_response(self) -> int:
@@ -237,8 +246,8 @@ def estimate(
     rollouts = config.batch.prompts * config.batch.group_size
     rows = min(config.sampler.rollouts_per_shard, rollouts * _updates_of_a_batch(config.schedule.schedule()))
     token_bytes = shape.layers * 2 * shape.keys * precision.itemsize
-    fewest = min(rows, FEWEST_ROWS) if device.type == "cuda" else rows
-    sampling = {"keys and values": fewest * length * token_bytes if embedded else 0}
+    paged = _least_tokens(config.sampler.max_new_tokens, rows, longest_prompt)
+    sampling = {"keys and values": (paged if device.type == "cuda" else rows * length) * token_bytes * embedded}
     at_once = embedded and config.schedule.kind == "pipelined" and generator_elsewhere(config.schedule, device) is None
     process = PROCESS_BYTES if device.type == "cuda" else 0
     if at_once:
@@ -268,6 +277,14 @@ def estimate(
     return replace(needed, spare=max(0, slots - sampling["keys and values"]), stays=slots if kept else 0)
 
 
+def _least_tokens(new_tokens: int, rows: int, longest_prompt: int) -> int:
+    """Tokens whose keys and values a GPU should hold: of one response, and of 64 as long as the engine expects.
+
+    Blocks are taken as responses grow, so that longer ones than expected wait, and nothing is reserved for them.
+    """
+    return max(longest_prompt + new_tokens, min(rows, FEWEST_ROWS) * (longest_prompt + min(new_tokens, FIRST_GUESS)))
+
+
 def generator_elsewhere(schedule: ScheduleSection, device: torch.device) -> torch.device | None:
     """The device of a pipelined run's generator; None if it is the learner's, `device`."""
     if schedule.kind != "pipelined" or schedule.generator_device is None:
@@ -279,12 +296,10 @@ def generator_elsewhere(schedule: ScheduleSection, device: torch.device) -> torc
 
 def _slot_bytes(needed: MemoryEstimate, token_bytes: int, *, new_tokens: int, **asked: int) -> int:
     """Bytes that the embedded engine takes for its slots on a GPU: as many rollouts at once as there are or fit."""
-    held = needed.least - needed.waits + needed.sampling.get(SAMPLERS_WEIGHTS, 0)
-    held += sum(needed.learning.values()) if needed.at_once else 0
     row_bytes = needed.shape.vocabulary * LOGITS_BYTES + new_tokens * RECORD_BYTES
     sizes = {"token_bytes": token_bytes, "row_bytes": row_bytes, "new_tokens": new_tokens, **asked}
     try:
-        return cache_size(max(0, device_memory(torch.device("cuda")) - held), **sizes).nbytes
+        return cache_size(needed.left_for_slots(device_memory(torch.device("cuda"))), **sizes).nbytes
     except ModelError:  # not even one fits, which `total` shows
         return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 from collections.abc import Mapping
@@ -10,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from callbacks import StopAt
 from processes import FORKING
 from stalewise.api import generate, run
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import ConfigError, EngineError
-from stalewise.models.loading import EMBEDDED
+from stalewise.models.loading import EMBEDDED, resolve_model
 from stalewise.orchestrator import pipelined
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.orchestrator.pipelined import BackgroundGeneration
+from stalewise.planning.memory import estimate
+from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.store import (
     batch_directories,
 )
@@ -89,6 +93,31 @@ def test_a_generator_that_is_killed_is_one_message_and_the_next_runs_beside_lear
     assert {record["event"] for record in theirs} == {"generate", "wait", "switch"}
     assert result.seconds["wait"] > 0
     assert [record["age_max"] for record in read_jsonl(config.directory / "metrics.jsonl")] == [0, 1, 2, 3, 2, 3]
+
+
+def test_a_generator_on_the_learners_gpu_leaves_room_for_it(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = made(runs, schedule=PIPELINED)
+    generate(config, batch=0)
+    needed = estimate(config, resolve_model(config.model.path, config.task.name))
+    assert needed is not None and needed.at_once
+    found: list[float] = []
+
+    def stop(run: Orchestrator, batch: int) -> None:
+        assert isinstance(run.sampler, HFSampler)
+        found.append(run.sampler.most_bytes)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Orchestrator, "generate", stop)
+    monkeypatch.setattr(pipelined, "_acquire", lambda lock: None)  # which it would hold as long as this process
+    with pytest.raises(KeyboardInterrupt):
+        pipelined.generate_all(config.directory)
+    monkeypatch.setattr(pipelined, "pick_device", lambda device: torch.device("cuda"))
+    for memory in (10**9, 10):  # of the GPU; on one that is too small, twice what is needed at least
+        monkeypatch.setattr(pipelined, "device_memory", lambda device, memory=memory: memory)
+        with pytest.raises(KeyboardInterrupt):
+            pipelined.generate_all(config.directory)
+    learning, sampling = sum(needed.learning.values()), sum(needed.sampling.values())
+    assert found == [math.inf, 10**9 - needed.least - learning, 2 * sampling]
 
 
 @pytest.mark.nightly

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 
 from callbacks import Listener, StopAt
 from stalewise.api import run
-from stalewise.config import make_config
+from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import read_config
 from stalewise.config.sections import ObjectiveSection
 from stalewise.errors import ConfigError
@@ -26,6 +27,7 @@ from stalewise.orchestrator.setup import (
     rate_warning,
     write_first_checkpoint,
 )
+from stalewise.planning.memory import MemoryEstimate
 from stalewise.reporting.read import read_run
 from stalewise.reporting.summary import summarize
 from stalewise.store.atomic import write_json_atomic
@@ -96,21 +98,31 @@ def test_a_learner_and_vllm_that_do_not_fit_on_one_gpu_are_refused(runs: Path, m
     needed = module.estimate(make_config(tiny_record(runs, sampler={"engine": "vllm"})), policy)
     assert needed is not None
     monkeypatch.setattr(module, "pick_device", lambda device: torch.device("cuda:0"))
-    monkeypatch.setattr(module, "estimate", lambda config, source: needed)
+
+    def estimated(config: RunConfig, source: str, *, alone: bool) -> MemoryEstimate:
+        waits = needed.least if alone and config.learner.offload == "always" else 0
+        return replace(needed, waits=waits, may_wait=needed.least if alone else 0)
+
+    monkeypatch.setattr(module, "estimate", estimated)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 2 * needed.least))
 
-    def check(share: float) -> None:
+    def check(share: float, world: int = 1, **learner: str) -> None:
         sampler = {"engine": "vllm", "vllm": {"gpu_memory_utilization": share}}
-        check_vllm_room(make_config(tiny_record(runs, sampler=sampler)), policy)
+        check_vllm_room(make_config(tiny_record(runs, sampler=sampler, learner=learner)), policy, world)
 
     check(0.5)
     with pytest.raises(ConfigError, match=r"takes 60%.* set sampler.vllm.gpu_memory_utilization to 0.5 or less"):
         check(0.6)
+    check(0.9, offload="always")  # the learner waits in host memory while vLLM samples
+    with pytest.raises(ConfigError, match=r"to 0.5 or less, set learner.offload = .always., train adapters"):
+        check(0.6)
+    with pytest.raises(ConfigError, match=r"to 0.5 or less, train adapters"):  # of several ranks none waits
+        check(0.6, world=2, offload="always")
     with pytest.raises(ConfigError, match=r"does not fit for generating: .* 5% of .* \(the learner leaves 50%\)"):
         check(0.05)  # the weights are an eighth or a sixteenth of all, in float32 or bfloat16
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, needed.least))
     with pytest.raises(ConfigError, match=r"while vLLM samples: train adapters"):
-        check(0.3)
+        check(0.3, world=2)
     check_vllm_room(make_config(tiny_record(runs)), policy)
 
 

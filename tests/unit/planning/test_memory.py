@@ -275,6 +275,20 @@ def test_a_pipelined_run_on_one_device_needs_both_at_once(shape: ModelShape) -> 
     assert "generator's weights 0.00" in str(needed) and "generator" not in str(turns)
 
 
+def test_a_generator_beside_the_learner_leaves_it_what_it_will_need(
+    shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpu(monkeypatch, [10**9])
+    pipelined = {"kind": "pipelined", "updates": 8, "updates_per_generation": 2}
+    needed = estimate(config(model={"precision": "bfloat16"}, schedule=pipelined), "x")
+    turns = estimate(config(model={"precision": "bfloat16"}), "x")
+    assert needed is not None and turns is not None and needed.at_once
+    learning = sum(needed.learning.values())
+    assert needed.left_for_slots(10**9) == 10**9 - needed.least - learning
+    assert needed.left_for_slots(needed.least + learning // 2) == 0
+    assert turns.left_for_slots(10**9) == 10**9 - turns.least  # they take turns
+
+
 @pytest.mark.parametrize(
     ("learner", "generator", "at_once"),
     [
@@ -348,8 +362,8 @@ def test_trainer_and_sampler_wait_in_host_memory_for_each_other(
     on_gpu(monkeypatch, memory)
     plain, waiting = (estimate(offloading(how), "x", alone=True) for how in ("never", "always"))
     assert plain is not None and waiting is not None
-    # 64 rows × (128 + 4000) tokens × 3 layers × keys and values of 50 numbers in bfloat16.
-    rows, learning = 64 * 4128 * 3 * 2 * 50 * 2, sum(plain.learning.values())
+    # 64 rows × (128 + 1024) tokens × 3 layers × keys and values of 50 numbers in bfloat16.
+    rows, learning = 64 * 1152 * 3 * 2 * 50 * 2, sum(plain.learning.values())
     assert (plain.sampling["keys and values"], plain.least, plain.waits) == (rows, 18e6, 0)
     assert list(waiting.certain.values()) == [4e6, 4e6, 8e6, 0] and waiting.waits == waiting.least == 16e6
     assert waiting.sampling == {"sampler's weights": 2e6, "keys and values": rows}
@@ -370,6 +384,37 @@ def test_trainer_and_sampler_wait_in_host_memory_for_each_other(
         estimate(offloading("always", **pipelined), "x", alone=True),
     ):
         assert others is not None and others.waits == 0 and others.certain["sampler's weights"] == 2e6
+
+
+def test_long_responses_of_8b_with_adapters_fit_on_one_large_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3-8B, 64 rollouts of up to 16,384 tokens: all of full length would need 145 GiB of keys and values."""
+    qwen = ModelShape(8_190_735_360, 43_646_976, layers=36, hidden=4096, inner=12_288, keys=1024, vocabulary=151_936)
+    monkeypatch.setattr("stalewise.planning.memory.model_shape", lambda source, model: qwen)
+    memory = [140 * 2**30]
+    on_gpu(monkeypatch, memory)
+    token = 36 * 2 * 1024 * 2
+
+    def needed(new_tokens: int, rollouts: int = 64) -> MemoryEstimate:
+        sections = {
+            "model": {"precision": "bfloat16-only", "lora": {"rank": 16}},
+            "batch": {"prompts": rollouts // 8, "group_size": 8},
+            "schedule": {"updates": 1},
+            "sampler": {"max_new_tokens": new_tokens},
+            "learner": {"gradient_checkpointing": True, "tokens_per_micro_batch": new_tokens},
+        }
+        found = estimate(config(**sections), "x", alone=True)
+        assert found is not None
+        return found
+
+    for new_tokens in (16_384, 32_768):
+        found = needed(new_tokens)
+        assert found.sampling["keys and values"] == 64 * (128 + 1024) * token  # as expected, not as they may be
+        assert found.waits == 0 and found.total < 65 * 2**30
+        assert 0.7 * memory[0] < found.peak < 0.97 * memory[0]  # what is free is taken, for those that get long
+    assert needed(512).sampling["keys and values"] == 64 * (128 + 512) * token
+    assert needed(32_768, rollouts=8).sampling["keys and values"] == (128 + 32_768) * token  # one of full length
+    memory[0] = 40 * 2**30
+    assert needed(16_384).waits > 0  # what does not fit beside the learner takes turns with it
 
 
 def test_with_adapters_the_weights_of_both_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,7 +497,7 @@ def test_a_run_that_fits_only_in_turns(shape: ModelShape, monkeypatch: pytest.Mo
     assert "(weights 0.00, gradients 0.00" in str(needed) and "sampler's" not in str(needed)
     # One response of 12,428 tokens takes 7.457 MB, one of 12,528 takes 7.517; 7.5 are left by the sampler's weights.
     said = check_memory(settings("auto", 12_300), "x")
-    assert said.startswith("memory may run out: ") and "(sampler's weights 0.00, keys and values 0.44; while" in said
+    assert said.startswith("memory may run out: ") and "(sampler's weights 0.00, keys and values 0.04; while" in said
     with pytest.raises(ModelError, match=r"not for generating: .*\(at most sampler.max_new_tokens = 12372 would fit"):
         check_memory(settings("auto", 12_400), "x")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from stalewise.models.loading import EMBEDDED, load_model, load_tokenizer, resol
 from stalewise.rollout.engines import paged_cache, slot_decode
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.engines.request_queue import LengthHistory, RequestQueue
-from stalewise.rollout.engines.slot_decode import SlotDecoder, SlotStatus, StepKernels, slots_problem
+from stalewise.rollout.engines.slot_decode import SlotDecoder, SlotStatus, StepKernels, free_for_slots, slots_problem
 from stalewise.rollout.sampler import Request
 from stalewise.types import FinishReason, SamplerSettings
 
@@ -302,6 +303,17 @@ def test_slots_are_at_least_64_however_few_rows_a_step_may_have() -> None:
     sizes: dict[str, Any] = {"requests": 3, "prompts": 1, "prompt_room": 8, "new_tokens": 1024}
     nothing = torch.empty(0, dtype=torch.long)
     assert SlotDecoder(model, **sizes, settings=SamplerSettings(), stop_ids=nothing).slots == 64
+
+
+def test_slots_count_with_what_is_free_and_was_not_promised_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
+    gpu = torch.device("cuda")
+    assert [free_for_slots(gpu, share, most) for share, most in ((1.0, math.inf), (0.5, math.inf), (0.5, 600))] == [
+        1000,
+        500,
+        300,
+    ]
+    assert free_for_slots(torch.device("cpu"), 1.0, 10) is None
 
 
 def test_one_response_that_fits_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:

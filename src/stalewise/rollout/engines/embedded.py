@@ -9,6 +9,7 @@ While the trainer works, weights may wait in host memory (`HFSampler.sleep`).
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -168,6 +169,7 @@ class HFSampler:
         self._kernels: StepKernels | None = None
         self._history = LengthHistory()
         self._memory = 1.0  # share of the free memory that slots count with; less once it was not enough
+        self.most_bytes = math.inf  # of the device's memory that slots count with: another process needs the rest
 
     def load(self, checkpoint: Path) -> None:
         """Sample from this checkpoint. The first loads a model; later ones only replace its weights."""
@@ -483,6 +485,7 @@ class HFSampler:
                 stop_ids=self._stop_ids,
                 expected=self._history.mean,
                 memory=self._memory,
+                most_bytes=self.most_bytes,
                 kernels=self._kernels,
             )
         return decoder

@@ -14,6 +14,7 @@ tokens that are prefilled, V vocabulary, N new tokens, B blocks of a slot (those
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -166,6 +167,11 @@ class StepKernels:
     while_capturing: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
+def free_for_slots(device: torch.device, share: float, most: float) -> float | None:
+    """A share of a GPU's free memory, of which there may be at most `most`; None on a CPU: no limit."""
+    return min(torch.cuda.mem_get_info(device)[0], most) * share if device.type == "cuda" else None
+
+
 class SlotDecoder:
     """Decodes in slots, for one model whose weights may change in place."""
 
@@ -181,16 +187,17 @@ class SlotDecoder:
         stop_ids: Tensor,
         expected: float | None = None,
         memory: float = 1.0,
+        most_bytes: float = math.inf,
         kernels: StepKernels | None = None,
     ) -> None:
         """Slots for `requests`, blocks for them and `prompts` of `prompt_room` tokens, or as many as fit the memory.
 
-        `memory` is the share of a GPU's free memory that is counted with; `expected` the probable length of a response.
+        `free_for_slots` says what is counted with; `expected` is the probable length of a response.
         """
         self.kernels = kernels or StepKernels()
         self.model, self.device, self.settings = model, model.device, settings
         example = one_token_states(model)
-        free = torch.cuda.mem_get_info(model.device)[0] * memory if self.device.type == "cuda" else None
+        free = free_for_slots(self.device, memory, most_bytes)
         self.size = size = cache_size(
             free,
             token_bytes=sum(x.nbytes for pair in example for x in pair),
@@ -201,9 +208,8 @@ class SlotDecoder:
             new_tokens=new_tokens,
             expected=expected,
         )
-        self.requests, self.prompts = requests, prompts  # that it was made for
-        self.slots, self.new_tokens, self.prompt_room = size.slots, new_tokens, prompt_room
-        self.steps_per_check = steps_per_check(new_tokens)
+        self.requests, self.prompts, self.prompt_room = requests, prompts, prompt_room  # that it was made for
+        self.slots, self.new_tokens, self.steps_per_check = size.slots, new_tokens, steps_per_check(new_tokens)
         self.prefill_tokens = _prefill_tokens(model, free)
         self.cache = PagedCache((size.blocks + 1) * size.block_size, example)
         self.board = SlotBoard(size)
@@ -222,7 +228,7 @@ class SlotDecoder:
             block_size=size.block_size,
             prompt_blocks=size.prompt_blocks,
         )
-        # Tokens before `forced_S` are given in `ids_SN`, not sampled (slot_turns.py).
+        # Before `forced_S` tokens are given in `ids_SN` (slot_turns.py).
         self.token_S, self.count_S, self.seed_S, self.prefix_S, self.limit_S, self.forced_S = self.state.numbers
         self.alive_S, self.block_SB = self.state.alive_S, self.state.block_SB
         self.ids_SN, self.logp_SN = (x[:, :new_tokens] for x in (self.state.all_ids, self.state.all_logp))
