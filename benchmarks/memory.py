@@ -7,9 +7,10 @@ A part is a size (0.5b, 1.5b, 7b), what is trained (full, or lora of rank 16 on 
 `learner.offload`) and a schedule: `one` process, in two stages, or `pipelined`, with a generator beside the learner on
 one GPU. Each is a whole run of eight updates with random weights in Qwen2.5's shapes, and rewards of a coin. The peak
 is what the driver counts as used, looked at ten times a second, less what was used before: so CUDA contexts and what
-torch's allocator reserves are in it. Beside it are the parts of the estimate, and what the allocator of the learner's
-process held at its own peak, by pool (of CUDA graphs, or of launches) and stream, and its largest blocks: what is not
-in use is cached. Without a GPU the peak is the resident memory of the run's processes, and the estimate means nothing.
+torch's allocator reserves are in it. Beside it are the parts of the estimate, the seconds that a switch of the run
+blocked (as in switches.py), and what the allocator of the learner's process held at its own peak, by pool (of CUDA
+graphs, or of launches) and stream, and its largest blocks: what is not in use is cached. Without a GPU the peak is the
+resident memory of the run's processes, and the estimate means nothing.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is no part of the package
 
 from benchmarks.child_processes import ending, finish, start
-from benchmarks.switches import Coin, write_model
+from benchmarks.switches import Coin, summary, write_model
 
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
 from stalewise.planning.memory import estimate
 from stalewise.store.atomic import read_json, write_json_atomic
+from stalewise.store.json_lines import read_jsonl
 from stalewise.types import NullCallback
 
 FORMAT = "stalewise.memory/1"
@@ -99,6 +101,7 @@ def work_on(part: str, work: Path) -> dict[str, Any]:
         held.start()
     run(config, MakesRoom(Path(config.model.path)))
     found: dict[str, Any] = {"estimate_bytes": foreseen and foreseen.peak, "certain_bytes": foreseen and foreseen.least}
+    found["switches"] = summary(read_jsonl(config.directory / "journal.jsonl"))
     if foreseen is not None:
         found["estimate"] = {**foreseen.certain, **foreseen.learning, **foreseen.sampling, "stays": foreseen.stays}
     if held is not None:

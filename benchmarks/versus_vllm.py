@@ -150,18 +150,18 @@ def make_model(size: str, directory: Path) -> None:
 # ---------------------------------------------------------------- one side in its own process
 
 
-def measure_ours(name: str, part: Part, model: Path, compiled: bool, profile: bool) -> dict[str, Any]:
-    """Our engine: seconds of each kind of lengths, after one warm-up."""
+def limited_sampler(size: str, tokens: int, model: Path, *, compiled: bool = False) -> tuple[Any, Callable[..., Any]]:
+    """Our engine, which ends each response at a length of its own and nowhere else; and its `sample` for requests of
+    (part, lengths, seed): seconds and responses.
+    """
     import torch
 
     from stalewise.rollout.engines.embedded import HFSampler
     from stalewise.rollout.engines.request_queue import LengthHistory, RequestQueue
-    from stalewise.rollout.sampler import Request
+    from stalewise.rollout.sampler import Request, Response
     from stalewise.types import SamplerSettings
 
     class LimitedSampler(HFSampler):
-        """Ends each response at a length of its own, and nowhere else."""
-
         limit_of: Mapping[int, int] = {}
 
         def load(self, checkpoint: Path) -> None:
@@ -173,10 +173,9 @@ def measure_ours(name: str, part: Part, model: Path, compiled: bool, profile: bo
             return RequestQueue(requests, self.max_new_tokens, self._history, limits)
 
     cuda = torch.cuda.is_available()
-    size, tokens = name.split("/")
     sampler = LimitedSampler(
         SamplerSettings(),
-        max_new_tokens=int(tokens),
+        max_new_tokens=tokens,
         device=torch.device("cuda" if cuda else "cpu"),
         dtype=torch.bfloat16 if cuda else torch.float32,
         slots=True,
@@ -184,7 +183,7 @@ def measure_ours(name: str, part: Part, model: Path, compiled: bool, profile: bo
     )
     sampler.load(model)
 
-    def sample(limits: Sequence[int], seed: int) -> tuple[float, list[int]]:
+    def sample(part: Part, limits: Sequence[int], seed: int) -> tuple[float, list[Response]]:
         ids = prompts(part, SHAPES[size].vocabulary, seed)
         requests = [Request(prompt, 1_000_000 * seed + row) for row, prompt in enumerate(ids)]
         sampler.limit_of = {request.seed: limit for request, limit in zip(requests, limits, strict=True)}
@@ -194,16 +193,29 @@ def measure_ours(name: str, part: Part, model: Path, compiled: bool, profile: bo
         seconds = _now(cuda) - start
         if any(len(one.logp) != len(one.token_ids) or not np.isfinite(one.logp).all() for one in responses):
             raise RuntimeError("a response lacks log-probabilities")
+        return seconds, responses
+
+    return sampler, sample
+
+
+def measure_ours(name: str, part: Part, model: Path, compiled: bool, profile: bool) -> dict[str, Any]:
+    """Our engine: seconds of each kind of lengths, after one warm-up."""
+    import torch
+
+    size, tokens = name.split("/")
+    sampler, made = limited_sampler(size, int(tokens), model, compiled=compiled)
+
+    def sample(limits: Sequence[int], seed: int) -> tuple[float, list[int]]:
+        seconds, responses = made(part, limits, seed)
         return seconds, [len(one.token_ids) for one in responses]
 
     found = measured(sample, part, int(tokens))
-    peak = torch.cuda.max_memory_allocated() if cuda else None
+    peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
     if profile:
         found["profile"] = profiled(sample, part, int(tokens))
     found |= {"compiled": compiled, "problem": sampler.slots_problem, "peak_bytes": peak, "where": _where()}
-    decoder = sampler._decoder
-    assert decoder is not None
-    return {**found, "size": str(decoder.size), "rows": sorted(decoder.graphs)}
+    assert sampler._decoder is not None
+    return {**found, "size": str(sampler._decoder.size), "rows": sorted(sampler._decoder.graphs)}
 
 
 def measure_vllm(names: Sequence[str], model: Path, seqs: int, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def pick_engine(
 ) -> tuple[str, str]:
     """The engine that `auto` stands for on this machine with the model at `source`, and why.
 
-    Where the embedded engine decodes in slots it was faster than vLLM in most comparisons (docs/engines.md), so vLLM
+    Where the embedded engine decodes in slots it was faster than vLLM in all comparisons (docs/engines.md), so vLLM
     is for models that have none, and for those that are too large for one GPU.
     """
     device = pick_device(model.device)

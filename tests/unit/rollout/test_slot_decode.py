@@ -313,7 +313,7 @@ def test_slots_count_with_what_is_free_and_was_not_promised_to_others(monkeypatc
         500,
         300,
     ]
-    assert free_for_slots(torch.device("cpu"), 1.0, 10) is None
+    assert [free_for_slots(torch.device("cpu"), 0.5, most) for most in (math.inf, 10)] == [None, 5]
 
 
 def test_one_response_that_fits_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -168,8 +168,9 @@ class StepKernels:
 
 
 def free_for_slots(device: torch.device, share: float, most: float) -> float | None:
-    """A share of a GPU's free memory, of which there may be at most `most`; None on a CPU: no limit."""
-    return min(torch.cuda.mem_get_info(device)[0], most) * share if device.type == "cuda" else None
+    """A share of a GPU's free memory, of which there may be at most `most`; None: no limit, as on a CPU."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
+    return None if math.isinf(least := min(free, most)) else least * share
 
 
 class SlotDecoder:
