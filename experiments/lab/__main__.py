@@ -34,6 +34,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     option("--workers", type=positive_integer, help="number of jobs at a time")
     option("--out", type=Path, default=Path("runs/reproduce"), help="directory for runs and results")
     option("--deadline-s", type=float, help="start no job after this many seconds; 0: only collect results")
+    option("--least-s", type=float, default=0.0, help="of --deadline-s, seconds that are kept for jobs to end")
     option("--render-only", action="store_true", help="run nothing; render from kept results")
     option("--no-render", action="store_true", help="write results to --out only; leave experiments/ and docs/ alone")
     option("--from", dest="source", type=Path, help="with --render-only: first import results from this directory")
@@ -80,7 +81,7 @@ def _main(arguments: argparse.Namespace) -> int:
             arguments.setting,
             out=arguments.out,
             workers=arguments.workers,
-            deadline_s=arguments.deadline_s,
+            deadline_s=None if arguments.deadline_s is None else max(0.0, arguments.deadline_s - arguments.least_s),
             keep_runs=arguments.keep_runs,
             log=_log,
         )

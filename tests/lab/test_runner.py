@@ -94,6 +94,16 @@ def test_the_verdict_of_one_claim_is_corrected_for_all_of_them(
     assert alone == {"pass-at-k": verdicts()["pass-at-k"]}
 
 
+def test_no_job_is_begun_in_the_seconds_that_are_kept_for_others_to_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    define(tmp_path, RUNNABLE)
+    places = ("--experiments", str(tmp_path / "experiments"), "--out", str(tmp_path / "out"), "--no-render", "--json")
+    assert main(["tiny", "--deadline-s", "30", "--least-s", "40", *places]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["jobs"] > 0 == found["done"]
+
+
 def refused(*words: object) -> str:
     status, stdout, stderr = lab(*words)
     assert (status, stdout) == (2, "")
