@@ -298,6 +298,22 @@ def test_rows_of_a_step_follow_the_responses_that_are_alive(new_tokens: int, exp
     assert found == expected
 
 
+def test_rows_of_a_large_model_are_halved_while_that_saves_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(resolve_model("auto", "arithmetic"), device=torch.device("cpu"))
+    sizes: dict[str, Any] = {"requests": 2048, "prompts": 1, "prompt_room": 8, "new_tokens": 16}
+    decoder = SlotDecoder(model, **sizes, settings=SamplerSettings(), stop_ids=torch.empty(0, dtype=torch.long))
+
+    def rows() -> list[int]:
+        return [decoder.rows_for(np.arange(alive))[0] for alive in (2048, 1025, 1024, 512, 256, 128, 64, 1)]
+
+    assert rows() == [2048, 2048, 2048, 512, 512, 128, 128, 128]
+    # As if it were so large that 1,024 rows are worth it: by two down to 512, and from there by four.
+    monkeypatch.setattr(slot_decode, "FINE_WORK", 1024 * model.num_parameters())
+    assert rows() == [2048, 2048, 1024, 512, 512, 128, 128, 128]
+    monkeypatch.setattr(slot_decode, "FINE_WORK", 0)
+    assert rows() == [2048, 2048, 1024, 512, 256, 128, 64, 64]
+
+
 def test_slots_are_at_least_64_however_few_rows_a_step_may_have() -> None:
     model = load_model(resolve_model("auto", "arithmetic"), device=torch.device("cpu"))
     sizes: dict[str, Any] = {"requests": 3, "prompts": 1, "prompt_room": 8, "new_tokens": 1024}

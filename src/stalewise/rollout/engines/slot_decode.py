@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,8 @@ PREFILL_TOKENS, FEWEST_PREFILL_TOKENS = 65_536, 2048
 PREFILL_SHARE = 0.05  # of a GPU's free memory that a prefill's activations may take
 FINE_ROWS = 1024  # new tokens from which on it pays to capture a step for every power of two of rows
 FEWEST_FINE_ROWS = 8  # of a step; by fewer rows a step gets hardly shorter
+# Rows times parameters from which on it pays for any responses: half of the rows then takes a millisecond less.
+FINE_WORK = 5e11
 SLACK = (
     8  # one more free block for each of so many slots when responses are put back: the next are not put back at once
 )
@@ -369,16 +371,23 @@ class SlotDecoder:
         nothing_S = np.zeros(self.slots, dtype=bool)
         return SlotStatus(to_host(self.alive_S), to_host(self.count_S), filled_S=nothing_S, put_back=put_back)
 
+    @cached_property
+    def parameters(self) -> int:
+        """Of the model."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
     def rows_for(self, living: np.ndarray) -> tuple[int, np.ndarray]:
         """Number of rows of a step, and their slots: all, or fewer if few are alive.
 
-        Rows that have ended cost little, and each number of rows is captured once: by factors of 4, or of 2 if
-        responses are long. Those also go on to fewer rows, since their last few take long.
+        Each number of rows is captured once: by factors of 4, or of 2 if responses are long or many rows of a large
+        model are computed. Long ones also go on to fewer rows, since their last few take long.
         """
-        rows, factor, fewest = self.slots, 4, paged_cache.FEWEST_ROWS
-        if self.new_tokens >= FINE_ROWS:
-            factor, fewest = 2, min(fewest, FEWEST_FINE_ROWS)
-        while rows // factor >= max(len(living), fewest):
+        rows, fewest, are_long = self.slots, paged_cache.FEWEST_ROWS, self.new_tokens >= FINE_ROWS
+        fewest = min(fewest, FEWEST_FINE_ROWS) if are_long else fewest
+        while rows > 1:
+            factor = 2 if are_long or rows * self.parameters >= FINE_WORK else 4
+            if rows // factor < max(len(living), fewest):
+                break
             rows //= factor
         if rows == self.slots:
             return rows, np.arange(self.slots)
