@@ -4,9 +4,9 @@
     python benchmarks/few_blocks.py --size tiny --tokens 128 --requests 64 --gb 0.01    # in seconds, on a CPU
 
 Responses of up to `--tokens` tokens with lengths from a long-tailed distribution, as in versus_vllm.py, random weights.
-The engine samples them with all of the memory, then with `--gb` gigabytes for keys and values and what else its slots
-need. Told are tokens a second of both, how often responses were put back into the queue for want of blocks, and how
-many responses are the same: all on a CPU, while on a GPU rows of other numbers round differently.
+After a warm-up the engine samples them with all of the memory, then with `--gb` gigabytes for keys and values and what
+else its slots need. Told are tokens a second of both, how often responses were put back into the queue for want of
+blocks, and how many responses are the same: all on a CPU, while on a GPU rows of other numbers round differently.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def measure(size: str, tokens: int, requests: int, bytes_at_most: float, model: 
         put_back[0] += len(slots)
         return made(self, queue, slots)
 
+    sample(part, [row % 48 + 1 for row in range(requests)], 1)  # warm-up, with steps of all numbers of rows
     found: dict[str, Any] = {"size": size, "tokens": tokens, "requests": requests, "longest": max(limits)}
     responses: list[list[Any]] = []
     SlotDecoder._put_back = counted

@@ -16,6 +16,12 @@ from stalewise.store.atomic import read_json
 
 FILE = Path("benchmarks", "results", "gsm8k-h200.json")
 MARGIN = 0.03  # of claim 4, as in the laboratory
+# Comparisons in `claims` of that file which each rule needs, by what it calls them.
+CLAIMS = {
+    "accuracy_at_speed": {"3": "16", "3 (µ = 64)": "64", "3 (µ = 128)": "128"},
+    "no_knob": {"4": "a tight clip"},
+    "ours": {"9 (µ = 4)": "GRPO with µ=4", "9 (µ = 16)": "µ-GRPO with µ=16", "9 (µ = 64)": "µ-GRPO with µ=64"},
+}
 Record = Mapping[str, Any]
 
 
@@ -24,9 +30,9 @@ def accuracy_at_speed(record: Record) -> Finding:
     0.02 at equal updates and is above at equal wall-clock, at µ = 16, at 64 and at 128 (Welch, one-sided, all six).
     Opposite where it is below by more than 0.02 at equal updates at any (the smallest p-value, times three).
     """
-    pairs = {"16": "3", "64": "3 (µ = 64)", "128": "3 (µ = 128)"}
-    updates = {mu: gap for mu, key in pairs.items() if (gap := _at_equal_updates(record, key))}
-    seconds = {mu: gap for mu, key in pairs.items() if (gap := _at_equal_wallclock(record, key))}
+    pairs = CLAIMS["accuracy_at_speed"]
+    updates = {mu: gap for key, mu in pairs.items() if (gap := _at_equal_updates(record, key))}
+    seconds = {mu: gap for key, mu in pairs.items() if (gap := _at_equal_wallclock(record, key))}
     if len(updates) < len(pairs) or len(seconds) < len(pairs):
         return missing("two seeds of GRPO with µ=4, and of µ-GRPO at three µ")
     ours = f"{_mean(record, 'synchronous')} with µ=4; µ-GRPO less that at equal updates: "
@@ -53,12 +59,12 @@ def ours(record: Record) -> Finding:
     faster of the two has made its 128 updates. Shown where `auto` is not below any by more than 0.02 (Welch, one-sided,
     all three). Opposite where it is below one of them by more than that (the smallest p-value, times three).
     """
-    pairs = {"GRPO with µ=4": "9 (µ = 4)", "µ-GRPO with µ=16": "9 (µ = 16)", "µ-GRPO with µ=64": "9 (µ = 64)"}
-    gaps = {words: gap for words, key in pairs.items() if (gap := _at_equal_wallclock(record, key))}
+    pairs = CLAIMS["ours"]
+    gaps = {words: gap for key, words in pairs.items() if (gap := _at_equal_wallclock(record, key))}
     if len(gaps) < len(pairs):
         return missing("two seeds with a clock of `auto` and of three single methods")
     told = "auto at equal wall-clock less " + ", ".join(f"{words}: {gap}" for words, gap in gaps.items())
-    same = {words: gap for words, key in pairs.items() if (gap := _at_equal_updates(record, key))}
+    same = {words: gap for key, words in pairs.items() if (gap := _at_equal_updates(record, key))}
     lines = ["At equal updates: " + ", ".join(f"{gap} ({words})" for words, gap in same.items()) + "."]
     worst = min(1.0, len(gaps) * min(gap.p_below(-EQUAL) for gap in gaps.values()))
     return Finding(max(gap.p_above(-EQUAL) for gap in gaps.values()), worst, told, [*_found(gaps), *lines])
@@ -68,7 +74,7 @@ RULES: dict[str, Callable[[Record], Finding]] = {rule.__name__: rule for rule in
 
 
 def benchmark_findings(root: Path) -> dict[str, tuple[Finding, int]]:
-    """By the name of a verdict what the benchmark's runs say, and how many seeds an arm has at most.
+    """By the name of a verdict what the benchmark's runs say, and how many seeds an arm of the claim has at least.
 
     Claims whose arms do not have two seeds yet are left out.
     """
@@ -76,8 +82,12 @@ def benchmark_findings(root: Path) -> dict[str, tuple[Finding, int]]:
         return {}
     record = read_json(path)
     made = {name: rule(record) for name, rule in RULES.items()}
-    seeds = max((len(one["values"]) for one in record["final_accuracy"].values() if one), default=0)
-    return {name: (finding, seeds) for name, finding in made.items() if finding.p_shown is not None}
+    return {name: (finding, _fewest(record, name)) for name, finding in made.items() if finding.p_shown is not None}
+
+
+def _fewest(record: Record, rule: str) -> int:
+    arms = {arm for claim in CLAIMS[rule] for arm in _arms(record, claim)}
+    return min(len(record["final_accuracy"][arm]["values"]) for arm in arms)
 
 
 def _mean(record: Record, arm: str) -> str:

@@ -107,7 +107,7 @@ def judge_models(found: Sequence[Observed]) -> LawScores:
 
     for one, other in (("law", "displacement"), ("law", "rate"), ("displacement", "rate")):
         lines.append(f"Long runs from short ones, {one} less {other}, over cells: {less(one, other)}.")
-    lines += _thresholds(found) + _by_lag(found) + _exponents(found)
+    lines += _thresholds(found) + _by_lag(found)
     per_run = {model: float(values.mean()) for model, values in decided.items()}
     return LawScores(per_run, less("law", "displacement"), less("law", "rate"), lines)
 
@@ -126,7 +126,7 @@ def _thresholds(found: Sequence[Observed]) -> list[str]:
     return lines
 
 
-def _exponents(found: Sequence[Observed]) -> list[str]:
+def exponent_lines(found: Sequence[Observed]) -> list[str]:
     """How the threshold of η goes with T and S, fitted afterwards; intervals from resampled cells."""
     if any(one.lag not in OLDEST for one in found):
         return []

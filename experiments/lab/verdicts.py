@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from experiments.lab.law import OLDEST, LawScores, judge_models, lengths_of, observations, resampled_exponents
+from experiments.lab.law import (
+    OLDEST,
+    LawScores,
+    exponent_lines,
+    judge_models,
+    lengths_of,
+    observations,
+    resampled_exponents,
+)
 from experiments.lab.results import ArmResult, Results
 from experiments.lab.statistics import ALPHA, Difference, fisher, holm, mean_of, smallest_found, welch
 
@@ -247,7 +255,7 @@ def the_law(results: Results) -> Finding:
     longer = " and ".join(map(str, lengths_of(found)[1]))
     ours = f"log-likelihood per run of {longer} updates: law {law:.3f}, displacement {displacement:.3f}, η {rate:.3f}"
     p_law = max(scores.law_less_displacement.p_above(), scores.law_less_rate.p_above())
-    return Finding(p_law, scores.law_less_displacement.p_below(), ours, scores.lines)
+    return Finding(p_law, scores.law_less_displacement.p_below(), ours, scores.lines + exponent_lines(found))
 
 
 def the_law_of_few_runs(results: Results) -> Finding:
@@ -262,7 +270,8 @@ def the_law_of_few_runs(results: Results) -> Finding:
     if unknown := {one.lag for one in found} - set(OLDEST):
         return missing(f"the staleness of {', '.join(sorted(unknown))}")
     fitted = resampled_exponents(found, times=2000)
-    lines = judge_models(found).lines
+    lines = ["The predictions below are those of the laboratory's rule. They decide nothing here."]
+    lines += judge_models(found).lines
     return Finding(fitted.p_above(0.5), fitted.p_below(1.0), f"{fell} of {len(found)} collapsed; {fitted.told}", lines)
 
 

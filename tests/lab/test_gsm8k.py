@@ -89,13 +89,16 @@ def test_the_page_has_a_row_and_a_section_and_counts_claims_that_were_not_run(tm
     assert found(experiments) == {} and gsm8k.benchmark_findings(tmp_path) == {}
     path = tmp_path / gsm8k.FILE
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(record({arm: 0.3 for arm in LEVEL if arm != "p3o"}, LEVEL)))
+    made = record({arm: 0.3 for arm in LEVEL if arm != "p3o"}, LEVEL)
+    made["final_accuracy"]["auto"]["values"].pop()  # three seeds of one of the claim's arms, and one of another claim's
+    made["final_accuracy"]["mu_grpo_128"]["values"] = [0.3]
+    path.write_text(json.dumps(made))
     judged = found(experiments)
     assert list(judged) == [("ours", "real")]
     alone = judge({"ours": judged["ours", "real"].finding})["ours"][1]
     assert judged["ours", "real"].p == pytest.approx(2 * alone)  # P3O's claim is not tested yet
     table = results_table(experiments) or ""
-    assert "real: auto at equal wall-clock less GRPO with µ=4: +0.000" in table and "| 4 seeds, " in table
+    assert "real: auto at equal wall-clock less GRPO with µ=4: +0.000" in table and "| 3 seeds, " in table
     assert "not run yet" in table
     text = "\n".join(benchmark_section("ours", judged["ours", "real"]))
     assert "**Rule.** `auto` against each single method" in text and "**Verdict: shown**" in text

@@ -281,6 +281,9 @@ def test_picture_and_words_of_the_readme_are_of_the_kept_runs() -> None:
         assert f"<!-- {label(arm, seeds, record['settings'])} -->" in picture
         row = f"| {seeds} | {seconds[arm]:.0f}"
         assert row in page and f"{found['mean']:.3f}"[1:] in page[page.index(row) :][:60]
+    ours = [seconds[arm] for arm in seconds if seconds[arm] and not arm.startswith("trl") and not arm.endswith("_x2")]
+    alt = f"128 updates take stalewise {min(ours):.0f} to {max(ours):.0f} seconds and TRL with vLLM "
+    assert all(f"{alt}{seconds['trl_vllm']:.0f}]" in text for text in (readme, page))
     twice = f"{accuracy['auto_x2']['mean']:.2f}"[1:]
     assert f"three seeds end at {twice} after {seconds['auto_x2']:.0f} s" in readme
     verdicts = re.findall(r"\| \*\*([a-z ]+)\*\* \|", (ROOT / "docs/results.md").read_text())

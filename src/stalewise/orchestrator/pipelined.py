@@ -19,10 +19,10 @@ from stalewise.config import make_config
 from stalewise.config.run_directory import read_config
 from stalewise.distributed import environment_of_a_child
 from stalewise.errors import EngineError, StalewiseError, StoreError
-from stalewise.models.loading import pick_device
+from stalewise.models.loading import find_device
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.orchestrator.rollout_source import RolloutSource
-from stalewise.planning.memory import device_memory, estimate
+from stalewise.planning.memory import device_memory, estimate, generator_elsewhere
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.staleness.schedule import Schedule
 from stalewise.store import atomic, checkpoints, committed_shards
@@ -104,9 +104,10 @@ def generate_all(directory: Path) -> None:
         config = make_config({**record, "model": {**record["model"], "device": device}}, source="generator")
     with contextlib.closing(Orchestrator(config, NullCallback(), journal=JOURNAL)) as orchestrator:
         engine = getattr(orchestrator.sampler, "own", orchestrator.sampler)
-        needed = estimate(asked, orchestrator.newest_policy())
-        device = pick_device(asked.model.device)
-        if isinstance(engine, HFSampler) and device.type == "cuda" and needed is not None and needed.at_once:
+        device = find_device(asked.model.device, "model.device")  # found, not picked: it may be another one
+        beside = device.type == "cuda" and not generator_elsewhere(asked.schedule, device)
+        needed = estimate(asked, orchestrator.newest_policy()) if beside else None
+        if isinstance(engine, HFSampler) and needed is not None:
             engine.most_bytes = max(needed.left_for_slots(device_memory(device)), 2 * sum(needed.sampling.values()))
         while batches_to_make(orchestrator):
             with orchestrator.run_log.timed("wait"):

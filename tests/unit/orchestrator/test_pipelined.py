@@ -111,13 +111,19 @@ def test_a_generator_on_the_learners_gpu_leaves_room_for_it(runs: Path, monkeypa
     monkeypatch.setattr(pipelined, "_acquire", lambda lock: None)  # which it would hold as long as this process
     with pytest.raises(KeyboardInterrupt):
         pipelined.generate_all(config.directory)
-    monkeypatch.setattr(pipelined, "pick_device", lambda device: torch.device("cuda"))
+    monkeypatch.setattr(pipelined, "find_device", lambda device, setting: torch.device("cuda"))
     for memory in (10**9, 10):  # of the GPU; on one that is too small, twice what is needed at least
         monkeypatch.setattr(pipelined, "device_memory", lambda device, memory=memory: memory)
         with pytest.raises(KeyboardInterrupt):
             pipelined.generate_all(config.directory)
     learning, sampling = sum(needed.learning.values()), sum(needed.sampling.values())
     assert found == [math.inf, 10**9 - needed.least - learning, 2 * sampling]
+    # On a GPU of its own nothing of the learner's is looked at: that would make the learner's GPU the current one.
+    monkeypatch.setattr(pipelined, "generator_elsewhere", lambda schedule, device: torch.device("cuda:1"))
+    monkeypatch.setattr(pipelined, "estimate", None)
+    with pytest.raises(KeyboardInterrupt):
+        pipelined.generate_all(config.directory)
+    assert found[-1] == math.inf
 
 
 @pytest.mark.nightly
