@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
 import sys
 from pathlib import Path
@@ -19,6 +18,7 @@ from benchmarks.gsm8k_bench import figures, jobs, library, ours, picture, settin
 from benchmarks.gsm8k_bench.library import model_directory  # noqa: E402
 
 from benchmarks import gsm8k  # noqa: E402
+from multi_process import fake_service  # noqa: E402
 
 FILES = {"model": "m", "train": "math_train.jsonl", "test": "math500_test.jsonl", "also_test": "gsm8k_test.jsonl"}
 
@@ -423,12 +423,7 @@ def test_a_job_that_fails_beside_others_is_tried_once_more_alone(
 def test_jobs_beside_each_other_share_the_device_and_timed_ones_have_it_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    control = tmp_path / "bin" / "nvidia-cuda-mps-control"
-    control.parent.mkdir()
-    control.write_text(f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY" "$@" $([ $# = 0 ] && cat) >> {tmp_path}/service\n')
-    control.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{control.parent}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    fake_service(tmp_path, monkeypatch)
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys; open(sys.argv[2], 'w').write(os.environ.get('CUDA_MPS_PIPE_DIRECTORY', 'alone'))"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -19,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the package
 
 from benchmarks import child_processes, measure  # noqa: E402
+from multi_process import fake_service  # noqa: E402
 
 SLEEP = "-c 'import time; time.sleep(60)'"
 LEAVES_ONE = """
@@ -51,12 +51,7 @@ def plan_of(tmp_path: Path, *steps: str) -> list[measure.Step]:
 def test_a_shared_step_has_the_multi_process_service_and_others_the_gpu_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    control = tmp_path / "bin" / "nvidia-cuda-mps-control"
-    control.parent.mkdir()
-    control.write_text(f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY" "$@" $([ $# = 0 ] && cat) >> {tmp_path}/service\n')
-    control.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{control.parent}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    fake_service(tmp_path, monkeypatch)
     say = "-c \"import os; print(os.environ.get('CUDA_MPS_PIPE_DIRECTORY', 'alone'))\""
     plan = plan_of(tmp_path, step("together", say, shared=True), step("apart", say))
     assert {one["state"] for one in measure.work(plan, tmp_path, seconds=60).values()} == {"done"}

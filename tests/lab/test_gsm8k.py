@@ -7,21 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.gsm8k_bench.figures import CLAIM_PAIRS
 from experiments.lab import gsm8k
 from experiments.lab.definition import load_experiments
 from experiments.lab.pages import benchmark_section, found, results_table
 from experiments.lab.verdicts import judge
 
 ROOT = Path(__file__).parents[2]
-CLAIMS = {
-    "3": ("mu_grpo", "synchronous"),
-    "3 (µ = 64)": ("mu_grpo_64", "synchronous"),
-    "3 (µ = 128)": ("mu_grpo_128", "synchronous"),
-    "4": ("p3o", "grpo_tight"),
-    "9 (µ = 64)": ("auto", "mu_grpo_64"),
-    "9 (µ = 16)": ("auto", "mu_grpo"),
-    "9 (µ = 4)": ("auto", "synchronous"),
-}
 LEVEL = {"synchronous": 0.30, "mu_grpo": 0.30, "mu_grpo_64": 0.30, "mu_grpo_128": 0.30, "p3o": 0.30}
 LEVEL |= {"grpo_tight": 0.30, "auto": 0.30}
 
@@ -39,7 +31,7 @@ def record(at_the_end: dict[str, float], at_one_time: dict[str, float], seeds: i
                 "arms": list(arms),
                 "equal_wallclock": {"seconds": 50.0, "values": [around(at_one_time[arm]) for arm in arms]},
             }
-            for key, arms in CLAIMS.items()
+            for key, arms in CLAIM_PAIRS.items()
         },
     }
 
