@@ -5,8 +5,9 @@
 
 Responses of up to `--tokens` tokens with lengths from a long-tailed distribution, as in versus_vllm.py, random weights.
 After a warm-up the engine samples them with all of the memory, then with `--gb` gigabytes for keys and values and what
-else its slots need. Told are tokens a second of both, how often responses were put back into the queue for want of
-blocks, and how many responses are the same: all on a CPU, while on a GPU rows of other numbers round differently.
+else its slots need. It reports tokens a second of both passes, how often responses were put back into the queue for
+want of blocks, and how many responses are the same in both: all of them on a CPU; on a GPU steps with other numbers of
+rows round differently.
 """
 
 from __future__ import annotations

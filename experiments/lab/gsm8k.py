@@ -16,7 +16,7 @@ from stalewise.store.atomic import read_json
 
 FILE = Path("benchmarks", "results", "gsm8k-h200.json")
 MARGIN = 0.03  # of claim 4, as in the laboratory
-# Comparisons in `claims` of that file which each rule needs, by what it calls them.
+# For each rule: the keys of `claims` in that file that it compares, and the words for them on the page.
 CLAIMS = {
     "accuracy_at_speed": {"3": "16", "3 (µ = 64)": "64", "3 (µ = 128)": "128"},
     "no_knob": {"4": "a tight clip"},

@@ -138,7 +138,7 @@ def exponent_lines(found: Sequence[Observed]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Exponents:
-    """a and b of a threshold that goes as T^-a·(1+S)^-b, and the same of resampled cells, a row for each time."""
+    """a and b of a threshold that goes as T^-a·(1+S)^-b: fitted to all runs, and to cells drawn again, a row each."""
 
     fitted: np.ndarray
     drawn: np.ndarray
