@@ -53,7 +53,7 @@ def test_a_shared_step_has_the_multi_process_service_and_others_the_gpu_alone(
 ) -> None:
     fake_service(tmp_path, monkeypatch)
     say = "-c \"import os; print(os.environ.get('CUDA_MPS_PIPE_DIRECTORY', 'alone'))\""
-    plan = plan_of(tmp_path, step("together", say, shared=True), step("apart", say))
+    plan = plan_of(tmp_path, step("together", say, shared=True, beside="x"), step("apart", say, beside="x"))
     assert {one["state"] for one in measure.work(plan, tmp_path, seconds=60).values()} == {"done"}
     place = (tmp_path / "together.log").read_text().strip()
     assert place != "alone" and (tmp_path / "apart.log").read_text().strip() == "alone"

@@ -44,6 +44,14 @@ def test_the_peak_is_that_of_the_process_and_its_children() -> None:
     assert 140 << 20 <= peak.most < 250 << 20
 
 
+def test_a_run_tells_what_its_switch_blocked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # of the verifier's process: the reward is there
+    monkeypatch.syspath_prepend(str(tmp_path))
+    memory.write_model("tiny", tmp_path / "tiny")
+    found = memory.work_on("tiny/full/one", tmp_path)
+    assert found["switches"]["switches"] == 1 and found["switches"]["blocking_s_per_switch"] > 0  # two stages
+
+
 def test_a_model_makes_room_only_where_the_disk_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tmp_path / "tiny"
     model.mkdir()
