@@ -270,7 +270,9 @@ def measure_run(options: Mapping[str, Any], work: Path) -> dict[str, Any]:
 def summary(journal: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Seconds of a run by what it did; blocking seconds of a switch without those of the start and the end."""
     spent = {"generate": 0.0, "learn": 0.0, "switch": 0.0, "start": 0.0, "end": 0.0}
-    reasons: dict[str, list[float]] = {"checkpoint": [], "commit": [], "learner": [], "sampler": [], "check": []}
+    reasons: dict[str, list[float]] = {
+        name: [] for name in ("checkpoint", "commit", "offload", "sampler", "learner", "check")
+    }
     # The run ends with its last checkpoint; the commit of the one before may come after the last update.
     last = max((place for place, one in enumerate(journal) if one.get("reason") == "checkpoint"), default=len(journal))
     for place, record in enumerate(journal):

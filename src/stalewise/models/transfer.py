@@ -214,6 +214,35 @@ def restore(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> Non
     _in_threads(pairs, device, copy)
 
 
+def replace_weights(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy the first tensor of each pair to the second, whatever their types and devices are."""
+    waiting: list[tuple[Tensor, Tensor]] = []
+    for new, old in pairs:
+        if new.is_cuda or not old.is_cuda:
+            old.copy_(new)
+            continue
+        waiting.append((new, old))
+        if sum(pair[0].nbytes for pair in waiting) > AT_ONCE:
+            _bring(waiting)
+            waiting = []
+    _bring(waiting)
+
+
+def _bring(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy tensors from the host; those of another type are converted on the device."""
+
+    def place(new: Tensor, old: Tensor) -> Tensor:
+        fits = old.dtype == new.dtype and old.is_contiguous()
+        return old if fits else torch.empty(new.shape, dtype=new.dtype, device=old.device)
+
+    places = [place(new, old) for new, old in pairs]
+    if pairs:
+        restore([(new.contiguous(), there) for (new, _), there in zip(pairs, places, strict=True)], places[0].device)
+    for (_, old), there in zip(pairs, places, strict=True):
+        if there is not old:
+            old.copy_(there)
+
+
 def fetch(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
     """Copy the first tensor of each pair, on the device, to the second, on the host; both are contiguous."""
 

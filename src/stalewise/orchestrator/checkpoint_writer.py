@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ from stalewise.store.atomic import is_disk_full
 from stalewise.store.checkpoints import SpareFiles
 
 if TYPE_CHECKING:  # they need torch, for which `doctor` does not wait
+    from torch import Tensor
+
     from stalewise.models.transfer import HostBuffers
     from stalewise.trainer.snapshot import Snapshot
     from stalewise.trainer.trainer import Trainer
@@ -43,6 +46,8 @@ class CheckpointWriter:
         self.version: int | None = None
         self.on_commit: Callable[[], object] = lambda: None
         self.spare = SpareFiles()
+        # Of whom, and of which version the last copy is, with its weights.
+        self._copied: tuple[weakref.ref[Trainer], int, Mapping[str, Tensor]] | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         # Where the disk is told of freed space, removing a checkpoint can take as long as writing one.
         self._removing = ThreadPoolExecutor(1, thread_name_prefix="removal")
@@ -53,7 +58,17 @@ class CheckpointWriter:
     def copy(self, trainer: Trainer) -> Snapshot | None:
         """What a checkpoint holds, in host memory; None where that is short, or only transformers can write it."""
         fits = fits_beside(trainer.checkpoint_bytes() - self.buffers.nbytes)
-        return trainer.snapshot(self.buffers) if fits else None
+        snapshot = trainer.snapshot(self.buffers) if fits else None
+        self._copied = weakref.ref(trainer), trainer.version, {} if snapshot is None else snapshot.policy
+        return snapshot
+
+    def policy(self, trainer: Trainer) -> Mapping[str, Tensor]:
+        """The weights of the trainer; while it waits in host memory those of the last copy, none if it is of others."""
+        if not trainer.is_asleep:
+            return trainer.policy()
+        copied = self._copied
+        is_of_it = copied is not None and copied[0]() is trainer and copied[1] == trainer.version
+        return copied[2] if copied is not None and is_of_it else {}
 
     def begin(
         self, version: int, commit: Callable[[], Notes], afterwards: Callable[[], object] | None, nbytes: int = 0

@@ -40,7 +40,7 @@ from stalewise.orchestrator.setup import (
     write_first_checkpoint,
 )
 from stalewise.orchestrator.stages import DriftBudget, begin_stage, forget_stages
-from stalewise.orchestrator.update_loop import UpdateLoop, selection_of
+from stalewise.orchestrator.update_loop import UpdateLoop, rest, selection_of
 from stalewise.planning.memory import check_memory, offloads, pick_parallel
 from stalewise.rollout.factory import (
     batch_plan,
@@ -306,8 +306,7 @@ class Orchestrator:
             return batch
         if isinstance(self.sampler, OffloadableSampler):
             self.sampler.sleep(weights=self.offloads)  # the reference takes its place
-        if self.trainer is not None:
-            self.trainer.rest(offload=self.offloads)
+        rest(self.trainer, self.run_log, offload=self.offloads)
         with self.run_log.timed("switch", reason="reference") as notes:
             budget = self.config.learner.tokens_per_micro_batch
             notes["tokens"] = compute_reference(self.reference, batch, batch.reference, budget, self.ranks)
@@ -365,8 +364,8 @@ class Orchestrator:
 
     def begin_phase(self, what: str, total: int) -> None:
         """Tell the callback what begins, with how many rollouts or updates; make room on the device for sampling."""
-        if what in ("generate", "evaluate") and self.trainer is not None:
-            self.trainer.rest(offload=self.offloads)
+        if what in ("generate", "evaluate"):
+            rest(self.trainer, self.run_log, offload=self.offloads)
         self.tokens, self.scores = 0, ScoreCheck(self.config.task.max_unscored, self.callback.log)
         self.callback.begin(what, total)
 
@@ -464,7 +463,7 @@ class Orchestrator:
         trainer, pending = self.trainer, self.writer.version
         if trainer is not None and checkpoint == checkpoint_directory(self.directory, trainer.version):
             key, alone = (self.trainer_key, trainer.version), not self.ranks.others
-            if alone and isinstance(self.sampler, LiveSampler) and self.sampler.take(trainer.policy(), key):
+            if alone and isinstance(self.sampler, LiveSampler) and self.sampler.take(self.writer.policy(trainer), key):
                 return
         if pending is not None and checkpoint == checkpoint_directory(self.directory, pending):
             self.writer.join()
@@ -503,6 +502,7 @@ class Orchestrator:
                 self.schedule, self.run_log, self.budget, self.callback, per_update, bound, self._check_update
             )
             prepared = loop.prepare(batch, trainer, range(version, stop))
+            trainer.wake()
         self.begin_phase("learn", stop - version)
         start = time.perf_counter()
         try:

@@ -147,3 +147,12 @@ def describe_update(record: Mapping[str, Any]) -> str:
     """An update on the progress line; one that learns from no token has no effective sample size."""
     ess = record.get("ess", math.nan)
     return f"reward {record['reward']:.3f}  ESS {'–' if math.isnan(ess) else f'{ess:.3f}'}"
+
+
+def rest(trainer: Trainer | None, run_log: RunLog, *, offload: bool) -> None:
+    """Give back the memory that only updates need; `offload`: the trainer waits in host memory."""
+    if trainer is not None and offload and not trainer.is_asleep:
+        with run_log.timed("switch", reason="offload"):
+            trainer.sleep()
+    elif trainer is not None:
+        trainer.rest()

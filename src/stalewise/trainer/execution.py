@@ -140,7 +140,9 @@ class Execution:
         self._drop_graphs()
         self.kept.release()
         moments = (tensor for state in self.optimizer.state.values() for tensor in state.values())
-        self.offload.leave([*self.model.parameters(), *moments, *self.proximal.values()])
+        weights = list(self.model.parameters())
+        trained, frozen = ([one for one in weights if one.requires_grad is is_so] for is_so in (True, False))
+        self.offload.leave([*trained, *moments, *self.proximal.values()], frozen)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

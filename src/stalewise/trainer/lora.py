@@ -152,10 +152,11 @@ class MergedWeights(Mapping[str, Tensor]):
             for key, tensor in adapters.model.state_dict().items()
             if not key.startswith(own)
         }
-        self._state = whole if names is None else {name: whole[name] for name in whole if name in names}
+        # What each is computed from: a tensor of the same shape and type.
+        self.sources = whole if names is None else {name: whole[name] for name in whole if name in names}
 
     def __getitem__(self, name: str) -> Tensor:
-        weight = self._state[name]
+        weight = self.sources[name]
         if name not in self._layers:
             return weight
         with torch.no_grad():
@@ -163,10 +164,10 @@ class MergedWeights(Mapping[str, Tensor]):
             return (weight.float() + delta.float()).to(weight.dtype)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._state)
+        return iter(self.sources)
 
     def __len__(self) -> int:
-        return len(self._state)
+        return len(self.sources)
 
 
 def save_first(

@@ -19,17 +19,19 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stalewise.models.transfer import SMALL, fetch, restore
+from stalewise.models.transfer import SMALL, HostBuffers, restore
 from stalewise.store import atomic
 from stalewise.store.atomic import joined_sha256, sha256_of_pieces
 from stalewise.store.checkpoints import SpareFiles
 
 POLICY = "model.safetensors"
+PLENTY = 0.5  # of the free host memory: more is given back while the tensors are on the device
 AT_ONCE = 1 << 22  # bytes that are hashed and then written, from a processor's cache
 THREADS = min(12, max(2, (os.cpu_count() or 1) - 2))  # some are left to the sampler
 # Names in a file's header, in the order in which safetensors writes tensors: wide numbers first, aligned without gaps.
@@ -58,6 +60,11 @@ class Snapshot:
 
     files: Mapping[str, Mapping[str, Tensor]]
     write_small_files: Callable[[Path], object]
+
+    @property
+    def policy(self) -> Mapping[str, Tensor]:
+        """The weights of the policy."""
+        return self.files[POLICY]
 
     @property
     def nbytes(self) -> int:
@@ -186,19 +193,26 @@ def save_model_config(model: Any, directory: Path) -> None:
 
 
 class Offload:
-    """Moves the data of tensors between a device and the host."""
+    """Moves the data of tensors between a device and the host.
+
+    Frozen tensors are copied once: their host memory is kept. So is that of others, where there is plenty: the system
+    takes longer to map and clear new memory than the copy takes.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.away: list[Tensor] = []
+        self._buffers, self._frozen = HostBuffers(), dict[Tensor, Tensor]()
 
-    def leave(self, tensors: Iterable[Tensor]) -> None:
-        """Move the data of these tensors to the host."""
-        chosen = {id(one): one for one in tensors if one.nbytes > SMALL and one.is_contiguous()}
-        self.away += chosen.values()
-        here = [torch.empty(one.shape, dtype=one.dtype) for one in self.away]
-        to_host(list(zip((one.detach() for one in self.away), here, strict=True)), self.device)
-        for one, data in zip(self.away, here, strict=True):
+    def leave(self, tensors: Iterable[Tensor], frozen: Iterable[Tensor] = ()) -> None:
+        """Move the data of these tensors to the host; nobody ever changes those that are `frozen`."""
+        moving, standing = _that_can_leave(tensors), _that_can_leave(frozen)
+        new = {str(place): one.detach() for place, one in enumerate(standing) if one not in self._frozen}
+        copies = HostBuffers().copy("", new)
+        self._frozen |= {standing[int(place)]: copy for place, copy in copies.items()}
+        here = self._buffers.copy("", {str(place): one.detach() for place, one in enumerate(moving)})
+        self.away += [*moving, *standing]
+        for one, data in zip(self.away, [*here.values(), *map(self._frozen.__getitem__, standing)], strict=True):
             one.data = data
 
     def come_back(self) -> None:
@@ -208,12 +222,9 @@ class Offload:
         restore(list(zip((one.detach() for one in away), there, strict=True)), self.device)
         for one, data in zip(away, there, strict=True):
             one.data = data
+        if self._buffers.nbytes > PLENTY * psutil.virtual_memory().available:
+            self._buffers = HostBuffers()
 
 
-def to_host(pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device) -> None:
-    """Copy the first tensor of each pair, on the device, to the second, on the host."""
-    if device.type == "cuda":
-        fetch(pairs, device)
-        return
-    for source, target in pairs:
-        target.copy_(source)
+def _that_can_leave(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list(dict.fromkeys(one for one in tensors if one.nbytes > SMALL and one.is_contiguous()))

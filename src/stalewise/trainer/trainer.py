@@ -112,11 +112,11 @@ class Trainer:
         return Snapshot(copies, self._save_small_files)
 
     def snapshot_shapes(self) -> dict[tuple[str, str], tuple[torch.Size, torch.dtype]]:
-        """What `snapshot` copies, by file and name, where no other rank and no merging is needed to know it."""
-        if not self.stored or self.adapters is not None or self.parallel.ranks.world > 1 or not self.steps:
+        """What `snapshot` copies, by file and name, where no other rank is needed to know it."""
+        if not self.stored or self.parallel.ranks.world > 1 or not self.steps:
             return {}
-        files = self._content().items()
-        return {(file, name): (x.shape, x.dtype) for file, tensors in files for name, x in tensors.items()}
+        files = {file: getattr(tensors, "sources", tensors) for file, tensors in self._content().items()}
+        return {(file, name): (x.shape, x.dtype) for file, tensors in files.items() for name, x in tensors.items()}
 
     def checkpoint_bytes(self) -> int:
         """Bytes of a checkpoint's tensors."""
@@ -158,15 +158,22 @@ class Trainer:
         """The numbers that belong to a checkpoint."""
         return {"steps": self.steps, "drift": self.drift}
 
-    def rest(self, *, offload: bool) -> None:
-        """Give back memory that only updates need, while rollouts are sampled; `offload`: wait in host memory."""
+    def rest(self) -> None:
+        """Give back memory that only updates need, while rollouts are sampled."""
         self.execution.kept.release()
-        if offload:
-            self.sleep()
 
     def sleep(self) -> None:
         """Wait in host memory, from which it can be saved; the next update wakes it."""
         self.execution.sleep()
+
+    def wake(self) -> None:
+        """Come back from host memory."""
+        self.execution.wake()
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it waits in host memory."""
+        return bool(self.execution.offload.away)
 
     # ------------------------------------------------------------ updates
 

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from stalewise.models import transfer as module
-from stalewise.models.transfer import ALIGNMENT, StorageOffload, fetch, host_copies, in_buffer, restore, send
+from stalewise.models.transfer import (
+    ALIGNMENT,
+    StorageOffload,
+    fetch,
+    host_copies,
+    in_buffer,
+    restore,
+    send,
+)
 
 CPU = torch.device("cpu")
 ARRAYS = {
@@ -110,6 +120,18 @@ def joined_weights() -> tuple[torch.Tensor, list[torch.nn.Parameter]]:
     for part, data in zip(parts, joined.split([30, 20, 10]), strict=True):
         part.data = data
     return joined, parts
+
+
+@pytest.mark.parametrize("bring", [module.replace_weights, module._bring])
+def test_weights_are_replaced_whatever_their_type(bring: Callable[[Any], None]) -> None:
+    joined = torch.zeros(6, 4)
+    old = [joined[:2], joined[2:].T, torch.zeros(5, dtype=torch.bfloat16), torch.zeros(3)]
+    new = [torch.rand(2, 4), torch.rand(4, 4), torch.rand(5), torch.rand(3, dtype=torch.float64).bfloat16()]
+    bring(list(zip(new, old, strict=True)))
+    for one, other in zip(new, old, strict=True):
+        assert torch.equal(one.to(other.dtype), other)
+    assert torch.equal(joined, torch.cat([new[0], new[1].T]))
+    bring([])
 
 
 def test_parts_of_a_joined_tensor_stay_its_parts() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from stalewise import store
 from stalewise.api import run
@@ -300,6 +301,24 @@ def test_the_memory_of_a_copy_is_there_before_the_first_one(tmp_path: Path, monk
     assert copied == held
     monkeypatch.setattr(trainer, "snapshot_shapes", lambda: pytest.fail("once is enough"))
     writer.reserve(trainer)
+    writer.close(pytest.fail)
+
+
+def test_the_copy_is_the_policy_of_a_trainer_that_waits_in_host_memory(tmp_path: Path) -> None:
+    writer, trainer = CheckpointWriter(RunLog(tmp_path), HostBuffers()), Trainer(trainer_config(), POLICY)
+    own = trainer.policy()
+    assert writer.policy(trainer).keys() == own.keys()
+    trainer.sleep()
+    assert writer.policy(trainer) == {}
+    assert writer.copy(trainer) is not None
+    taken = writer.policy(trainer)
+    assert taken and all(torch.equal(taken[name], own[name]) for name in taken)
+    trainer.update(rollouts())
+    trainer.sleep()
+    assert writer.policy(trainer) == {}  # the copy is of the version before
+    other = Trainer(trainer_config(), POLICY)
+    other.sleep()
+    assert writer.policy(other) == {}
     writer.close(pytest.fail)
 
 

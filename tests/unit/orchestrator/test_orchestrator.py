@@ -17,6 +17,7 @@ from stalewise.config.run_directory import read_result
 from stalewise.errors import StoreError, TaskError
 from stalewise.models.loading import load_tokenizer
 from stalewise.orchestrator import orchestrator
+from stalewise.orchestrator.checkpoint_writer import CheckpointWriter
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.store import batch_directories, consumed, ledger_path, open_batch, read_ledger
@@ -79,15 +80,21 @@ class Places:
     """Lets trainer and sampler wait in host memory for each other, and notes who is there."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.samplers, self.sleeps, self.while_learning = set[HFSampler](), list[int](), list[int]()
+        self.samplers, self.loads = set[HFSampler](), list[int]()
+        self.sleeps, self.while_learning = list[int](), list[int]()
         monkeypatch.setattr("stalewise.orchestrator.orchestrator.offloads", lambda config, source: True)
         monkeypatch.setattr("stalewise.orchestrator.model_check.offloads", lambda config, source: True)
         load, sleep, enqueue = HFSampler.load, Trainer.sleep, Trainer.enqueue
-        monkeypatch.setattr(HFSampler, "load", lambda one, path: (self.samplers.add(one), load(one, path))[1])
+        monkeypatch.setattr(HFSampler, "load", lambda one, path: (self.loaded(one, path), load(one, path))[1])
         monkeypatch.setattr(Trainer, "sleep", lambda one: (self.sleeps.append(one.version), sleep(one))[1])
         monkeypatch.setattr(
             Trainer, "enqueue", lambda one, rows: (self.while_learning.append(self.sampler()), enqueue(one, rows))[1]
         )
+
+    def loaded(self, sampler: HFSampler, checkpoint: Path) -> None:
+        self.samplers.add(sampler)
+        version = versions(checkpoint.parents[1])[-1]
+        self.loads += [version] if [version] != self.loads[-1:] else []
 
     def sampler(self) -> int:
         """Bytes of the sampler's matrices on the device."""
@@ -96,16 +103,35 @@ class Places:
         return sum(weight.untyped_storage().nbytes() for weight in weights)
 
 
+@pytest.mark.parametrize("model", [{}, {"lora": {"rank": 2}}])
 def test_trainer_and_sampler_that_wait_for_each_other_learn_the_same(
+    model: dict[str, Any], finished: tuple[RunConfig, Recorder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = config(tmp_path / "plain", model=model) if model else finished[0]
+    if model:
+        run(plain)
+    places, waiting = Places(monkeypatch), config(tmp_path, model=model)
+    run(waiting)
+    assert places.sleeps == [3, 6]  # before an evaluation; it sleeps still when the next stage is generated
+    assert places.while_learning == [0] * 6
+    assert places.loads == [0]  # later policies are taken from the copies that checkpoints are written of
+    names = ["model.safetensors", *(["adapter/adapter_model.safetensors"] if model else [])]
+    for name in (*names, "optimizer_exp_avg_sq.safetensors"):
+        ours, theirs = (checkpoint_directory(one.directory, 6) / name for one in (waiting, plain))
+        assert ours.read_bytes() == theirs.read_bytes()
+    switches = [one["reason"] for one in read_jsonl(waiting.directory / "journal.jsonl") if one["event"] == "switch"]
+    assert switches.count("offload") == 2
+
+
+def test_without_a_copy_the_sampler_loads_the_checkpoint(
     finished: tuple[RunConfig, Recorder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     places, waiting = Places(monkeypatch), config(tmp_path)
+    monkeypatch.setattr(CheckpointWriter, "copy", lambda writer, trainer: None)  # host memory is short
     run(waiting)
-    assert places.sleeps == [3, 3, 6]  # evaluated, generated, evaluated
-    assert places.while_learning == [0] * 6
-    for name in ("model.safetensors", "optimizer_exp_avg_sq.safetensors"):
-        ours, theirs = (checkpoint_directory(one.directory, 6) / name for one in (waiting, finished[0]))
-        assert ours.read_bytes() == theirs.read_bytes()
+    assert places.loads == [0, 3, 6]
+    ours, theirs = (checkpoint_directory(one.directory, 6) / "model.safetensors" for one in (waiting, finished[0]))
+    assert ours.read_bytes() == theirs.read_bytes()
 
 
 def test_neither_is_there_while_a_reference_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

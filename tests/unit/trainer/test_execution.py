@@ -218,9 +218,9 @@ def test_memory_of_kept_logits_is_dropped_when_the_policy_rests_or_sleeps_and_wh
         trainer.sleep()
         assert kept.memory is None and kept.most_bytes == 1 << 30
     trainer.update(rollouts())
-    trainer.rest(offload=False)
+    trainer.rest()
     assert kept.memory is None and not trainer.execution.offload.away
-    trainer.rest(offload=True)
+    trainer.sleep()
     assert trainer.execution.offload.away
     trainer.update(rollouts())
     assert kept.memory is not None

@@ -25,6 +25,7 @@ from stalewise.config.sections import LearnerSection, ModelSection
 from stalewise.errors import ConfigError, ModelError, StoreError
 from stalewise.models.attention import PACKED
 from stalewise.models.loading import EMBEDDED, load_model, load_tokenizer
+from stalewise.models.transfer import SMALL, HostBuffers
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.sampler import Request
 from stalewise.store.atomic import sha256_file
@@ -119,6 +120,24 @@ def test_only_adapters_are_trained_and_have_an_optimizer(trained: RunConfig) -> 
     assert trainable < 0.1 * sum(parameter.numel() for parameter in trainer.model.parameters())
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
     assert type(trainer.model).__name__ == type(policy(POLICY)).__name__  # and nobody needs to know of adapters
+
+
+def test_frozen_weights_wait_in_host_memory_once_and_what_is_reserved_is_what_is_copied(trained: RunConfig) -> None:
+    final = checkpoint_directory(trained.directory, 4)
+    trainer = Trainer(trained, final)
+    trainer.restore(final, read_state(final))
+    frozen = [weight for weight in trainer.model.parameters() if not weight.requires_grad and weight.nbytes > SMALL]
+    trainer.sleep()
+    places = [weight.data_ptr() for weight in frozen]
+    for _ in range(2):
+        trainer.wake()
+        trainer.sleep()
+    assert frozen and [weight.data_ptr() for weight in frozen] == places
+    snapshot = trainer.snapshot(HostBuffers())
+    assert snapshot is not None and snapshot.policy.keys() == load_file(final / "model.safetensors").keys()
+    files = snapshot.files.items()
+    copied = {(file, name): (one.shape, one.dtype) for file, tensors in files for name, one in tensors.items()}
+    assert trainer.snapshot_shapes() == copied
 
 
 def test_saving_leaves_the_weights_in_memory_alone(trained: RunConfig, tmp_path: Path) -> None:

@@ -29,20 +29,37 @@ def test_data_moves_and_comes_back() -> None:
     assert all(torch.equal(a, b) for a, b in zip((large, small, turned), before, strict=True))
 
 
+def test_what_is_frozen_is_copied_once_and_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, frozen = torch.zeros(2000), torch.ones(3000)
+    moved = Offload(CPU)
+    moved.leave([weight], [frozen])
+    places = weight.data_ptr(), frozen.data_ptr()
+    moved.come_back()
+    assert {weight.data_ptr(), frozen.data_ptr()}.isdisjoint(places)
+    weight += 1
+    frozen += 1  # it is not: so this is lost
+    moved.leave([weight], [frozen])
+    assert (weight.data_ptr(), frozen.data_ptr()) == places
+    assert (weight.unique().item(), frozen.unique().item()) == (1.0, 1.0)
+    moved.come_back()
+    moved.leave([frozen[:2000], weight])  # others, of other sizes
+    moved.come_back()
+    assert weight.unique().item() == 1.0 and moved._buffers.nbytes == 2 * weight.nbytes
+    monkeypatch.setattr(offload, "PLENTY", 0.0)
+    moved.leave([weight], [frozen])
+    moved.come_back()
+    assert not moved._buffers.nbytes and (weight.unique().item(), frozen.unique().item()) == (1.0, 1.0)
+
+
 @pytest.mark.parametrize("moments", ["float32", "int8"])
-def test_updates_are_the_same_after_waiting(moments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_are_the_same_after_waiting(moments: str, tmp_path: Path) -> None:
     settings = config(optimizer={"learning_rate": 1e-3, "moments": moments}, objective={"name": "decoupled_ppo"})
     plain, waiting = Trainer(settings, POLICY), Trainer(settings, POLICY)
-    sent: list[int] = []
-    to_host = offload.to_host
-    monkeypatch.setattr(
-        offload, "to_host", lambda pairs, device: (sent.append(sum(t.nbytes for t, _ in pairs)), to_host(pairs, device))
-    )
     for seed in range(3):
         assert waiting.update(rollouts(seed=seed)) == plain.update(rollouts(seed=seed))
         waiting.sleep()
         waiting.sleep()  # it sleeps already
-        assert waiting.execution.offload.away and all(weight.grad is None for weight in waiting.names)
+        assert waiting.is_asleep and all(weight.grad is None for weight in waiting.names)
         for name in ("a", "b"):
             (tmp_path / f"{name}{seed}").mkdir()
         waiting.save(tmp_path / f"a{seed}")  # from host memory
@@ -52,7 +69,7 @@ def test_updates_are_the_same_after_waiting(moments: str, tmp_path: Path, monkey
     # Weights, both moments and the proximal policy, without the smallest.
     per_weight = 4 + 4 + (8 if moments == "float32" else 2)
     count = sum(weight.numel() for weight in waiting.names)
-    assert sent[-1] == pytest.approx(per_weight * count, rel=0.05)
+    assert waiting.execution.offload._buffers.nbytes == pytest.approx(per_weight * count, rel=0.05)
     assert torch.equal(waiting.gradient(rollouts(seed=9)), plain.gradient(rollouts(seed=9)))
 
 

@@ -28,7 +28,7 @@ from stalewise.models.compilation import compile_pieces
 from stalewise.models.fused_ops import fuse_for_decoding, fused_rotation
 from stalewise.models.kernels import SlotState, StepRows, can_compile, get_ready
 from stalewise.models.loading import context_length, load_model, load_tokenizer, stop_token_ids
-from stalewise.models.transfer import StorageOffload
+from stalewise.models.transfer import StorageOffload, replace_weights
 from stalewise.rollout.engines.dynamic_decode import (
     RowCache,
     decode_dynamic,
@@ -227,8 +227,7 @@ class HFSampler:
         self._loaded = None
         state: dict[str, torch.Tensor] = self._model.state_dict()
         self._wake(state[name] for name in self._replaceable)
-        for name in self._replaceable:
-            state[name].copy_(weights[name])
+        replace_weights((weights[name], state[name]) for name in self._replaceable)
         self._weights, self._loaded = QuantizableWeights(self._model), (key,)
         return True
 
