@@ -223,9 +223,12 @@ def main(given: list[str]) -> int:
             if jobs.is_wanted(job_of(parser().parse_args(["run", *common, *line])))
         ]
         print(f"{len(listed)} jobs, {len(listed) - len(todo)} done before")
-        queue = jobs.Queue(
-            SCRIPT, common, seconds=arguments.seconds, parallel=arguments.parallel, least=arguments.least
-        )
+        if (parallel := arguments.parallel) > 1 and todo:
+            one = job_of(parser().parse_args(["run", *common, *todo[0][0]]))
+            parallel = min(parallel, jobs.jobs_that_fit(Path(one.settings.model), one.work))
+            if parallel < arguments.parallel:
+                print(f"{parallel} at once: for more the disk has no room", flush=True)
+        queue = jobs.Queue(SCRIPT, common, seconds=arguments.seconds, parallel=parallel, least=arguments.least)
         return 0 if queue.work(todo) else 3
     elif arguments.verb == "collect":
         collect(arguments.files, arguments.out, arguments.plot or arguments.out.with_suffix(".svg"))

@@ -13,6 +13,7 @@ A plan is a TOML file of steps, which run one after the other; neighbours with t
     beside = "a name"                   # optional
     shared = true                       # optional: its processes compute on one GPU at once (multi-process service)
     environment = { PYTHONPATH = "$VLLM:$PYTHONPATH" }                     # optional
+    remove = ["$OUT/work"]              # optional: files and directories that are gone afterwards, for room on the disk
 
 `$OUT` is DIRECTORY, `$LEFT` how many seconds the step has, less ten; other variables come from the environment, and a
 missing one is reported before anything runs. The output of a step is in
@@ -28,11 +29,12 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -57,11 +59,13 @@ class Step:
     beside: str = ""
     shared: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
+    remove: Sequence[str] = ()
 
     @property
     def variables(self) -> set[str]:
         """Environment variables that it needs."""
-        return {name for text in (self.run, *self.environment.values()) for name in VARIABLE.findall(text)}
+        texts = (self.run, *self.environment.values(), *self.remove)
+        return {name for text in texts for name in VARIABLE.findall(text)}
 
 
 def read_plan(path: Path) -> list[Step]:
@@ -123,6 +127,13 @@ def begin(step: Step, out: Path, seconds: float, shared: Mapping[str, str]) -> R
     return Running(step, start(command, log, {**variables, **added}), log, now, now + seconds)
 
 
+def remove(step: Step, out: Path) -> None:
+    """Remove what a step leaves and nothing needs."""
+    for place in step.remove:
+        path = Path(fill(place, {**os.environ, "OUT": str(out)}))
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+
+
 def make(steps: list[Step], out: Path, left: float) -> Iterator[tuple[str, dict[str, Any]]]:
     """Run steps at the same time; yields what became of each when it has ended."""
     with multi_process_service() if any(step.shared for step in steps) else contextlib.nullcontext({}) as shared:
@@ -132,6 +143,7 @@ def make(steps: list[Step], out: Path, left: float) -> Iterator[tuple[str, dict[
                 for one in list(running):
                     if found := one.ended():
                         running.remove(one)
+                        remove(one.step, out)
                         yield one.step.name, found
                 time.sleep(0.05)
         finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import platform
 import shlex
@@ -23,11 +24,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from ..child_processes import end, exit_when_told, multi_process_service
 from .settings import OURS, SMOKE, Settings, job_name
 
 FORMAT = "stalewise.benchmark.gsm8k/1"
 PACKAGES = ("stalewise", "torch", "transformers", "trl", "vllm", "accelerate", "datasets", "math-verify")
+BYTES_A_WEIGHT = 32  # on the disk, of a job
 LAST_WORDS = 60  # lines of a failed process that are kept
 QUIET = {
     "HF_HUB_OFFLINE": "1",
@@ -350,6 +354,19 @@ def read_list(path: Path) -> list[list[str]]:
     """The arguments of each job of a list; `#` begins a comment."""
     lines = [shlex.split(line, comments=True) for line in path.read_text().splitlines()]
     return [line for line in lines if line]
+
+
+def jobs_that_fit(model: Path, work: Path) -> int:
+    """How many jobs the disk has room for at once, one at least.
+
+    A run keeps version 0, of 2 or 4 bytes a weight, and two checkpoints of 12; rollouts come on top.
+    """
+    weights = 0
+    for file in model.glob("*.safetensors"):
+        with safe_open(file, framework="np") as opened:
+            weights += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+    work.mkdir(parents=True, exist_ok=True)
+    return max(1, shutil.disk_usage(work).free // max(1, BYTES_A_WEIGHT * weights))
 
 
 class Queue:

@@ -7,9 +7,12 @@ import json
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))  # benchmarks/ is no part of the package
@@ -435,6 +438,20 @@ def test_jobs_beside_each_other_share_the_device_and_timed_ones_have_it_alone(
     assert (tmp_path / "service").read_text().splitlines() == [f"{first} -d", f"{first} quit"]
     assert jobs.Queue(script, [], seconds=30.0, parallel=1).work([([str(tmp_path / "single")], False)])
     assert (tmp_path / "single").read_text() == "alone"
+
+
+def test_no_more_jobs_run_at_once_than_the_disk_has_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"a": torch.zeros(100, 10, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    for free, count in ((3.9, 3), (0.5, 1)):
+        room = SimpleNamespace(free=int(free * 1000 * jobs.BYTES_A_WEIGHT))
+        monkeypatch.setattr(jobs.shutil, "disk_usage", lambda path, room=room: room)
+        assert jobs.jobs_that_fit(tmp_path, tmp_path / "work") == count
+    asked: list[int] = []
+    monkeypatch.setattr(jobs.Queue, "work", lambda queue, todo: asked.append(queue.parallel) or True)
+    (tmp_path / "list.txt").write_text("--arm mu_grpo --seed 0 --lr 1e-6\n")
+    told = ["next", "--list", str(tmp_path / "list.txt"), "--model", str(tmp_path), "--train", "x", "--test", "x"]
+    told += ["--out", str(tmp_path / "jobs"), "--work", str(tmp_path / "work"), "--parallel", "4"]
+    assert gsm8k.main(told) == 0 and asked == [1]
 
 
 def test_no_job_is_begun_without_the_time_for_it(tmp_path: Path) -> None:

@@ -115,6 +115,18 @@ def test_the_time_for_all_steps_cuts_one(tmp_path: Path) -> None:
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_what_a_step_leaves_is_removed_however_it_ended(code: int, tmp_path: Path) -> None:
+    work = (
+        f"import pathlib, sys; pathlib.Path('$OUT/work').mkdir(); pathlib.Path('$OUT/file').touch(); sys.exit({code})"
+    )
+    plan = plan_of(tmp_path, step("one", f'-c "{work}"', remove=["$OUT/work", "$OUT/file", "$OUT/no"]))
+    out = tmp_path / "out"
+    out.mkdir()
+    assert measure.work(plan, out, seconds=60)["one"]["state"] == ("failed" if code else "done")
+    assert sorted(path.name for path in out.iterdir()) == ["measure.json", "one.log"]
+
+
 def test_variables_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tell = "import os, sys; print(sys.argv[1], os.environ['PLACE'])"
     plan = plan_of(tmp_path, step("a", f'-c "{tell}" $WHAT') + 'environment = { PLACE = "$WHAT:$OUT" }')
