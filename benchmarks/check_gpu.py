@@ -30,15 +30,20 @@ from versus.jobs import environment, now
 
 from stalewise.config import RunConfig, make_config
 from stalewise.models import transfer as host_copies
-from stalewise.models.loading import EMBEDDED
+from stalewise.models.loading import EMBEDDED, load_model, pick_weights_dtype
+from stalewise.models.transfer import HostBuffers
+from stalewise.orchestrator.checkpoint_writer import CheckpointWriter
+from stalewise.orchestrator.run_log import RunLog
 from stalewise.rollout.engines import paged_cache, request_queue
 from stalewise.rollout.engines.embedded import HFSampler, QuantizableWeights
 from stalewise.rollout.engines.request_queue import RequestQueue
 from stalewise.rollout.engines.slot_decode import SlotDecoder
 from stalewise.rollout.sampler import Request, Response
 from stalewise.store import RolloutColumns
+from stalewise.store.checkpoints import checkpoint_directory, write_checkpoint
 from stalewise.trainer import cuda_graphs, moments
 from stalewise.trainer.logprobs import PLAIN_KERNELS, kernels_for
+from stalewise.trainer.lora import save_first
 from stalewise.trainer.trainer import Trainer
 from stalewise.types import SamplerSettings
 
@@ -98,9 +103,10 @@ def sampled_rows(model: str, vocabulary: int, seed: int = 0, groups: int = 8) ->
 
 def settings(model: str, **trainer: Any) -> RunConfig:
     precision, device = trainer.pop("precision", "bfloat16"), trainer.pop("device", "cuda")
+    lora = trainer.pop("lora", {})
     return make_config(
         {
-            "model": {"path": model, "precision": precision, "device": device},
+            "model": {"path": model, "precision": precision, "device": device, "lora": lora},
             "learner": {"compile": "never"} | trainer,
             "objective": {"name": "grpo"},
             "optimizer": {"learning_rate": 1e-6, "max_grad_norm": 1e9},
@@ -460,6 +466,61 @@ def check_saving(model: str, rows: RolloutColumns) -> dict[str, float]:
     return {"numbers": float(sum(tensor.numel() for tensor in expected.values())), "that_differ": differ}
 
 
+def check_learner_waiting(model: str, rows: RolloutColumns) -> dict[str, float]:
+    """A learner that waits in host memory between updates: all of it trained, and an adapter.
+
+    What stays on the device, what a sampler that takes the policy from the checkpoint's copy does not hold, and losses
+    beside those of a learner that stays.
+    """
+    found = {"left": 0.0, "that_differ": 0.0, "loss_apart": 0.0}
+    for kind in ({}, {"precision": "bfloat16-only", "lora": {"rank": 8}}):
+        with tempfile.TemporaryDirectory() as place:
+            config = settings(model, **kind)
+            first = write_first(config, model, Path(place))
+            writer = CheckpointWriter(RunLog(Path(place)), HostBuffers())
+            for name, value in _wait_between_updates(config, first, rows, writer).items():
+                found[name] = float(np.max([found[name], value]))
+            writer.close(tell)
+    return found
+
+
+def write_first(config: RunConfig, model: str, run: Path) -> Path:
+    """Version 0 of a run of this model."""
+    loaded = load_model(model, device=torch.device("cpu"), dtype=pick_weights_dtype(config.model.precision))
+
+    def save(directory: Path) -> None:
+        save_first(config.model, 0, loaded, model, directory)
+        AutoTokenizer.from_pretrained(model).save_pretrained(directory)
+
+    write_checkpoint(run, 0, save=save, state={})
+    return checkpoint_directory(run, 0)
+
+
+def _wait_between_updates(
+    config: RunConfig, first: Path, rows: RolloutColumns, writer: CheckpointWriter
+) -> dict[str, float]:
+    trainer, found = Trainer(config, first), {"left": 0.0, "that_differ": 0.0, "loss_apart": 0.0}
+    expected = [trainer.update(rows)["loss"] for _ in range(3)]
+    sampler = make_sampler(config.model.path, torch.bfloat16)
+    sampler.sleep(weights=True)
+    del trainer
+    gc.collect()
+    before, trainer = allocated_bytes(), Trainer(config, first)
+    for loss in expected:
+        apart = abs(trainer.update(rows)["loss"] - loss)
+        found["loss_apart"] = float(np.max([found["loss_apart"], apart]))  # unlike max, it keeps what is not a number
+        own = {name: weight.bfloat16().cpu() for name, weight in trainer.policy().items()}
+        held, copy = allocated_bytes() - before, writer.copy(trainer)
+        assert copy is not None, "no room in host memory for a copy"
+        trainer.sleep()
+        found["left"] = max(found["left"], (allocated_bytes() - before) / held)
+        assert sampler.take(writer.policy(trainer), object()), "the sampler does not take the copy"
+        taken = sampler._model.state_dict()
+        found["that_differ"] += sum((taken[name].cpu() != weight).sum().item() for name, weight in own.items())
+        sampler.sleep(weights=True)
+    return found
+
+
 def count_waits(model: str, rows: RolloutColumns, compile: str) -> int:
     """Operations of one enqueued update that wait for the device."""
     trainer = Trainer(settings(model, tokens_per_micro_batch=2048, compile=compile), Path(model))
@@ -524,6 +585,12 @@ def verdicts(name: str, found: Any) -> dict[str, bool]:
         }
     if name == "saving":
         return {"files hold what the device holds, and a sampler takes it over": found["that_differ"] == 0}
+    if name == "learner_waiting":
+        return {
+            "it leaves the device": found["left"] < 0.1,
+            "a sampler takes the policy from the checkpoint's copy": found["that_differ"] == 0,
+            "it goes on as one that stays": found["loss_apart"] < 1e-3,
+        }
     return {"an update is enqueued without waiting": max(found.values()) == 0}
 
 
@@ -553,6 +620,7 @@ def main() -> int:
             "steps": lambda: check_steps(model, rows, vocabulary),
             "failed_capture": lambda: check_failed_capture(model, rows),
             "saving": lambda: check_saving(model, rows),
+            "learner_waiting": lambda: check_learner_waiting(model, rows),
             "waits": lambda: {kind: count_waits(model, rows, kind) for kind in ("never", "graphs", "always")},
         }
         found: dict[str, Any] = {}

@@ -23,6 +23,7 @@ from versus.profiling import begin_profile, keep_profile, traced
 from stalewise.config import RunConfig, make_config
 from stalewise.config.sections import ModelSection
 from stalewise.models.loading import EMBEDDED, pick_weights_dtype
+from stalewise.models.transfer import HostBuffers
 from stalewise.planning.memory import MemoryEstimate, estimate, offloads
 from stalewise.rollout.engines import embedded
 from stalewise.rollout.factory import make_sampler
@@ -156,14 +157,15 @@ def measure_stage(settings: Settings, part: Part, work: Path, rates: dict[str, f
     made = phase("generate", lambda: _sampled(sampler, prompts))
     updates = _dealt(made, settings.stage_updates)
     waits = offloads(config, str(directory))
-    phase("the sampler to host memory", lambda: sampler.sleep(weights=True)) if waits else sampler.sleep()
+    phase("the sampler leaves", lambda: sampler.sleep(weights=True, drop=True)) if waits else sampler.sleep()
     held = phase("load the trainer", lambda: Trainer(config, directory, log=said.append))
     _, last = phase("learn", lambda: learn(held, updates))
     if waits:
+        copied = phase("the policy's copy", lambda: HostBuffers().copy("", held.policy()))
         phase("to host memory", held.sleep)
-        phase("the sampler back to the device", lambda: sampler.take(held.policy(), "learned"))
+        phase("the sampler takes the policy", lambda: sampler.take(copied, "learned"))
     phase("generate again", lambda: _sampled(sampler, prompts))
-    phase("the sampler to host memory again", lambda: sampler.sleep(weights=True)) if waits else sampler.sleep()
+    phase("the sampler leaves again", lambda: sampler.sleep(weights=True, drop=True)) if waits else sampler.sleep()
     if waits:  # coming back drops the graphs
         phase("back to the device", held.execution.wake)
         phase("record graphs again", lambda: learn(held, updates[:2]))

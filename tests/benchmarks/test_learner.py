@@ -137,20 +137,21 @@ def test_a_stage_in_which_trainer_and_sampler_wait_for_each_other(
     monkeypatch.setattr(work.trainer_module, "load_policy", work.random_policy)
     monkeypatch.setattr(work.embedded, "load_model", work.random_model)
     monkeypatch.setattr(work, "offloads", lambda config, source: True)
-    slept, sleep = list[bool](), work.embedded.HFSampler.sleep
+    slept, sleep = list[tuple[bool, bool]](), work.embedded.HFSampler.sleep
 
-    def watched_sleep(sampler: Any, *, weights: bool = False) -> None:
-        slept.append(weights)
-        sleep(sampler, weights=weights)
+    def watched_sleep(sampler: Any, *, weights: bool = False, drop: bool = False) -> None:
+        slept.append((weights, drop))
+        sleep(sampler, weights=weights, drop=drop)
 
     monkeypatch.setattr(work.embedded.HFSampler, "sleep", watched_sleep)
     settings = work.Settings(device="cpu", prompt_tokens=8, max_new_tokens=4, fewest_tokens=2, stage_updates=2)
     rates = {"matmul_flops_per_second": 1e9, "copy_bytes_per_second": 1e9}
     found = work.measure_stage(settings, figures.Part("tiny", "stage", "plain", "auto"), tmp_path, rates)
-    assert slept == [True, True]
+    assert slept == [(True, True), (True, True)]
     assert list(found["phases"]) == [
-        *("load the sampler", "generate", "the sampler to host memory", "load the trainer", "learn", "to host memory"),
-        *("the sampler back to the device", "generate again", "the sampler to host memory again"),
+        *("load the sampler", "generate", "the sampler leaves", "load the trainer", "learn"),
+        *("the policy's copy", "to host memory", "the sampler takes the policy"),
+        *("generate again", "the sampler leaves again"),
         *("back to the device", "record graphs again", "learn again"),
     ]
     assert found["offloads"] is True and found["last_metrics"]["log_ratio_max_abs"] < 1e-3

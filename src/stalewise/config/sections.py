@@ -387,8 +387,8 @@ class LearnerSection(Section):
     )
     offload: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="On a GPU, move the learner to host memory while generating, and the sampler while learning; "
-        "auto: if both do not fit.",
+        description="On a GPU, move the learner to host memory while generating, and free the sampler's weights while "
+        "learning; auto: if both do not fit.",
     )
     record_tokens: bool = Field(
         default=True, description="Record each token's log-probability at its update; the browser shows the ratios."

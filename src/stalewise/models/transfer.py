@@ -134,38 +134,42 @@ class StorageOffload:
 
     def __init__(self) -> None:
         self._buffers = HostBuffers()
-        self._away: list[tuple[torch.UntypedStorage, Tensor]] = []  # each with its bytes on the host
+        # Each with its size, and its bytes on the host unless they were dropped.
+        self._away: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
 
     @property
     def is_away(self) -> bool:
         """Whether memory waits on the host."""
         return bool(self._away)
 
-    def leave(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the memory behind these tensors to the host and free it; small storages stay."""
+    def leave(self, tensors: Iterable[Tensor], dropped: Iterable[Tensor] = ()) -> None:
+        """Copy the memory behind these tensors to the host and free it; small storages stay.
+
+        What the tensors in `dropped` fill is freed without a copy: they must be replaced on coming back.
+        """
         if self._away:
             return
         chosen = [one for one in tensors if one.untyped_storage().nbytes() > SMALL]
         _make_resizable(chosen)
         storages = list({(one := tensor.untyped_storage()).data_ptr(): one for tensor in chosen}.values())
-        copies = self._buffers.copy("", {str(place): _all_bytes(one) for place, one in enumerate(storages)})
-        self._away = list(zip(storages, copies.values(), strict=True))
+        is_dropped = _filled_by(dropped)
+        kept = {place: _all_bytes(one) for place, one in enumerate(storages) if not is_dropped(one, one.nbytes())}
+        copies = self._buffers.copy("", {str(place): data for place, data in kept.items()})
+        self._away = [(one, one.nbytes(), copies.get(str(place))) for place, one in enumerate(storages)]
         for storage in storages:
             storage.resize_(0)
 
     def come_back(self, replaced: Iterable[Tensor] = ()) -> None:
         """Undo `leave`. Values of the tensors in `replaced` may be anything: the caller overwrites them."""
-        for storage, copy in self._away:
-            storage.resize_(copy.nbytes)
-        spans: dict[int, list[tuple[int, int]]] = {}
-        for tensor in replaced:
-            start = tensor.data_ptr()
-            spans.setdefault(tensor.untyped_storage().data_ptr(), []).append((start, start + tensor.nbytes))
-        pairs = [
-            (copy, _all_bytes(storage))
-            for storage, copy in self._away
-            if not _cover(storage.data_ptr(), copy.nbytes, spans.get(storage.data_ptr(), []))
-        ]
+        for storage, nbytes, _ in self._away:
+            storage.resize_(nbytes)
+        is_replaced = _filled_by(replaced)
+        missing = [one for one in self._away if not is_replaced(*one[:2])]
+        pairs = [(copy, _all_bytes(storage)) for storage, _, copy in missing if copy is not None]
+        if len(pairs) < len(missing):
+            for storage, _, _ in self._away:
+                storage.resize_(0)
+            raise RuntimeError("weights were dropped and nothing replaces them: load a checkpoint first")
         if pairs:
             restore(pairs, pairs[0][1].device)
         self._away = []  # last: what fails before can be done again
@@ -175,14 +179,22 @@ def _all_bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _cover(start: int, nbytes: int, spans: list[tuple[int, int]]) -> bool:
-    """Whether the spans of addresses have all bytes from `start` on."""
-    end = start
-    for first, last in sorted(spans):
-        if first > end:
-            break
-        end = max(end, last)
-    return end >= start + nbytes
+def _filled_by(tensors: Iterable[Tensor]) -> Callable[[torch.UntypedStorage, int], bool]:
+    """Tells of a storage and its size whether these tensors have all of its bytes."""
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for tensor in tensors:
+        start = tensor.data_ptr()
+        spans.setdefault(tensor.untyped_storage().data_ptr(), []).append((start, start + tensor.nbytes))
+
+    def is_filled(storage: torch.UntypedStorage, nbytes: int) -> bool:
+        start = end = storage.data_ptr()
+        for first, last in sorted(spans.get(start, [])):
+            if first > end:
+                break
+            end = max(end, last)
+        return end >= start + nbytes
+
+    return is_filled
 
 
 def _make_resizable(tensors: Iterable[Tensor]) -> None:
@@ -218,7 +230,7 @@ def replace_weights(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Copy the first tensor of each pair to the second, whatever their types and devices are."""
     waiting: list[tuple[Tensor, Tensor]] = []
     for new, old in pairs:
-        if new.is_cuda or not old.is_cuda:
+        if not _from_the_host(new, old):
             old.copy_(new)
             continue
         waiting.append((new, old))
@@ -226,6 +238,10 @@ def replace_weights(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
             _bring(waiting)
             waiting = []
     _bring(waiting)
+
+
+def _from_the_host(new: Tensor, old: Tensor) -> bool:
+    return old.is_cuda and not new.is_cuda
 
 
 def _bring(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -57,6 +57,7 @@ class CheckpointWriter:
 
     def copy(self, trainer: Trainer) -> Snapshot | None:
         """What a checkpoint holds, in host memory; None where that is short, or only transformers can write it."""
+        self._copied = None  # the buffers change
         fits = fits_beside(trainer.checkpoint_bytes() - self.buffers.nbytes)
         snapshot = trainer.snapshot(self.buffers) if fits else None
         self._copied = weakref.ref(trainer), trainer.version, {} if snapshot is None else snapshot.policy

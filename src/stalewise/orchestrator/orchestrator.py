@@ -117,7 +117,7 @@ class Orchestrator:
         # Caches of what is on disk:
         self.trainer: Trainer | None = None
         self.trainer_key = object()
-        self.offloads = False  # whether trainer and sampler wait in host memory while the other one works
+        self.offloads = False  # whether trainer and sampler leave the device while the other one works
         self.budget: DriftBudget | None = None
         self.states: dict[int, dict[str, Any]] = {}  # of checkpoints whose checksums were compared
         self.open_batches: dict[int, Batch] = {}  # likewise
@@ -490,7 +490,7 @@ class Orchestrator:
         """Train up to `stop`, or until the rollouts are spent, and write a checkpoint."""
         with self.run_log.timed("switch", reason="learner"):
             if isinstance(self.sampler, OffloadableSampler):
-                self.sampler.sleep(weights=self.offloads)
+                self.sampler.sleep(weights=self.offloads, drop=True)
             trainer, batch = self._trainer_at(version), self._batch_at(version)
             if version == 0:  # the process that generated it may have been killed before it checked
                 self._check_batch(batch)
@@ -501,8 +501,8 @@ class Orchestrator:
             loop = UpdateLoop(
                 self.schedule, self.run_log, self.budget, self.callback, per_update, bound, self._check_update
             )
+            trainer.wake()  # first: batches are laid out for its graphs
             prepared = loop.prepare(batch, trainer, range(version, stop))
-            trainer.wake()
         self.begin_phase("learn", stop - version)
         start = time.perf_counter()
         try:
@@ -570,7 +570,7 @@ class Orchestrator:
                 self.callback.log(change)
             what = (self.config, checkpoint, self.states[version], self.ranks, kind)
             rate_factor = self.guard.rollbacks.learning_rate_factor
-            self.trainer = make_trainer(*what, rate_factor=rate_factor, log=self.callback.log)
+            self.trainer = make_trainer(*what, self.offloads, rate_factor=rate_factor, log=self.callback.log)
             self.trainer_key = object()  # with the version, it identifies the weights that a sampler has taken
         return self.trainer
 

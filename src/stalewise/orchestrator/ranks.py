@@ -40,11 +40,15 @@ def make_trainer(
     state: Mapping[str, Any],
     ranks: Ranks,
     kind: str,
+    offloads: bool = False,
     *,
     rate_factor: float = 1.0,
     log: Callable[[str], object] = lambda text: None,
 ) -> Trainer:
-    """A trainer that continues from a checkpoint, on every rank; `kind` is one of `parallel.KINDS`."""
+    """A trainer that continues from a checkpoint, on every rank; `kind` is one of `parallel.KINDS`.
+
+    `offloads`: it will wait in host memory at times. What never changes is copied there now, and not when others wait.
+    """
     if ranks.is_first and ranks.others:
         record = {"config": config.model_dump(mode="json"), "checkpoint": str(checkpoint), "state": dict(state)}
         record |= {"rate_factor": rate_factor, "kind": kind, "manifest": sha256_file(checkpoint / "manifest.json")}
@@ -52,6 +56,8 @@ def make_trainer(
     trainer = Trainer(config, checkpoint, log, KINDS[kind](ranks))
     trainer.restore(checkpoint, dict(state))
     trainer.rate_factor = rate_factor
+    if offloads:
+        trainer.copy_frozen()
     return trainer
 
 

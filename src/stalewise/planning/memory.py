@@ -1,8 +1,8 @@
 """Estimates the memory a run needs on its device from the model's config, before anything is loaded.
 
 docs/models.md has the formula. Learning, sampling and the forward passes of a reference take turns, so the largest of
-them counts. In a pipelined run on one device learning and the other two happen at once. With `learner.offload`, trainer
-and sampler wait in host memory while the other one works.
+them counts. In a pipelined run on one device learning and the other two happen at once. With `learner.offload` the
+trainer waits in host memory while the sampler works, whose weights are freed while the trainer does.
 """
 
 from __future__ import annotations
@@ -98,8 +98,12 @@ class MemoryEstimate:
 
     @property
     def waits_on_host(self) -> int:
-        """Bytes of host memory in which trainer and sampler wait for each other; gradients are made anew."""
-        return self.checkpoint + self.samplers_weights if self.waits else 0
+        """Bytes of host memory in which the trainer waits, and beside a reference the sampler.
+
+        Gradients are made anew, and the next policy replaces the sampler's weights.
+        """
+        beside = self.samplers_weights if self.reference else 0
+        return self.checkpoint + beside if self.waits else 0
 
     @property
     def total(self) -> int:
@@ -118,11 +122,11 @@ class MemoryEstimate:
 
     @property
     def samplers_weights(self) -> int:
-        """Bytes of the embedded engine's weights, which are certain unless they wait in host memory."""
+        """Bytes of the embedded engine's weights, which are certain unless they leave the device while learning."""
         return self.certain.get(SAMPLERS_WEIGHTS, 0) + self.sampling.get(SAMPLERS_WEIGHTS, 0)
 
     def in_turns(self) -> MemoryEstimate:
-        """The same with the trainer's state in host memory while sampling, and the sampler's weights while learning."""
+        """The same with the trainer's state in host memory while sampling, and no sampler's weights while learning."""
         weights = {SAMPLERS_WEIGHTS: self.samplers_weights}
         certain = {name: size for name, size in self.certain.items() if name not in weights}
         return replace(self, certain=certain, sampling=weights | dict(self.sampling), waits=self.may_wait)
@@ -158,9 +162,10 @@ class MemoryEstimate:
         more = f"; on a GPU where nothing else runs it takes {self.peak / GIB:.2f}" if self.process else ""
         there = turns if self.waits and turns is not self.learning else {**self.certain, **turns}
         parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in there.items() if size)
-        away = f", while learning {self.samplers_weights / GIB:.2f}" if self.sampling.get(SAMPLERS_WEIGHTS) else ""
+        freed = self.sampling.get(SAMPLERS_WEIGHTS, 0)
+        away = f", while learning {self.samplers_weights / GIB:.2f} are freed" if freed else ""
         # Gradients leave the device as well, and do not wait.
-        waits = f"; while sampling {self.checkpoint / GIB:.2f}{away} wait in host memory" if self.waits else ""
+        waits = f"; while sampling {self.checkpoint / GIB:.2f} wait in host memory{away}" if self.waits else ""
         return (
             f"{self.shape.parameters / 1e6:,.1f} M parameters{trained}: at least {self.least / GIB:.2f} GiB and up to "
             f"{self.total / GIB:.2f} ({parts}{waits}){more}"
@@ -382,7 +387,7 @@ def device_memory(device: torch.device) -> int:
 
 
 def offloads(config: RunConfig, source: str) -> bool:
-    """Whether trainer and sampler wait in host memory while the other one works; `auto`: if both would not fit.
+    """Whether trainer and sampler leave the device while the other one works; `auto`: if both would not fit.
 
     Depends on the device's total memory, not on what is free now.
     """

@@ -42,9 +42,9 @@ class MixedPolicySampler:
         engine.max_new_tokens = self.max_new_tokens
         return engine.sample(requests, settings)
 
-    def sleep(self, *, weights: bool = False) -> None:
+    def sleep(self, *, weights: bool = False, drop: bool = False) -> None:
         """Release memory for the trainer: unload the second policy, let the first one sleep."""
-        self.own.sleep(weights=weights)
+        self.own.sleep(weights=weights, drop=drop)
         self._second.close()
         self._loaded = ""
 

@@ -177,11 +177,11 @@ def check_lengths(
 class OffloadableSampler(Protocol):
     """An engine that can release its device memory while the trainer works."""
 
-    def sleep(self, *, weights: bool = False) -> None:
+    def sleep(self, *, weights: bool = False, drop: bool = False) -> None:
         """Release memory until the next `load`.
 
         `weights`: those of an engine in the trainer's process leave the device, too, as the trainer's state does while
-        responses are sampled.
+        responses are sampled. `drop`: another policy is loaded next, and these need not be kept.
         """
 
 

@@ -140,11 +140,18 @@ class Execution:
         self._drop_graphs()
         self.kept.release()
         moments = (tensor for state in self.optimizer.state.values() for tensor in state.values())
-        weights = list(self.model.parameters())
-        trained, frozen = ([one for one in weights if one.requires_grad is is_so] for is_so in (True, False))
-        self.offload.leave([*trained, *moments, *self.proximal.values()], frozen)
+        trained = (weight for weight in self.model.parameters() if weight.requires_grad)
+        self.offload.leave([*trained, *moments, *self.proximal.values()], self._frozen())
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def copy_frozen(self) -> None:
+        """Copy to host memory what never changes; then `sleep` need not."""
+        if not self.offload.away and not self.parallel.is_sharded:
+            self.offload.keep(self._frozen())
+
+    def _frozen(self) -> list[Tensor]:
+        return [weight for weight in self.model.parameters() if not weight.requires_grad]
 
     def wake(self) -> None:
         """Undo `sleep`."""

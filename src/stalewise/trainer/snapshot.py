@@ -204,12 +204,17 @@ class Offload:
         self.away: list[Tensor] = []
         self._buffers, self._frozen = HostBuffers(), dict[Tensor, Tensor]()
 
-    def leave(self, tensors: Iterable[Tensor], frozen: Iterable[Tensor] = ()) -> None:
-        """Move the data of these tensors to the host; nobody ever changes those that are `frozen`."""
-        moving, standing = _that_can_leave(tensors), _that_can_leave(frozen)
+    def keep(self, frozen: Iterable[Tensor]) -> list[Tensor]:
+        """Copy these tensors, which nobody ever changes, unless they were; returns those that can leave."""
+        standing = _that_can_leave(frozen)
         new = {str(place): one.detach() for place, one in enumerate(standing) if one not in self._frozen}
         copies = HostBuffers().copy("", new)
         self._frozen |= {standing[int(place)]: copy for place, copy in copies.items()}
+        return standing
+
+    def leave(self, tensors: Iterable[Tensor], frozen: Iterable[Tensor] = ()) -> None:
+        """Move the data of these tensors to the host; nobody ever changes those that are `frozen`."""
+        moving, standing = _that_can_leave(tensors), self.keep(frozen)
         here = self._buffers.copy("", {str(place): one.detach() for place, one in enumerate(moving)})
         self.away += [*moving, *standing]
         for one, data in zip(self.away, [*here.values(), *map(self._frozen.__getitem__, standing)], strict=True):

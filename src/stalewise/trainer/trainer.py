@@ -162,6 +162,10 @@ class Trainer:
         """Give back memory that only updates need, while rollouts are sampled."""
         self.execution.kept.release()
 
+    def copy_frozen(self) -> None:
+        """Copy to host memory what never changes; then `sleep` need not."""
+        self.execution.copy_frozen()
+
     def sleep(self) -> None:
         """Wait in host memory, from which it can be saved; the next update wakes it."""
         self.execution.sleep()

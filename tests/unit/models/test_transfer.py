@@ -134,6 +134,17 @@ def test_weights_are_replaced_whatever_their_type(bring: Callable[[Any], None]) 
     bring([])
 
 
+def test_weights_for_a_device_are_replaced_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches, bring = list[int](), module._bring
+    monkeypatch.setattr(module, "AT_ONCE", 4 * 10)
+    monkeypatch.setattr(module, "_bring", lambda pairs: (batches.append(len(pairs)), bring(pairs))[1])
+    monkeypatch.setattr(module, "_from_the_host", lambda new, old: len(new) != 3)
+    old = [torch.zeros(size) for size in (4, 4, 4, 3, 20, 1)]
+    new = [torch.rand(len(one)) for one in old]
+    module.replace_weights(zip(new, old, strict=True))
+    assert batches == [3, 1, 1] and all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
+
+
 def test_parts_of_a_joined_tensor_stay_its_parts() -> None:
     joined, parts = joined_weights()
     whole, turned, small = torch.randn(40, 50), torch.randn(50, 60).T, torch.randn(3)
@@ -192,6 +203,25 @@ def test_what_is_replaced_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None
     assert sizes(joined, other) == [12000, 8000]
 
 
+def test_what_is_dropped_must_be_replaced() -> None:
+    joined, parts = joined_weights()
+    other, offload = torch.randn(40, 50), StorageOffload()
+    kept = other.clone()
+    offload.leave([*parts, other], dropped=parts[:2])  # not all of the joined tensor
+    assert offload._buffers.nbytes == 12_000 + 8_000 and sizes(joined, other) == [0, 0]
+    offload.come_back()
+    before, offload = joined.clone(), StorageOffload()
+    offload.leave([*parts, other], dropped=parts)
+    assert offload._buffers.nbytes == other.nbytes and sizes(joined, other) == [0, 0]
+    for replaced in ([], parts[1:]):
+        with pytest.raises(RuntimeError, match="load a checkpoint first"):
+            offload.come_back(replaced)
+        assert offload.is_away and sizes(joined, other) == [0, 0]
+    offload.come_back(parts)
+    joined.copy_(before)
+    assert not offload.is_away and torch.equal(other, kept) and sizes(joined) == [60 * 50 * 4]
+
+
 def test_a_return_that_failed_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     joined, parts = joined_weights()
     before, offload = joined.clone(), StorageOffload()
@@ -213,8 +243,9 @@ def test_host_memory_is_used_again() -> None:
     joined, parts = joined_weights()
     before, offload = joined.clone(), StorageOffload()
     offload.leave(parts)
-    copy = offload._away[0][1]
+    copy = offload._away[0][2]
+    assert copy is not None
     offload.come_back()
     joined += 1
     offload.leave(parts)
-    assert offload._away[0][1] is copy and torch.equal(copy.view(torch.float32).view(60, 50), before + 1)
+    assert offload._away[0][2] is copy and torch.equal(copy.view(torch.float32).view(60, 50), before + 1)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import stalewise
 from callbacks import StopAt
@@ -24,6 +26,7 @@ from stalewise.store import batch_directories, consumed, ledger_path, open_batch
 from stalewise.store.atomic import RunLock, read_json, write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
 from stalewise.store.json_lines import read_jsonl
+from stalewise.trainer.execution import Execution
 from stalewise.trainer.trainer import NonFiniteUpdate, Trainer
 from stalewise.types import NullCallback
 
@@ -39,6 +42,9 @@ def config(runs: Path, **sections: Any) -> RunConfig:
         "evaluation": {"every": 3, "prompts": 8, "samples": 2},
     }
     return make_config(small | sections)
+
+
+KEPT = {"every": 2, "keep": 9}
 
 
 class Recorder(NullCallback):
@@ -77,10 +83,17 @@ def test_the_order_of_things(finished: tuple[RunConfig, Recorder]) -> None:
 
 
 class Places:
-    """Lets trainer and sampler wait in host memory for each other, and notes who is there."""
+    """Lets trainer and sampler make way for each other, and notes who is there, and with which weights."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.samplers, self.loads = set[HFSampler](), list[int]()
+        self.policies = list[tuple[Path, dict[str, torch.Tensor]]]()
+        load_policy = Orchestrator._load
+        monkeypatch.setattr(
+            Orchestrator,
+            "_load",
+            lambda one, path: (load_policy(one, path), self.policies.append((path, self.weights(one.sampler))))[0],
+        )
         self.sleeps, self.while_learning = list[int](), list[int]()
         monkeypatch.setattr("stalewise.orchestrator.orchestrator.offloads", lambda config, source: True)
         monkeypatch.setattr("stalewise.orchestrator.model_check.offloads", lambda config, source: True)
@@ -96,10 +109,25 @@ class Places:
         version = versions(checkpoint.parents[1])[-1]
         self.loads += [version] if [version] != self.loads[-1:] else []
 
+    def weights(self, sampler: Any) -> dict[str, torch.Tensor]:
+        """What it samples from now."""
+        assert not sampler._offload.is_away
+        state = sampler._model.state_dict()
+        return {name: state[name].clone() for name in sampler._replaceable}
+
+    def check_policies(self) -> None:
+        """The sampler always held what the checkpoint holds."""
+        assert self.policies
+        for checkpoint, weights in self.policies:
+            stored = load_file(checkpoint / "model.safetensors")
+            assert stored.keys() == weights.keys()
+            assert all(torch.equal(stored[name], weight) for name, weight in weights.items()), checkpoint.name
+
     def sampler(self) -> int:
         """Bytes of the sampler's matrices on the device."""
-        weights = [weight for one in self.samplers for weight in one._model.parameters() if weight.ndim > 1]
-        assert weights
+        models = [one._model for one in self.samplers if one._model is not None]
+        weights = [weight for model in models for weight in model.parameters() if weight.ndim > 1]
+        assert weights or not models
         return sum(weight.untyped_storage().nbytes() for weight in weights)
 
 
@@ -110,8 +138,9 @@ def test_trainer_and_sampler_that_wait_for_each_other_learn_the_same(
     plain = config(tmp_path / "plain", model=model) if model else finished[0]
     if model:
         run(plain)
-    places, waiting = Places(monkeypatch), config(tmp_path, model=model)
+    places, waiting = Places(monkeypatch), config(tmp_path, model=model, checkpoints=KEPT)
     run(waiting)
+    places.check_policies()
     assert places.sleeps == [3, 6]  # before an evaluation; it sleeps still when the next stage is generated
     assert places.while_learning == [0] * 6
     assert places.loads == [0]  # later policies are taken from the copies that checkpoints are written of
@@ -126,17 +155,56 @@ def test_trainer_and_sampler_that_wait_for_each_other_learn_the_same(
 def test_without_a_copy_the_sampler_loads_the_checkpoint(
     finished: tuple[RunConfig, Recorder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places, waiting = Places(monkeypatch), config(tmp_path)
+    places, waiting = Places(monkeypatch), config(tmp_path, checkpoints=KEPT)
     monkeypatch.setattr(CheckpointWriter, "copy", lambda writer, trainer: None)  # host memory is short
     run(waiting)
+    places.check_policies()
     assert places.loads == [0, 3, 6]
     ours, theirs = (checkpoint_directory(one.directory, 6) / "model.safetensors" for one in (waiting, finished[0]))
     assert ours.read_bytes() == theirs.read_bytes()
 
 
+def test_batches_are_laid_out_for_a_trainer_that_is_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Places(monkeypatch)
+    away, layout = list[bool](), Execution.layout
+    monkeypatch.setattr(
+        Execution, "layout", lambda one, *options: (away.append(bool(one.offload.away)), layout(one, *options))[1]
+    )
+    run(config(tmp_path))
+    assert away and not any(away)  # it has no graphs while it is away
+
+
+@pytest.mark.parametrize("model", [{}, {"lora": {"rank": 2}}])
+def test_they_make_way_where_a_copy_or_a_commit_fails(
+    model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = {"schedule": {"kind": "staged", "updates": 8, "stages": 4}, "checkpoints": {"every": 1, "keep": 9}}
+    settings = config(tmp_path, model=model, **sections)
+    places, copy, write, calls = Places(monkeypatch), CheckpointWriter.copy, orchestrator.write_checkpoint, [0, 0]
+
+    def short(writer: CheckpointWriter, trainer: Trainer) -> Any:
+        calls[0] += 1
+        return copy(writer, trainer) if calls[0] % 3 else None
+
+    def fail_once(*arguments: Any, **options: Any) -> None:
+        calls[1] += 1
+        if calls[1] == 5:
+            raise OSError("bad disk")
+        write(*arguments, **options)
+
+    monkeypatch.setattr(CheckpointWriter, "copy", short)
+    monkeypatch.setattr(orchestrator, "write_checkpoint", fail_once)
+    with pytest.raises(StoreError, match="bad disk"):
+        run(settings)
+    places.policies = [one for one in places.policies if one[0].is_dir()]
+    run(settings)
+    places.check_policies()
+    assert calls[1] > 8 and versions(settings.directory)[-1] == 8
+
+
 def test_neither_is_there_while_a_reference_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     places, there, compute = Places(monkeypatch), list[tuple[int, bool]](), orchestrator.compute_reference
-    settings = config(tmp_path, objective={"kl": 0.1})
+    settings = config(tmp_path, objective={"kl": 0.1}, checkpoints=KEPT)
 
     def noted(*arguments: Any) -> Any:
         there.append((places.sampler(), bool(places.sleeps)))
@@ -145,6 +213,7 @@ def test_neither_is_there_while_a_reference_is(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(orchestrator, "compute_reference", noted)
     run(settings)
     assert there == [(0, False), (0, True)]  # no trainer before the first stage
+    places.check_policies()
 
 
 def test_the_metrics_of_a_run_are_those_of_the_documents(finished: tuple[RunConfig, Recorder]) -> None:

@@ -392,6 +392,31 @@ def test_weights_that_are_replaced_do_not_come_from_the_host(tmp_path: Path, mon
     assert copied[2:] == [bytes_there(sampler)]
 
 
+def test_weights_that_are_dropped_must_be_replaced(tmp_path: Path) -> None:
+    shutil.copytree(POLICY, tmp_path / "half")
+    save_file(halved(), tmp_path / "half" / "model.safetensors", metadata={"format": "pt"})
+    sampler, plain = sums_sampler(), sums_sampler()
+    table = torch.arange(5000.0)  # which no checkpoint has
+    sampler._model.register_buffer("table", table.clone(), persistent=False)
+    asked, whole = sums(plain), bytes_there(sampler)
+    expected = {"own": plain.sample(asked), "half": taken(plain, asked)}
+    ways: dict[str, list[Callable[[], object]]] = {
+        "own": [lambda: sampler.load(POLICY), lambda: sampler.take(load_file(POLICY / "model.safetensors"), "own")],
+        "half": [lambda: sampler.load(tmp_path / "half"), lambda: sampler.take(halved(), "half")],
+    }
+    for policy, replace_by in ways.items():
+        for replaced in (*replace_by, *replace_by):  # the second time it is what was dropped
+            sampler.sleep(weights=True, drop=True)
+            sampler.sleep(weights=True, drop=True)
+            assert bytes_there(sampler) == 0 and sampler._offload._buffers.nbytes == table.nbytes
+            with pytest.raises(RuntimeError, match="load a checkpoint first"):
+                sampler.sample(asked)
+            assert bytes_there(sampler) == 0
+            replaced()
+            assert sampler.sample(asked) == expected[policy] and bytes_there(sampler) == whole
+            assert torch.equal(sampler._model.table, table)
+
+
 def test_host_memory_is_free_after_closing() -> None:
     sampler = sums_sampler()
     sampler.close()

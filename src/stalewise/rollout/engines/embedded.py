@@ -237,12 +237,17 @@ class HFSampler:
         self._kernels = None  # it holds the model
         self._offload = StorageOffload()
 
-    def sleep(self, *, weights: bool = False) -> None:
-        """Free the memory of the slots until the next call, if it is much; `weights`: these wait in host memory."""
+    def sleep(self, *, weights: bool = False, drop: bool = False) -> None:
+        """Free the memory of the slots until the next call, if it is much; `weights`: these wait in host memory.
+
+        `drop`: those that another policy replaces are not kept, and one must be loaded before the next call.
+        """
         on_gpu = self._device.type == "cuda"
         if weights and self._model is not None:
             self._decoder = None  # its CUDA graphs hold addresses of weights
-            self._offload.leave([*self._model.parameters(), *self._model.buffers()])
+            own = {**_named(self._model.named_parameters), **_named(self._model.named_buffers)}
+            self._loaded = None if drop else self._loaded
+            self._offload.leave(own.values(), [own[name] for name in self._replaceable & own.keys() if drop])
         elif self._decoder is not None and on_gpu and self._is_much(self._decoder.cache.nbytes, SLEEP_SHARE):
             self._decoder = None
         elif not on_gpu or not self._is_much(_unused_bytes(self._device), UNUSED_SHARE):
@@ -563,6 +568,11 @@ def _same_steps(read: Callable[..., StepRows], advance: Callable[..., None], dev
 def _unused_bytes(device: torch.device) -> int:
     """Bytes that torch's allocator keeps for later."""
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def _named(tensors: Callable[..., Iterable[tuple[str, Tensor]]]) -> dict[str, Tensor]:
+    """Tensors of a model by all their names."""
+    return dict(tensors(remove_duplicate=False))
 
 
 def _file_identity(file: Path) -> tuple[object, ...] | None:

@@ -208,7 +208,7 @@ class VllmSampler(ExternalSampler):
             self.on_tokens(sum(len(ids) for ids, _, _ in sampled))
         return self.make_responses([answers[number] for number in range(len(requests))], requests, "vLLM")
 
-    def sleep(self, *, weights: bool = False) -> None:
+    def sleep(self, *, weights: bool = False, drop: bool = False) -> None:
         """Free GPU memory for the trainer until the next `load`; what of it, `while_learning` says."""
         if self._options.while_learning == "close":
             self.close()
