@@ -22,6 +22,8 @@ from experiments.lab.verdicts import rules
 
 from stalewise.errors import ConfigError, StalewiseError
 
+FAILED, UNFINISHED = 1, 3  # exit status: of jobs that failed; of jobs that are left when the time is out
+
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
@@ -33,7 +35,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     option("--smoke", action="store_true", help="runs of seconds, to try the whole path; judge nothing by them")
     option("--workers", type=positive_integer, help="number of jobs at a time")
     option("--out", type=Path, default=Path("runs/reproduce"), help="directory for runs and results")
-    option("--deadline-s", type=float, help="start no job after this many seconds; 0: only collect results")
+    option(
+        "--deadline-s",
+        type=float,
+        help=f"start no job after this many seconds; 0: only collect results. Exit status {UNFINISHED}: jobs are left",
+    )
     option("--least-s", type=float, default=0.0, help="of --deadline-s, seconds that are kept for jobs to end")
     option("--render-only", action="store_true", help="run nothing; render from kept results")
     option("--no-render", action="store_true", help="write results to --out only; leave experiments/ and docs/ alone")
@@ -91,7 +97,9 @@ def _main(arguments: argparse.Namespace) -> int:
     if arguments.names and source is not None:
         _log_unkept_results(chosen, source)
     _print(chosen, load_experiments(root), result, arguments.json)
-    return 1 if result is not None and result.failed else 0
+    if result is None:
+        return 0
+    return FAILED if result.failed else UNFINISHED if result.done < result.jobs else 0
 
 
 def _log(text: str) -> None:

@@ -1,7 +1,8 @@
 """From definitions and the results so far to the jobs that come next.
 
 Each tuned arm is tried at every rate of its claim's grid on the tuning seeds. Where the best rate of any arm is at an
-edge, all arms get one more rate at that end. Then the number of judged seeds follows from the spread, and every arm is
+edge, all arms get one more rate at that end; a larger one also where an arm is to collapse at its hot rate and does so
+at none. Then the number of judged seeds follows from the spread, and every arm is
 judged at its rate on seeds that nothing else has used.
 """
 
@@ -21,6 +22,7 @@ FIRST_SEED = 200
 WIDENINGS = 2  # rates that may be added to a grid
 LAST = 3  # evaluations whose mean is a run's score
 COLLAPSE_RULE = "its score is below half of its best evaluation, an update is not finite, or the guard ends the run"
+HOT = "hot of "  # before the name of an arm, in the rate of another
 NEAR = 3  # best rates of an arm that its spread is pooled over
 
 Kept = Callable[[str], Mapping[str, Any] | None]  # the result of a job by its key
@@ -50,12 +52,13 @@ class Tuning:
         """The rate with the best mean score."""
         return max(self.rates, key=lambda rate: float(np.mean(self.scores[arm][rate])))
 
+    def collapsing(self, arm: str) -> float | None:
+        """The smallest rate at which all tuning seeds collapse."""
+        return next((rate for rate in self.rates if self.collapses[arm][rate] == len(TUNING_SEEDS)), None)
+
     def hot(self, arm: str) -> float:
         """The smallest rate at which all tuning seeds collapse; the largest of the grid where there is none."""
-        for rate in self.rates:
-            if self.collapses[arm][rate] == len(TUNING_SEEDS):
-                return rate
-        return self.rates[-1]
+        return self.collapsing(arm) or self.rates[-1]
 
     def edges(self) -> dict[str, float]:
         """Arms whose best rate is the smallest or the largest of the grid."""
@@ -70,20 +73,24 @@ class Tuning:
         """The rate at which an arm is judged; None: that of its settings."""
         if arm.kind == "evaluate" or arm.rate == "set":
             return None
-        if arm.rate.startswith("hot of "):
-            return self.hot(arm.rate.removeprefix("hot of "))
+        if arm.rate.startswith(HOT):
+            return self.hot(arm.rate.removeprefix(HOT))
         return self.best(arm.name if arm.is_tuned else arm.rate.removeprefix("of "))
 
 
 def tune(experiment: Experiment, setting: str, kept: Kept) -> tuple[Tuning, list[Job]]:
     """The tuning so far, and its jobs."""
     rates = tuple(sorted(experiment.setting(setting).rates))
-    arms = [arm for arm in experiment.arms(setting).values() if arm.is_tuned]
+    every = experiment.arms(setting).values()
+    arms = [arm for arm in every if arm.is_tuned]
+    hot = {arm.rate.removeprefix(HOT) for arm in every if arm.rate.startswith(HOT)}
     widened = 0
     while True:
         found, jobs = _tried(experiment, arms, rates, widened, kept)
         judged = {arm.name for arm in arms if arm.is_judged}  # a wider grid is for the rates of these
         edges = {rate for arm, rate in found.edges().items() if arm in judged} if found.is_complete else set()
+        if found.is_complete and any(found.collapsing(arm) is None for arm in hot):
+            edges.add(rates[-1])
         if not edges or widened == WIDENINGS or experiment.is_smoke:
             return found, jobs
         rates = tuple(sorted({*rates, *(wider(rate, down=rate == rates[0]) for rate in edges)}))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from stalewise.errors import ConfigError
 from stalewise.models.plain_forward import plain_logits
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.sampler import Request, Response
@@ -17,6 +18,16 @@ from stalewise.types import SamplerSettings
 class RawLogprobs(HFSampler):
     """Samples with temperature; the log-probabilities are those of the policy without it."""
 
+    @classmethod
+    def like(cls, sampler: object) -> RawLogprobs:
+        """A sampler with the settings of this one, on the same device."""
+        if not isinstance(sampler, HFSampler):
+            raise ConfigError("raw_logprobs needs the engine hf: others have no logits here")
+        given = {"device": sampler._device, "dtype": sampler._dtype, "compiling_pays": sampler._compiling_pays}
+        made = cls(sampler.settings, max_new_tokens=sampler.max_new_tokens, **given)
+        made.streams = False  # responses come from `sample` alone
+        return made
+
     def sample(self, requests: Sequence[Request], settings: SamplerSettings | None = None) -> list[Response]:
         """Responses in the order of the requests."""
         responses = super().sample(requests, settings)
@@ -25,6 +36,6 @@ class RawLogprobs(HFSampler):
         return [replace(r, logp=self._raw(q, r)) for q, r in zip(requests, responses, strict=True)]
 
     def _raw(self, request: Request, response: Response) -> np.ndarray:
-        tokens = torch.from_numpy(response.token_ids.astype(np.int64))
         logp_NV = plain_logits(self._model, request.context, response.token_ids.tolist()).log_softmax(dim=1)
-        return logp_NV.gather(1, tokens.unsqueeze(1)).squeeze(1).numpy()
+        tokens = torch.from_numpy(response.token_ids.astype(np.int64)).to(logp_NV.device)
+        return logp_NV.gather(1, tokens.unsqueeze(1)).squeeze(1).cpu().numpy()

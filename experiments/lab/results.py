@@ -200,8 +200,8 @@ class Results:
         return [arm for arm in self.arms if all(arm.axes.get(axis) == value for axis, value in axes.items())]
 
     def values(self, axis: str) -> list[str]:
-        """Values of an axis in the order of the arms."""
-        return list(dict.fromkeys(arm.axes[axis] for arm in self.arms if axis in arm.axes))
+        """Values of an axis in the order of the arms, also of arms without a run."""
+        return list(dict.fromkeys(arm["axes"][axis] for arm in self.record["arms"] if axis in arm["axes"]))
 
 
 def read_results(path: Path) -> Results | None:

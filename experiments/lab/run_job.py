@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from experiments.lab.definition import POLICY, run_config
 from experiments.lab.job_pool import kept_path, policy_path
+from experiments.lab.policy_checkpoints import begin_again, write_policies_alone
 from experiments.lab.raw_logprobs import RawLogprobs
 from experiments.lab.run_summary import summarize_run
 
@@ -28,6 +29,8 @@ from stalewise.store.checkpoints import checkpoint_directory, read_state, versio
 from stalewise.tasks import make_task
 from stalewise.trainer.trainer import NonFiniteUpdate
 from stalewise.types import NullCallback
+
+OF_REAL_MODELS = "jsonl"  # the task of their runs
 
 
 def run_job(job: Mapping[str, Any], out: Path) -> dict[str, Any]:
@@ -50,7 +53,10 @@ def run_job(job: Mapping[str, Any], out: Path) -> dict[str, Any]:
 
 
 def _train(config: RunConfig, options: Mapping[str, Any], out: Path) -> dict[str, Any]:
-    """A run, resumed where it stands. `pass_samples`: then pass@k of its last policy with that many samples."""
+    """A run, resumed where it stands (a real model's begins again).
+
+    `pass_samples`: then pass@k of its last policy with that many samples.
+    """
     try:
         _run(config, raw_logprobs=options.get("raw_logprobs", False))
     except (NonFiniteUpdate, Collapsed) as error:
@@ -66,13 +72,15 @@ def _run(config: RunConfig, *, raw_logprobs: bool) -> None:
     """Train. Pipelined schedules generate in this process, too, between updates: ages are the same, and a second
     process would take another core.
     """
-    resolved = resolve_settings(config, NullCallback().log)
+    resolved, alone = resolve_settings(config, NullCallback().log), config.task.name == OF_REAL_MODELS
+    if alone:
+        begin_again(resolved)
     with RunLock(resolved.directory):
         orchestrator = Orchestrator(resolved, NullCallback())
-        made = orchestrator.sampler
+        if alone:
+            write_policies_alone(orchestrator)
         if raw_logprobs:
-            size, device = made.max_new_tokens, torch.device("cpu")
-            orchestrator.sampler = RawLogprobs(made.settings, max_new_tokens=size, device=device, dtype=torch.float32)
+            orchestrator.sampler = RawLogprobs.like(orchestrator.sampler)
         orchestrator.run()
 
 

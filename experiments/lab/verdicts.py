@@ -282,8 +282,8 @@ def pass_at_k(results: Results) -> Finding:
     """
     before = results.arm("before")
     p3o = [arm for arm in results.where(method="P3O") if _ready(arm)]
-    if before is None or not p3o:
-        return missing("pass@k before and after P3O")
+    if before is None or not p3o or len(p3o) < len(results.values("mu")):
+        return missing("pass@k before and after P3O at every µ")
     start = {k: one["value"] for k, one in next(iter(before.runs.values()))["pass_at"].items()}
     last = max(start, key=int)
 

@@ -62,11 +62,22 @@ def test_tuning_comes_first_then_judged_seeds_at_the_rates_that_won(tmp_path: Pa
 
 def test_a_policy_for_others_is_made_first(tmp_path: Path) -> None:
     (experiment,) = define(tmp_path)
-    runs = Runs(by_rate({1e-4: 0.5, 1e-3: 0.9, 1e-2: 0.2}))
+    runs = Runs(by_rate({1e-4: 0.5, 1e-3: 0.9, 1e-2: 0.2}, hot=1e-2))
     runs.finish([job for job in next_jobs([experiment], "lab", runs) if job.config["seed"] < 200])
     jobs = next_jobs([experiment], "lab", runs)
     assert jobs[0].kind == "policy" and jobs[0].config["seed"] == 100
     assert [job.needs for job in jobs if job.needs] == [(jobs[0].key,)] * 2
+
+
+def test_a_grid_without_a_hot_rate_gets_larger_rates(tmp_path: Path) -> None:
+    (experiment,) = define(tmp_path)
+    for hot, rates in ((1e-2, 3), (3e-2, 4), (1.0, 5)):  # two more at most
+        runs = Runs(by_rate({1e-4: 0.5, 1e-3: 0.9, 1e-2: 0.3, 3e-2: 0.2, 1e-1: 0.1}, hot=hot))
+        for _ in range(3):
+            runs.finish([job for job in next_jobs([experiment], "lab", runs) if job.config["seed"] < 200])
+        found, _ = tune(experiment, "lab", runs)
+        assert (len(found.rates), found.widened) == (rates, rates - 3)
+        assert found.hot("GRPO") == min(hot, 1e-1) and found.best("GRPO") == 1e-3
 
 
 def test_a_best_rate_at_an_edge_widens_the_grid_for_all_arms_twice_at_most(tmp_path: Path) -> None:
@@ -105,7 +116,7 @@ def test_seeds_follow_from_the_spread_within_their_range(tmp_path: Path) -> None
     (experiment,) = define(tmp_path)
     # Scores ± 0.02 on two seeds: SD 0.0283, so 8.564 · 2 · 0.0008 / 0.03² = 15.2 seeds; nine are the most.
     for spread, wanted in ((0.02, (16, 9)), (0.01, (4, 4)), (0.0, (2, 2))):
-        runs = Runs(by_rate({1e-4: 0.5, 1e-3: 0.9, 1e-2: 0.2}, spread))
+        runs = Runs(by_rate({1e-4: 0.5, 1e-3: 0.9, 1e-2: 0.2}, spread, hot=1e-2))
         runs.finish(tune(experiment, "lab", runs)[1])
         assert seeds_of(experiment, "lab", tune(experiment, "lab", runs)[0]) == wanted
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from experiments.lab import run_job
-from experiments.lab.__main__ import main
+from experiments.lab.__main__ import UNFINISHED, main
 from experiments.lab.definition import Job, load_experiments
 from experiments.lab.downsample import downsampled
 from experiments.lab.job_pool import JobPool, kept_path, policy_path
@@ -87,7 +87,7 @@ def test_the_verdict_of_one_claim_is_corrected_for_all_of_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def verdicts(*words: str) -> dict[str, Any]:
-        assert main([*words, "--json"]) == 0
+        assert main([*words, "--json"]) == (UNFINISHED if words else 0)
         return json.loads(capsys.readouterr().out)["experiments"]
 
     alone = verdicts("pass-at-k", "--deadline-s", "0", "--no-render", "--out", str(tmp_path))
@@ -99,7 +99,7 @@ def test_no_job_is_begun_in_the_seconds_that_are_kept_for_others_to_end(
 ) -> None:
     define(tmp_path, RUNNABLE)
     places = ("--experiments", str(tmp_path / "experiments"), "--out", str(tmp_path / "out"), "--no-render", "--json")
-    assert main(["tiny", "--deadline-s", "30", "--least-s", "40", *places]) == 0
+    assert main(["tiny", "--deadline-s", "30", "--least-s", "40", *places]) == UNFINISHED
     found = json.loads(capsys.readouterr().out)
     assert found["jobs"] > 0 == found["done"]
 
@@ -341,3 +341,28 @@ def test_a_run_that_the_guard_ends_has_a_result(tmp_path: Path) -> None:
     )
     found = run_job._train(make_config(config), {}, tmp_path)
     assert "collapsed" in found["ended"] and is_collapsed(found)
+
+
+def test_runs_of_real_models_write_policies_alone_and_begin_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedules: list[dict[str, Any]] = [
+        {"updates": 6, "stages": 3},
+        {"kind": "pipelined", "updates": 6, "updates_per_generation": 2, "lag": 1},
+    ]
+    for number, schedule in enumerate(schedules):
+        records = [
+            tiny_record(tmp_path / f"{number}-{kind}", checkpoints={"every": 2, "keep": 9}) | {"schedule": schedule}
+            for kind in ("all", "policies")
+        ]
+        everything, policies = map(make_config, records)
+        expected = run_job._train(everything, {}, tmp_path)
+        with monkeypatch.context() as there:
+            there.setattr(run_job, "OF_REAL_MODELS", policies.task.name)
+            for _ in range(2):  # the second time what the first has left is removed
+                found = run_job._train(policies, {}, tmp_path)
+                assert {**found, "wall": 0} == {**expected, "wall": 0}
+        directories = everything.directory, policies.directory
+        files = [[path.name for path in each.glob("checkpoints/*/*.safetensors")] for each in directories]
+        assert set(files[1]) == {"model.safetensors"} < set(files[0])
+        assert files[0].count("model.safetensors") == len(files[1]) == 4
