@@ -116,16 +116,29 @@ def _rate(text: str) -> float | None:
     return None if text == "tuned" else float(text)
 
 
+class NotTunedError(SystemExit):
+    """An arm has no tuned rate yet."""
+
+
 def tuned_rate(arm: str, settings: Settings, out: Path) -> float:
-    """The learning rate of an arm that is best on the tuning seeds, among the jobs of this size in `out`."""
+    """The learning rate of an arm that is best on the tuning seeds, among the jobs of this size in `out`.
+
+    It must lie inside the grid: the best of one or two rates, or one at an edge, may not be the arm's best.
+    """
     from benchmarks.gsm8k_bench.figures import TUNING_SEEDS, done_jobs, size_of, tuned
 
     wanted = size_of({"settings": settings.record(), "seed": TUNING_SEEDS})
     found = tuned([job for job in done_jobs(map(jobs.read, sorted(out.glob("*.json")))) if size_of(job) == wanted])
     arm = tuned_as(arm)
     if arm not in found:
-        raise SystemExit(
+        raise NotTunedError(
             f"--lr tuned: no job in {out} is of {arm}, a tuning seed and this size: tune it, or say a rate"
+        )
+    if not found[arm]["inside"]:
+        tried = ", ".join(found[arm]["accuracy"])
+        raise NotTunedError(
+            f"--lr tuned: {found[arm]['best']:g} is best for {arm} among {tried}, and at the edge: tune at rates on "
+            "both sides of it, or say a rate"
         )
     return found[arm]["best"]
 
@@ -200,6 +213,28 @@ def collect(files: list[Path], out: Path, plot: Path) -> None:
         print(f"{out}; no timed job is there to draw")
 
 
+def work_off(arguments: argparse.Namespace, common: list[str]) -> int:
+    """Do what is left of a list; 3 where something is left then. What has no tuned rate is passed over."""
+    listed: list[tuple[list[str], jobs.Job]] = []
+    passed_over = 0
+    for line in jobs.read_list(arguments.list):
+        try:
+            listed.append((line, job_of(parser().parse_args(["run", *common, *line]))))
+        except NotTunedError as error:
+            passed_over += 1
+            print(f"{' '.join(line)}: passed over: {error}")
+    todo = [(line, job) for line, job in listed if jobs.is_wanted(job)]
+    print(f"{len(listed) + passed_over} jobs, {len(listed) - len(todo)} done before", flush=True)
+    if (parallel := arguments.parallel) > 1 and todo:
+        parallel = min(parallel, jobs.jobs_that_fit(Path(todo[0][1].settings.model), todo[0][1].work))
+        if parallel < arguments.parallel:
+            print(f"{parallel} at once: for more the disk has no room", flush=True)
+    queue = jobs.Queue(SCRIPT, common, seconds=arguments.seconds, parallel=parallel, least=arguments.least)
+    in_time = queue.work([(line, job.timed) for line, job in todo])
+    left = [job.name for _, job in todo if not jobs.is_settled(job)]
+    return 0 if in_time and not left and not passed_over else 3
+
+
 def main(given: list[str]) -> int:
     arguments = parser().parse_args(given)
     if arguments.verb == "convert":
@@ -215,21 +250,7 @@ def main(given: list[str]) -> int:
             file.writelines(f"{line}\n" for line in lines)
         print(f"{arguments.jobs}: {len(lines)} jobs")
     elif arguments.verb == "next":
-        common = common_of(given)
-        listed = [(line, "--timed" in line) for line in jobs.read_list(arguments.list)]
-        todo = [
-            (line, timed)
-            for line, timed in listed
-            if jobs.is_wanted(job_of(parser().parse_args(["run", *common, *line])))
-        ]
-        print(f"{len(listed)} jobs, {len(listed) - len(todo)} done before")
-        if (parallel := arguments.parallel) > 1 and todo:
-            one = job_of(parser().parse_args(["run", *common, *todo[0][0]]))
-            parallel = min(parallel, jobs.jobs_that_fit(Path(one.settings.model), one.work))
-            if parallel < arguments.parallel:
-                print(f"{parallel} at once: for more the disk has no room", flush=True)
-        queue = jobs.Queue(SCRIPT, common, seconds=arguments.seconds, parallel=parallel, least=arguments.least)
-        return 0 if queue.work(todo) else 3
+        return work_off(arguments, common_of(given))
     elif arguments.verb == "collect":
         collect(arguments.files, arguments.out, arguments.plot or arguments.out.with_suffix(".svg"))
     else:

@@ -97,6 +97,42 @@ def welch(left: Sequence[float], right: Sequence[float]) -> dict[str, Any] | Non
     return found | {"low": difference - half, "high": difference + half}
 
 
+def against(ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any] | None:
+    """The difference of two arms, and whether its interval excludes a loss of more than a point; None: no interval."""
+    if (found := welch(ours, theirs)) is None:
+        return None
+    return found | {"within_a_point": None if found["low"] is None else found["low"] > -A_POINT}
+
+
+def pooled_sd(sides: Iterable[Sequence[float]]) -> float | None:
+    """Standard deviation over the seeds of an arm, from all arms with two or more."""
+    known = [values for values in sides if len(values) > 1]
+    freedom = sum(len(values) - 1 for values in known)
+    squares = sum(statistics.variance(values) * (len(values) - 1) for values in known)
+    return math.sqrt(squares / freedom) if freedom else None
+
+
+def power(sd: float, difference: float, seeds: int) -> float:
+    """How often as many seeds of two arms exclude a loss of a point, if they truly differ by so much (simulated)."""
+    draw, hits = random.Random(0), 0
+    quantile = t95(2 * seeds - 2)
+    for _ in range(RESAMPLES):
+        ours, theirs = ([draw.gauss(mean, sd) for _ in range(seeds)] for mean in (difference, 0.0))
+        error = math.sqrt((statistics.variance(ours) + statistics.variance(theirs)) / seeds)
+        hits += statistics.fmean(ours) - statistics.fmean(theirs) - quantile * error > -A_POINT
+    return hits / RESAMPLES
+
+
+def power_table(accuracies: Mapping[str, Sequence[float]]) -> dict[str, Any] | None:
+    """`power` by true difference and seeds of each arm."""
+    if (sd := pooled_sd(accuracies.values())) is None:
+        return None
+    by_difference = {
+        f"{gap:g}": {str(n): power(sd, gap, n) for n in (5, 10)} for gap in (0.0, 0.005, 0.01, 0.015, 0.02)
+    }
+    return {"sd": sd, "power": by_difference}
+
+
 def bootstrap(
     ours: Sequence[Any], theirs: Sequence[Any], figure: Callable[[Sequence[Any], Sequence[Any]], float]
 ) -> dict[str, Any]:
@@ -356,7 +392,8 @@ def headline(jobs: Iterable[Record]) -> dict[str, Any]:
         "final_accuracy_also": by_arm(lambda arm: over_seeds([one["accuracy"] for one in _also(judged[arm])]), ARMS),
         "base_accuracy": _median(job["curve"][0]["accuracy"] for arm in ARMS for job in judged[arm]),
         "base_accuracy_also": _median(one["before"] for arm in ARMS for one in _also(judged[arm])),
-        "final_difference": by_arm(lambda arm: welch(accuracies[arm], accuracies[REFERENCE])),
+        "final_difference": by_arm(lambda arm: against(accuracies[arm], accuracies[REFERENCE])),
+        "power_within_a_point": power_table(accuracies),
         "equal_wallclock_difference": by_arm(lambda arm: equal_wallclock(clocked[arm], reference)),
         "claims": claims(accuracies, clocked),
         "learner_ratio": by_arm(lambda arm: rate_ratio("learn", timed[arm], timed[REFERENCE])),

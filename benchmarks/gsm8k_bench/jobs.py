@@ -31,7 +31,7 @@ from .settings import OURS, SMOKE, Settings, job_name
 
 FORMAT = "stalewise.benchmark.gsm8k/1"
 PACKAGES = ("stalewise", "torch", "transformers", "trl", "vllm", "accelerate", "datasets", "math-verify")
-BYTES_A_WEIGHT = 32  # on the disk, of a job
+BYTES_A_WEIGHT = 28  # on the disk, of a job
 LAST_WORDS = 60  # lines of a failed process that are kept
 QUIET = {
     "HF_HUB_OFFLINE": "1",
@@ -99,6 +99,11 @@ def is_wanted(job: Job) -> bool:
     """Whether there is something to do: a job that ran among others is done again where its time is asked for."""
     found = read(job.file)
     return not is_done(found) or (job.timed and not (found or {}).get("timed"))
+
+
+def is_settled(job: Job) -> bool:
+    """Whether nothing can be done for it here: it is done, or a package that it needs is not there."""
+    return not is_wanted(job) or bool((read(job.file) or {}).get("left_out"))
 
 
 def run_job(job: Job, script: Path) -> dict[str, Any]:
@@ -359,7 +364,7 @@ def read_list(path: Path) -> list[list[str]]:
 def jobs_that_fit(model: Path, work: Path) -> int:
     """How many jobs the disk has room for at once, one at least.
 
-    A run keeps version 0, of 2 or 4 bytes a weight, and two checkpoints of 12; rollouts come on top.
+    A run keeps version 0, of 2 or 4 bytes a weight, and two checkpoints of 12; its rollouts are small beside them.
     """
     weights = 0
     for file in model.glob("*.safetensors"):

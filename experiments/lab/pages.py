@@ -35,6 +35,17 @@ DESIGN = (
     "verdict needs a p-value below 0.05 after Holm's correction over all claims of the setting."
 )
 
+OTHERWISE = (
+    "Other than said above, a run is evaluated on all 1,319 test questions with 4 samples each, and its score is its "
+    "accuracy after the last update: evaluations are 32 updates apart, so the mean of the last three would reach back "
+    "to the middle of the run. Learning rates are tuned on seed 101, three for each arm, and arms are judged on seeds "
+    "from 0 on. GPU time sets their number."
+)
+UNTUNED = (
+    "Nothing is tuned here: learning rates and the number of seeds are set in advance "
+    "([how](../../docs/experiments.md#on-a-real-model))."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Judged:
@@ -143,6 +154,7 @@ def page(experiment: Experiment, made: Mapping[str, Judged], drawn: Mapping[str,
         lines += [f"## {SETTING_TITLES[setting]}", "", f"{experiment.setting(setting).task}.", ""]
         lines += ["```sh", f"{COMMAND} {experiment.name} --setting {setting}", "```", ""]
         lines += [f"**Rule.** {rule_in_words(own)}", ""] if own else []
+        lines += [UNTUNED, ""] if setting == "real" and not one.results.tuning else []
         p = f" (p = {one.p:.2g} after Holm)" if one.verdict != UNKNOWN else ""
         lines += [f"**Verdict: {one.verdict}**{p}. {one.finding.ours}.", "", describe_runs(one.results), ""]
         lines += [f"- {line}" for line in one.finding.lines]
@@ -167,6 +179,8 @@ def benchmark_section(rule: str, one: Judged) -> list[str]:
     text = " ".join((inspect.getdoc(RULES[rule]) or "").split())
     lines = ["## Real model", "", f"The runs of [the benchmark on GSM8K]({BENCHMARK}), Qwen2.5-Coder-0.5B-Instruct."]
     lines += [
+        "",
+        OTHERWISE,
         "",
         f"**Rule.** {text}",
         "",

@@ -162,6 +162,27 @@ def test_welch_with_equal_variances_and_sizes() -> None:
     assert (found["difference"], found["low"], found["high"]) == pytest.approx((0.1, -0.12669, 0.32669), abs=1e-4)
 
 
+def test_a_loss_of_more_than_a_point_is_excluded_by_the_interval() -> None:
+    level = [0.30, 0.31, 0.32]  # error √(2 · 0.0001 / 3) = 0.0082, half 0.0227
+    found = [figures.against([value + more for value in level], level) for more in (0.012, 0.013)]
+    assert [one and one["within_a_point"] for one in found] == [False, True]
+    alone = figures.against([0.3], level)
+    assert alone is not None and (alone["low"], alone["within_a_point"]) == (None, None)
+    assert figures.against([], level) is None
+
+
+def test_the_power_to_exclude_a_loss_of_a_point() -> None:
+    # Without spread it is certain. Far from the margin it is 0 or 1; at the margin it is one side of 95%.
+    sides = {"a": [0.3, 0.32], "b": [0.29, 0.31, 0.30], "c": [0.5]}
+    assert figures.pooled_sd(sides.values()) == pytest.approx(((2e-4 + 2e-4) / 3) ** 0.5)
+    power = {gap: figures.power(0.01, gap, 5) for gap in (-0.05, -0.01, 0.0, 0.05)}
+    assert power[-0.05] == 0 and power[-0.01] == pytest.approx(0.025, abs=0.01) and power[0.05] == 1
+    # Noncentral t, 8 degrees of freedom, δ = 0.01 / (0.01·√(2/5)) = 1.58: P(t' > 2.306) = 0.29.
+    assert power[0.0] == pytest.approx(0.29, abs=0.03)
+    assert figures.power(0.01, 0.0, 10) > power[0.0]
+    assert figures.pooled_sd([[0.3], []]) is None
+
+
 def test_equal_seeds_leave_an_interval_of_no_width() -> None:
     theirs = [job("trl_vllm", seed, [(0, 0.2), (90, 0.4)]) for seed in range(2)]
     mine = [job("mu_grpo", seed, [(0, 0.2), (30, 0.4)]) for seed in range(3)]
@@ -356,8 +377,12 @@ def test_a_tuned_rate_is_the_best_one_of_the_arm_and_size(tmp_path: Path) -> Non
 
     write("low", small, 101, 1e-6, 0.2)
     write("best", small, 101, 2e-6, 0.3)
+    with pytest.raises(gsm8k.NotTunedError, match=r"2e-06 is best for p3o among 1e-06, 2e-06, and at the edge"):
+        asked()
+    write("high", small, 101, 4e-6, 0.1)
     write("judged", small, 0, 4e-6, 0.9)
-    write("large", large, 101, 8e-6, 0.9)
+    for name, rate, accuracy in (("lower", 4e-6, 0.8), ("large", 8e-6, 0.9), ("larger", 2e-5, 0.8)):
+        write(name, large, 101, rate, accuracy)
     write("failed", small, 101, 1e-5, 0.9, error="no")
     assert asked().rate == 2e-6 and asked("--prompts", "64").rate == 8e-6
     with pytest.raises(SystemExit, match=r"no job in .* is of p3o, a tuning seed and this size"):
@@ -365,8 +390,9 @@ def test_a_tuned_rate_is_the_best_one_of_the_arm_and_size(tmp_path: Path) -> Non
 
 
 def test_twice_the_updates_have_the_rate_of_the_arm(tmp_path: Path) -> None:
-    made = job("auto", 101, [(0, 0.1), (9, 0.3)], rate=2e-6, settings=settings.Settings().record())
-    (tmp_path / "tuned.json").write_text(json.dumps(made))
+    for rate, accuracy in ((1e-6, 0.2), (2e-6, 0.3), (4e-6, 0.2)):
+        made = job("auto", 101, [(0, 0.1), (9, accuracy)], rate=rate, settings=settings.Settings().record())
+        (tmp_path / f"{rate}.json").write_text(json.dumps(made))
     given = ["run", "--arm", "auto_x2", "--seed", "0", "--lr", "tuned", "--out", str(tmp_path)]
     assert gsm8k.job_of(gsm8k.parser().parse_args(given)).rate == 2e-6
     record = settings.our_record(
@@ -451,7 +477,32 @@ def test_no_more_jobs_run_at_once_than_the_disk_has_room_for(tmp_path: Path, mon
     (tmp_path / "list.txt").write_text("--arm mu_grpo --seed 0 --lr 1e-6\n")
     told = ["next", "--list", str(tmp_path / "list.txt"), "--model", str(tmp_path), "--train", "x", "--test", "x"]
     told += ["--out", str(tmp_path / "jobs"), "--work", str(tmp_path / "work"), "--parallel", "4"]
-    assert gsm8k.main(told) == 0 and asked == [1]
+    assert gsm8k.main(told) == 3 and asked == [1]  # none was done
+
+
+def test_a_list_with_something_left_is_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = tmp_path / "list.txt"
+    listed.write_text("--arm p3o --seed 0 --lr tuned\n--arm mu_grpo --seed 0 --lr 1e-6\n")
+    told = ["next", "--list", str(listed), "--out", str(tmp_path / "jobs"), "--work", str(tmp_path / "work")]
+    outcomes: list[dict[str, Any]] = [{"error": "no"}, {"error": "no"}, {"left_out": "no vllm"}, {"curve": []}]
+
+    def work(queue: jobs.Queue, todo: list[tuple[list[str], bool]]) -> bool:
+        for line, _ in todo:
+            one = gsm8k.job_of(gsm8k.parser().parse_args(["run", *queue.common, *line]))
+            one.out.mkdir(exist_ok=True)
+            one.file.write_text(json.dumps(outcomes.pop(0)))
+        return True
+
+    monkeypatch.setattr(jobs.Queue, "work", work)
+    assert gsm8k.main(told) == 3
+    assert "--arm p3o --seed 0 --lr tuned: passed over: --lr tuned: no job in" in capsys.readouterr().out
+    listed.write_text("--arm mu_grpo --seed 0 --lr 1e-6\n")
+    assert gsm8k.main(told) == 3  # it failed
+    for _ in range(2):
+        assert gsm8k.main(told) == 0
+    assert not outcomes
 
 
 def test_no_job_is_begun_without_the_time_for_it(tmp_path: Path) -> None:
