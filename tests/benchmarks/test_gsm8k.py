@@ -503,6 +503,9 @@ def test_a_list_with_something_left_is_not_done(
     for _ in range(2):
         assert gsm8k.main(told) == 0
     assert not outcomes
+    with listed.open("a") as file:
+        file.write("--arm p3o --seed 0 --lr tuned\n")
+    assert gsm8k.main(told) == 3  # nothing but what is passed over
 
 
 def test_no_job_is_begun_without_the_time_for_it(tmp_path: Path) -> None:

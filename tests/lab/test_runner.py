@@ -29,12 +29,13 @@ from experiments.lab.results import LARGEST_BYTES, read_results, text_of
 from experiments.lab.run_summary import early_norm_per_rate
 from experiments.lab.runner import record_machine
 
-from stalewise.config import make_config
+from stalewise.config import RunConfig, make_config
 from stalewise.errors import ConfigError
 from stalewise.models.loading import EMBEDDED
 from stalewise.models.plain_forward import plain_logits
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.sampler import Request
+from stalewise.trainer.trainer import Trainer
 from stalewise.types import SamplerSettings
 from tiny import tiny_record
 from tiny_lab import HEAD, LAB, define
@@ -343,6 +344,21 @@ def test_a_run_that_the_guard_ends_has_a_result(tmp_path: Path) -> None:
     assert "collapsed" in found["ended"] and is_collapsed(found)
 
 
+def cut_off_at(version: int, config: RunConfig, out: Path) -> None:
+    """Run it up to an update that fails."""
+    enqueue = Trainer.enqueue
+
+    def fail(trainer: Trainer, *arguments: Any) -> Any:
+        if trainer.version == version:
+            raise OSError("cut off")
+        return enqueue(trainer, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="cut off"):
+        patch.setattr(Trainer, "enqueue", fail)
+        run_job._train(config, {}, out)
+    assert (config.directory / "checkpoints").is_dir()
+
+
 def test_runs_of_real_models_write_policies_alone_and_begin_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,9 +375,9 @@ def test_runs_of_real_models_write_policies_alone_and_begin_again(
         expected = run_job._train(everything, {}, tmp_path)
         with monkeypatch.context() as there:
             there.setattr(run_job, "OF_REAL_MODELS", policies.task.name)
-            for _ in range(2):  # the second time what the first has left is removed
-                found = run_job._train(policies, {}, tmp_path)
-                assert {**found, "wall": 0} == {**expected, "wall": 0}
+            cut_off_at(4, policies, tmp_path)
+            found = run_job._train(policies, {}, tmp_path)  # what was left is removed
+            assert {**found, "wall": 0} == {**expected, "wall": 0}
         directories = everything.directory, policies.directory
         files = [[path.name for path in each.glob("checkpoints/*/*.safetensors")] for each in directories]
         assert set(files[1]) == {"model.safetensors"} < set(files[0])

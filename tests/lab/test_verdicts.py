@@ -179,6 +179,9 @@ def test_pass_at_k() -> None:
     assert verdict("pass_at_k", passes(0.4, 0.95)) == "not shown"
     assert verdict("pass_at_k", passes(0.8, 0.8)) == "opposite"
     assert "pass@k" in figures("pass_at_k", passes(0.8, 0.95))[""]
+    made = passes(0.8, 0.95).record
+    without_runs = arm("P3O, µ=16", 0.8, axes={"method": "P3O", "mu": "16"}) | {"seeds": {}}
+    assert verdict("pass_at_k", Results({**made, "arms": [*made["arms"], without_runs]})) == "cannot say"
 
 
 def test_ours() -> None:

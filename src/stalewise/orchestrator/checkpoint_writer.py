@@ -46,7 +46,7 @@ class CheckpointWriter:
         self.version: int | None = None
         self.on_commit: Callable[[], object] = lambda: None
         self.spare = SpareFiles()
-        # Of whom, and of which version the last copy is, with its weights.
+        # The last copy: its trainer, its version, its weights.
         self._copied: tuple[weakref.ref[Trainer], int, Mapping[str, Tensor]] | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         # Where the disk is told of freed space, removing a checkpoint can take as long as writing one.
@@ -64,7 +64,7 @@ class CheckpointWriter:
         return snapshot
 
     def policy(self, trainer: Trainer) -> Mapping[str, Tensor]:
-        """The weights of the trainer; while it waits in host memory those of the last copy, none if it is of others."""
+        """The trainer's weights. While it waits in host memory: those of its last copy, if that is of this version."""
         if not trainer.is_asleep:
             return trainer.policy()
         copied = self._copied

@@ -205,7 +205,7 @@ class Offload:
         self._buffers, self._frozen = HostBuffers(), dict[Tensor, Tensor]()
 
     def keep(self, frozen: Iterable[Tensor]) -> list[Tensor]:
-        """Copy these tensors, which nobody ever changes, unless they were; returns those that can leave."""
+        """Copy these tensors, which nobody ever changes, the first time; returns those that can leave."""
         standing = _that_can_leave(frozen)
         new = {str(place): one.detach() for place, one in enumerate(standing) if one not in self._frozen}
         copies = HostBuffers().copy("", new)

@@ -304,6 +304,10 @@ def test_the_memory_of_a_copy_is_there_before_the_first_one(tmp_path: Path, monk
     writer.close(pytest.fail)
 
 
+def no_snapshot(trainer: Trainer, buffers: HostBuffers) -> None:
+    raise OSError("bad memory")
+
+
 def test_the_copy_is_the_policy_of_a_trainer_that_waits_in_host_memory(tmp_path: Path) -> None:
     writer, trainer = CheckpointWriter(RunLog(tmp_path), HostBuffers()), Trainer(trainer_config(), POLICY)
     own = trainer.policy()
@@ -316,6 +320,11 @@ def test_the_copy_is_the_policy_of_a_trainer_that_waits_in_host_memory(tmp_path:
     trainer.update(rollouts())
     trainer.sleep()
     assert writer.policy(trainer) == {}  # the copy is of the version before
+    assert writer.copy(trainer) is not None
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="bad memory"):
+        patch.setattr(Trainer, "snapshot", no_snapshot)
+        writer.copy(trainer)
+    assert writer.policy(trainer) == {}  # a part of the buffers may have been written
     other = Trainer(trainer_config(), POLICY)
     other.sleep()
     assert writer.policy(other) == {}

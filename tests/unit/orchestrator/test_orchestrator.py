@@ -94,15 +94,17 @@ class Places:
             "_load",
             lambda one, path: (load_policy(one, path), self.policies.append((path, self.weights(one.sampler))))[0],
         )
-        self.sleeps, self.while_learning = list[int](), list[int]()
+        self.sleeps, self.while_learning = list[int](), list[tuple[int, int]]()
+        self.copied_frozen = list[int]()
         monkeypatch.setattr("stalewise.orchestrator.orchestrator.offloads", lambda config, source: True)
         monkeypatch.setattr("stalewise.orchestrator.model_check.offloads", lambda config, source: True)
-        load, sleep, enqueue = HFSampler.load, Trainer.sleep, Trainer.enqueue
+        load, sleep, enqueue, keep = HFSampler.load, Trainer.sleep, Trainer.enqueue, Trainer.copy_frozen
         monkeypatch.setattr(HFSampler, "load", lambda one, path: (self.loaded(one, path), load(one, path))[1])
         monkeypatch.setattr(Trainer, "sleep", lambda one: (self.sleeps.append(one.version), sleep(one))[1])
         monkeypatch.setattr(
             Trainer, "enqueue", lambda one, rows: (self.while_learning.append(self.sampler()), enqueue(one, rows))[1]
         )
+        monkeypatch.setattr(Trainer, "copy_frozen", lambda one: (self.copied_frozen.append(one.version), keep(one))[1])
 
     def loaded(self, sampler: HFSampler, checkpoint: Path) -> None:
         self.samplers.add(sampler)
@@ -123,12 +125,13 @@ class Places:
             assert stored.keys() == weights.keys()
             assert all(torch.equal(stored[name], weight) for name, weight in weights.items()), checkpoint.name
 
-    def sampler(self) -> int:
-        """Bytes of the sampler's matrices on the device."""
+    def sampler(self) -> tuple[int, int]:
+        """Bytes of the sampler's matrices on the device, and of their copies on the host."""
         models = [one._model for one in self.samplers if one._model is not None]
         weights = [weight for model in models for weight in model.parameters() if weight.ndim > 1]
         assert weights or not models
-        return sum(weight.untyped_storage().nbytes() for weight in weights)
+        copies = [copy for one in self.samplers for *_, copy in one._offload._away if copy is not None]
+        return sum(weight.untyped_storage().nbytes() for weight in weights), sum(copy.nbytes for copy in copies)
 
 
 @pytest.mark.parametrize("model", [{}, {"lora": {"rank": 2}}])
@@ -142,7 +145,8 @@ def test_trainer_and_sampler_that_wait_for_each_other_learn_the_same(
     run(waiting)
     places.check_policies()
     assert places.sleeps == [3, 6]  # before an evaluation; it sleeps still when the next stage is generated
-    assert places.while_learning == [0] * 6
+    assert places.while_learning == [(0, 0)] * 6  # nor a copy: the next policy replaces them
+    assert places.copied_frozen == [0]
     assert places.loads == [0]  # later policies are taken from the copies that checkpoints are written of
     names = ["model.safetensors", *(["adapter/adapter_model.safetensors"] if model else [])]
     for name in (*names, "optimizer_exp_avg_sq.safetensors"):
@@ -203,16 +207,16 @@ def test_they_make_way_where_a_copy_or_a_commit_fails(
 
 
 def test_neither_is_there_while_a_reference_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    places, there, compute = Places(monkeypatch), list[tuple[int, bool]](), orchestrator.compute_reference
+    places, there, compute = Places(monkeypatch), list[tuple[bool, bool, bool]](), orchestrator.compute_reference
     settings = config(tmp_path, objective={"kl": 0.1}, checkpoints=KEPT)
 
     def noted(*arguments: Any) -> Any:
-        there.append((places.sampler(), bool(places.sleeps)))
+        there.append((*map(bool, places.sampler()), bool(places.sleeps)))
         return compute(*arguments)
 
     monkeypatch.setattr(orchestrator, "compute_reference", noted)
     run(settings)
-    assert there == [(0, False), (0, True)]  # no trainer before the first stage
+    assert there == [(False, True, False), (False, True, True)]  # no trainer before the first stage
     places.check_policies()
 
 
