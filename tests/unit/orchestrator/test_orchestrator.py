@@ -211,7 +211,8 @@ def test_neither_is_there_while_a_reference_is(tmp_path: Path, monkeypatch: pyte
     settings = config(tmp_path, objective={"kl": 0.1}, checkpoints=KEPT)
 
     def noted(*arguments: Any) -> Any:
-        there.append((*map(bool, places.sampler()), bool(places.sleeps)))
+        on_device, copied = places.sampler()
+        there.append((bool(on_device), bool(copied), bool(places.sleeps)))
         return compute(*arguments)
 
     monkeypatch.setattr(orchestrator, "compute_reference", noted)
