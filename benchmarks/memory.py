@@ -5,12 +5,13 @@
 
 A part is a size (0.5b, 1.5b, 7b), what is trained (full, or lora of rank 16 on bfloat16 weights; lora-offload with
 `learner.offload`) and a schedule: `one` process, in two stages, or `pipelined`, with a generator beside the learner on
-one GPU. Each is a whole run of eight updates with random weights in Qwen2.5's shapes, and rewards of a coin. The peak
-is what the driver counts as used, looked at ten times a second, less what was used before: so CUDA contexts and what
-torch's allocator reserves are in it. Beside it are the parts of the estimate, the seconds that a switch of the run
-blocked (as in switches.py), and what the allocator of the learner's process held at its own peak, by pool (of CUDA
-graphs, or of launches) and stream, and its largest blocks: what is not in use is cached. Without a GPU the peak is the
-resident memory of the run's processes, and the estimate means nothing.
+one GPU. Each is a whole run of eight updates with random weights in Qwen2.5's shapes, and rewards of a coin; with
+`learner.offload`, of two stages of eight updates, since its switch is of interest. The peak is what the driver counts
+as used, looked at ten times a second, less what was used before: so CUDA contexts and what torch's allocator reserves
+are in it. Beside it are the parts of the estimate, the seconds that switches of the run blocked (as in switches.py, and
+one by one), and what the allocator of the learner's process held at its own peak, by pool (of CUDA graphs, or of
+launches) and stream, and its largest blocks: what is not in use is cached. Without a GPU the peak is the resident
+memory of the run's processes, and the estimate means nothing.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ ASKS = "--query-gpu=memory.used", "--format=csv,noheader,nounits"
 def config_of(part: str, work: Path) -> RunConfig:
     """The config of a part's run."""
     size, kind, schedule = part.split("/")
+    updates = 2 * UPDATES if kind == "lora-offload" else UPDATES
     record: dict[str, Any] = {
         "name": part.replace("/", "-"),
         "runs": str(work),
@@ -65,13 +67,13 @@ def config_of(part: str, work: Path) -> RunConfig:
         "batch": {"prompts": PROMPTS[size], "group_size": 8},
         "sampler": {"max_new_tokens": TOKENS.get(size, 512)},
         "optimizer": {"learning_rate": 1e-7},
-        "checkpoints": {"every": UPDATES, "keep": 1},
+        "checkpoints": {"every": updates, "keep": 1},
         "evaluation": {"prompts": 8, "samples": 1},
     }
     if schedule == "pipelined":
-        record["schedule"] = {"kind": "pipelined", "updates": UPDATES, "updates_per_generation": 2, "lag": 1}
+        record["schedule"] = {"kind": "pipelined", "updates": updates, "updates_per_generation": 2, "lag": 1}
     else:
-        record["schedule"] = {"kind": "staged", "updates": UPDATES, "stages": 2}
+        record["schedule"] = {"kind": "staged", "updates": updates, "stages": 2}
     if kind != "full":
         record["model"] |= {"lora": {"rank": 16}, "precision": "auto" if size == "tiny" else "bfloat16-only"}
     record["learner"] = {"gradient_checkpointing": size == "7b"}
@@ -101,7 +103,8 @@ def work_on(part: str, work: Path) -> dict[str, Any]:
         held.start()
     run(config, MakesRoom(Path(config.model.path)))
     found: dict[str, Any] = {"estimate_bytes": foreseen and foreseen.peak, "certain_bytes": foreseen and foreseen.least}
-    found["switches"] = summary(read_jsonl(config.directory / "journal.jsonl"))
+    journal = read_jsonl(config.directory / "journal.jsonl")
+    found["switches"] = summary(journal) | {"one_by_one": [one for one in journal if one["event"] == "switch"]}
     if foreseen is not None:
         found["estimate"] = {**foreseen.certain, **foreseen.learning, **foreseen.sampling, "stays": foreseen.stays}
     if held is not None:

@@ -271,13 +271,15 @@ def summary(journal: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Seconds of a run by what it did; blocking seconds of a switch without those of the start and the end."""
     spent = {"generate": 0.0, "learn": 0.0, "switch": 0.0, "start": 0.0, "end": 0.0}
     reasons: dict[str, list[float]] = {
-        name: [] for name in ("checkpoint", "commit", "offload", "sampler", "learner", "check")
+        name: [] for name in ("memory", "checkpoint", "commit", "offload", "sampler", "learner", "check")
     }
     # The run ends with its last checkpoint; the commit of the one before may come after the last update.
-    last = max((place for place, one in enumerate(journal) if one.get("reason") == "checkpoint"), default=len(journal))
+    checkpoints = [place for place, one in enumerate(journal) if one.get("reason") == "checkpoint"]
+    last = checkpoints[-1] if checkpoints else len(journal)
     for place, record in enumerate(journal):
         event, reason, seconds = record["event"], record.get("reason", ""), float(record["seconds"])
-        if event == "switch" and place >= last:
+        is_for_the_end = reason == "memory" and len(checkpoints) < 2  # logged before the checkpoint that waits for it
+        if event == "switch" and (place >= last or is_for_the_end):
             spent["end"] += seconds
         elif reason == "first checkpoint" or (reason in ("learner", "sampler", "check") and not spent["learn"]):
             spent["start"] += seconds

@@ -26,6 +26,7 @@ def test_every_part_has_a_config(part: str, tmp_path: Path) -> None:
     assert config.schedule.kind == {"one": "staged", "pipelined": "pipelined"}[schedule]
     assert config.learner.gradient_checkpointing == (size == "7b")
     assert config.optimizer.moments == ("int8" if part == "7b/full/one" else "float32")
+    assert config.schedule.updates == (16 if kind == "lora-offload" else 8)
 
 
 def test_the_peak_is_that_of_the_process_and_its_children() -> None:
@@ -50,6 +51,8 @@ def test_a_run_tells_what_its_switch_blocked(tmp_path: Path, monkeypatch: pytest
     memory.write_model("tiny", tmp_path / "tiny")
     found = memory.work_on("tiny/full/one", tmp_path)
     assert found["switches"]["switches"] == 1 and found["switches"]["blocking_s_per_switch"] > 0  # two stages
+    reasons = [one["reason"] for one in found["switches"]["one_by_one"]]
+    assert reasons.count("checkpoint") == 2 and reasons.count("memory") == 1
 
 
 def test_a_model_makes_room_only_where_the_disk_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

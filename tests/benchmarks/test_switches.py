@@ -51,7 +51,8 @@ def test_start_and_end_of_a_run_are_no_switches() -> None:
         {"event": "generate", "seconds": 4.0},
         {"event": "switch", "reason": "learner", "seconds": 5.0},
         {"event": "learn", "seconds": 3.0},
-        {"event": "switch", "reason": "checkpoint", "seconds": 0.5},
+        {"event": "switch", "reason": "memory", "seconds": 0.125},
+        {"event": "switch", "reason": "checkpoint", "seconds": 0.375},
         {"event": "evaluate", "seconds": 100.0},
         {"event": "switch", "reason": "commit", "seconds": 0.25, "bytes": 7, "writing_s": 2.0, "checksums_s": 1.0}
         | {"committing_s": 0.5},
@@ -63,6 +64,9 @@ def test_start_and_end_of_a_run_are_no_switches() -> None:
     found = switches.summary(journal)
     assert found["seconds"] == {"generate": 8.0, "learn": 6.0, "switch": 1.0, "start": 14.0, "end": 0.5}
     assert (found["switches"], found["blocking_s_per_switch"], found["background_s"]) == (1, 1.0, 3.5)
+    assert found["median_s"]["memory"] == 0.125
+    one_stage = switches.summary([*journal[:4], *journal[4:6]])  # its only checkpoint is its end
+    assert (one_stage["switches"], one_stage["seconds"]["switch"], one_stage["seconds"]["end"]) == (0, 0.0, 0.5)
     found["tokens"] = 64
     other = {**found, "updates": 8, "seconds": {"learn": 6.0, "switch": 1.75, "start": 20.0}}
     runs = {

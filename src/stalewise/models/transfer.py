@@ -97,12 +97,15 @@ class HostBuffers:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def reserve(self, shapes: Mapping[tuple[str, str], tuple[torch.Size, torch.dtype]]) -> None:
-        """Get memory for tensors, by file and name, and write to every page, so that the system maps it now."""
-        for key, (shape, dtype) in shapes.items():
-            if key not in self._buffers:
-                buffer = torch.empty(shape, dtype=dtype)
-                buffer.view(-1).view(torch.uint8).numpy()[::PAGE] = 0  # without Python's lock
-                self._buffers[key] = buffer
+        """Get memory for tensors, by file and name, and write to every page, so that the system maps it now.
+
+        By several threads: on a virtual machine, one maps 0.5 to 1 GB a second.
+        """
+        missing = {key: shape for key, shape in shapes.items() if key not in self._buffers}
+        new = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in missing.items()}
+        with ThreadPoolExecutor(THREADS) as threads:
+            list(threads.map(_map_pages, (piece for one in new.values() for piece in _pieces(one))))
+        self._buffers |= new
 
     def copy(self, file: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of a file as they are now, until the file is copied again. They may be made one by one."""
@@ -123,6 +126,15 @@ class HostBuffers:
         if waiting:
             fetch(waiting, waiting[0][0].device)
         return copies
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    """The bytes of a contiguous tensor, piece by piece."""
+    return tensor.view(-1).view(torch.uint8).split(PIECE)
+
+
+def _map_pages(piece: Tensor) -> None:
+    piece.numpy()[::PAGE] = 0  # without Python's lock
 
 
 class StorageOffload:
@@ -276,7 +288,7 @@ def _in_threads(
     copy: Callable[[Tensor, Tensor, Tensor, torch.cuda.Stream], None],
 ) -> None:
     """Call `copy` with bytes of both tensors of a pair, as much pinned memory, and a stream; piece by piece."""
-    split = ([tensor.view(-1).view(torch.uint8).split(PIECE) for tensor in pair] for pair in pairs)
+    split = (map(_pieces, pair) for pair in pairs)
     pieces = [piece for one, other in split for piece in zip(one, other, strict=True)]
     ready = torch.cuda.Event()
     with torch.cuda.device(device):

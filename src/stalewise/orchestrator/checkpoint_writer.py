@@ -128,7 +128,8 @@ class CheckpointWriter:
         self.join()
         if self._reserved is not None:
             reserved, self._reserved = self._reserved, None
-            reserved.result()
+            with self.run_log.timed("switch", reason="memory"):
+                reserved.result()
 
     @property
     def is_writing(self) -> bool:

@@ -166,14 +166,14 @@ def generation_costs(journal: Sequence[dict[str, Any]], least: dict[int, float])
 
 
 def switching_costs(journal: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Cost of one switch, and of the start: the first checkpoint and the first trainer."""
+    """Cost of one switch, and of the start: the first checkpoint, the first trainer, memory for the first copy."""
     switches = [record for record in journal if record["event"] == "switch"]
-    first, trainer, checkpoint, commit, sampler, offload = (
+    first, trainer, memory, checkpoint, commit, sampler, offload = (
         [record["seconds"] for record in switches if record.get("reason") == reason]
-        for reason in ("first checkpoint", "learner", "checkpoint", "commit", "sampler", "offload")
+        for reason in ("first checkpoint", "learner", "memory", "checkpoint", "commit", "sampler", "offload")
     )
     later = _mean(trainer[1:] or trainer)
-    start = sum(first[:1]) + max(0.0, trainer[0] - later)
+    start = sum(first[:1]) + sum(memory) + max(0.0, trainer[0] - later)
     waited = sum(commit) / len(checkpoint)  # for checkpoints that were not written before they were needed
     loading = _mean(sampler[1:] or sampler or [0.0]) + _mean(offload or [0.0])
     return {"seconds_per_switch": later + _mean(checkpoint) + waited + loading, "seconds_to_start": start}

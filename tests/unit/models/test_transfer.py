@@ -7,12 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from stalewise.models import transfer as module
 from stalewise.models.transfer import (
     ALIGNMENT,
+    HostBuffers,
     StorageOffload,
     fetch,
     host_copies,
@@ -103,6 +105,29 @@ def test_every_byte_of_every_tensor_arrives(piece: int, monkeypatch: pytest.Monk
     back = [torch.zeros_like(tensor) for tensor in there]
     restore(list(zip(here, back, strict=True)), torch.device("cuda"))
     assert all(torch.equal(a, b) for a, b in zip(back, there, strict=True))
+
+
+def test_memory_that_is_reserved_is_mapped() -> None:
+    before, buffers = psutil.Process().memory_info().rss, HostBuffers()
+    shapes = {("file", str(place)): (torch.Size([place + 1, 5 << 20]), torch.float32) for place in range(4)}
+    buffers.reserve(shapes)
+    assert buffers.nbytes == 10 * 20 << 20
+    assert psutil.Process().memory_info().rss - before > 0.9 * buffers.nbytes
+    places = [buffer.data_ptr() for buffer in buffers.copy("file", {"3": torch.ones(4, 5 << 20)}).values()]
+    buffers.reserve(shapes)
+    copied = buffers.copy("file", {"3": torch.ones(4, 5 << 20)})["3"]
+    assert [copied.data_ptr()] == places
+
+
+def test_of_memory_that_cannot_be_mapped_none_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(piece: torch.Tensor) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(module, "_map_pages", fail)
+    buffers = HostBuffers()
+    with pytest.raises(MemoryError):
+        buffers.reserve({("file", "one"): (torch.Size([8]), torch.float32)})
+    assert buffers.nbytes == 0
 
 
 # ---------------------------------------------------------------- storages that wait

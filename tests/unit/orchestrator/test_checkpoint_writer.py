@@ -293,6 +293,8 @@ def test_the_memory_of_a_copy_is_there_before_the_first_one(tmp_path: Path, monk
     writer.finish()
     writer.reserve(trainer)
     writer.finish()
+    waits = [one["reason"] for one in read_jsonl(tmp_path / "journal.jsonl")]
+    assert waits == ["commit", "memory"]
     held = {key: buffer.data_ptr() for key, buffer in writer.buffers._buffers.items()}
     assert trainer.checkpoint_bytes() - 100 <= writer.buffers.nbytes <= trainer.checkpoint_bytes()  # counts of steps
     taken = trainer.snapshot(writer.buffers)

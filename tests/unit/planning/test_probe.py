@@ -105,11 +105,11 @@ def test_where_noise_hides_the_fixed_cost_it_is_none() -> None:
 
 def test_starting_is_told_from_switching() -> None:
     seconds = [("first checkpoint", 1.0), ("learner", 5.0), ("checkpoint", 0.5), ("learner", 0.1), ("checkpoint", 0.7)]
-    seconds += [("commit", 0.3), ("commit", 0.0), ("offload", 0.2), ("offload", 0.4)]
+    seconds += [("commit", 0.3), ("commit", 0.0), ("offload", 0.2), ("offload", 0.4), ("memory", 2.0)]
     journal = [{"event": "switch", "reason": reason, "seconds": time} for reason, time in seconds]
     found = switching_costs(journal)
     assert found["seconds_per_switch"] == pytest.approx(0.1 + 0.6 + 0.15 + 0.3)
-    assert found["seconds_to_start"] == pytest.approx(1.0 + 4.9)
+    assert found["seconds_to_start"] == pytest.approx(1.0 + 4.9 + 2.0)
 
 
 def test_a_warm_up_longer_than_the_probe_is_refused(runs: Path) -> None:
