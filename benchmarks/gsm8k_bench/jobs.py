@@ -14,6 +14,7 @@ import os
 import platform
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -198,6 +199,7 @@ def _work(job: Job, worker: str, directory: Path, script: Path) -> dict[str, Any
     if worker == "theirs" and job.arm == "trl_vllm":
         places.insert(0, job.vllm)
         environment = {**environment, **FOR_VLLM, **{k: v for k, v in os.environ.items() if k in FOR_VLLM}}
+        environment["MASTER_PORT"] = str(free_port())  # jobs beside each other would take the same one
     environment["PYTHONPATH"] = os.pathsep.join(place for place in places if place)
     with open(log, "w") as output:
         done = subprocess.run(
@@ -208,6 +210,13 @@ def _work(job: Job, worker: str, directory: Path, script: Path) -> dict[str, Any
     if found is None:
         return {"error": "\n".join([f"{worker} ended with {done.returncode}", *words])}
     return {**found, "last_words": words} if found.get("error") else found
+
+
+def free_port() -> int:
+    """A port on which nobody listens."""
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        return int(opened.getsockname()[1])
 
 
 def _kernels_are_cached() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+import socket
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -506,6 +507,27 @@ def test_a_list_with_something_left_is_not_done(
     with listed.open("a") as file:
         file.write("--arm p3o --seed 0 --lr tuned\n")
     assert gsm8k.main(told) == 3  # nothing but what is passed over
+
+
+def test_each_process_with_vllm_has_a_port_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "benchmarks" / "worker.py"  # instead of TRL: notes its environment
+    script.parent.mkdir()
+    script.write_text(
+        "import json, os, pathlib, sys\n"
+        "spec = json.loads(pathlib.Path(sys.argv[2]).read_text())\n"
+        "pathlib.Path(spec['result']).write_text(json.dumps({'port': os.environ.get('MASTER_PORT')}))\n"
+    )
+    monkeypatch.setenv("MASTER_PORT", "29500")
+
+    def port(arm: str, worker: str) -> int:
+        job = jobs.Job(arm, 0, 1e-6, settings.Settings(), tmp_path / "out", tmp_path / "work")
+        return int(jobs._work(job, worker, tmp_path, script)["port"])
+
+    with socket.socket() as first, socket.socket() as second:
+        for opened in (first, second):  # neither is told a port on which the other one listens
+            opened.bind(("127.0.0.1", port("trl_vllm", "theirs")))
+            opened.listen()
+    assert port("mu_grpo", "ours") == port("trl_vllm", "evaluate") == 29500
 
 
 def test_no_job_is_begun_without_the_time_for_it(tmp_path: Path) -> None:
