@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .figures import has_clock, is_tuning, points
+from .figures import is_tuning, points, with_clocks
 from .settings import ARMS, OURS, tuned_as
 
 COLOURS = {
@@ -112,9 +112,13 @@ def _interval(found: Mapping[str, Any] | None, key: str, form: str) -> str:
 def draw(
     jobs: Sequence[Mapping[str, Any]], head: Mapping[str, Any], path: Path, *, settings: Mapping[str, Any]
 ) -> bool:
-    """Accuracy against wall-clock: a thin line for each seed, a thick one for their mean. False: nothing to draw."""
-    timed = [job for job in jobs if job.get("curve") and has_clock(job) and not is_tuning(job)]
-    if not timed:
+    """Accuracy against wall-clock: a thin line for each seed, a thick one for their mean. False: nothing to draw.
+
+    Seeds that ran beside others are drawn at the seconds of the timed ones.
+    """
+    judged = [job for job in jobs if job.get("curve") and not is_tuning(job)]
+    drawn = {arm: with_clocks([job for job in judged if job["arm"] == arm]) for arm in ARMS}
+    if not any(drawn.values()):
         return False
     import matplotlib
 
@@ -124,7 +128,7 @@ def draw(
 
     figure, axes = pyplot.subplots(figsize=(8, 3.6))
     for arm in ARMS:
-        curves = [points(job) for job in timed if job["arm"] == arm]
+        curves = [points(job) for job in drawn[arm]]
         for curve in curves:
             axes.plot(*zip(*curve, strict=True), color=COLOURS[arm], linewidth=0.7, alpha=0.45)
         if curves:
