@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-
 from benchmarks.versus.figures import time_to_accuracy
 
 from .settings import ARMS, CONTROLS, OURS, REFERENCE, Settings
