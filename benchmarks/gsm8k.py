@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--more", default="", help="further arguments of each job, as in '--timed'")
     one.add_argument("--append", action="store_true")
     one = verbs.add_parser("next", help="work off a list until the time is out")
-    one.add_argument("--list", type=Path, required=True)
+    one.add_argument("--list", type=Path, required=True, action="append", help="several, where it is said again")
     one.add_argument("--seconds", type=float, default=560.0)
     one.add_argument("--parallel", type=int, default=1, help="jobs at once, of those that are not timed")
     one.add_argument("--least", type=float, default=0.0, help="begin no job with fewer seconds left")
@@ -214,10 +214,10 @@ def collect(files: list[Path], out: Path, plot: Path) -> None:
 
 
 def work_off(arguments: argparse.Namespace, common: list[str]) -> int:
-    """Do what is left of a list; 3 where something is left then. What has no tuned rate is passed over."""
+    """Do what is left of the lists; 3 where something is left then. What has no tuned rate is passed over."""
     listed: list[tuple[list[str], jobs.Job]] = []
     passed_over = 0
-    for line in jobs.read_list(arguments.list):
+    for line in (line for place in arguments.list for line in jobs.read_list(place)):
         try:
             listed.append((line, job_of(parser().parse_args(["run", *common, *line]))))
         except NotTunedError as error:

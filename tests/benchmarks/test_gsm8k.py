@@ -481,6 +481,9 @@ def test_no_more_jobs_run_at_once_than_the_disk_has_room_for(tmp_path: Path, mon
     assert gsm8k.main(told) == 3 and asked == [1]  # none was done
 
 
+DONE = ("mu_grpo-s0", "mu_grpo-s1", "p3o-s0")
+
+
 def test_a_list_with_something_left_is_not_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -504,9 +507,14 @@ def test_a_list_with_something_left_is_not_done(
     for _ in range(2):
         assert gsm8k.main(told) == 0
     assert not outcomes
-    with listed.open("a") as file:
-        file.write("--arm p3o --seed 0 --lr tuned\n")
-    assert gsm8k.main(told) == 3  # nothing but what is passed over
+    other = tmp_path / "other.txt"
+    other.write_text("--arm p3o --seed 0 --lr tuned\n")
+    assert gsm8k.main([*told, "--list", str(other)]) == 3  # nothing but what is passed over
+    outcomes = [{"curve": []}, {"curve": []}]
+    other.write_text("--arm p3o --seed 0 --lr 1e-6\n")
+    listed.write_text("--arm mu_grpo --seed 1 --lr 1e-6\n")
+    assert gsm8k.main([*told, f"--list={other}"]) == 0 and not outcomes
+    assert {one.stem for one in (tmp_path / "jobs").iterdir()} == {f"{one}-lr1e-06" for one in DONE}
 
 
 def test_each_process_with_vllm_has_a_port_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
