@@ -128,6 +128,18 @@ def test_a_seed_that_ran_beside_others_has_the_seconds_of_the_timed_ones() -> No
     assert [one["seed"] for one in figures.with_clocks(adaptive)] == [0]  # its stages differ from seed to seed
 
 
+def test_the_picture_has_seeds_that_ran_beside_others(tmp_path: Path) -> None:
+    curve = [(0, 0.2), (50, 0.4)]
+    seeds = [job("mu_grpo", 0, curve), {**job("mu_grpo", 1, [(0, 0.2), (150, 0.5)]), "timed": False}]
+    seeds += [job("auto", 0, curve), {**job("auto", 1, curve), "timed": False}]  # its clock depends on the seed
+    shared = {"stage_updates": 16, "mu": 4, "test": "test.jsonl"}
+    assert picture.draw(seeds, {"target_accuracy": None}, tmp_path / "one.svg", settings=shared)
+    drawn = (tmp_path / "one.svg").read_text()
+    assert "<!-- stalewise, µ-GRPO, µ = 16 (2 seeds) -->" in drawn
+    assert '<!-- stalewise, recipe "auto" (1 seed) -->' in drawn
+    assert not picture.draw(seeds[1:2], {"target_accuracy": None}, tmp_path / "two.svg", settings=shared)
+
+
 def test_the_target_is_that_of_all_judged_seeds() -> None:
     # Finals 0.4 (timed) and 0.5 (beside others): target 0.45, which ours reaches at 25 of 30 s; the reference's seeds
     # take 90 s (never, its end) and 75 s: median 82.5.
