@@ -129,8 +129,8 @@ def test_a_seed_that_ran_beside_others_has_the_seconds_of_the_timed_ones() -> No
 
 
 def test_the_picture_has_seeds_that_ran_beside_others(tmp_path: Path) -> None:
-    curve = [(0, 0.2), (50, 0.4)]
-    seeds = [job("mu_grpo", 0, curve), {**job("mu_grpo", 1, [(0, 0.2), (150, 0.5)]), "timed": False}]
+    curve = [(0.0, 0.2), (50.0, 0.4)]
+    seeds = [job("mu_grpo", 0, curve), {**job("mu_grpo", 1, [(0.0, 0.2), (150.0, 0.5)]), "timed": False}]
     seeds += [job("auto", 0, curve), {**job("auto", 1, curve), "timed": False}]  # its clock depends on the seed
     shared = {"stage_updates": 16, "mu": 4, "test": "test.jsonl"}
     assert picture.draw(seeds, {"target_accuracy": None}, tmp_path / "one.svg", settings=shared)
