@@ -99,7 +99,7 @@ class HostBuffers:
     def reserve(self, shapes: Mapping[tuple[str, str], tuple[torch.Size, torch.dtype]]) -> None:
         """Get memory for tensors, by file and name, and write to every page, so that the system maps it now.
 
-        By several threads: on a virtual machine, one maps 0.5 to 1 GB a second.
+        By several threads: on a virtual machine, one maps less than 1 GB a second.
         """
         missing = {key: shape for key, shape in shapes.items() if key not in self._buffers}
         new = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in missing.items()}
