@@ -136,7 +136,7 @@ class JobPool:
     def _start(self, number: int) -> subprocess.Popen[str]:
         log = self.out / "logs" / f"worker-{number}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "experiments.lab.worker", str(self.out)]
+        command = [sys.executable, "-m", "experiments.lab.worker", str(self.out), str(self.workers)]
         environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
         # Workers import this checkout whatever the working directory is.
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CHECKOUT), os.environ.get("PYTHONPATH")]))

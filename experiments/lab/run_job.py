@@ -23,7 +23,9 @@ from stalewise.orchestrator.collapse_guard import Collapsed
 from stalewise.orchestrator.evaluation import evaluate_checkpoint
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.orchestrator.setup import resolve_settings
+from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.factory import make_sampler
+from stalewise.rollout.mixed_policy import MixedPolicySampler
 from stalewise.store.atomic import RunLock, commit_directory, make_directory, temporary_name, write_json_atomic
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
 from stalewise.tasks import make_task
@@ -31,44 +33,50 @@ from stalewise.trainer.trainer import NonFiniteUpdate
 from stalewise.types import NullCallback
 
 OF_REAL_MODELS = "jsonl"  # the task of their runs
+SAMPLERS_SHARE = 0.25  # of a worker's part of the GPU: the rest is for learning
 
 
-def run_job(job: Mapping[str, Any], out: Path) -> dict[str, Any]:
-    """Run a job and write its result, also of a run that an update that is not finite, or the guard, ends."""
+def run_job(job: Mapping[str, Any], out: Path, workers: int = 1) -> dict[str, Any]:
+    """Run a job and write its result, also of a run that an update that is not finite, or the guard, ends.
+
+    `workers` processes run jobs at the same time: each takes its part of a GPU's memory.
+    """
     start, cpu = time.perf_counter(), time.process_time()
     foreign = None
     if str(job["config"]["sampler"]["foreign"]["path"]).startswith(POLICY):
         foreign = str(policy_path(out, job["needs"][0]))
     config = run_config(job["config"], name=job["key"], runs=out / "runs", foreign=foreign)
-    try:
-        record = _KINDS[job["kind"]](config, job["options"], out)
-    finally:
-        gc.collect()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+    record = _KINDS[job["kind"]](config, job["options"], out, workers)
     seconds = {"wall_seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
     result = {"kind": job["kind"], **record, **{name: round(value, 2) for name, value in seconds.items()}}
     write_json_atomic(kept_path(out, job["key"]), result)
     return result
 
 
-def _train(config: RunConfig, options: Mapping[str, Any], out: Path) -> dict[str, Any]:
+def free_memory() -> None:
+    """Give back what the last job held."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _train(config: RunConfig, options: Mapping[str, Any], out: Path, workers: int = 1) -> dict[str, Any]:
     """A run, resumed where it stands (a real model's begins again).
 
     `pass_samples`: then pass@k of its last policy with that many samples.
     """
     try:
-        _run(config, raw_logprobs=options.get("raw_logprobs", False))
+        _run(config, workers, raw_logprobs=options.get("raw_logprobs", False))
     except (NonFiniteUpdate, Collapsed) as error:
         return summarize_run(config.directory, ended=str(error))
     record = summarize_run(config.directory)
     if samples := options.get("pass_samples"):
         last = checkpoint_directory(config.directory, versions(config.directory)[-1])
-        record["pass_at"] = _pass_at(config, last, samples)
+        record["pass_at"] = _pass_at(config, last, samples, workers)
     return record
 
 
-def _run(config: RunConfig, *, raw_logprobs: bool) -> None:
+def _run(config: RunConfig, workers: int, *, raw_logprobs: bool) -> None:
     """Train. Pipelined schedules generate in this process, too, between updates: ages are the same, and a second
     process would take another core.
     """
@@ -81,12 +89,21 @@ def _run(config: RunConfig, *, raw_logprobs: bool) -> None:
             write_policies_alone(orchestrator)
         if raw_logprobs:
             orchestrator.sampler = RawLogprobs.like(orchestrator.sampler)
+        leave_room(orchestrator.sampler, workers)
         orchestrator.run()
 
 
-def _policy(config: RunConfig, options: Mapping[str, Any], out: Path) -> dict[str, Any]:
+def leave_room(sampler: object, workers: int) -> None:
+    """Let a sampler count with its part of a GPU that several processes share: it would take what is free."""
+    if isinstance(sampler, MixedPolicySampler):
+        sampler = sampler.own
+    if workers > 1 and isinstance(sampler, HFSampler) and torch.cuda.is_available():
+        sampler.most_bytes = SAMPLERS_SHARE * torch.cuda.mem_get_info()[1] / workers
+
+
+def _policy(config: RunConfig, options: Mapping[str, Any], out: Path, workers: int) -> dict[str, Any]:
     """A run whose last policy is kept for others."""
-    record, path = _train(config, options, out), policy_path(out, config.name)
+    record, path = _train(config, options, out, workers), policy_path(out, config.name)
     if not path.is_dir():
         last = checkpoint_directory(config.directory, versions(config.directory)[-1])
         read_state(last)  # compares checksums
@@ -97,14 +114,15 @@ def _policy(config: RunConfig, options: Mapping[str, Any], out: Path) -> dict[st
     return record
 
 
-def _evaluate(config: RunConfig, options: Mapping[str, Any], out: Path) -> dict[str, Any]:
+def _evaluate(config: RunConfig, options: Mapping[str, Any], out: Path, workers: int) -> dict[str, Any]:
     """pass@k of the policy that runs start from."""
     first = Path(resolve_model(config.model.path, config.task.name))
-    return {"pass_at": _pass_at(config, first, options["pass_samples"])}
+    return {"pass_at": _pass_at(config, first, options["pass_samples"], workers)}
 
 
-def _pass_at(config: RunConfig, checkpoint: Path, samples: int) -> dict[str, Any]:
+def _pass_at(config: RunConfig, checkpoint: Path, samples: int, workers: int) -> dict[str, Any]:
     task, sampler = make_task(config.task.name, seed=config.seed, **config.task.options), make_sampler(config)
+    leave_room(sampler, workers)
     try:
         result = evaluate_checkpoint(
             checkpoint,

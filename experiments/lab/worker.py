@@ -1,5 +1,7 @@
 """Worker process: runs one job after another, so imports and first calls are paid for once.
 
+    python -m experiments.lab.worker OUT WORKERS
+
 Reads jobs as lines of JSON on stdin and answers with lines of JSON. Exits when stdin ends, even in the middle of a job:
 the parent is gone then, and what was committed is kept. Imports no typer, rich or plotly.
 """
@@ -16,24 +18,25 @@ import traceback
 from pathlib import Path
 
 
-def main(out: Path) -> None:
-    """Run jobs until stdin ends."""
+def main(out: Path, workers: int) -> None:
+    """Run jobs until stdin ends; `workers` such processes share the machine."""
     # What libraries print goes to the log; answers to the pool have a descriptor of their own.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     jobs: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(jobs,), daemon=True).start()
-    from experiments.lab.run_job import run_job
+    from experiments.lab.run_job import free_memory, run_job
 
     gc.freeze()  # what was imported stays: the collection after each job need not walk it
     while True:
         job = json.loads(jobs.get())
         problem = ""
         try:
-            run_job(job, out)
+            run_job(job, out, workers)
         except Exception as error:  # any failure: the other jobs must go on; the log has the traceback
             traceback.print_exc()
             problem = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
+        free_memory()  # not before: while an error is handled, its frames hold the tensors
         answers.write(json.dumps({"key": job["key"], "problem": problem}) + "\n")
 
 
@@ -44,4 +47,4 @@ def _listen(jobs: queue.SimpleQueue[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))
