@@ -16,7 +16,14 @@ from stalewise.distributed import Ranks
 from stalewise.errors import StoreError, TaskError
 from stalewise.orchestrator import python_objects
 from stalewise.orchestrator.contamination import seen_in_training
-from stalewise.orchestrator.evaluation import Evaluation, EvaluationPlan, evaluate_suite, plan_evaluation, plan_suites
+from stalewise.orchestrator.evaluation import (
+    Evaluation,
+    EvaluationPlan,
+    check_suite,
+    evaluate_suite,
+    plan_evaluation,
+    plan_suites,
+)
 from stalewise.orchestrator.fork import fork
 from stalewise.orchestrator.model_check import check_model
 from stalewise.orchestrator.offline import OfflineRollouts, plan_sources
@@ -319,6 +326,8 @@ def evaluate_planned(plan: EvaluationPlan, callback: ProgressCallback) -> list[E
     longest = max(suite.max_new_tokens or config.sampler.max_new_tokens for suite in config.evaluation.suite)
     check_sampling_memory(config.model, config.sampler.engine, str(policy.checkpoint), longest)
     results: list[Evaluation] = []
+    for suite, (task, prompts, _) in zip(config.evaluation.suite, plan.suites, strict=True):
+        check_suite(config.sampler, suite, policy.checkpoint, task, prompts, "max_new_tokens" if plan.is_single else "")
     with contextlib.closing(make_sampler(config)) as sampler:
         for suite, (task, prompts, apart) in zip(config.evaluation.suite, plan.suites, strict=True):
             unknown: list[str] = []

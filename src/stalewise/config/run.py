@@ -11,7 +11,7 @@ import heapq
 import json
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -37,6 +37,7 @@ from stalewise.tasks.mixture import MixtureTask
 from stalewise.types import Prompt
 
 FORMAT = "stalewise.run/1"
+RESPONSE_LIMIT = "sampler.max_new_tokens"  # what limits responses, unless a suite does
 HERE = "{run}"  # stands for the run directory, wherever it is
 _FILES = ("path", "evaluation_path")  # of the model and of the task's options
 NAME = r"^\w[\w.\-]*$"
@@ -162,11 +163,27 @@ class RunConfig(Section):
         """
         count = self.schedule.updates * self.batch.reserved
         used = task.used_prompts(count, most) if isinstance(task, MixtureTask) else used_prompts(task, count, most)
-        return heapq.nlargest(most, [*used, *task.evaluation_prompts(self.evaluation.prompts)], key=_characters)
+        return longest_of([*used, *task.evaluation_prompts(self.evaluation.prompts)], most)
+
+    @property
+    def longest_response(self) -> tuple[str, int]:
+        """The largest limit of a response, in training or in a suite: its setting, and tokens."""
+        limits = [(limit_setting(one), one.max_new_tokens or 0) for one in self.evaluation.suite]
+        return max([(RESPONSE_LIMIT, self.sampler.max_new_tokens), *limits], key=lambda limit: limit[1])
 
     def identity(self) -> dict[str, Any]:
         """The settings that must stay the same when a run is resumed; see `identity_of`."""
         return identity_of(self.model_dump(mode="json"))
+
+
+def limit_setting(suite: sections.SuiteSection) -> str:
+    """The setting that limits the responses of a suite, as messages name it."""
+    return RESPONSE_LIMIT if suite.max_new_tokens is None else f"max_new_tokens of the suite {suite.label!r}"
+
+
+def longest_of(prompts: Sequence[Prompt], most: int = 256) -> list[Prompt]:
+    """The prompts with the most characters."""
+    return heapq.nlargest(most, prompts, key=_characters)
 
 
 def _characters(prompt: Prompt) -> int:

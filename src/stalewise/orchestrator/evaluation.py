@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from stalewise.config import RunConfig, TaskSection, make_config
+from stalewise.config.run import limit_setting, longest_of
 from stalewise.config.run_directory import read_config
-from stalewise.config.sections import SuiteSection
+from stalewise.config.sections import SamplerSection, SuiteSection
 from stalewise.errors import ConfigError, StoreError, TaskError, nearest
 from stalewise.models import embedded_policies, embedded_policy, resolve_model
 from stalewise.orchestrator.contamination import seen_in_training
@@ -300,6 +301,22 @@ def evaluate_suite(
         sampler.max_new_tokens = limit
 
 
+def check_suite(
+    section: SamplerSection, suite: SuiteSection, policy: Path, task: Task, prompts: int, setting: str = ""
+) -> None:
+    """Refuse a suite without prompts, or with responses beyond the context of a policy, before that is loaded.
+
+    `setting` is what its limit was set by, where that is not the suite's own.
+    """
+    from stalewise.rollout.factory import check_context
+
+    held_out = task.evaluation_prompts(prompts)
+    if not held_out:
+        raise ConfigError(f"the suite {suite.label!r} has no prompts: nothing to evaluate on")
+    of_suite = section.model_copy(update={"max_new_tokens": suite.max_new_tokens or section.max_new_tokens})
+    check_context(of_suite, policy, task, longest_of(held_out), setting or limit_setting(suite))
+
+
 class Suites:
     """The suites of a run: when each is due, and its task, which is made when it is first needed."""
 
@@ -324,6 +341,11 @@ class Suites:
     def periods(self) -> list[int]:
         """After how many updates suites are evaluated."""
         return [suite.every for suite in self.config.evaluation.suite if suite.every]
+
+    def check(self, policy: Path) -> None:
+        """Refuse suites that the policy cannot be evaluated on, before it is loaded."""
+        for suite in self.config.evaluation.suite:
+            check_suite(self.config.sampler, suite, policy, self._task(suite), self._count(suite))
 
     def responses(self, suite: SuiteSection) -> int:
         """How many responses an evaluation samples, before prompts are left out."""

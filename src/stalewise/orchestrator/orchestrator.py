@@ -151,11 +151,11 @@ class Orchestrator:
         if versions(self.directory)[-1:] == [self.schedule.updates]:
             return
         check_engine_devices(self.config.sampler, self.config.model, self.config.schedule)
-        policy = self.newest_policy()
-        check_vllm_room(self.config, policy, self.ranks.world)
+        check_vllm_room(self.config, policy := self.newest_policy(), self.ranks.world)
         check_reference(self.config.objective, self.config.model, self.config.task.name, policy)
         if self.source.is_own:
             check_policy(self.config.sampler, Path(policy), self.task, self.config.longest_prompts(self.task))
+        self.suites.check(Path(policy))
         self.offloads = self.ranks.world == 1 and offloads(self.config, policy)
         if warning := check_memory(self.config, policy, self.ranks.world, self.ranks.local_world):
             self.callback.log(warning)

@@ -21,6 +21,7 @@ from stalewise.config.sections import ObjectiveSection
 from stalewise.errors import ConfigError, StalewiseError
 from stalewise.models import import_packages, pick_device, pick_precision, resolve_model
 from stalewise.orchestrator.checkpoint_writer import fits_beside
+from stalewise.orchestrator.evaluation import Suites
 from stalewise.reporting.trackers import check_installed
 from stalewise.rollout.sampler import Request, Sampler
 from stalewise.store.checkpoints import checkpoint_directory, versions
@@ -116,6 +117,8 @@ class _Preflight:
         if task is None or (sampler := self.sampler) is None:
             return
         yield self._run("prompts", lambda: self._prompts(task, sampler))
+        if self.config.evaluation.suite:
+            yield self._run("suites", self._suites)
         yield self._run("first prompt", lambda: _first_prompt(task, sampler))
         if self.config.objective.kl:
             yield self._run("reference", self._reference)
@@ -277,6 +280,12 @@ class _Preflight:
         sampler.check_lengths(encoded)
         longest, new = max(map(len, encoded)), self.config.sampler.max_new_tokens
         return "ok", f"the longest has {longest} tokens, and {new} new ones fit after it"
+
+    def _suites(self) -> tuple[Status, str]:
+        with contextlib.closing(Suites(self.config, lambda text: None)) as suites:
+            suites.check(Path(self.source))  # as `train` does
+            made = [f"{one.label}: {suites.responses(one):,} responses" for one in self.config.evaluation.suite]
+        return "ok", ", ".join(made)
 
     def _foreign(self, task: Task) -> tuple[Status, str]:
         from stalewise.rollout.factory import check_second_policy

@@ -264,7 +264,7 @@ def estimate(
         learning=_learning(config, length, shape, device, autocast, weight),
         sampling=sampling,
         at_once=at_once,
-        one_response=length * token_bytes if embedded else 0,
+        one_response=(longest_prompt + config.longest_response[1]) * token_bytes if embedded else 0,
         may_wait=sum(certain.values()) - certain[SAMPLERS_WEIGHTS] if can_leave else 0,
         process=process,
     )
@@ -519,8 +519,8 @@ def check_memory(config: RunConfig, source: str, world: int = 1, local_world: in
     needed, free = estimate(config, source, shards=shards, alone=world == 1), free_bytes(device)
     free //= 1 if device.type == "cuda" else local_world  # ranks on one machine share its memory
     if needed is not None:
-        _check_generator(config.sampler.max_new_tokens, source, needed, generator_elsewhere(config.schedule, device))
-    if needed is None or needed.total <= free:
+        _check_generator(config.longest_response, source, needed, generator_elsewhere(config.schedule, device))
+    if needed is None or max(needed.total, needed.for_one_response) <= free:  # the longest may be one of a suite
         return ""
     figures = f"{needed} on {device}, where {free / GIB:.2f} GiB are free: "
     advice = ways_out(config, source, needed, free, world, local_world)
@@ -529,20 +529,22 @@ def check_memory(config: RunConfig, source: str, world: int = 1, local_world: in
         also = " to train; generating alone would fit" if 0 < alone <= free else ""
         raise ModelError(f"{source} is too large{also}: {figures}{advice}")
     if needed.for_one_response > free:
-        new_tokens, room = config.sampler.max_new_tokens, needed.one_response - (needed.for_one_response - free)
+        (setting, new_tokens), room = config.longest_response, needed.one_response - (needed.for_one_response - free)
         fitting = int(room / needed.one_response * (UNKNOWN_PROMPT + new_tokens)) - UNKNOWN_PROMPT
         others = _fitting(config, source, world, local_world, lambda c: max(c.least, c.for_one_response) <= free)
         ways = ["lower it"] * (fitting > 0) + [f"set {way}" for way in others]
         raise ModelError(
-            f"{source} fits for learning and not for generating: one response of sampler.max_new_tokens = {new_tokens} "
+            f"{source} fits for learning and not for generating: one response of {setting} = {new_tokens} "
             f"takes {needed.one_response / GIB:.2f} GiB of keys and values, and {room / GIB:.2f} are there for them ("
-            + (f"at most sampler.max_new_tokens = {fitting} would fit" if fitting > 0 else "no token would fit")
+            + (f"at most {setting} = {fitting} would fit" if fitting > 0 else "no token would fit")
             + f"): {figures}{', or '.join([*ways, 'choose a smaller model or a larger device'])}"
         )
     return f"memory may run out: {figures}{advice}"
 
 
-def _check_generator(new_tokens: int, source: str, needed: MemoryEstimate, elsewhere: torch.device | None) -> None:
+def _check_generator(
+    limit: tuple[str, int], source: str, needed: MemoryEstimate, elsewhere: torch.device | None
+) -> None:
     """Refuse a pipelined run whose generator has its own device, where weights and one response do not fit."""
     weights, response = needed.samplers_weights, needed.one_response
     # All of its memory: to ask for what is free there would take some.
@@ -550,7 +552,7 @@ def _check_generator(new_tokens: int, source: str, needed: MemoryEstimate, elsew
         return
     raise ModelError(
         f"{source} does not fit for generating on schedule.generator_device = {elsewhere}: its weights take "
-        f"{weights / GIB:.2f} GiB, one response of sampler.max_new_tokens = {new_tokens} "
+        f"{weights / GIB:.2f} GiB, one response of {' = '.join(map(str, limit))} "
         f"{response / GIB:.2f} GiB of keys and values, and the device has {memory / GIB:.2f} GiB: choose another "
         "device or a smaller model" + (", or lower max_new_tokens" if weights < memory else "")
     )

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from stalewise.config import RunConfig
+from stalewise.config.run import RESPONSE_LIMIT
 from stalewise.config.sections import (
     LEAST_VLLM_TEMPERATURE,
     ForeignSection,
@@ -167,8 +168,10 @@ def check_policy(section: SamplerSection, own: Path, task: Task, prompts: list[P
     check_second_policy(section.foreign, own, task)
 
 
-def check_context(section: SamplerSection, own: Path, task: Task, prompts: list[Prompt]) -> None:
-    """Refuse prompts and responses beyond the context of the policy at `own`."""
+def check_context(
+    section: SamplerSection, own: Path, task: Task, prompts: list[Prompt], setting: str = RESPONSE_LIMIT
+) -> None:
+    """Refuse prompts and responses beyond the context of the policy at `own`; `setting` limits the responses."""
     of_engine = section.vllm.max_model_len if section.engine == "vllm" else None
     limits = [limit for limit in (context_length(load_model_config(str(own))), of_engine) if limit is not None]
     # What episodes begin with is known to their environment alone, which is not asked without need.
@@ -176,7 +179,9 @@ def check_context(section: SamplerSection, own: Path, task: Task, prompts: list[
         shown, encoded = shown_prompts(task, prompts, load_tokenizer(str(own)))
         more = RAISE_LIMIT if of_engine == min(limits) else ""
         names = [prompt.prompt_id for prompt in shown]
-        check_lengths(encoded, limit=min(limits), max_new_tokens=section.max_new_tokens, more=more, names=names)
+        check_lengths(
+            encoded, limit=min(limits), max_new_tokens=section.max_new_tokens, setting=setting, more=more, names=names
+        )
 
 
 def check_second_policy(section: ForeignSection, own: Path, task: Task) -> None:

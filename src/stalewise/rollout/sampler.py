@@ -153,12 +153,14 @@ def check_lengths(
     *,
     limit: int | None,
     max_new_tokens: int,
+    setting: str = "sampler.max_new_tokens",
     more: str = "",
     names: Sequence[str] = (),
 ) -> None:
     """Refuse prompts that leave no room for a response within `limit` tokens.
 
-    `more` is said at the end, and where some of the prompts would fit, how many do not: `names` are theirs.
+    `setting` is what `max_new_tokens` was set by. `more` is said at the end, and where some of the prompts would fit,
+    how many do not: `names` are theirs.
     """
     longest = max(map(len, prompt_ids))
     if limit is not None and longest + max_new_tokens > limit:
@@ -166,7 +168,7 @@ def check_lengths(
         if 0 < len(over) < len(names):
             more += f"; {len(over)} prompt(s) are too long, such as {over[0]!r}: `exclude_ids` leaves rows out"
         raise ModelError(
-            f"the longest prompt has {longest} tokens; with sampler.max_new_tokens = {max_new_tokens} that is over the "
+            f"the longest prompt has {longest} tokens; with {setting} = {max_new_tokens} that is over the "
             f"model's context of {limit}: shorten prompts or lower max_new_tokens"
             + (f" to at most {limit - longest}" if limit > longest else "")
             + more

@@ -331,6 +331,32 @@ def test_more_new_tokens_than_the_context_has(new_tokens: int, tmp_path: Path) -
     assert doctor.exit_code == 1 and "to at most 122" in doctor.stdout
 
 
+def test_suites_that_no_response_fits_after_or_that_are_empty(tmp_path: Path) -> None:
+    long = {"name": "long", "task": "arithmetic", "max_new_tokens": 4096}
+    config = config_file(tmp_path, evaluation={"prompts": 4, "suite": [long]})
+    expected = (
+        "the longest prompt has 6 tokens; with max_new_tokens of the suite 'long' = 4096 that is over the model's "
+        "context of 128: shorten prompts or lower max_new_tokens to at most 122"
+    )
+    assert refused("train", config) == expected
+    assert not list(tmp_path.rglob("checkpoints"))  # before anything was loaded or written
+    doctor = call("doctor", config)
+    assert doctor.exit_code == 1 and f"bad     suites          {expected}" in doctor.stdout
+    fits = config_file(tmp_path, evaluation={"prompts": 4, "suite": [long | {"max_new_tokens": 122}]})
+    assert "ok      suites          long: 16 responses" in call("doctor", fits).stdout
+    (tmp_path / "none.jsonl").write_text("")
+    missing = config_file(tmp_path, evaluation={"prompts": 4, "suite": [{"file": str(tmp_path / "none.jsonl")}]})
+    assert "is empty: write one JSON object per line" in refused("train", missing)
+    assert not list(tmp_path.rglob("checkpoints"))
+
+
+def test_an_evaluation_with_more_new_tokens_than_the_context_has() -> None:
+    assert refused("eval", "arithmetic", "--max-new-tokens", "512") == (
+        "the longest prompt has 6 tokens; with max_new_tokens = 512 that is over the model's context of 128: shorten "
+        "prompts or lower max_new_tokens to at most 122"
+    )
+
+
 def test_responses_that_are_all_truncated(tmp_path: Path) -> None:
     config = config_file(tmp_path, sampler={"max_new_tokens": 1})
     for _ in range(2):  # the rollouts are there at the second time, and still teach nothing

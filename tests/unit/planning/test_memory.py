@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from policies import SIZE
 from stalewise.config import RunConfig, make_config
+from stalewise.config.sections import SuiteSection
 from stalewise.errors import ModelError
 from stalewise.models.attention import PACKED, packed_arguments
 from stalewise.models.loading import EMBEDDED, load_model, pick_device
@@ -502,6 +503,10 @@ def test_a_run_that_fits_only_in_turns(shape: ModelShape, monkeypatch: pytest.Mo
     assert said.startswith("memory may run out: ") and "(sampler's weights 0.00, keys and values 0.04; while" in said
     with pytest.raises(ModelError, match=r"not for generating: .*\(at most sampler.max_new_tokens = 12372 would fit"):
         check_memory(settings("auto", 12_400), "x")
+    suite = SuiteSection(name="long", max_new_tokens=12_400)
+    of_suite = {"evaluation": settings("auto").evaluation.model_copy(update={"suite": [suite]})}
+    with pytest.raises(ModelError, match=r"\(at most max_new_tokens of the suite 'long' = 12372 would fit"):
+        check_memory(settings("auto").model_copy(update=of_suite), "x")
 
 
 def test_several_ranks_are_not_told_to_wait_in_host_memory(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
