@@ -16,6 +16,8 @@ from .ours import base_checkpoint
 from .settings import Settings, our_config
 
 MOST_PROMPTS = 256
+# Of an evaluation. What each prompt scored would be nine tenths of the file.
+KEPT = ("version", "accuracy", "prompts", "samples", "response_length", "truncated_fraction", "verifier_errors", "seconds")
 
 
 class AllQuestions:
@@ -58,7 +60,7 @@ def evaluate(settings: Settings, work: Path, directory: str, updates: Sequence[i
                 rows_at_once=8192,
             )
             curves[name].append(result.accuracy.value)
-            records.append({"set": name, **result.record()})
+            records.append({"set": name, **{key: value for key, value in result.record().items() if key in KEPT}})
     sampler.close()
     at_equal_updates = curves["held_out"][list(updates).index(settings.updates)]
     return {"curves": curves, "evaluations": records, "final_accuracy": at_equal_updates}
