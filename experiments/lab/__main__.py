@@ -17,7 +17,7 @@ from experiments.lab.definition import SETTINGS, Experiment, load_experiments
 from experiments.lab.pages import describe_runs, found, import_results, render, results_table, write_files
 from experiments.lab.plan import describe_plan
 from experiments.lab.results import read_results, results_name
-from experiments.lab.runner import LabResult, default_experiments, kept_results, run_experiments
+from experiments.lab.runner import LabResult, default_experiments, kept_results, run_experiments, take_kept
 from experiments.lab.verdicts import rules
 
 from stalewise.errors import ConfigError, StalewiseError
@@ -44,6 +44,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     option("--render-only", action="store_true", help="run nothing; render from kept results")
     option("--no-render", action="store_true", help="write results to --out only; leave experiments/ and docs/ alone")
     option("--from", dest="source", type=Path, help="with --render-only: first import results from this directory")
+    option("--kept", type=Path, help="directory with results of jobs that are done, which are not run again")
     option("--replace", action="store_true", help="let results of fewer jobs replace the kept ones")
     option("--keep-runs", action="store_true", help="keep the weights and rollouts of every run")
     option("--experiments", type=Path, help="directory of the experiments' definitions")
@@ -51,6 +52,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(words)
     if arguments.source is not None and not arguments.render_only:
         raise ConfigError("--from needs --render-only: it imports results made elsewhere")
+    if arguments.kept is not None and not arguments.kept.is_dir():
+        raise ConfigError(f"--kept {arguments.kept}: there is no such directory")
     if arguments.render_only and arguments.no_render:
         raise ConfigError("--render-only and --no-render exclude each other: give one of them")
     if arguments.smoke and not (arguments.no_render or arguments.plan):
@@ -81,6 +84,8 @@ def _main(arguments: argparse.Namespace) -> int:
         print("\n".join(describe_plan(chosen, arguments.setting, kept_results(arguments.out))))
         return 0
     result: LabResult | None = None
+    if arguments.kept is not None:
+        take_kept(arguments.kept, arguments.out)
     if arguments.names and not arguments.render_only:
         result = run_experiments(
             chosen,

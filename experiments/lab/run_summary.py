@@ -32,6 +32,7 @@ def summarize_run(directory: Path, ended: str = "") -> dict[str, Any]:
         "rollbacks": len(run.rollbacks),
         "early_norm_per_lr": early_norm_per_rate(run.column("learning_rate"), run.column("drift")),
         "series": {key: series(run, key) for key in METRICS if len(run.finite(key))},
+        "seconds": {name: round(seconds, 1) for name, seconds in run.seconds.items()},
         "environment": {key: run.environment.get(key) for key in ("device", "machine", "torch", "python", "threads")},
     }
 

@@ -53,6 +53,13 @@ def kept_results(out: Path) -> Kept:
     return kept
 
 
+def take_kept(source: Path, out: Path) -> None:
+    """Take over the results of jobs that were done elsewhere."""
+    for path in source.glob("*.json"):
+        if not kept_path(out, path.stem).is_file():
+            write_json_atomic(kept_path(out, path.stem), read_json(path))
+
+
 def run_experiments(
     experiments: Sequence[Experiment],
     setting: str,

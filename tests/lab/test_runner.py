@@ -11,13 +11,14 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from experiments.lab import run_job
+from experiments.lab import run_job, worker
 from experiments.lab.__main__ import UNFINISHED, main
 from experiments.lab.definition import Job, load_experiments
 from experiments.lab.downsample import downsampled
@@ -30,11 +31,13 @@ from experiments.lab.run_summary import early_norm_per_rate
 from experiments.lab.runner import record_machine
 
 from stalewise.config import RunConfig, make_config
-from stalewise.errors import ConfigError
+from stalewise.errors import ConfigError, ModelError
 from stalewise.models.loading import EMBEDDED
 from stalewise.models.plain_forward import plain_logits
 from stalewise.rollout.engines.embedded import HFSampler
+from stalewise.rollout.mixed_policy import MixedPolicySampler
 from stalewise.rollout.sampler import Request
+from stalewise.store.json_lines import read_jsonl
 from stalewise.trainer.trainer import Trainer
 from stalewise.types import SamplerSettings
 from tiny import tiny_record
@@ -103,6 +106,54 @@ def test_no_job_is_begun_in_the_seconds_that_are_kept_for_others_to_end(
     assert main(["tiny", "--deadline-s", "30", "--least-s", "40", *places]) == UNFINISHED
     found = json.loads(capsys.readouterr().out)
     assert found["jobs"] > 0 == found["done"]
+
+
+def test_jobs_that_were_done_elsewhere_are_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    define(tmp_path, RUNNABLE)
+    places = ("--experiments", str(tmp_path / "experiments"), "--no-render", "--json", "--deadline-s", "0")
+    (experiment,) = load_experiments(tmp_path / "experiments")
+    job = next(job for job in next_jobs([experiment], "lab", lambda key: None) if job.kind == "train")
+    kept = kept_path(tmp_path / "elsewhere", job.key)
+    kept.parent.mkdir(parents=True)
+    kept.write_text(json.dumps({"ended": "", "evaluations": {"version": [0], "accuracy": [0.5]}, "cpu_seconds": 1.0}))
+    out = tmp_path / "out"
+    assert main(["tiny", "--kept", str(kept.parent), "--out", str(out), *places]) == UNFINISHED
+    assert json.loads(capsys.readouterr().out)["done"] == 1 and kept_path(out, job.key).is_file()
+    assert "there is no such directory" in refused("tiny", "--kept", tmp_path / "none", "--out", out, *places)
+
+
+def test_a_worker_whose_job_failed_frees_its_memory_when_the_error_is_handled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[weakref.ref[Any]] = []
+
+    def fails(job: object, out: Path, workers: int) -> None:
+        tensor = torch.zeros(8)
+        held.append(weakref.ref(tensor))
+        raise ModelError("out of memory")
+
+    def freed() -> None:
+        assert held[-1]() is None  # no frame holds it any more
+        raise KeyboardInterrupt  # ends the loop
+
+    monkeypatch.setattr(run_job, "run_job", fails)
+    monkeypatch.setattr(run_job, "free_memory", freed)
+    monkeypatch.setattr(worker.os, "fdopen", lambda *_, **__: io.StringIO())
+    monkeypatch.setattr(worker.os, "dup", lambda number: number)
+    monkeypatch.setattr(worker.os, "dup2", lambda *_: None)
+    monkeypatch.setattr(worker, "_listen", lambda jobs: jobs.put('{"key": "a"}'))
+    with pytest.raises(KeyboardInterrupt):
+        worker.main(tmp_path, 2)
+
+
+def test_samplers_that_share_a_gpu_count_with_their_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10 << 30, 120 << 30))
+    sampler = HFSampler(SamplerSettings(), max_new_tokens=8, device=torch.device("cpu"), dtype=torch.float32)
+    run_job.leave_room(sampler, 1)
+    assert np.isinf(sampler.most_bytes)
+    run_job.leave_room(MixedPolicySampler(sampler, sampler), 4)
+    assert sampler.most_bytes == 0.25 * (120 << 30) / 4
 
 
 def refused(*words: object) -> str:
@@ -368,7 +419,8 @@ def test_runs_of_real_models_write_policies_alone_and_begin_again(
     ]
     for number, schedule in enumerate(schedules):
         records = [
-            tiny_record(tmp_path / f"{number}-{kind}", checkpoints={"every": 2, "keep": 9}) | {"schedule": schedule}
+            tiny_record(tmp_path / f"{number}-{kind}", checkpoints={"every": 2, "keep": 9}, model={"check": "refuse"})
+            | {"schedule": schedule}
             for kind in ("all", "policies")
         ]
         everything, policies = map(make_config, records)
@@ -377,7 +429,9 @@ def test_runs_of_real_models_write_policies_alone_and_begin_again(
             there.setattr(run_job, "OF_REAL_MODELS", policies.task.name)
             cut_off_at(4, policies, tmp_path)
             found = run_job._train(policies, {}, tmp_path)  # what was left is removed
-            assert {**found, "wall": 0} == {**expected, "wall": 0}
+            assert {**found, "seconds": 0} == {**expected, "seconds": 0}
+            checks = [one for one in read_jsonl(policies.directory / "journal.jsonl") if one.get("reason") == "check"]
+            assert "model.check is off" in checks[-1]["found"]  # the model was compared when this process first ran it
         directories = everything.directory, policies.directory
         files = [[path.name for path in each.glob("checkpoints/*/*.safetensors")] for each in directories]
         assert set(files[1]) == {"model.safetensors"} < set(files[0])
