@@ -11,12 +11,19 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 GRACE_S = 5.0  # between the request to end and the kill
 LAST_WORDS = 15  # lines of a process that failed
+
+
+def when() -> dict[str, Any]:
+    """The time, and how busy the machine is, to be asked before something is measured."""
+    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), "load": round(os.getloadavg()[0], 1)}
 
 
 def start(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:

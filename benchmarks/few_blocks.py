@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is no part of the package
 
+from benchmarks.child_processes import when
 from benchmarks.versus_vllm import SHAPES, Part, lengths, limited_sampler, make_model
 
 from stalewise.rollout.engines.slot_decode import SlotDecoder
@@ -40,7 +41,7 @@ def measure(size: str, tokens: int, requests: int, bytes_at_most: float, model: 
         return made(self, queue, slots)
 
     sample(part, [row % 48 + 1 for row in range(requests)], 1)  # warm-up, with steps of all numbers of rows
-    found: dict[str, Any] = {"size": size, "tokens": tokens, "requests": requests, "longest": max(limits)}
+    found: dict[str, Any] = {**when(), "size": size, "tokens": tokens, "requests": requests, "longest": max(limits)}
     responses: list[list[Any]] = []
     SlotDecoder._put_back = counted
     try:

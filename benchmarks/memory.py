@@ -35,7 +35,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is no part of the package
 
-from benchmarks.child_processes import ending, finish, start
+from benchmarks.child_processes import ending, finish, start, when
 from benchmarks.switches import Coin, summary, write_model
 
 from stalewise.api import run
@@ -225,7 +225,7 @@ def in_a_process(part: str, work: Path) -> dict[str, Any]:
     if not (work / size).is_dir():  # in another process: it is made in float32, which may be more than the run takes
         subprocess.run([*own, "--write", size], check=True)
     place.unlink(missing_ok=True)
-    before, began = used_bytes(), time.monotonic()
+    about, before, began = when(), used_bytes(), time.monotonic()
     command = [*own, "--one", part, "--out", str(place)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(work), os.environ.get("PYTHONPATH", "")])}
     process = start(command, work / "log", environment)
@@ -238,7 +238,7 @@ def in_a_process(part: str, work: Path) -> dict[str, Any]:
         peak.join()
     if code or not place.exists():
         return {"error": ending(code or 0, work / "log")}
-    found = {**read_json(place), "peak_bytes": peak.most, "seconds": time.monotonic() - began}
+    found = {**about, **read_json(place), "peak_bytes": peak.most, "seconds": time.monotonic() - began}
     foreseen = found["estimate_bytes"]
     return found | {"estimate_ratio": foreseen / peak.most if foreseen and peak.most else None}
 

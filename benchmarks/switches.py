@@ -43,7 +43,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is no part of the package
 
-from benchmarks.child_processes import ending, finish, start
+from benchmarks.child_processes import ending, finish, start, when
 
 from stalewise.api import run
 from stalewise.config import make_config
@@ -371,7 +371,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> tuple[dict[str, Any], 
             if mu > arguments.updates or time.monotonic() - began > arguments.deadline_s:
                 continue
             more = {"tokens": arguments.tokens, "engine": arguments.engine, "sleep": arguments.sleep}
-            found = in_a_process("run", {**options, **more}, work)
+            found = {**when(), **in_a_process("run", {**options, **more}, work)}
             name = size if arguments.engine == "hf" else f"{size}-vllm" + ("-drop" if arguments.sleep == "drop" else "")
             name = f"{name}/{arguments.prompts * GROUP}/{mu}"
             result["runs"][name] = found

@@ -36,7 +36,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks/ is no part of the package
 
-from benchmarks.child_processes import ending, finish, start
+from benchmarks.child_processes import ending, finish, start, when
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "versus_vllm-h200.json"
@@ -460,18 +460,19 @@ def main(arguments: argparse.Namespace) -> int:
         model, start = arguments.work / size, time.monotonic()
         options = json.loads(arguments.vllm_options)
         found = {} if model.exists() else run_job({**job, "side": "model"}, model, "", {})
+        about: dict[str, Any] = when()
         found = found or run_job(job, model, arguments.vllm, options)
-        seconds = time.monotonic() - start
+        about["process_seconds"] = time.monotonic() - start  # of all its parts
         for name in job["parts"]:
             part = record["parts"].setdefault(name, {})
-            of_it = (found if "error" in found else found[name]) | {"process_seconds": seconds}  # of all its parts
+            of_it = (found if "error" in found else found[name]) | about
             if job["side"] == "ours":
                 part["ours"] = of_it
             else:
                 part.setdefault("vllm", {})[str(job["seqs"])] = of_it
         write(out, record)
         rates = {name: [round(_rate(found[name], kind)) for kind in KINDS] for name in found if name != "error"}
-        print(f"{_named(job)}: {found.get('error', rates)} ({seconds:.0f} s)", flush=True)
+        print(f"{_named(job)}: {found.get('error', rates)} ({about['process_seconds']:.0f} s)", flush=True)
     print(table(record) if record["parts"] else "nothing was measured")
     return 1 if record.get("missed") else 0
 

@@ -17,7 +17,16 @@ from .settings import Settings, our_config
 
 MOST_PROMPTS = 256
 # Of an evaluation. What each prompt scored would be nine tenths of the file.
-KEPT = ("version", "accuracy", "prompts", "samples", "response_length", "truncated_fraction", "verifier_errors", "seconds")
+KEPT = (
+    "version",
+    "accuracy",
+    "prompts",
+    "samples",
+    "response_length",
+    "truncated_fraction",
+    "verifier_errors",
+    "seconds",
+)
 
 
 class AllQuestions:
