@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiments.lab.definition import POLICY, run_config
+from experiments.lab.definition import POLICY, digest, run_config
 from experiments.lab.job_pool import kept_path, policy_path
 from experiments.lab.policy_checkpoints import begin_again, write_policies_alone
 from experiments.lab.raw_logprobs import RawLogprobs
@@ -26,7 +26,14 @@ from stalewise.orchestrator.setup import resolve_settings
 from stalewise.rollout.engines.embedded import HFSampler
 from stalewise.rollout.factory import make_sampler
 from stalewise.rollout.mixed_policy import MixedPolicySampler
-from stalewise.store.atomic import RunLock, commit_directory, make_directory, temporary_name, write_json_atomic
+from stalewise.store.atomic import (
+    RunLock,
+    commit_directory,
+    make_directory,
+    read_json,
+    temporary_name,
+    write_json_atomic,
+)
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
 from stalewise.tasks import make_task
 from stalewise.trainer.trainer import NonFiniteUpdate
@@ -67,7 +74,7 @@ def _train(config: RunConfig, options: Mapping[str, Any], out: Path, workers: in
     `pass_samples`: then pass@k of its last policy with that many samples.
     """
     try:
-        _run(config, workers, raw_logprobs=options.get("raw_logprobs", False))
+        _run(config, out, workers, raw_logprobs=options.get("raw_logprobs", False))
     except (NonFiniteUpdate, Collapsed) as error:
         return summarize_run(config.directory, ended=str(error))
     record = summarize_run(config.directory)
@@ -77,12 +84,12 @@ def _train(config: RunConfig, options: Mapping[str, Any], out: Path, workers: in
     return record
 
 
-def _run(config: RunConfig, workers: int, *, raw_logprobs: bool) -> None:
+def _run(config: RunConfig, out: Path, workers: int, *, raw_logprobs: bool) -> None:
     """Train. Pipelined schedules generate in this process, too, between updates: ages are the same, and a second
     process would take another core.
     """
     resolved, alone = resolve_settings(config, NullCallback().log), config.task.name == OF_REAL_MODELS
-    policy = resolved.model.path, resolved.sampler.weights
+    policy, first = (resolved.model.path, resolved.sampler.weights), first_path(resolved, out)
     if alone:
         begin_again(resolved)
         if policy in CHECKED:  # each check takes 6 s of 0.5B
@@ -91,11 +98,23 @@ def _run(config: RunConfig, workers: int, *, raw_logprobs: bool) -> None:
         orchestrator = Orchestrator(resolved, NullCallback())
         if alone:
             write_policies_alone(orchestrator)
+            if first.is_file():  # all runs begin with the same evaluation
+                orchestrator.run_log.log_evaluation(read_json(first))
         if raw_logprobs:
             orchestrator.sampler = RawLogprobs.like(orchestrator.sampler)
         leave_room(orchestrator.sampler, workers)
         orchestrator.run()
     CHECKED.add(policy)
+    if alone and not first.is_file():
+        write_json_atomic(first, next(one for one in orchestrator.run_log.evaluations if one["version"] == 0))
+
+
+def first_path(config: RunConfig, out: Path) -> Path:
+    """The evaluation of the policy that runs start from: what it depends on is the same for most of them."""
+    asked: dict[str, Any] = config.evaluation.model_dump(mode="json", include={"prompts", "samples"})
+    asked |= {"task": config.task.model_dump(mode="json"), "model": config.model.path}
+    asked |= {"max_new_tokens": config.sampler.max_new_tokens}
+    return out / "first" / f"{digest(asked)}.json"
 
 
 def leave_room(sampler: object, workers: int) -> None:

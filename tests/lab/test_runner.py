@@ -430,7 +430,12 @@ def test_runs_of_real_models_write_policies_alone_and_begin_again(
             cut_off_at(4, policies, tmp_path)
             found = run_job._train(policies, {}, tmp_path)  # what was left is removed
             assert {**found, "seconds": 0} == {**expected, "seconds": 0}
-            checks = [one for one in read_jsonl(policies.directory / "journal.jsonl") if one.get("reason") == "check"]
+            (first,) = (tmp_path / "first").glob("*.json")
+            assert json.loads(first.read_text())["version"] == 0
+            journal = read_jsonl(policies.directory / "journal.jsonl")
+            evaluated = [one["version"] for one in journal if one["event"] == "evaluate"]
+            assert evaluated == ([0, 6] if number == 0 else [6])  # the second run takes the first evaluation over
+            checks = [one for one in journal if one.get("reason") == "check"]
             assert "model.check is off" in checks[-1]["found"]  # the model was compared when this process first ran it
         directories = everything.directory, policies.directory
         files = [[path.name for path in each.glob("checkpoints/*/*.safetensors")] for each in directories]
