@@ -23,6 +23,7 @@ from stalewise.errors import ConfigError, nearest
 
 SETTINGS = ("lab", "real")
 FILE, BASES = "experiment.toml", "bases.toml"
+HALF = 0.5  # of its best evaluation: a run that ends below has collapsed
 # What cuts a run down to a few seconds, to try the whole path from definitions to pages. 48 updates suit every lag.
 SMOKE: dict[str, Any] = {
     "schedule": {"updates": 48},
@@ -67,6 +68,7 @@ class SettingTable(Section):
     rates: list[float] = Field(default_factory=list, description="Learning rates that every tuned arm is tried at.")
     seeds: tuple[int, int] = Field(strict=False, description="Fewest and most judged seeds of each arm.")
     verdict: str = Field(default="", description="Rule of this setting, if it is not that of the experiment.")
+    hot: float = Field(default=HALF, gt=0, le=HALF, description="Of the best, below which runs at a hot rate end.")
     margin: float = Field(default=0.03, gt=0, description="Difference that the number of seeds must find.")
     set: dict[str, Any] = Field(default_factory=dict, description="Settings of every run; override the base.")
     arms: list[ArmTable] = Field(min_length=1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from experiments.lab.definition import Arm, Experiment, Job
+from experiments.lab.definition import HALF, Arm, Experiment, Job
 from experiments.lab.statistics import seeds_needed
 
 TUNING_SEEDS = (101, 102)
@@ -33,9 +33,9 @@ def score(run: Mapping[str, Any]) -> float:
     return 0.0 if run["ended"] else float(np.mean(run["evaluations"]["accuracy"][-LAST:]))
 
 
-def is_collapsed(run: Mapping[str, Any]) -> bool:
-    """Whether the run collapsed, by `COLLAPSE_RULE`."""
-    return bool(run["ended"]) or score(run) < max(run["evaluations"]["accuracy"]) / 2
+def is_collapsed(run: Mapping[str, Any], share: float = HALF) -> bool:
+    """Whether the run collapsed, by `COLLAPSE_RULE`, or with another share of its best evaluation in place of half."""
+    return bool(run["ended"]) or score(run) < max(run["evaluations"]["accuracy"]) * share
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ def tune(experiment: Experiment, setting: str, kept: Kept) -> tuple[Tuning, list
     hot = {arm.rate.removeprefix(HOT) for arm in every if arm.rate.startswith(HOT)}
     widened = 0
     while True:
-        found, jobs = _tried(experiment, arms, rates, widened, kept)
+        found, jobs = _tried(experiment, setting, arms, rates, widened, kept)
         judged = {arm.name for arm in arms if arm.is_judged}  # a wider grid is for the rates of these
         edges = {rate for arm, rate in found.edges().items() if arm in judged} if found.is_complete else set()
         if found.is_complete and any(found.collapsing(arm) is None for arm in hot):
@@ -98,12 +98,12 @@ def tune(experiment: Experiment, setting: str, kept: Kept) -> tuple[Tuning, list
 
 
 def _tried(
-    experiment: Experiment, arms: Sequence[Arm], rates: tuple[float, ...], widened: int, kept: Kept
+    experiment: Experiment, setting: str, arms: Sequence[Arm], rates: tuple[float, ...], widened: int, kept: Kept
 ) -> tuple[Tuning, list[Job]]:
     scores: dict[str, dict[float, list[float]]] = {arm.name: {rate: [] for rate in rates} for arm in arms}
     collapses: dict[str, dict[float, int]] = {arm.name: dict.fromkeys(rates, 0) for arm in arms}
     jobs: list[Job] = []
-    complete = True
+    complete, share = True, experiment.setting(setting).hot
     for seed in TUNING_SEEDS:
         for arm in arms:
             for rate in rates:
@@ -113,7 +113,7 @@ def _tried(
                     complete = False
                 else:
                     scores[arm.name][rate].append(score(run))
-                    collapses[arm.name][rate] += is_collapsed(run)
+                    collapses[arm.name][rate] += is_collapsed(run, share)
     return Tuning(rates, scores, collapses, complete, widened), jobs
 
 

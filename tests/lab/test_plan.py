@@ -69,6 +69,21 @@ def test_a_policy_for_others_is_made_first(tmp_path: Path) -> None:
     assert [job.needs for job in jobs if job.needs] == [(jobs[0].key,)] * 2
 
 
+def test_a_hot_rate_may_have_to_be_beyond_the_border_of_collapse(tmp_path: Path) -> None:
+    """Runs end at 40% of their best at 1e-3, and at 20% at 1e-2."""
+    ends = {1e-4: 1.0, 1e-3: 0.4, 1e-2: 0.2, 5e-4: 0.8}
+
+    def result(job: Job) -> dict[str, Any]:
+        return {"ended": "", "evaluations": {"version": [0, 1], "accuracy": [1.0, *[ends[rate_of(job)]] * 3]}}
+
+    for settings, hot in (("", 1e-3), ("hot = 0.25\n", 1e-2)):
+        (experiment,) = define(tmp_path / str(hot), LAB.replace("[lab]\n", f"[lab]\n{settings}"))
+        runs = Runs(result)
+        runs.finish([job for job in next_jobs([experiment], "lab", runs) if job.config["seed"] < 200])
+        found, _ = tune(experiment, "lab", runs)
+        assert (found.hot("GRPO"), found.widened) == (hot, 1)  # the best rate is at the lower edge
+
+
 def test_a_grid_without_a_hot_rate_gets_larger_rates(tmp_path: Path) -> None:
     (experiment,) = define(tmp_path)
     for hot, rates in ((1e-2, 3), (3e-2, 4), (1.0, 5)):  # two more at most
