@@ -145,7 +145,7 @@ def judged_jobs(experiment: Experiment, setting: str, tuning: Tuning) -> Iterato
     count = seeds_of(experiment, setting, tuning)[1] if tuning.is_complete else experiment.setting(setting).seeds[0]
     for arm in arms:
         known = tuning.is_complete or arm.kind == "evaluate" or arm.rate == "set"
-        for seed in range(FIRST_SEED, FIRST_SEED + (1 if arm.kind == "evaluate" else count)) if known else ():
+        for seed in range(FIRST_SEED, FIRST_SEED + count) if known else ():
             yield arm, seed, experiment.job(arm, seed, tuning.rate_of(arm))
 
 
@@ -209,7 +209,7 @@ def describe_plan(experiments: Sequence[Experiment], setting: str, kept: Kept) -
                     job
                     for arm in experiment.arms(setting).values()
                     if arm.is_judged
-                    for seed in (seeds if arm.kind == "train" else seeds[:1])
+                    for seed in seeds
                     for job in experiment.job(arm, seed, middle.rate_of(arm))
                     if job.key not in seen
                 ]

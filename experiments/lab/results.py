@@ -130,6 +130,11 @@ class ArmResult:
     runs: dict[int, dict[str, Any]]
 
     @property
+    def first(self) -> dict[str, Any]:
+        """The run of the first seed."""
+        return next(iter(self.runs.values()))
+
+    @property
     def scores(self) -> list[float]:
         """Score of each seed."""
         return [score(run) for run in self.runs.values()]

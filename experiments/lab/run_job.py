@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from experiments.lab.definition import POLICY, digest, run_config
 from experiments.lab.job_pool import kept_path, policy_path
+from experiments.lab.plan import FIRST_SEED
 from experiments.lab.policy_checkpoints import begin_again, write_policies_alone
 from experiments.lab.raw_logprobs import RawLogprobs
 from experiments.lab.run_summary import summarize_run
@@ -139,12 +140,12 @@ def _policy(config: RunConfig, options: Mapping[str, Any], out: Path, workers: i
 
 
 def _evaluate(config: RunConfig, options: Mapping[str, Any], out: Path, workers: int) -> dict[str, Any]:
-    """pass@k of the policy that runs start from."""
+    """pass@k of the policy that runs start from, by other random numbers for each seed: it has a spread, too."""
     first = Path(resolve_model(config.model.path, config.task.name))
-    return {"pass_at": _pass_at(config, first, options["pass_samples"], workers)}
+    return {"pass_at": _pass_at(config, first, options["pass_samples"], workers, seed=config.seed - FIRST_SEED)}
 
 
-def _pass_at(config: RunConfig, checkpoint: Path, samples: int, workers: int) -> dict[str, Any]:
+def _pass_at(config: RunConfig, checkpoint: Path, samples: int, workers: int, seed: int = 0) -> dict[str, Any]:
     task, sampler = make_task(config.task.name, seed=config.seed, **config.task.options), make_sampler(config)
     leave_room(sampler, workers)
     try:
@@ -155,6 +156,7 @@ def _pass_at(config: RunConfig, checkpoint: Path, samples: int, workers: int) ->
             sampler=sampler,
             prompts=config.evaluation.prompts,
             samples=samples,
+            seed=seed,
             rows_at_once=config.sampler.rollouts_per_shard,
         )
     finally:

@@ -50,7 +50,12 @@ def test_tuning_comes_first_then_judged_seeds_at_the_rates_that_won(tmp_path: Pa
     assert len(tuning) == 2 * 3 * 2 and not any(job.options for job in tuning)
     assert [job.config["seed"] for job in first[: len(tuning)]].count(101) == 6  # before all others
     rest = first[len(tuning) :]  # what needs no tuning: the arm `fixed`, and the evaluation of the start
-    assert sorted((job.kind, job.config["seed"]) for job in rest) == [("evaluate", 200), ("train", 200), ("train", 201)]
+    assert sorted((job.kind, job.config["seed"]) for job in rest) == [
+        ("evaluate", 200),
+        ("evaluate", 201),
+        ("train", 200),
+        ("train", 201),
+    ]
     runs.finish(tuning)
     judged = [job for job in next_jobs([experiment], "lab", runs) if job.config["seed"] >= 200 and job.kind == "train"]
     found, _ = tune(experiment, "lab", runs)

@@ -164,12 +164,13 @@ def test_two_anchors() -> None:
     assert verdict("two_anchors", anchors(plain=0.9, hot=0.95)) == "opposite"
 
 
-def passes(one: float, many: float) -> Results:
+def passes(one: float, many: float, spread: float = 0.1) -> Results:
     after = arm("P3O, µ=4", 0.8, axes={"method": "P3O", "mu": "4"})
     for place, seed in enumerate(after["seeds"].values()):
         seed["pass_at"] = {"1": {"value": one + JITTER[place]}, "64": {"value": many + JITTER[place] / 10}}
-    start = {"pass_at": {"1": {"value": 0.4}, "64": {"value": 0.95}}}
-    before = {"name": "before", "kind": "evaluate", "axes": {}, "rate": None, "seeds": {"200": start}}
+    starts = [{"1": {"value": 0.4 + jitter / 10}, "64": {"value": 0.95 + jitter * spread}} for jitter in JITTER]
+    seeds = {str(200 + place): {"pass_at": start} for place, start in enumerate(starts)}
+    before = {"name": "before", "kind": "evaluate", "axes": {}, "rate": None, "seeds": seeds}
     made = results(after)
     return Results({**made.record, "arms": [after, before]})
 
@@ -178,6 +179,7 @@ def test_pass_at_k() -> None:
     assert verdict("pass_at_k", passes(0.8, 0.95)) == "shown"
     assert verdict("pass_at_k", passes(0.4, 0.95)) == "not shown"
     assert verdict("pass_at_k", passes(0.8, 0.8)) == "opposite"
+    assert verdict("pass_at_k", passes(0.8, 0.95, spread=9.0)) == "not shown"  # what was before is uncertain, too
     assert "pass@k" in figures("pass_at_k", passes(0.8, 0.95))[""]
     made = passes(0.8, 0.95).record
     without_runs = arm("P3O, µ=16", 0.8, axes={"method": "P3O", "mu": "16"}) | {"seeds": {}}
