@@ -42,7 +42,7 @@ from stalewise.types import NullCallback
 
 OF_REAL_MODELS = "jsonl"  # the task of their runs
 CHECKED: set[tuple[str, str]] = set()  # real models and weights that a run of this process was begun with
-SAMPLERS_SHARE = 0.25  # of a worker's part of the GPU: the rest is for learning
+SAMPLERS_SHARE = 0.5  # of a worker's part of the GPU: its slots fill half of that, and the rest is for learning
 
 
 def run_job(job: Mapping[str, Any], out: Path, workers: int = 1) -> dict[str, Any]:

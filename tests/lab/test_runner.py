@@ -153,7 +153,7 @@ def test_samplers_that_share_a_gpu_count_with_their_part(monkeypatch: pytest.Mon
     run_job.leave_room(sampler, 1)
     assert np.isinf(sampler.most_bytes)
     run_job.leave_room(MixedPolicySampler(sampler, sampler), 4)
-    assert sampler.most_bytes == 0.25 * (120 << 30) / 4
+    assert sampler.most_bytes == run_job.SAMPLERS_SHARE * (120 << 30) / 4
 
 
 def refused(*words: object) -> str:
