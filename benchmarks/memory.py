@@ -6,17 +6,19 @@
 A part is a size (0.5b, 1.5b, 7b), what is trained (full, or lora of rank 16 on bfloat16 weights; lora-offload with
 `learner.offload`) and a schedule: `one` process, in two stages, or `pipelined`, with a generator beside the learner on
 one GPU. Each is a whole run of eight updates with random weights in Qwen2.5's shapes, and rewards of a coin; with
-`learner.offload`, of two stages of eight updates, since its switch is of interest. The peak is what the driver counts
-as used, looked at ten times a second, less what was used before: so CUDA contexts and what torch's allocator reserves
-are in it. Beside it are the parts of the estimate, the seconds that switches of the run blocked (as in switches.py, and
-one by one), and what the allocator of the learner's process held at its own peak, by pool (of CUDA graphs, or of
-launches) and stream, and its largest blocks: what is not in use is cached. Without a GPU the peak is the resident
-memory of the run's processes, and the estimate means nothing.
+`learner.offload`, and at 7B with all weights, of two stages of eight updates, since its switch is of interest. That of
+7B with all weights ends before its last checkpoint: two of 46 GB do not fit on a disk of 64 GB. The peak is what the
+driver counts as used, looked at ten times a second, less what was used before: so CUDA contexts and what torch's
+allocator reserves are in it. Beside it are the parts of the estimate, the seconds that switches of the run blocked (as
+in switches.py, and one by one), and what the allocator of the learner's process held at its own peak, by pool (of CUDA
+graphs, or of launches) and stream, and its largest blocks: what is not in use is cached. Without a GPU the peak is the
+resident memory of the run's processes, and the estimate means nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -48,6 +50,7 @@ from stalewise.types import NullCallback
 FORMAT = "stalewise.memory/1"
 DEFAULT = ",".join(map("/".join, product(("0.5b", "1.5b"), ("full", "lora"), ("one", "pipelined"))))
 UPDATES, PROMPT_TOKENS = 8, 16
+ONE_CHECKPOINT = "7b/full/one"  # whose run ends before the second one
 MOST_BLOCKS = 12  # that are told
 # Rollouts and tokens: 7B is trained with gradient checkpointing and, where all of it is, with moments in 8 bits.
 PROMPTS = {"tiny": 2, "0.5b": 16, "1.5b": 8, "7b": 8}
@@ -58,7 +61,7 @@ ASKS = "--query-gpu=memory.used", "--format=csv,noheader,nounits"
 def config_of(part: str, work: Path) -> RunConfig:
     """The config of a part's run."""
     size, kind, schedule = part.split("/")
-    updates = 2 * UPDATES if kind == "lora-offload" else UPDATES
+    updates = 2 * UPDATES if kind == "lora-offload" or part == ONE_CHECKPOINT else UPDATES
     record: dict[str, Any] = {
         "name": part.replace("/", "-"),
         "runs": str(work),
@@ -101,10 +104,14 @@ def work_on(part: str, work: Path) -> dict[str, Any]:
     held = Held() if torch.cuda.is_available() else None
     if held is not None:
         held.start()
-    run(config, MakesRoom(Path(config.model.path)))
+    ends_before = config.schedule.updates if part == ONE_CHECKPOINT else None
+    with contextlib.suppress(BeforeCheckpointError):
+        run(config, MakesRoom(Path(config.model.path), ends_before))
     found: dict[str, Any] = {"estimate_bytes": foreseen and foreseen.peak, "certain_bytes": foreseen and foreseen.least}
     journal = read_jsonl(config.directory / "journal.jsonl")
-    found["switches"] = summary(journal) | {"one_by_one": [one for one in journal if one["event"] == "switch"]}
+    found["switches"] = summary(journal, is_whole=ends_before is None) | {
+        "one_by_one": [one for one in journal if one["event"] == "switch"]
+    }
     if foreseen is not None:
         found["estimate"] = {**foreseen.certain, **foreseen.learning, **foreseen.sampling, "stays": foreseen.stays}
     if held is not None:
@@ -114,11 +121,22 @@ def work_on(part: str, work: Path) -> dict[str, Any]:
     return found
 
 
-class MakesRoom(NullCallback):
-    """Removes the model when a run has its own copy, version 0, and the disk has no room for three more."""
+class BeforeCheckpointError(Exception):
+    """A run ends, as it is to."""
 
-    def __init__(self, model: Path) -> None:
-        self.model = model
+
+class MakesRoom(NullCallback):
+    """Removes the model when a run has its own copy, version 0, and the disk has no room for three more.
+
+    Ends a run before the checkpoint of the version `ends_before`.
+    """
+
+    def __init__(self, model: Path, ends_before: int | None = None) -> None:
+        self.model, self.ends_before = model, ends_before
+
+    def metrics(self, update: int, record: Mapping[str, Any]) -> None:
+        if update + 1 == self.ends_before:
+            raise BeforeCheckpointError
 
     def begin(self, what: str, total: int) -> None:
         size = sum(file.stat().st_size for file in self.model.glob("*"))

@@ -267,18 +267,23 @@ def measure_run(options: Mapping[str, Any], work: Path) -> dict[str, Any]:
     return {"mu": mu, "updates": updates, **sizes, "wall_s": seconds, **summary(journal)}
 
 
-def summary(journal: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Seconds of a run by what it did; blocking seconds of a switch without those of the start and the end."""
+def summary(journal: Sequence[Mapping[str, Any]], *, is_whole: bool = True) -> dict[str, Any]:
+    """Seconds of a run by what it did; blocking seconds of a switch without those of the start and the end.
+
+    A run that is not whole ended before its last checkpoint.
+    """
     spent = {"generate": 0.0, "learn": 0.0, "switch": 0.0, "start": 0.0, "end": 0.0}
     reasons: dict[str, list[float]] = {
         name: [] for name in ("memory", "checkpoint", "commit", "offload", "sampler", "learner", "check")
     }
     # The run ends with its last checkpoint; the commit of the one before may come after the last update.
     checkpoints = [place for place, one in enumerate(journal) if one.get("reason") == "checkpoint"]
-    last = checkpoints[-1] if checkpoints else len(journal)
+    last = checkpoints[-1] if checkpoints and is_whole else len(journal)
     for place, record in enumerate(journal):
         event, reason, seconds = record["event"], record.get("reason", ""), float(record["seconds"])
-        is_for_the_end = reason == "memory" and len(checkpoints) < 2  # logged before the checkpoint that waits for it
+        is_for_the_end = (
+            reason == "memory" and len(checkpoints) < 1 + is_whole
+        )  # logged before the checkpoint that waits for it
         if event == "switch" and (place >= last or is_for_the_end):
             spent["end"] += seconds
         elif reason == "first checkpoint" or (reason in ("learner", "sampler", "check") and not spent["learn"]):

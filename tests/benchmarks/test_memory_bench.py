@@ -26,7 +26,7 @@ def test_every_part_has_a_config(part: str, tmp_path: Path) -> None:
     assert config.schedule.kind == {"one": "staged", "pipelined": "pipelined"}[schedule]
     assert config.learner.gradient_checkpointing == (size == "7b")
     assert config.optimizer.moments == ("int8" if part == "7b/full/one" else "float32")
-    assert config.schedule.updates == (16 if kind == "lora-offload" else 8)
+    assert config.schedule.updates == (16 if kind == "lora-offload" or part == "7b/full/one" else 8)
 
 
 def test_the_peak_is_that_of_the_process_and_its_children() -> None:
@@ -53,6 +53,24 @@ def test_a_run_tells_what_its_switch_blocked(tmp_path: Path, monkeypatch: pytest
     assert found["switches"]["switches"] == 1 and found["switches"]["blocking_s_per_switch"] > 0  # two stages
     reasons = [one["reason"] for one in found["switches"]["one_by_one"]]
     assert reasons.count("checkpoint") == 2 and reasons.count("memory") == 1
+
+
+def test_a_run_that_ends_before_its_second_checkpoint_tells_what_its_switch_blocked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(memory, "ONE_CHECKPOINT", "tiny/full/one")
+    memory.write_model("tiny", tmp_path / "tiny")
+    found = memory.work_on("tiny/full/one", tmp_path)["switches"]
+    reasons = [one["reason"] for one in found["one_by_one"]]
+    assert found["switches"] == 1 and (reasons.count("checkpoint"), reasons.count("commit")) == (1, 1)
+    start = {"first checkpoint", "check"}
+    parts = [one["seconds"] for one in found["one_by_one"] if one["reason"] not in start]
+    # The first learner and sampler belong to the start, and so do the others' first turns.
+    assert 0 < found["blocking_s_per_switch"] <= sum(parts) and set(found["median_s"]) >= {"checkpoint", "commit"}
+    run = tmp_path / "tiny-full-one"
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["v000000", "v000008"]
 
 
 def test_a_model_makes_room_only_where_the_disk_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
