@@ -281,9 +281,8 @@ def summary(journal: Sequence[Mapping[str, Any]], *, is_whole: bool = True) -> d
     last = checkpoints[-1] if checkpoints and is_whole else len(journal)
     for place, record in enumerate(journal):
         event, reason, seconds = record["event"], record.get("reason", ""), float(record["seconds"])
-        is_for_the_end = (
-            reason == "memory" and len(checkpoints) < 1 + is_whole
-        )  # logged before the checkpoint that waits for it
+        # It is logged before the checkpoint that waits for it.
+        is_for_the_end = reason == "memory" and len(checkpoints) < 1 + is_whole
         if event == "switch" and (place >= last or is_for_the_end):
             spent["end"] += seconds
         elif reason == "first checkpoint" or (reason in ("learner", "sampler", "check") and not spent["learn"]):
