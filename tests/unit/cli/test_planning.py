@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import Result
 
-from stalewise.cli import app
 from stalewise.cli.planning import _numbers  # pyright: ignore[reportPrivateUsage]
 from stalewise.errors import ConfigError
+from tiny import call as stalewise
 
 EXAMPLE = Path(__file__).parents[3] / "configs/clusters/mu_grpo.toml"
 
 
-def call(*words: str) -> Any:
-    return CliRunner().invoke(app, ["plan", *words])
+def call(*words: str) -> Result:
+    return stalewise("plan", *words)
 
 
 def test_the_command_prints_all_schedules() -> None:
