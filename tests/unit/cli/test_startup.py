@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import NamedTuple
 
 import pytest
@@ -27,19 +30,47 @@ class Started(NamedTuple):
     seconds: float  # of CPU time
 
 
-def start(*words: object) -> Started:
-    code = f"""
-import atexit, sys, time
-atexit.register(lambda: print(time.process_time(), *({HEAVY!r} & set(sys.modules)), file=sys.stderr))
-sys.argv = ["stalewise", *{[str(word) for word in words]!r}]
-from stalewise.__main__ import main
-main()
+# Runs each command that it is sent in a process that is forked from this one, which has imported what nearly all of
+# them import, and nothing heavy: that is most of a second, which each would need again.
+COMMANDS = f"""
+import atexit, json, os, sys, time
+import numpy, pyarrow.parquet, stalewise.cli.tables, stalewise.reporting.read, stalewise.store
+print(*({HEAVY!r} & set(sys.modules)), flush=True)
+for line in sys.stdin:
+    words, out = json.loads(line)
+    if (child := os.fork()) == 0:
+        for number, name in enumerate((os.devnull, out, out)):
+            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
+        atexit.register(lambda: print(time.process_time(), *({HEAVY!r} & set(sys.modules)), file=sys.stderr))
+        sys.argv = ["stalewise", *words]
+        from stalewise.__main__ import main
+        main()
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-    paths = os.pathsep.join(filter(None, sys.path))
-    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    seconds, *heavy = done.stderr.splitlines()[-1].split()
-    return Started(done.returncode, done.stdout + done.stderr, set(heavy), float(seconds))
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Started]]:
+    command, places = [sys.executable, "-c", COMMANDS], tmp_path_factory.mktemp("printed")
+    with subprocess.Popen(command, env=environment(), stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        asked, answers = process.stdin, process.stdout
+        assert answers.readline() == "\n"
+
+        def run(*words: str) -> Started:
+            out = places / str(len(list(places.iterdir())))
+            print(json.dumps([words, str(out)]), file=asked, flush=True)
+            exit_code, printed = int(answers.readline()), out.read_text()
+            seconds, *heavy = printed.splitlines()[-1].split()
+            return Started(exit_code, printed, set(heavy), float(seconds))
+
+        yield run
+        asked.close()  # which ends it
 
 
 # pyarrow imports pandas, where it is installed, to make any array of numpy's.
@@ -50,7 +81,6 @@ CARD, POLICY_CARD = {"huggingface_hub"}, {"huggingface_hub", "torch"}
 @pytest.mark.parametrize(
     ("words", "needed"),
     [
-        ("--help", set()),
         ("watch RUN --once", set()),
         ("inspect RUN", set()),
         ("inspect RUN --rollout 0", {"tokenizers", "pandas"}),
@@ -69,7 +99,7 @@ CARD, POLICY_CARD = {"huggingface_hub"}, {"huggingface_hub", "torch"}
     ],
 )
 def test_what_reads_a_run_imports_what_it_needs(
-    tiny_run: RunConfig, tmp_path: Path, words: str, needed: set[str]
+    start: Callable[..., Started], tiny_run: RunConfig, tmp_path: Path, words: str, needed: set[str]
 ) -> None:
     places = {"RUN": tiny_run.directory, "COPY": tmp_path / "copy", "NEW": tmp_path / "new"}
     if "COPY" in words:
@@ -79,6 +109,19 @@ def test_what_reads_a_run_imports_what_it_needs(
     done = start(*words.split())
     assert done.exit_code in (0, 3) and done.heavy <= needed, done.shown  # 3: no safe learning rate is known
     assert done.seconds < MOST_SECONDS or "torch" in needed
+
+
+def test_the_command_line_itself_imports_nothing_heavy() -> None:
+    code = f"""
+import atexit, sys, time
+atexit.register(lambda: print(time.process_time(), *({HEAVY!r} & set(sys.modules)), file=sys.stderr))
+sys.argv = ["stalewise", "--help"]
+from stalewise.__main__ import main
+main()
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and float(done.stderr) < MOST_SECONDS, done.stderr
 
 
 def test_eval_says_what_it_does_before_it_imports_torch(tiny_run: RunConfig) -> None:
