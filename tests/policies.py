@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,16 @@ def moved(checkpoint: Path, path: Path, *, by: float) -> Path:
     return path
 
 
+def loaded(checkpoint: Path) -> Any:
+    """The model of a checkpoint, to be read and not to be changed: loading takes longer than a few responses of it."""
+    return _loaded(checkpoint, (checkpoint / "model.safetensors").stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=4)
+def _loaded(checkpoint: Path, written: int) -> Any:
+    return load_model(str(checkpoint), device=torch.device("cpu"))
+
+
 def requests(count: int) -> list[Request]:
     prompts = make_task("arithmetic", seed=0).prompts(0, count)
     return [Request(ids, 7 + seed) for seed, ids in enumerate(encode_prompts(prompts, load_tokenizer(str(POLICY))))]
@@ -61,7 +72,7 @@ def furthest(
     asked: Sequence[Request], responses: Sequence[Response], checkpoint: Path, settings: SamplerSettings
 ) -> float:
     """Largest difference of recorded log-probabilities from those of a plain forward pass."""
-    model = load_model(str(checkpoint), device=torch.device("cpu"))
+    model = loaded(checkpoint)
     worst = 0.0
     for request, response in zip(asked, responses, strict=True):
         ids = torch.tensor([[*request.prompt_ids, *response.token_ids]])

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies import POLICY
-from stalewise.models.loading import load_model
+from policies import POLICY, loaded
 from stalewise.rollout.token_sampling import draw, sampling_logp, uniforms
 from stalewise.types import SamplerSettings
 
@@ -66,7 +65,7 @@ class FakeServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def load(self, checkpoint: Path) -> None:
-        self.model = load_model(str(checkpoint), device=torch.device("cpu"))
+        self.model = loaded(checkpoint)
 
     def stop(self) -> None:
         self.shutdown()
