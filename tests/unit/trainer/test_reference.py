@@ -37,6 +37,22 @@ def made(runs: Path, name: str = "run", **changes: Any) -> RunConfig:
     return make_config(tiny_record(runs, name, **changes))
 
 
+@pytest.fixture(scope="module")
+def free(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """A finished run without a reference."""
+    config = made(tmp_path_factory.mktemp("runs"), "free", objective={})
+    run(config)
+    return config
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """The same, but held near its initial policy."""
+    config = made(tmp_path_factory.mktemp("runs"), "held")
+    run(config)
+    return config
+
+
 def weights(config: RunConfig) -> dict[str, torch.Tensor]:
     return load_file(config.directory / f"checkpoints/v{config.schedule.updates:06d}/model.safetensors")
 
@@ -57,10 +73,7 @@ def test_the_column_is_that_of_plain_forward_passes(token_budget: int) -> None:
     assert found == pytest.approx(plain_logp(rows), abs=1e-5, rel=5e-6)
 
 
-def test_training_begins_at_its_reference_and_is_held_near_it(runs: Path) -> None:
-    free, held = made(runs, "free", objective={}), made(runs, "held")
-    for config in (free, held):
-        run(config)
+def test_training_begins_at_its_reference_and_is_held_near_it(free: RunConfig, held: RunConfig) -> None:
     divergence = metric(held, "kl_reference")
     assert divergence[0] == 0.0 < divergence[1] < divergence[3]
     assert "kl_reference" not in (free.directory / "metrics.jsonl").read_text()  # there is none, which is not 0
@@ -92,28 +105,26 @@ def test_a_run_that_was_stopped_goes_on_exactly(runs: Path, changes: dict[str, A
     assert metric(whole, "kl_reference") == metric(stopped, "kl_reference")
 
 
-def test_learning_from_rollouts_of_another_run_computes_its_own_column(runs: Path) -> None:
-    source, reference = made(runs, "source", objective={}), str(moved(POLICY, runs / "other", by=0.05))
-    run(source)
-    before = {path: path.read_bytes() for path in source.directory.rglob("*") if path.is_file()}
+def test_learning_from_rollouts_of_another_run_computes_its_own_column(free: RunConfig, runs: Path) -> None:
+    reference = str(moved(POLICY, runs / "other", by=0.05))
+    before = {path: path.read_bytes() for path in free.directory.rglob("*") if path.is_file()}
     config = made(runs, "offline", objective={"kl": 0.3, "kl_estimator": "k2", "reference": reference})
-    learn(config, [source.directory])
-    assert {path: path.read_bytes() for path in source.directory.rglob("*") if path.is_file()} == before
+    learn(config, [free.directory])
+    assert {path: path.read_bytes() for path in free.directory.rglob("*") if path.is_file()} == before
     assert metric(config, "kl_reference")[0] > 1e-4
     names = {path.parent.name for path in (config.directory / "columns").rglob("*.parquet")}
     assert names == {"000-g000000-v000000", "001-g000001-v000002"}
 
 
-def test_a_worker_computes_columns_of_what_it_made(runs: Path) -> None:
-    config, other = made(runs), made(runs, "other")
+def test_a_worker_computes_columns_of_what_it_made(held: RunConfig, runs: Path) -> None:
+    config = made(runs)
     ordered(config)
     done = work(config.directory, worker="a", once=True, afterwards=help_with_reference)
-    run(other)
-    columns = [sorted((one.directory / "columns/reference/g000000-v000000").iterdir()) for one in (config, other)]
+    columns = [sorted((one.directory / "columns/reference/g000000-v000000").iterdir()) for one in (config, held)]
     assert done.shards == len(columns[0]) == len(columns[1]) == 2
     assert [path.read_bytes() for path in columns[0]] == [path.read_bytes() for path in columns[1]]
     run(config)
-    assert same(config, other)
+    assert same(config, held)
     events = [event for event in read_jsonl(config.directory / "journal.jsonl") if event.get("reason") == "reference"]
     assert len(events) == 1  # of the second stage, which no worker made
     batch = batch_directories(config.directory / "rollouts")[0]
@@ -161,12 +172,11 @@ def test_micro_batches_do_not_change_the_gradient_of_regularizers() -> None:
     assert (Trainer(make_config(plain), STEPS).gradient(rows) - found[1]).norm() > 1e-2 * found[1].norm()
 
 
-def test_an_entropy_bonus_raises_the_entropy(runs: Path) -> None:
-    plain, curious = made(runs, "plain", objective={}), made(runs, "curious", objective={"entropy_bonus": 0.5})
-    for config in (plain, curious):
-        run(config)
-    assert metric(curious, "entropy")[0] == pytest.approx(metric(plain, "entropy")[0])
-    assert metric(curious, "entropy")[1] > metric(plain, "entropy")[1] + 0.01
+def test_an_entropy_bonus_raises_the_entropy(free: RunConfig, runs: Path) -> None:
+    curious = made(runs, "curious", objective={"entropy_bonus": 0.5})
+    run(curious)
+    assert metric(curious, "entropy")[0] == pytest.approx(metric(free, "entropy")[0])
+    assert metric(curious, "entropy")[1] > metric(free, "entropy")[1] + 0.01
 
 
 def test_weights_of_parts_are_the_reward(runs: Path) -> None:
