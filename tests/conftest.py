@@ -20,8 +20,8 @@ os.fsync = lambda descriptor: None
 if find_spec("hypothesis"):  # not in the environments of engines
     from hypothesis import settings
 
-    # No deadline of one example: a busy machine would decide. `make nightly` tries eight times as many.
-    settings.register_profile("day", deadline=None, max_examples=25)
+    # No deadline of one example: a busy machine would decide. `make nightly` tries thirteen times as many.
+    settings.register_profile("day", deadline=None, max_examples=15)
     settings.register_profile("night", deadline=None, max_examples=200)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "day"))
 

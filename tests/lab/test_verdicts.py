@@ -10,8 +10,10 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from experiments.lab import verdicts
 from experiments.lab.definition import load_experiments
 from experiments.lab.figures import figures
+from experiments.lab.law import resampled_exponents
 from experiments.lab.pages import Judged, page
 from experiments.lab.results import FORMAT, Results
 from experiments.lab.verdicts import Finding, judge, rules
@@ -237,7 +239,9 @@ def few(power: float, centre: float = 1.5e-5) -> Results:
     return results(*arms)
 
 
-def test_the_law_of_few_runs() -> None:
+def test_the_law_of_few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Not as often as the rule: p-values that decide need no more.
+    monkeypatch.setattr(verdicts, "resampled_exponents", lambda found, times: resampled_exponents(found, times // 10))
     assert verdict("the_law_of_few_runs", few(1.0)) == "shown"
     assert verdict("the_law_of_few_runs", few(0.5)) == "opposite"
     assert verdict("the_law_of_few_runs", few(0.0)) == "opposite"

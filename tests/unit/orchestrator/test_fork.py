@@ -191,7 +191,7 @@ def test_fewer_updates_are_left_than_stages(first: Path, at: int, changes: dict[
 
 
 def test_stages_may_become_open_ended_and_counted(first: Path) -> None:
-    forked = stalewise.fork(first, at=2, settings={"schedule.end": "spent", "schedule.updates": 12}, name="open")
+    forked = stalewise.fork(first, at=2, settings={"schedule.end": "spent", "schedule.updates": 8}, name="open")
     stalewise.run(forked)
     stages = read_jsonl(forked.directory / "ledger" / "stages.jsonl")
     # After a past stage of 2 updates the next is planned twice as long; its prompts are new ones.
@@ -202,7 +202,7 @@ def test_stages_may_become_open_ended_and_counted(first: Path) -> None:
         forked.directory, at=3, settings={"schedule.end": "count", "schedule.stages": 1}, name="back"
     )
     stalewise.run(counted)
-    assert read_jsonl(counted.directory / "ledger" / "updates.jsonl")[-1]["age"] == 8  # updates 3 to 11
+    assert read_jsonl(counted.directory / "ledger" / "updates.jsonl")[-1]["age"] == 4  # updates 3 to 7
 
 
 def test_lineage_is_shown(first: Path) -> None:
@@ -243,13 +243,12 @@ def test_bad_input_is_one_message_and_makes_nothing(first: Path, tmp_path: Path)
         stalewise.fork(first, at=1, settings={"model.precision": "bfloat16-only"})
 
 
-def test_a_damaged_checkpoint_is_not_forked(tmp_path: Path) -> None:
-    config = config_of(tmp_path)
-    stalewise.run(config)
-    path = checkpoint_directory(config.directory, 2) / "model.safetensors"
+def test_a_damaged_checkpoint_is_not_forked(first: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(first, tmp_path / "first")
+    path = checkpoint_directory(run, 2) / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(StoreError, match="is damaged or missing"):
-        stalewise.fork(config.directory, at=2)
+        stalewise.fork(run, at=2)
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 

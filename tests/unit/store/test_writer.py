@@ -88,7 +88,8 @@ def check_after_kill(root: Path, reference: dict[int, str]) -> None:
 NEVER = 10**6
 
 
-def test_kill_at_every_step_and_at_random_times(tmp_path: Path) -> None:
+@pytest.mark.parametrize("attempts", [1, pytest.param(9, marks=pytest.mark.nightly)])
+def test_kill_at_every_step_and_at_random_times(tmp_path: Path, attempts: int) -> None:
     # 1 new directory; 6 steps for each of 4 shards, 3 for the batch.
     steps = range(1 + 4 * 6 + 3)
     out, _ = start_writer(tmp_path, NEVER, *steps).communicate(timeout=60)
@@ -99,7 +100,7 @@ def test_kill_at_every_step_and_at_random_times(tmp_path: Path) -> None:
     for step in steps:
         check_after_kill(tmp_path / str(step), reference)
     chance = random.Random(0)
-    for attempt in range(3):
+    for attempt in range(attempts):
         root = tmp_path / f"random{attempt}"
         root.mkdir()
         process = start_writer(root, NEVER)
