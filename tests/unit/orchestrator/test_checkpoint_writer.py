@@ -446,10 +446,18 @@ class HeldLonger(NullCallback):
 SYNCHRONOUS = {"schedule": {"kind": "synchronous", "updates": 6, "updates_per_generation": 2}}
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """Such a run that nothing held up. How often checkpoints are written, and how many are kept, changes no weight."""
+    settings = config(tmp_path_factory.mktemp("plain"), **SYNCHRONOUS)
+    run(settings)
+    return settings
+
+
 def test_a_run_learns_from_rollouts_before_the_checkpoint_of_their_policy_is_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, settings = config(tmp_path / "plain", **SYNCHRONOUS), config(tmp_path / "held", **SYNCHRONOUS)
+    settings = config(tmp_path / "held", **SYNCHRONOUS)
     written, real = list[tuple[str, int]](), store.write_shard
 
     def counting(directory: Path, index: int, *arguments: Any, **options: Any) -> Any:
@@ -461,7 +469,6 @@ def test_a_run_learns_from_rollouts_before_the_checkpoint_of_their_policy_is_com
         run(settings, held := HeldLonger(patch, settings))
     assert len(written) == 6 and len(set(written)) == 6  # none was sampled twice
     assert held.told[2] == "learned 3, written 0, committed 1"  # from rollouts of version 2
-    run(plain)
     both = [one.directory for one in (plain, settings)]
     assert [path.name for path in batch_directories(both[1] / "rollouts")] == [
         "g000000-v000000",
@@ -522,22 +529,20 @@ def test_records_are_flushed_before_the_checkpoint_that_they_led_to(
 
 
 def test_a_batch_that_gets_its_name_between_two_of_its_updates_is_found_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    often = {**SYNCHRONOUS, "checkpoints": {"every": 1}}
-    plain, settings = config(tmp_path / "plain", **often), config(tmp_path / "held", **often)
+    settings = config(tmp_path / "held", **SYNCHRONOUS, checkpoints={"every": 1})
     with monkeypatch.context() as patch:
         run(settings, held := HeldLonger(patch, settings))
     assert held.told[2].endswith("committed 1") and held.told[3].endswith("committed 2")
-    run(plain)
     final = [one.directory / "checkpoints" / "v000006" / "model.safetensors" for one in (plain, settings)]
     assert final[0].read_bytes() == final[1].read_bytes()
 
 
 def test_rollouts_that_wait_for_a_checkpoint_which_fails_are_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, settings = config(tmp_path / "whole", **SYNCHRONOUS), config(tmp_path / "full", **SYNCHRONOUS)
+    settings = config(tmp_path / "full", **SYNCHRONOUS)
     with monkeypatch.context() as patch:
         held = HeldLonger(patch, settings)
         real = checkpoints.commit_directory
@@ -553,8 +558,7 @@ def test_rollouts_that_wait_for_a_checkpoint_which_fails_are_made_again(
     assert held.learned > 2 and versions(settings.directory) == [0]
     assert [path.name for path in batch_directories(settings.directory / "rollouts")] == ["g000000-v000000"]
     run(settings)
-    run(whole)
-    final = [one.directory / "checkpoints" / "v000006" / "model.safetensors" for one in (settings, whole)]
+    final = [one.directory / "checkpoints" / "v000006" / "model.safetensors" for one in (settings, plain)]
     assert final[0].read_bytes() == final[1].read_bytes()
     assert not list(settings.directory.rglob(".*tmp-*"))
 
@@ -589,10 +593,9 @@ def test_a_later_batch_from_which_nothing_can_be_learned_does_not_end_a_run_whos
 
 
 def test_rollouts_that_wait_replace_what_a_worker_of_a_withdrawn_order_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, settings = config(tmp_path / "plain", **SYNCHRONOUS), config(tmp_path / "held", **SYNCHRONOUS)
-    run(plain)
+    settings = config(tmp_path / "held", **SYNCHRONOUS)
     batches = [one.directory / "rollouts" / "g000001-v000002" for one in (plain, settings)]
 
     class Late(HeldLonger):
@@ -683,13 +686,11 @@ def test_a_full_disk_in_the_background_is_one_message_and_loses_nothing(
     assert final[0].read_bytes() == final[1].read_bytes()
 
 
-@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("keep", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_removals_may_be_slow_and_the_room_for_one_checkpoint_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int
+    plain: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int
 ) -> None:
-    often = {**SYNCHRONOUS, "checkpoints": {"every": 1, "keep": keep}}
-    plain, settings = config(tmp_path / "plain", **often), config(tmp_path / "slow", **often)
-    run(plain)
+    settings = config(tmp_path / "slow", **SYNCHRONOUS, checkpoints={"every": 1, "keep": keep})
     real, remove = checkpoints.commit_directory, shutil.rmtree
     place, most = settings.directory / "checkpoints", 3  # two are kept at the most, and one is being written
 
@@ -706,7 +707,7 @@ def test_removals_may_be_slow_and_the_room_for_one_checkpoint_more(
     monkeypatch.setattr(checkpoints.shutil, "rmtree", slow)
     monkeypatch.setattr(checkpoints, "commit_directory", full)
     run(settings)
-    assert versions(settings.directory) == versions(plain.directory)
+    assert versions(settings.directory) == [5, 6][-keep:]
     final = [one.directory / "checkpoints" / "v000006" / "model.safetensors" for one in (plain, settings)]
     assert final[0].read_bytes() == final[1].read_bytes()
     assert [thread for thread in threading.enumerate() if thread.name.startswith(("checkpoint", "removal"))] == []
