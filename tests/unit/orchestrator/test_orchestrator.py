@@ -30,6 +30,8 @@ from stalewise.trainer.execution import Execution
 from stalewise.trainer.trainer import NonFiniteUpdate, Trainer
 from stalewise.types import NullCallback
 
+UNCHECKED = {"check": "off"}  # test_model_check.py has runs with the check, as these that make way for it
+
 
 def config(runs: Path, **sections: Any) -> RunConfig:
     small: dict[str, Any] = {
@@ -40,6 +42,7 @@ def config(runs: Path, **sections: Any) -> RunConfig:
         "sampler": {"max_new_tokens": 6, "rollouts_per_shard": 32},
         "checkpoints": {"every": 2, "keep": 2},
         "evaluation": {"every": 3, "prompts": 8, "samples": 2},
+        "model": UNCHECKED,
     }
     return make_config(small | sections)
 
@@ -138,7 +141,7 @@ class Places:
 def test_trainer_and_sampler_that_wait_for_each_other_learn_the_same(
     model: dict[str, Any], finished: tuple[RunConfig, Recorder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = config(tmp_path / "plain", model=model) if model else finished[0]
+    plain = config(tmp_path / "plain", model=model | UNCHECKED) if model else finished[0]
     if model:
         run(plain)
     places, waiting = Places(monkeypatch), config(tmp_path, model=model, checkpoints=KEPT)
@@ -178,12 +181,12 @@ def test_batches_are_laid_out_for_a_trainer_that_is_back(tmp_path: Path, monkeyp
     assert away and not any(away)  # it has no graphs while it is away
 
 
-@pytest.mark.parametrize("model", [{}, {"lora": {"rank": 2}}])
+@pytest.mark.parametrize("model", [{}, pytest.param({"lora": {"rank": 2}}, marks=pytest.mark.nightly)])
 def test_they_make_way_where_a_copy_or_a_commit_fails(
     model: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sections = {"schedule": {"kind": "staged", "updates": 8, "stages": 4}, "checkpoints": {"every": 1, "keep": 9}}
-    settings = config(tmp_path, model=model, **sections)
+    settings = config(tmp_path, model=model | UNCHECKED, **sections)
     places, copy, write, calls = Places(monkeypatch), CheckpointWriter.copy, orchestrator.write_checkpoint, [0, 0]
 
     def short(writer: CheckpointWriter, trainer: Trainer) -> Any:
