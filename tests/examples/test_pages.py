@@ -239,6 +239,7 @@ def test_readme_trains_gsm8k_from_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
     assert [reward.value for reward in task.verifier.score([prompt] * 2, ["so 72", "so 71"])] == [1, 0]
 
 
+@pytest.mark.nightly
 def test_training_from_python(tmp_path: Path) -> None:
     space = run_blocks("docs/python.md")
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {"sums", "graded", "both", "settings", "mine"}
@@ -346,6 +347,7 @@ def test_first_run(tmp_path: Path, updates: int) -> None:
     assert (tmp_path / "policy/model.safetensors").is_file()
 
 
+@pytest.mark.nightly
 def test_your_data(tmp_path: Path) -> None:
     space = run_blocks("docs/your_data.md")
     assert space["result"].updates == 8
