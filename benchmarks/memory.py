@@ -6,8 +6,8 @@
 A part is a size (0.5b, 1.5b, 7b), what is trained (full, or lora of rank 16 on bfloat16 weights; lora-offload with
 `learner.offload`) and a schedule: `one` process, in two stages, or `pipelined`, with a generator beside the learner on
 one GPU. Each is a whole run of eight updates with random weights in Qwen2.5's shapes, and rewards of a coin; with
-`learner.offload`, and at 7B with all weights, of two stages of eight updates, since its switch is of interest. That of
-7B with all weights ends before its last checkpoint: two of 46 GB do not fit on a disk of 64 GB. The peak is what the
+`learner.offload`, and at 7B with all weights, of two stages of eight updates, since its switch is of interest. The run
+of 7B with all weights ends before its last checkpoint: two of 46 GB do not fit on a disk of 64 GB. The peak is what the
 driver counts as used, looked at ten times a second, less what was used before: so CUDA contexts and what torch's
 allocator reserves are in it. Beside it are the parts of the estimate, the seconds that switches of the run blocked (as
 in switches.py, and one by one), and what the allocator of the learner's process held at its own peak, by pool (of CUDA
@@ -255,7 +255,7 @@ def in_a_process(part: str, work: Path) -> dict[str, Any]:
         peak.is_over.set()
         peak.join()
     if code or not place.exists():
-        return {"error": ending(code or 0, work / "log")}
+        return {**about, "error": ending(code or 0, work / "log")}
     found = {**about, **read_json(place), "peak_bytes": peak.most, "seconds": time.monotonic() - began}
     foreseen = found["estimate_bytes"]
     return found | {"estimate_ratio": foreseen / peak.most if foreseen and peak.most else None}

@@ -52,8 +52,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(words)
     if arguments.source is not None and not arguments.render_only:
         raise ConfigError("--from needs --render-only: it imports results made elsewhere")
-    if arguments.kept is not None and not arguments.kept.is_dir():
-        raise ConfigError(f"--kept {arguments.kept}: there is no such directory")
+    if arguments.kept is not None and not any(arguments.kept.glob("*.json")):
+        raise ConfigError(f"--kept {arguments.kept}: there are no results of jobs; name a directory OUT/kept")
+    if arguments.kept is not None and arguments.render_only:
+        raise ConfigError("--kept is for jobs that are to run; --render-only runs none")
     if arguments.render_only and arguments.no_render:
         raise ConfigError("--render-only and --no-render exclude each other: give one of them")
     if arguments.smoke and not (arguments.no_render or arguments.plan):
@@ -80,12 +82,12 @@ def main(words: Sequence[str] | None = None) -> int:
 def _main(arguments: argparse.Namespace) -> int:
     root, source = arguments.experiments or default_experiments(), arguments.source
     chosen = load_experiments(root, [] if arguments.names in ([], ["all"]) else arguments.names, smoke=arguments.smoke)
+    if arguments.kept is not None:
+        take_kept(arguments.kept, arguments.out)
     if arguments.plan:
         print("\n".join(describe_plan(chosen, arguments.setting, kept_results(arguments.out))))
         return 0
     result: LabResult | None = None
-    if arguments.kept is not None:
-        take_kept(arguments.kept, arguments.out)
     if arguments.names and not arguments.render_only:
         result = run_experiments(
             chosen,

@@ -68,7 +68,7 @@ class SettingTable(Section):
     rates: list[float] = Field(default_factory=list, description="Learning rates that every tuned arm is tried at.")
     seeds: tuple[int, int] = Field(strict=False, description="Fewest and most judged seeds of each arm.")
     verdict: str = Field(default="", description="Rule of this setting, if it is not that of the experiment.")
-    hot: float = Field(default=HALF, gt=0, le=HALF, description="Of the best, below which runs at a hot rate end.")
+    hot: float = Field(default=HALF, gt=0, le=HALF, description="A rate is hot where both seeds end below this share.")
     margin: float = Field(default=0.03, gt=0, description="Difference that the number of seeds must find.")
     set: dict[str, Any] = Field(default_factory=dict, description="Settings of every run; override the base.")
     arms: list[ArmTable] = Field(min_length=1)

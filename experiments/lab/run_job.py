@@ -81,7 +81,7 @@ def _train(config: RunConfig, options: Mapping[str, Any], out: Path, workers: in
     record = summarize_run(config.directory)
     if samples := options.get("pass_samples"):
         last = checkpoint_directory(config.directory, versions(config.directory)[-1])
-        record["pass_at"] = _pass_at(config, last, samples, workers)
+        record["pass_at"] = _pass_at(config, last, samples, workers, seed=config.seed - FIRST_SEED)
     return record
 
 
@@ -113,17 +113,17 @@ def _run(config: RunConfig, out: Path, workers: int, *, raw_logprobs: bool) -> N
 def first_path(config: RunConfig, out: Path) -> Path:
     """The evaluation of the policy that runs start from: what it depends on is the same for most of them."""
     asked: dict[str, Any] = config.evaluation.model_dump(mode="json", include={"prompts", "samples"})
-    asked |= {"task": config.task.model_dump(mode="json"), "model": config.model.path}
-    asked |= {"max_new_tokens": config.sampler.max_new_tokens}
+    asked |= {"task": config.task.model_dump(mode="json"), "model": config.model.model_dump(mode="json")}
+    asked |= config.sampler.model_dump(mode="json", include={"engine", "weights", "max_new_tokens"})
     return out / "first" / f"{digest(asked)}.json"
 
 
 def leave_room(sampler: object, workers: int) -> None:
     """Let a sampler count with its part of a GPU that several processes share: it would take what is free."""
-    if isinstance(sampler, MixedPolicySampler):
-        sampler = sampler.own
-    if workers > 1 and isinstance(sampler, HFSampler) and torch.cuda.is_available():
-        sampler.most_bytes = SAMPLERS_SHARE * torch.cuda.mem_get_info()[1] / workers
+    both = [sampler.own, sampler._second] if isinstance(sampler, MixedPolicySampler) else [sampler]
+    for one in both if workers > 1 and torch.cuda.is_available() else ():
+        if isinstance(one, HFSampler):
+            one.most_bytes = SAMPLERS_SHARE * torch.cuda.mem_get_info()[1] / workers / len(both)
 
 
 def _policy(config: RunConfig, options: Mapping[str, Any], out: Path, workers: int) -> dict[str, Any]:

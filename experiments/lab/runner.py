@@ -14,6 +14,7 @@ from experiments.lab.job_pool import JobPool, is_done, kept_path
 from experiments.lab.plan import Kept, next_jobs
 from experiments.lab.results import collect, results_name, write_results
 
+from stalewise.errors import ConfigError
 from stalewise.store.atomic import read_json, write_json_atomic
 
 
@@ -57,7 +58,9 @@ def take_kept(source: Path, out: Path) -> None:
     """Take over the results of jobs that were done elsewhere."""
     for path in source.glob("*.json"):
         if not kept_path(out, path.stem).is_file():
-            write_json_atomic(kept_path(out, path.stem), read_json(path))
+            if not {"evaluations", "pass_at"} & {*(result := read_json(path))}:
+                raise ConfigError(f"--kept: {path} is no result of a job; name a directory OUT/kept")
+            write_json_atomic(kept_path(out, path.stem), result)
 
 
 def run_experiments(

@@ -8,6 +8,7 @@ the parent is gone then, and what was committed is kept. Imports no typer, rich 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -36,7 +37,8 @@ def main(out: Path, workers: int) -> None:
         except Exception as error:  # any failure: the other jobs must go on; the log has the traceback
             traceback.print_exc()
             problem = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
-        free_memory()  # not before: while an error is handled, its frames hold the tensors
+        with contextlib.suppress(RuntimeError):  # of a broken device: the next job says so
+            free_memory()  # not before: while an error is handled, its frames hold the tensors
         answers.write(json.dumps({"key": job["key"], "problem": problem}) + "\n")
 
 

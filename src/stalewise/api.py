@@ -327,7 +327,7 @@ def evaluate_planned(plan: EvaluationPlan, callback: ProgressCallback) -> list[E
     check_sampling_memory(config.model, config.sampler.engine, str(policy.checkpoint), longest)
     results: list[Evaluation] = []
     for suite, (task, prompts, _) in zip(config.evaluation.suite, plan.suites, strict=True):
-        check_suite(config.sampler, suite, policy.checkpoint, task, prompts, "max_new_tokens" if plan.is_single else "")
+        check_suite(config.sampler, suite, policy.checkpoint, task, prompts, is_single=plan.is_single)
     with contextlib.closing(make_sampler(config)) as sampler:
         for suite, (task, prompts, apart) in zip(config.evaluation.suite, plan.suites, strict=True):
             unknown: list[str] = []

@@ -119,7 +119,12 @@ def test_jobs_that_were_done_elsewhere_are_not_run_again(tmp_path: Path, capsys:
     out = tmp_path / "out"
     assert main(["tiny", "--kept", str(kept.parent), "--out", str(out), *places]) == UNFINISHED
     assert json.loads(capsys.readouterr().out)["done"] == 1 and kept_path(out, job.key).is_file()
-    assert "there is no such directory" in refused("tiny", "--kept", tmp_path / "none", "--out", out, *places)
+    assert "there are no results of jobs" in refused("tiny", "--kept", tmp_path / "none", "--out", out, *places)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "machine-lab.json").write_text("{}")
+    assert "machine-lab.json is no result" in refused("tiny", "--kept", tmp_path / "other", "--out", out, *places)
+    planned = lab("tiny", "--kept", kept.parent, "--out", tmp_path / "new", *places[:2], "--plan")
+    assert planned[1].splitlines()[1].split()[-1] == "1"
 
 
 def test_a_worker_whose_job_failed_frees_its_memory_when_the_error_is_handled(
@@ -141,7 +146,8 @@ def test_a_worker_whose_job_failed_frees_its_memory_when_the_error_is_handled(
     monkeypatch.setattr(worker.os, "fdopen", lambda *_, **__: io.StringIO())
     monkeypatch.setattr(worker.os, "dup", lambda number: number)
     monkeypatch.setattr(worker.os, "dup2", lambda *_: None)
-    monkeypatch.setattr(worker, "_listen", lambda jobs: jobs.put('{"key": "a"}'))
+    monkeypatch.setattr(worker.gc, "freeze", lambda: None)
+    monkeypatch.setattr(worker, "_listen", lambda jobs: [jobs.put(line) for line in ('{"key": "a"}', "no more jobs")])
     with pytest.raises(KeyboardInterrupt):
         worker.main(tmp_path, 2)
 
@@ -152,8 +158,20 @@ def test_samplers_that_share_a_gpu_count_with_their_part(monkeypatch: pytest.Mon
     sampler = HFSampler(SamplerSettings(), max_new_tokens=8, device=torch.device("cpu"), dtype=torch.float32)
     run_job.leave_room(sampler, 1)
     assert np.isinf(sampler.most_bytes)
-    run_job.leave_room(MixedPolicySampler(sampler, sampler), 4)
+    run_job.leave_room(sampler, 4)
     assert sampler.most_bytes == run_job.SAMPLERS_SHARE * (120 << 30) / 4
+    second = HFSampler(SamplerSettings(), max_new_tokens=8, device=torch.device("cpu"), dtype=torch.float32)
+    run_job.leave_room(MixedPolicySampler(sampler, second), 4)
+    assert sampler.most_bytes == second.most_bytes == run_job.SAMPLERS_SHARE * (120 << 30) / 8
+
+
+def test_the_first_evaluation_is_shared_by_runs_that_sample_alike_alone(tmp_path: Path) -> None:
+    def path(**sections: Any) -> Path:
+        return run_job.first_path(make_config(tiny_record(tmp_path, **sections)), tmp_path)
+
+    assert path() == path(optimizer={"learning_rate": 1.0}) == path(sampler={"temperature": 1.2})
+    others = [{"sampler": {"weights": "int8"}}, {"sampler": {"max_new_tokens": 4}}, {"evaluation": {"samples": 3}}]
+    assert len({path(), *(path(**one) for one in others)}) == 4
 
 
 def refused(*words: object) -> str:

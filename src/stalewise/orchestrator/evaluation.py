@@ -302,23 +302,25 @@ def evaluate_suite(
 
 
 def check_suite(
-    section: SamplerSection, suite: SuiteSection, policy: Path, task: Task, prompts: int, setting: str = ""
+    section: SamplerSection, suite: SuiteSection, policy: Path, task: Task, prompts: int, *, is_single: bool = False
 ) -> None:
     """Refuse a suite without prompts, or with responses beyond the context of a policy, before that is loaded.
 
-    `setting` is what its limit was set by, where that is not the suite's own.
+    `is_single`: it was not asked for as a suite, and messages do not call it one.
     """
     from stalewise.rollout.factory import check_context
 
     held_out = task.evaluation_prompts(prompts)
     if not held_out:
-        raise ConfigError(f"the suite {suite.label!r} has no prompts: nothing to evaluate on")
+        of = "" if is_single else f", of the suite {suite.label!r},"
+        raise TaskError(f"task {task.name}{of} has no held-out prompts to evaluate on")
+    setting = "max_new_tokens" if is_single and suite.max_new_tokens else limit_setting(suite)
     of_suite = section.model_copy(update={"max_new_tokens": suite.max_new_tokens or section.max_new_tokens})
-    check_context(of_suite, policy, task, longest_of(held_out), setting or limit_setting(suite))
+    check_context(of_suite, policy, task, longest_of(held_out), setting)
 
 
 class Suites:
-    """The suites of a run: when each is due, and its task, which is made when it is first needed."""
+    """The suites of a run: when each is due, and its task."""
 
     def __init__(self, config: RunConfig, log: Callable[[str], object]) -> None:
         self.config, self._log = config, log
@@ -342,9 +344,15 @@ class Suites:
         """After how many updates suites are evaluated."""
         return [suite.every for suite in self.config.evaluation.suite if suite.every]
 
-    def check(self, policy: Path) -> None:
-        """Refuse suites that the policy cannot be evaluated on, before it is loaded."""
-        for suite in self.config.evaluation.suite:
+    def check(self, policy: Path, recorded: Iterable[Mapping[str, Any]] | None = None) -> None:
+        """Refuse suites that the policy cannot be evaluated on, before it is loaded.
+
+        `recorded`: of a run that is complete, in which only those are due that have no record.
+        """
+        last, suites = self.config.schedule.updates, self.config.evaluation.suite
+        if recorded is not None and self.due(last, last, recorded) is None:
+            return
+        for suite in suites:
             check_suite(self.config.sampler, suite, policy, self._task(suite), self._count(suite))
 
     def responses(self, suite: SuiteSection) -> int:

@@ -149,7 +149,7 @@ class Orchestrator:
     def check_memory(self) -> None:
         """Raise before anything is loaded where the model is too large, or cannot do what the config asks for."""
         if versions(self.directory)[-1:] == [self.schedule.updates]:
-            return
+            return self.suites.check(Path(self.newest_policy()), self.run_log.suites)
         check_engine_devices(self.config.sampler, self.config.model, self.config.schedule)
         check_vllm_room(self.config, policy := self.newest_policy(), self.ranks.world)
         check_reference(self.config.objective, self.config.model, self.config.task.name, policy)

@@ -83,6 +83,7 @@ class MemoryEstimate:
     stays: int = 0  # bytes of keys and values that are kept while learning
     reference: Mapping[str, int] = field(default_factory=dict[str, int])  # while its column is computed
     one_response: int = 0  # bytes of keys and values of the longest response with its prompt, in the embedded engine
+    any_response: int = 0  # the same of the longest one of a suite, if that is longer
     may_wait: int = 0  # bytes that could leave the device while sampling
     process: int = 0  # bytes of this process besides tensors; what the device says is free is without them
 
@@ -143,7 +144,7 @@ class MemoryEstimate:
     def for_one_response(self) -> int:
         """Bytes without which not even one response can be sampled, whatever waits in host memory."""
         held = sum(size for name, size in self.certain.items() if name != SAMPLERS_WEIGHTS)
-        return held - self.may_wait + self.samplers_weights + self.one_response
+        return held - self.may_wait + self.samplers_weights + self.any_response
 
     @property
     def largest(self) -> str:
@@ -264,7 +265,8 @@ def estimate(
         learning=_learning(config, length, shape, device, autocast, weight),
         sampling=sampling,
         at_once=at_once,
-        one_response=(longest_prompt + config.longest_response[1]) * token_bytes if embedded else 0,
+        one_response=length * token_bytes if embedded else 0,
+        any_response=(longest_prompt + config.longest_response[1]) * token_bytes if embedded else 0,
         may_wait=sum(certain.values()) - certain[SAMPLERS_WEIGHTS] if can_leave else 0,
         process=process,
     )
@@ -401,7 +403,7 @@ def offloads(config: RunConfig, source: str) -> bool:
 def _takes_turns(offload: str, needed: MemoryEstimate, device: torch.device) -> bool:
     """`needed` is without anything that waits. Learning gains by it where the sampler's weights can leave."""
     learning = sum(needed.learning.values()) if needed.samplers_weights else 0
-    largest = max(learning, sum(needed.sampling.values()), sum(needed.reference.values()))
+    largest = max(learning, sum(needed.sampling.values()), needed.any_response, sum(needed.reference.values()))
     return offload == "always" or needed.least + largest > device_memory(device)
 
 
@@ -519,7 +521,7 @@ def check_memory(config: RunConfig, source: str, world: int = 1, local_world: in
     needed, free = estimate(config, source, shards=shards, alone=world == 1), free_bytes(device)
     free //= 1 if device.type == "cuda" else local_world  # ranks on one machine share its memory
     if needed is not None:
-        _check_generator(config.longest_response, source, needed, generator_elsewhere(config.schedule, device))
+        _check_generator(config.sampler.max_new_tokens, source, needed, generator_elsewhere(config.schedule, device))
     if needed is None or max(needed.total, needed.for_one_response) <= free:  # the longest may be one of a suite
         return ""
     figures = f"{needed} on {device}, where {free / GIB:.2f} GiB are free: "
@@ -529,22 +531,20 @@ def check_memory(config: RunConfig, source: str, world: int = 1, local_world: in
         also = " to train; generating alone would fit" if 0 < alone <= free else ""
         raise ModelError(f"{source} is too large{also}: {figures}{advice}")
     if needed.for_one_response > free:
-        (setting, new_tokens), room = config.longest_response, needed.one_response - (needed.for_one_response - free)
-        fitting = int(room / needed.one_response * (UNKNOWN_PROMPT + new_tokens)) - UNKNOWN_PROMPT
+        (setting, new_tokens), room = config.longest_response, needed.any_response - (needed.for_one_response - free)
+        fitting = int(room / needed.any_response * (UNKNOWN_PROMPT + new_tokens)) - UNKNOWN_PROMPT
         others = _fitting(config, source, world, local_world, lambda c: max(c.least, c.for_one_response) <= free)
         ways = ["lower it"] * (fitting > 0) + [f"set {way}" for way in others]
         raise ModelError(
             f"{source} fits for learning and not for generating: one response of {setting} = {new_tokens} "
-            f"takes {needed.one_response / GIB:.2f} GiB of keys and values, and {room / GIB:.2f} are there for them ("
+            f"takes {needed.any_response / GIB:.2f} GiB of keys and values, and {room / GIB:.2f} are there for them ("
             + (f"at most {setting} = {fitting} would fit" if fitting > 0 else "no token would fit")
             + f"): {figures}{', or '.join([*ways, 'choose a smaller model or a larger device'])}"
         )
     return f"memory may run out: {figures}{advice}"
 
 
-def _check_generator(
-    limit: tuple[str, int], source: str, needed: MemoryEstimate, elsewhere: torch.device | None
-) -> None:
+def _check_generator(new_tokens: int, source: str, needed: MemoryEstimate, elsewhere: torch.device | None) -> None:
     """Refuse a pipelined run whose generator has its own device, where weights and one response do not fit."""
     weights, response = needed.samplers_weights, needed.one_response
     # All of its memory: to ask for what is free there would take some.
@@ -552,7 +552,7 @@ def _check_generator(
         return
     raise ModelError(
         f"{source} does not fit for generating on schedule.generator_device = {elsewhere}: its weights take "
-        f"{weights / GIB:.2f} GiB, one response of {' = '.join(map(str, limit))} "
+        f"{weights / GIB:.2f} GiB, one response of sampler.max_new_tokens = {new_tokens} "
         f"{response / GIB:.2f} GiB of keys and values, and the device has {memory / GIB:.2f} GiB: choose another "
         "device or a smaller model" + (", or lower max_new_tokens" if weights < memory else "")
     )

@@ -15,8 +15,8 @@ from stalewise.api import evaluate, evaluate_suites, run
 from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import read_result
 from stalewise.config.sections import SuiteSection
-from stalewise.errors import ConfigError
-from stalewise.orchestrator.evaluation import Suites, definition_of, majority_of, sampling_of
+from stalewise.errors import ConfigError, ModelError, TaskError
+from stalewise.orchestrator.evaluation import Suites, check_suite, definition_of, majority_of, sampling_of
 from stalewise.reporting.read import read_run
 from stalewise.reporting.render import render
 from stalewise.store.json_lines import read_jsonl
@@ -31,6 +31,23 @@ def suites_of(directory: Path) -> list[dict[str, Any]]:
         {"name": "greedy", "temperature": 0.0, "prompts": 6},
         {"file": str(rows), "samples": 4, "every": 2, "options": {"verifier": "exact"}, "max_new_tokens": 4},
     ]
+
+
+def test_a_suite_without_prompts_and_one_that_comes_to_a_run_that_is_complete(evaluated: RunConfig) -> None:
+    class Empty:
+        name = "empty"
+
+        def evaluation_prompts(self, count: int) -> list[Any]:
+            return []
+
+    task: Any = Empty()
+    for is_single, words in ((False, "task empty, of the suite 'a', has no"), (True, "task empty has no")):
+        with pytest.raises(TaskError, match=f"{words} held-out prompts to evaluate on"):
+            check_suite(evaluated.sampler, SuiteSection(name="a"), Path("x"), task, 4, is_single=is_single)
+    added = SuiteSection(name="long", task="arithmetic", max_new_tokens=4096)
+    section = evaluated.evaluation.model_copy(update={"suite": [*evaluated.evaluation.suite, added]})
+    with pytest.raises(ModelError, match="with max_new_tokens of the suite 'long' = 4096 that is over"):
+        run(evaluated.model_copy(update={"evaluation": section}))
 
 
 @pytest.fixture(scope="module")

@@ -336,6 +336,10 @@ def test_a_generator_on_a_device_that_is_too_small_is_refused(
     sampler = {"max_new_tokens": 9872, "rollouts_per_shard": 64}
     settings = config(model={"precision": "bfloat16"}, schedule=schedule, sampler=sampler)
     assert check_memory(settings, "x") == ""
+    suites = settings.evaluation.model_copy(update={"suite": [SuiteSection(name="long", max_new_tokens=20_000)]})
+    assert (
+        check_memory(settings.model_copy(update={"evaluation": suites}), "x") == ""
+    )  # the learner's device samples them
     memory[1] -= 1
     with pytest.raises(ModelError, match=r"not fit for generating on schedule.generator_device = cuda:1: .* or lower"):
         check_memory(settings, "x")
@@ -507,6 +511,23 @@ def test_a_run_that_fits_only_in_turns(shape: ModelShape, monkeypatch: pytest.Mo
     of_suite = {"evaluation": settings("auto").evaluation.model_copy(update={"suite": [suite]})}
     with pytest.raises(ModelError, match=r"\(at most max_new_tokens of the suite 'long' = 12372 would fit"):
         check_memory(settings("auto").model_copy(update=of_suite), "x")
+
+
+def test_a_trainer_makes_way_for_the_long_responses_of_a_suite(
+    shape: ModelShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16 MB of the trainer and 2 MB of the sampler leave 22 of 40; a response of 36,539 tokens takes as much."""
+    on_gpu(monkeypatch, [40_000_000])
+
+    def settings(offload: str, new_tokens: int) -> RunConfig:
+        suites = {"suite": [{"name": "long", "max_new_tokens": new_tokens}]}
+        return offloading(offload, new_tokens=20, evaluation=suites)
+
+    fits, too_long = 36_000, 37_000
+    assert [offloads(settings("auto", tokens), "x") for tokens in (fits, too_long)] == [False, True]
+    assert check_memory(settings("auto", too_long), "x") == check_memory(settings("never", fits), "x") == ""
+    with pytest.raises(ModelError, match="one response of max_new_tokens of the suite 'long' = 37000 takes"):
+        check_memory(settings("never", too_long), "x")
 
 
 def test_several_ranks_are_not_told_to_wait_in_host_memory(shape: ModelShape, monkeypatch: pytest.MonkeyPatch) -> None:
