@@ -141,7 +141,7 @@ def test_the_cpu_prefills_only_what_is_new(monkeypatch: pytest.MonkeyPatch) -> N
     assert sorted(width for width in widths if width > 1) == [5, 5, 5, 6]
 
 
-def test_slots_that_run_short_of_blocks_give_up_episodes_that_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_blocks_change_no_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = play(sampler_of(slots=True), count=20)
     monkeypatch.setattr(paged_cache, "MOST_BLOCKS", 14)
     found = play(sampler_of(slots=True), count=20)
