@@ -7,7 +7,8 @@ A part is a size (0.5b, 1.5b, 7b), what is trained (full, or lora of rank 16 on 
 `learner.offload`) and a schedule: `one` process, in two stages, or `pipelined`, with a generator beside the learner on
 one GPU. Each is a whole run of eight updates with random weights in Qwen2.5's shapes, and rewards of a coin; with
 `learner.offload`, and at 7B with all weights, of two stages of eight updates, since its switch is of interest. The run
-of 7B with all weights ends before its last checkpoint: two of 46 GB do not fit on a disk of 64 GB. The peak is what the
+of 7B with all weights ends before its last checkpoint: two of 46 GB do not fit on a disk of 64 GB. Where the disk is
+short, the model and the weights of version 0 are removed when nothing needs them any more. The peak is what the
 driver counts as used, looked at ten times a second, less what was used before: so CUDA contexts and what torch's
 allocator reserves are in it. Beside it are the parts of the estimate, the seconds that switches of the run blocked (as
 in switches.py, and one by one), and what the allocator of the learner's process held at its own peak, by pool (of CUDA
@@ -42,8 +43,10 @@ from benchmarks.switches import Coin, summary, write_model
 
 from stalewise.api import run
 from stalewise.config import RunConfig, make_config
+from stalewise.errors import StalewiseError
 from stalewise.planning.memory import estimate
 from stalewise.store.atomic import read_json, write_json_atomic
+from stalewise.store.checkpoints import checkpoint_directory
 from stalewise.store.json_lines import read_jsonl
 from stalewise.types import NullCallback
 
@@ -105,11 +108,14 @@ def work_on(part: str, work: Path) -> dict[str, Any]:
     if held is not None:
         held.start()
     ends_before = config.schedule.updates if part == ONE_CHECKPOINT else None
-    with contextlib.suppress(BeforeCheckpointError):
-        run(config, MakesRoom(Path(config.model.path), ends_before))
     found: dict[str, Any] = {"estimate_bytes": foreseen and foreseen.peak, "certain_bytes": foreseen and foreseen.least}
+    try:
+        with contextlib.suppress(BeforeCheckpointError):
+            run(config, MakesRoom(Path(config.model.path), config.directory, ends_before))
+    except StalewiseError as error:  # the switches until then are told all the same
+        found["error"] = [str(error)]
     journal = read_jsonl(config.directory / "journal.jsonl")
-    found["switches"] = summary(journal, is_whole=ends_before is None) | {
+    found["switches"] = summary(journal, is_whole=ends_before is None and "error" not in found) | {
         "one_by_one": [one for one in journal if one["event"] == "switch"]
     }
     if foreseen is not None:
@@ -126,22 +132,31 @@ class BeforeCheckpointError(Exception):
 
 
 class MakesRoom(NullCallback):
-    """Removes the model when a run has its own copy, version 0, and the disk has no room for three more.
+    """Where the disk has no room for a checkpoint with 8-bit moments: removes what the run has read.
 
-    Ends a run before the checkpoint of the version `ends_before`.
+    The model goes when the run has its own copy, version 0; the weights of version 0 go when the run learns. Ends a
+    run before the checkpoint of the version `ends_before`.
     """
 
-    def __init__(self, model: Path, ends_before: int | None = None) -> None:
+    def __init__(self, model: Path, run: Path, ends_before: int | None = None) -> None:
         self.model, self.ends_before = model, ends_before
+        self.first = checkpoint_directory(run, 0)
+        self.room = 3.2 * sum(file.stat().st_size for file in model.glob("*"))  # a checkpoint has 3 times the bytes
 
     def metrics(self, update: int, record: Mapping[str, Any]) -> None:
         if update + 1 == self.ends_before:
             raise BeforeCheckpointError
+        if self.is_short():
+            for weights in self.first.glob("*.safetensors"):
+                weights.unlink()
 
     def begin(self, what: str, total: int) -> None:
-        size = sum(file.stat().st_size for file in self.model.glob("*"))
-        if size and shutil.disk_usage(self.model).free < 3.2 * size:
-            shutil.rmtree(self.model)
+        if self.is_short():
+            shutil.rmtree(self.model, ignore_errors=True)
+
+    def is_short(self) -> bool:
+        """Whether the disk of the runs has too little room."""
+        return shutil.disk_usage(self.first.parents[2]).free < self.room
 
 
 class Held(threading.Thread):

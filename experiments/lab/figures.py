@@ -10,7 +10,7 @@ from experiments.lab.results import ArmResult, Results
 from experiments.lab.statistics import mean_of
 
 Figures = dict[str, str]
-ACCURACY = {"x_title": "update", "y_title": "held-out accuracy", "y_range": (0.0, 1.0)}
+TOPS = 0.2, 0.5, 1.0  # of an axis of accuracies
 
 
 def figures(rule: str, results: Results) -> Figures:
@@ -25,7 +25,11 @@ def figures(rule: str, results: Results) -> Figures:
 def curves(arms: list[ArmResult]) -> str:
     """Accuracy by update, at most eight arms in a panel."""
     named = [Series(f"{arm.name}, η {arm.rate:g}", arm.curve()) for arm in arms]
-    panels = [Panel("accuracy", named[first : first + 8], **ACCURACY) for first in range(0, len(named), 8)]
+    y_range = 0.0, _top(max((high for series in named for *_, high in series.points), default=1.0))
+    panels = [
+        Panel("accuracy", named[first : first + 8], "update", "held-out accuracy", y_range=y_range)
+        for first in range(0, len(named), 8)
+    ]
     return draw_panels("Held-out accuracy on judged seeds; bands from least to largest seed", panels)
 
 
@@ -37,10 +41,14 @@ def scores(arms: list[ArmResult]) -> str:
         name = f"{arm.name}, η {arm.rate:g}"
         rows.append(Row(name, mean.value, mean.low, mean.high, str(mean), COLOURS[place % len(COLOURS)]))
     lowest = min((row.low for row in rows if not math.isnan(row.low)), default=0.0)  # unknown with a single seed
-    least = max(0.0, math.floor(10 * lowest) / 10)
-    return draw_rows(
-        "Scores: mean of the last three evaluations, 95% over seeds", [Rows("", rows, x_range=(least, 1.0))]
-    )
+    highest = max((row.high for row in rows if not math.isnan(row.high)), default=1.0)
+    x_range = max(0.0, math.floor(10 * lowest) / 10), _top(highest)
+    return draw_rows("Scores: mean of the last three evaluations, 95% over seeds", [Rows("", rows, x_range=x_range)])
+
+
+def _top(highest: float) -> float:
+    """Where an axis of accuracies ends: small ones would lie at its foot."""
+    return next((top for top in TOPS if highest <= top), 1.0)
 
 
 def the_law(results: Results) -> str:

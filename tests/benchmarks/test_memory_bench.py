@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]  # benchmarks/ is no part of the package
 
 from benchmarks import memory  # noqa: E402
+from stalewise.errors import StoreError  # noqa: E402
 
 
 @pytest.mark.parametrize("part", [*memory.DEFAULT.split(","), "7b/full/one", "7b/lora/one", "7b/lora-offload/one"])
@@ -73,15 +74,40 @@ def test_a_run_that_ends_before_its_second_checkpoint_tells_what_its_switch_bloc
     assert [path.name for path in kept] == ["v000008"]
 
 
-def test_a_model_makes_room_only_where_the_disk_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tmp_path / "tiny"
-    model.mkdir()
-    (model / "model.safetensors").write_bytes(b"x" * 100)
+def test_model_and_version_0_make_room_only_where_the_disk_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, run = tmp_path / "tiny", tmp_path / "run"
+    first = run / "checkpoints" / "v000000"
+    for place in (model, first):
+        place.mkdir(parents=True)
+        (place / "model.safetensors").write_bytes(b"x" * 100)
+    callback = memory.MakesRoom(model, run)
     usage = memory.shutil.disk_usage(tmp_path)
-    for free, stays in ((320, True), (319, False), (0, False)):  # the last time it is gone
+    for free, stays in ((320, True), (319, False), (0, False)):  # the last time they are gone
         monkeypatch.setattr(memory.shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
-        memory.MakesRoom(model).begin("generate", 1)
+        callback.begin("generate", 1)
         assert model.exists() == stays
+        callback.metrics(0, {})
+        assert [path.name for path in first.iterdir()] == ["model.safetensors"] * stays
+
+
+def test_a_run_without_room_still_tells_its_switches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    memory.write_model("tiny", tmp_path / "tiny")
+    usage = memory.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(memory.shutil, "disk_usage", lambda path: usage._replace(free=0))
+    full = StoreError("disk full while writing metrics.jsonl")
+
+    def fails(self: memory.MakesRoom, update: int, record: object) -> None:
+        if update == 6:  # after the switch at 4
+            raise full
+
+    monkeypatch.setattr(memory.MakesRoom, "metrics", fails)
+    found = memory.work_on("tiny/full/one", tmp_path)
+    assert found["error"] == [str(full)] and found["switches"]["blocking_s_per_switch"] > 0
+    assert not (tmp_path / "tiny").exists()
 
 
 @pytest.mark.parametrize(
