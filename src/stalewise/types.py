@@ -23,6 +23,7 @@ class TokenFlag(IntFlag):
     TRIGGER = 4  # its ratio is below the veto's threshold; the first one in a response triggers the veto
 
 
+MOST_PARTS = 100  # of rewards, that are told apart
 POLICY = "policy"
 
 
@@ -58,10 +59,9 @@ class Reward:
     value: float
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     error: str = ""
-    traceback: str = field(default="", compare=False, repr=False)  # of a judge that raised; not stored
-    answer: str | None = field(
-        default=None, compare=False, repr=False
-    )  # that the response gives, for a vote; not stored
+    # The traceback of a verifier that raised, and the answer that the response gives, for a vote. Neither is stored.
+    traceback: str = field(default="", compare=False, repr=False)
+    answer: str | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

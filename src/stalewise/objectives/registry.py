@@ -113,6 +113,10 @@ def _checked(where: str, value: Any, expected: Any) -> Any:
     # bool is an int in Python; a clip range of True is a mistake.
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{where} is {value!r}; expected a finite number")
+    if expected is int:
+        if value != int(value):
+            raise ValueError(f"{where} is {value!r}; expected a whole number")
+        return int(value)
     return float(value)
 
 
@@ -192,6 +196,9 @@ def register_objective(function: Callable[..., Any] | None = None, *, name: str 
         made.settings()
     except KeyError as error:
         raise ValueError(f"objective {own}: annotate its parameter {error}, as in beta: float = 0.1") from None
+    kinds = {key: kind for key, (kind, _) in made.parameters().items()}
+    if other := [key for key, kind in kinds.items() if kind not in (int, float) and get_origin(kind) is not Literal]:
+        raise ValueError(f"objective {own}: its parameter {other[0]!r} must be an int, a float or a Literal of texts")
     if without := [key for key, (_, default) in made.parameters().items() if default is inspect.Parameter.empty]:
         raise ValueError(f"objective {own}: its parameter {without[0]!r} needs a default")
     _CUSTOM[own] = made

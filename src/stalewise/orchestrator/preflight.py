@@ -208,7 +208,7 @@ class _Preflight:
 
     def _disk(self, checkpoint: int) -> tuple[Status, str]:
         config, schedule = self.config, self.config.schedule.schedule()
-        rollouts = schedule.updates * config.batch.prompts * config.batch.group_size
+        rollouts = schedule.updates * config.batch.reserved * config.batch.group_size
         checkpoints = config.checkpoints.keep + schedule.lag + 2  # for coming batches, and one being written
         needed = checkpoints * checkpoint + rollouts * config.sampler.max_new_tokens * TOKEN_BYTES
         directory = config.directory.absolute()
@@ -257,7 +257,7 @@ class _Preflight:
         self.task = task = config.make_task()
         self.opened.callback(close_task, task)
         batches = range(schedule.generation_batches)
-        needed = sum(len(schedule.prompts_of(g, config.batch.prompts)) for g in batches)
+        needed = sum(len(schedule.prompts_of(g, config.batch.reserved)) for g in batches)
         held_out = len(task.evaluation_prompts(config.evaluation.prompts))
         training = "endless" if task.size is None else f"{task.size:,}"
         figures = f"{task.name}: {training} training prompts, {needed:,} needed; {held_out} held out"

@@ -283,10 +283,17 @@ def _verify_checkpoints(found: Verification, thorough: bool) -> None:
                 found.count("checkpoints", *(path / name for name in files))
                 for file in damaged_files(path):
                     _add(found, file, "missing" if not file.exists() else "its SHA-256 differs", depends, again)
-            if (problem := STATE.problem(read_json(path / "state.json"))) and not thorough:
+            elif problem := _state_problem(path / "state.json"):
                 _add(found, path / "state.json", problem, depends, again)
         except StoreError as error:
             _add(found, path / "manifest.json", error, depends, again)
+
+
+def _state_problem(path: Path) -> str:
+    try:
+        return STATE.problem(read_json(path))
+    except StoreError as error:
+        return str(error)
 
 
 def _of_checkpoint(version: int, made: list[int]) -> tuple[str, str]:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from stalewise.errors import StoreError
 from stalewise.store.atomic import write_atomic
 from stalewise.store.manifest import ShardManifest, read_shard_manifest, shard_path
-from stalewise.types import POLICY, FinishReason
+from stalewise.types import MOST_PARTS, POLICY, FinishReason
 
 NUMBERS = {"rollout_id": np.int64, "group": np.int64, "reward": np.float64}
 NUMBERS |= {"version_first": np.int32, "version_last": np.int32}
@@ -24,9 +24,6 @@ ROW_COLUMNS = (*NUMBERS, *TOKENS, "finish_reason")  # the columns of a shard tha
 COLUMN_FORMAT = "stalewise.column/1"
 EPISODE_COLUMNS = (*ROW_COLUMNS, "segments")  # the last is there in shards with episodes alone
 ROW_GROUP_ROWS = 256  # the unit of reading: small enough for scattered reads, large enough for compression
-
-
-MOST_PARTS = 32  # of rewards, that are told apart
 
 
 def part_columns(parts: pa.ListArray) -> dict[str, npt.NDArray[np.float64]]:

@@ -132,6 +132,8 @@ class ChosenPrompts:
             )
 
     def __getattr__(self, name: str) -> Any:
+        if name == "task" or name.startswith("__"):  # asked for by copy and pickle, before there is a task
+            raise AttributeError(name)
         return getattr(self.task, name)  # such as `solution`, which some tasks have
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -133,13 +132,13 @@ def _load(path: str, config: str | None, split: str) -> Any:
 
 
 def _check_hub(path: str) -> None:
-    """Raise at once where no hub answers and its caches have nothing of this owner: loading would retry for minutes."""
+    """Raise at once where no hub answers and its caches do not have this dataset: loading would retry for minutes."""
     from datasets import config
     from huggingface_hub import constants
 
-    owner, prepared = path.rpartition("/")[0], Path(config.HF_DATASETS_CACHE)
+    prepared = Path(config.HF_DATASETS_CACHE) / path.replace("/", "___")
     downloaded = Path(constants.HF_HUB_CACHE) / f"datasets--{path.replace('/', '--')}"
-    if constants.is_offline_mode() or downloaded.is_dir() or any(prepared.glob(f"{glob.escape(owner)}*___*")):
+    if constants.is_offline_mode() or downloaded.is_dir() or prepared.is_dir():
         return
     check_answers(constants.ENDPOINT)
 

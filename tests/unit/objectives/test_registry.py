@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -139,6 +139,18 @@ def test_a_program_registers_its_own() -> None:
 
 
 @pytest.mark.usefixtures("_no_others")
+def test_whole_numbers_stay_whole() -> None:
+    @register_objective
+    def truncated(tokens: Tokens, batch: None, *, steps: int = 3, kind: Literal["a", "b"] = "a") -> Tensor:
+        return -tokens.advantage_BT * tokens.logp_BT * len(range(steps))
+
+    settings = get_objective("truncated").settings({"steps": 2.0, "kind": "b"})
+    assert settings == {"steps": 2, "kind": "b"} and isinstance(settings["steps"], int)
+    with pytest.raises(ValueError, match=r"truncated\.steps is 1\.5; expected a whole number"):
+        get_objective("truncated").settings({"steps": 1.5})
+
+
+@pytest.mark.usefixtures("_no_others")
 def test_what_cannot_be_an_objective_is_refused() -> None:
     def loss(tokens: Tokens, batch: None) -> Tensor:
         return tokens.logp_BT
@@ -149,7 +161,11 @@ def test_what_cannot_be_an_objective_is_refused() -> None:
     def without_type(tokens, batch, *, scale=1.0):  # type: ignore[no-untyped-def]
         return tokens.logp_BT
 
+    def with_flag(tokens: Tokens, batch: None, *, centred: bool = True) -> Tensor:
+        return tokens.logp_BT
+
     for function, options, message in (
+        (with_flag, {}, "its parameter 'centred' must be an int, a float or a Literal"),
         (loss, {"name": "grpo"}, "it is built in"),
         (loss, {"name": "a-b"}, "cannot name an objective"),
         (loss, {"reductoin": "token"}, "no field 'reductoin'; did you mean reduction"),

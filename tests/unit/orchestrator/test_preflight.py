@@ -98,3 +98,13 @@ def test_what_waits_in_host_memory_must_fit_there(monkeypatch: pytest.MonkeyPatc
     assert status == "warning" and "learner.offload takes 9.00 GiB for trainer and sampler" in detail
     status, detail = _host_memory(1 << 30, 11 << 30)
     assert status == "bad" and "10.00 GiB are free: choose a smaller model" in detail
+
+
+def test_prompts_that_replace_others_are_counted(runs: Path) -> None:
+    details: list[tuple[str, str]] = []
+    for batch in ({"prompts": 4, "group_size": 2}, {"prompts": 4, "group_size": 2, "without_variance": "refill"}):
+        checks = {check.name: check for check in examine(make_config(tiny_record(runs, batch=batch)))}
+        details.append((checks["task"].detail, checks["disk"].detail))
+    (needed, disk), (needed_with, disk_with) = details
+    assert "training prompts, 16 needed" in needed and "training prompts, 48 needed" in needed_with
+    assert disk.startswith("32 rollouts") and disk_with.startswith("96 rollouts")

@@ -90,6 +90,12 @@ def test_damage_is_named_with_what_depends_on_it(run: Path, file: str, depends: 
             check_run(run)
 
 
+@pytest.mark.parametrize("thorough", [True, False])
+def test_a_damaged_state_of_a_checkpoint_does_not_count_as_a_damaged_manifest(run: Path, thorough: bool) -> None:
+    (run / "checkpoints" / "v000004" / "state.json").write_bytes(b"\xff not json")
+    assert [one.file for one in verify_run(run, thorough=thorough).damaged] == ["checkpoints/v000004/state.json"]
+
+
 @pytest.mark.parametrize("file", ["checkpoints/v000004/model.safetensors", "metrics.jsonl", "eval.jsonl"])
 def test_a_finished_run_is_not_called_finished_when_it_is_damaged(run: Path, tmp_path: Path, file: str) -> None:
     record = json.loads((run / "config.resolved.json").read_text())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from stalewise.api import generate
 from stalewise.config import make_config
+from stalewise.errors import StoreError
+from stalewise.rollout.workers import coordinator
 from stalewise.rollout.workers.coordinator import is_being_written
 from stalewise.rollout.workers.shard_queue import LivenessMonitor, ShardClaims, WorkerSession
 from stalewise.store import shard_path
@@ -52,3 +55,19 @@ def test_a_learner_that_starts_leaves_alone_what_a_worker_is_writing(runs: Path)
     generate(config)
     assert not is_being_written(config.directory, writing)
     assert not writing.exists()  # whoever wrote it was killed: the batch is complete without it
+
+
+@pytest.mark.parametrize("damage", ["digest", "path"])
+def test_records_that_are_damaged_or_lead_out_of_the_run_are_refused(runs: Path, damage: str) -> None:
+    config = make_config(tiny_record(runs))
+    generate(config)
+    record = json.loads(coordinator._records(config.directory))
+    if damage == "path":
+        record["files"]["../../evil.json"] = "{}"
+        record["sha256"] = coordinator._digest(record["files"])
+    else:
+        record["sha256"] = "0" * 64
+    there = DirectoryStore(runs / "there")
+    there.write(coordinator._records_name("v0"), json.dumps(record).encode())
+    with pytest.raises(StoreError, match="half written or damaged: continue the run where it was"):
+        coordinator._newest_records(there, {0: "v0"}, config)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +150,10 @@ def test_bad_input_of_the_command_is_one_message(runs: Path) -> None:
         made(runs, by_pass_rate="sample")
     with pytest.raises(ConfigError, match=r"pass_rates is \[0\.9, 0\.1\]"):
         made(runs, difficulty="a", pass_rates=[0.9, 0.1])
+
+
+def test_chosen_prompts_can_be_copied() -> None:
+    task = make_task("arithmetic-chat", largest=12)
+    table = DifficultyTable({prompt.prompt_id: PassCounts(4, 8) for prompt in task.prompts(0, task.size or 0)})
+    chosen = ChosenPrompts(task, table, low=0.1, high=0.9)
+    assert copy.copy(chosen).prompts(0, 3) == pickle.loads(pickle.dumps(chosen)).prompts(0, 3) == chosen.prompts(0, 3)

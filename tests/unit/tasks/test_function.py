@@ -93,6 +93,22 @@ def test_too_many_calls_that_do_not_return_stop_the_run() -> None:
     verifier.close()
 
 
+def test_slow_calls_that_return_after_all_do_not_add_up_over_a_run() -> None:
+    let_go = threading.Event()
+
+    def reward(answer: str) -> float:
+        let_go.wait(30)
+        return 1.0
+
+    verifier = FunctionVerifier(register(reward, fingerprint(reward)), limit_s=0.05, workers=6)
+    for _ in range(3):  # 18 calls in all, of which 6 run at the same time
+        let_go.clear()
+        assert {reward.error for reward in verifier.score(PROMPTS, TEXTS)} == {"timeout after 0.05 s"}
+        let_go.set()
+        time.sleep(0.2)
+    verifier.close()
+
+
 def test_coroutine_functions_run_at_once_and_are_cancelled() -> None:
     running, most = 0, 0
 

@@ -10,7 +10,7 @@ import pandas
 import pytest
 
 from stalewise.errors import TaskError
-from stalewise.tasks import make_task
+from stalewise.tasks import hf_datasets, make_task
 from stalewise.tasks.hf_datasets import FORMATS, read_dataset, rows_of
 
 
@@ -92,3 +92,18 @@ def test_a_file_has_one_split_and_a_known_format(tmp_path: Path) -> None:
 def test_a_data_frame_is_told_how_it_becomes_rows() -> None:
     with pytest.raises(TaskError, match=r"is a DataFrame: pass its rows, as in dataset\.to_dict\('records'\)"):
         rows_of(pandas.DataFrame([{"prompt": "1+1=", "answer": "2"}]))
+
+
+def test_caches_of_other_datasets_do_not_count_for_one_without_an_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets, hub = pytest.importorskip("datasets"), pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    asked: list[str] = []
+    monkeypatch.setattr(hf_datasets, "check_answers", asked.append)
+    (tmp_path / "owner___sums").mkdir()
+    for path in ("sums", "owner/others", "owner/sums"):
+        hf_datasets._check_hub(path)
+    assert len(asked) == 2  # the last one is there

@@ -6,7 +6,7 @@ import pytest
 
 from stalewise.tasks.verifiers.judge_process import reward_of
 from stalewise.tasks.verifiers.pool import ProcessVerifier
-from stalewise.types import Reward
+from stalewise.types import MOST_PARTS, Reward
 from verifying import score
 
 
@@ -52,3 +52,10 @@ def test_a_reward_whose_square_no_float_could_hold_is_an_error(value: float) -> 
     assert reward_of({"reward": value, "answer": "8"}).error.startswith("too large: reward is ")
     assert reward_of(math.copysign(1e15, value)) == Reward(math.copysign(1e15, value))
     assert reward_of({"reward": 1, "size": value}) == Reward(1.0, {"size": value})  # parts are only shown
+
+
+def test_more_parts_than_are_kept_are_an_error() -> None:
+    parts = {f"part {number}": 1.0 for number in range(MOST_PARTS)}
+    assert len(reward_of({"reward": 1.0, **parts}).parts) == MOST_PARTS
+    found = reward_of({"reward": 1.0, **parts, "one more": 1.0})
+    assert found.error == "too many reward parts: 101; the most are 100" and math.isnan(found.value)

@@ -22,10 +22,10 @@ from stalewise.errors import StalewiseError, StoreError
 from stalewise.reporting.browser.locations import BatchLocation, check_shard, find_batches, read_shard
 from stalewise.store import ShardManifest, read_batch_manifest, read_ledger, shard_path, token_files
 from stalewise.store.atomic import write_atomic
-from stalewise.store.columns import MOST_PARTS, part_columns
+from stalewise.store.columns import part_columns
 from stalewise.store.reward_versions import FIRST, find_version
 from stalewise.store.token_log import read_light
-from stalewise.types import FinishReason
+from stalewise.types import MOST_PARTS, FinishReason
 
 CACHE = "rollouts.index.arrow"
 FORMAT = "stalewise.index/3"

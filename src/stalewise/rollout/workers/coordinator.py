@@ -176,6 +176,11 @@ def _records(run: Path) -> bytes:
     return json.dumps({"sha256": _digest(files), "files": files}).encode()
 
 
+def _leads_out(path: str) -> bool:
+    """Whether a file of this name would lie outside of the run's directory."""
+    return path.startswith("/") or ".." in Path(path).parts
+
+
 def _digest(files: dict[str, str]) -> str:
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 
@@ -191,9 +196,9 @@ def _newest_records(
     try:
         record = json.loads(contents[newest] or b"")
         files: dict[str, str] = record["files"]
-        assert record["sha256"] == _digest(files)
-        assert CONFIG in files and not any(path.startswith("/") or ".." in Path(path).parts for path in files)
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        if record["sha256"] != _digest(files) or CONFIG not in files or any(map(_leads_out, files)):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError):
         where = f"{object_store.where}/{_records_name(published[newest])}"
         raise StoreError(f"{where} is half written or damaged: continue the run where it was") from None
     if differences := identity_differences(config, parse_json(files[CONFIG].encode(), CONFIG)):

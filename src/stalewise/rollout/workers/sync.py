@@ -161,9 +161,10 @@ class PolicySync:
         name = f"rollouts/{batch}/shard-{index:05d}.json"
         try:
             record = parse_json(self.object_store.read(name) or b"", name)
-            assert isinstance(record["file"], str) and "/" not in record["file"]
-            return record
-        except (StoreError, KeyError, AssertionError):
+            if isinstance(record["file"], str) and "/" not in record["file"]:
+                return record
+            raise ValueError
+        except (StoreError, KeyError, TypeError, ValueError):
             problem = "is half written or no manifest: remove it, and the shard is made again"
             raise StoreError(f"{self.object_store.where}/{name} {problem}") from None
 

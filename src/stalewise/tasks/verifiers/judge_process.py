@@ -18,7 +18,7 @@ from typing import Any, SupportsFloat, SupportsIndex
 
 from stalewise.errors import StalewiseError
 from stalewise.tasks.base import load
-from stalewise.types import Prompt, Reward
+from stalewise.types import MOST_PARTS, Prompt, Reward
 
 Judge = Callable[[Prompt, str], object]
 """Returns a Reward, a number, or a mapping of numbers with the key "reward"; may raise."""
@@ -26,7 +26,6 @@ Judge = Callable[[Prompt, str], object]
 LARGEST = 1e15  # of a reward: the square of one above 1.8e19 is infinite in float32, and its advantage 0
 _LONGEST_ERROR = 300
 _LONGEST_TRACEBACK = 8000
-_MOST_PARTS = 100
 _FRAMES = 8  # of a traceback: the innermost
 _PACKAGE = str(Path(__file__).parents[2])
 
@@ -97,7 +96,7 @@ def reward_of_record(record: Mapping[str, object]) -> Reward:
     """The reward in a worker's answer, which is checked: a judge may write to the socket itself."""
     value, parts, error, trace = (record.get(name) for name in ("value", "parts", "error", "traceback"))
     texts = isinstance(error, str) and isinstance(trace, str)
-    numbers = isinstance(value, int | float) and isinstance(parts, Mapping) and len(parts) <= _MOST_PARTS
+    numbers = isinstance(value, int | float) and isinstance(parts, Mapping) and len(parts) <= MOST_PARTS
     if not (texts and numbers):
         return Reward(math.nan, error="worker died: it sent an answer that is not a reward")
     if error:
@@ -147,6 +146,8 @@ def reward_of(result: object) -> Reward:
 
 
 def _finite(value: object, parts: Mapping[str, object]) -> Reward:
+    if len(parts) > MOST_PARTS:
+        return Reward(math.nan, error=f"too many reward parts: {len(parts)}; the most are {MOST_PARTS}")
     numbers: dict[str, float] = {}
     for name, item in {"reward": value, **parts}.items():
         # float() alone would also read strings; this accepts the scalars of numpy and torch.

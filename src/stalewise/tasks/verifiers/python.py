@@ -74,7 +74,7 @@ def load_judge(function: str) -> Judge:
     return (lambda prompt, response: asyncio.run(judge(prompt, response))) if is_async(found) else judge
 
 
-MOST_LEFT_BEHIND = 8  # calls that did not return; more would use up the machine
+MOST_LEFT_BEHIND = 8  # calls that are over their limit and still run; more would use up the machine
 CALLS_AT_ONCE = 64  # of a coroutine function
 
 
@@ -155,25 +155,30 @@ class _Threads:
 
     def __init__(self, judge: Judge, workers: int, limit_s: float) -> None:
         self._judge, self._workers, self._limit_s = judge, workers, limit_s
-        self._left_behind = 0
+        self._overdue: list[threading.Event] = []  # calls that did not return in time; set when they return
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Reward]:
         items = paired(prompts, responses)
         rewards: list[Reward | None] = [None] * len(items)
-        waiting, running = list(reversed(range(len(items)))), dict[int, float]()  # index: when it began
+        waiting = list(reversed(range(len(items))))
+        running: dict[int, tuple[float, threading.Event]] = {}  # index: when it began, and whether it returned
         answers: queue.SimpleQueue[tuple[int, Reward]] = queue.SimpleQueue()
-        tasks: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        tasks: queue.SimpleQueue[tuple[int, threading.Event] | None] = queue.SimpleQueue()
 
         def work() -> None:
-            while (index := tasks.get()) is not None:
-                answers.put((index, judged(self._judge, *items[index])))
+            while (call := tasks.get()) is not None:
+                index, returned = call
+                reward = judged(self._judge, *items[index])
+                returned.set()
+                answers.put((index, reward))
 
         threads = [_thread(work) for _ in range(min(self._workers, len(items)))]
         while waiting or running:
             while waiting and len(running) < self._workers:
-                running[waiting[-1]] = time.monotonic()
-                tasks.put(waiting.pop())
-            patience = min(running.values()) + self._limit_s - time.monotonic()
+                index, returned = waiting.pop(), threading.Event()
+                running[index] = time.monotonic(), returned
+                tasks.put((index, returned))
+            patience = min(began for began, _ in running.values()) + self._limit_s - time.monotonic()
             try:
                 index, reward = answers.get(timeout=max(0.0, patience))
             except queue.Empty:
@@ -188,13 +193,14 @@ class _Threads:
             tasks.put(None)
         return [reward for reward in rewards if reward is not None]
 
-    def _late(self, running: dict[int, float]) -> list[int]:
+    def _late(self, running: dict[int, tuple[float, threading.Event]]) -> list[int]:
         now = time.monotonic()
-        late = [index for index, began in running.items() if now - began >= self._limit_s]
-        self._left_behind += len(late)
-        if self._left_behind > MOST_LEFT_BEHIND:
+        late = [index for index, (began, _) in running.items() if now - began >= self._limit_s]
+        calls = [*self._overdue, *(running[index][1] for index in late)]
+        self._overdue = [returned for returned in calls if not returned.is_set()]
+        if len(self._overdue) > MOST_LEFT_BEHIND:
             raise TaskError(
-                f"{self._left_behind} calls of the reward function did not return within {self._limit_s:g} s. A "
+                f"{len(self._overdue)} calls of the reward function did not return within {self._limit_s:g} s. A "
                 "function of a program runs in its threads, which cannot be ended: put it into a module, so that it "
                 "runs in worker processes, or raise limit_s in verifier_options"
             )
