@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from stalewise.models.loading import EMBEDDED
 from stalewise.rollout.engines import paged_cache, slot_decode
 from stalewise.rollout.engines.embedded import HFSampler
-from stalewise.rollout.engines.slot_turns import MOST_GIVEN
+from stalewise.rollout.engines.paged_cache import SlotBlocks
+from stalewise.rollout.engines.slot_turns import MOST_GIVEN, SlotTurns
 from stalewise.rollout.sampler import Request, Response
 from stalewise.types import SamplerSettings
 
@@ -66,4 +68,40 @@ def test_late_answers_change_no_turn(polls: int, steps: int, monkeypatch: pytest
         assert len(turns.said) == len(requests)
         assert steps > 2 or {len(texts) for texts in turns.said.values()} == {3}
         said.append(turns.said)
+    assert said[0] == said[1]
+
+
+def test_slots_that_wait_for_an_answer_are_given_up_where_blocks_run_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up, lacking, steps, give_up = [], SlotBlocks.lacking, SlotTurns._steps, SlotTurns._give_up
+    short: list[SlotTurns] = []
+
+    def scarce(self: SlotBlocks, slots: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+        is_short = short and short[0].slot_of
+        return np.array([self.blocks + 1]) if is_short else lacking(self, slots, wanted)
+
+    def steps_with_few_blocks(self: SlotTurns) -> Any:
+        short[:] = [self]
+        try:
+            return steps(self)
+        finally:
+            short.clear()
+
+    def watched(self: SlotTurns, request: int) -> None:
+        given_up.extend([request] * len(short))
+        give_up(self, request)
+
+    said: list[dict[int, list[str]]] = []
+    for patience in (0, 7):
+        sampler = HFSampler(
+            SamplerSettings(), max_new_tokens=40, device=torch.device("cpu"), dtype=torch.float32, slots=True
+        )
+        sampler.load(EMBEDDED / "arithmetic")
+        requests = [Request(sampler.tokenizer(f"{i}+{i + 7}=")["input_ids"], i) for i in range(10, 40)]
+        turns = Slow(patience, 40)
+        sampler.sample_turns(requests, sampler.settings, turns)
+        said.append(turns.said)
+        monkeypatch.setattr(SlotBlocks, "lacking", scarce)
+        monkeypatch.setattr(SlotTurns, "_steps", steps_with_few_blocks)
+        monkeypatch.setattr(SlotTurns, "_give_up", watched)
+    assert len(given_up) > len(requests)  # in the second round, several turns each
     assert said[0] == said[1]
