@@ -7,8 +7,9 @@
     python benchmarks/gsm8k.py collect jobs/*.json           # benchmarks/results/gsm8k-h200.json, a table, a picture
 
     # A 1.5B model on MATH, tested on MATH-500 and, by its first and last policy alone, on GSM8K. TRL pads all prompts
-    # of a generation to the longest one, so the longest 1% of the problems are left out for all arms.
-    jq -c 'select(.problem | length <= 1000)' math_train.jsonl > math_train_1000.jsonl
+    # of a generation to the longest one, so the longest 1% of the problems are left out for all arms. One problem of
+    # the training set is also in MATH-500.
+    jq -c 'select((.problem | length) <= 1000 and .id != "math-train-1709")' math_train.jsonl > math_train_1000.jsonl
     python benchmarks/gsm8k.py run --arm mu_grpo --seed 0 --lr 2e-6 --timed --model DIR --train math_train_1000.jsonl
         --test math500_test.jsonl --also-test gsm8k_test.jsonl --test-prompts 500 --max-new-tokens 768 --updates 64
         --evaluate-every 16 --trl-batch 8 --set learner.tokens_per_micro_batch=8192 --out math-jobs

@@ -30,10 +30,10 @@ DESIGN = (
     f"its end. Learning rates are tuned on seeds {TUNING_SEEDS[0]} and {TUNING_SEEDS[1]}, with the same grid for every "
     "arm of a claim; where the best rate of any arm is at an edge, all arms get one more rate at that end, a larger "
     f"one also where an arm is to collapse and does so at none, at most {WIDENINGS} times. Arms are then judged on "
-    f"seeds from {FIRST_SEED} on, which nothing else has used. The number "
-    "of seeds is that with which the margin is found (one-sided 5%, power 90%), from the two largest standard "
-    "deviations among the tuning runs, within the range that the definition allows. Intervals are Welch's, 95%. A "
-    "verdict needs a p-value below 0.05 after Holm's correction over all claims of the setting."
+    f"seeds from {FIRST_SEED} on, which nothing else has used. The number of seeds is that with which the margin is "
+    "found (one-sided 5%, power 90%), from the two largest standard deviations among the tuning runs, within the range "
+    "that the definition allows; the table says how many were asked for. Intervals are Welch's, 95%. A verdict needs a "
+    "p-value below 0.05 after Holm's correction over all claims of the setting and their opposites."
 )
 
 OTHERWISE = (
@@ -43,8 +43,8 @@ OTHERWISE = (
     "from 0 on. GPU time sets their number."
 )
 UNTUNED = (
-    "Nothing is tuned here: learning rates and the number of seeds are set in advance "
-    "([how](../../docs/experiments.md#on-a-real-model))."
+    "Nothing is tuned here: learning rates and the number of seeds are set in advance, and with so few seeds an effect "
+    "may be missed ([how often](../../docs/experiments.md#on-a-real-model))."
 )
 
 
@@ -196,9 +196,23 @@ def rule_in_words(name: str) -> str:
 
 
 def describe_runs(results: Results) -> str:
-    """Number of jobs and their CPU time, as text."""
+    """Number of jobs and what they took, as text."""
+    return f"{results.record['done']} of {results.record['planned']} jobs done, {time_of(results)}."
+
+
+def time_of(results: Results) -> str:
+    """CPU time in the laboratory; with a real model the jobs' own time on the GPU that they share."""
     record = results.record
-    return f"{record['done']} of {record['planned']} jobs done, {record['cpu_seconds']:,} core-seconds."
+    if record["setting"] == "lab":
+        return f"{record['cpu_seconds']:,} core-seconds"
+    at_once = max(machine["workers"] for machine in record["machine"])
+    return f"{record['wall_seconds']:,} s of jobs, {at_once} at a time on one GPU"
+
+
+def seeds_of(one: Judged) -> str:
+    """Number of judged seeds, and how many the power calculation asked for, where it was made."""
+    asked = one.results.tuning.get("seeds_asked") if one.results else None
+    return f"{one.seeds} seeds" + ("" if asked is None else f" ({asked} asked for)")
 
 
 def arm_table(results: Results) -> list[str]:
@@ -268,8 +282,7 @@ def results_table(experiments: Sequence[Experiment]) -> str | None:
             one = judged.get((experiment.name, setting))
             cells = [f"{setting}: –", "not run yet", "–", "–"]
             if one is not None:
-                time = f"{one.seeds} seeds, "
-                time += f"{one.results.record['cpu_seconds']:,} core-seconds" if one.results else TIMED
+                time = f"{seeds_of(one)}, {time_of(one.results) if one.results else TIMED}"
                 cells = [f"{setting}: {one.finding.ours}", f"**{one.verdict}**", f"{one.p:.2g}", time]
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in [*about, *cells]) + " |")
             about = [""] * 3

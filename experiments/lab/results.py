@@ -56,6 +56,7 @@ def collect(
         "planned": len(wanted),
         "done": len(wanted) - len(missing),
         "cpu_seconds": round(sum((kept(key) or {}).get("cpu_seconds", 0.0) for key in wanted)),
+        "wall_seconds": round(sum((kept(key) or {}).get("wall_seconds", 0.0) for key in wanted)),
         "failed": problems,
         "tuning": tuning_record(experiment, setting, tuning),
         "arms": list(arms.values()),

@@ -62,9 +62,9 @@ class Difference:
         return self.value - half, self.value + half
 
     def p_above(self, bound: float = 0.0) -> float:
-        """One-sided p-value of "the difference is at most `bound`"."""
+        """One-sided p-value of "the difference is at most `bound`". Values without any spread decide nothing: 1."""
         if not self.error:
-            return float(self.value <= bound)
+            return 1.0
         return float(t.sf((self.value - bound) / self.error, self.freedom))
 
     def p_below(self, bound: float = 0.0) -> float:
@@ -82,6 +82,30 @@ def welch(one: Sequence[float], other: Sequence[float]) -> Difference:
     below = sum(part**2 / (len(values) - 1) for part, values in zip(parts, (one, other), strict=True))
     value = float(np.mean(other) - np.mean(one))
     return Difference(value, math.sqrt(total), total**2 / below if below else math.inf)
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Standard deviation over seeds, pooled over arms: with three or four seeds an arm's own is hardly known."""
+
+    deviation: float
+    freedom: float
+
+    @classmethod
+    def of(cls, samples: Sequence[Sequence[float]]) -> Spread:
+        """Pooled over samples of two values or more."""
+        freedom = sum(len(values) - 1 for values in samples)
+        squares = sum(float(np.var(values)) * len(values) for values in samples)
+        return cls(math.sqrt(squares / freedom), freedom)
+
+    def less(self, one: Sequence[float], other: Sequence[float]) -> Difference:
+        """mean(one) − mean(other)."""
+        error = self.deviation * math.sqrt(1 / len(one) + 1 / len(other))
+        return Difference(float(np.mean(one) - np.mean(other)), error, self.freedom)
+
+    def mean(self, values: Sequence[float]) -> Difference:
+        """The mean of these values, against a constant."""
+        return Difference(float(np.mean(values)), self.deviation / math.sqrt(len(values)), self.freedom)
 
 
 def paired(values: Sequence[float]) -> Difference:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from experiments.lab.law import (
     OLDEST,
@@ -19,7 +20,7 @@ from experiments.lab.law import (
     resampled_exponents,
 )
 from experiments.lab.results import ArmResult, Results
-from experiments.lab.statistics import ALPHA, Difference, fisher, holm, mean_of, smallest_found, welch
+from experiments.lab.statistics import ALPHA, Difference, Spread, fisher, holm, mean_of, smallest_found, welch
 
 SHOWN, NOT_SHOWN, OPPOSITE, UNKNOWN = "shown", "not shown", "opposite", "cannot say"
 EQUAL = 0.02  # accuracies closer than this count as equal
@@ -43,21 +44,24 @@ def missing(what: str) -> Finding:
 
 
 def judge(findings: Mapping[str, Finding], claims: int = 0) -> dict[str, tuple[str, float]]:
-    """Verdict of each claim with its adjusted p-value: Holm over all claims, for claims and for opposites.
+    """Verdict of each claim with its adjusted p-value: Holm over all claims and their opposites together.
 
-    `claims` is their number where some were not tested yet.
+    `claims` is the number of claims where some were not tested yet.
     """
-    known = {name: one for name, one in findings.items() if one.p_shown is not None and one.p_opposite is not None}
-    shown = holm({name: one.p_shown or 0.0 for name, one in known.items()}, claims)
-    opposite = holm({name: one.p_opposite or 0.0 for name, one in known.items()}, claims)
+    known = {name: finding for name, finding in findings.items() if finding.p_shown is not None}
+    p_values = {f"{name} {SHOWN}": finding.p_shown or 0.0 for name, finding in known.items()}
+    p_values |= {f"{name} {OPPOSITE}": finding.p_opposite or 0.0 for name, finding in known.items()}
+    adjusted = holm(p_values, 2 * claims)
     verdicts: dict[str, tuple[str, float]] = {}
     for name in findings:
         if name not in known:
             verdicts[name] = (UNKNOWN, 1.0)
-        elif shown[name] < ALPHA:
-            verdicts[name] = (SHOWN, shown[name])
+            continue
+        shown, opposite = adjusted[f"{name} {SHOWN}"], adjusted[f"{name} {OPPOSITE}"]
+        if shown < ALPHA:
+            verdicts[name] = (SHOWN, shown)
         else:
-            verdicts[name] = (OPPOSITE, opposite[name]) if opposite[name] < ALPHA else (NOT_SHOWN, shown[name])
+            verdicts[name] = (OPPOSITE, opposite) if opposite < ALPHA else (NOT_SHOWN, shown)
     return verdicts
 
 
@@ -84,25 +88,55 @@ def _counts(arms: Sequence[ArmResult]) -> str:
 
 
 def clipping_dilemma(results: Results) -> Finding:
-    """At the hot rate. Shown where the relaxed clip's best accuracy on the way is above the tight clip's (Welch), and
-    the relaxed clip collapses more often (Fisher). Opposite where the tight clip's best is above the relaxed clip's.
+    """A run falls where its score is below its best accuracy on the way by more than a tenth of the latter. The tight
+    clip is taken at the rate where its best on the way is highest. Shown where at some rate the relaxed clip's best on
+    the way is above that and the relaxed clip falls, while the tight clip does not (t-tests with the deviation over
+    seeds pooled over arms; the smallest p-value of a rate, times their number). Opposite where the relaxed clip's best
+    is below the tight clip's at every rate.
     """
-    tight, relaxed = results.arm("tight, hot"), results.arm("relaxed, hot")
-    own = [arm for name in ("tight", "relaxed") if (arm := results.arm(name)) is not None and _ready(arm)]
-    if tight is None or relaxed is None or not _ready(tight, relaxed):
-        return missing("both clips at the hot rate")
-    climb = welch(tight.best, relaxed.best)
-    falls = fisher(relaxed.collapses, tight.collapses)
+    tight, relaxed = (results.where(clip=clip) for clip in ("tight", "relaxed"))
+    if not tight or len(relaxed) < len(results.values("rate")) or not _ready(*tight, *relaxed):
+        return missing("both clips at every rate")
+    if not any(_rises(run) for arm in relaxed for run in arm.runs.values()):
+        return missing("a run of the relaxed clip that rises above its start")
+    rival = max(tight, key=lambda arm: mean_of(arm.best).value)
+    of_best, of_falls = Spread.of([arm.best for arm in results.arms]), Spread.of([_falls(arm) for arm in results.arms])
+    climbs = {arm.name: of_best.less(arm.best, rival.best) for arm in relaxed}
+    falls = {arm.name: of_falls.mean(_falls(arm)) for arm in results.arms}
+    stays = falls[rival.name].p_below(_tenth(rival))
+    p_values = {
+        arm.name: max(climbs[arm.name].p_above(), falls[arm.name].p_above(_tenth(arm)), stays) for arm in relaxed
+    }
+    chosen = min(relaxed, key=lambda arm: p_values[arm.name])
     ours = (
-        f"best on the way {mean_of(tight.best)} tight, {mean_of(relaxed.best)} relaxed ({climb}); collapsed "
-        "{} of {} tight, {} of {} relaxed".format(*tight.collapses, *relaxed.collapses)
+        f"best on the way {mean_of(rival.best)} {rival.name}, {mean_of(chosen.best)} {chosen.name} "
+        f"({climbs[chosen.name]}); the end is below it by {falls[rival.name]} and {falls[chosen.name]}"
     )
-    lines = [f"Scores at the hot rate: {_told(relaxed, tight)}."]
-    if len(own) == 2:
+    lines = [
+        f"{arm.name}: best on the way {mean_of(arm.best)}, the end below it by {falls[arm.name]}." for arm in tight
+    ]
+    for arm in relaxed:
         lines.append(
-            f"Each at its own rate, which is not part of the rule: {_told(own[1], own[0])}. Collapsed: {_counts(own)}."
+            f"{arm.name}: best on the way {mean_of(arm.best)}, less that of {rival.name}: {climbs[arm.name]}; the end "
+            f"below its best by {falls[arm.name]}."
         )
-    return Finding(max(climb.p_above(), falls), climb.p_below(), ours, lines)
+    p_shown = min(1.0, len(relaxed) * min(p_values.values()))
+    return Finding(p_shown, max(climb.p_below() for climb in climbs.values()), ours, lines)
+
+
+def _rises(run: Mapping[str, Any]) -> bool:
+    """Whether any evaluation is above the first one."""
+    first, *later = run["evaluations"]["accuracy"]
+    return max(later, default=0.0) > first
+
+
+def _falls(arm: ArmResult) -> list[float]:
+    """By how much each run ends below its best accuracy on the way."""
+    return [best - end for best, end in zip(arm.best, arm.scores, strict=True)]
+
+
+def _tenth(arm: ArmResult) -> float:
+    return mean_of(arm.best).value / 10
 
 
 def where_the_harm_is(results: Results) -> Finding:
@@ -128,7 +162,9 @@ def where_the_harm_is(results: Results) -> Finding:
             f"Each at its own rate: {_told(own['suffix'], own['tight'])}; {_told(own['suffix'], own['none'])}; "
             f"collapsed {_counts(list(own.values()))}."
         )
-    return Finding(max(worse), min(1.0, 2 * min(better)), f"collapsed: {_counts(list(hot.values()))}", lines)
+    gaps = ", ".join(f"{scope} {_less(hot[scope], hot['none'])}" for scope in ("suffix", "sequence", "tight"))
+    ours = f"collapsed: {_counts(list(hot.values()))}; score less that of none: {gaps}"
+    return Finding(max(worse), min(1.0, 2 * min(better)), ours, lines)
 
 
 def accuracy_at_speed(results: Results) -> Finding:
@@ -188,15 +224,46 @@ def mismatch(results: Results) -> Finding:
     than 0.1 under every mismatch (Welch, one-sided, all), and GRPO loses more than 0.1 under at least one (the smallest
     p-value, times their number). Opposite where P3O loses more than 0.1 under one of them (likewise).
     """
+    return _mismatch(results, lambda plain: FALL, _less)
+
+
+def mismatch_by_gain(results: Results) -> Finding:
+    """The loss of a method under a mismatch is its score without mismatch less that with it; it is large where it is
+    more than half of what the method gains without mismatch. Shown where P3O's loss is smaller than that under every
+    mismatch (one-sided t-tests with the deviation over seeds pooled over arms, all), and GRPO's is larger under at
+    least one (the smallest p-value, times their number). Opposite where P3O's is larger under one of them (likewise).
+    """
+    return _mismatch(results, _half_of_gain, _pooled_less(results))
+
+
+Less = Callable[[ArmResult, ArmResult], Difference]
+
+
+def _pooled_less(results: Results) -> Less:
+    """Score of the first arm minus that of the second, with the deviation over seeds pooled over all arms."""
+    samples = [arm.scores for arm in results.arms if _ready(arm)]
+    return lambda one, other: Spread.of(samples).less(one.scores, other.scores)
+
+
+def _half_of_gain(arm: ArmResult) -> float:
+    """Half of the difference between an arm's score and the accuracy that it began with."""
+    return (arm.mean.value - mean_of([run["evaluations"]["accuracy"][0] for run in arm.runs.values()]).value) / 2
+
+
+def _mismatch(results: Results, bound_of: Callable[[ArmResult], float], less: Less) -> Finding:
     kinds = [kind for kind in results.values("mismatch") if kind != "none"]
     losses: dict[tuple[str, str], Difference] = {}
+    bounds: dict[str, float] = {}
     for method in ("P3O", "GRPO ε=0.2"):
         plain = results.arm(f"{method}, none")
         for kind in kinds:
             under = results.arm(f"{method}, {kind}")
             if plain is None or under is None or not _ready(plain, under):
                 return missing(f"{method} without mismatch and under {kind}")
-            losses[method, kind] = _less(plain, under)
+            losses[method, kind] = less(plain, under)
+            bounds[method] = bound_of(plain)
+    if any(bound <= 0 for bound in bounds.values()):
+        return missing("a gain without mismatch")
     if not losses:
         return missing("any mismatch")
     lines: list[str] = []
@@ -205,8 +272,11 @@ def mismatch(results: Results) -> Finding:
         lost = "; ".join(f"{method} loses {losses[method, kind]}" for method in ("P3O", "GRPO ε=0.2"))
         lines.append(f"{kind}: {lost}. Collapsed: {_counts(arms)}.")
     p3o, grpo = ([losses[method, kind] for kind in kinds] for method in ("P3O", "GRPO ε=0.2"))
-    stays = max(loss.p_below(FALL) for loss in p3o)
-    falls = [min(1.0, len(kinds) * min(loss.p_above(FALL) for loss in side)) for side in (grpo, p3o)]
+    stays = max(loss.p_below(bounds["P3O"]) for loss in p3o)
+    falls = [
+        min(1.0, len(kinds) * min(loss.p_above(bounds[method]) for loss in side))
+        for method, side in (("GRPO ε=0.2", grpo), ("P3O", p3o))
+    ]
     worst = [max(kinds, key=lambda kind: losses[method, kind].value) for method in ("P3O", "GRPO ε=0.2")]
     ours = f"P3O loses {losses['P3O', worst[0]]} at most, under {worst[0]}; "
     ours += f"GRPO {losses['GRPO ε=0.2', worst[1]]}, under {worst[1]}"
@@ -218,6 +288,19 @@ def two_anchors(results: Results) -> Finding:
     at 1.2 it is below by more than 0.1 (Welch, one-sided). Shown where that is so of both. Opposite where one of them
     is above one anchor at 1.2 (the smaller p-value, times two).
     """
+    return _two_anchors(results, lambda one: FALL, _less)
+
+
+def two_anchors_by_gain(results: Results) -> Finding:
+    """For each of the two losses with two anchors: at temperature 1.0 it is not above one anchor by 0.03 or more, and
+    at 1.2 it is below by more than half of what one anchor gains at 1.2 (one-sided t-tests with the deviation over
+    seeds pooled over arms). Shown where that is so of both. Opposite where one of them is above one anchor at 1.2 (the
+    smaller p-value, times two).
+    """
+    return _two_anchors(results, _half_of_gain, _pooled_less(results))
+
+
+def _two_anchors(results: Results, bound_of: Callable[[ArmResult], float], less: Less) -> Finding:
     parts: list[float] = []
     above: list[float] = []
     lines: list[str] = []
@@ -227,9 +310,11 @@ def two_anchors(results: Results) -> Finding:
             one, two = (results.arm(f"{name}, T={temperature}") for name in ("one anchor", method))
             if one is None or two is None or not _ready(one, two):
                 return missing(f"one anchor and {method} at temperature {temperature}")
-            gap = _less(two, one)
+            gap = less(two, one)
             parts.append(
-                gap.p_below(results.tuning.get("margin", MARGIN)) if temperature == "1.0" else gap.p_below(-FALL)
+                gap.p_below(results.tuning.get("margin", MARGIN))
+                if temperature == "1.0"
+                else gap.p_below(-bound_of(one))
             )
             above += [gap.p_above()] if temperature == "1.2" else []
             told.append(f"{method} {gap} at {temperature}")
@@ -273,6 +358,14 @@ def the_law_of_few_runs(results: Results) -> Finding:
     lines = ["The predictions below are those of the laboratory's rule. They decide nothing here."]
     lines += judge_models(found).lines
     return Finding(fitted.p_above(0.5), fitted.p_below(1.0), f"{fell} of {len(found)} collapsed; {fitted.told}", lines)
+
+
+def pass_at_k_estimates(results: Results) -> Finding:
+    """Estimates with intervals and no verdict: with so few seeds a fall of pass@64 by 0.02 could not be excluded
+    (`python -m experiments.lab.power`).
+    """
+    finding = pass_at_k(results)
+    return Finding(None, None, finding.ours, finding.lines)
 
 
 def pass_at_k(results: Results) -> Finding:
@@ -321,4 +414,5 @@ def ours(results: Results) -> Finding:
 def rules() -> dict[str, Callable[[Results], Finding]]:
     """Rules by the name used in definitions."""
     listed = (clipping_dilemma, where_the_harm_is, accuracy_at_speed, no_knob, mismatch, two_anchors, the_law)
-    return {rule.__name__: rule for rule in (*listed, the_law_of_few_runs, pass_at_k, ours)}
+    of_real_models = (mismatch_by_gain, two_anchors_by_gain, the_law_of_few_runs, pass_at_k_estimates)
+    return {rule.__name__: rule for rule in (*listed, *of_real_models, pass_at_k, ours)}

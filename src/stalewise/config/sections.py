@@ -580,12 +580,16 @@ RECIPES: dict[str, dict[str, dict[str, Any]]] = {
         "schedule": {"end": "spent"},
         "guard": {"action": "halve"},
         "plan": {"learning_rate": "planned-if-calibrated"},
+        "optimizer": {"schedule": "cosine"},
     },
 }
+WARM_UP_SHARE = 16  # with a recipe, one in so many updates is of the warm-up
 
 
 def with_recipe(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The tables of a config with the settings of its recipe filled in; a schedule with stages of its own is kept."""
+    """The tables of a config with the settings of its recipe filled in; a schedule with stages of its own is kept, and
+    so is a learning-rate schedule of its own.
+    """
     filled = dict(record)
     for table, settings in RECIPES.get(str(record.get("recipe", "none")), {}).items():
         given = filled.get(table, {})
@@ -594,4 +598,9 @@ def with_recipe(record: Mapping[str, Any]) -> dict[str, Any]:
         has_stages = given.get("kind", "staged") != "staged" or given.get("stages") is not None
         if not (table == "schedule" and has_stages):
             filled[table] = {**settings, **given}
+    optimizer, schedule = filled.get("optimizer"), filled.get("schedule", {})
+    if isinstance(optimizer, dict) and optimizer.get("schedule") == "cosine" and record.get("recipe") == "auto":
+        updates = schedule.get("updates") if isinstance(schedule, Mapping) else None
+        default = ScheduleSection.model_fields["updates"].default
+        optimizer.setdefault("warmup_updates", (updates if isinstance(updates, int) else default) // WARM_UP_SHARE)
     return filled

@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from stalewise.config import RunConfig, is_section
-from stalewise.config.sections import RECIPES
+from stalewise.config.sections import with_recipe
 from stalewise.errors import TaskError, nearest
 from stalewise.tasks import TASKS
 from stalewise.tasks.base import load
@@ -25,7 +25,12 @@ _LANGUAGE_MODEL: dict[str, Any] = {
     "learner.gradient_checkpointing": True,
 }
 RECIPE = "auto"  # what docs/control.md recommends
-OF_RECIPE = {f"{table}.{key}": value for table, settings in RECIPES[RECIPE].items() for key, value in settings.items()}
+OF_RECIPE = {
+    f"{table}.{key}": value
+    for table, settings in with_recipe({"recipe": RECIPE}).items()
+    if table != "recipe"
+    for key, value in settings.items()
+}
 # Settings of a task's template that differ from the defaults.
 SUGGESTIONS: dict[str, dict[str, Any]] = {
     "arithmetic": {"sampler.max_new_tokens": 8, "optimizer.learning_rate": 3e-4},

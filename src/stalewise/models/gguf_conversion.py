@@ -264,6 +264,14 @@ def _load(header: GGUFHeader, directory: Path) -> tuple[Any, Any]:
             f"{header.path} lacks {len(missing)} weights of its architecture ({header.architecture}), the first "
             f"{missing[0]}: name a Hugging Face directory of the model instead"
         )
+    with torch.device("meta"):
+        expected = AutoModelForCausalLM.from_config(config).state_dict()
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    if other := sorted(name for name, tensor in expected.items() if shapes.get(name, tensor.shape) != tensor.shape):
+        raise ModelError(
+            f"{header.path}: {len(other)} weights have other shapes than transformers takes from its header "
+            f"({header.architecture}), the first {other[0]}: name a Hugging Face directory of the model instead"
+        )
     return model, tokenizer
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from stalewise.config import make_config
 from stalewise.config.sections import RECIPES, ScheduleSection, with_recipe
 
 
@@ -47,3 +48,22 @@ def test_a_recipe_fills_in_what_a_config_leaves_open() -> None:
     for schedule in ({"stages": 2}, {"kind": "synchronous"}):  # with stages of its own
         assert with_recipe({"recipe": "auto", "schedule": schedule})["schedule"] == schedule
     assert with_recipe({"recipe": "auto", "guard": 3})["guard"] == 3  # refused later, by its type
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"schedule": "cosine", "warmup_updates": 8}),  # of the default, 128 updates
+        ({"schedule": {"updates": 64}}, {"schedule": "cosine", "warmup_updates": 4}),
+        ({"optimizer": {"warmup_updates": 0}}, {"schedule": "cosine", "warmup_updates": 0}),
+        ({"optimizer": {"schedule": "constant"}}, {"schedule": "constant"}),
+        (
+            {"optimizer": {"learning_rate": 1e-5}, "schedule": {"updates": 8}},
+            {"learning_rate": 1e-5, "warmup_updates": 0},
+        ),
+    ],
+)
+def test_the_recipe_warms_up_and_decays(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert expected.items() <= with_recipe({"recipe": "auto", **given})["optimizer"].items()
+    optimizer = make_config({"recipe": "auto", **given}).optimizer
+    assert expected.items() <= optimizer.model_dump().items()

@@ -350,6 +350,15 @@ def test_a_file_that_cannot_become_a_model(tmp_path: Path, cache: Path, changed:
     assert not cache.exists() or not list(cache.iterdir())
 
 
+def test_weights_of_another_shape_than_the_header_says(tmp_path: Path, cache: Path) -> None:
+    model = small_model("llama")
+    model.config.intermediate_size = 128  # the weights have 96
+    path = write_gguf(tmp_path / "wrong.gguf", model)
+    with pytest.raises(ModelError, match=r"6 weights have other shapes than transformers takes from its header"):
+        resolve_model(str(path))
+    assert not cache.exists() or not list(cache.iterdir())
+
+
 def test_a_kind_of_tensor_that_is_not_read(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "new.gguf", small_model("llama"))
     content = path.read_bytes()
