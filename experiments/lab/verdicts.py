@@ -26,6 +26,7 @@ SHOWN, NOT_SHOWN, OPPOSITE, UNKNOWN = "shown", "not shown", "opposite", "cannot 
 EQUAL = 0.02  # accuracies closer than this count as equal
 MARGIN = 0.03  # of claims that were not tuned here
 FALL = 0.1  # a loss of accuracy that is a failure
+LOST = 0.1  # the same as a share
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +89,11 @@ def _counts(arms: Sequence[ArmResult]) -> str:
 
 
 def clipping_dilemma(results: Results) -> Finding:
-    """A run falls where its score is below its best accuracy on the way by more than a tenth of the latter. The tight
-    clip is taken at the rate where its best on the way is highest. Shown where at some rate the relaxed clip's best on
-    the way is above that and the relaxed clip falls, while the tight clip does not (t-tests with the deviation over
-    seeds pooled over arms; the smallest p-value of a rate, times their number). Opposite where the relaxed clip's best
-    is below the tight clip's at every rate.
+    """A fall is the share of its best accuracy on the way that a run has lost in its score. The tight clip is taken at
+    the rate where its best on the way is highest. Shown where at some rate the relaxed clip's best on the way is above
+    that, and its fall is larger than a tenth and than the tight clip's fall (t-tests with the deviation over seeds
+    pooled over arms; the smallest p-value of a rate, times their number). Opposite where the relaxed clip's best is
+    below the tight clip's at every rate.
     """
     tight, relaxed = (results.where(clip=clip) for clip in ("tight", "relaxed"))
     if not tight or len(relaxed) < len(results.values("rate")) or not _ready(*tight, *relaxed):
@@ -103,22 +104,24 @@ def clipping_dilemma(results: Results) -> Finding:
     of_best, of_falls = Spread.of([arm.best for arm in results.arms]), Spread.of([_falls(arm) for arm in results.arms])
     climbs = {arm.name: of_best.less(arm.best, rival.best) for arm in relaxed}
     falls = {arm.name: of_falls.mean(_falls(arm)) for arm in results.arms}
-    stays = falls[rival.name].p_below(_tenth(rival))
     p_values = {
-        arm.name: max(climbs[arm.name].p_above(), falls[arm.name].p_above(_tenth(arm)), stays) for arm in relaxed
+        arm.name: max(
+            climbs[arm.name].p_above(),
+            falls[arm.name].p_above(LOST),
+            of_falls.less(_falls(arm), _falls(rival)).p_above(),
+        )
+        for arm in relaxed
     }
     chosen = min(relaxed, key=lambda arm: p_values[arm.name])
     ours = (
         f"best on the way {mean_of(rival.best)} {rival.name}, {mean_of(chosen.best)} {chosen.name} "
-        f"({climbs[chosen.name]}); the end is below it by {falls[rival.name]} and {falls[chosen.name]}"
+        f"({climbs[chosen.name]}); shares lost at the end {falls[rival.name]} and {falls[chosen.name]}"
     )
-    lines = [
-        f"{arm.name}: best on the way {mean_of(arm.best)}, the end below it by {falls[arm.name]}." for arm in tight
-    ]
+    lines = [f"{arm.name}: best on the way {mean_of(arm.best)}, lost at the end {falls[arm.name]}." for arm in tight]
     for arm in relaxed:
         lines.append(
-            f"{arm.name}: best on the way {mean_of(arm.best)}, less that of {rival.name}: {climbs[arm.name]}; the end "
-            f"below its best by {falls[arm.name]}."
+            f"{arm.name}: best on the way {mean_of(arm.best)}, less that of {rival.name}: {climbs[arm.name]}; lost "
+            f"at the end {falls[arm.name]}."
         )
     p_shown = min(1.0, len(relaxed) * min(p_values.values()))
     return Finding(p_shown, max(climb.p_below() for climb in climbs.values()), ours, lines)
@@ -131,12 +134,8 @@ def _rises(run: Mapping[str, Any]) -> bool:
 
 
 def _falls(arm: ArmResult) -> list[float]:
-    """By how much each run ends below its best accuracy on the way."""
-    return [best - end for best, end in zip(arm.best, arm.scores, strict=True)]
-
-
-def _tenth(arm: ArmResult) -> float:
-    return mean_of(arm.best).value / 10
+    """The share of its best accuracy on the way that each run has lost in its score."""
+    return [1 - end / best if best else 0.0 for best, end in zip(arm.best, arm.scores, strict=True)]
 
 
 def where_the_harm_is(results: Results) -> Finding:
