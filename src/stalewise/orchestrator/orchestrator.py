@@ -40,7 +40,7 @@ from stalewise.orchestrator.setup import (
     write_first_checkpoint,
 )
 from stalewise.orchestrator.stages import DriftBudget, begin_stage, forget_stages
-from stalewise.orchestrator.update_loop import UpdateLoop, rest, selection_of
+from stalewise.orchestrator.update_loop import UpdateLoop, release_trainer_memory, selection_of
 from stalewise.planning.memory import check_memory, offloads, pick_parallel
 from stalewise.rollout.factory import (
     batch_plan,
@@ -126,7 +126,7 @@ class Orchestrator:
     def run(self) -> RunResult:
         """Do what is next until the run is complete."""
         try:
-            self.check_memory()
+            self.check_before_loading()
             self.prepare()
             while self.step():
                 pass
@@ -146,7 +146,7 @@ class Orchestrator:
         close_task(self.task)
         self.suites.close()
 
-    def check_memory(self) -> None:
+    def check_before_loading(self) -> None:
         """Raise before anything is loaded where the model is too large, or cannot do what the config asks for."""
         if versions(self.directory)[-1:] == [self.schedule.updates]:
             return self.suites.check(Path(self.newest_policy()), self.run_log.suites)
@@ -306,7 +306,7 @@ class Orchestrator:
             return batch
         if isinstance(self.sampler, OffloadableSampler):
             self.sampler.sleep(weights=self.offloads)  # the reference takes its place
-        rest(self.trainer, self.run_log, offload=self.offloads)
+        release_trainer_memory(self.trainer, self.run_log, offload=self.offloads)
         with self.run_log.timed("switch", reason="reference") as notes:
             budget = self.config.learner.tokens_per_micro_batch
             notes["tokens"] = compute_reference(self.reference, batch, batch.reference, budget, self.ranks)
@@ -365,7 +365,7 @@ class Orchestrator:
     def begin_phase(self, what: str, total: int) -> None:
         """Tell the callback what begins, with how many rollouts or updates; make room on the device for sampling."""
         if what in ("generate", "evaluate"):
-            rest(self.trainer, self.run_log, offload=self.offloads)
+            release_trainer_memory(self.trainer, self.run_log, offload=self.offloads)
         self.tokens, self.scores = 0, ScoreCheck(self.config.task.max_unscored, self.callback.log)
         self.callback.begin(what, total)
 

@@ -25,7 +25,7 @@ from stalewise.models.loading import pick_device
 from stalewise.rollout.workers.rank_workers import RolloutRank
 from stalewise.rollout.workers.worker import RunLocation
 from stalewise.store import Batch, TokenColumn, open_batch
-from stalewise.store.atomic import make_directory, sha256_file, taking_back, temporary_name
+from stalewise.store.atomic import make_directory, remove_if_failed, sha256_file, temporary_name
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
 from stalewise.trainer.batch import unpack_rank_batch
 from stalewise.trainer.parallel import KINDS
@@ -172,7 +172,7 @@ def run_on_all_ranks(config: RunConfig, lead: Callable[[Ranks], RunResult]) -> R
     ranks = join_ranks(config.model.device)
     if ranks.world == 1:
         return lead(ranks)
-    with explain_lost_ranks(ranks), taking_back(config.directory):
+    with explain_lost_ranks(ranks), remove_if_failed(config.directory):
         _compare(_facts(config.model_dump(mode="json"), config.directory), config.directory, ranks)
         if not ranks.is_first:
             with RolloutRank(ranks) as rollout_rank:

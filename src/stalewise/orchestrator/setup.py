@@ -55,7 +55,7 @@ LARGE_RATE = 2e-5  # the default, for small models, is larger; the configs for m
 @contextlib.contextmanager
 def claim(directory: Path) -> Iterator[None]:
     """Exclusive use of a run directory. A run that fails before its version 0 leaves nothing new there."""
-    with atomic.taking_back(directory), atomic.RunLock(directory) as lock:
+    with atomic.remove_if_failed(directory), atomic.RunLock(directory) as lock:
         before = set(directory.iterdir())
         try:
             yield
@@ -63,7 +63,7 @@ def claim(directory: Path) -> Iterator[None]:
             if not (lock.is_gone or is_started(directory)):
                 for path in set(directory.iterdir()) - before:
                     _remove(path)
-                lock.take_back()
+                lock.release_and_remove()
             raise
 
 

@@ -149,10 +149,10 @@ def describe_update(record: Mapping[str, Any]) -> str:
     return f"reward {record['reward']:.3f}  ESS {'–' if math.isnan(ess) else f'{ess:.3f}'}"
 
 
-def rest(trainer: Trainer | None, run_log: RunLog, *, offload: bool) -> None:
-    """Give back the memory that only updates need; `offload`: the trainer waits in host memory."""
+def release_trainer_memory(trainer: Trainer | None, run_log: RunLog, *, offload: bool) -> None:
+    """Free the device memory that only updates need. With `offload` the whole trainer moves to host memory."""
     if trainer is not None and offload and not trainer.is_asleep:
         with run_log.timed("switch", reason="offload"):
             trainer.sleep()
     elif trainer is not None:
-        trainer.rest()
+        trainer.release_logits()

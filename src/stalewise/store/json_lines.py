@@ -23,8 +23,8 @@ from stalewise.store.atomic import (
     digest,
     explain_write_errors,
     fsync_directory,
+    json_default,
     make_directory,
-    plain,
     read_json,
     write_atomic,
     write_json_atomic,
@@ -261,7 +261,9 @@ def _sealed_lines(records: Iterable[Mapping[str, Any]], link: bytes) -> tuple[by
 
 def _head(record: Mapping[str, Any]) -> bytes:
     """A record as JSON, up to where the checksum goes; the comma or, in an empty record, the brace is part of that."""
-    return json.dumps(record, default=plain).encode().removesuffix(b"}").removesuffix(b"{" if not record else b"")
+    return (
+        json.dumps(record, default=json_default).encode().removesuffix(b"}").removesuffix(b"{" if not record else b"")
+    )
 
 
 def _sealed_line(head: bytes, link: bytes) -> bytes:

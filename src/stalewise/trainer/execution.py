@@ -65,7 +65,8 @@ class Execution:
         if self.packed and self._can_use_graphs():
             self._use_graphs()
         self.optimizer = AdamW(parallel.trained, config.optimizer, config.seed)
-        self.steps, self.records = 0, False
+        self.steps = 0
+        self.had_graphs = False  # whether `wake` makes graphs again
         self.proximal: dict[str, Tensor] = {}  # weights of the proximal policy, for objectives that have one
 
     def _can_use_graphs(self) -> bool:
@@ -136,7 +137,7 @@ class Execution:
         """
         if self.offload.away or self.parallel.is_sharded:
             return
-        self.records = self.graphs is not None and self.graphs.captures
+        self.had_graphs = self.graphs is not None and self.graphs.captures
         self._drop_graphs()
         self.kept.release()
         moments = (tensor for state in self.optimizer.state.values() for tensor in state.values())
@@ -158,7 +159,7 @@ class Execution:
         if not self.offload.away:
             return
         self.offload.come_back()
-        if self.records:
+        if self.had_graphs:
             self._use_graphs()
 
     def _drop_graphs(self) -> None:

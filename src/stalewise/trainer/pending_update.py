@@ -87,14 +87,15 @@ def first_nonfinite(tokens: Tokens) -> Tensor:
 
 
 def step_metrics(
-    numbers: Tensor, update: int, rate: float, ranks: Sequence[RankBatch], *, drift_before: float
+    scalars: Tensor, update: int, rate: float, ranks: Sequence[RankBatch], *, drift_before: float
 ) -> dict[str, float]:
-    """Metrics of a step from its numbers on the host.
+    """Metrics of a step from its scalars on the host.
 
-    These are loss, gradient norm, step factor and ‖Δθ‖, then `first_nonfinite` of all micro-batches, then token sums.
+    `scalars` holds loss, gradient norm, step factor and ‖Δθ‖, then `first_nonfinite` of all micro-batches, then the
+    token sums.
     """
     count = len(ranks) * ranks[0].most_micro_batches
-    first, nonfinite, packed = numbers.tensor_split([4, 4 + count])
+    first, nonfinite, packed = scalars.tensor_split([4, 4 + count])
     loss, grad_norm, factor, norm = first.tolist()
     sums = TokenSums.unpack(packed).summary()
     if sums["nonfinite"] or not (math.isfinite(grad_norm) and math.isfinite(loss)):

@@ -155,11 +155,11 @@ class Trainer:
         return policy, files
 
     def state(self) -> dict[str, Any]:
-        """The numbers that belong to a checkpoint."""
+        """The scalars of a checkpoint: optimizer steps and drift."""
         return {"steps": self.steps, "drift": self.drift}
 
-    def rest(self) -> None:
-        """Give back memory that only updates need, while rollouts are sampled."""
+    def release_logits(self) -> None:
+        """Free the memory of kept logits, which only updates need, while rollouts are sampled."""
         self.execution.kept.release()
 
     def copy_frozen(self) -> None:
@@ -225,8 +225,8 @@ class Trainer:
         """Take this rank's part in an update of the first rank; None: there is nothing to learn from."""
         self._snapshot_proximal()
         if batch is not None:
-            parts = list(batch.micro_batches(self._layout(), self.device))
-            update(self.execution, self.rule, batch, parts, self._rate())
+            micro_batches = list(batch.micro_batches(self._layout(), self.device))
+            update(self.execution, self.rule, batch, micro_batches, self._rate())
         self.version += 1
 
     def _update_within_memory(self, batch: UpdateBatch, statistics: dict[str, float]) -> PendingUpdate:
@@ -239,8 +239,8 @@ class Trainer:
                 raise ModelError("out of memory after a step: lower learner.tokens_per_micro_batch") from None
             if self.parallel.ranks.world > 1 or self.token_budget < self.config.learner.tokens_per_micro_batch:
                 raise out_of_memory(self.token_budget) from None
-        # Outside of the handler, whose traceback would keep the activations alive.
-        largest = max(part.padded_tokens for part in batch.micro_batches)  # which may not fill the budget
+        # Outside of the handler: its traceback would keep the activations alive.
+        largest = max(micro_batch.padded_tokens for micro_batch in batch.micro_batches)  # which may not fill the budget
         self.token_budget = min(self.token_budget, largest) // 2
         self.log(f"out of memory with {largest} tokens in a micro-batch: from here on at most {self.token_budget}")
         self.execution.free_memory()
@@ -250,16 +250,16 @@ class Trainer:
             raise out_of_memory(self.token_budget) from None
 
     def _update(self, batch: UpdateBatch, statistics: dict[str, float]) -> PendingUpdate:
-        if batch.layout != self._layout():  # it was prepared before memory ran out
+        if batch.layout != self._layout():  # the batch was prepared before memory ran out
             batch = self._split(batch)
         self.parallel.send_batches(batch.ranks)
         rate = self._rate()
-        numbers, tokens = update(self.execution, self.rule, batch.ranks[0], batch.micro_batches, rate)
-        finish = partial(self._metrics, numbers, self.version, rate, batch)
+        scalars, tokens = update(self.execution, self.rule, batch.ranks[0], batch.micro_batches, rate)
+        finish = partial(self._metrics, scalars, self.version, rate, batch)
         return PendingUpdate(statistics, finish, None if tokens is None else lambda: batch.token_record(*tokens()))
 
-    def _metrics(self, numbers: Read, version: int, rate: float, batch: UpdateBatch) -> dict[str, float]:
-        metrics = step_metrics(numbers(), version, rate, batch.ranks, drift_before=self.drift)
+    def _metrics(self, scalars: Read, version: int, rate: float, batch: UpdateBatch) -> dict[str, float]:
+        metrics = step_metrics(scalars(), version, rate, batch.ranks, drift_before=self.drift)
         self.drift = metrics["drift"]
         return metrics
 
