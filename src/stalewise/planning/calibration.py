@@ -17,7 +17,7 @@ from stalewise.config.sections import ModelSection
 from stalewise.errors import CalibrationError
 from stalewise.models import resolve_model
 from stalewise.staleness.law import Fit, Observation
-from stalewise.store.atomic import read_json, sha256_file, write_json_atomic
+from stalewise.store.atomic import check_format, read_json, sha256_file, write_json_atomic
 
 FORMAT = "stalewise.calibration/1"
 SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "weights", "foreign")
@@ -232,8 +232,7 @@ def read_calibration(path: str | Path) -> Calibration:
     if not Path(path).is_file():
         raise CalibrationError(f"the calibration file {path} does not exist: `stalewise sweep` makes one")
     record = read_json(path)
-    if record.get("format") != FORMAT:
-        raise CalibrationError(f"{path} has format {record.get('format')}; this release reads {FORMAT}")
+    check_format(path, record.get("format"), FORMAT, error=CalibrationError)
     try:
         return TypeAdapter(Calibration).validate_python(record)
     except ValidationError as error:

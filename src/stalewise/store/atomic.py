@@ -30,7 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from stalewise.errors import StoreError
+from stalewise.errors import StalewiseError, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -202,6 +202,18 @@ def joined_sha256(digests: Sequence[bytes]) -> str:
 def digest(*parts: bytes) -> str:
     """The checksum of a record."""
     return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
+
+
+def check_format(
+    path: object,
+    found: object,
+    *known: str,
+    error: type[StalewiseError] = StoreError,
+    advice: str = "use the release that wrote it",
+) -> None:
+    """Raise `error` for a file or directory whose format is none of the known ones."""
+    if found not in known:
+        raise error(f"{path} has format {found}; this release reads {' and '.join(known)}: {advice}")
 
 
 def json_default(value: Any) -> Any:

@@ -25,6 +25,7 @@ from safetensors import safe_open
 
 from stalewise.errors import StoreError
 from stalewise.store.atomic import (
+    check_format,
     commit_directory,
     explain_write_errors,
     fsync_directory,
@@ -147,16 +148,10 @@ def read_manifest(directory: str | Path) -> dict[str, dict[str, Any]]:
     return _read_manifest(directory)["files"]
 
 
-def check_format(written: str, where: str) -> None:
-    """Refuse a checkpoint of another release's format."""
-    if written not in SHA256:
-        raise StoreError(f"{where} has format {written}; this release reads {' and '.join(sorted(SHA256))}")
-
-
 def _read_manifest(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / "manifest.json"
     manifest = read_record(path, MANIFEST)
-    check_format(manifest["format"], str(directory))
+    check_format(directory, manifest["format"], *sorted(SHA256))
     if bad := [name for name in manifest["files"] if name.startswith("/") or ".." in Path(name).parts]:
         raise StoreError(f"{path} names {bad[0]}, which is outside of the checkpoint: restore it from a copy")
     return manifest

@@ -20,6 +20,7 @@ from stalewise.errors import StoreError
 from stalewise.store.atomic import (
     CHECKSUM,
     RESTORE,
+    check_format,
     digest,
     explain_write_errors,
     fsync_directory,
@@ -174,8 +175,7 @@ def committed_ends(run: str | Path) -> dict[str, tuple[int, str]]:
         return {}
     record = read_json(path)
     try:
-        if record["format"] != RECORDS_FORMAT:
-            raise StoreError(f"{path} has format {record['format']}, this stalewise reads {RECORDS_FORMAT}")
+        check_format(path, record["format"], RECORDS_FORMAT)
         return {name: (int(end["bytes"]), str(end["checksum"])) for name, end in record["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StoreError(f"{path} is corrupt: {error!r}; {RESTORE}") from error

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError, nearest
-from stalewise.store.atomic import sha256_file
+from stalewise.store.atomic import check_format, sha256_file
 from stalewise.store.columns import (
     EPISODE_COLUMNS,
     RolloutColumns,
@@ -28,13 +28,12 @@ from stalewise.store.columns import (
 from stalewise.store.manifest import (
     BatchManifest,
     ShardManifest,
-    check_format,
     committed_shards,
     parse_batch_name,
     read_batch_manifest,
     shard_path,
 )
-from stalewise.store.schema import EPISODE_SCHEMA, FORMAT_KEY, LIGHT_COLUMNS, SCHEMA, rollouts_from_table
+from stalewise.store.schema import EPISODE_SCHEMA, FORMAT_KEY, FORMATS, LIGHT_COLUMNS, SCHEMA, rollouts_from_table
 from stalewise.types import Rollout
 
 _OF_REWARDS = ("reward", "reward_parts")
@@ -217,7 +216,8 @@ class Batch:
         try:
             with pq.ParquetFile(path, metadata=self._footers.get(shard.index)) as file:
                 if shard.index not in self._footers:
-                    check_format((file.schema_arrow.metadata or {}).get(FORMAT_KEY, b"unknown").decode(), path)
+                    metadata = file.schema_arrow.metadata or {}
+                    check_format(path, metadata.get(FORMAT_KEY, b"unknown").decode(), *FORMATS)
                 yield file
         except FileNotFoundError:
             raise StoreError(f"{path} is missing: run the same command again, it is generated again") from None
