@@ -194,7 +194,7 @@ def plan_sources(
             left_out = store.consumed(store.read_ledger(store.ledger_path(run)), batch.manifest.generation_batch)
         fresh = ~np.isin(batch.column("rollout_id"), store.from_ranges(left_out))
         if config.batch.without_variance in ("drop", "refill"):  # fewer updates, each on as many groups with variance
-            batch.weights = config.objective.reward_weights
+            batch = batch.with_columns(reward_weights=config.objective.reward_weights)
             fresh &= batch.informative()
         groups = len(np.unique(batch.column("group")[fresh]))
         possible += groups // config.batch.prompts

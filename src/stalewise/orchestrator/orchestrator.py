@@ -82,7 +82,7 @@ from stalewise.tasks.difficulty import COPY
 from stalewise.trainer.lora import base_directory
 from stalewise.trainer.reference import Reference, check_reference
 from stalewise.trainer.trainer import NonFiniteUpdate, Trainer
-from stalewise.types import ProgressCallback
+from stalewise.types import ProgressCallback, report_evaluation
 
 
 class Orchestrator:
@@ -296,20 +296,21 @@ class Orchestrator:
 
     def _with_columns(self, batch: Batch, generation_batch: int, *, computes: bool = True) -> Batch:
         """The batch with what learning reads besides its shards; what is missing of it is computed now."""
-        batch.weights = self.config.objective.reward_weights
+        weights, selection = self.config.objective.reward_weights, None
         if self.config.batch.without_variance in ("drop", "refill"):
-            batch.selection = selection_of(self.config, self.schedule, generation_batch)
+            selection = selection_of(self.config, self.schedule, generation_batch)
         if not computes or self.reference is None:
-            return batch
-        batch.reference = self.reference.column(self.source.name_of(batch))
-        if all(map(batch.reference.has, batch.manifest.shards)):
+            return batch.with_columns(reward_weights=weights, selection=selection)
+        column = self.reference.column(self.source.name_of(batch))
+        batch = batch.with_columns(reward_weights=weights, selection=selection, reference=column)
+        if all(map(column.has, batch.manifest.shards)):
             return batch
         if isinstance(self.sampler, OffloadableSampler):
             self.sampler.sleep(weights=self.offloads)  # the reference takes its place
         release_trainer_memory(self.trainer, self.run_log, offload=self.offloads)
         with self.run_log.timed("switch", reason="reference") as notes:
             budget = self.config.learner.tokens_per_micro_batch
-            notes["tokens"] = compute_reference(self.reference, batch, batch.reference, budget, self.ranks)
+            notes["tokens"] = compute_reference(self.reference, batch, column, budget, self.ranks)
         self.callback.log(
             f"{batch.directory.name}: log-probabilities of {notes['tokens']:,} tokens under the reference "
             f"{self.reference.name}"
@@ -347,19 +348,23 @@ class Orchestrator:
         )
         self.run_log.log_event("evaluate", result.seconds, version=version)
         self.writer.join()  # no record of a version that does not exist
-        self.run_log.log_evaluation(result.record())
+        record = result.record()
+        self.run_log.log_evaluation(record)
         self.run_log.commit()
         self.callback.advance(result.prompts * result.samples)
+        report_evaluation(self.callback, record)
         self.callback.log(describe_evaluation(result))
 
     def _evaluate_suite(self, suite: SuiteSection, version: int) -> None:
         self.begin_phase("evaluate", self.suites.responses(suite))
         self.writer.join()  # suites read the policy from its files
         result = self.suites.evaluate(suite, self._checkpoint(version), version, self.sampler, self.scores)
-        self.run_log.log_suite({**result.record(), "definition": definition_of(suite)})
+        record = {**result.record(), "definition": definition_of(suite)}
+        self.run_log.log_suite(record)
         self.run_log.log_event("evaluate", result.seconds, version=version, suite=suite.label)
         self.run_log.commit()
         self.callback.advance((result.prompts + result.excluded) * result.samples)
+        report_evaluation(self.callback, record)
         self.callback.log(describe_evaluation(result))
 
     def begin_phase(self, what: str, total: int) -> None:

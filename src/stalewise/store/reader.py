@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -94,13 +95,34 @@ class Batch:
         self.directory = directory
         self.manifest = manifest
         self.rollouts_by_update: dict[int, list[npt.NDArray[np.int64]]] = {}  # a cache of `rollouts_of_updates`
-        self.reference: TokenColumn | None = (
-            None  # log-probabilities under a reference policy, where they were computed
-        )
-        self.weights: Mapping[str, float] = {}  # of the parts of rewards; the reward is then their weighted sum
-        self.selection: Selection | None = None  # None: all groups are dealt alike
+        # See `with_columns`.
+        self.reward_weights: Mapping[str, float] = {}
+        self.selection: Selection | None = None
+        self.reference: TokenColumn | None = None
         self._footers: dict[int, pq.FileMetaData] = {}
         self._first = np.array([shard.rollout_first for shard in manifest.shards], np.int64)  # increasing
+
+    def with_columns(
+        self,
+        *,
+        reward_weights: Mapping[str, float],
+        selection: Selection | None = None,
+        reference: TokenColumn | None = None,
+    ) -> Self:
+        """The same batch with what learning reads besides its shards.
+
+        Args:
+            reward_weights: weights of the parts of rewards; the reward is then their weighted sum. Empty: the reward
+                in the shards.
+            selection: how informative groups are found and dealt to updates; None: all groups are dealt alike.
+            reference: log-probabilities under a reference policy.
+        """
+        batch = copy(self)
+        batch.rollouts_by_update = {}
+        batch.reward_weights = reward_weights
+        batch.selection = selection
+        batch.reference = reference
+        return batch
 
     def __len__(self) -> int:
         return self.manifest.rows
@@ -138,7 +160,7 @@ class Batch:
         """One light column of all rollouts as a numpy array, without reading tokens (null rewards are NaN)."""
         if name not in LIGHT_COLUMNS:
             raise StoreError(f"{name} is not a light column ({nearest(name, LIGHT_COLUMNS)}): use take or iter_tables")
-        if name == "reward" and self.weights:
+        if name == "reward" and self.reward_weights:
             return np.concatenate([self._weighted(table) for table in self.iter_tables(_OF_REWARDS)])
         column = pa.chunked_array([c for t in self.iter_tables([name]) for c in t.column(name).chunks])
         if pa.types.is_string(column.type):
@@ -186,9 +208,9 @@ class Batch:
 
     def _read_rows(self, file: pq.ParquetFile, row_group: int, shard: ShardManifest) -> RolloutColumns:
         """The rows of a row group, with the columns that this batch has besides its shards'."""
-        table = _decode(file, row_group, [*EPISODE_COLUMNS, *(_OF_REWARDS if self.weights else ())])
+        table = _decode(file, row_group, [*EPISODE_COLUMNS, *(_OF_REWARDS if self.reward_weights else ())])
         rows = rows_from_table(table)
-        if self.weights:
+        if self.reward_weights:
             rows = replace(rows, reward=self._weighted(table))
         if self.reference is not None:
             before = (_decode(file, group, ["response_length"]) for group in range(row_group))
@@ -202,12 +224,12 @@ class Batch:
         for row, parts in enumerate(table["reward_parts"].to_pylist()):
             if not np.isnan(reward[row]):
                 named = {part["name"]: part["value"] for part in parts}
-                if missing := [name for name in self.weights if name not in named]:
+                if missing := [name for name in self.reward_weights if name not in named]:
                     raise StoreError(
                         f"{self.directory}: a reward has no part {missing[0]!r}, which objective.reward_weights names; "
                         f"its parts are {', '.join(named) or 'none'}"
                     )
-                reward[row] = sum(weight * named[name] for name, weight in self.weights.items())
+                reward[row] = sum(weight * named[name] for name, weight in self.reward_weights.items())
         return reward
 
     @contextlib.contextmanager
