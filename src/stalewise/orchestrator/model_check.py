@@ -2,8 +2,8 @@
 
 A cache that a model ignores, padding that it attends to, or a factor that follows the longest position of a batch makes
 log-probabilities wrong without an error. So a few tokens are decoded after prompts of different lengths, up to the
-longest that the run allows, and the learner computes the same tokens. At the start of a stage the first update compares
-sampler and learner once more, on all of its tokens.
+longest that the run allows, and the trainer computes the same tokens. At the start of a stage the first update compares
+sampler and trainer once more, on all of its tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from stalewise.trainer.trainer import Trainer
 NEW_TOKENS = 6  # decoded after each prompt
 SHORT = 3  # tokens of the shortest prompt
 PROMPTS = 256  # training prompts that tell the longest
-# Limits of mean and largest difference of sampler and learner, over all tokens of an update at age 0.
+# Limits of mean and largest difference of sampler and trainer, over all tokens of an update at age 0.
 FLOAT32_LIMITS, HALF_LIMITS = (0.01, 0.1), (0.2, math.inf)
 Values = list[np.ndarray]  # log-probabilities of each response
 Log = Callable[[str], object]
@@ -105,7 +105,7 @@ def agreements(
         found.append(compare(name, values, with_weights, allowed))
     del plain
     if learns:
-        found.append(_learner(config, checkpoint, _rows(requests, responses), expected, allowed))
+        found.append(_trainer_agreement(config, checkpoint, _rows(requests, responses), expected, allowed))
         _free_memory()
     return found
 
@@ -170,8 +170,10 @@ def _rows(requests: Sequence[Request], responses: Sequence[np.ndarray]) -> Rollo
     )
 
 
-def _learner(config: RunConfig, checkpoint: Path, rows: RolloutColumns, expected: Values, allowed: float) -> Agreement:
-    """The learner's log-probabilities of these rows, forward and backward, in micro-batches as in the run."""
+def _trainer_agreement(
+    config: RunConfig, checkpoint: Path, rows: RolloutColumns, expected: Values, allowed: float
+) -> Agreement:
+    """The trainer's log-probabilities of these rows, forward and backward, in micro-batches as in the run."""
     name = "learning"
     values: Values = [np.empty(0)] * len(rows)
     try:
@@ -225,7 +227,7 @@ def _problem(config: RunConfig, checkpoint: Path, wrong: Agreement) -> str:
 
 
 def stage_problem(config: RunConfig, metrics: Mapping[str, float]) -> str:
-    """Why the learner cannot be the policy that sampled an update's rollouts at age 0, or an empty string.
+    """Why the trainer cannot be the policy that sampled an update's rollouts at age 0, or an empty string.
 
     Settings of the sampler that change its distribution are a difference that was asked for.
     """
@@ -241,7 +243,7 @@ def stage_problem(config: RunConfig, metrics: Mapping[str, float]) -> str:
     if mean <= most_mean and largest <= most:
         return ""
     return (
-        f"the learner's log-probabilities of fresh rollouts differ from those of the engine {sampler.engine} by "
+        f"the trainer's log-probabilities of fresh rollouts differ from those of the engine {sampler.engine} by "
         f"{mean:.2g} nats on average and {largest:.2g} at most, where rounding explains {most_mean:g}: one of the two "
         "is wrong for this model, so nothing was learned from this stage; choose another model or engine"
     )

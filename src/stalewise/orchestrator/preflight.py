@@ -241,7 +241,7 @@ class _Preflight:
 
         tokenizer = load_tokenizer(self.source)
         own: Any = AutoTokenizer.from_pretrained(self.source, trust_remote_code=False)
-        note = "" if own.pad_token_id is not None else ", having no token for it"
+        note = "" if own.pad_token_id is not None else " (the tokenizer defines no pad token)"
         return "ok", f"ends with {tokenizer.eos_token!r}, pads with {tokenizer.pad_token!r}{note}"
 
     def _load(self) -> tuple[Status, str]:

@@ -536,7 +536,7 @@ def check_memory(config: RunConfig, source: str, world: int = 1, local_world: in
         others = _fitting(config, source, world, local_world, lambda c: max(c.least, c.for_one_response) <= free)
         ways = ["lower it"] * (fitting > 0) + [f"set {way}" for way in others]
         raise ModelError(
-            f"{source} fits for learning and not for generating: one response of {setting} = {new_tokens} "
+            f"{source} fits for training but not for sampling: one response of {setting} = {new_tokens} "
             f"takes {needed.any_response / GIB:.2f} GiB of keys and values, and {room / GIB:.2f} are there for them ("
             + (f"at most {setting} = {fitting} would fit" if fitting > 0 else "no token would fit")
             + f"): {figures}{', or '.join([*ways, 'choose a smaller model or a larger device'])}"
@@ -551,7 +551,7 @@ def _check_generator(new_tokens: int, source: str, needed: MemoryEstimate, elsew
     if elsewhere is None or weights + response <= (memory := device_memory(elsewhere)):
         return
     raise ModelError(
-        f"{source} does not fit for generating on schedule.generator_device = {elsewhere}: its weights take "
+        f"{source} does not fit for sampling on schedule.generator_device = {elsewhere}: its weights take "
         f"{weights / GIB:.2f} GiB, one response of sampler.max_new_tokens = {new_tokens} "
         f"{response / GIB:.2f} GiB of keys and values, and the device has {memory / GIB:.2f} GiB: choose another "
         "device or a smaller model" + (", or lower max_new_tokens" if weights < memory else "")

@@ -681,7 +681,7 @@ def test_a_run_that_fits_for_learning_or_for_generating_alone(
     monkeypatch.setattr("stalewise.planning.memory.free_bytes", lambda device: free[0])
     long = config(sampler={"max_new_tokens": 9872, "rollouts_per_shard": 8})  # with a prompt of 128: 10,000 tokens
     free[0] = 26_000_000
-    with pytest.raises(ModelError, match="x fits for learning and not for generating: one response of") as refusal:
+    with pytest.raises(ModelError, match="x fits for training but not for sampling: one response of") as refusal:
         check_memory(long, "x")
     # 6 MB are left: 5,000 tokens, 128 of them the prompt's.
     assert "takes 0.01 GiB of keys and values, and 0.01 are there for them (at most" in str(refusal.value)
