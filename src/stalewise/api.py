@@ -6,7 +6,6 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,17 +14,13 @@ from stalewise.config.run_directory import RunResult, is_started, read_config
 from stalewise.distributed import Ranks
 from stalewise.errors import StoreError, TaskError
 from stalewise.orchestrator import python_objects
-from stalewise.orchestrator.contamination import seen_in_training
 from stalewise.orchestrator.evaluation import (
     Evaluation,
-    EvaluationPlan,
-    check_suite,
-    evaluate_suite,
+    evaluate_planned,
     plan_evaluation,
     plan_suites,
 )
 from stalewise.orchestrator.fork import fork
-from stalewise.orchestrator.model_check import check_model
 from stalewise.orchestrator.offline import OfflineRollouts, plan_sources
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.orchestrator.pipelined import BackgroundGeneration
@@ -38,7 +33,7 @@ from stalewise.orchestrator.setup import claim, resolve_settings
 from stalewise.planning.memory import check_sampling_memory
 from stalewise.planning.planner import plan_for_training
 from stalewise.reporting.progress import watching
-from stalewise.rollout.factory import check_policy, make_sampler
+from stalewise.rollout.factory import check_policy
 from stalewise.rollout.workers.coordinator import restore
 from stalewise.store import BatchManifest, checkpoints
 from stalewise.store.reward_versions import RewardVersion
@@ -318,38 +313,3 @@ def evaluate_suites(
     """
     with contextlib.closing(plan_suites(model, suites, exclude_ids)) as plan:
         return {result.suite: result for result in evaluate_planned(plan, callback or NullCallback())}
-
-
-def evaluate_planned(plan: EvaluationPlan, callback: ProgressCallback) -> list[Evaluation]:
-    """Evaluate as planned, one result for each suite."""
-    policy, config = plan.policy, plan.policy.config
-    longest = max(suite.max_new_tokens or config.sampler.max_new_tokens for suite in config.evaluation.suite)
-    check_sampling_memory(config.model, config.sampler.engine, str(policy.checkpoint), longest)
-    results: list[Evaluation] = []
-    for suite, (task, prompts, _) in zip(config.evaluation.suite, plan.suites, strict=True):
-        check_suite(config.sampler, suite, policy.checkpoint, task, prompts, is_single=plan.is_single)
-    with contextlib.closing(make_sampler(config)) as sampler:
-        for suite, (task, prompts, apart) in zip(config.evaluation.suite, plan.suites, strict=True):
-            unknown: list[str] = []
-            seen = plan.exclude | seen_in_training(policy.run or policy.checkpoint, unknown.append, apart=apart)
-            for message in unknown if not results else ():
-                callback.log(message)
-            if not results:
-                check_model(config, policy.checkpoint, task, sampler, callback.log, learns=False)
-            callback.begin("evaluate", prompts * suite.responses)
-            result = evaluate_suite(
-                suite,
-                policy.checkpoint,
-                version=policy.version,
-                task=task,
-                sampler=sampler,
-                prompts=prompts,
-                exclude=seen,
-                rows_at_once=config.sampler.rollouts_per_shard,
-            )
-            callback.advance((result.prompts + result.excluded) * result.samples)
-            results.append(replace(result, unknown=unknown))
-    if plan.is_single:
-        usual = all(result.settings[key] == 1 for result in results for key in ("temperature", "top_p"))
-        return [replace(result, suite="", settings={} if usual else result.settings) for result in results]
-    return results

@@ -143,6 +143,16 @@ def read_state(directory: str | Path) -> dict[str, Any]:
     return read_record(directory / "state.json", STATE)
 
 
+def pick_version(run: str | Path, version: int | None, purpose: str) -> int:
+    """This version of a run, or its newest; a StoreError if there is no such checkpoint. `purpose` is a verb."""
+    existing = versions(run)
+    if not existing:
+        raise StoreError(f"{run} has no checkpoint yet: there is nothing to {purpose}")
+    if version is not None and version not in existing:
+        raise StoreError(f"{run} has no checkpoint of version {version}; it has {', '.join(map(str, existing))}")
+    return existing[-1] if version is None else version
+
+
 def read_manifest(directory: str | Path) -> dict[str, dict[str, Any]]:
     """Size and SHA-256 of the files of a checkpoint, by name."""
     return _read_manifest(directory)["files"]
