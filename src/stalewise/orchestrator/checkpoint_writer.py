@@ -116,8 +116,8 @@ class CheckpointWriter:
         """Allocate the memory of the first copy while updates run, since that takes longer than the copy itself."""
         if self._is_reserved or trainer is None or self._commit is not None:
             return
-        self._is_reserved = True
         shapes = trainer.snapshot_shapes()
+        self._is_reserved = True
 
         def reserve() -> None:
             with contextlib.suppress(MemoryError, RuntimeError):  # if memory is still short then, `copy` returns None

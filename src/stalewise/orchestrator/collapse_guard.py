@@ -141,9 +141,7 @@ class Rollbacks:
             for path in (self.run_log.evaluations_path, self.run_log.suites_path):
                 json_lines.truncate_jsonl(path, lambda line, last=last: line["version"] <= last)
             json_lines.truncate_jsonl(self.run_log.stages_path, lambda line, last=last: line["first_update"] <= last)
-            checkpoints.remove_after(
-                self.directory, last
-            )  # last: no record may be of a missing version
+            checkpoints.remove_after(self.directory, last)  # last: no record may be of a missing version
             self.run_log.reload()
             self.run_log.log_event("rollback", 0.0, rollback=index, to_version=last, reason=record["reason"])
             atomic.write_json_atomic(directory / DONE, {"time": time.time()}, sealed=True)

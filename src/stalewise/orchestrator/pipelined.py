@@ -104,9 +104,7 @@ def generate_all(directory: Path) -> None:
         config = make_config({**record, "model": {**record["model"], "device": device}}, source="generator")
     with contextlib.closing(Orchestrator(config, NullCallback(), journal=JOURNAL)) as orchestrator:
         engine = getattr(orchestrator.sampler, "own", orchestrator.sampler)
-        device = find_device(
-            run_config.model.device, "model.device"
-        )  # found, not picked: it may not be this process's
+        device = find_device(run_config.model.device, "model.device")  # found, not picked: it may not be this process's
         beside = device.type == "cuda" and not generator_elsewhere(run_config.schedule, device)
         needed = estimate(run_config, orchestrator.newest_policy()) if beside else None
         if isinstance(engine, HFSampler) and needed is not None:
