@@ -1,4 +1,4 @@
-"""The public verbs as functions: train, run, fork, rescore and so on; the command line prints their results."""
+"""The public verbs as functions: train, run, fork, rescore and others. The command line prints their results."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ def _accepts_watcher(verb: Callable[P, R]) -> Callable[P, R]:
 
 @_accepts_watcher
 def run(config: RunConfig, callback: ProgressCallback | None = None, *, say_plan: bool = False) -> RunResult:
-    """Train as the config says, from wherever its run directory stands, on all ranks that were launched.
+    """Train as the config says, continuing from its run directory, on all ranks that were launched.
 
-    `say_plan` logs the plan of a new run: what is known of its speed and its safety.
+    `say_plan` logs the plan of a new run: what is known about its speed and its safety.
     """
     progress = callback or NullCallback()
 
@@ -98,7 +98,7 @@ def train(
     settings: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> RunResult:
-    """Train on objects of a Python program, from wherever the run directory stands; docs/python.md has examples.
+    """Train on objects of a Python program, continuing from the run directory; docs/python.md has examples.
 
     Args:
         model: a directory, a hub name, an embedded policy (`embedded:arithmetic`), or a loaded `PreTrainedModel`.
@@ -147,7 +147,7 @@ def generate(
     checkpoint: str | Path | None = None,
     callback: ProgressCallback | None = None,
 ) -> list[BatchManifest]:
-    """Generate rollouts without training; what is committed is not made again.
+    """Generate rollouts without training. Committed rollouts are not made again.
 
     Without further arguments this makes the next generation batch that is missing, if any; with `batch`, that one.
     With `checkpoint`, a checkpoint of this run at any path, it makes the batches of that version: another machine can
@@ -183,7 +183,7 @@ def generate(
 
 
 def _check_sampling(orchestrator: Orchestrator, policy: Path) -> None:
-    """Refuse what cannot be generated, before anything is loaded or written."""
+    """Raise if nothing can be generated, before anything is loaded or written."""
     section, task = orchestrator.config.sampler, orchestrator.task
     check_policy(section, policy, task, orchestrator.config.longest_prompts(task))
     check_sampling_memory(orchestrator.config.model, section.engine, str(policy), section.max_new_tokens)

@@ -42,7 +42,7 @@ from stalewise.trainer.trainer import Trainer
 
 NEW_TOKENS = 6  # decoded after each prompt
 SHORT = 3  # tokens of the shortest prompt
-PROMPTS = 256  # training prompts that tell the longest
+PROMPTS = 256  # training prompts among which the longest is found
 # Limits of mean and largest difference of sampler and trainer, over all tokens of an update at age 0.
 FLOAT32_LIMITS, HALF_LIMITS = (0.01, 0.1), (0.2, math.inf)
 Values = list[np.ndarray]  # log-probabilities of each response
@@ -52,23 +52,23 @@ Log = Callable[[str], object]
 def check_model(
     config: RunConfig, checkpoint: Path, task: Task, sampler: Sampler | None, log: Log, *, learns: bool = True
 ) -> str:
-    """Refuse a policy that is decoded or trained other than a plain forward pass computes; returns what was found.
+    """Refuse a policy whose decoding or training differs from plain forward passes; returns the findings as text.
 
     `model.check` turns the error into a warning, or the check off.
     """
     if config.model.check == "off":
         return "not checked: model.check is off"
     found = agreements(config, checkpoint, task, sampler, learns=learns)
-    if wrong := [one for one in found if not one.is_right]:
+    if wrong := [agreement for agreement in found if not agreement.is_right]:
         problem = _problem(config, checkpoint, wrong[0])
-        if wrong[0].error:  # the run would end with it, too
+        if wrong[0].error:  # the run would raise it too
             raise ModelError(problem)
         report_problem(config.model.check, problem, log)
     return "; ".join(map(str, found)) or "nothing is decoded or trained in this process"
 
 
 def report_problem(check: str, problem: str, log: Log) -> None:
-    """Raise it as a ModelError, or log it, as `model.check` says."""
+    """Raise the problem as a ModelError, or log it, as `model.check` says."""
     if check == "refuse":
         raise ModelError(f'{problem}; model.check = "warn" goes on regardless')
     log(f"warning: {problem}")
@@ -90,7 +90,7 @@ def agreements(
             raise
         except Exception as error:  # of the architecture
             return [failure(name, error)]
-        responses, values = [one.token_ids for one in decoded], [one.logp for one in decoded]
+        responses, values = [response.token_ids for response in decoded], [response.logp for response in decoded]
         if learns and offloads(config, str(checkpoint)):
             engine.sleep(weights=True)
     plain = _plain_model(config, checkpoint, engine)
@@ -111,7 +111,7 @@ def agreements(
 
 
 def trial_requests(config: RunConfig, checkpoint: Path, task: Task) -> list[Request]:
-    """Prompts of three lengths, one of them twice, of the task's own tokens; the longest ends near the run's limit."""
+    """Prompts of the task's tokens in three lengths, one of them twice; the longest ends near the run's limit."""
     count = PROMPTS if task.size is None else min(PROMPTS, task.size)
     prompts = [*(task.prompts(0, count) if count else ()), *task.evaluation_prompts(config.evaluation.prompts)]
     encoded = encode_prompts(prompts, load_tokenizer(str(checkpoint)))
@@ -120,7 +120,7 @@ def trial_requests(config: RunConfig, checkpoint: Path, task: Task) -> list[Requ
     longest = max(min(longest, limit or longest) - NEW_TOKENS, 1)
     tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
     lengths = (min(SHORT, longest), longest, -(-longest // 2), min(SHORT, longest))
-    made = [np.resize(np.roll(tokens, -place), length).tolist() for place, length in enumerate(lengths)]
+    made = [np.resize(np.roll(tokens, -index), length).tolist() for index, length in enumerate(lengths)]
     made[-1] = made[0]  # one prompt with two responses
     return [Request(ids, seed) for seed, ids in enumerate(made)]
 

@@ -27,7 +27,7 @@ from stalewise.store.reader import has_variance
 from stalewise.store.records import EVALUATION, JOURNAL, METRIC, read_records
 from stalewise.types import NullCallback, ProgressCallback
 
-LEAST_UPDATES = 8  # fewer give no two sizes of generation batches after the first, which warms up
+LEAST_UPDATES = 8  # enough for generation batches of two sizes after the first one, which includes warm-up
 PHASE_ENDS = (2, 8, 32, 128, 512, 2048, 8192)
 
 
@@ -64,7 +64,7 @@ def probe(
 
 
 def probe_config(config: RunConfig, updates: int) -> RunConfig:
-    """The same model, task, optimizer and batch with few updates and generation batches of two sizes."""
+    """The config of the probe: few updates, and generation batches of two sizes."""
     if updates < LEAST_UPDATES:
         raise ConfigError(f"--updates {updates}: a probe needs at least {LEAST_UPDATES}")
     record = config.model_dump(mode="json")
