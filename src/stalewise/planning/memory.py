@@ -239,8 +239,7 @@ def estimate(
     weight = pick_weights_dtype(config.model.precision).itemsize
     adapters = config.model.trains_adapters
     embedded = not config.sampler.is_foreign  # other engines have their own processes
-    trained = shape.trained * (4 if adapters else weight) // shards
-    moments = config.optimizer.moments
+    trained, moments = shape.trained * (4 if adapters else weight) // shards, config.optimizer.moments
     certain = {
         "weights": shape.parameters * weight // shards + (trained if adapters else 0),
         "gradients": trained,
@@ -542,20 +541,20 @@ def check_memory(config: RunConfig, source: str, world: int = 1, local_world: in
         note = " to train; generating alone would fit" if 0 < for_sampling <= free else ""
         raise ModelError(f"{source} is too large{note}: {figures}{advice}")
     if needed.for_one_response > free:
-        raise ModelError(_too_long_responses(config, source, needed, free, world, local_world, figures))
+        others = _settings_that_fit(
+            config, source, world, local_world, _savings(config), lambda c: max(c.least, c.for_one_response) <= free
+        )
+        raise ModelError(_too_long_responses(source, config.longest_response, needed, free, others, figures))
     return f"memory may run out: {figures}{advice}"
 
 
 def _too_long_responses(
-    config: RunConfig, source: str, needed: MemoryEstimate, free: int, world: int, local_world: int, figures: str
+    source: str, longest: tuple[str, int], needed: MemoryEstimate, free: int, others: list[str], figures: str
 ) -> str:
-    """The error for a device on which the longest response does not fit beside the weights."""
-    setting, new_tokens = config.longest_response
+    """The error for a device on which the longest response does not fit; `others` are settings with which it would."""
+    setting, new_tokens = longest
     room = needed.any_response - (needed.for_one_response - free)
     fitting = int(room / needed.any_response * (UNKNOWN_PROMPT + new_tokens)) - UNKNOWN_PROMPT
-    others = _settings_that_fit(
-        config, source, world, local_world, _savings(config), lambda c: max(c.least, c.for_one_response) <= free
-    )
     ways = [*(["lower it"] if fitting > 0 else []), *(f"set {way}" for way in others)]
     most = f"at most {setting} = {fitting} would fit" if fitting > 0 else "no token would fit"
     return (
