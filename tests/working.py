@@ -55,7 +55,7 @@ def ordered(config: RunConfig) -> WorkOrder:
         raise InterruptedError
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("stalewise.orchestrator.orchestrator.generate_batch", stop)
+        patch.setattr("stalewise.orchestrator.rollout_source.generate_batch", stop)
         with pytest.raises(InterruptedError):
             generate(config, batch=0)
     (order,) = open_orders(open_object_store(config.storage.url or str(config.directory), config.storage.options))

@@ -1,4 +1,4 @@
-"""The public verbs as functions: train, run, fork, rescore and so on; the command line prints their results."""
+"""The public verbs as functions: train, run, fork, rescore and others. The command line prints their results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,17 +14,13 @@ from stalewise.config.run_directory import RunResult, is_started, read_config
 from stalewise.distributed import Ranks
 from stalewise.errors import StoreError, TaskError
 from stalewise.orchestrator import python_objects
-from stalewise.orchestrator.contamination import seen_in_training
 from stalewise.orchestrator.evaluation import (
     Evaluation,
-    EvaluationPlan,
-    check_suite,
-    evaluate_suite,
+    evaluate_planned,
     plan_evaluation,
     plan_suites,
 )
 from stalewise.orchestrator.fork import fork
-from stalewise.orchestrator.model_check import check_model
 from stalewise.orchestrator.offline import OfflineRollouts, plan_sources
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.orchestrator.pipelined import BackgroundGeneration
@@ -38,7 +33,7 @@ from stalewise.orchestrator.setup import claim, resolve_settings
 from stalewise.planning.memory import check_sampling_memory
 from stalewise.planning.planner import plan_for_training
 from stalewise.reporting.progress import watching
-from stalewise.rollout.factory import check_policy, make_sampler
+from stalewise.rollout.factory import check_policy
 from stalewise.rollout.workers.coordinator import restore
 from stalewise.store import BatchManifest, checkpoints
 from stalewise.store.reward_versions import RewardVersion
@@ -69,9 +64,9 @@ def _accepts_watcher(verb: Callable[P, R]) -> Callable[P, R]:
 
 @_accepts_watcher
 def run(config: RunConfig, callback: ProgressCallback | None = None, *, say_plan: bool = False) -> RunResult:
-    """Train as the config says, from wherever its run directory stands, on all ranks that were launched.
+    """Train as the config says, continuing from its run directory, on all ranks that were launched.
 
-    `say_plan` logs the plan of a new run: what is known of its speed and its safety.
+    `say_plan` logs the plan of a new run: what is known about its speed and its safety.
     """
     progress = callback or NullCallback()
 
@@ -103,7 +98,7 @@ def train(
     settings: Mapping[str, Any] | None = None,
     **keywords: Any,
 ) -> RunResult:
-    """Train on objects of a Python program, from wherever the run directory stands; docs/python.md has examples.
+    """Train on objects of a Python program, continuing from the run directory; docs/python.md has examples.
 
     Args:
         model: a directory, a hub name, an embedded policy (`embedded:arithmetic`), or a loaded `PreTrainedModel`.
@@ -152,7 +147,7 @@ def generate(
     checkpoint: str | Path | None = None,
     callback: ProgressCallback | None = None,
 ) -> list[BatchManifest]:
-    """Generate rollouts without training; what is committed is not made again.
+    """Generate rollouts without training. Committed rollouts are not made again.
 
     Without further arguments this makes the next generation batch that is missing, if any; with `batch`, that one.
     With `checkpoint`, a checkpoint of this run at any path, it makes the batches of that version: another machine can
@@ -188,7 +183,7 @@ def generate(
 
 
 def _check_sampling(orchestrator: Orchestrator, policy: Path) -> None:
-    """Refuse what cannot be generated, before anything is loaded or written."""
+    """Raise if nothing can be generated, before anything is loaded or written."""
     section, task = orchestrator.config.sampler, orchestrator.task
     check_policy(section, policy, task, orchestrator.config.longest_prompts(task))
     check_sampling_memory(orchestrator.config.model, section.engine, str(policy), section.max_new_tokens)
@@ -318,38 +313,3 @@ def evaluate_suites(
     """
     with contextlib.closing(plan_suites(model, suites, exclude_ids)) as plan:
         return {result.suite: result for result in evaluate_planned(plan, callback or NullCallback())}
-
-
-def evaluate_planned(plan: EvaluationPlan, callback: ProgressCallback) -> list[Evaluation]:
-    """Evaluate as planned, one result for each suite."""
-    policy, config = plan.policy, plan.policy.config
-    longest = max(suite.max_new_tokens or config.sampler.max_new_tokens for suite in config.evaluation.suite)
-    check_sampling_memory(config.model, config.sampler.engine, str(policy.checkpoint), longest)
-    results: list[Evaluation] = []
-    for suite, (task, prompts, _) in zip(config.evaluation.suite, plan.suites, strict=True):
-        check_suite(config.sampler, suite, policy.checkpoint, task, prompts, is_single=plan.is_single)
-    with contextlib.closing(make_sampler(config)) as sampler:
-        for suite, (task, prompts, apart) in zip(config.evaluation.suite, plan.suites, strict=True):
-            unknown: list[str] = []
-            seen = plan.exclude | seen_in_training(policy.run or policy.checkpoint, unknown.append, apart=apart)
-            for message in unknown if not results else ():
-                callback.log(message)
-            if not results:
-                check_model(config, policy.checkpoint, task, sampler, callback.log, learns=False)
-            callback.begin("evaluate", prompts * suite.responses)
-            result = evaluate_suite(
-                suite,
-                policy.checkpoint,
-                version=policy.version,
-                task=task,
-                sampler=sampler,
-                prompts=prompts,
-                exclude=seen,
-                rows_at_once=config.sampler.rollouts_per_shard,
-            )
-            callback.advance((result.prompts + result.excluded) * result.samples)
-            results.append(replace(result, unknown=unknown))
-    if plan.is_single:
-        usual = all(result.settings[key] == 1 for result in results for key in ("temperature", "top_p"))
-        return [replace(result, suite="", settings={} if usual else result.settings) for result in results]
-    return results

@@ -136,9 +136,21 @@ class ProgressCallback(Protocol):
     def metrics(self, update: int, record: dict[str, Any]) -> None:
         """An update was taken."""
 
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """A policy was evaluated; `record` is the line in `eval.jsonl`, or for a suite in `suites.jsonl`.
+
+        A callback may lack this method.
+        """
+
     def log(self, message: str) -> None:
         """A message for the user."""
 
 
 class NullCallback(ProgressCallback):
     """Ignores all progress."""
+
+
+def report_evaluation(callback: ProgressCallback, record: dict[str, Any]) -> None:
+    """Call `evaluation` of a callback that has it."""
+    if hasattr(callback, "evaluation"):
+        callback.evaluation(record)

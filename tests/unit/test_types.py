@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from stalewise.types import FinishReason, NullCallback, ProgressCallback, Rollout, SamplerSettings, TokenFlag
+from stalewise.types import (
+    FinishReason,
+    NullCallback,
+    ProgressCallback,
+    Rollout,
+    SamplerSettings,
+    TokenFlag,
+    report_evaluation,
+)
 
 
 def test_a_rollout_is_truncated_where_the_limit_cut_it() -> None:
@@ -21,4 +29,13 @@ def test_the_null_callback_ignores_everything() -> None:
     callback.begin("learn", 3)
     callback.advance(1)
     callback.metrics(0, {})
+    callback.evaluation({})
     callback.log("message")
+
+
+def test_a_callback_may_lack_evaluations() -> None:
+    class Old:
+        def log(self, message: str) -> None:
+            raise AssertionError(message)
+
+    report_evaluation(Old(), {"version": 0})  # pyright: ignore[reportArgumentType]

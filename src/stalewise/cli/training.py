@@ -257,7 +257,7 @@ def evaluate(
         raise ConfigError(f"--option {wrong[0]}: expected key=value, as in path=test.jsonl")
     _check_model_or_run(model_or_run)
     from stalewise.cli.tables import print_evaluation, print_lines, suite_table
-    from stalewise.orchestrator.evaluation import plan_evaluation, plan_suites
+    from stalewise.orchestrator.evaluation import evaluate_planned, plan_evaluation, plan_suites
     from stalewise.reporting.progress import watching
 
     options, tasks, files, suites = overrides(option), task or [], file or [], suite or []
@@ -274,8 +274,6 @@ def evaluate(
     with contextlib.closing(plan), watching() as callback:
         callback.log(f"evaluating {plan}")
         load_packages()
-        from stalewise.api import evaluate_planned  # imports torch: what is wrong with the arguments was said before
-
         results = evaluate_planned(plan, callback)
     if plan.is_single:
         return print_json(results[0].record()) if as_json else print_evaluation(results[0])

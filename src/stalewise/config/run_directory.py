@@ -27,7 +27,7 @@ from stalewise.config.sections import ScheduleSection
 from stalewise.config.template import toml
 from stalewise.errors import StalewiseError, StoreError
 from stalewise.staleness.schedule import ForkedSchedule, PastBatch, Schedule
-from stalewise.store.atomic import read_json
+from stalewise.store.atomic import check_format, read_json
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.store.manifest import batch_directories, committed_shards, is_committed, read_batch_manifest
 from stalewise.store.records import EVALUATION, JOURNAL, SUITE, read_records
@@ -132,8 +132,7 @@ def read_resolved(directory: str | Path) -> dict[str, Any]:
     if not os.path.isfile(path) and not is_closed:
         raise StoreError(not_a_run(directory))
     record = read_json(path)
-    if record.get("format") != FORMAT:
-        raise StoreError(f"{path} has format {record.get('format')}; this release reads {FORMAT}")
+    check_format(path, record.get("format"), FORMAT)
     return record
 
 
@@ -190,8 +189,7 @@ def check_identity(config: RunConfig) -> None:
             raise StoreError(f"{path} is missing, though the run has begun: restore it, or choose another name")
         return
     recorded = read_json(path)
-    if (written := recorded.get("format")) != FORMAT:
-        raise StoreError(f"{path} has format {written}; this release reads {FORMAT}: choose another name")
+    check_format(path, recorded.get("format"), FORMAT, advice="choose another name")
     if not is_started(config.directory):
         return  # after a failed start, e.g. with a wrong model path, the config may still change
     changes = changed_settings(config.model_dump(mode="json"), recorded)
@@ -270,8 +268,8 @@ def read_fork(directory: Path) -> dict[str, Any]:
     """What a forked run started from, as `fork.json` has it; empty for another run."""
     path = directory / FORK
     record = read_json(path) if path.is_file() else {}
-    if record and record.get("format") != FORK_FORMAT:
-        raise StoreError(f"{path} has format {record.get('format')}; this release reads {FORK_FORMAT}")
+    if record:
+        check_format(path, record.get("format"), FORK_FORMAT)
     return record
 
 

@@ -1,9 +1,9 @@
 """Commits checkpoints in a thread while the run goes on.
 
-The next stage is generated, or the next updates are taken, while the last policy is still being written. What depends
-on it is committed only after it: its evaluation waits for `join`, and so do its rollouts, from which the run may learn
-before (`HeldRollouts`). So a process that is killed in between leaves what a process that was killed before the
-checkpoint leaves, and the same command continues.
+The next stage is generated, or the next updates are taken, while the last policy is still being written. Its evaluation
+and its rollouts are committed only after it: both wait for `join`, though the run may learn from the rollouts before
+(`HeldRollouts`). If the process is killed in between, the directory is as if it was killed before the checkpoint, and
+the same command continues.
 """
 
 from __future__ import annotations
@@ -30,41 +30,43 @@ if TYPE_CHECKING:  # they need torch, for which `doctor` does not wait
     from stalewise.trainer.snapshot import Snapshot
     from stalewise.trainer.trainer import Trainer
 
-SHARE = 0.5  # of the free host memory that the copy of a checkpoint may take
+SHARE = 0.5  # share of the free host memory that the copy of a checkpoint may take
 
 Notes = dict[str, Any]  # for the journal
 
 
 class CheckpointWriter:
-    """One checkpoint at a time. `version` is that of a checkpoint which is not known to be committed; None: all are.
+    """Writes one checkpoint at a time. `version` is the one being written, until `join`; None if all are committed.
 
-    `buffers` hold the copy that is written. `on_commit` is called by the run when it knows of a commit.
+    `buffers` hold the copy that is written. `on_commit` is called by `join` after a commit.
     """
 
     def __init__(self, run_log: RunLog, buffers: HostBuffers) -> None:
-        self.run_log, self.buffers, self._is_reserved = run_log, buffers, False
+        self.run_log = run_log
+        self.buffers = buffers
+        self._is_reserved = False
         self.version: int | None = None
         self.on_commit: Callable[[], object] = lambda: None
         self.spare = SpareFiles()
         # The last copy: its trainer, its version, its weights.
         self._copied: tuple[weakref.ref[Trainer], int, Mapping[str, Tensor]] | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        # Where the disk is told of freed space, removing a checkpoint can take as long as writing one.
+        # On a disk that is told of freed space (discard), removing a checkpoint can take as long as writing one.
         self._removing = ThreadPoolExecutor(1, thread_name_prefix="removal")
         self._commit: Future[Notes] | None = None
         self._reserved: Future[None] | None = None
         self._rest: deque[Future[None]] = deque()
 
     def copy(self, trainer: Trainer) -> Snapshot | None:
-        """What a checkpoint holds, in host memory; None where that is short, or only transformers can write it."""
-        self._copied = None  # the buffers change
+        """A checkpoint's content in host memory; None if that is short, or only transformers can write it."""
+        self._copied = None  # the buffers are overwritten
         fits = fits_beside(trainer.checkpoint_bytes() - self.buffers.nbytes)
         snapshot = trainer.snapshot(self.buffers) if fits else None
         self._copied = weakref.ref(trainer), trainer.version, {} if snapshot is None else snapshot.policy
         return snapshot
 
     def policy(self, trainer: Trainer) -> Mapping[str, Tensor]:
-        """The trainer's weights. While it waits in host memory: those of its last copy, if that is of this version."""
+        """The trainer's weights. While it is in host memory, those of its last copy, or none if that is older."""
         if not trainer.is_asleep:
             return trainer.policy()
         copied = self._copied
@@ -76,9 +78,9 @@ class CheckpointWriter:
     ) -> None:
         """Commit a checkpoint in the background, then do `afterwards`; neither may touch the trainer.
 
-        The `afterwards` of the checkpoint before may still go on, unless the disk has little room for `nbytes` more.
-        Under a quota the room is unknown: a commit that finds the disk full waits for it and is tried once more. Where
-        it failed, that is raised, and after the commit: the updates that led to it are not lost.
+        The `afterwards` of the checkpoint before may still run, unless the disk has little room for `nbytes` more.
+        Under a quota the room is unknown, so a commit that finds the disk full waits for it and is tried once more. If
+        it failed, its error is raised after this commit, so that the updates of this checkpoint are not lost.
         """
         self.join()
         try:
@@ -111,20 +113,21 @@ class CheckpointWriter:
             self._rest.append(self._removing.submit(rest, afterwards))
 
     def reserve(self, trainer: Trainer | None) -> None:
-        """Get the memory of the first copy while updates run: from the system, that takes longer than the copy."""
+        """Allocate the memory of the first copy while updates run, since that takes longer than the copy itself."""
         if self._is_reserved or trainer is None or self._commit is not None:
             return
-        shapes, self._is_reserved = trainer.snapshot_shapes(), True
+        shapes = trainer.snapshot_shapes()
+        self._is_reserved = True
 
         def reserve() -> None:
-            with contextlib.suppress(MemoryError, RuntimeError):  # if it is still short then, the copy says so
+            with contextlib.suppress(MemoryError, RuntimeError):  # if memory is still short then, `copy` returns None
                 self.buffers.reserve(shapes)
 
         if shapes and fits_beside(trainer.checkpoint_bytes()):
             self._reserved = self._threads.submit(reserve)
 
     def free_buffers(self) -> None:
-        """Return when the buffers may be filled: the checkpoint in them is committed."""
+        """Wait until the buffers may be filled again, since the checkpoint in them is committed."""
         self.join()
         if self._reserved is not None:
             reserved, self._reserved = self._reserved, None
@@ -137,12 +140,12 @@ class CheckpointWriter:
         return self._commit is not None and not self._commit.done()
 
     def check(self) -> None:
-        """Raise the error of a checkpoint that has failed; waits for nothing."""
+        """Raise the error of a checkpoint that has failed, without waiting."""
         if self._commit is not None and self._commit.done() and self._commit.exception() is not None:
             self.join()
 
     def join(self) -> None:
-        """Return when the checkpoint is committed; raises what went wrong, once."""
+        """Wait until the checkpoint is committed. An error of it is raised once."""
         if self._commit is None:
             return
         commit, version = self._commit, self.version
@@ -161,21 +164,21 @@ class CheckpointWriter:
             self.on_commit()
 
     def finish(self) -> None:
-        """Return when nothing is left to do in the background."""
+        """Wait until nothing is left to do in the background."""
         self.free_buffers()
         while self._rest:
             self._wait_for_rest()
         self.spare.remove()
 
     def spare_for(self, nbytes: int) -> SpareFiles | None:
-        """What takes the files of a checkpoint that is removed; None, and nothing is kept, where space is short."""
+        """Where the files of a removed checkpoint are kept for reuse; None if space is short, so that none are kept."""
         if self._has_room(nbytes):
             return self.spare
         self.spare.remove()
         return None
 
     def close(self, log: Callable[[str], object]) -> None:
-        """End the threads when their work is done. Errors are logged, since another may be the reason to end."""
+        """End the threads when their work is done. Errors are logged only, since another error may be being raised."""
         try:
             for step in (self.join, self.finish):
                 try:
@@ -198,7 +201,7 @@ class CheckpointWriter:
         """Whether the disk holds this many bytes more, with as much left for everything else."""
         try:
             return 2 * nbytes <= shutil.disk_usage(self.run_log.directory).free
-        except OSError:  # whatever is wrong, writing there says it better
+        except OSError:  # the next write reports it better
             return False
 
 

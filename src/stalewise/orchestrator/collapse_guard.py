@@ -1,8 +1,8 @@
 """The collapse guard and its rollbacks: a run that collapsed continues from its last good policy.
 
 `rollbacks/r000/` holds `rollback.json` (why, from where, to where), the records of the updates that were rolled back,
-and under `rollouts/` the generation batches that no longer apply. Writing that directory commits a rollback. Moving and
-removing come after it, and are finished by the next process where this one is killed.
+and under `rollouts/` the generation batches that no longer apply. Writing that directory commits a rollback. Files are
+moved and removed after it. If this process is killed, the next one finishes that.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ROLLBACK_OF_RUN = RecordSchema(
 
 
 class Collapsed(StalewiseError, ArithmeticError):
-    """A run that collapsed and may not be rolled back, or not once more."""
+    """A run that collapsed and may not be rolled back, or not again."""
 
     exit_code = 4
 
@@ -52,7 +52,9 @@ class Rollbacks:
     """The rollbacks of one run directory, oldest first."""
 
     def __init__(self, run_log: RunLog) -> None:
-        self.run_log, self.directory, self.root = run_log, run_log.directory, run_log.directory / "rollbacks"
+        self.run_log = run_log
+        self.directory = run_log.directory
+        self.root = run_log.directory / "rollbacks"
         self.reload()
 
     def reload(self) -> None:
@@ -68,7 +70,7 @@ class Rollbacks:
         return 0.5 ** sum(record["halved"] for record in self.records)
 
     def attempt(self, generation_batch: int) -> int:
-        """How often this generation batch was discarded: each attempt has other seeds."""
+        """How often this generation batch was discarded. Each attempt has other seeds."""
         fresh = [record.get("fresh_from_batch") for record in self.records]
         return sum(first is not None and first <= generation_batch for first in fresh)
 
@@ -80,7 +82,7 @@ class Rollbacks:
         self, why: Degradation, to_version: int, *, halve: bool, fresh_from_batch: int | None, led_there: Sequence[int]
     ) -> None:
         """Commit a rollback to a version that exists, then carry it out."""
-        moved: list[str] = []  # made by a later policy, or to be generated again
+        moved: list[str] = []  # batches of a later policy, or that will be generated again
         for directory in batch_directories(self.directory / "rollouts"):
             generation_batch, version = parse_batch_name(directory.name)
             if version > to_version or (fresh_from_batch is not None and generation_batch >= fresh_from_batch):
@@ -125,7 +127,7 @@ class Rollbacks:
             if (directory / DONE).exists():
                 continue
             events = [line for line in read_records(self.run_log.journal_path, JOURNAL) if line["event"] == "rollback"]
-            if index in [line.get("rollback") for line in events]:  # carried out: what came after it must stay
+            if index in [line.get("rollback") for line in events]:  # carried out already: what came after it must stay
                 atomic.write_json_atomic(directory / DONE, {"time": time.time()}, sealed=True)
                 continue
             atomic.make_directory(directory / "rollouts")
@@ -139,7 +141,7 @@ class Rollbacks:
             for path in (self.run_log.evaluations_path, self.run_log.suites_path):
                 json_lines.truncate_jsonl(path, lambda line, last=last: line["version"] <= last)
             json_lines.truncate_jsonl(self.run_log.stages_path, lambda line, last=last: line["first_update"] <= last)
-            checkpoints.remove_after(self.directory, last)  # at no moment a record of a version that does not exist
+            checkpoints.remove_after(self.directory, last)  # last: no record may be of a missing version
             self.run_log.reload()
             self.run_log.log_event("rollback", 0.0, rollback=index, to_version=last, reason=record["reason"])
             atomic.write_json_atomic(directory / DONE, {"time": time.time()}, sealed=True)
@@ -158,9 +160,9 @@ class CollapseGuard:
     def assess(
         self, schedule: Schedule, version: int, coming: Sequence[tuple[float, float]], *, evaluated: bool = True
     ) -> Assessment:
-        """Which policies up to `version` are good; `coming`: rewards and errors of the updates that come next.
+        """Which policies up to `version` are good; `coming` has rewards and errors of the next updates.
 
-        Without `evaluated`, what is known when the checkpoint of `version` is written, before its evaluation.
+        Without `evaluated`, the evaluation of `version` itself is ignored, as when its checkpoint is written.
         """
         fraction, window = self.section.fraction, self.section.window
         evaluations = [record for record in self.run_log.evaluations if evaluated or record["version"] < version]
@@ -168,8 +170,11 @@ class CollapseGuard:
         by_accuracy = assess(accuracies, fraction=fraction, window=window, reason="held-out accuracy fell")
         if not self.uses_rewards:
             return by_accuracy
-        past = [one for one in self.run_log.updates if one.update < version]
-        rewards = [(schedule.version_of(one.generation_batch), one.reward, one.reward_error) for one in past]
+        rewards = [
+            (schedule.version_of(update.generation_batch), update.reward, update.reward_error)
+            for update in self.run_log.updates
+            if update.update < version
+        ]
         rewards += [(schedule.at(version + i).version, *reward) for i, reward in enumerate(coming)]
         scores = scores_from_rewards(rewards, window)
         return by_accuracy | assess(scores, fraction=fraction, window=window, reason="the reward fell")
@@ -183,10 +188,10 @@ class CollapseGuard:
         return PolicyScore((record["version"],), updates, accuracy["value"], error, is_last and can_roll_back)
 
     def needed_versions(self, schedule: Schedule, version: int) -> set[int]:
-        """Checkpoints to which a run that is at `version` may roll back; none where the guard is off.
+        """Checkpoints to which a run at `version` may roll back; none if the guard is off.
 
-        The best by each kind of score are among them: a degradation always comes after these. What comes after the
-        checkpoint of `version` does not count: the run may be further when this is asked.
+        The best by each kind of score are among them, since a degradation always comes after these. Later records do
+        not count: the run may be at a later version when this is called.
         """
         if not self.is_on:
             return set()
@@ -198,12 +203,13 @@ class CollapseGuard:
     def roll_back(self, schedule: Schedule, why: Degradation, assessment: Assessment) -> int:
         """Roll back to the latest good version and return it; or raise Collapsed.
 
-        A version that the run got worse from again after a rollback may have been harmed before its scores showed it:
-        those come first that were tried least often.
+        Versions that were tried least often come first: one from which the run got worse again after a rollback may
+        have been harmed before its scores showed it.
         """
         good = {v for v in {schedule.begins_at, *assessment.good, *assessment.best} if v < why.bad_version}
         targets = [v for v in self._possible_targets(schedule) if v in good]
-        done, last = len(self.rollbacks.records), "no policy is known to be good"
+        done = len(self.rollbacks.records)
+        last = "no policy is known to be good"
         if targets:
             last = f"the last policy known to be good is version {max(targets)}"
         if self.section.action == "stop":
@@ -214,7 +220,7 @@ class CollapseGuard:
             raise Collapsed(f"the run collapsed{again}: {why.describe()}; {last}: {advice}")
         tried = Counter(record["to_version"] for record in self.rollbacks.records)
         to_version = max(targets, key=lambda v: (-tried[v], v))
-        consumed = {one.generation_batch for one in self.run_log.updates if one.update >= to_version}
+        consumed = {update.generation_batch for update in self.run_log.updates if update.update >= to_version}
         self.rollbacks.roll_back(
             why,
             to_version,
@@ -225,7 +231,7 @@ class CollapseGuard:
         return to_version
 
     def _possible_targets(self, schedule: Schedule) -> list[int]:
-        """Checkpoints on disk; only those at which a batch begins, where rollouts are to be generated again."""
+        """Checkpoints on disk; if rollouts will be generated again, only those at which a batch begins."""
         starts = {schedule.updates_of(g).start for g in range(schedule.generation_batches)}
-        found = [v for v in checkpoints.versions(self.run_log.directory) if v >= schedule.begins_at]
-        return [v for v in found if v in starts or not self.regenerates]
+        existing = [v for v in checkpoints.versions(self.run_log.directory) if v >= schedule.begins_at]
+        return [v for v in existing if v in starts or not self.regenerates]

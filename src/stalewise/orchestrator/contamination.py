@@ -24,15 +24,18 @@ ADVICE = "exclude with --exclude-ids what it must not be evaluated on"
 def seen_in_training(policy: Path, log: Log = lambda text: None, *, apart: TaskSection | None = None) -> Seen:
     """Ids and problems of all prompts that a policy was trained on, or will be once its run is complete.
 
-    `policy` is a run directory, a checkpoint, or another model directory. The runs that it comes from count, too: the
-    one whose checkpoint it started from, and so on. Runs of the task `apart` are skipped: a task holds its own prompts
-    out. `log` is told where only ids are known, since a task is gone, and where the line cannot be followed.
+    `policy` is a run directory, a checkpoint, or another model directory. Earlier runs count too: the run whose
+    checkpoint it started from, and so on. Runs of the task `apart` are skipped, since a task holds its own prompts out.
+    `log` gets a message if only ids are known, because a task is gone, or if an earlier run cannot be found.
     """
-    prompts, visited, read, waiting = Seen(), set[Path](), set[Path](), [policy]
+    prompts = Seen()
+    visited: set[Path] = set()
+    read: set[Path] = set()
+    waiting = [policy]
     while waiting:
         path = waiting.pop()
         run = _run_of(path)
-        if (run or path.resolve()) in visited:  # a line may be a circle
+        if (run or path.resolve()) in visited:  # runs may refer to each other in a circle
             continue
         visited.add(run or path.resolve())
         if run is None:
@@ -49,7 +52,7 @@ def seen_in_training(policy: Path, log: Log = lambda text: None, *, apart: TaskS
 
 
 def _run_of(path: Path) -> Path | None:
-    """The run of a run directory, or of a checkpoint (or the adapter in one), even where it was pruned."""
+    """The run of a run directory, or of a checkpoint or the adapter in one, even if the checkpoint was removed."""
     path = path.resolve()
     candidates = [path, *(near.parent.parent for near in (path, path.parent) if near.parent.name == "checkpoints")]
     return next((run for run in candidates if (run / "config.resolved.json").is_file()), None)
@@ -68,7 +71,7 @@ def _origins(run: Path) -> list[Path]:
 
 
 def _sources(run: Path) -> list[Path]:
-    """Runs that made the rollouts, or single generation batches that lie in no run."""
+    """The runs that made the rollouts, or single generation batches outside of a run."""
     if not (run / "sources.json").is_file():
         return [run]
     batches = [Path(batch["directory"]) for batch in read_record(run / "sources.json", SOURCES)["batches"]]
@@ -77,7 +80,7 @@ def _sources(run: Path) -> list[Path]:
 
 
 def _seen_in(directory: Path, log: Log, apart: TaskSection | None) -> Seen:
-    """The prompts of the rollouts of a run, or of a batch that lies in none."""
+    """The prompts of the rollouts of a run, or of a batch outside of a run."""
     if not directory.is_dir():
         log(f"{directory} was learned from and does not exist: its prompts are unknown; {ADVICE}")
         return Seen()
@@ -88,7 +91,7 @@ def _seen_in(directory: Path, log: Log, apart: TaskSection | None) -> Seen:
             return prompts
         prompts |= _training_prompts(config)
     except StalewiseError as error:
-        log(f"what {directory} was trained on is known by its ids alone, not by its problems: {error}")
+        log(f"of the prompts that {directory} was trained on only the ids are known, not the problems: {error}")
     batches = [directory] if not (directory / "rollouts").is_dir() else batch_directories(directory / "rollouts")
     for batch in filter(is_committed, batches):
         prompts |= Seen(named_ids(map(str, open_batch(batch, verify=False).column("prompt_id"))))
@@ -105,10 +108,10 @@ def _training_prompts(config: RunConfig) -> Seen:
 
 
 def _seen_outside(directory: Path, log: Log) -> Seen:
-    """The prompts of a policy that lies in no run: of an export those of its config, of other models none."""
+    """The prompts of a policy outside of a run: for an export those of its config, for other models none."""
     if (directory / EXPORT_RECORD).is_file():
         record = atomic.read_json(directory / EXPORT_RECORD)
-        is_policy = record.get("format") == EXPORT_FORMAT and "version" in record  # rollouts have none
+        is_policy = record.get("format") == EXPORT_FORMAT and "version" in record  # exported rollouts have no version
         return _seen_by_exported(directory, record, log) if is_policy else Seen()
     if (directory / "state.json").is_file():
         log(f"{directory} is a checkpoint whose run does not exist: what it was trained on is unknown; {ADVICE}")
@@ -126,7 +129,7 @@ def _seen_by_exported(directory: Path, record: dict[str, Any], log: Log) -> Seen
     except StalewiseError as error:
         log(f"{name}: what it was trained on is unknown ({error}); evaluate the run instead, or {ADVICE}")
         return Seen()
-    log(f"{name}: of what it was trained on only the task's prompts are known; evaluate the run instead, or {ADVICE}")
+    log(f"{name}: only the task's prompts are known to have been trained on; evaluate the run instead, or {ADVICE}")
     return prompts
 
 

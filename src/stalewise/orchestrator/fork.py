@@ -1,8 +1,8 @@
-"""A fork: a new run that begins as another run was at one of its checkpoints, with some settings changed.
+"""A fork: a new run that begins at a checkpoint of another run, with some settings changed.
 
-Its directory is the other's as of that version: checkpoint with optimizer, records of the updates so far, their
-rollouts and those that were generated and not used yet. Files are linked where the file system can, since what is
-committed never changes. Without a change of settings the fork ends in the same weights as the run itself.
+Its directory is that of the other run at that version: the checkpoint with its optimizer state, the records of the
+updates so far, their rollouts, and rollouts that are not used yet. Files are linked if the file system can, since
+committed files never change. Without a change of settings the fork ends in the same weights as the run itself.
 
 A setting that rollouts depend on (`OF_ROLLOUTS`), or a schedule under which the batches so far would have been others,
 ends the current stage: the fork generates its first batch with the policy of the checkpoint. `fork.json` records where
@@ -88,7 +88,8 @@ def fork(
         raise StoreError(
             f"{run} learned from rollouts of other runs and cannot be forked: name a run that `train` made"
         )
-    version = _version(run, at)
+    version = checkpoints.pick_version(run, at, "fork")
+    checkpoints.read_state(checkpoints.checkpoint_directory(run, version))  # compares checksums
     config = _changed_config(recorded, run, version, dict(settings or {}), unset, name)
     final = config.directory
     if os.path.lexists(final):
@@ -106,17 +107,6 @@ def fork(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return config
-
-
-def _version(run: Path, at: int | None) -> int:
-    found = checkpoints.versions(run)
-    if not found:
-        raise StoreError(f"{run} has no checkpoint yet: there is nothing to fork")
-    if at is not None and at not in found:
-        raise StoreError(f"{run} has no checkpoint of version {at}; it has {', '.join(map(str, found))}")
-    version = found[-1] if at is None else at
-    checkpoints.read_state(checkpoints.checkpoint_directory(run, version))  # compares checksums
-    return version
 
 
 def _changed_config(
@@ -143,7 +133,8 @@ def _changed_config(
         set_dotted(record, key, value)
     record |= {"name": name or f"{run.resolve().name}-v{version}", "runs": str(run.parent)}
     config = make_config(_with_files(record, before), source="fork")
-    if "bfloat16-only" in (both := {config.model.precision, recorded.model.precision}) and len(both) == 2:
+    precisions = {config.model.precision, recorded.model.precision}
+    if "bfloat16-only" in precisions and len(precisions) == 2:
         raise ConfigError("a fork cannot change model.precision to or from bfloat16-only: weights are stored so")
     if config.storage.url and config.storage.url == recorded.storage.url:
         raise ConfigError(f"storage.url belongs to {run}: --set storage.url=… another place, or --unset storage.url")
@@ -154,7 +145,7 @@ def _changed_config(
         )
     planned = any(key.startswith("schedule.") for key in settings) and "optimizer.learning_rate" not in settings
     if not planned or (config.plan.learning_rate == "given" and config.sampler.engine != "auto"):
-        return config  # nothing is left to be resolved
+        return config  # the engine and the learning rate are known
     from stalewise.orchestrator.setup import resolve_settings  # imports torch, which other forks do not need
 
     return resolve_settings(config)
@@ -178,9 +169,13 @@ class _Fork:
     """Fills the directory of a fork."""
 
     def __init__(self, run: Path, recorded: RunConfig, config: RunConfig, version: int, target: Path) -> None:
-        self.run, self.version, self.target = run, version, target
-        self.recorded, self.config = recorded, config
-        self.log, self.parent = RunLog(run), read_fork(run)
+        self.run = run
+        self.version = version
+        self.target = target
+        self.recorded = recorded
+        self.config = config
+        self.log = RunLog(run)
+        self.parent = read_fork(run)
         self.old = read_schedule(recorded.schedule, self.log.stages_path)
         self.changes = all_changes(config.model_dump(mode="json"), recorded.model_dump(mode="json"))
         self.rollbacks, self.dropped = _rollbacks_before(run, version)
@@ -198,10 +193,10 @@ class _Fork:
             if parse_batch_name(directory).generation_batch in used or (fits and directory.name in ahead):
                 self._link(directory)
         forked = self.parent.get("schedule")
-        if not fits:  # a batch that is in use belongs to the past as far as it was used
-            forked = {"past": [list(asdict(one).values()) for one in past], "first_prompt": self._prompt()}
-        for name in ahead if not fits else ():
-            log(f"{name} does not fit the new settings: version {self.version} generates its own")
+        if not fits:  # of a batch in use, the part that was used belongs to the past
+            forked = {"past": [list(asdict(batch).values()) for batch in past], "first_prompt": self._prompt()}
+            for name in ahead:
+                log(f"{name} does not fit the new settings: version {self.version} generates its own")
         self._write_records()
         if self.config.schedule.end == "spent":
             begun = [line for line in read_jsonl(self.log.stages_path) if line["first_update"] <= self.version]
@@ -210,7 +205,7 @@ class _Fork:
         self._write_lineage(forked, ahead if fits else ())
 
     def _link_policy(self, *, with_earlier: bool) -> None:
-        """Link the checkpoint and what belongs to it; earlier ones where a guard may roll back to them."""
+        """Link the checkpoint and the files that belong to it; also earlier checkpoints if a guard may need them."""
         names = {self.version}
         if self.recorded.model.trains_adapters:
             names.add(0)  # the base of the adapters
@@ -222,9 +217,9 @@ class _Fork:
                 )
             names.add(0)
         if with_earlier:
-            names |= {found for found in checkpoints.versions(self.run) if found <= self.version}
-        for found in names:
-            self._link(checkpoints.checkpoint_directory(self.run, found))
+            names |= {version for version in checkpoints.versions(self.run) if version <= self.version}
+        for version in names:
+            self._link(checkpoints.checkpoint_directory(self.run, version))
         for path in [
             self.run / "environment.json",
             self.run / "data",
@@ -239,7 +234,7 @@ class _Fork:
         if "task.difficulty" not in self.changes:
             self._link(self.run / DIFFICULTY)
         elif self.config.task.difficulty:
-            read_table(self.config.task.difficulty, atomic.read_json)  # says what is wrong with it
+            read_table(self.config.task.difficulty, atomic.read_json)  # raises if it is not a table
             table = atomic.read_json(self.config.task.difficulty)
             atomic.write_json_atomic(self.target / DIFFICULTY, table, sealed=True)
         for path in token_files(token_log_directory(self.run)):
@@ -265,9 +260,9 @@ class _Fork:
         return [path.name for path in paths.values() if is_committed(self.run / "rollouts" / path.name)]
 
     def _was_made_again(self, generation_batch: int) -> bool:
-        """Whether a rollback that the fork does not have replaced this batch by one of other seeds."""
-        first = (record["fresh_from_batch"] for record in self.dropped)
-        return any(one is not None and one <= generation_batch for one in first)
+        """Whether a rollback that the fork leaves out replaced this batch by one with other seeds."""
+        fresh = (record["fresh_from_batch"] for record in self.dropped)
+        return any(first is not None and first <= generation_batch for first in fresh)
 
     def _new_schedule_agrees(self) -> bool:
         """Whether the batches so far, and those ahead, would be the same under the new settings."""
@@ -279,14 +274,15 @@ class _Fork:
             only_longer = {key for key in self.changes if key.startswith("schedule.")} <= {"schedule.updates"}
             return self.old.is_open_ended and only_longer
         new, old = self.config.schedule.schedule(), self.old
-        same = all((new.at(u).generation_batch, new.at(u).version) == (e.generation_batch, e.version)
-                   for u, e in enumerate(self.ledger))  # fmt: skip
-        g = new.at(self.version).generation_batch
-        is_within = new.updates_of(g).start < self.version
-        return same and not self.parent.get("schedule") and (not is_within or new.updates_of(g) == old.updates_of(g))
+        steps = [(new.at(update).generation_batch, new.at(update).version) for update in range(len(self.ledger))]
+        if steps != [(entry.generation_batch, entry.version) for entry in self.ledger] or self.parent.get("schedule"):
+            return False
+        batch = new.at(self.version).generation_batch
+        is_within = new.updates_of(batch).start < self.version
+        return not is_within or new.updates_of(batch) == old.updates_of(batch)
 
     def _has_all(self, ahead: Iterable[str]) -> bool:
-        """Whether batches that only earlier versions can make are all there."""
+        """Whether all batches exist that only earlier versions can make."""
         if self.version >= self.old.updates:
             return True
         numbers = [g for g in range(self.old.generation_batches) if self.old.updates_of(g).stop > self.version]
@@ -294,7 +290,7 @@ class _Fork:
         return {*needed} <= {parse_batch_name(name).generation_batch for name in ahead}
 
     def _prompt(self) -> int:
-        """The first prompt of the first new batch: after all that were generated, so that rollout ids stay unique."""
+        """The first prompt of the first new batch: after all generated ones, so that rollout ids stay unique."""
         last = max((last for entry in self.ledger for _, last in entry.rollout_ids), default=-1)
         for directory in filter(is_committed, batch_directories(self.run / "rollouts")):
             last = max([last, *(shard.rollout_last for shard in open_batch(directory, verify=False).manifest.shards)])
@@ -319,13 +315,13 @@ class _Fork:
                 shutil.copyfile(self.run / LIMITS_FILE, self.target / LIMITS_FILE)
 
     def _past_stages(self, past: Sequence[PastBatch], first_prompt: int) -> list[dict[str, Any]]:
-        """Past batches as stages, after which one begins that doubles the last; its prompts begin at `first_prompt`."""
-        if any(one.version != one.first_update for one in past):
+        """Past batches as stages. The next stage doubles the last of them; its prompts begin at `first_prompt`."""
+        if any(batch.version != batch.first_update for batch in past):
             raise ConfigError('a pipelined run cannot be forked to end = "spent": its batches overlap')
-        per_update, lines = self.config.batch.reserved, list[dict[str, Any]]()
-        for one in past:
-            start = first_prompt - one.planned_updates * per_update
-            stage = Stage(one.generation_batch, one.first_update, one.planned_updates, start)
+        lines: list[dict[str, Any]] = []
+        for batch in past:
+            start = first_prompt - batch.planned_updates * self.config.batch.reserved
+            stage = Stage(batch.generation_batch, batch.first_update, batch.planned_updates, start)
             lines.append({**asdict(stage), "ended": None})
         return lines
 
@@ -369,7 +365,7 @@ def past_batches(ledger: Sequence[LedgerEntry]) -> list[PastBatch]:
 
 
 def _rollbacks_before(run: Path, version: int) -> tuple[list[Path], list[dict[str, Any]]]:
-    """Rollbacks from before this checkpoint was written, and the records of those that came later."""
+    """The rollbacks from before this checkpoint was written, and the records of later ones."""
     paths = sorted((run / "rollbacks").glob("r[0-9]*"))
     records = [atomic.read_json(path / "rollback.json") for path in paths]
     # A rollback removes what is after its target: a checkpoint after the target was written after the rollback.

@@ -2,8 +2,8 @@
 
 A cache that a model ignores, padding that it attends to, or a factor that follows the longest position of a batch makes
 log-probabilities wrong without an error. So a few tokens are decoded after prompts of different lengths, up to the
-longest that the run allows, and the learner computes the same tokens. At the start of a stage the first update compares
-sampler and learner once more, on all of its tokens.
+longest that the run allows, and the trainer computes the same tokens. At the start of a stage the first update compares
+sampler and trainer once more, on all of its tokens.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from stalewise.trainer.trainer import Trainer
 
 NEW_TOKENS = 6  # decoded after each prompt
 SHORT = 3  # tokens of the shortest prompt
-PROMPTS = 256  # training prompts that tell the longest
-# Limits of mean and largest difference of sampler and learner, over all tokens of an update at age 0.
+PROMPTS = 256  # training prompts among which the longest is found
+# Limits of mean and largest difference of sampler and trainer, over all tokens of an update at age 0.
 FLOAT32_LIMITS, HALF_LIMITS = (0.01, 0.1), (0.2, math.inf)
 Values = list[np.ndarray]  # log-probabilities of each response
 Log = Callable[[str], object]
@@ -52,23 +52,23 @@ Log = Callable[[str], object]
 def check_model(
     config: RunConfig, checkpoint: Path, task: Task, sampler: Sampler | None, log: Log, *, learns: bool = True
 ) -> str:
-    """Refuse a policy that is decoded or trained other than a plain forward pass computes; returns what was found.
+    """Refuse a policy whose decoding or training differs from plain forward passes; returns the findings as text.
 
     `model.check` turns the error into a warning, or the check off.
     """
     if config.model.check == "off":
         return "not checked: model.check is off"
     found = agreements(config, checkpoint, task, sampler, learns=learns)
-    if wrong := [one for one in found if not one.is_right]:
+    if wrong := [agreement for agreement in found if not agreement.is_right]:
         problem = _problem(config, checkpoint, wrong[0])
-        if wrong[0].error:  # the run would end with it, too
+        if wrong[0].error:  # the run would raise it too
             raise ModelError(problem)
         report_problem(config.model.check, problem, log)
     return "; ".join(map(str, found)) or "nothing is decoded or trained in this process"
 
 
 def report_problem(check: str, problem: str, log: Log) -> None:
-    """Raise it as a ModelError, or log it, as `model.check` says."""
+    """Raise the problem as a ModelError, or log it, as `model.check` says."""
     if check == "refuse":
         raise ModelError(f'{problem}; model.check = "warn" goes on regardless')
     log(f"warning: {problem}")
@@ -90,7 +90,7 @@ def agreements(
             raise
         except Exception as error:  # of the architecture
             return [failure(name, error)]
-        responses, values = [one.token_ids for one in decoded], [one.logp for one in decoded]
+        responses, values = [response.token_ids for response in decoded], [response.logp for response in decoded]
         if learns and offloads(config, str(checkpoint)):
             engine.sleep(weights=True)
     plain = _plain_model(config, checkpoint, engine)
@@ -105,13 +105,13 @@ def agreements(
         found.append(compare(name, values, with_weights, allowed))
     del plain
     if learns:
-        found.append(_learner(config, checkpoint, _rows(requests, responses), expected, allowed))
+        found.append(_trainer_agreement(config, checkpoint, _rows(requests, responses), expected, allowed))
         _free_memory()
     return found
 
 
 def trial_requests(config: RunConfig, checkpoint: Path, task: Task) -> list[Request]:
-    """Prompts of three lengths, one of them twice, of the task's own tokens; the longest ends near the run's limit."""
+    """Prompts of the task's tokens in three lengths, one of them twice; the longest ends near the run's limit."""
     count = PROMPTS if task.size is None else min(PROMPTS, task.size)
     prompts = [*(task.prompts(0, count) if count else ()), *task.evaluation_prompts(config.evaluation.prompts)]
     encoded = encode_prompts(prompts, load_tokenizer(str(checkpoint)))
@@ -120,7 +120,7 @@ def trial_requests(config: RunConfig, checkpoint: Path, task: Task) -> list[Requ
     longest = max(min(longest, limit or longest) - NEW_TOKENS, 1)
     tokens = np.concatenate([np.asarray(ids, dtype=np.int64) for ids in encoded])
     lengths = (min(SHORT, longest), longest, -(-longest // 2), min(SHORT, longest))
-    made = [np.resize(np.roll(tokens, -place), length).tolist() for place, length in enumerate(lengths)]
+    made = [np.resize(np.roll(tokens, -index), length).tolist() for index, length in enumerate(lengths)]
     made[-1] = made[0]  # one prompt with two responses
     return [Request(ids, seed) for seed, ids in enumerate(made)]
 
@@ -170,8 +170,10 @@ def _rows(requests: Sequence[Request], responses: Sequence[np.ndarray]) -> Rollo
     )
 
 
-def _learner(config: RunConfig, checkpoint: Path, rows: RolloutColumns, expected: Values, allowed: float) -> Agreement:
-    """The learner's log-probabilities of these rows, forward and backward, in micro-batches as in the run."""
+def _trainer_agreement(
+    config: RunConfig, checkpoint: Path, rows: RolloutColumns, expected: Values, allowed: float
+) -> Agreement:
+    """The trainer's log-probabilities of these rows, forward and backward, in micro-batches as in the run."""
     name = "learning"
     values: Values = [np.empty(0)] * len(rows)
     try:
@@ -225,7 +227,7 @@ def _problem(config: RunConfig, checkpoint: Path, wrong: Agreement) -> str:
 
 
 def stage_problem(config: RunConfig, metrics: Mapping[str, float]) -> str:
-    """Why the learner cannot be the policy that sampled an update's rollouts at age 0, or an empty string.
+    """Why the trainer cannot be the policy that sampled an update's rollouts at age 0, or an empty string.
 
     Settings of the sampler that change its distribution are a difference that was asked for.
     """
@@ -241,7 +243,7 @@ def stage_problem(config: RunConfig, metrics: Mapping[str, float]) -> str:
     if mean <= most_mean and largest <= most:
         return ""
     return (
-        f"the learner's log-probabilities of fresh rollouts differ from those of the engine {sampler.engine} by "
+        f"the trainer's log-probabilities of fresh rollouts differ from those of the engine {sampler.engine} by "
         f"{mean:.2g} nats on average and {largest:.2g} at most, where rounding explains {most_mean:g}: one of the two "
         "is wrong for this model, so nothing was learned from this stage; choose another model or engine"
     )

@@ -1,12 +1,12 @@
 """Training on rollouts that exist already: one pass, with any objective.
 
 The rollouts stay where they are and are never changed. The new run directory holds everything else, and
-`sources.json`, which names the rollouts. Only generation is left out, so the same command continues after `kill -9`.
+`sources.json`, which names the rollouts. The same command continues after `kill -9`, as in a run that generates.
 
-Versions: the policy that the new run starts from is its version 0. A rollout that version v of the same run made counts
-as version v − s, where s is the version of the starting policy in that run; so its age is the updates since the start
-plus s − v, as if that run had continued. A rollout of a later policy counts as fresh when its batch is used. Where the
-starting policy is not of the run that made the rollouts, all of them count as version 0.
+Versions: the policy from which the new run starts is its version 0. Let s be the version of that policy in the run that
+made the rollouts. A rollout that version v of that run made counts as version v − s; so its age is the updates since
+the start plus s − v, as if that run had continued. A rollout of a later policy counts as fresh when its batch is used.
+If another run made the starting policy, all rollouts count as version 0.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SourceBatch(BatchSpan):
 
     directory: Path
     manifest: store.BatchManifest
-    start: int | None  # version of the starting policy in the run that made the batch; None: not of that run
+    start: int | None  # version of the starting policy in the run that made the batch; None if it is of another run
     groups: int
     left_out: store.Ranges = ()  # ids of rollouts not to learn from
     rewards: BatchRewards | None = None  # None: the first ones
@@ -124,7 +124,7 @@ class OfflineRollouts(RolloutSource):
         return ListedSchedule(section.updates, section.updates, stages=self.sources)
 
     def check_directory(self, directory: Path) -> None:
-        """Raise where the run learned from other rollouts; otherwise write `sources.json`."""
+        """Raise if the run learned from other rollouts; otherwise write `sources.json`."""
         start = str(self.checkpoint.resolve()) if self.checkpoint else None
         record = {"format": FORMAT, "checkpoint": start, "batches": [source.record() for source in self.sources]}
         path = directory / FILE
@@ -194,7 +194,7 @@ def plan_sources(
             left_out = store.consumed(store.read_ledger(store.ledger_path(run)), batch.manifest.generation_batch)
         fresh = ~np.isin(batch.column("rollout_id"), store.from_ranges(left_out))
         if config.batch.without_variance in ("drop", "refill"):  # fewer updates, each on as many groups with variance
-            batch.weights = config.objective.reward_weights
+            batch = batch.with_columns(reward_weights=config.objective.reward_weights)
             fresh &= batch.informative()
         groups = len(np.unique(batch.column("group")[fresh]))
         possible += groups // config.batch.prompts
@@ -220,7 +220,7 @@ def plan_sources(
 
 
 def _check_rewards(name: str, weights: Mapping[str, float], without_variance: str) -> None:
-    """Refuse settings that would go by the first rewards, though others are to be learned from."""
+    """Refuse settings that use the first rewards if the run learns from other ones."""
     if weights:
         raise ConfigError(
             f"objective.reward_weights weigh parts of the first rewards, but the rewards {name!r} are learned from: "
@@ -234,7 +234,7 @@ def _check_rewards(name: str, weights: Mapping[str, float], without_variance: st
 
 
 def _rewards(run: Path | None, name: str, batch: store.Batch) -> BatchRewards | None:
-    """The rewards of this name of a batch; None: the first ones."""
+    """The rewards of a batch with this name; None for the first ones."""
     if name == FIRST:
         return None
     if run is None:
@@ -259,7 +259,7 @@ def _batches_of(path: Path) -> list[Path]:
 
 
 def _start_in(run: Path | None, model: ModelSection, task: str, checkpoint: Path | None) -> int | None:
-    """The version, in `run`, of the starting policy; None where it is not one of that run's policies."""
+    """The version of the starting policy in `run`; None if it is not one of that run's policies."""
     if run is None:
         return None
     if checkpoint is not None:
@@ -271,7 +271,7 @@ def _start_in(run: Path | None, model: ModelSection, task: str, checkpoint: Path
 
 
 def _open_committed(directory: Path) -> store.Batch:
-    """Open another run's batch; damage has to be repaired there."""
+    """Open another run's batch. Damage must be repaired by the command of that run."""
     try:
         return store.open_batch(directory)
     except StoreError as error:
@@ -295,5 +295,5 @@ def check_tokens(batch: store.Batch, policy: str) -> None:
 
 
 def _without_directories(record: dict[str, Any]) -> dict[str, Any]:
-    """The part of `sources.json` that identifies the rollouts: they may be moved."""
+    """The part of `sources.json` that identifies the rollouts, without directories, which may be moved."""
     return {**record, "batches": [{**batch, "directory": ""} for batch in record["batches"]]}

@@ -1,8 +1,8 @@
 """Generation beside training: a second process generates while the orchestrator trains.
 
-The two share only the run directory. Batch g is made by version (g − lag)·µ as soon as that is committed. So the
+The two share only the run directory. Version (g − lag)·µ makes batch g as soon as that version is committed. So the
 generator is at most `lag` batches ahead, and results do not depend on the speed of either side: a run in which either
-is killed ends in the same weights. How long each side waited is in `journal.jsonl` and `journal-generator.jsonl`.
+is killed ends in the same weights. `journal.jsonl` and `journal-generator.jsonl` have the times that each side waited.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from stalewise.types import NullCallback
 JOURNAL = "journal-generator.jsonl"
 LOG = "generator.log"
 POLL_S = 0.02
-STOP_S = 10.0  # for the generator to end
-LOCK_S = 60.0  # for the generator of a process that was killed to end
+STOP_S = 10.0  # time for the generator to end
+LOCK_S = 60.0  # time for the generator of a killed process to end
 
 
 class BackgroundGeneration(RolloutSource):
-    """Generates in a process of its own. Evaluations stay in this one: trainer and evaluation never overlap anyway."""
+    """Generates in a process of its own. Evaluations stay in this process, since they never overlap with training."""
 
     process: subprocess.Popen[bytes] | None = None
 
     def start(self, run: Orchestrator) -> None:
-        """Start the generator, where anything is left to generate."""
+        """Start the generator, if anything is left to generate."""
         if not batches_to_make(run):
             return
         self.log_path = run.directory / LOG
@@ -98,15 +98,15 @@ class BackgroundGeneration(RolloutSource):
 def generate_all(directory: Path) -> None:
     """The generator: make every batch as soon as its policy is committed, until the last one is made."""
     _acquire(atomic.RunLock(directory / "ledger"))  # dropped when this process ends
-    config = asked = read_config(directory)
+    config = run_config = read_config(directory)
     if (device := config.schedule.generator_device) is not None:
         record = config.model_dump(mode="json")
         config = make_config({**record, "model": {**record["model"], "device": device}}, source="generator")
     with contextlib.closing(Orchestrator(config, NullCallback(), journal=JOURNAL)) as orchestrator:
         engine = getattr(orchestrator.sampler, "own", orchestrator.sampler)
-        device = find_device(asked.model.device, "model.device")  # found, not picked: it may be another one
-        beside = device.type == "cuda" and not generator_elsewhere(asked.schedule, device)
-        needed = estimate(asked, orchestrator.newest_policy()) if beside else None
+        device = find_device(run_config.model.device, "model.device")  # found, not picked: it may not be this process's
+        beside = device.type == "cuda" and not generator_elsewhere(run_config.schedule, device)
+        needed = estimate(run_config, orchestrator.newest_policy()) if beside else None
         if isinstance(engine, HFSampler) and needed is not None:
             engine.most_bytes = max(needed.left_for_slots(device_memory(device)), 2 * sum(needed.sampling.values()))
         while batches_to_make(orchestrator):
@@ -126,7 +126,7 @@ def batches_to_make(run: Orchestrator) -> list[int]:
 
 
 def _acquire(lock: atomic.RunLock) -> None:
-    """Wait for the generator of a process that was killed to end: there is one at a time."""
+    """Acquire the lock of the generator; the generator of a killed process may still have to end."""
     until = time.monotonic() + LOCK_S
     while time.monotonic() < until:
         with contextlib.suppress(StoreError):

@@ -1,4 +1,4 @@
-"""`stalewise doctor`: checks of a config on this machine that find in seconds what would fail after an hour."""
+"""`stalewise doctor`: checks a config on this machine in seconds, so that a run does not fail after an hour."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from stalewise.types import Prompt
 Status = Literal["ok", "warning", "bad"]
 SHOWN = 1200  # characters of a prompt
 GIB = 2**30
-TOKEN_BYTES = 6  # of a stored token: an id and a log-probability, compressed
+TOKEN_BYTES = 6  # bytes of a stored token: an id and a log-probability, compressed
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class _Preflight:
             return Check(name, *check())
         except StalewiseError as error:
             return Check(name, "bad", str(error))
-        except Exception as error:  # of a model or a package: `train` would end with it
+        except Exception as error:  # an error of the model or a package, with which `train` would end too
             return Check(name, "bad", f"{type(error).__name__}: {' '.join(str(error).split())}")
 
     def _objective(self) -> tuple[Status, str]:
@@ -241,7 +241,7 @@ class _Preflight:
 
         tokenizer = load_tokenizer(self.source)
         own: Any = AutoTokenizer.from_pretrained(self.source, trust_remote_code=False)
-        note = "" if own.pad_token_id is not None else ", having no token for it"
+        note = "" if own.pad_token_id is not None else " (the tokenizer defines no pad token)"
         return "ok", f"ends with {tokenizer.eos_token!r}, pads with {tokenizer.pad_token!r}{note}"
 
     def _load(self) -> tuple[Status, str]:
@@ -284,7 +284,7 @@ class _Preflight:
     def _suites(self) -> tuple[Status, str]:
         with contextlib.closing(Suites(self.config, lambda text: None)) as suites:
             suites.check(Path(self.source))  # as `train` does
-            made = [f"{one.label}: {suites.responses(one):,} responses" for one in self.config.evaluation.suite]
+            made = [f"{suite.label}: {suites.responses(suite):,} responses" for suite in self.config.evaluation.suite]
         return "ok", ", ".join(made)
 
     def _foreign(self, task: Task) -> tuple[Status, str]:
@@ -315,7 +315,7 @@ class _Preflight:
 
     @contextlib.contextmanager
     def _first_checkpoint(self, task: Task) -> Iterator[Path]:
-        """What version 0 of the run would be: the model, or in a temporary directory the model with adapters."""
+        """The directory of what would be version 0: the model, or a temporary copy of it with adapters."""
         from stalewise.orchestrator.setup import write_first_checkpoint
 
         if not self.config.model.trains_adapters:
@@ -349,7 +349,7 @@ def _verifier(task: Task) -> tuple[Status, str]:
         if reward.error:
             return "bad", f"it fails on {what}: {reward.error}"
         if reward.value != 1:
-            # A function of the user's may want more than the bare answer.
+            # The user's own function may need more than the bare answer.
             status: Status = "warning" if isinstance(task.verifier, PythonVerifier | FunctionVerifier) else "bad"
             return status, f"it gives {reward.value:g} to {what}, its own gold answer"
     return "ok", f"gives 1 to the gold answers of {len(prompts)} prompts"
@@ -378,7 +378,7 @@ def check_objective(objective: ObjectiveSection, without_variance: str = "keep")
 
 
 def describe_regularizers(section: ObjectiveSection) -> Iterator[str]:
-    """What is added to the objective, in words."""
+    """The terms that are added to the objective, in words."""
     if section.kl:
         what = "the initial policy" if section.reference == "initial" else section.reference
         yield f"{section.kl:g} · KL to {what} ({section.kl_estimator}) in the {section.kl_in}"
@@ -397,7 +397,7 @@ def gold_response(task: Task, prompt: Prompt) -> str:
 
 
 def _first_prompt(task: Task, sampler: Sampler) -> tuple[Status, str]:
-    """What the policy sees of the first prompt, with its special tokens; a long one without its middle."""
+    """The first prompt as the policy sees it, with its special tokens; the middle of a long one is left out."""
     from stalewise.models.loading import describe_prompt
     from stalewise.rollout.generate import shown_prompts
 

@@ -33,22 +33,26 @@ from stalewise.tasks.verifiers import VERIFIERS
 # Keywords that say how rows become prompts; all others are settings.
 ROW_KEYWORDS = frozenset(
     {
-        *("prompt_field", "answer_field", "id_field", "template", "chat", "system", "verifier_options"),
-        *(
-            "prefill",
-            "few_shot",
-            "chat_template_kwargs",
-            "held_out",
-            "exclude_ids",
-            "dataset_config",
-            "split",
-            "eval_split",
-        ),
+        "prompt_field",
+        "answer_field",
+        "id_field",
+        "template",
+        "chat",
+        "system",
+        "verifier_options",
+        "prefill",
+        "few_shot",
+        "chat_template_kwargs",
+        "held_out",
+        "exclude_ids",
+        "dataset_config",
+        "split",
+        "eval_split",
     }
 )
 EVALUATE_KEYWORDS = ROW_KEYWORDS | {"prompts", "samples", "max_new_tokens", "dataset", "reward", "task", "file"}
 _OF_THE_SOURCE = ("dataset_config", "split", "eval_split")
-PIECES_BYTES = 1 << 26  # of a weight that are hashed at a time
+PIECES_BYTES = 1 << 26  # numbers of a weight that are hashed at a time
 
 
 def config_of(
@@ -63,24 +67,23 @@ def config_of(
     settings: Mapping[str, Any] | None,
     keywords: Mapping[str, Any],
 ) -> RunConfig:
-    """The config of a run, whose objects are registered or written into its directory.
+    """The config of a run. Its objects are registered, or written into its directory.
 
     A directory that belongs to other objects is refused before anything is written.
     """
-    of_rows = {key: value for key, value in keywords.items() if key in ROW_KEYWORDS}
+    row_keywords = {key: value for key, value in keywords.items() if key in ROW_KEYWORDS}
     record = settings_record({key: value for key, value in keywords.items() if key not in ROW_KEYWORDS}, settings)
     if objective is not None:
         record.setdefault("objective", {})["name"] = objective_name(objective)
-    frame = make_config({**record, "model": {}, "task": {}}, source="stalewise.train")  # for its directory
-    directory = frame.directory
+    directory = make_config({**record, "model": {}, "task": {}}, source="stalewise.train").directory
     files = RunFiles(directory)
     if task is not None or dataset is None:
-        if of_rows or eval_dataset is not None or reward is not None:
-            odd = next(iter(of_rows), "reward" if reward is not None else "eval_dataset")
-            raise ConfigError(f"{odd} goes with dataset=…: a task has its own prompts and its own verifier")
+        if row_keywords or eval_dataset is not None or reward is not None:
+            wrong = next(iter(row_keywords), "reward" if reward is not None else "eval_dataset")
+            raise ConfigError(f"{wrong} goes with dataset=…: a task has its own prompts and its own verifier")
         record["task"] = _task_table(task, record.get("task", {}), files)
     else:
-        record["task"] = {**record.get("task", {}), **files.rows_task(dataset, eval_dataset, reward, of_rows)}
+        record["task"] = {**record.get("task", {}), **files.rows_task(dataset, eval_dataset, reward, row_keywords)}
     record["model"] = {**record.get("model", {}), "path": files.model_path(model, tokenizer)}
     config = make_config(record, source="stalewise.train")
     if config.schedule.kind == "pipelined" and (name := files.only_here):
@@ -119,7 +122,7 @@ def objective_name(objective: Any) -> str:
 
 
 class RunFiles:
-    """What a program's objects become in a run directory; written when the directory is known to be theirs."""
+    """Files of a program's objects in a run directory, written once the directory is known to belong to them."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -159,7 +162,7 @@ class RunFiles:
         options: Mapping[str, Any] | None,
         keywords: Mapping[str, Any],
     ) -> tuple[str, str | Path | None, Mapping[str, Any] | None]:
-        """Model, file and options of an evaluation on objects, which are written here."""
+        """The name of the model, the file and the options of an evaluation on objects, which are written here."""
         if model is None:
             raise ConfigError("evaluate needs a model: a run directory, a checkpoint, a name, or a loaded model")
         if unknown := sorted(keywords.keys() - ROW_KEYWORDS):
@@ -171,8 +174,8 @@ class RunFiles:
                 raise ConfigError("file and dataset both say what to evaluate on: give one of them")
             table = self.rows_task(dataset, None, reward, keywords)["options"]
             if reward is None:  # as in the run, or `number`
-                of_the_run = ("verifier",) if keywords.get("verifier_options") else ("verifier", "verifier_options")
-                table = {key: value for key, value in table.items() if key not in of_the_run}
+                from_run = ("verifier",) if keywords.get("verifier_options") else ("verifier", "verifier_options")
+                table = {key: value for key, value in table.items() if key not in from_run}
             if "prompt_field" not in keywords and is_run(model):
                 table.pop("problem_field")
             file, options = table.pop("path"), {**table, **(options or {})}
@@ -184,11 +187,11 @@ class RunFiles:
         self, reward: Any, rows: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
     ) -> dict[str, Any]:
         """The options `verifier` and `verifier_options` of a reward: a callable, or the name of a verifier."""
-        given = dict(options.get("verifier_options") or {})
+        verifier_options = dict(options.get("verifier_options") or {})
         if reward is None or isinstance(reward, str):
             if reward is not None and reward not in VERIFIERS:
                 raise TaskError(f"reward={reward!r} is not a verifier: pass a function, or {', '.join(VERIFIERS)}")
-            return {"verifier": reward or "number", "verifier_options": given}
+            return {"verifier": reward or "number", "verifier_options": verifier_options}
         is_list = isinstance(reward, list | tuple)
         if is_list and not (reward and all(map(callable, reward))):
             raise TaskError(
@@ -199,12 +202,12 @@ class RunFiles:
                 f"reward={reward!r:.60} is not a function: expected (prompt, response, answer, **row) → number"
             )
         has_answer = "answer_field" in options or any("answer" in row for row in rows)
-        for one in reward if is_list else [reward]:
-            callables.check_parameters(one, rows[0], has_answer=has_answer)
+        for function in reward if is_list else [reward]:
+            callables.check_parameters(function, rows[0], has_answer=has_answer)
         found = callables.fingerprint_of_list(reward) if is_list else callables.fingerprint(reward)
-        function = self.keep("reward", callables.combined(reward) if is_list else reward, found)
+        reference = self.keep("reward", callables.combined(reward) if is_list else reward, found)
         more = {} if has_answer else {"answer_field": ""}
-        return {"verifier": "function", "verifier_options": {**given, "function": function}, **more}
+        return {"verifier": "function", "verifier_options": {**verifier_options, "function": reference}, **more}
 
     def _rows(self, dataset: Any, rows: Iterable[Mapping[str, Any]]) -> str:
         text = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in rows)
@@ -244,7 +247,7 @@ def is_run(model: Any) -> bool:
     path = Path(model).expanduser() if isinstance(model, str | Path) else Path()
     if "\0" in str(path):
         raise ModelError(f"{str(path)!r} is not a model: a path has no NUL character")
-    return any((place / "config.resolved.json").is_file() for place in (path, path.resolve().parent.parent))
+    return any((run / "config.resolved.json").is_file() for run in (path, path.resolve().parent.parent))
 
 
 def check_loaded(model: Any, tokenizer: Any) -> None:

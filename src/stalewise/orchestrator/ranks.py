@@ -25,7 +25,7 @@ from stalewise.models.loading import pick_device
 from stalewise.rollout.workers.rank_workers import RolloutRank
 from stalewise.rollout.workers.worker import RunLocation
 from stalewise.store import Batch, TokenColumn, open_batch
-from stalewise.store.atomic import make_directory, sha256_file, taking_back, temporary_name
+from stalewise.store.atomic import make_directory, remove_if_failed, sha256_file, temporary_name
 from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
 from stalewise.trainer.batch import unpack_rank_batch
 from stalewise.trainer.parallel import KINDS
@@ -47,7 +47,7 @@ def make_trainer(
 ) -> Trainer:
     """A trainer that continues from a checkpoint, on every rank; `kind` is one of `parallel.KINDS`.
 
-    `offloads`: it will wait in host memory at times. What never changes is copied there now, and not when others wait.
+    `offloads`: the trainer will be in host memory at times. Frozen weights are copied there now, to save time later.
     """
     if ranks.is_first and ranks.others:
         record = {"config": config.model_dump(mode="json"), "checkpoint": str(checkpoint), "state": dict(state)}
@@ -62,7 +62,7 @@ def make_trainer(
 
 
 def compute_reference(reference: Reference, batch: Batch, column: TokenColumn, tokens: int, ranks: Ranks) -> int:
-    """Compute what is missing of a reference column, every rank a part of the shards; returns the tokens computed."""
+    """Compute the missing part of a reference column, with shards split over ranks; returns the tokens computed."""
     missing = [shard for shard in batch.manifest.shards if not column.has(shard)]
     record = {"objective": reference.section.model_dump(mode="json"), "model": reference.model.model_dump(mode="json")}
     record |= {"task": reference.task, "run": str(reference.run), "tokens": tokens}
@@ -79,7 +79,7 @@ def compute_reference(reference: Reference, batch: Batch, column: TokenColumn, t
 
 
 def help_with_reference(location: RunLocation, batch: Path) -> None:
-    """Compute what is missing of a reference column from the last shard backwards; the trainer begins at the first."""
+    """Compute the missing part of a reference column, last shard first, while the trainer begins at the first shard."""
     config = location.config
     if not config.objective.kl or location.run is None:
         return
@@ -89,7 +89,7 @@ def help_with_reference(location: RunLocation, batch: Path) -> None:
         reference.compute(opened, reference.column(batch.name), opened.manifest.shards[::-1], tokens)
     except (OSError, StoreError):
         if batch.is_dir():
-            raise  # else the run was rolled back meanwhile
+            raise  # otherwise the run was rolled back meanwhile
 
 
 class RankWorker:
@@ -140,10 +140,8 @@ class RankWorker:
             if model.threads:
                 torch.set_num_threads(model.threads)
             reference = Reference(section, model, record["task"], Path(record["run"]))
-            batch, column = (
-                open_batch(record["batch"], verify=False),
-                TokenColumn(Path(record["column"]), reference.key),
-            )
+            batch = open_batch(record["batch"], verify=False)
+            column = TokenColumn(Path(record["column"]), reference.key)
             shards = [shard for shard in batch.manifest.shards if shard.index in record["shards"]]
             tokens = reference.compute(batch, column, shards, record["tokens"])
         except StalewiseError as error:  # the first rank raises it
@@ -159,11 +157,11 @@ class RankWorker:
             raise out_of_memory(trainer.token_budget) from None
 
 
-VISIBLE_S = 5.0  # that a file which one rank wrote may take to be seen by another
+VISIBLE_S = 5.0  # time for a file of one rank to become visible to another
 
 
 def join_ranks(device: str) -> Ranks:
-    """The processes that were launched for this run; `ALONE` for one."""
+    """The processes that were launched for this run; `ALONE` if there is one."""
     return ALONE if launched().world == 1 else join(pick_device(device))
 
 
@@ -172,7 +170,7 @@ def run_on_all_ranks(config: RunConfig, lead: Callable[[Ranks], RunResult]) -> R
     ranks = join_ranks(config.model.device)
     if ranks.world == 1:
         return lead(ranks)
-    with explain_lost_ranks(ranks), taking_back(config.directory):
+    with explain_lost_ranks(ranks), remove_if_failed(config.directory):
         _compare(_facts(config.model_dump(mode="json"), config.directory), config.directory, ranks)
         if not ranks.is_first:
             with RolloutRank(ranks) as rollout_rank:
@@ -208,7 +206,7 @@ def _compare(facts: Mapping[str, Any], directory: Path, ranks: Ranks) -> None:
 
 
 def _difference(rank: int, first: Mapping[str, Any], record: Mapping[str, Any], directory: Path) -> str:
-    """What another rank has that differs from the first rank's, as a sentence; empty where nothing does."""
+    """How another rank differs from the first one, as a sentence; empty if it does not."""
     theirs: Mapping[str, Any] = record["facts"]
     names = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
     if names:
@@ -220,7 +218,7 @@ def _difference(rank: int, first: Mapping[str, Any], record: Mapping[str, Any], 
 
 
 def _facts(config: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """What must be the same on all ranks."""
+    """Values that must be equal on all ranks."""
     manifests = [checkpoint_directory(directory, found) / "manifest.json" for found in versions(directory)[-1:]]
     return {
         **flat(config),

@@ -1,4 +1,4 @@
-"""Scores rollouts that exist again: by another verifier, with repaired answers, or with other weights of parts."""
+"""Scores existing rollouts again: with another verifier, repaired answers, or other weights of reward parts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COLUMNS = ("rollout_id", "prompt_id", "group", "text", "reward", "reward_parts",
 
 @dataclass
 class ScoreChange:
-    """What rescoring changed, summed over batches; a reward that is unknown on one side only counts as changed."""
+    """The changes of rescoring, summed over batches. A reward that is unknown on one side only counts as changed."""
 
     rollouts: int = 0
     changed: int = 0
@@ -43,7 +43,7 @@ class ScoreChange:
 
     def add(self, before: Reward, after: Reward) -> None:
         """Count one rollout."""
-        known = [not math.isnan(one.value) for one in (before, after)]
+        known = [not math.isnan(reward.value) for reward in (before, after)]
         self.rollouts += 1
         self.changed += known[0] != known[1] or (all(known) and before.value != after.value)
         self.raised += all(known) and after.value > before.value
@@ -111,7 +111,7 @@ def rescore(
             for rows, before in _recorded(batch):
                 after = before if scorer is None else _scored(*scorer, rows, repaired, used, f"{run}, {path.name}")
                 counts += count_errors(after)
-                after = after if weights is None else [_weighted(one, weights, change.parts) for one in after]
+                after = after if weights is None else [_weighted(reward, weights, change.parts) for reward in after]
                 for pair in zip(before, after, strict=True):
                     change.add(*pair)
                 ids += rows["rollout_id"]
@@ -134,7 +134,7 @@ def _refuse_episodes(run: Path, options: Mapping[str, Any]) -> None:
 
 
 def _committed(run: Path) -> list[Path]:
-    """The generation batches of a run that can be scored again; a run without one is refused."""
+    """The generation batches of a run that can be scored again; a StoreError if there are none."""
     batches = list(filter(store.is_committed, store.batch_directories(run / "rollouts")))
     if not batches:
         where = "learned from other runs: rescore those" if (run / "sources.json").is_file() else "has none yet"
@@ -170,11 +170,11 @@ def _task(run: Path, verifier: str | None, options: dict[str, Any]) -> tuple[Tas
     return task, make_verifier(verifier, **options)
 
 
-def _answers(given: str | Path | Mapping[str, str] | None) -> dict[str, str]:
-    if given is None or isinstance(given, Mapping):
-        return {str(key): str(value) for key, value in (given or {}).items()}
+def _answers(answers_or_file: str | Path | Mapping[str, str] | None) -> dict[str, str]:
+    if answers_or_file is None or isinstance(answers_or_file, Mapping):
+        return {str(key): str(value) for key, value in (answers_or_file or {}).items()}
     answers: dict[str, str] = {}
-    for row in read_jsonl(given):
+    for row in read_jsonl(answers_or_file):
         if not {"id", "answer"} <= row.fields.keys():
             raise TaskError(f"{row.where}: expected an object with id (of a prompt) and answer")
         if answers.setdefault(str(row.fields["id"]), str(row.fields["answer"])) != str(row.fields["answer"]):
@@ -206,7 +206,7 @@ def _scored(
     """Score rollouts; a group is the number of its prompt in the task's order."""
     first, last = min(rows["group"]), max(rows["group"])
     prompts = dict(zip(range(first, last + 1), task.prompts(first, last - first + 1), strict=True))
-    asked: list[Prompt] = []
+    scored_prompts: list[Prompt] = []
     for group, prompt_id in zip(rows["group"], rows["prompt_id"], strict=True):
         prompt = prompts[group]
         if prompt.prompt_id != prompt_id:
@@ -217,8 +217,8 @@ def _scored(
         if prompt_id in answers:
             used.add(prompt_id)
             prompt = replace(prompt, answer=answers[prompt_id])
-        asked.append(prompt)
-    return verifier.score(asked, rows["text"])
+        scored_prompts.append(prompt)
+    return verifier.score(scored_prompts, rows["text"])
 
 
 def _weighted(reward: Reward, weights: Mapping[str, float], parts: set[str]) -> Reward:
@@ -238,7 +238,7 @@ def _check(
     answers: Mapping[str, str],
     used: set[str],
 ) -> None:
-    """Refuse, before anything is committed, what was surely not meant."""
+    """Refuse obvious mistakes before anything is committed."""
     if wrong := [name for name in weights or () if name not in change.parts]:
         known = nearest(wrong[0], change.parts) if change.parts else "these rewards have no parts"
         raise ConfigError(f"weight of {wrong[0]!r}: there is no such reward part; {known}")

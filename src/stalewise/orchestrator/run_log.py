@@ -1,4 +1,4 @@
-"""The records of a run: journal, metrics, ledger and evaluations; and the part of them that decisions need."""
+"""The records of a run (journal, metrics, ledger, evaluations), and the part of them on which decisions depend."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class UpdateSummary:
 
     @property
     def useful_share(self) -> float:
-        """Share of the rollouts that is still of use."""
+        """The share of the rollouts that is still useful."""
         return useful_share(self.ess, self.kl_behaviour_policy)
 
 
@@ -70,9 +70,9 @@ class RunLog:
 
     @contextlib.contextmanager
     def timed(self, event: str, **notes: Any) -> Iterator[dict[str, Any]]:
-        """Log the block with its duration; it may add notes to the mapping it gets.
+        """Log the block with its duration. The block may add notes to the mapping that it gets.
 
-        A timed block within another counts for itself: it is logged as if it had come before the rest of the other one.
+        Time is counted once: a timed block within another is logged as if it had come before the rest of that one.
         """
         more: dict[str, Any] = {}
         outer, self._within = self._within, []
@@ -85,19 +85,21 @@ class RunLog:
         if outer is not None:
             outer.append((event, seconds, {**notes, **more}))
             return
-        for name, its_seconds, its_notes in inner:
-            began, seconds = began + its_seconds, seconds - its_seconds
-            self._append({"time": began, "event": name, "seconds": its_seconds, **its_notes})
+        for inner_event, inner_seconds, inner_notes in inner:
+            began += inner_seconds
+            seconds -= inner_seconds
+            self._append({"time": began, "event": inner_event, "seconds": inner_seconds, **inner_notes})
         self.log_event(event, seconds, **notes, **more)
 
     def _append(self, record: dict[str, Any]) -> None:
-        # Not flushed, as updates are not: that would wait for the checkpoint that is being written meanwhile. Whatever
-        # needs them, the next checkpoint, commits them first.
+        # Not flushed, as updates are not: a flush would wait for the checkpoint that is being written. The next
+        # checkpoint commits these lines before itself.
         append_line(self.journal_path, record, durable=False)
 
     def log_world_size(self, world_size: int, parallel: str) -> str:
-        """Log how many ranks train, unless it was always one; a message where that changed, else an empty string."""
-        logged = [one["world_size"] for one in read_records(self.journal_path, JOURNAL) if one["event"] == "ranks"]
+        """Log the number of ranks, unless it was always one. Returns a message if it changed, else an empty string."""
+        journal = read_records(self.journal_path, JOURNAL)
+        logged = [line["world_size"] for line in journal if line["event"] == "ranks"]
         if world_size == 1 and not logged:
             return ""
         before = logged[-1] if logged else 1 if self.updates else world_size
@@ -123,39 +125,39 @@ class RunLog:
         self.suites.append(record)
 
     def forget_evaluations(self) -> None:
-        """Drop all evaluations: they were scored by another reward."""
+        """Drop all evaluations, which another reward scored."""
         for path in (self.evaluations_path, self.suites_path):
             truncate_jsonl(path, lambda record: False)
         self.evaluations, self.suites = [], []
 
     def drop_updates(self, first: int) -> None:
-        """Drop the records of updates from `first` on: they are taken again."""
+        """Drop the records of updates from `first` on, which will be taken again."""
         truncate_jsonl(self.metrics_path, lambda record: record["update"] < first)
         truncate_ledger(ledger_path(self.directory), before=first)
         self.tokens.truncate(before=first)
-        self.updates = [one for one in self.updates if one.update < first]
+        self.updates = [update for update in self.updates if update.update < first]
 
     def ends(self) -> dict[str, tuple[int, str]]:
-        """How far the records go now, for `commit`."""
+        """The present ends of the records, for `commit`."""
         return record_ends(self.directory)
 
     def commit(self, ends: Mapping[str, tuple[int, str]] | None = None) -> None:
-        """Flush the records and write down how far they go: from here on the loss of their ends is noticed."""
+        """Flush the records and store their ends, so that a later loss of lines is noticed."""
         commit_records(self.directory, ends)
 
     def taken_on(self, generation_batch: int) -> list[UpdateSummary]:
         """The updates on the current generation batch that changed the weights."""
-        recent = takewhile(lambda one: one.generation_batch == generation_batch, reversed(self.updates))
-        return [one for one in recent if one.taken][::-1]
+        recent = takewhile(lambda update: update.generation_batch == generation_batch, reversed(self.updates))
+        return [update for update in recent if update.taken][::-1]
 
     def budget_used(self) -> dict[str, float]:
         """The largest fraction of each drift budget that an update reached; 0 where none was measured."""
         names = ("batch_budget", "horizon_budget")
-        return {name: max([0.0, *(getattr(one, name) for one in self.updates)]) for name in names}
+        return {name: max([0.0, *(getattr(update, name) for update in self.updates)]) for name in names}
 
     def drift_at(self, version: int) -> float:
         """Cumulative drift of the policy of a version."""
-        before = (one.drift for one in reversed(self.updates) if one.update < version and one.taken)
+        before = (update.drift for update in reversed(self.updates) if update.update < version and update.taken)
         return next(before, 0.0)
 
 

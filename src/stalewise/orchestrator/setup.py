@@ -47,15 +47,15 @@ from stalewise.tasks import Task
 from stalewise.trainer.execution import check_trainable
 from stalewise.trainer.lora import save_first
 
-LEAST_ROOM = 0.05  # of a GPU, below which no vLLM is advised
-SMALL_MODEL = 100_000_000  # parameters, below which a learning rate may be large
+LEAST_ROOM = 0.05  # share of a GPU below which vLLM there is not advised
+SMALL_MODEL = 100_000_000  # parameters below which a learning rate may be large
 LARGE_RATE = 2e-5  # the default, for small models, is larger; the configs for models from 0.5B up have 1e-6 to 4e-6
 
 
 @contextlib.contextmanager
 def claim(directory: Path) -> Iterator[None]:
     """Exclusive use of a run directory. A run that fails before its version 0 leaves nothing new there."""
-    with atomic.taking_back(directory), atomic.RunLock(directory) as lock:
+    with atomic.remove_if_failed(directory), atomic.RunLock(directory) as lock:
         before = set(directory.iterdir())
         try:
             yield
@@ -63,12 +63,12 @@ def claim(directory: Path) -> Iterator[None]:
             if not (lock.is_gone or is_started(directory)):
                 for path in set(directory.iterdir()) - before:
                     _remove(path)
-                lock.take_back()
+                lock.release_and_remove()
             raise
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or a directory as far as that is possible: the error that led here is the one to show."""
+    """Remove a file or a directory. Errors are ignored, so that they do not hide the error that led here."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -77,34 +77,37 @@ def _remove(path: Path) -> None:
 
 
 def verify_before(directory: Path, newest: Callable[[], Path], updates: int, log: Callable[[str], object]) -> None:
-    """Refuse to go on from damaged records or weights; `newest` compares the newest checkpoint and returns it.
+    """Refuse to continue from damaged records or weights, and log how many of the `updates` are made.
 
-    It also says how many of the `updates` are made.
+    `newest` compares the checksums of the newest checkpoint and returns its directory.
     """
     start = time.perf_counter()
-    found, checkpoint = check_run(directory), newest()
-    size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+    checked = check_run(directory)
+    checkpoint = newest()
     version = int(checkpoint.name[1:])
-    what = f"checked version {version} and the records: {(found.bytes + size) / 1e6:,.1f} MB"
-    count = sum(not text.endswith(OF_A_PROGRAM) for text in found.not_covered)
-    left = f"; {count} without checksums, which `stalewise verify` names" if count else ""
-    log(f"{what} in {time.perf_counter() - start:.1f} s, undamaged{left}")
+    size = checked.bytes + sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+    cost = f"{size / 1e6:,.1f} MB in {time.perf_counter() - start:.1f} s"
+    uncovered = sum(not text.endswith(OF_A_PROGRAM) for text in checked.not_covered)
+    files = f"{uncovered} files have no checksum" if uncovered > 1 else "1 file has no checksum"
+    note = f"; {files} (see `stalewise verify`)" if uncovered else ""
+    log(f"checked version {version} and the records ({cost}): no damage{note}")
     end = ": there is nothing left to train" if version >= updates else ""
     log(f"{version} of {updates} updates are made{end}")
 
 
 def log_move(directory: Path, here: Mapping[str, Any], log: Callable[[str], object]) -> None:
-    """Say so if a run continues on another device or with other threads, where numbers round differently."""
+    """Log if a run continues on another device or with other threads: numbers round differently there."""
     path = directory / "environment.json"
     if not is_started(directory) or not path.is_file():
         return
-    with contextlib.suppress(StoreError):  # damaged: it is about to be written anew
-        before, now = (_place(record) for record in (atomic.read_json(path), here))
+    with contextlib.suppress(StoreError):  # a damaged file is about to be replaced
+        before = _describe_device(atomic.read_json(path))
+        now = _describe_device(here)
         if before != now:
             log(f"this run was on {before} and continues on {now}: from here on its numbers round differently")
 
 
-def _place(record: Mapping[str, Any]) -> str:
+def _describe_device(record: Mapping[str, Any]) -> str:
     device = str(record.get("device", "an unknown device"))
     return f"cpu with {record.get('threads')} thread(s)" if device == "cpu" else device
 
@@ -112,9 +115,11 @@ def _place(record: Mapping[str, Any]) -> str:
 def engine_of_run(
     directory: Path, section: SamplerSection, model: ModelSection, schedule: ScheduleSection, source: str
 ) -> tuple[str, str]:
-    """The engine that `auto` stands for in this run, and why."""
-    began = read_config(directory).sampler.engine if is_started(directory) else "auto"
-    return pick_engine(section, model, schedule, source) if began == "auto" else (began, "with which the run began")
+    """The engine that `auto` picks for this run, and the reason."""
+    first_engine = read_config(directory).sampler.engine if is_started(directory) else "auto"
+    if first_engine == "auto":
+        return pick_engine(section, model, schedule, source)
+    return first_engine, "with which the run began"
 
 
 def resolve_settings(config: RunConfig, log: Callable[[str], object] = lambda text: None) -> RunConfig:
@@ -131,7 +136,8 @@ def resolve_settings(config: RunConfig, log: Callable[[str], object] = lambda te
         config = config.model_copy(update={"sampler": config.sampler.model_copy(update={"engine": engine})})
     if config.plan.learning_rate == "given":
         return config
-    record, given = config.model_dump(mode="json"), config.optimizer.learning_rate
+    record = config.model_dump(mode="json")
+    given = config.optimizer.learning_rate
     if is_started(config.directory):
         record["optimizer"]["learning_rate"] = read_config(config.directory).optimizer.learning_rate
         return make_config(record, source="plan")
@@ -144,8 +150,8 @@ def resolve_settings(config: RunConfig, log: Callable[[str], object] = lambda te
         return config
     if config.plan.learning_rate != "planned" and rate < given and not rests_on_collapses(config):
         log(
-            f"optimizer.learning_rate stays {given:g}, as given: up to {rounded_down(rate)} is known to be safe, but "
-            "no run of the sweep says that more is not"
+            f"optimizer.learning_rate stays {given:g}: the sweep shows that rates up to {rounded_down(rate)} are safe, "
+            "but no collapsed run sets this limit, so higher rates are untested or unresolved"
         )
         return config
     log(f"plan: optimizer.learning_rate is {rate:.3g}, the largest that is safe")
@@ -154,15 +160,17 @@ def resolve_settings(config: RunConfig, log: Callable[[str], object] = lambda te
 
 
 def adopt_changes(record: dict[str, Any], run_log: RunLog, log: Callable[[str], object]) -> bool:
-    """Journal what a config changes in a run that has begun. Where nothing was trained, drop what no longer applies.
+    """Log the settings that a config changes in a run that has begun, and drop records that no longer apply.
 
-    Returns whether it dropped anything. `check_identity` has refused changes that a run cannot take.
+    Records are dropped only where nothing was trained yet. Returns whether any were. `check_identity` has refused
+    changes that a run cannot take.
     """
     directory = run_log.directory
     if not (directory / RESOLVED).is_file() or not is_started(directory):
         return False
     recorded = atomic.read_json(directory / RESOLVED)
-    changes, identity = all_changes(record, recorded), changed_settings(record, recorded)
+    changes = all_changes(record, recorded)
+    identity = changed_settings(record, recorded)
     if not changes:
         return False
     newest = checkpoints.versions(directory)[-1:]
@@ -173,19 +181,19 @@ def adopt_changes(record: dict[str, Any], run_log: RunLog, log: Callable[[str], 
         return False
     (directory / LIMITS_FILE).unlink(missing_ok=True)
     of_rollouts = [key for key in identity if not key.startswith(OF_TRAINING)]
-    if of_rollouts:  # nothing was generated
+    if of_rollouts:  # then no batch was generated either
         truncate_jsonl(run_log.stages_path, lambda line: False)
     if any(not key.startswith(("schedule.", "batch.")) for key in of_rollouts):
         run_log.forget_evaluations()
     if any(key.startswith("model.") or key == "seed" for key in of_rollouts):
-        checkpoints.remove_after(directory, -1)  # a copy of model.path, and new adapters
+        checkpoints.remove_after(directory, -1)  # version 0 is a copy of model.path, with new adapters
     return True
 
 
 def drift_limits(config: RunConfig) -> tuple[float, float] | None:
-    """Limits of the drift within a batch and over the run; None where they are unknown.
+    """Limits of the drift within a batch and over the run; None if both are unknown.
 
-    They are written to the run directory when training begins: a later calibration does not change a run.
+    They are written to the run directory when training begins, so that a later calibration does not change the run.
     """
     path = config.directory / LIMITS_FILE
     if not path.is_file():
@@ -195,7 +203,7 @@ def drift_limits(config: RunConfig) -> tuple[float, float] | None:
 
 
 def rate_warning(rate: float, parameters: int) -> str:
-    """A warning about a learning rate that is far above what large models are trained with; empty: there is none."""
+    """A warning about a learning rate far above the usual rates of large models; empty if there is none."""
     if parameters < SMALL_MODEL or rate <= LARGE_RATE:
         return ""
     return (
@@ -207,16 +215,16 @@ def rate_warning(rate: float, parameters: int) -> str:
 def write_first_checkpoint(config: RunConfig, source: str, task: Task, log: Callable[[str], object]) -> dict[str, Any]:
     """Write the model at `source` as version 0 of the run; return the trainer's state in it."""
     model = load_model(source, device=torch.device("cpu"), dtype=pick_weights_dtype(config.model.precision))
-    check_trainable(model, config.learner)  # now, and not after a whole stage has been generated
+    check_trainable(model, config.learner)  # before a whole stage is generated
     if not config.model.trains_adapters and (
         warning := rate_warning(config.optimizer.learning_rate, model.num_parameters())
     ):
         log(warning)
-    asked = config.evaluation.prompts
-    if warning := held_out_warning(task.name, len(task.evaluation_prompts(asked)), asked):
+    prompts = config.evaluation.prompts
+    if warning := held_out_warning(task.name, len(task.evaluation_prompts(prompts)), prompts):
         log(warning)
     tokenizer = load_tokenizer(source)
-    # Version 0 keeps the tokenizer: one without the chat template that the task needs would stay in the run.
+    # Raises if the tokenizer lacks the chat template that the task needs: version 0 would keep it.
     encode_prompts(task.prompts(0, 1), tokenizer)
 
     def save(directory: Path) -> None:
@@ -229,36 +237,39 @@ def write_first_checkpoint(config: RunConfig, source: str, task: Task, log: Call
 
 
 def check_vllm_room(config: RunConfig, source: str, world: int = 1) -> None:
-    """Refuse a learner and a vLLM on one GPU that do not fit there together.
+    """Refuse a trainer and a vLLM that do not fit on one GPU together.
 
-    What the learner holds stays beside vLLM, unless it is one process that waits in host memory (`learner.offload`).
-    vLLM itself would notice only when it wakes up after the first stage. A share of the GPU that does not hold the
-    weights is refused as well: vLLM would say so after it was started.
+    The trainer's memory stays taken while vLLM samples, unless one process offloads it to host memory
+    (`learner.offload`). vLLM itself would fail only when it wakes up after the first stage. A share of the GPU that
+    does not hold the weights is refused as well: vLLM would fail only after it was started.
     """
-    device, section = pick_device(config.model.device), config.sampler.vllm
+    device = pick_device(config.model.device)
+    section = config.sampler.vllm
     if config.sampler.engine != "vllm" or device.type != "cuda":
         return
-    needed, total = estimate(config, source, alone=world == 1), torch.cuda.mem_get_info(device)[1]
+    needed = estimate(config, source, alone=world == 1)
+    _, total = torch.cuda.mem_get_info(device)
     if needed is None:
         return
     held = needed.least - needed.waits
     weights = needed.shape.parameters * pick_precision(config.model.precision, device).itemsize
     if weights > section.gpu_memory_utilization * total * section.tensor_parallel:
         raise ConfigError(
-            f"{source} does not fit for generating: its weights take {weights / GIB:.2f} GiB, and sampler.vllm "
+            f"{source} does not fit for sampling: its weights take {weights / GIB:.2f} GiB, and sampler.vllm "
             f"{section.gpu_memory_utilization:.0%} of the {total / GIB:.2f} GiB of {section.tensor_parallel} GPU(s): "
-            f"raise sampler.vllm.gpu_memory_utilization (the learner leaves {max(0.0, 1 - held / total):.0%}) "
+            f"raise sampler.vllm.gpu_memory_utilization (the trainer leaves {max(0.0, 1 - held / total):.0%}) "
             "or tensor_parallel, or choose a smaller model"
         )
     if held + section.gpu_memory_utilization * total <= total:
         return
     room = 1 - held / total
-    what = f"of the {total / GIB:.1f} GiB of {device} sampler.vllm takes {section.gpu_memory_utilization:.0%}"
-    fits = (
-        f"set sampler.vllm.gpu_memory_utilization to {int(100 * room) / 100:g} or less, " if room >= LEAST_ROOM else ""
-    )
-    fits += 'set learner.offload = "always", ' if needed.may_wait else ""
+    advice = ""
+    if room >= LEAST_ROOM:
+        advice += f"set sampler.vllm.gpu_memory_utilization to {int(100 * room) / 100:g} or less, "
+    if needed.may_wait:
+        advice += 'set learner.offload = "always", '
     raise ConfigError(
-        f"{what}, and the learner holds {held / GIB:.1f} GiB of them while vLLM samples: {fits}"
+        f"sampler.vllm takes {section.gpu_memory_utilization:.0%} of the {total / GIB:.1f} GiB of {device}, and the "
+        f"trainer holds {held / GIB:.1f} GiB of them while vLLM samples: {advice}"
         "train adapters (model.lora.rank), or choose a smaller model or a larger device"
     )

@@ -1,8 +1,9 @@
-"""The stages of a run that finds their sizes itself (`schedule.end = "spent"`), in `ledger/stages.jsonl`.
+"""The stages of a run with `schedule.end = "spent"`, and its drift budget.
 
-One line per stage, written when it begins, with why the stage before ended; and one of no updates at the end of the
-run. A line follows from the checkpoint at which the stage begins and from the lines before it, so a run that was killed
-writes the same line again. `DriftBudget` says how much of the law's budget a batch has used.
+Such a run finds the sizes of its stages itself. `ledger/stages.jsonl` has one line per stage, written when the stage
+begins, with the reason why the stage before ended. At the end of the run comes a line of a stage without updates. A
+line follows from the checkpoint at which the stage begins and from the lines before it, so a run that was killed writes
+the same line again. `DriftBudget` measures how much of the law's limits on drift is used.
 """
 
 from __future__ import annotations
@@ -20,20 +21,22 @@ from stalewise.staleness.spent import Stage, StageSchedule, fresh_ess, is_spent,
 from stalewise.store.json_lines import append_line, truncate_jsonl
 from stalewise.store.records import STAGE, read_records
 
-WARN_AT = 0.8  # of a limit
-WARN_ESS = 0.5  # of the effective sample size of fresh rollouts
-ADVICE = {
-    "batch_budget": "within its rollouts: smaller stages or a lower optimizer.learning_rate keep it valid",
-    "horizon_budget": "in all: stop here, or go on with a lower optimizer.learning_rate in a new run",
+WARN_AT = 0.8  # fraction of a limit
+WARN_ESS = 0.5  # fraction of the effective sample size of fresh rollouts
+WARNINGS = {
+    "batch_budget": "drift within this generation batch is at {used} of its limit (R_batch): use smaller stages or a "
+    "lower optimizer.learning_rate",
+    "horizon_budget": "drift over the run is at {used} of its limit (R_crit): stop here, or continue in a new run with "
+    "a lower optimizer.learning_rate",
 }
 
 
 class DriftBudget:
     """Measures each update against the drift limits, and warns once per run about each.
 
-    It warns when most of a limit is used, or when one more step like the last would cross it. The limits are the lower
-    ends of R_batch (drift within one generation batch) and R_crit (drift over the run), 0 where one is unknown; None
-    where both are. `used` holds the largest fractions on record, about which an earlier process has warned.
+    It warns when most of a limit is used, or when one more step like the last would cross it. `limits` are the lower
+    ends of R_batch (drift within one generation batch) and R_crit (drift over the run): 0 for an unknown one, None if
+    both are unknown. `used` holds the largest fractions on record, about which an earlier process has warned.
     """
 
     def __init__(
@@ -48,19 +51,19 @@ class DriftBudget:
         batch_drift = drift - drift_of_version
         if self.limits is None:
             return {"batch_drift": batch_drift, "batch_budget": math.nan, "horizon_budget": math.nan}
-        pairs = zip(ADVICE, (batch_drift, drift), self.limits, strict=True)
+        pairs = zip(WARNINGS, (batch_drift, drift), self.limits, strict=True)
         used = {name: value / limit if limit > 0 else math.nan for name, value, limit in pairs}
         for name, fraction in used.items():
             step = fraction - self.last.get(name, fraction)  # negative where a new batch begins
             if name not in self.warned and (fraction >= WARN_AT or fraction + max(step, 0.0) >= 1.0):
                 self.warned.add(name)
-                self.log(f"{fraction:.0%} of the drift limit of this policy is used {ADVICE[name]}")
+                self.log(WARNINGS[name].format(used=f"{fraction:.0%}"))
         self.last = used
         return {"batch_drift": batch_drift, **used}
 
     def check_ess(self, ess: Sequence[float]) -> None:
         """Warn when the effective sample size of a stage's updates falls to half of its initial value."""
-        fell = is_spent(ess, WARN_ESS) and not is_spent(ess[:-1], WARN_ESS)  # just now: an earlier process has warned
+        fell = is_spent(ess, WARN_ESS) and not is_spent(ess[:-1], WARN_ESS)  # at this update, not before it
         left = remaining_ess(ess) / fresh_ess(ess) if fell else math.nan
         if left < WARN_ESS and "ess" not in self.warned:
             self.warned.add("ess")
@@ -78,7 +81,7 @@ class DriftBudget:
 
 
 def read_schedule(section: ScheduleSection, stages_path: Path) -> Schedule:
-    """The schedule of a run, with the stages that have begun where it finds them itself."""
+    """The schedule of a run; for an open-ended one, with the stages that have begun."""
     if section.end == "count":
         return schedule_of(section, stages_path.parent.parent)
     names = [field.name for field in fields(Stage)]
@@ -95,9 +98,9 @@ def forget_stages(schedule: Schedule, stages_path: Path, version: int) -> Schedu
 def begin_stage(
     schedule: Schedule, stages_path: Path, version: int, *, spent: Callable[[], dict[str, Any] | None], per_update: int
 ) -> Schedule:
-    """The schedule at this version, with a new stage where one begins; that is written, and the same if it is lost.
+    """The schedule at this version, with a new stage if one begins here, which is appended to the file.
 
-    `spent` returns why the stage before was ended at this version, None where it was not.
+    `spent` returns why the stage before ended at this version, None if it did not.
     """
     if not schedule.is_open_ended:
         return schedule
@@ -109,7 +112,7 @@ def begin_stage(
     lines = read_records(stages_path, STAGE)
     if not lines:
         append_line(stages_path, {**asdict(stage), "ended": None}, durable=False)
-    elif planned := lines[-1]["planned_updates"]:  # 0: the end of the run is on record
+    elif planned := lines[-1]["planned_updates"]:  # 0: the end of the run is recorded
         ended = reason or {"reason": "all of it was used", "planned_updates": planned}
         append_line(stages_path, {**asdict(stage), "ended": ended}, durable=False)
     return schedule

@@ -1,4 +1,4 @@
-"""The updates between two checkpoints: taken in order and logged, until they are done or the rollouts are spent."""
+"""Takes the updates between two checkpoints in order and logs them, until all are done or the rollouts are spent."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ PreparedUpdate = tuple[Step, RolloutIds, UpdateBatch]
 
 
 class RewardsByTask:
-    """Mean rewards of the tasks of a mixture, as metrics; none where a batch is of one task."""
+    """Mean rewards of the tasks of a mixture, as metrics; none if the batch has a single task."""
 
     def __init__(self, batch: Batch) -> None:
         prompt_ids = batch.column("prompt_id") if batch.manifest.task == MIXTURE else []
-        self._ids, self._task = batch.column("rollout_id"), np.array([task_of(str(name)) for name in prompt_ids])
+        self._ids = batch.column("rollout_id")
+        self._task = np.array([task_of(str(prompt_id)) for prompt_id in prompt_ids])
         self._labels = sorted(set(self._task) - {""})
         self._reward = batch.column("reward") if self._labels else np.empty(0)
 
@@ -54,7 +55,7 @@ class RewardsByTask:
 
 
 class RewardParts:
-    """Mean values of the parts of rewards, as metrics; none where rewards have no parts."""
+    """Mean values of the parts of rewards, as metrics; none if rewards have no parts."""
 
     def __init__(self, batch: Batch) -> None:
         self._ids, self._parts = batch.reward_parts()
@@ -64,7 +65,7 @@ class RewardParts:
         rows = np.searchsorted(self._ids, rollout_ids)
         own = {name: values[rows] for name, values in self._parts.items()}
         known = {name: values[~np.isnan(values)] for name, values in own.items()}
-        return {f"part/{name}": float(one.mean()) if len(one) else math.nan for name, one in known.items()}
+        return {f"part/{name}": float(values.mean()) if len(values) else math.nan for name, values in known.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class UpdateLoop:
         return chain([next(prepared)], prepared)
 
     def run(self, prepared: Iterator[PreparedUpdate], trainer: Trainer) -> dict[str, Any] | None:
-        """Take these updates. Where the rollouts are spent before, stop and return the reason."""
+        """Take these updates. If the rollouts are spent before the end, stop and return the reason."""
         last = time.perf_counter()
         waiting: deque[tuple[Step, RolloutIds, PendingUpdate]] = deque()
         ahead = updates_ahead(trainer.device, may_end_early=self.schedule.is_open_ended)
@@ -106,12 +107,12 @@ class UpdateLoop:
                 last = self._finish(*waiting.popleft(), since=last)
             if spent := self._spent(step):
                 break
-        for rest in waiting:
-            last = self._finish(*rest, since=last)
+        for pending in waiting:
+            last = self._finish(*pending, since=last)
         return spent or self._spent(self.schedule.at(trainer.version - 1))
 
     def _finish(self, step: Step, rollout_ids: RolloutIds, pending: PendingUpdate, *, since: float) -> float:
-        """Wait for an update and log it; return the time at which it was done."""
+        """Wait for an update and log it; returns the time at which it was done."""
         metrics = pending.metrics()
         self.check(metrics)
         if "drift" in metrics:
@@ -120,17 +121,18 @@ class UpdateLoop:
         record = {"update": step.update, "generation_batch": step.generation_batch, **metrics, "seconds": now - since}
         self.run_log.log_update(step, rollout_ids, record)
         self.run_log.tokens.add(step.update, pending.tokens())
-        if not self.schedule.is_open_ended:  # that ends a stage long before
-            self.budget.check_ess([one.useful_share for one in self.run_log.taken_on(step.generation_batch)])
+        if not self.schedule.is_open_ended:  # an open-ended stage ends long before the warning
+            taken = self.run_log.taken_on(step.generation_batch)
+            self.budget.check_ess([update.useful_share for update in taken])
         self.callback.metrics(step.update, record)
         self.callback.advance(1, describe_update(record) + self.budget.note(record))
         return now
 
     def _spent(self, step: Step) -> dict[str, Any] | None:
-        """Why the stage of this update ends before its rollouts are used up; None while it continues."""
+        """Why the stage of this update ends before all of its rollouts are used; None if it continues."""
         taken = self.run_log.taken_on(step.generation_batch)
         batch_budget = taken[-1].batch_budget if taken else math.nan
-        return self.schedule.spent([one.useful_share for one in taken], batch_budget, self.spent_ess)
+        return self.schedule.spent([update.useful_share for update in taken], batch_budget, self.spent_ess)
 
 
 def selection_of(config: RunConfig, schedule: Schedule, generation_batch: int) -> Selection:
@@ -144,15 +146,15 @@ def selection_of(config: RunConfig, schedule: Schedule, generation_batch: int) -
 
 
 def describe_update(record: Mapping[str, Any]) -> str:
-    """An update on the progress line; one that learns from no token has no effective sample size."""
+    """An update on the progress line. An update without tokens to learn from has no effective sample size."""
     ess = record.get("ess", math.nan)
     return f"reward {record['reward']:.3f}  ESS {'–' if math.isnan(ess) else f'{ess:.3f}'}"
 
 
-def rest(trainer: Trainer | None, run_log: RunLog, *, offload: bool) -> None:
-    """Give back the memory that only updates need; `offload`: the trainer waits in host memory."""
+def release_trainer_memory(trainer: Trainer | None, run_log: RunLog, *, offload: bool) -> None:
+    """Free the device memory that only updates need. With `offload` the whole trainer moves to host memory."""
     if trainer is not None and offload and not trainer.is_asleep:
         with run_log.timed("switch", reason="offload"):
             trainer.sleep()
     elif trainer is not None:
-        trainer.rest()
+        trainer.release_logits()

@@ -17,17 +17,26 @@ from stalewise.config.sections import ModelSection
 from stalewise.errors import CalibrationError
 from stalewise.models import resolve_model
 from stalewise.staleness.law import Fit, Observation
-from stalewise.store.atomic import read_json, sha256_file, write_json_atomic
+from stalewise.store.atomic import check_format, read_json, sha256_file, write_json_atomic
 
 FORMAT = "stalewise.calibration/1"
 SAMPLING = ("temperature", "top_p", "top_k", "max_new_tokens", "weights", "foreign")
-# Settings that are newer than some calibrations, which had their defaults.
+# Settings that some calibrations do not have yet: those were made with the defaults.
 NEWER = [
     ("optimizer", "moments"),
-    *(("task", key) for key in ("difficulty", "pass_rates", "by_pass_rate")),
-    *(("batch", key) for key in ("without_variance", "refill_limit")),
-    *(("objective", key) for key in ("kl", "kl_estimator", "kl_in", "reference", "entropy_bonus")),
-    *(("objective", key) for key in ("reward_weights", "overlong_tokens", "overlong_penalty")),
+    ("task", "difficulty"),
+    ("task", "pass_rates"),
+    ("task", "by_pass_rate"),
+    ("batch", "without_variance"),
+    ("batch", "refill_limit"),
+    ("objective", "kl"),
+    ("objective", "kl_estimator"),
+    ("objective", "kl_in"),
+    ("objective", "reference"),
+    ("objective", "entropy_bonus"),
+    ("objective", "reward_weights"),
+    ("objective", "overlong_tokens"),
+    ("objective", "overlong_penalty"),
 ]
 PIECES = 16  # of each weights file that the fingerprint reads; training changes all of them
 PIECE_BYTES = 1 << 16
@@ -52,7 +61,7 @@ class CalibrationIdentity:
     def file_name(self) -> str:
         """Model, task and objective, and eight hexadecimal digits of the hash of all settings."""
         names = dict.fromkeys(str(self.settings[key]) for key in ("model.path", "task.name", "objective.name"))
-        slug = "".join(one if one.isalnum() or one in "-_" else "_" for one in "-".join(names))
+        slug = "".join(char if char.isalnum() or char in "-_" else "_" for char in "-".join(names))
         digest = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:8]
         return f"{slug}-{digest}.json"
 
@@ -69,12 +78,12 @@ def identity_of_config(config: RunConfig) -> CalibrationIdentity:
     kept = {key: record[key] for key in ("model", "task", "optimizer", "batch", "objective", "sampler")}
     kept["model"] = {**model, "lora": record["model"]["lora"]}
     del kept["optimizer"]["learning_rate"]
-    del kept["task"]["max_unscored"]  # stops a run, and changes nothing before
+    del kept["task"]["max_unscored"]  # it stops a run, and changes nothing before that
     defaults = type(config)().model_dump(mode="json")
     for table, key in NEWER:
         if kept[table][key] == defaults[table][key]:
             del kept[table][key]
-    if config.task.difficulty:  # by its content, as the model
+    if config.task.difficulty:  # identified by its content, like the model
         kept["task"]["difficulty"] = sha256_file(config.difficulty_path)[:16]
     if config.objective.reference not in ("initial", "base"):
         kept["objective"]["reference"] = fingerprint(resolve_model(config.objective.reference, config.task.name))
@@ -166,8 +175,8 @@ class SweepRun:
 
     @property
     def observation(self) -> Observation:
-        """What the law is fitted to."""
-        return Observation(**{one.name: getattr(self, one.name) for one in fields(Observation)})
+        """The observation to which the law is fitted."""
+        return Observation(**{field.name: getattr(self, field.name) for field in fields(Observation)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +203,7 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredOn:
-    """What a probe or a sweep ran on."""
+    """The hardware and engine of a probe or a sweep."""
 
     device: str
     engine: str
@@ -232,8 +241,7 @@ def read_calibration(path: str | Path) -> Calibration:
     if not Path(path).is_file():
         raise CalibrationError(f"the calibration file {path} does not exist: `stalewise sweep` makes one")
     record = read_json(path)
-    if record.get("format") != FORMAT:
-        raise CalibrationError(f"{path} has format {record.get('format')}; this release reads {FORMAT}")
+    check_format(path, record.get("format"), FORMAT, error=CalibrationError)
     try:
         return TypeAdapter(Calibration).validate_python(record)
     except ValidationError as error:
@@ -265,7 +273,7 @@ def save_calibration(
 
 
 def measured_here(model: ModelSection, engine: str) -> MeasuredOn:
-    """What these settings run on, on this machine."""
+    """The hardware and engine with which these settings run on this machine."""
     import torch
 
     from stalewise.models.loading import device_name
@@ -277,7 +285,7 @@ def find_calibration(config: RunConfig) -> Calibration | None:
     """The calibration of a config: the file it names, which must have its identity, or the one of it below `runs`."""
     named = config.plan.calibration
     if not named and not any((Path(config.runs) / "calibrations").glob("*.json")):
-        return None  # before the model is read, which may be large, remote or gone
+        return None  # without reading the model, which may be large, remote or gone
     identity = identity_of_config(config)
     if not named:
         return earlier_calibration(config.runs, identity)

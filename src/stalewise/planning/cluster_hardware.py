@@ -1,4 +1,4 @@
-"""A cluster by measured rates and lengths of responses (docs/cluster.md), and arrangements of schedules on it."""
+"""A cluster, described by measured rates and response lengths (docs/cluster.md), and schedules arranged on it."""
 
 from __future__ import annotations
 
@@ -256,15 +256,18 @@ def in_turns(cluster: Cluster) -> list[Arrangement]:
         "synchronous": synchronous(plans.updates, min(plans.updates, plans.updates_per_generation)),
         "staged": staged(plans.updates, plans.stages),
     }
-    return [Arrangement(name, one, "in turns", cluster.devices, cluster.devices) for name, one in schedules.items()]
+    return [
+        Arrangement(name, schedule, "in turns", cluster.devices, cluster.devices)
+        for name, schedule in schedules.items()
+    ]
 
 
 def split(cluster: Cluster, generating: int) -> list[Arrangement]:
-    """The schedules that generate beside learning, with `generating` devices for that and the rest for learning."""
+    """The schedules that generate beside learning, with `generating` devices and the rest for learning."""
     plans = cluster.schedule
     beside = pipelined(plans.updates, min(plans.updates, plans.pipelined_updates_per_generation), plans.lag)
     rest = cluster.devices - generating
-    small, large = (one.schedule for one in in_turns(cluster))
+    small, large = (arrangement.schedule for arrangement in in_turns(cluster))
     return [
         Arrangement("pipelined", beside, "beside", generating, rest),
         Arrangement("streamed", small, "streamed", generating, rest),

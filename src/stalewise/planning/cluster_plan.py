@@ -1,4 +1,4 @@
-"""Reads the rates of a cluster from a TOML file, and compares schedules on it by formula and simulation."""
+"""Reads the rates of a cluster from a TOML file, and compares schedules by formula and by simulation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ClusterPlan:
         return many.generate_seconds / few.generate_seconds
 
     def _outcome(self, name: str, simulated: bool) -> ScheduleOutcome:
-        schedule = next(one for one in self.schedules if one.formula.name == name)
+        schedule = next(schedule for schedule in self.schedules if schedule.formula.name == name)
         outcome = schedule.simulated if simulated else schedule.formula
         assert outcome is not None, "nothing was simulated"
         return outcome
@@ -79,6 +79,6 @@ def _explain(problem: Any) -> str:
     if problem["type"] == "unexpected_keyword_argument":
         *tables, last = problem["loc"]
         kind: Any = get_type_hints(Cluster)[tables[0]] if tables else Cluster
-        return f"{key} is not a setting; {nearest(last, [one.name for one in fields(kind)])}"
+        return f"{key} is not a setting; {nearest(last, [field.name for field in fields(kind)])}"
     is_input_bad = problem["type"] not in ("missing", "missing_argument", "value_error")
     return f"{key} is {problem['input']!r}: {message}" if is_input_bad else f"{key}: {message}"

@@ -1,7 +1,7 @@
-"""Foretells how long a run on a cluster takes, by formulas, and simulates it request by request to check them.
+"""Predicts the time of a run on a cluster by formulas, and simulates the run request by request to check them.
 
 Each response has a random length, devices have slots, and steps take longer the more requests are in flight. Failures
-come at random while a side works: the device's requests in flight restart, or the trainer returns to its last
+are random while a side works: the requests in flight on the device restart, or the trainer returns to its last
 checkpoint. A failed side stops until it has recovered. One seed determines everything.
 """
 
@@ -28,7 +28,7 @@ class ScheduleOutcome:
     worst_age: int
     generating: int  # devices
     learning: int
-    is_split: bool  # or all devices do both, in turns
+    is_split: bool  # False: all devices generate and learn in turns
     seconds: float
     stage_seconds: float
     generate_seconds: float
@@ -127,7 +127,7 @@ def predict(cluster: Cluster, arrangement: Arrangement) -> ScheduleOutcome:
         last = max(switch + generate[1], learn[0]) if before_last else 0.0
         seconds = switch + generate[0] + between + last + learn[1]
     else:
-        stages = [_streamed(cluster, arrangement, *one) for one in zip(sizes, generate, learn, strict=True)]
+        stages = [_streamed(cluster, arrangement, *stage) for stage in zip(sizes, generate, learn, strict=True)]
         seconds = before_last * stages[0] + stages[1] + (before_last + 1) * switch
     return outcome(cluster, arrangement, seconds, worked_generating, worked_learning)
 
@@ -178,7 +178,7 @@ def _streamed(cluster: Cluster, arrangement: Arrangement, updates: int, generate
 def best_splits(cluster: Cluster) -> list[Arrangement]:
     """Each schedule that generates beside learning, with its fastest split of devices; none on one device."""
     splits = [split(cluster, generating) for generating in range(1, cluster.devices)]
-    return [min(ways, key=lambda one: predict(cluster, one).seconds) for ways in zip(*splits, strict=True)]
+    return [min(ways, key=lambda way: predict(cluster, way).seconds) for ways in zip(*splits, strict=True)]
 
 
 class _Device:
@@ -266,7 +266,7 @@ class _SimulatedTrainer:
     def __init__(self, cluster: Cluster, devices: int, random: np.random.Generator) -> None:
         self.cluster, self.devices, self.updates = cluster, devices, 0
         self.now = self.since_checkpoint = 0.0
-        self.worked = 0.0  # with what was done again, and with downtimes
+        self.worked = 0.0  # includes repeated work and downtimes
         self.failure_times = _failure_times(cluster.failures.per_device_hour * devices / HOUR, random)
         self.next_failure = next(self.failure_times)
 

@@ -1,8 +1,8 @@
 """Estimates the memory a run needs on its device from the model's config, before anything is loaded.
 
 docs/models.md has the formula. Learning, sampling and the forward passes of a reference take turns, so the largest of
-them counts. In a pipelined run on one device learning and the other two happen at once. With `learner.offload` the
-trainer waits in host memory while the sampler works, whose weights are freed while the trainer does.
+them counts. In a pipelined run on one device, learning and the other two happen at once. With `learner.offload` the
+trainer is in host memory while the sampler works, and the sampler's weights are freed while the trainer works.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ ACTIVATIONS = {(False, 4): (36, 16, 8), (True, 4): (32, 8, 4), (True, 2): (22, 8
 FUSED_ACTIVATIONS = {(False, 4): (36, 16, 8), (True, 4): (16, 6, 6), (True, 2): (12, 6, 6)}
 ADAPTER_ACTIVATIONS = (12, 2, 0)  # each adapter keeps its own copy of its input
 FUSED_ADAPTER_ACTIVATIONS = (6, 0, 0)  # measured at 0.5B
-GRADIENTS_OF_A_LAYER = 0.5  # of a layer's activations: what its backward pass holds besides
-# CUDA's context, libraries and graphs in one process: what benchmarks/memory.py saw besides what torch had reserved.
+GRADIENTS_OF_A_LAYER = 0.5  # further memory of a layer's backward pass, as a share of its activations
+# CUDA's context, libraries and graphs in one process, beyond torch's reserved memory; measured by benchmarks/memory.py.
 PROCESS_BYTES = 850 << 20
 SAMPLERS_WEIGHTS = "sampler's weights"
 COMFORTABLE = 0.8  # share of a device's memory up to which ranks replicate the policy
@@ -77,31 +77,31 @@ class MemoryEstimate:
     certain: Mapping[str, int]
     learning: Mapping[str, int]
     sampling: Mapping[str, int]
-    waits: int = 0  # bytes that leave the device while sampling: all that is certain, in host memory
+    waits: int = 0  # bytes that are in host memory while sampling: all of the certain ones, or none
     at_once: bool = False  # learning and sampling at the same time, in two processes
     spare: int = 0  # bytes of further keys and values, which the embedded engine takes where they are free
     stays: int = 0  # bytes of keys and values that are kept while learning
     reference: Mapping[str, int] = field(default_factory=dict[str, int])  # while its column is computed
     one_response: int = 0  # bytes of keys and values of the longest response with its prompt, in the embedded engine
-    any_response: int = 0  # the same of the longest one of a suite, if that is longer
-    may_wait: int = 0  # bytes that could leave the device while sampling
-    process: int = 0  # bytes of this process besides tensors; what the device says is free is without them
+    any_response: int = 0  # the same for the longest response of any suite, if that is longer
+    may_wait: int = 0  # bytes that could be in host memory while sampling
+    process: int = 0  # bytes of this process besides tensors, which free memory does not include
 
     @property
     def least(self) -> int:
-        """Bytes needed whatever the batches look like."""
+        """Bytes that are needed for batches of any size."""
         return sum(self.certain.values())
 
     @property
     def checkpoint(self) -> int:
-        """Bytes of a checkpoint, and of its copy in host memory: what the trainer holds but for gradients."""
+        """Bytes of a checkpoint, and of its copy in host memory: those of the trainer without gradients."""
         return sum(self.certain[part] for part in ("weights", "moments", "proximal policy"))
 
     @property
     def waits_on_host(self) -> int:
-        """Bytes of host memory in which the trainer waits, and beside a reference the sampler.
+        """Bytes of host memory that an offloaded trainer takes, and beside a reference also the sampler.
 
-        Gradients are made anew, and the next policy replaces the sampler's weights.
+        Gradients are not kept, and the next policy replaces the sampler's weights.
         """
         beside = self.samplers_weights if self.reference else 0
         return self.checkpoint + beside if self.waits else 0
@@ -133,16 +133,16 @@ class MemoryEstimate:
         return replace(self, certain=certain, sampling=weights | dict(self.sampling), waits=self.may_wait)
 
     def left_for_slots(self, memory: int) -> int:
-        """Bytes of a device's memory that are there for the embedded engine's slots, beside a learner at work or not.
+        """Bytes of a device's memory that are left for the embedded engine's slots.
 
-        A generator on the learner's device is told: when it begins, the learner holds little yet.
+        A generator on the trainer's device cannot measure this: when it begins, the trainer holds little yet.
         """
         held = self.least - self.waits + self.sampling.get(SAMPLERS_WEIGHTS, 0)
         return max(0, memory - held - (sum(self.learning.values()) if self.at_once else 0))
 
     @property
     def for_one_response(self) -> int:
-        """Bytes without which not even one response can be sampled, whatever waits in host memory."""
+        """Bytes needed to sample even one response, with everything offloaded that can be."""
         held = sum(size for name, size in self.certain.items() if name != SAMPLERS_WEIGHTS)
         return held - self.may_wait + self.samplers_weights + self.any_response
 
@@ -157,15 +157,15 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         trained = "" if self.shape.trained == self.shape.parameters else f", {self.shape.trained / 1e6:,.2f} M trained"
-        both = {**self.learning, **max(self.sampling, self.reference, key=lambda one: sum(one.values()))}
+        both = {**self.learning, **max(self.sampling, self.reference, key=lambda sizes: sum(sizes.values()))}
         parts = {"learning": self.learning, "sampling": self.sampling, "the reference": self.reference, "both": both}
         turns = parts[self.largest]
         more = f"; on a GPU where nothing else runs it takes {self.peak / GIB:.2f}" if self.process else ""
-        there = turns if self.waits and turns is not self.learning else {**self.certain, **turns}
-        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in there.items() if size)
+        shown = turns if self.waits and turns is not self.learning else {**self.certain, **turns}
+        parts = ", ".join(f"{name} {size / GIB:.2f}" for name, size in shown.items() if size)
         freed = self.sampling.get(SAMPLERS_WEIGHTS, 0)
         away = f", while learning {self.samplers_weights / GIB:.2f} are freed" if freed else ""
-        # Gradients leave the device as well, and do not wait.
+        # Gradients are freed as well, but not kept in host memory.
         waits = f"; while sampling {self.checkpoint / GIB:.2f} wait in host memory{away}" if self.waits else ""
         return (
             f"{self.shape.parameters / 1e6:,.1f} M parameters{trained}: at least {self.least / GIB:.2f} GiB and up to "
@@ -237,12 +237,13 @@ def estimate(
     device = pick_device(config.model.device)
     precision = pick_precision(config.model.precision, device)
     weight = pick_weights_dtype(config.model.precision).itemsize
-    adapters, embedded = config.model.trains_adapters, not config.sampler.is_foreign  # others have their own processes
+    adapters = config.model.trains_adapters
+    embedded = not config.sampler.is_foreign  # other engines have their own processes
     trained, moments = shape.trained * (4 if adapters else weight) // shards, config.optimizer.moments
     certain = {
         "weights": shape.parameters * weight // shards + (trained if adapters else 0),
         "gradients": trained,
-        # Those that are called float32 have the precision of the weights.
+        # Moments that are called float32 have the precision of the weights.
         "moments": 2 * trained if moments == "float32" else shape.trained * MOMENT_BYTES[moments] // shards,
         "proximal policy": trained if get_objective(config.objective.name).needs_proximal else 0,
         SAMPLERS_WEIGHTS: shape.parameters * precision.itemsize if embedded else 0,
@@ -278,8 +279,8 @@ def estimate(
         needed = needed.in_turns()
     if not embedded or device.type != "cuda":
         return needed
-    asked = {"requests": rows, "prompts": -(-rows // config.batch.group_size), "prompt_room": longest_prompt}
-    slots = _slot_bytes(needed, token_bytes, new_tokens=config.sampler.max_new_tokens, **asked)
+    requests = {"requests": rows, "prompts": -(-rows // config.batch.group_size), "prompt_room": longest_prompt}
+    slots = _slot_bytes(needed, token_bytes, new_tokens=config.sampler.max_new_tokens, **requests)
     kept = slots <= SLEEP_SHARE * device_memory(device) and not at_once and not needed.waits
     return replace(needed, spare=max(0, slots - sampling["keys and values"]), stays=slots if kept else 0)
 
@@ -293,7 +294,7 @@ def _least_tokens(new_tokens: int, rows: int, longest_prompt: int) -> int:
 
 
 def generator_elsewhere(schedule: ScheduleSection, device: torch.device) -> torch.device | None:
-    """The device of a pipelined run's generator; None if it is the learner's, `device`."""
+    """The device of a pipelined run's generator; None if it is `device`, the trainer's."""
     if schedule.kind != "pipelined" or schedule.generator_device is None:
         return None
     # Found, not picked: it must not become this process's device.
@@ -301,13 +302,13 @@ def generator_elsewhere(schedule: ScheduleSection, device: torch.device) -> torc
     return None if (found.type, found.index or 0) == (device.type, device.index or 0) else found
 
 
-def _slot_bytes(needed: MemoryEstimate, token_bytes: int, *, new_tokens: int, **asked: int) -> int:
+def _slot_bytes(needed: MemoryEstimate, token_bytes: int, *, new_tokens: int, **requests: int) -> int:
     """Bytes that the embedded engine takes for its slots on a GPU: as many rollouts at once as there are or fit."""
     row_bytes = needed.shape.vocabulary * LOGITS_BYTES + new_tokens * RECORD_BYTES
-    sizes = {"token_bytes": token_bytes, "row_bytes": row_bytes, "new_tokens": new_tokens, **asked}
+    sizes = {"token_bytes": token_bytes, "row_bytes": row_bytes, "new_tokens": new_tokens, **requests}
     try:
         return cache_size(needed.left_for_slots(device_memory(torch.device("cuda"))), **sizes).nbytes
-    except ModelError:  # not even one fits, which `total` shows
+    except ModelError:  # not even one fits, as `total` shows
         return 0
 
 
@@ -319,7 +320,7 @@ def _updates_of_a_batch(schedule: Schedule) -> int:
 def _learning(
     config: RunConfig, length: int, shape: ModelShape, device: torch.device, autocast: bool, weight: int
 ) -> dict[str, int]:
-    """`length`: of the longest prompt and response."""
+    """Bytes of a micro-batch; `length` is that of the longest prompt with its response."""
     learner, on_gpu = config.learner, device.type == "cuda"
     rollouts = config.batch.prompts * config.batch.group_size
     tokens = min(learner.tokens_per_micro_batch, rollouts * length)
@@ -364,7 +365,7 @@ def _learning(
 
 
 def _reference(shape: ModelShape, tokens: int, logits: int, autocast: bool, weight: int) -> dict[str, int]:
-    """A second policy in forward passes over micro-batches as large as the learner's, of which nothing is kept."""
+    """A second policy in forward passes over micro-batches as large as the trainer's, without kept activations."""
     multiples = ACTIVATIONS[autocast, weight]  # of one layer
     layer = sum(n * size for n, size in zip(multiples, (shape.hidden, shape.inner, shape.keys), strict=True))
     return {
@@ -401,7 +402,7 @@ def offloads(config: RunConfig, source: str) -> bool:
 
 
 def _takes_turns(offload: str, needed: MemoryEstimate, device: torch.device) -> bool:
-    """`needed` is without anything that waits. Learning gains by it where the sampler's weights can leave."""
+    """Whether to offload, from an estimate without offloading. Learning gains room only from the sampler's weights."""
     learning = sum(needed.learning.values()) if needed.samplers_weights else 0
     largest = max(learning, sum(needed.sampling.values()), needed.any_response, sum(needed.reference.values()))
     return offload == "always" or needed.least + largest > device_memory(device)
@@ -412,91 +413,100 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
+Changes = dict[str, dict[str, Any]]  # new values by section and key
+
+
 def ways_out(
     config: RunConfig, source: str, needed: MemoryEstimate, free: int, world: int = 1, local_world: int = 1
 ) -> str:
-    """Advice on how to make the run fit on so many ranks, checked against the same estimate."""
+    """Advice on how to make the run fit on this many ranks, checked against the same estimate."""
     smaller = "choose a smaller model or a larger device"
-    find = partial(_fitting, config, source, world, local_world)
+    fitting = partial(_settings_that_fit, config, source, world, local_world)
     if needed.least > free:
-        fitting = find(lambda changed: changed.least <= free)
-        if fitting:
-            return f"{smaller}, or set {', or '.join(fitting)}"
+        if ways := fitting(_savings(config), lambda changed: changed.least <= free):
+            return f"{smaller}, or set {', or '.join(ways)}"
         return smaller if config.model.trains_adapters else f"{smaller}: adapters alone would not fit either"
-    fitting = find(lambda changed: changed.total <= free)
-    fits = f"; these would fit: {', or '.join(fitting)}" if fitting else ""
+    ways = fitting(_savings(config), lambda changed: changed.total <= free)
     if needed.largest == "sampling":
-        shorter = find(lambda changed: changed.total <= free, _less_sampling(config.sampler))
-        fits = f"; these would fit: {', or '.join([*shorter, *fitting])}" if shorter else fits
-        return f"if it runs out, lower sampler.rollouts_per_shard or sampler.max_new_tokens, or {smaller}{fits}"
-    helps = needed.largest != "the reference" and not config.learner.gradient_checkpointing
-    save = "set learner.gradient_checkpointing, or " if helps else ""
-    return f"if it runs out, {save}lower learner.tokens_per_micro_batch, or {smaller}{fits}"
+        shorter = fitting(_sampling_savings(config.sampler), lambda changed: changed.total <= free)
+        advice = f"lower sampler.rollouts_per_shard or sampler.max_new_tokens, or {smaller}"
+        ways = [*shorter, *ways]
+    else:
+        saves = needed.largest != "the reference" and not config.learner.gradient_checkpointing
+        first = "set learner.gradient_checkpointing, or " if saves else ""
+        advice = f"{first}lower learner.tokens_per_micro_batch, or {smaller}"
+    fits = f"; these would fit: {', or '.join(ways)}" if ways else ""
+    return f"if it runs out, {advice}{fits}"
 
 
-def _less_sampling(sampler: SamplerSection) -> dict[str, dict[str, dict[str, Any]]]:
-    """Smaller shards or shorter responses, by how they are written; each at a quarter, a sixteenth, …"""
-    keys = ("rollouts_per_shard", "max_new_tokens")
-    parts = [(key, getattr(sampler, key) // 4**power) for key in keys for power in (1, 2, 3)]
-    return {f"sampler.{key} = {value}": {"sampler": {key: value}} for key, value in parts if value >= 16}
-
-
-def _fitting(
+def _settings_that_fit(
     config: RunConfig,
     source: str,
     world: int,
     local_world: int,
+    candidates: Mapping[str, Changes],
     fits: Callable[[MemoryEstimate], bool],
-    tried: dict[str, dict[str, dict[str, Any]]] | None = None,
 ) -> list[str]:
-    """Settings with which the run fits, those that change least first; of one setting, one value."""
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for text, changes in (_changes(config) if tried is None else tried).items():
-        if tried is not None and any(_keys(changes) == _keys(other) for other in found.values()):
-            continue
-        if any(_includes(changes, other) for other in found.values()):
+    """The descriptions of the candidates with which the run fits, in their order.
+
+    A candidate is left out if it gives the same settings other values than one before, or changes more than that.
+    """
+    fitting: dict[str, Changes] = {}
+    for description, changes in candidates.items():
+        if any(_settings(changes) == _settings(other) or _contains(changes, other) for other in fitting.values()):
             continue
         sections = {name: getattr(config, name).model_copy(update=values) for name, values in changes.items()}
-        other = config.model_copy(update=sections)
-        shards = world if pick_parallel(other, source, world, local_world) == "sharded" else 1
-        changed = estimate(other, source, shards=shards, alone=world == 1)
-        if changed is not None and fits(changed):
-            found[text] = changes
-    return list(found)
+        changed = config.model_copy(update=sections)
+        shards = world if pick_parallel(changed, source, world, local_world) == "sharded" else 1
+        needed = estimate(changed, source, shards=shards, alone=world == 1)
+        if needed is not None and fits(needed):
+            fitting[description] = changes
+    return list(fitting)
 
 
-def _keys(changes: dict[str, dict[str, Any]]) -> list[str]:
-    return [f"{name}.{key}" for name, values in changes.items() for key in values]
+def _settings(changes: Changes) -> list[str]:
+    """The dotted names of the changed settings."""
+    return [f"{section}.{key}" for section, values in changes.items() for key in values]
 
 
-def _includes(changes: dict[str, dict[str, Any]], other: dict[str, dict[str, Any]]) -> bool:
-    pairs = ((name, key, value) for name, values in other.items() for key, value in values.items())
-    return all(changes.get(name, {}).get(key) == value for name, key, value in pairs)
+def _contains(changes: Changes, other: Changes) -> bool:
+    """Whether all of the other changes are among these."""
+    return all(values.items() <= changes.get(section, {}).items() for section, values in other.items())
 
 
-def _changes(config: RunConfig) -> dict[str, dict[str, dict[str, Any]]]:
-    """Settings that save memory, by how they are written."""
-    lower, learner = {"precision": "bfloat16-only"}, config.learner
-    changes: dict[str, dict[str, dict[str, Any]]] = {}
+def _sampling_savings(sampler: SamplerSection) -> dict[str, Changes]:
+    """Smaller shards and shorter responses, at a quarter, a sixteenth and a 64th of the setting; by description."""
+    settings = ("rollouts_per_shard", "max_new_tokens")
+    values = [(key, getattr(sampler, key) // divisor) for key in settings for divisor in (4, 16, 64)]
+    return {f"sampler.{key} = {value}": {"sampler": {key: value}} for key, value in values if value >= 16}
+
+
+def _savings(config: RunConfig) -> dict[str, Changes]:
+    """Settings that save memory of the trainer, by description; those that change least come first."""
+    learner = config.learner
+    bfloat16 = {"precision": "bfloat16-only"}
+    checkpointing: Changes = {"learner": {"gradient_checkpointing": True}}
+    candidates: dict[str, Changes] = {}
     if pick_device(config.model.device).type == "cuda" and learner.offload != "always":
-        changes['learner.offload = "always"'] = {"learner": {"offload": "always"}}
+        candidates['learner.offload = "always"'] = {"learner": {"offload": "always"}}
     if not learner.gradient_checkpointing:
-        changes["learner.gradient_checkpointing = true"] = {"learner": {"gradient_checkpointing": True}}
+        candidates["learner.gradient_checkpointing = true"] = checkpointing
     tokens = learner.tokens_per_micro_batch // 4
     if tokens >= 512:
-        changes[f"learner.tokens_per_micro_batch = {tokens}"] = {"learner": {"tokens_per_micro_batch": tokens}}
-    if config.model.trains_adapters:  # the base is not trained and loses nothing
-        return changes | {'model.precision = "bfloat16-only"': {"model": lower}}
+        candidates[f"learner.tokens_per_micro_batch = {tokens}"] = {"learner": {"tokens_per_micro_batch": tokens}}
+    if config.model.trains_adapters:  # the base is not trained, so bfloat16 loses no updates
+        candidates['model.precision = "bfloat16-only"'] = {"model": bfloat16}
+        return candidates
     if config.optimizer.moments != "int8":
-        int8 = {"optimizer": {"moments": "int8"}}
-        changes['optimizer.moments = "int8"'] = int8
+        int8: Changes = {"optimizer": {"moments": "int8"}}
+        candidates['optimizer.moments = "int8"'] = int8
         if not learner.gradient_checkpointing:
             both = 'optimizer.moments = "int8" with learner.gradient_checkpointing = true'
-            changes[both] = int8 | {"learner": {"gradient_checkpointing": True}}
+            candidates[both] = int8 | checkpointing
     adapters = {"lora": LoraSection(rank=16)}
-    changes["model.lora.rank = 16, which trains adapters alone"] = {"model": adapters}
-    changes['model.lora.rank = 16 with model.precision = "bfloat16-only"'] = {"model": adapters | lower}
-    return changes
+    candidates["model.lora.rank = 16, which trains adapters alone"] = {"model": adapters}
+    candidates['model.lora.rank = 16 with model.precision = "bfloat16-only"'] = {"model": adapters | bfloat16}
+    return candidates
 
 
 def pick_parallel(config: RunConfig, source: str, world: int, local_world: int) -> str:
@@ -518,30 +528,40 @@ def check_memory(config: RunConfig, source: str, world: int = 1, local_world: in
     """Refuse a model that is too large for its device before it is loaded; returns a warning if it may be."""
     device = pick_device(config.model.device)
     shards = world if pick_parallel(config, source, world, local_world) == "sharded" else 1
-    needed, free = estimate(config, source, shards=shards, alone=world == 1), free_bytes(device)
-    free //= 1 if device.type == "cuda" else local_world  # ranks on one machine share its memory
+    needed = estimate(config, source, shards=shards, alone=world == 1)
+    free = free_bytes(device) // (1 if device.type == "cuda" else local_world)  # ranks on one machine share its memory
     if needed is not None:
         _check_generator(config.sampler.max_new_tokens, source, needed, generator_elsewhere(config.schedule, device))
-    if needed is None or max(needed.total, needed.for_one_response) <= free:  # the longest may be one of a suite
+    if needed is None or max(needed.total, needed.for_one_response) <= free:  # the longest response may be in a suite
         return ""
     figures = f"{needed} on {device}, where {free / GIB:.2f} GiB are free: "
     advice = ways_out(config, source, needed, free, world, local_world)
     if needed.least > free:
-        alone = needed.samplers_weights + needed.one_response
-        also = " to train; generating alone would fit" if 0 < alone <= free else ""
-        raise ModelError(f"{source} is too large{also}: {figures}{advice}")
+        for_sampling = needed.samplers_weights + needed.one_response
+        note = " to train; generating alone would fit" if 0 < for_sampling <= free else ""
+        raise ModelError(f"{source} is too large{note}: {figures}{advice}")
     if needed.for_one_response > free:
-        (setting, new_tokens), room = config.longest_response, needed.any_response - (needed.for_one_response - free)
-        fitting = int(room / needed.any_response * (UNKNOWN_PROMPT + new_tokens)) - UNKNOWN_PROMPT
-        others = _fitting(config, source, world, local_world, lambda c: max(c.least, c.for_one_response) <= free)
-        ways = ["lower it"] * (fitting > 0) + [f"set {way}" for way in others]
-        raise ModelError(
-            f"{source} fits for learning and not for generating: one response of {setting} = {new_tokens} "
-            f"takes {needed.any_response / GIB:.2f} GiB of keys and values, and {room / GIB:.2f} are there for them ("
-            + (f"at most {setting} = {fitting} would fit" if fitting > 0 else "no token would fit")
-            + f"): {figures}{', or '.join([*ways, 'choose a smaller model or a larger device'])}"
+        others = _settings_that_fit(
+            config, source, world, local_world, _savings(config), lambda c: max(c.least, c.for_one_response) <= free
         )
+        raise ModelError(_too_long_responses(source, config.longest_response, needed, free, others, figures))
     return f"memory may run out: {figures}{advice}"
+
+
+def _too_long_responses(
+    source: str, longest: tuple[str, int], needed: MemoryEstimate, free: int, others: list[str], figures: str
+) -> str:
+    """The error for a device on which the longest response does not fit; `others` are settings with which it would."""
+    setting, new_tokens = longest
+    room = needed.any_response - (needed.for_one_response - free)
+    fitting = int(room / needed.any_response * (UNKNOWN_PROMPT + new_tokens)) - UNKNOWN_PROMPT
+    ways = [*(["lower it"] if fitting > 0 else []), *(f"set {way}" for way in others)]
+    most = f"at most {setting} = {fitting} would fit" if fitting > 0 else "no token would fit"
+    return (
+        f"{source} fits for training but not for sampling: one response of {setting} = {new_tokens} "
+        f"takes {needed.any_response / GIB:.2f} GiB of keys and values, and {room / GIB:.2f} are there for them "
+        f"({most}): {figures}{', or '.join([*ways, 'choose a smaller model or a larger device'])}"
+    )
 
 
 def _check_generator(new_tokens: int, source: str, needed: MemoryEstimate, elsewhere: torch.device | None) -> None:
@@ -551,7 +571,7 @@ def _check_generator(new_tokens: int, source: str, needed: MemoryEstimate, elsew
     if elsewhere is None or weights + response <= (memory := device_memory(elsewhere)):
         return
     raise ModelError(
-        f"{source} does not fit for generating on schedule.generator_device = {elsewhere}: its weights take "
+        f"{source} does not fit for sampling on schedule.generator_device = {elsewhere}: its weights take "
         f"{weights / GIB:.2f} GiB, one response of sampler.max_new_tokens = {new_tokens} "
         f"{response / GIB:.2f} GiB of keys and values, and the device has {memory / GIB:.2f} GiB: choose another "
         "device or a smaller model" + (", or lower max_new_tokens" if weights < memory else "")

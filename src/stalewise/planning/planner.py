@@ -148,11 +148,11 @@ class Planner:
             needed = None  # longer than any run of the sweep
         cost = self.costs(updates, size)
         drift_cost = self.costs(needed, size) if needed is not None else None
-        seconds, drift_seconds = (None if one is None else one.seconds for one in (cost, drift_cost))
+        seconds, drift_seconds = (None if costs is None else costs.seconds for costs in (cost, drift_cost))
         return ScheduleChoice(size, size - 1, plan, seconds, needed, drift_seconds)
 
     def plan(self) -> ConfigPlan:
-        """Everything the calibration says about the config. What it does not say is None, with the reason."""
+        """Everything that the calibration says about the config; None, with the reason, for what it does not say."""
         schedule, rate = self.config.schedule.schedule(), self.config.optimizer.learning_rate
         updates, risk = schedule.updates, self.config.plan.risk
         safe, problem = _or_problem(self.safe)
@@ -166,7 +166,11 @@ class Planner:
         # The largest η that R_crit allows over all updates, whatever S is.
         limit = math.inf if at_once is None else at_once.horizon_limit
         choices = [self.choice(size, min(rate, limit)) for size in sizes(updates)]
-        timed = {one.updates_per_generation: one.drift_seconds for one in choices if one.drift_seconds is not None}
+        timed = {
+            choice.updates_per_generation: choice.drift_seconds
+            for choice in choices
+            if choice.drift_seconds is not None
+        }
         return ConfigPlan(
             staleness=self.staleness,
             updates=updates,

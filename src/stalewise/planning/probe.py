@@ -23,10 +23,11 @@ from stalewise.planning.calibration import Probe, UpdateNormPhase
 from stalewise.store import batch_directories, open_batch, read_batch_manifest
 from stalewise.store.atomic import read_json
 from stalewise.store.checkpoints import checkpoint_directory, versions
+from stalewise.store.reader import has_variance
 from stalewise.store.records import EVALUATION, JOURNAL, METRIC, read_records
 from stalewise.types import NullCallback, ProgressCallback
 
-LEAST_UPDATES = 8  # fewer give no two sizes of generation batches after the first, which warms up
+LEAST_UPDATES = 8  # enough for generation batches of two sizes after the first one, which includes warm-up
 PHASE_ENDS = (2, 8, 32, 128, 512, 2048, 8192)
 
 
@@ -63,7 +64,7 @@ def probe(
 
 
 def probe_config(config: RunConfig, updates: int) -> RunConfig:
-    """The same model, task, optimizer and batch with few updates and generation batches of two sizes."""
+    """The config of the probe: few updates, and generation batches of two sizes."""
     if updates < LEAST_UPDATES:
         raise ConfigError(f"--updates {updates}: a probe needs at least {LEAST_UPDATES}")
     record = config.model_dump(mode="json")
@@ -120,9 +121,11 @@ def phases(metrics: Sequence[dict[str, Any]]) -> list[UpdateNormPhase]:
 def rewards(directory: Path) -> dict[str, Any]:
     """Mean reward, its variance within and between groups, and the share of groups whose rewards differ."""
     means, variances = [], []
+    differing = 0  # groups whose rewards differ; a variance may be above 0 by rounding alone
     for path in batch_directories(directory / "rollouts"):
         batch = open_batch(path)
         group, reward = batch.column("group"), batch.column("reward")
+        differing += len(np.unique(group[has_variance(reward, group)]))
         known = ~np.isnan(reward)
         _, index = np.unique(group[known], return_inverse=True)
         count = np.bincount(index)
@@ -134,7 +137,7 @@ def rewards(directory: Path) -> dict[str, Any]:
         "reward_mean": float(mean_P.mean()),
         "reward_variance_within": float(variance_P.mean()),
         "reward_variance_between": float(mean_P.var()),
-        "teaching_share": float((variance_P > 0).mean()),
+        "teaching_share": differing / len(variance_P),
     }
 
 

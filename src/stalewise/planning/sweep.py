@@ -62,7 +62,7 @@ def sweep(
     )
     for cell in cells:
         check_identity(cell.config)
-    identity = calibration.identity_of_config(config)  # a missing model fails now, and not in every run
+    identity = calibration.identity_of_config(config)  # a missing model fails here and not in every run
     failed = SweepProcesses(cells, jobs or default_jobs(config.model), rule, callback).run()
     runs: list[SweepRun] = []
     for cell in cells:
@@ -74,9 +74,11 @@ def sweep(
         name, reason = next(iter(failed.items()))
         raise CalibrationError(f"all {len(failed)} runs of the sweep failed; {name}: {reason}")
     directory = Path(cells[0].config.runs)
-    one = directory / runs[0].directory
-    environment, engine = read_json(one / "environment.json"), read_config(one).sampler.engine
-    before, keys = calibration.earlier_calibration(config.runs, identity), {run.key for run in runs}
+    first_run = directory / runs[0].directory
+    environment = read_json(first_run / "environment.json")
+    engine = read_config(first_run).sampler.engine
+    before = calibration.earlier_calibration(config.runs, identity)
+    keys = {run.key for run in runs}
     if before is not None and before.sweep is not None and before.sweep.rule == rule:
         runs = [*(run for run in before.sweep.runs if run.key not in keys), *runs]
     result = fit_sweep(runs, rule)
@@ -86,7 +88,7 @@ def sweep(
 
 
 def default_jobs(model: ModelSection) -> int:
-    """As many parallel runs as there are cores for; one on a GPU, which they would share."""
+    """As many parallel runs as the cores allow; one on a GPU, which several would share."""
     from stalewise.models.loading import pick_device
 
     if pick_device(model.device).type == "cuda":

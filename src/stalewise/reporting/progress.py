@@ -14,7 +14,7 @@ from rich.text import Text
 
 from stalewise.config import RunConfig
 from stalewise.reporting.inspection import visible
-from stalewise.types import NullCallback, ProgressCallback
+from stalewise.types import NullCallback, ProgressCallback, report_evaluation
 
 UNITS = {"generate": "rollouts", "wait": "rollouts", "learn": "updates", "evaluate": "responses"}
 
@@ -125,6 +125,11 @@ class Several:
         """Forward to all."""
         for callback in self.callbacks:
             callback.metrics(update, record)
+
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """Forward to all."""
+        for callback in self.callbacks:
+            report_evaluation(callback, record)
 
     def log(self, message: str) -> None:
         """Forward to all."""

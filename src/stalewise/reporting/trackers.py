@@ -12,7 +12,6 @@ from typing import Any
 from stalewise.config import RunConfig
 from stalewise.config.run_directory import flat
 from stalewise.errors import ConfigError
-from stalewise.store.records import EVALUATION, SUITE, read_records
 from stalewise.types import NullCallback
 
 PROJECT = "stalewise"
@@ -25,10 +24,6 @@ class Trackers(NullCallback):
     """
 
     def __init__(self, config: RunConfig) -> None:
-        self._evaluations = config.directory / "eval.jsonl"
-        self._suites = config.directory / "suites.jsonl"
-        self._logged = len(read_records(self._evaluations, EVALUATION))  # by an earlier process
-        self._logged_suites = len(read_records(self._suites, SUITE))
         check_installed(config.trackers)
         self._trackers: list[Any] = [_tracker(name, config.name, config.directory) for name in config.trackers]
         settings = flat(config.model_dump(mode="json"))
@@ -43,24 +38,18 @@ class Trackers(NullCallback):
         numbers = {key: v for key, v in record.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         self._log({key: value for key, value in numbers.items() if key != "update"}, update)
 
-    def log(self, message: str) -> None:
-        """Log new evaluations: the orchestrator logs a message after each."""
-        records = read_records(self._evaluations, EVALUATION)
-        for record in records[self._logged :]:
-            passed = {f"evaluation/pass@{k}": interval["value"] for k, interval in record["pass_at"].items()}
-            tasks = {
-                f"evaluation/{label}/accuracy": one["accuracy"]["value"]
-                for label, one in record.get("by_task", {}).items()
-            }
-            self._log({"evaluation/accuracy": record["accuracy"]["value"], **passed, **tasks}, record["version"])
-        self._logged = len(records)
-        suites = read_records(self._suites, SUITE)
-        for record in suites[self._logged_suites :]:
-            named = {f"suites/{record['suite']}/{name}": one["value"] for name, one in measures_of(record).items()}
-            for label, one in record.get("by_task", {}).items():
-                named[f"suites/{record['suite']}/{label}/accuracy"] = one["accuracy"]["value"]
-            self._log(named, record["version"])
-        self._logged_suites = len(suites)
+    def evaluation(self, record: dict[str, Any]) -> None:
+        """Log the accuracy and pass@k of an evaluation, or all measures of a suite; and the accuracy of each task."""
+        if suite := record.get("suite"):
+            prefix = f"suites/{suite}"
+            values = {f"{prefix}/{name}": interval["value"] for name, interval in measures_of(record).items()}
+        else:
+            prefix = "evaluation"
+            values = {f"{prefix}/accuracy": record["accuracy"]["value"]}
+            values |= {f"{prefix}/pass@{k}": interval["value"] for k, interval in record["pass_at"].items()}
+        for label, measures in record.get("by_task", {}).items():
+            values[f"{prefix}/{label}/accuracy"] = measures["accuracy"]["value"]
+        self._log(values, record["version"])
 
     def close(self) -> None:
         """Flush and end the trackers."""

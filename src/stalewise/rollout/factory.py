@@ -36,6 +36,7 @@ from stalewise.rollout.policy_files import RAISE_LIMIT
 from stalewise.rollout.sampler import Sampler, check_lengths
 from stalewise.staleness.schedule import Schedule
 from stalewise.store import Batch
+from stalewise.store.reader import has_variance
 from stalewise.tasks import ErrorCounts, Task
 from stalewise.types import Prompt, SamplerSettings
 
@@ -209,9 +210,7 @@ def batch_problem(batch: Batch) -> str:
     if manifest.truncated == manifest.rows:
         return f"all {manifest.rows} responses are truncated (fraction 1.0): raise sampler.max_new_tokens"
     group, reward = batch.column("group"), batch.column("reward")
-    known = ~np.isnan(reward)
-    distinct = set(zip(group[known].tolist(), reward[known].tolist(), strict=True))
-    groups = {group for group, _ in distinct}
-    if len(distinct) == len(groups):
-        return f"none of {len(groups)} groups has variance; the mean reward is {manifest.reward_mean:.3f}"
-    return ""
+    if has_variance(reward, group).any():
+        return ""
+    groups = len(np.unique(group[~np.isnan(reward)]))
+    return f"none of {groups} groups has variance; the mean reward is {manifest.reward_mean:.3f}"

@@ -211,7 +211,7 @@ class Refill:
     def longer(self, plan: BatchPlan, directory: Path) -> BatchPlan | None:
         """The plan with another round; None where there are enough groups, or no more prompts may be added."""
         made = store.open_shards(directory, plan.shards)
-        made.weights, made.selection = self.weights, self.selection
+        made = made.with_columns(reward_weights=self.weights, selection=self.selection)
         self.found, self.prompts = len(np.unique(made.column("group")[made.informative()])), plan.prompts
         self.first_found = self.found if not plan.rounds else self.first_found
         missing, left = self.groups - self.found, plan.most_prompts - plan.prompts

@@ -30,7 +30,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from stalewise.errors import StoreError
+from stalewise.errors import StalewiseError, StoreError
 
 log = logging.getLogger(__name__)
 
@@ -127,12 +127,12 @@ def write_json_atomic(path: str | Path, record: Mapping[str, Any], *, sealed: bo
     NaN and infinities are written as Python, pandas and DuckDB read them (`NaN`, `Infinity`): null would turn
     "diverged" into "unknown".
     """
-    write_atomic(path, sealed_json(record) if sealed else json.dumps(record, indent=2, default=plain) + "\n")
+    write_atomic(path, sealed_json(record) if sealed else json.dumps(record, indent=2, default=json_default) + "\n")
 
 
 def sealed_json(record: Mapping[str, Any]) -> str:
     """A JSON object, indented, whose last key is a checksum of all before it."""
-    text = json.dumps({key: value for key, value in record.items() if key != CHECKSUM}, indent=2, default=plain)
+    text = json.dumps({key: value for key, value in record.items() if key != CHECKSUM}, indent=2, default=json_default)
     head = text.removesuffix("\n}")
     return f'{head},\n  "{CHECKSUM}": "{digest(head.encode())}"\n}}\n'
 
@@ -204,7 +204,19 @@ def digest(*parts: bytes) -> str:
     return hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
 
 
-def plain(value: Any) -> Any:
+def check_format(
+    path: object,
+    found: object,
+    *known: str,
+    error: type[StalewiseError] = StoreError,
+    advice: str = "use the release that wrote it",
+) -> None:
+    """Raise `error` for a file or directory whose format is none of the known ones."""
+    if found not in known:
+        raise error(f"{path} has format {found}; this release reads {' and '.join(known)}: {advice}")
+
+
+def json_default(value: Any) -> Any:
     """The JSON form of a numpy number or array, or a path."""
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -233,10 +245,10 @@ def make_directory(path: str | Path) -> None:
 
 
 @contextlib.contextmanager
-def taking_back(directory: str | Path) -> Iterator[None]:
-    """Where the block fails, remove the directory and the parents that were made for it, if they are empty."""
-    place = Path(directory).absolute()
-    made = [path for path in (place, *place.parents) if not os.path.exists(path)]
+def remove_if_failed(directory: str | Path) -> Iterator[None]:
+    """If the block fails, remove the directory and the parents that were made for it, where they are empty."""
+    directory = Path(directory).absolute()
+    made = [path for path in (directory, *directory.parents) if not os.path.exists(path)]
     try:
         yield
     except BaseException:
@@ -396,10 +408,10 @@ class RunLock:
             os.ftruncate(self._descriptor, 0)
             self._forget()
 
-    def take_back(self) -> None:
-        """Release the lock and remove its file, if it made it.
+    def release_and_remove(self) -> None:
+        """Release the lock, and remove its file if this process made it.
 
-        Another process may have opened the file by then. Once it has the lock it finds that this is another file.
+        Another process may have opened the file by then. Once it has the lock it finds that the file is gone.
         """
         if self._descriptor is not None and self._is_new and not self.is_gone:
             with contextlib.suppress(OSError):

@@ -25,6 +25,7 @@ from safetensors import safe_open
 
 from stalewise.errors import StoreError
 from stalewise.store.atomic import (
+    check_format,
     commit_directory,
     explain_write_errors,
     fsync_directory,
@@ -142,21 +143,25 @@ def read_state(directory: str | Path) -> dict[str, Any]:
     return read_record(directory / "state.json", STATE)
 
 
+def pick_version(run: str | Path, version: int | None, purpose: str) -> int:
+    """This version of a run, or its newest; a StoreError if there is no such checkpoint. `purpose` is a verb."""
+    existing = versions(run)
+    if not existing:
+        raise StoreError(f"{run} has no checkpoint yet: there is nothing to {purpose}")
+    if version is not None and version not in existing:
+        raise StoreError(f"{run} has no checkpoint of version {version}; it has {', '.join(map(str, existing))}")
+    return existing[-1] if version is None else version
+
+
 def read_manifest(directory: str | Path) -> dict[str, dict[str, Any]]:
     """Size and SHA-256 of the files of a checkpoint, by name."""
     return _read_manifest(directory)["files"]
 
 
-def check_format(written: str, where: str) -> None:
-    """Refuse a checkpoint of another release's format."""
-    if written not in SHA256:
-        raise StoreError(f"{where} has format {written}; this release reads {' and '.join(sorted(SHA256))}")
-
-
 def _read_manifest(directory: str | Path) -> dict[str, Any]:
     path = Path(directory) / "manifest.json"
     manifest = read_record(path, MANIFEST)
-    check_format(manifest["format"], str(directory))
+    check_format(directory, manifest["format"], *sorted(SHA256))
     if bad := [name for name in manifest["files"] if name.startswith("/") or ".." in Path(name).parts]:
         raise StoreError(f"{path} names {bad[0]}, which is outside of the checkpoint: restore it from a copy")
     return manifest

@@ -20,11 +20,12 @@ from stalewise.errors import StoreError
 from stalewise.store.atomic import (
     CHECKSUM,
     RESTORE,
+    check_format,
     digest,
     explain_write_errors,
     fsync_directory,
+    json_default,
     make_directory,
-    plain,
     read_json,
     write_atomic,
     write_json_atomic,
@@ -174,8 +175,7 @@ def committed_ends(run: str | Path) -> dict[str, tuple[int, str]]:
         return {}
     record = read_json(path)
     try:
-        if record["format"] != RECORDS_FORMAT:
-            raise StoreError(f"{path} has format {record['format']}, this stalewise reads {RECORDS_FORMAT}")
+        check_format(path, record["format"], RECORDS_FORMAT)
         return {name: (int(end["bytes"]), str(end["checksum"])) for name, end in record["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise StoreError(f"{path} is corrupt: {error!r}; {RESTORE}") from error
@@ -261,7 +261,9 @@ def _sealed_lines(records: Iterable[Mapping[str, Any]], link: bytes) -> tuple[by
 
 def _head(record: Mapping[str, Any]) -> bytes:
     """A record as JSON, up to where the checksum goes; the comma or, in an empty record, the brace is part of that."""
-    return json.dumps(record, default=plain).encode().removesuffix(b"}").removesuffix(b"{" if not record else b"")
+    return (
+        json.dumps(record, default=json_default).encode().removesuffix(b"}").removesuffix(b"{" if not record else b"")
+    )
 
 
 def _sealed_line(head: bytes, link: bytes) -> bytes:

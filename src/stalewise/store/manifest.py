@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from stalewise.errors import StoreError
-from stalewise.store.atomic import RESTORE, read_json
+from stalewise.store.atomic import RESTORE, check_format, read_json
 from stalewise.store.records import RecordSchema, is_real, is_table, is_text, is_whole, list_of
 from stalewise.store.schema import FORMAT, FORMATS
 from stalewise.types import SamplerSettings
@@ -188,13 +188,6 @@ def manifest_record(manifest: ShardManifest | BatchManifest) -> dict[str, Any]:
     return asdict(manifest)
 
 
-def check_format(found: object, path: str | Path) -> None:
-    """Refuse a format that is none of FORMATS."""
-    if found not in FORMATS:
-        known = " and ".join(FORMATS)
-        raise StoreError(f"{path} has format {found}, this stalewise reads {known}: use the release that wrote it")
-
-
 def _shard_manifest(record: dict[str, Any], path: Path) -> ShardManifest:
     return ShardManifest(**_with_samplers(_checked(record, path, ShardManifest), path))
 
@@ -203,7 +196,7 @@ def _checked(record: Any, path: Path, kind: type[ShardManifest] | type[BatchMani
     """Keep the fields of `kind`; unknown keys (of a later release) are ignored, missing ones are an error."""
     if not isinstance(record, dict):
         raise StoreError(f"{path} is corrupt: it should describe a shard with a JSON object")
-    check_format(record.get("format"), path)
+    check_format(path, record.get("format"), *FORMATS)
     names = [field.name for field in fields(kind)]
     if problem := _SCHEMAS[kind].problem(record):
         raise StoreError(f"{path} is corrupt: {problem}; {RESTORE}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError, nearest
-from stalewise.store.atomic import sha256_file
+from stalewise.store.atomic import check_format, sha256_file
 from stalewise.store.columns import (
     EPISODE_COLUMNS,
     RolloutColumns,
@@ -28,13 +29,12 @@ from stalewise.store.columns import (
 from stalewise.store.manifest import (
     BatchManifest,
     ShardManifest,
-    check_format,
     committed_shards,
     parse_batch_name,
     read_batch_manifest,
     shard_path,
 )
-from stalewise.store.schema import EPISODE_SCHEMA, FORMAT_KEY, LIGHT_COLUMNS, SCHEMA, rollouts_from_table
+from stalewise.store.schema import EPISODE_SCHEMA, FORMAT_KEY, FORMATS, LIGHT_COLUMNS, SCHEMA, rollouts_from_table
 from stalewise.types import Rollout
 
 _OF_REWARDS = ("reward", "reward_parts")
@@ -95,13 +95,34 @@ class Batch:
         self.directory = directory
         self.manifest = manifest
         self.rollouts_by_update: dict[int, list[npt.NDArray[np.int64]]] = {}  # a cache of `rollouts_of_updates`
-        self.reference: TokenColumn | None = (
-            None  # log-probabilities under a reference policy, where they were computed
-        )
-        self.weights: Mapping[str, float] = {}  # of the parts of rewards; the reward is then their weighted sum
-        self.selection: Selection | None = None  # None: all groups are dealt alike
+        # See `with_columns`.
+        self.reward_weights: Mapping[str, float] = {}
+        self.selection: Selection | None = None
+        self.reference: TokenColumn | None = None
         self._footers: dict[int, pq.FileMetaData] = {}
         self._first = np.array([shard.rollout_first for shard in manifest.shards], np.int64)  # increasing
+
+    def with_columns(
+        self,
+        *,
+        reward_weights: Mapping[str, float],
+        selection: Selection | None = None,
+        reference: TokenColumn | None = None,
+    ) -> Self:
+        """The same batch with what learning reads besides its shards.
+
+        Args:
+            reward_weights: weights of the parts of rewards; the reward is then their weighted sum. Empty: the reward
+                in the shards.
+            selection: how informative groups are found and dealt to updates; None: all groups are dealt alike.
+            reference: log-probabilities under a reference policy.
+        """
+        batch = copy(self)
+        batch.rollouts_by_update = {}
+        batch.reward_weights = reward_weights
+        batch.selection = selection
+        batch.reference = reference
+        return batch
 
     def __len__(self) -> int:
         return self.manifest.rows
@@ -139,7 +160,7 @@ class Batch:
         """One light column of all rollouts as a numpy array, without reading tokens (null rewards are NaN)."""
         if name not in LIGHT_COLUMNS:
             raise StoreError(f"{name} is not a light column ({nearest(name, LIGHT_COLUMNS)}): use take or iter_tables")
-        if name == "reward" and self.weights:
+        if name == "reward" and self.reward_weights:
             return np.concatenate([self._weighted(table) for table in self.iter_tables(_OF_REWARDS)])
         column = pa.chunked_array([c for t in self.iter_tables([name]) for c in t.column(name).chunks])
         if pa.types.is_string(column.type):
@@ -187,9 +208,9 @@ class Batch:
 
     def _read_rows(self, file: pq.ParquetFile, row_group: int, shard: ShardManifest) -> RolloutColumns:
         """The rows of a row group, with the columns that this batch has besides its shards'."""
-        table = _decode(file, row_group, [*EPISODE_COLUMNS, *(_OF_REWARDS if self.weights else ())])
+        table = _decode(file, row_group, [*EPISODE_COLUMNS, *(_OF_REWARDS if self.reward_weights else ())])
         rows = rows_from_table(table)
-        if self.weights:
+        if self.reward_weights:
             rows = replace(rows, reward=self._weighted(table))
         if self.reference is not None:
             before = (_decode(file, group, ["response_length"]) for group in range(row_group))
@@ -203,12 +224,12 @@ class Batch:
         for row, parts in enumerate(table["reward_parts"].to_pylist()):
             if not np.isnan(reward[row]):
                 named = {part["name"]: part["value"] for part in parts}
-                if missing := [name for name in self.weights if name not in named]:
+                if missing := [name for name in self.reward_weights if name not in named]:
                     raise StoreError(
                         f"{self.directory}: a reward has no part {missing[0]!r}, which objective.reward_weights names; "
                         f"its parts are {', '.join(named) or 'none'}"
                     )
-                reward[row] = sum(weight * named[name] for name, weight in self.weights.items())
+                reward[row] = sum(weight * named[name] for name, weight in self.reward_weights.items())
         return reward
 
     @contextlib.contextmanager
@@ -217,7 +238,8 @@ class Batch:
         try:
             with pq.ParquetFile(path, metadata=self._footers.get(shard.index)) as file:
                 if shard.index not in self._footers:
-                    check_format((file.schema_arrow.metadata or {}).get(FORMAT_KEY, b"unknown").decode(), path)
+                    metadata = file.schema_arrow.metadata or {}
+                    check_format(path, metadata.get(FORMAT_KEY, b"unknown").decode(), *FORMATS)
                 yield file
         except FileNotFoundError:
             raise StoreError(f"{path} is missing: run the same command again, it is generated again") from None

@@ -24,6 +24,7 @@ import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError, nearest
 from stalewise.store.atomic import (
+    check_format,
     commit_directory,
     explain_write_errors,
     make_directory,
@@ -121,8 +122,7 @@ def reward_versions(run: str | Path) -> list[RewardVersion]:
 def read_version(directory: Path) -> RewardVersion:
     """Read the manifest of a version."""
     record = read_json(directory / "manifest.json")
-    if record.get("format") != FORMAT:
-        raise StoreError(f"{directory} has format {record.get('format')}; this release reads {FORMAT}")
+    check_format(directory, record.get("format"), FORMAT)
     if problem := REWARDS.problem(record):
         raise StoreError(f"{directory / 'manifest.json'} is damaged: {problem}; remove {directory} and rescore again")
     return RewardVersion(directory, record)

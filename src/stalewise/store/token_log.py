@@ -25,7 +25,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError
-from stalewise.store.atomic import fsync_directory, make_directory, sha256_file, write_atomic, write_json_atomic
+from stalewise.store.atomic import (
+    check_format,
+    fsync_directory,
+    make_directory,
+    sha256_file,
+    write_atomic,
+    write_json_atomic,
+)
 from stalewise.store.columns import ROW_GROUP_ROWS, RolloutColumns, column_range, concatenate
 from stalewise.store.records import RecordSchema, is_text, is_whole, read_record
 from stalewise.types import TokenFlag
@@ -229,8 +236,7 @@ def _open(path: Path) -> pq.ParquetFile:
     except (pa.ArrowException, OSError) as error:
         raise _damaged(path, error) from error
     found = (schema.metadata or {}).get(b"stalewise.format", b"unknown").decode(errors="replace")
-    if found != FORMAT:
-        raise StoreError(f"{path} has format {found}, this stalewise reads {FORMAT}: use the release that wrote it")
+    check_format(path, found, FORMAT)
     if not schema.equals(SCHEMA):
         raise _damaged(path, f"its columns are not those of {FORMAT}")
     return file

@@ -78,10 +78,10 @@ def importable_name(value: Any) -> str:
     return f"{module}:{name}" if is_file and getattr(found, name, None) is value else ""
 
 
-def register(value: Any, print_of: Fingerprint) -> str:
-    """Keep a callable under its reference; returns the reference."""
-    _REGISTERED[print_of.reference] = value
-    return print_of.reference
+def register(value: Any, fingerprint: Fingerprint) -> str:
+    """Keep a callable under the reference of its fingerprint; returns the reference."""
+    _REGISTERED[fingerprint.reference] = value
+    return fingerprint.reference
 
 
 def registered(reference: str, what: str) -> Any:

@@ -30,16 +30,17 @@ _ARRAYS = ("advantage_B", "keep_B", "position_B")
 class RankBatch:
     """The rows of an update that one rank runs.
 
-    A rank in lockstep with others that has no micro-batch left runs a filler: a row outside of the loss, unrecorded.
+    A rank in lockstep with others runs a filler when it has no micro-batch left: a row outside of the loss that is not
+    recorded.
     """
 
     rows: RolloutColumns
     advantage_B: np.ndarray
     keep_B: np.ndarray  # False: the response is out of the loss
-    position_B: np.ndarray  # of the rows in the update, without the filler
+    position_B: np.ndarray  # positions of the rows in the update, without the filler
     plan: list[np.ndarray]  # positions in `rows` of the rows of each micro-batch
     own_micro_batches: int  # without fillers
-    denominator: float  # of the loss of the whole update
+    denominator: float  # of the loss over the whole update
     most_micro_batches: int  # of any rank
     most_tokens: int  # trained tokens of any rank
 
@@ -100,14 +101,14 @@ class UpdateBatch:
         return replace(self, layout=layout, ranks=ranks, micro_batches=list(ranks[0].micro_batches(layout, device)))
 
     def token_record(self, logp_RN: np.ndarray, flags_RN: np.ndarray) -> TokenRecord:
-        """What the update computed for each token, from the values [ranks, tokens] that the ranks gathered."""
+        """The record of all tokens of the update, from the values [ranks, tokens] that the ranks gathered."""
         order, logp, flags = [], [], []
         for rank, batch in enumerate(self.ranks):
             chosen = np.concatenate([np.empty(0, np.int64), *batch.plan[: batch.own_micro_batches]])
             trained = batch.rows.take(chosen).trained
             order.append(batch.position_B[chosen])
             for values, computed in ((logp, logp_RN), (flags, flags_RN)):
-                values.append(np.zeros(len(trained), dtype=computed.dtype))  # of tokens from outside: 0
+                values.append(np.zeros(len(trained), dtype=computed.dtype))  # 0 for tokens from outside
                 values[-1][trained] = computed[rank, : int(trained.sum())]
         ordered, logp_N, flags_N = map(np.concatenate, (order, logp, flags))
         return TokenRecord(self.rows, ordered, self.advantage_B, logp_N, flags_N)
@@ -120,9 +121,9 @@ def make_update_batch(
     max_new_tokens: int,
     without_variance: str = "keep",
 ) -> UpdateBatch:
-    """Compute the advantages of the rollouts of one update, and leave out those that cannot be learned from.
+    """Compute the advantages of the rollouts of one update, and leave out rollouts without anything to learn.
 
-    `without_variance` says what becomes of groups whose rewards are all equal; see `config.sections.BatchSection`.
+    `without_variance` says what happens to groups whose rewards are all equal; see `config.sections.BatchSection`.
     """
     empty = np.flatnonzero((rows.trained_lengths == 0) | (rows.prompt_lengths == 0))
     if len(empty):
@@ -144,8 +145,9 @@ def make_update_batch(
     rows = rows.take(np.flatnonzero(scored))
     if len(rows) == 0:
         return nothing
-    reward, group = task_rewards(rows, section, max_new_tokens), torch.from_numpy(rows.group)
-    found = group_advantages(
+    reward = task_rewards(rows, section, max_new_tokens)
+    group = torch.from_numpy(rows.group)
+    advantages = group_advantages(
         torch.from_numpy(reward - kl_in_reward(rows, section)).float(),
         group,
         kind=objective.advantage if section.advantage == "auto" else section.advantage,
@@ -153,21 +155,22 @@ def make_update_batch(
         truncated_rule=section.truncated,
     )
     # A divergence in the reward gives every group some variance, but no information about the task.
-    equal = group_advantages(torch.from_numpy(reward).float(), group) if section.kl else found
+    equal = group_advantages(torch.from_numpy(reward).float(), group) if section.kl else advantages
     statistics["degenerate_fraction"] = equal.degenerate_groups / equal.groups
     drops = objective.drops_degenerate_groups or without_variance in ("drop", "refill")
     chosen = np.arange(len(rows))
     if drops or without_variance == "skip":
         chosen = np.flatnonzero(~equal.degenerate_N.numpy())
-    advantage_B, keep_B = found.advantage_N.numpy()[chosen], found.keep_N.numpy()[chosen]
+    advantage_B = advantages.advantage_N.numpy()[chosen]
+    keep_B = advantages.keep_N.numpy()[chosen]
     if not keep_B.any() or not (section.regularizes_loss or (advantage_B * keep_B).any()):
         return nothing
-    counted, of_all = rows, found.keep_N.numpy()  # skipped groups count in the denominator: their loss is 0
-    rows = rows.take(chosen)
+    kept = rows.take(chosen)
     if drops:
-        counted, of_all = rows, keep_B
-    denominator = _loss_denominator(counted, of_all, objective, max_new_tokens)
-    return replace(nothing, rows=rows, advantage_B=advantage_B, keep_B=keep_B, denominator=denominator)
+        denominator = _loss_denominator(kept, keep_B, objective, max_new_tokens)
+    else:  # skipped groups count in the denominator: their loss is 0
+        denominator = _loss_denominator(rows, advantages.keep_N.numpy(), objective, max_new_tokens)
+    return replace(nothing, rows=kept, advantage_B=advantage_B, keep_B=keep_B, denominator=denominator)
 
 
 def task_rewards(rows: RolloutColumns, section: ObjectiveSection, max_new_tokens: int) -> np.ndarray:
@@ -181,7 +184,7 @@ def task_rewards(rows: RolloutColumns, section: ObjectiveSection, max_new_tokens
 
 
 def kl_in_reward(rows: RolloutColumns, section: ObjectiveSection) -> np.ndarray | float:
-    """What the divergence of the policy that sampled from the reference costs each row; 0 where it is in the loss."""
+    """The penalty of each row for the sampling policy's divergence from the reference; 0 if it is in the loss."""
     if not section.kl:
         return 0.0
     if rows.reference_logp is None:

@@ -37,7 +37,7 @@ LANES = 2  # calls of the model in one micro-batch
 class SizeGraphs:
     """The graphs of one size, and the tensors that they read and write."""
 
-    buffer: Tensor  # which the inputs are views of
+    buffer: Tensor  # the inputs are views of it
     inputs: list[dict[str, Any]]
     hidden_TH: Tensor
     gradient_TH: Tensor
@@ -46,7 +46,7 @@ class SizeGraphs:
 
 
 class GraphedBody:
-    """Computes the last hidden states of a packed micro-batch; its backward pass adds to `weights.gradients`."""
+    """Computes the last hidden states of a packed micro-batch. The backward pass adds to `weights.gradients`."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class GraphedBody:
         self.captured: dict[tuple[int, ...], SizeGraphs] = {}
         # Last hidden states and their gradients, shared by all sizes.
         self.hidden_TH = self.gradient_TH = torch.empty(0, 0, device=model.device)
-        # Of graphs and eager launches. To the allocator, memory inside a graph is free: nothing else may be put here.
+        # Memory of graphs and eager launches. To the allocator memory of a graph is free, so nothing else is put here.
         self.pool = torch.cuda.MemPool()
         self.largest = 0  # tokens of a micro-batch that was launched
 
@@ -223,7 +223,7 @@ class GraphedBody:
 
 @cache
 def _streams(device: int | None) -> list[torch.cuda.Stream]:
-    """One for each lane, always the same for a device: libraries keep a workspace for each."""
+    """One stream for each lane, always the same ones for a device: libraries keep a workspace for each stream."""
     return [torch.cuda.Stream(device) for _ in range(LANES)]
 
 
@@ -235,7 +235,7 @@ def hidden_states(model: Any, inputs: Sequence[dict[str, Any]]) -> Tensor:
 
 
 def _size(part: MicroBatch) -> tuple[int, ...]:
-    """What all micro-batches of one graph have in common."""
+    """The sizes that all micro-batches of one graph share."""
     first = part.inputs[0]  # the others have the same size
     lengths = first["input_ids"].shape[1], len(first["key_M"]), len(first["cu_seq_lens_q"])
     return len(part.inputs), *lengths, first["max_length_q"], first["max_length_k"]

@@ -1,7 +1,7 @@
-"""How a policy runs on its device and over its ranks: everything of an update that depends on either.
+"""Runs a policy on its device and over its ranks: the parts of an update that depend on either.
 
-Behind this interface are autocast, packed attention, compiled layers, CUDA graphs, the side stream, flat gradients, and
-the collectives of replicated and sharded policies. No method waits for the device.
+This interface hides autocast, packed attention, compiled layers, CUDA graphs, the side stream, flat gradients, and the
+collectives of replicated and sharded policies. No method waits for the device.
 """
 
 from __future__ import annotations
@@ -59,13 +59,16 @@ class Execution:
         self.is_plain = not (parallel.is_sharded or adapts_parameters(model))
         self.kept = KeptLogits(kept_logits(model, config.optimizer.moments))
         self.compiled = optimize_layers(model, config, is_sharded=not self.is_plain, log=log)
-        self.side_stream, self.log, self.offload = SideStream(device), log, Offload(device)
+        self.side_stream = SideStream(device)
+        self.log = log
+        self.offload = Offload(device)
         self.graphs: GraphedBody | None = None
         self.weights = Weights(list(parallel.trained))
         if self.packed and self._can_use_graphs():
             self._use_graphs()
         self.optimizer = AdamW(parallel.trained, config.optimizer, config.seed)
-        self.steps, self.records = 0, False
+        self.steps = 0
+        self.had_graphs = False  # whether `wake` makes graphs again
         self.proximal: dict[str, Tensor] = {}  # weights of the proximal policy, for objectives that have one
 
     def _can_use_graphs(self) -> bool:
@@ -82,7 +85,7 @@ class Execution:
     def layout(self, token_budget: int, pad_id: int) -> Layout:
         """How micro-batches are arranged for this model and device."""
         graphs, grids = self.graphs is not None, needs_grids(self.device, self.precision)
-        halves = graphs and self.compiled  # kernels of plain layers are too large to leave gaps for another half
+        halves = graphs and self.compiled  # large kernels of plain layers leave no gaps for another half
         return Layout(token_budget, self.packed, grids, common_sizes=graphs, two_halves=halves, pad_id=pad_id)
 
     def forward(self, part: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -130,13 +133,13 @@ class Execution:
         return self.parallel.global_norm(length)
 
     def sleep(self) -> None:
-        """Let all weights and moments wait in host memory, and drop graphs, gradients and the memory of kept logits.
+        """Move all weights and moments to host memory, and drop graphs, gradients and the memory of kept logits.
 
-        The model cannot be run.
+        The model cannot run until `wake`.
         """
         if self.offload.away or self.parallel.is_sharded:
             return
-        self.records = self.graphs is not None and self.graphs.captures
+        self.had_graphs = self.graphs is not None and self.graphs.captures
         self._drop_graphs()
         self.kept.release()
         moments = (tensor for state in self.optimizer.state.values() for tensor in state.values())
@@ -146,7 +149,7 @@ class Execution:
             torch.cuda.empty_cache()
 
     def copy_frozen(self) -> None:
-        """Copy to host memory what never changes; then `sleep` need not."""
+        """Copy frozen weights to host memory now, so that `sleep` need not."""
         if not self.offload.away and not self.parallel.is_sharded:
             self.offload.keep(self._frozen())
 
@@ -158,7 +161,7 @@ class Execution:
         if not self.offload.away:
             return
         self.offload.come_back()
-        if self.records:
+        if self.had_graphs:
             self._use_graphs()
 
     def _drop_graphs(self) -> None:
@@ -171,23 +174,20 @@ class Execution:
         self.weights.zero_gradients()
 
     def free_memory(self) -> None:
-        """After running out of memory within an update: drop graphs, flat gradients and what the update left.
-
-        From here on no logits are kept.
-        """
+        """Drop graphs, flat gradients and the rest of an update that ran out of memory. No logits are kept any more."""
         self.kept.most_bytes = 0
         self.kept.release()
         self._drop_graphs()
-        if not self.steps:  # the moments may be half made
+        if not self.steps:  # some moments may be missing
             self.optimizer.state.clear()
         torch.cuda.empty_cache()
 
 
 def recompute_activations(model: Any) -> None:
-    """Let each layer compute its activations again in the backward pass instead of keeping them.
+    """Let each layer recompute its activations in the backward pass instead of keeping them.
 
     transformers does so in training mode, which also turns on dropout and the noise of routers. Here only the layer's
-    own flag is set, which transformers reads, and it is off while the layer computes.
+    own flag is set, which transformers reads. It is off while the layer computes.
     """
     _check_recomputable(model)
     for layer in model.modules():
@@ -204,7 +204,7 @@ def _recomputed(layer: Any, function: Callable[..., Any], *inputs: Any) -> Any:
         finally:
             layer.training = True
 
-    # Random states are not restored, which a CUDA graph could not hold: in evaluation mode nothing is drawn.
+    # Random states need not be restored, which a CUDA graph could not do: nothing is random in evaluation mode.
     return checkpoint(in_evaluation_mode, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 

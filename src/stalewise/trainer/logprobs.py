@@ -114,9 +114,9 @@ def kernels_for(device: torch.device, logit_map: LogitMap = IDENTITY) -> Kernels
 
 
 def kept_rows(tokens: int) -> int:
-    """For how many tokens kept logits take memory: the next power of two, and of many the next multiple of `KEPT_STEP`.
+    """The size of the memory for kept logits, in tokens: the next power of two, or above `KEPT_STEP` its next multiple.
 
-    Micro-batches differ in size: the memory seldom has to grow.
+    Micro-batches differ in size, so this memory seldom has to grow.
 
     >>> [kept_rows(tokens) for tokens in (7, 1000, 4096, 4097)]
     [256, 1024, 4096, 8192]
@@ -136,10 +136,10 @@ class KeptLogits:
     def __init__(self, most_bytes: int) -> None:
         self.most_bytes = most_bytes
         self.memory: Tensor | None = None
-        self.ticket = 0  # of the forward pass whose logits are there
+        self.ticket = 0  # identifies the forward pass whose logits are kept
 
     def fits(self, tokens: int, vocabulary: int, dtype: torch.dtype) -> bool:
-        """Whether logits of so many tokens are kept; of none there are none."""
+        """Whether the logits of this many tokens are kept."""
         return tokens > 0 and kept_rows(tokens) * vocabulary * dtype.itemsize <= self.most_bytes
 
     def take(self, hidden_NH: Tensor, vocabulary: int) -> tuple[int, Tensor]:
@@ -258,7 +258,7 @@ class OutputLayerLogp(torch.autograd.Function):
 
 
 def _float32_product(left: Tensor, right: Tensor) -> Tensor:
-    """The product in float32; a GPU rounds nothing on the way, and writes it once."""
+    """The product in float32. A GPU computes it without rounding to the lower precision first."""
     if left.is_cuda and left.dtype is not torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return torch.mm(left, right).float()
@@ -295,7 +295,7 @@ _PROBE = (2.0**-27, 2.0**100, -(2.0**100), 1.0, -1.0, 0.25, -4.0, 8.0, -16.0, 32
 
 @torch.no_grad()
 def measure_logit_map(model: Any) -> LogitMap:
-    """What a model does to its output layer's product, found by trying it; a ModelError where `response_logp` cannot.
+    """The map from the output layer's product to logits, found by trying it; a ModelError if it is none of ours.
 
     Architectures have different names for the numbers, and some divide where others multiply.
     """
@@ -320,7 +320,7 @@ def measure_logit_map(model: Any) -> LogitMap:
 
 
 def _probed(model: Any, head: Any, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What the output layer reads, and the logits that the model makes of made-up products; all in float64."""
+    """The output layer's input, made-up products, and the logits that the model makes of them; all in float64."""
     seen: dict[str, Tensor] = {}
 
     def give_product(_: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ A checkpoint's `model.safetensors` is the merged policy, so that sampling and ev
 `adapter/` in PEFT's layout. Training resumes from the weights beneath the adapters, which are those of version 0: its
 `model.safetensors` where adapters start at zero, its `base/` where the run started from an adapter.
 
-Besides linear layers, the matrices of experts and routers are adapted, which mixtures of experts keep in parameters of
-their own. PEFT adds the product to such a parameter for each forward pass.
+Besides linear layers, the matrices of experts and routers are adapted. Mixtures of experts keep them in parameters of
+their own, to which PEFT adds the product for each forward pass.
 """
 
 from __future__ import annotations
@@ -39,9 +39,18 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of every name in PEFT's file
 # Settings of PEFT's LoRA beyond low-rank products of linear layers.
 _MORE_THAN_PRODUCTS = (
-    *("use_dora", "modules_to_save", "trainable_token_indices", "layer_replication"),
-    *("lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config", "velora_config"),
-    *("kasa_config", "monteclora_config"),
+    "use_dora",
+    "modules_to_save",
+    "trainable_token_indices",
+    "layer_replication",
+    "lora_bias",
+    "use_qalora",
+    "use_bdlora",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "velora_config",
+    "kasa_config",
+    "monteclora_config",
 )
 # Names that experts and routers had in transformers 4, and that PEFT takes for theirs: in a mixture of experts, linear
 # layers of these names (of dense layers and shared experts) are adapted as parameters.
@@ -137,11 +146,11 @@ class Adapters:
 
 
 class MergedWeights(Mapping[str, Tensor]):
-    """The weights of the merged policy by name, each computed when it is read: a device may not hold a second model."""
+    """The weights of the merged policy by name. Each is computed when it is read: a device may not hold two models."""
 
     def __init__(self, adapters: Adapters, names: Container[str] | None = None) -> None:
-        """`names`: only these."""
-        # Adapters of two parameters of one module are one within the other.
+        """Merge the weights with these names, or all."""
+        # The adapters of two parameters of one module are nested.
         self._layers = {
             f"{name.replace('.base_layer', '')}.{getattr(layer, 'parameter_name', 'weight')}": layer
             for name, layer in adapters.layers.items()
@@ -152,7 +161,7 @@ class MergedWeights(Mapping[str, Tensor]):
             for key, tensor in adapters.model.state_dict().items()
             if not key.startswith(own)
         }
-        # What each is computed from: a tensor of the same shape and type.
+        # The weight beneath each adapter, of the same shape and type.
         self.sources = whole if names is None else {name: whole[name] for name in whole if name in names}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -173,7 +182,7 @@ class MergedWeights(Mapping[str, Tensor]):
 def save_first(
     section: ModelSection, seed: int, model: Any, source: str, directory: Path, log: Log = lambda text: None
 ) -> None:
-    """Write version 0; `model` was loaded from `source`, and gets adapters where these are trained."""
+    """Write version 0. `model` was loaded from `source`; it gets adapters if adapters are trained."""
     if not section.trains_adapters:
         model.save_pretrained(directory)
         return
@@ -221,7 +230,7 @@ def new_config(settings: LoraSection, model: Any, source: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The matrices of a model by name: those that get adapters, and those that do not."""
+    """The matrices of a model by name: which get adapters and which do not."""
 
     layers: dict[str, Any]
     parameters: dict[str, Tensor]  # of experts [experts, ·, ·] and routers [experts, ·]
@@ -243,7 +252,7 @@ class Targets:
 
 
 def find_targets(model: Any, targets: list[str]) -> Targets:
-    """The matrices that get adapters: all but embeddings and output layer, or those named; `model` may be on meta."""
+    """The matrices that get adapters: those named, or all but embeddings and output layer; `model` may be on meta."""
     head = model.get_output_embeddings()
     layers: dict[str, Any] = {}
     parameters: dict[str, Tensor] = {}
@@ -294,7 +303,7 @@ def _target_name(parameter: str) -> str:
 
 
 def _endings(chosen: Iterable[str], names: Iterable[str], *, segments: int) -> list[str]:
-    """The last segments of the chosen names, by which PEFT finds them; whole names where these would find others."""
+    """The last segments of the chosen names, by which PEFT finds them; whole names if other names end so too."""
     wanted = set(chosen)
     short = {".".join(name.split(".")[-segments:]) for name in wanted}
     found = {name for name in names if name in short or name.endswith(tuple(f".{end}" for end in short))}
@@ -302,7 +311,7 @@ def _endings(chosen: Iterable[str], names: Iterable[str], *, segments: int) -> l
 
 
 def adapts_parameters(model: Any) -> bool:
-    """Whether adapters are on more than linear layers: they change modules in the forward pass."""
+    """Whether parameters other than linear layers have adapters, which change modules in the forward pass."""
     return any(hasattr(module, "lora_A") and hasattr(module, "parameter_name") for module in model.modules())
 
 
@@ -332,14 +341,15 @@ def read_adapter_config(adapter: Path, source: str, log: Log) -> Any:
             "of linear layers: merge it with PEFT's merge_and_unload and name the result in model.path"
         )
     check_base(str(record.get("base_model_name_or_path") or ""), adapter, source, log)
-    loaded.base_model_name_or_path, loaded.inference_mode = _absolute(source), False
+    loaded.base_model_name_or_path = _absolute(source)
+    loaded.inference_mode = False
     loaded.lora_dropout = 0.0  # dropout is off everywhere
     loaded.init_lora_weights = True  # its weights are loaded
     return loaded
 
 
 def check_base(name: str, adapter: Path, source: str, log: Log) -> None:
-    """Refuse an adapter whose config names another base model (`name`) than `source`.
+    """Refuse an adapter whose config names a base model, `name`, other than `source`.
 
     Directories are compared by their weights, since checkpoints of different runs have the same names. A directory that
     was moved, or downloaded from a hub, can be compared by its last name only, which is logged.
@@ -417,7 +427,7 @@ def check_adapter(adapter: Path, source: str, log: Log) -> Any:
 
 
 def describe_targets(settings: LoraSection, source: str) -> str:
-    """What new adapters are put on in the model at `source`, and what is not trained; its weights are not read."""
+    """The matrices of the model at `source` that get new adapters, in words; its weights are not read."""
     model = _meta_model(source)
     return "unknown layers" if model is None else str(find_targets(model, settings.targets))
 

@@ -3,8 +3,8 @@
 Responses to one prompt share its tokens. The last token of a response is no input, since nothing is predicted from it.
 Architectures that cannot be packed get one row per rollout, padded on the right.
 
-Tokens from outside (what a tool said) are inputs like all others. Their own log-probabilities are not computed: they
-are outside of the mask, so of N.
+Tokens from outside (such as the output of a tool) are inputs like all others. They are not trained: the mask and N
+leave them out, and their log-probabilities are not computed.
 
 Axes: B responses, P prompts, S segments (prompts and responses), T response tokens of the longest response, N all
 trained tokens, [X, W] input ids: [1, all tokens] packed, [B, tokens of the longest rollout] padded.
@@ -70,7 +70,7 @@ class MicroBatch:
         return grid_BT.index_put((self.row_N, self.column_N), value_N)
 
     def token_ratios(self, logp_BT: Tensor, proximal_logp_BT: Tensor | None) -> Tokens:
-        """What the objective reads, given the policy's log-probabilities. Reads nothing back from the device."""
+        """The input of the objective, given the policy's log-probabilities. Does not wait for the device."""
         return make_tokens(
             logp=logp_BT,
             behaviour_logp=self.behaviour_logp_BT,
@@ -91,7 +91,7 @@ def micro_batches(
     advantage_B: np.ndarray | None = None,
     keep_B: np.ndarray | None = None,
 ) -> Iterator[MicroBatch]:
-    """All rows in micro-batches within the token budget (at least one row each); without advantages, these are 0."""
+    """Make micro-batches of all rows within the token budget, with at least one row each. Advantages default to 0."""
     advantage_B = np.zeros(len(rows), dtype=np.float32) if advantage_B is None else advantage_B
     keep_B = np.ones(len(rows), dtype=np.bool_) if keep_B is None else keep_B
     for chosen in plan_micro_batches(rows, layout) if plan is None else plan:
@@ -115,7 +115,7 @@ def plan_micro_batches(rows: RolloutColumns, layout: Layout) -> list[np.ndarray]
     order, cost = order_and_cost(rows, layout)
     budget = layout.token_budget
     if layout.packed:
-        # About equally large: CUDA graphs pay where the same sizes recur.
+        # Micro-batches are about equally large: CUDA graphs pay if the same sizes recur.
         total = int(cost.sum())
         budget = min(budget, -(-total // -(-total // budget)) + int(cost.max()))
     start, plan = 0, []
@@ -147,17 +147,17 @@ Inputs = tuple[int, list[tuple[dict[str, np.ndarray], dict[str, int]]], np.ndarr
 def _packed_inputs(part: RolloutColumns, layout: Layout) -> Inputs:
     halves = packing.split_in_halves(part) if layout.two_halves else [(part, packing.prompt_numbers(part))]
     packed = [packing.pack(*half) for half in halves]
-    tokens = sum(len(one.input_ids_T) for one in packed)
+    tokens = sum(len(row.input_ids_T) for row in packed)
     if layout.common_sizes:
         packed = packing.pad_to_common_size(packed)
-    made = [segment_arrays(one.query_S, one.key_S, one.key_M, grids=layout.grids) for one in packed]
+    made = [segment_arrays(row.query_S, row.key_S, row.key_M, grids=layout.grids) for row in packed]
     # The longest segments of both halves, so that one CUDA graph serves both.
     longest = {name: max(lengths[name] for _, lengths in made) for name in made[0][1]}
     calls = [
-        ({"input_ids": one.input_ids_T[None], **arrays}, longest) for one, (arrays, _) in zip(packed, made, strict=True)
+        ({"input_ids": row.input_ids_T[None], **arrays}, longest) for row, (arrays, _) in zip(packed, made, strict=True)
     ]
-    starts = np.cumsum([0, *(len(one.input_ids_T) for one in packed[:-1])])
-    source_N = np.concatenate([start + one.source_N for start, one in zip(starts, packed, strict=True)])
+    starts = np.cumsum([0, *(len(row.input_ids_T) for row in packed[:-1])])
+    source_N = np.concatenate([start + row.source_N for start, row in zip(starts, packed, strict=True)])
     return tokens, calls, source_N
 
 

@@ -1,8 +1,8 @@
 """AdamW's moments in fewer bits: bfloat16, or 8 bits with a scale for each block of 256 numbers.
 
 Numbers are rounded stochastically: up or down, so that the mean is the number itself. Rounded to the nearest, a moving
-average with a weight of 1/1000 for what is new would stand still. The random bits are a hash of seed, step, tensor and
-place, so a run that is repeated or resumed draws the same ones.
+average that gives new values a weight of 1/1000 would stand still. The random bits are a hash of seed, step, tensor and
+index, so a run that is repeated or resumed draws the same ones.
 
 Matrices are handled as rows × columns, blocks along a row: a matrix that is split over ranks by rows has its scales
 split alike. Axes: R rows, C columns, J blocks of a row.
@@ -24,7 +24,7 @@ BLOCK = 256
 # spans more orders of magnitude, and a positive one never becomes 0, by which the step would be divided.
 FIRST_MOST, FIRST_POWER = 127, 2
 SECOND_MOST, SECOND_POWER = 255, 4
-PIECE = 1 << 24  # numbers that are worked on at a time in plain torch
+PIECE = 1 << 24  # numbers per piece of a step in plain torch
 _MASK = 0xFFFFFFFF
 
 
@@ -178,8 +178,8 @@ def _largest(size_RC: Tensor) -> Tensor:
 def _random_bits(like_RC: Tensor, key: int, first_row: int) -> Tensor:
     """32 random bits for each number, as int64; the same as in the kernel."""
     rows, columns = like_RC.shape
-    place = torch.arange(first_row * columns, (first_row + rows) * columns, device=like_RC.device)
-    x = (place * 0x9E3779B1 + key) & _MASK
+    index = torch.arange(first_row * columns, (first_row + rows) * columns, device=like_RC.device)
+    x = (index * 0x9E3779B1 + key) & _MASK
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
     return (x ^ (x >> 16)).view(rows, columns)

@@ -16,7 +16,7 @@ from stalewise.trainer import moments as moments_in_fewer_bits
 from stalewise.trainer.moments import StepNumbers
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-LARGE = 1 << 20  # numbers from which on a tensor is added by itself: no copy of it is made in another precision
+LARGE = 1 << 20  # size from which a tensor is added by itself, so that no copy in another precision is made
 BUCKET = 1 << 26  # numbers of weights that are copied at a time, to measure how far a step moves them
 foreach: Any = torch  # its `_foreach_…` operations on many tensors in few launches, which the type stubs leave out
 
@@ -41,9 +41,9 @@ def add_to(totals: Sequence[Tensor], amounts: Sequence[Tensor]) -> None:
 
 
 class AdamW:
-    """AdamW over some weights, with moments in float32 or in fewer bits; a step also measures how far weights moved.
+    """AdamW with moments in float32 or in fewer bits; a step also measures how far the weights moved.
 
-    Weights are worked on a bucket at a time: only those of one bucket are ever held twice.
+    A step works on one bucket of weights after the other, so only one bucket is ever copied.
     """
 
     def __init__(self, parameters: Iterable[Tensor], settings: OptimizerSection, seed: int = 0) -> None:
@@ -74,7 +74,7 @@ class AdamW:
         return torch.linalg.vector_norm(torch.cat(lengths)) if lengths else torch.zeros((), dtype=torch.float64)
 
     def _is_rounded(self, weight: Tensor) -> bool:
-        """Whether its moments have fewer bits: of matrices alone, since vectors are few numbers and move much."""
+        """Whether its moments have fewer bits. Those of vectors do not: they are few numbers that move much."""
         return self.settings.moments != "float32" and weight.ndim > 1
 
     def _float32_step(self, weights: list[Tensor], rate: float | Tensor, unusable: Tensor) -> Tensor:

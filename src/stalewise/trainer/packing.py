@@ -85,7 +85,7 @@ def prompt_numbers(rows: RolloutColumns) -> np.ndarray:
 
 
 def split_in_halves(part: RolloutColumns) -> list[tuple[RolloutColumns, np.ndarray]]:
-    """Two halves with about equally many tokens, or the whole where halves cost too much; with their prompt numbers."""
+    """Two halves with about equally many tokens, or the whole if halves cost too much; each with its prompt numbers."""
     prompt_B = prompt_numbers(part)
     cost_B = _cost(part.prompt_lengths, part.response_lengths, prompt_B)
     left, whole = np.cumsum(cost_B)[:-1], int(cost_B.sum())
@@ -102,17 +102,17 @@ def split_in_halves(part: RolloutColumns) -> list[tuple[RolloutColumns, np.ndarr
 
 
 def pad_to_common_size(rows: Sequence[PackedRow]) -> list[PackedRow]:
-    """Pad all rows to one size, out of few possible sizes."""
-    tokens = size_above(max(len(one.input_ids_T) for one in rows), TOKEN_RATIO)
+    """Pad all rows to the same size, which is one of a few."""
+    tokens = size_above(max(len(row.input_ids_T) for row in rows), TOKEN_RATIO)
     keys = tokens
-    while keys < max(len(one.key_M) + tokens - len(one.input_ids_T) for one in rows):
+    while keys < max(len(row.key_M) + tokens - len(row.input_ids_T) for row in rows):
         keys = SIZE_STEP * math.ceil(keys * KEY_RATIO / SIZE_STEP)
-    padded = [_padded(one, tokens, keys) for one in rows]
-    segments = 1 << max(len(one.query_S) for one in padded).bit_length()
-    extra = [(0, segments - len(one.query_S)) for one in padded]
+    padded = [_padded(row, tokens, keys) for row in rows]
+    segments = 1 << max(len(row.query_S) for row in padded).bit_length()
+    extra = [(0, segments - len(row.query_S)) for row in padded]
     return [
-        replace(one, query_S=np.pad(one.query_S, more), key_S=np.pad(one.key_S, more))
-        for one, more in zip(padded, extra, strict=True)
+        replace(row, query_S=np.pad(row.query_S, more), key_S=np.pad(row.key_S, more))
+        for row, more in zip(padded, extra, strict=True)
     ]
 
 

@@ -57,7 +57,7 @@ class SingleProcess:
         self.trained = {weight: name for name, weight in self.model.named_parameters() if weight.requires_grad}
 
     def send_batches(self, batches: Sequence[RankBatch]) -> None:
-        """Send the other ranks their parts of an update; none where there is nothing to learn from."""
+        """Send the other ranks their parts of an update; no batches mean that there is nothing to learn from."""
         for rank in self.ranks.others:
             self.ranks.send(rank, "update", *(batches[rank].pack() if batches else ({}, {})))
 
@@ -133,17 +133,19 @@ class Replicated(SingleProcess):
                 gradient.copy_(total.view_as(gradient))  # in place: CUDA graphs hold the address
 
     def gather_sums(self, loss: Tensor, nonfinite: Tensor, sums: TokenSums, micro_batches: int) -> Sums:
-        """One all-gather; the result is the same on every rank."""
+        """Merge loss and sums of all ranks in one all-gather; the result is the same on every rank."""
         padded = torch.cat([nonfinite, nonfinite.new_full((micro_batches - len(nonfinite),), -1)])
         mine = torch.cat([loss.double().unsqueeze(0), padded.double(), sums.pack()])
         all_ranks = [torch.empty_like(mine) for _ in range(self.ranks.world)]
         dist.all_gather(all_ranks, mine)
-        losses, places, packed = zip(*(one.tensor_split([1, 1 + micro_batches]) for one in all_ranks), strict=True)
-        merged = reduce(lambda one, other: one.merge(other), map(TokenSums.unpack, packed))
-        return torch.cat(losses).sum(), torch.cat(places), merged
+        losses, indices, packed = zip(
+            *(sums_of_rank.tensor_split([1, 1 + micro_batches]) for sums_of_rank in all_ranks), strict=True
+        )
+        merged = reduce(lambda left, right: left.merge(right), map(TokenSums.unpack, packed))
+        return torch.cat(losses).sum(), torch.cat(indices), merged
 
     def gather_tokens(self, logp_N: Tensor, flags_N: Tensor, most_tokens: int) -> TokenReader:
-        """Gather to the first rank."""
+        """Gather the token values on the first rank, and enqueue their copy to its host."""
         reads = []
         for mine in (logp_N, flags_N):
             padded = torch.cat([mine, mine.new_zeros(most_tokens - len(mine))])
@@ -200,14 +202,14 @@ class Sharded(Replicated):
         return lambda model, *arguments, **options: getattr(model, name)(*arguments, **options)
 
     def sum_gradients(self) -> None:
-        """FSDP has summed them in the backward passes: move this rank's parts to `trained`."""
+        """Move this rank's gradients to `trained`: FSDP has summed them in the backward passes."""
         for own, name in self.trained.items():
             gradient = self.split[name].grad
             own.grad = None if gradient is None else gradient.to_local()
             self.split[name].grad = None
 
     def global_norm(self, own: Tensor) -> Tensor:
-        """The root of the summed squares."""
+        """The norm over all ranks, the root of the summed squares."""
         square = own.double().square()
         dist.all_reduce(square)
         return square.sqrt()
@@ -220,14 +222,14 @@ class Sharded(Replicated):
             own.copy_(weights[name])
 
     def full_state(self) -> dict[str, Tensor]:
-        """Gathered one by one; a weight with two names stays one tensor."""
+        """All weights of the model, gathered one by one; a weight with two names stays one tensor."""
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         gathered = {weight: self._on_first_rank(weight.detach()) for weight in dict.fromkeys(parameters.values())}
         names = self.model.state_dict()
         return {name: gathered[parameters[name]] if name in parameters else names[name] for name in names}
 
     def full_tensor(self, name: str, own: Tensor) -> Tensor:
-        """Gathered from all ranks."""
+        """The whole tensor, gathered from all ranks."""
         from torch.distributed.tensor import DTensor, Shard
 
         whole = torch.empty(len(self.split[name]), *own.shape[1:], device="meta")  # scales have fewer columns

@@ -1,4 +1,4 @@
-"""An update that is enqueued on the device: its metrics once it is done, and how far updates run ahead of them."""
+"""Updates that are enqueued on the device: their metrics once they are done, and how far updates run ahead."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Read = Callable[[], Tensor]
 
 
 class NonFiniteUpdate(StalewiseError, ArithmeticError):
-    """An update whose gradient or ratios are not finite: nothing was changed."""
+    """An update whose gradient or ratios are not finite. It changed nothing."""
 
     exit_code = 4
 
@@ -40,7 +40,7 @@ def out_of_memory(token_budget: int) -> ModelError:
 
 @dataclass(frozen=True, slots=True)
 class PendingUpdate:
-    """An enqueued update. Read metrics in order, on a GPU after the next update is enqueued, so that it stays busy."""
+    """An enqueued update. Read metrics in order; on a GPU read them after the next update is enqueued."""
 
     statistics: dict[str, float]  # of the rollouts
     finish: Callable[[], dict[str, float]] | None  # None: there was nothing to learn from
@@ -51,7 +51,7 @@ class PendingUpdate:
         if self.finish is None:
             return self.statistics | {"taken": 0.0}
         metrics = self.finish()
-        # At age 0 policy and behaviour have the same weights: log-probabilities differ by their engines alone.
+        # At age 0 policy and behaviour have the same weights, so log-probabilities differ only by their engines.
         fresh = self.statistics["age_max"] == 0
         mismatch = {
             "mismatch_mean": metrics["log_ratio_mean_abs"] if fresh else math.nan,
@@ -87,14 +87,15 @@ def first_nonfinite(tokens: Tokens) -> Tensor:
 
 
 def step_metrics(
-    numbers: Tensor, update: int, rate: float, ranks: Sequence[RankBatch], *, drift_before: float
+    scalars: Tensor, update: int, rate: float, ranks: Sequence[RankBatch], *, drift_before: float
 ) -> dict[str, float]:
-    """Metrics of a step from its numbers on the host.
+    """Metrics of a step from its scalars on the host.
 
-    These are loss, gradient norm, step factor and ‖Δθ‖, then `first_nonfinite` of all micro-batches, then token sums.
+    `scalars` holds loss, gradient norm, step factor and ‖Δθ‖, then `first_nonfinite` of all micro-batches, then the
+    token sums.
     """
     count = len(ranks) * ranks[0].most_micro_batches
-    first, nonfinite, packed = numbers.tensor_split([4, 4 + count])
+    first, nonfinite, packed = scalars.tensor_split([4, 4 + count])
     loss, grad_norm, factor, norm = first.tolist()
     sums = TokenSums.unpack(packed).summary()
     if sums["nonfinite"] or not (math.isfinite(grad_norm) and math.isfinite(loss)):
@@ -130,13 +131,13 @@ def _name_tokens(ranks: Sequence[RankBatch], nonfinite: list[float]) -> str:
 
 
 def updates_ahead(device: torch.device, *, may_end_early: bool = False) -> int:
-    """How many updates are enqueued beyond the one whose metrics are read: fewer where these may end the stage."""
-    # A GPU would be idle with none, and with one whenever the host is late.
+    """How many updates are enqueued beyond the one whose metrics are read; fewer if metrics may end the stage."""
+    # With none a GPU would be idle; with one, whenever the host is late.
     return 0 if device.type != "cuda" else 1 if may_end_early else 2
 
 
 def prefetch(make: Callable[[Item], Made], items: Iterable[Item], device: torch.device) -> Iterator[Made]:
-    """`make` of each item; on a GPU one item ahead, in a thread."""
+    """Apply `make` to each item; on a GPU in a thread, one item ahead."""
     if device.type != "cuda":
         yield from map(make, items)
         return
@@ -148,7 +149,7 @@ def _prefetch(make: Callable[[Item], Made], items: Iterable[Item], thread: Threa
     pending: deque[Future[Made]] = deque()
     for number, item in enumerate(items):
         pending.append(thread.submit(make, item))
-        if number == 1:  # made during the first update, it would slow down the thread that enqueues that update
+        if number == 1:  # now: later it would slow down the thread that enqueues the first update
             wait(pending)
         if len(pending) > 1:
             yield pending.popleft().result()

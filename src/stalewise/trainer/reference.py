@@ -36,7 +36,7 @@ FORMAT = "stalewise.reference/1"
 
 
 def reference_path(section: ObjectiveSection, model: ModelSection, task: str) -> str:
-    """The directory of a reference that is not version 0 of the run; else an empty string."""
+    """The directory of the reference; an empty string if it is version 0 of the run."""
     if section.reference == "initial":
         return ""
     try:
@@ -49,7 +49,7 @@ def check_reference(section: ObjectiveSection, model: ModelSection, task: str, o
     """Refuse a reference whose tokens differ from those of the policy at `own`; no weights are read."""
     if not section.kl or not (path := reference_path(section, model, task)):
         return
-    theirs, ours = (load_tokenizer(one).get_vocab() for one in (path, own))
+    theirs, ours = (load_tokenizer(directory).get_vocab() for directory in (path, own))
     if theirs != ours:
         token = min(key for key, _ in theirs.items() ^ ours.items())
         there, here = theirs.get(token, "no token"), ours.get(token, "no token")
@@ -63,13 +63,13 @@ class Reference:
     """The reference policy of a run; `path` is its directory, `key` identifies its weights."""
 
     def __init__(self, section: ObjectiveSection, model: ModelSection, task: str, run: Path) -> None:
-        """Find the reference; the run directory must hold version 0 where that is the reference."""
+        """Find the reference; if it is version 0, the run directory must hold it."""
         self.section, self.model, self.task, self.run, self.name = section, model, task, run, section.reference
         self.path = Path(reference_path(section, model, task) or checkpoint_directory(run, 0))
         self.key = self._check_key()
 
     def _check_key(self) -> str:
-        """Identify the weights, and refuse others than those with which the run began."""
+        """Identify the weights, and refuse them if the run began with others."""
         if self.name == "initial":
             if not (self.path / "manifest.json").is_file():
                 raise StoreError(f"{self.path} is missing, the reference of this run: restore it, or start a new run")
@@ -93,7 +93,7 @@ class Reference:
         return TokenColumn(self.run / "columns" / "reference" / batch, self.key)
 
     def compute(self, batch: Batch, column: TokenColumn, shards: Sequence[ShardManifest], tokens: int) -> int:
-        """Compute the column of those of `shards` that have none, with this many tokens a micro-batch; returns tokens.
+        """Compute the column of `shards` where it is missing, with this many tokens a micro-batch; returns the tokens.
 
         Other processes may compute other shards, or the same: the values of a shard depend on nothing else.
         """
@@ -111,7 +111,7 @@ class Reference:
 
 
 class LoadedReference:
-    """The reference on its device, ready for forward passes; as the trainer runs its policy, but without a gradient."""
+    """The reference on its device, for forward passes as in the trainer but without a gradient."""
 
     def __init__(self, path: Path, model: ModelSection, token_budget: int) -> None:
         self.path, self.device = path, pick_device(model.device)

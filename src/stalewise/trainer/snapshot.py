@@ -1,9 +1,8 @@
-"""The trainer's state in host memory: a checkpoint's content, and all of it while a stage is generated (`Offload`).
+"""The trainer's state in host memory: the content of a checkpoint, or all of it while a stage is generated (`Offload`).
 
-A checkpoint's content is taken between two updates and written while the run goes on.
-
-Nothing that writes it holds Python's lock for long, so that a thread can do it beside a sampler: safetensors did until
-release 0.8, so tensors are written here. The bytes are those of `safetensors.torch.save_file`.
+A snapshot is taken between two updates, and a thread writes it while the run goes on. Writing must not hold Python's
+lock for long, since a sampler runs beside it. safetensors did until release 0.8, so tensors are written here. The bytes
+are those of `safetensors.torch.save_file`.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from stalewise.store.atomic import joined_sha256, sha256_of_pieces
 from stalewise.store.checkpoints import SpareFiles
 
 POLICY = "model.safetensors"
-PLENTY = 0.5  # of the free host memory: more is given back while the tensors are on the device
-AT_ONCE = 1 << 22  # bytes that are hashed and then written, from a processor's cache
+PLENTY = 0.5  # share of the free host memory: larger buffers are freed while the tensors are on the device
+AT_ONCE = 1 << 22  # bytes that are hashed and then written while they are in the processor's cache
 THREADS = min(12, max(2, (os.cpu_count() or 1) - 2))  # some are left to the sampler
 # Names in a file's header, in the order in which safetensors writes tensors: wide numbers first, aligned without gaps.
 DTYPES = {
@@ -56,7 +55,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Tensors of a checkpoint by file, in host memory, and what writes the small files beside them."""
+    """Tensors of a checkpoint by file, in host memory, and a function that writes its small files."""
 
     files: Mapping[str, Mapping[str, Tensor]]
     write_small_files: Callable[[Path], object]
@@ -72,7 +71,7 @@ class Snapshot:
         return sum({t.data_ptr(): t.nbytes for file in self.files.values() for t in file.values()}.values())
 
     def write(self, directory: Path, spare: SpareFiles | None = None) -> dict[str, str]:
-        """Write all files, those that hold tensors over the spare ones; returns the SHA-256 of each of the latter."""
+        """Write all files, those of tensors over the spare ones. Returns the SHA-256 of each file of tensors."""
         self.write_small_files(directory)
         for name in self.files:
             (directory / name).parent.mkdir(exist_ok=True)
@@ -85,8 +84,8 @@ class Snapshot:
 def write_files(files: Mapping[Path, Mapping[str, Tensor]]) -> dict[Path, str]:
     """Write tensors in host memory as safetensors files; returns the SHA-256 of each, as `sha256_of_pieces` has it.
 
-    With one thread for each file, 2 GB took 2 s. So several threads take pieces, in turn of each file: the system lets
-    one thread at a time write to a file. A file that is there already is overwritten.
+    With one thread for each file, 2 GB took 2 s. So several threads write pieces of all files in turn, since the system
+    lets one thread at a time write to a file. An existing file is overwritten.
     """
     with contextlib.ExitStack() as stack:
         opened = {
@@ -100,13 +99,13 @@ def write_files(files: Mapping[Path, Mapping[str, Tensor]]) -> dict[Path, str]:
         in_turn = [(path, piece) for turn in zip_longest(*pieces) for path, piece in filter(None, turn)]
         ends = {path: start + sum(map(len, views)) for path, (start, views) in in_turn}
         for path, end in ends.items():
-            os.truncate(path, min(end, path.stat().st_size))  # it may be a longer one that is overwritten
+            os.truncate(path, min(end, path.stat().st_size))  # the existing file may be longer
         writing = [(path, threads.submit(_write_piece, opened[path].fileno(), *piece)) for path, piece in in_turn]
         flushed: dict[Path, Future[Any]] = {path: flushing.submit(bool) for path in files}
         digests = {path: list[bytes]() for path in files}
         for path, piece in writing:
             digests[path].append(piece.result())
-            if flushed[path].done():  # beside the writing: a disk that only begins in the end would take longer
+            if flushed[path].done():  # flushed while writing: to flush only in the end would take longer
                 flushed[path].result()
                 flushed[path] = flushing.submit(os.fdatasync, opened[path].fileno())
         for flush in flushed.values():
@@ -115,7 +114,7 @@ def write_files(files: Mapping[Path, Mapping[str, Tensor]]) -> dict[Path, str]:
 
 
 def _pieces_of(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[tuple[Path, tuple[int, list[memoryview]]]]:
-    """The pieces of a file that are to be written; none where only safetensors can write it, which it then has."""
+    """The pieces of a file; none if only safetensors can write it, which is then done here."""
     metadata = {"format": "pt"} if path.name == POLICY or path.parent.name == "adapter" else None
     if any(tensor.dtype not in DTYPES for tensor in tensors.values()):
         save_file(dict(tensors), path, metadata)
@@ -138,7 +137,7 @@ def _write_piece(file: int, start: int, views: Sequence[memoryview]) -> bytes:
 
 
 def _pieces(content: Iterable[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
-    """The content of a file, cut every `PIECE` bytes: where each piece starts, and what it holds."""
+    """The content of a file, cut every `PIECE` bytes: the start of each piece, and its bytes."""
     start, piece, room = 0, list[memoryview](), atomic.PIECE
     for view in content:
         rest = view
@@ -171,7 +170,7 @@ def _content(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) 
 
 
 def stored_names(checkpoint: Path, weights: Collection[str]) -> frozenset[str]:
-    """The weights that a checkpoint has in one file under the names they have in memory; empty where it has not.
+    """The names of the weights in a checkpoint's one file, if all are names in memory; otherwise none.
 
     transformers stores tied weights once, those of some architectures under other names, and large models in parts.
     """
@@ -184,7 +183,7 @@ def stored_names(checkpoint: Path, weights: Collection[str]) -> frozenset[str]:
 
 
 def save_model_config(model: Any, directory: Path) -> None:
-    """Write what `save_pretrained` writes beside the weights."""
+    """Write the configs that `save_pretrained` writes beside the weights."""
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
     model.config.save_pretrained(directory)

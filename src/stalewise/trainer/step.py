@@ -17,6 +17,7 @@ from stalewise.distributed import MergeableT, merge_over_ranks
 from stalewise.objectives import Objective, Regularizers, Settings, micro_batch_loss, micro_batch_sums
 from stalewise.objectives.batch_statistics import vcpo_factor
 from stalewise.objectives.diagnostics import TokenSums
+from stalewise.objectives.surrogates import TokenLoss
 from stalewise.trainer.batch import RankBatch
 from stalewise.trainer.execution import Execution
 from stalewise.trainer.micro_batch import MicroBatch, token_values
@@ -26,7 +27,7 @@ from stalewise.trainer.pending_update import Read, first_nonfinite, to_host
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """What every update of a run has in common."""
+    """What all updates of a run share."""
 
     objective: Objective
     settings: Settings  # of the objective
@@ -37,53 +38,61 @@ class UpdateRule:
 
 
 def regularizers(section: ObjectiveSection) -> Regularizers:
-    """The terms that the loss of every token gets."""
+    """The terms that are added to the loss of every token."""
     kl = section.kl if section.kl_in == "loss" else 0.0
     return Regularizers(kl, section.kl_estimator, section.entropy_bonus)
 
 
 def update(
-    execution: Execution, rule: UpdateRule, batch: RankBatch, parts: Sequence[MicroBatch], rate: float
+    execution: Execution, rule: UpdateRule, batch: RankBatch, micro_batches: Sequence[MicroBatch], rate: float
 ) -> tuple[Read, TokenReader | None]:
-    """Enqueue one update; returns readers of its numbers (see `step_metrics`) and of its token values."""
+    """Enqueue one update; returns a reader of its scalars and sums (see `step_metrics`) and one of its token values."""
     execution.weights.zero_gradients()
-    loss, nonfinite, sums, tokens = compute_gradients(execution, rule, batch, parts)
+    loss, nonfinite, sums, tokens = compute_gradients(execution, rule, batch, micro_batches)
     loss, nonfinite, sums = execution.sum_over_ranks(loss, nonfinite, sums, batch.most_micro_batches)
     grad_norm = execution.clip_gradients(rule.max_grad_norm)
-    # Decided on the device, where waiting would leave it idle: a step on such numbers changes nothing.
+    # Decided on the device: to read these scalars would leave it idle. An unusable step changes nothing.
     unusable = ~(torch.stack([loss, grad_norm]).isfinite().all() & (nonfinite < 0).all())
     factor = vcpo_factor(sums.sequence_weights) if rule.vcpo else loss.new_ones(())
-    # As float32, which a fused step reads on a GPU.
+    # A fused step on a GPU reads float32.
     update_norm = execution.step((rate * factor).float() if rule.vcpo else rate, unusable)
-    numbers = loss, grad_norm, factor, update_norm
-    with execution.side_stream.reading(numbers, nonfinite, sums):  # during the next update
-        packed = torch.cat([torch.stack([x.double() for x in numbers]), nonfinite.double(), sums.pack()])
+    scalars = loss, grad_norm, factor, update_norm
+    with execution.side_stream.reading(scalars, nonfinite, sums):  # during the next update
+        packed = torch.cat([torch.stack([scalar.double() for scalar in scalars]), nonfinite.double(), sums.pack()])
         return to_host(packed), tokens
 
 
 def compute_gradients(
-    execution: Execution, rule: UpdateRule, batch: RankBatch, parts: Sequence[MicroBatch]
+    execution: Execution, rule: UpdateRule, batch: RankBatch, micro_batches: Sequence[MicroBatch]
 ) -> tuple[Tensor, Tensor, TokenSums, TokenReader | None]:
     """Forward and backward passes of all micro-batches; gradients are left on the parameters."""
     objective, settings = rule.objective, rule.settings
-    proximal_logp = [execution.proximal_logp(part) for part in parts]
-    # Phase one: what the objective needs to know of the whole batch.
+    proximal_logp = [execution.proximal_logp(micro_batch) for micro_batch in micro_batches]
+    # Phase one: the statistics of the whole batch that the objective needs.
     statistics = None
     if objective.measure is not None and batch.most_micro_batches > 1:
         with torch.no_grad():
-            passes = zip(parts, proximal_logp, strict=True)
-            ratios = (part.token_ratios(execution.forward(part)[0], near_BT) for part, near_BT in passes)
+            passes = zip(micro_batches, proximal_logp, strict=True)
+            ratios = (
+                micro_batch.token_ratios(execution.forward(micro_batch)[0], proximal_logp_BT)
+                for micro_batch, proximal_logp_BT in passes
+            )
             statistics = merge_over_ranks(_merged([objective.measure(tokens, settings) for tokens in ratios]))
     # Phase two: the gradient.
-    losses, sums, nonfinite, logp, token_losses = [], [], [], [], []
-    for part, near_BT in zip(parts, proximal_logp, strict=True):
-        logp_BT, entropy_BT = execution.forward(part)
-        tokens = part.token_ratios(logp_BT, near_BT)
-        if batch.most_micro_batches == 1:  # the whole batch in one pass, which serves both phases
+    losses: list[Tensor] = []
+    sums: list[TokenSums] = []
+    nonfinite: list[Tensor] = []
+    logp: list[Tensor] = []
+    token_losses: list[TokenLoss] = []
+    for micro_batch, proximal_logp_BT in zip(micro_batches, proximal_logp, strict=True):
+        logp_BT, entropy_BT = execution.forward(micro_batch)
+        tokens = micro_batch.token_ratios(logp_BT, proximal_logp_BT)
+        if batch.most_micro_batches == 1:  # one pass over the whole batch serves both phases
             statistics = objective.first_pass(tokens, settings)
             statistics = None if statistics is None else merge_over_ranks(statistics)
-        added = rule.regularizers, entropy_BT
-        loss, token_loss = micro_batch_loss(objective, tokens, statistics, settings, batch.denominator, *added)
+        loss, token_loss = micro_batch_loss(
+            objective, tokens, statistics, settings, batch.denominator, rule.regularizers, entropy_BT
+        )
         with execution.side_stream.reading(tokens, token_loss, entropy_BT):
             sums.append(micro_batch_sums(tokens, token_loss, entropy_BT.detach()))
             nonfinite.append(first_nonfinite(tokens))
@@ -91,11 +100,11 @@ def compute_gradients(
         losses.append(loss.detach())
         logp.append(logp_BT.detach())
         token_losses.append(token_loss)
-    # Sums and token values, without the fillers of a rank that has no rows left.
+    # A rank that has no rows left runs fillers: their token values are not recorded.
     recorded = batch.own_micro_batches * rule.record_tokens
-    with execution.side_stream.reading(parts, logp, token_losses):
+    with execution.side_stream.reading(micro_batches, logp, token_losses):
         packed = _merged(sums).pack()
-        values = token_values(parts[:recorded], logp[:recorded], token_losses[:recorded], execution.device)
+        values = token_values(micro_batches[:recorded], logp[:recorded], token_losses[:recorded], execution.device)
         nonfinite_P = torch.stack(nonfinite)
     execution.side_stream.join(packed, *values, nonfinite_P)
     reader = execution.parallel.gather_tokens(*values, batch.most_tokens) if rule.record_tokens else None
@@ -103,4 +112,4 @@ def compute_gradients(
 
 
 def _merged(sums: Sequence[MergeableT]) -> MergeableT:
-    return reduce(lambda one, other: one.merge(other), sums)
+    return reduce(lambda left, right: left.merge(right), sums)

@@ -80,7 +80,9 @@ class Trainer:
 
     def restore(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Restore the rest of a checkpoint whose weights the constructor has loaded."""
-        self.version, self.execution.steps, self.drift = state["version"], state["steps"], state["drift"]
+        self.version = state["version"]
+        self.execution.steps = state["steps"]
+        self.drift = state["drift"]
         if self.steps:
             load = partial(self.parallel.load, device=self.device)
             restore_moments(self.optimizer, self.names, checkpoint, load, self.steps)
@@ -90,10 +92,10 @@ class Trainer:
     def save(self, directory: Path) -> dict[str, str]:
         """Write policy, tokenizer and optimizer state; the caller commits the directory.
 
-        One file after the other is copied to the host. Returns the SHA-256 of files that hold tensors, as far as known.
+        Files are copied to the host one by one. Returns the SHA-256 of files of tensors, as far as they are known.
         """
         files = self._content()
-        if not self.stored:  # under other names or in several files: transformers knows how
+        if not self.stored:  # under other names or in several files, as only transformers can write them
             policy = files.pop(POLICY)
             on_host = host_copies(policy)[0] if self.adapters is None else self.adapters.merged()
             self.model.save_pretrained(directory, state_dict=on_host)
@@ -105,14 +107,14 @@ class Trainer:
         return digests
 
     def snapshot(self, buffers: HostBuffers) -> Snapshot | None:
-        """What `save` would write now, in memory of these buffers; None where only transformers can write it."""
+        """Copy what `save` would write now into these buffers; None if only transformers can write it."""
         if not self.stored:
             return None
         copies = {name: buffers.copy(name, tensors) for name, tensors in self._content().items()}
         return Snapshot(copies, self._save_small_files)
 
     def snapshot_shapes(self) -> dict[tuple[str, str], tuple[torch.Size, torch.dtype]]:
-        """What `snapshot` copies, by file and name, where no other rank is needed to know it."""
+        """Shapes and types that `snapshot` copies, by file and name; empty if other ranks are needed to know them."""
         if not self.stored or self.parallel.ranks.world > 1 or not self.steps:
             return {}
         files = {file: getattr(tensors, "sources", tensors) for file, tensors in self._content().items()}
@@ -143,7 +145,7 @@ class Trainer:
         self.tokenizer.save_pretrained(directory)
 
     def policy(self) -> Mapping[str, Tensor]:
-        """The weights to sample from, on the device; merged with the adapters one by one as they are read."""
+        """The weights to sample from, on the device. Adapters are merged one by one as weights are read."""
         return self.parallel.full_state() if self.adapters is None else MergedWeights(self.adapters)
 
     def gather(self, has_moments: bool) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
@@ -155,28 +157,28 @@ class Trainer:
         return policy, files
 
     def state(self) -> dict[str, Any]:
-        """The numbers that belong to a checkpoint."""
+        """The scalars of a checkpoint: optimizer steps and drift."""
         return {"steps": self.steps, "drift": self.drift}
 
-    def rest(self) -> None:
-        """Give back memory that only updates need, while rollouts are sampled."""
+    def release_logits(self) -> None:
+        """Free the memory of kept logits, which only updates need, while rollouts are sampled."""
         self.execution.kept.release()
 
     def copy_frozen(self) -> None:
-        """Copy to host memory what never changes; then `sleep` need not."""
+        """Copy frozen weights to host memory now, so that `sleep` need not."""
         self.execution.copy_frozen()
 
     def sleep(self) -> None:
-        """Wait in host memory, from which it can be saved; the next update wakes it."""
+        """Move to host memory, from which the trainer can be saved; the next update wakes it."""
         self.execution.sleep()
 
     def wake(self) -> None:
-        """Come back from host memory."""
+        """Move back from host memory to the device."""
         self.execution.wake()
 
     @property
     def is_asleep(self) -> bool:
-        """Whether it waits in host memory."""
+        """Whether the trainer is in host memory."""
         return bool(self.execution.offload.away)
 
     # ------------------------------------------------------------ updates
@@ -202,7 +204,7 @@ class Trainer:
         return torch.cat([gradient.flatten() for gradient in gradients])
 
     def prepare(self, rows: RolloutColumns) -> UpdateBatch:
-        """Do what does not depend on the policy; may run in another thread, ahead of `enqueue`."""
+        """Do the work that does not depend on the policy; may run in another thread, ahead of `enqueue`."""
         limit, without_variance = self.config.sampler.max_new_tokens, self.config.batch.without_variance
         section = self.config.objective
         return self._split(make_update_batch(rows, self.objective, section, limit, without_variance))
@@ -222,15 +224,15 @@ class Trainer:
         return pending
 
     def follow(self, batch: RankBatch | None) -> None:
-        """Take this rank's part in an update of the first rank; None: there is nothing to learn from."""
+        """Take this rank's part in an update of the first rank; `batch` is None if there is nothing to learn from."""
         self._snapshot_proximal()
         if batch is not None:
-            parts = list(batch.micro_batches(self._layout(), self.device))
-            update(self.execution, self.rule, batch, parts, self._rate())
+            micro_batches = list(batch.micro_batches(self._layout(), self.device))
+            update(self.execution, self.rule, batch, micro_batches, self._rate())
         self.version += 1
 
     def _update_within_memory(self, batch: UpdateBatch, statistics: dict[str, float]) -> PendingUpdate:
-        """Update; once, if memory runs out, halve the token budget for good and try again."""
+        """Update. If memory runs out for the first time, halve the token budget for good and try again."""
         steps = self.steps
         try:
             return self._update(batch, statistics)
@@ -239,8 +241,8 @@ class Trainer:
                 raise ModelError("out of memory after a step: lower learner.tokens_per_micro_batch") from None
             if self.parallel.ranks.world > 1 or self.token_budget < self.config.learner.tokens_per_micro_batch:
                 raise out_of_memory(self.token_budget) from None
-        # Outside of the handler, whose traceback would keep the activations alive.
-        largest = max(part.padded_tokens for part in batch.micro_batches)  # which may not fill the budget
+        # Outside of the handler: its traceback would keep the activations alive.
+        largest = max(micro_batch.padded_tokens for micro_batch in batch.micro_batches)  # which may not fill the budget
         self.token_budget = min(self.token_budget, largest) // 2
         self.log(f"out of memory with {largest} tokens in a micro-batch: from here on at most {self.token_budget}")
         self.execution.free_memory()
@@ -250,16 +252,16 @@ class Trainer:
             raise out_of_memory(self.token_budget) from None
 
     def _update(self, batch: UpdateBatch, statistics: dict[str, float]) -> PendingUpdate:
-        if batch.layout != self._layout():  # it was prepared before memory ran out
+        if batch.layout != self._layout():  # the batch was prepared before memory ran out
             batch = self._split(batch)
         self.parallel.send_batches(batch.ranks)
         rate = self._rate()
-        numbers, tokens = update(self.execution, self.rule, batch.ranks[0], batch.micro_batches, rate)
-        finish = partial(self._metrics, numbers, self.version, rate, batch)
+        scalars, tokens = update(self.execution, self.rule, batch.ranks[0], batch.micro_batches, rate)
+        finish = partial(self._metrics, scalars, self.version, rate, batch)
         return PendingUpdate(statistics, finish, None if tokens is None else lambda: batch.token_record(*tokens()))
 
-    def _metrics(self, numbers: Read, version: int, rate: float, batch: UpdateBatch) -> dict[str, float]:
-        metrics = step_metrics(numbers(), version, rate, batch.ranks, drift_before=self.drift)
+    def _metrics(self, scalars: Read, version: int, rate: float, batch: UpdateBatch) -> dict[str, float]:
+        metrics = step_metrics(scalars(), version, rate, batch.ranks, drift_before=self.drift)
         self.drift = metrics["drift"]
         return metrics
 
@@ -274,6 +276,6 @@ class Trainer:
         return self.rate_factor * learning_rate(self.version, self.config.optimizer, self.config.schedule.updates)
 
     def _snapshot_proximal(self) -> None:
-        """Renew the proximal policy every few updates, for objectives that have one."""
+        """Renew the proximal policy every few updates, if the objective has one."""
         if self.objective.needs_proximal and self.version % self.config.objective.proximal_every == 0:
             self.execution.proximal = {name: weight.detach().clone() for weight, name in self.names.items()}

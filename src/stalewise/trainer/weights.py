@@ -22,7 +22,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def reading(self, *read: object) -> Iterator[None]:
-        """Run work without gradients that reads these objects; they are kept until `join`.
+        """Run work that reads these objects and needs no gradients. The objects are kept until `join`.
 
         The allocator would give freed memory to the next kernel of the other stream while this one still reads it.
         """
@@ -36,7 +36,7 @@ class SideStream:
                 yield
 
     def join(self, *made: torch.Tensor) -> None:
-        """Make the current stream wait for the side stream, and let it read what was made there."""
+        """Make the current stream wait for the side stream, and let it read these tensors that were made there."""
         if self.stream is not None:
             here = torch.cuda.current_stream()
             here.wait_stream(self.stream)
@@ -82,15 +82,15 @@ class FlatWeights(Weights):
         self.zero_gradients()
 
     def zero_gradients(self) -> None:
-        """In place."""
+        """Fill all gradients with zeros, in place."""
         self.gradient.zero_()
 
     def gradient_norm(self) -> Tensor:
-        """One reduction."""
+        """‖gradient‖ over the weights of this rank, in one reduction."""
         return torch.linalg.vector_norm(self.gradient, dtype=torch.float32)
 
     def clip_gradients(self, max_norm: float, norm: Tensor) -> None:
-        """By the same factor as `clip_grads_with_norm_`."""
+        """Scale the gradient down by the same factor as `clip_grads_with_norm_`."""
         self.gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
 
     def _flat(self) -> tuple[Tensor, list[Tensor]]:

@@ -266,7 +266,7 @@ def test_a_tokenizer_without_padding_pads_with_the_end(tmp_path: Path, policy: P
     write_json_atomic(policy / "tokenizer_config.json", settings)
     write_json_atomic(policy / "tokenizer.json", read_json(policy / "tokenizer.json") | {"padding": None})
     config = config_file(tmp_path, model={"path": str(policy)})
-    assert "having no token for it" in call("doctor", config).stdout
+    assert "(the tokenizer defines no pad token)" in call("doctor", config).stdout
     result = call("train", config, "--json")
     assert result.exit_code == 0, result.stderr
     # Padding is masked everywhere: which token pads must change nothing.

@@ -20,7 +20,7 @@ from stalewise.api import run
 from stalewise.config import RunConfig, make_config
 from stalewise.errors import StoreError
 from stalewise.models.transfer import HostBuffers
-from stalewise.orchestrator import checkpoint_writer
+from stalewise.orchestrator import checkpoint_writer, rollout_source
 from stalewise.orchestrator import orchestrator as module
 from stalewise.orchestrator.checkpoint_writer import CheckpointWriter, fits_beside
 from stalewise.orchestrator.run_log import RunLog
@@ -584,7 +584,7 @@ def test_a_later_batch_from_which_nothing_can_be_learned_does_not_end_a_run_whos
 ) -> None:
     settings, told = config(tmp_path, **SYNCHRONOUS), list[str]()
     problem = "none of 8 groups has variance; the mean reward is 0.000"
-    monkeypatch.setattr(module, "batch_problem", lambda batch: problem if batch.manifest.version == 2 else "")
+    monkeypatch.setattr(rollout_source, "batch_problem", lambda batch: problem if batch.manifest.version == 2 else "")
     held = HeldLonger(monkeypatch, settings)
     monkeypatch.setattr(held, "log", told.append)
     run(settings, held)

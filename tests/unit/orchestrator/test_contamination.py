@@ -226,7 +226,7 @@ def test_an_export_says_what_it_can(trained: RunConfig, tmp_path: Path, monkeypa
     child = started_from(trained, tmp_path / "child", exported)
     record = called_json("eval", child, "--file", rows, "--samples", 1)
     assert record["excluded"] == 16
-    assert "of what it was trained on only the task's prompts are known; evaluate the run" in record["unknown"][0]
+    assert "only the task's prompts are known to have been trained on; evaluate the run" in record["unknown"][0]
     words[1] = export_policy(child, tmp_path / "later")
     later = called_json(*words)["unknown"][0]
     assert "which began as version 4 of the run tiny, which started from the small policy `arithmetic`" in later
@@ -243,7 +243,7 @@ def test_where_the_task_is_gone_the_ids_of_the_rollouts_are_left(trained: RunCon
     result = verbs.evaluate(copied, file=path, samples=1, callback=listener)
     assert result.excluded == 16
     (said,) = listener.said
-    assert "is known by its ids alone, not by its problems: there is no file" in said
+    assert "only the ids are known, not the problems: there is no file" in said
 
 
 def test_the_form_of_the_runs_own_rows_is_kept(trained: RunConfig, tmp_path: Path) -> None:

@@ -31,9 +31,13 @@ def test_the_budget_warns_once_before_each_limit() -> None:
     assert not said
     budget.measure(0.9, 0.0)
     budget.measure(0.95, 0.0)
-    assert len(said) == 1 and "90% of the drift" in said[0] and "smaller stages" in said[0]
+    assert (
+        len(said) == 1
+        and "drift within this generation batch is at 90% of its limit" in said[0]
+        and "smaller stages" in said[0]
+    )
     budget.measure(3.5, 2.4)
-    assert len(said) == 2 and "in all" in said[1]
+    assert len(said) == 2 and "drift over the run is at" in said[1]
     assert DriftBudget.note({"batch_budget": 0.43, "horizon_budget": 0.12}) == "  budget 43% of batch, 12% of run"
 
 
@@ -43,7 +47,7 @@ def test_the_budget_warns_where_one_more_step_would_cross_a_limit() -> None:
     budget.measure(0.3, 0.0)
     assert not said  # what was used before the first look is not known to be one step
     budget.measure(0.7, 0.0)
-    assert len(said) == 1 and "70% of the drift" in said[0]
+    assert len(said) == 1 and "drift within this generation batch is at 70%" in said[0]
 
 
 def test_a_stage_whose_rollouts_have_lost_half_their_worth_is_told_once() -> None:
@@ -70,7 +74,10 @@ def test_a_warning_of_an_earlier_sitting_is_not_repeated(runs: Path) -> None:
         orchestrator.step()
     orchestrator.close()
     run(config, second)
-    warned = [[text for text in listener.said if "of the drift" in text] for listener in (first, second)]
+    warned = [
+        [text for text in listener.said if "drift over the run" in text or "drift within" in text]
+        for listener in (first, second)
+    ]
     assert [len(texts) for texts in warned] == [2, 0]
 
 
@@ -81,7 +88,7 @@ def test_a_budget_that_is_not_known_is_not_shown() -> None:
     said: list[str] = []
     half = DriftBudget((0.0, 1.0), said.append).measure(0.95, 0.0)  # one of two
     assert math.isnan(half["batch_budget"]) and DriftBudget.note(half) == "  budget 95% of run"
-    assert len(said) == 1 and "in all" in said[0]
+    assert len(said) == 1 and "drift over the run" in said[0]
 
 
 def test_drift_within_a_batch_is_counted_from_the_policy_that_made_it(tiny_run: RunConfig) -> None:

@@ -90,7 +90,7 @@ def test_a_warning_goes_on_and_comes_again_with_the_first_update(bart: Path, run
     run(a_run(bart, runs, model={"check": "warn"}), notes)
     warnings = [line for line in notes.lines if line.startswith("warning: ")]
     assert "decoding with a growing cache differs" in warnings[0]
-    assert "the learner's log-probabilities of fresh rollouts differ from those of the engine hf" in warnings[1]
+    assert "the trainer's log-probabilities of fresh rollouts differ from those of the engine hf" in warnings[1]
     assert versions(runs / "one")[-1] == 2
 
 

@@ -18,7 +18,7 @@ from stalewise.config import RunConfig, make_config
 from stalewise.config.run_directory import read_result
 from stalewise.errors import StoreError, TaskError
 from stalewise.models.loading import load_tokenizer
-from stalewise.orchestrator import orchestrator
+from stalewise.orchestrator import orchestrator, rollout_source
 from stalewise.orchestrator.checkpoint_writer import CheckpointWriter
 from stalewise.orchestrator.orchestrator import Orchestrator
 from stalewise.rollout.engines.embedded import HFSampler
@@ -210,7 +210,7 @@ def test_they_make_way_where_a_copy_or_a_commit_fails(
 
 
 def test_neither_is_there_while_a_reference_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    places, there, compute = Places(monkeypatch), list[tuple[bool, bool, bool]](), orchestrator.compute_reference
+    places, there, compute = Places(monkeypatch), list[tuple[bool, bool, bool]](), rollout_source.compute_reference
     settings = config(tmp_path, objective={"kl": 0.1}, checkpoints=KEPT)
 
     def noted(*arguments: Any) -> Any:
@@ -218,7 +218,7 @@ def test_neither_is_there_while_a_reference_is(tmp_path: Path, monkeypatch: pyte
         there.append((bool(on_device), bool(copied), bool(places.sleeps)))
         return compute(*arguments)
 
-    monkeypatch.setattr(orchestrator, "compute_reference", noted)
+    monkeypatch.setattr(rollout_source, "compute_reference", noted)
     run(settings)
     assert there == [(False, True, False), (False, True, True)]  # no trainer before the first stage
     places.check_policies()

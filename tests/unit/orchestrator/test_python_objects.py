@@ -355,7 +355,7 @@ def test_an_evaluation_counts_the_prompts_that_are_held_out(tmp_path: Path) -> N
     assert ("evaluate", 12) in begun
     settings |= {"callback": (said := Recorder())}
     stalewise.train("embedded:arithmetic", ROWS, exact, name="own", **settings)
-    assert [text.endswith(", undamaged") for text in said.said if text.startswith("checked version 2")] == [True]
+    assert [text.endswith(": no damage") for text in said.said if text.startswith("checked version 2")] == [True]
     assert "2 of 2 updates are made: there is nothing left to train" in said.said
     found = call("doctor", tmp_path / "own").stdout
     assert f"run directory   {tmp_path}/own: has made all 2 updates" in found

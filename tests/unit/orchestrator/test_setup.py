@@ -118,7 +118,7 @@ def test_a_learner_and_vllm_that_do_not_fit_on_one_gpu_are_refused(runs: Path, m
         check(0.6)
     with pytest.raises(ConfigError, match=r"to 0.5 or less, train adapters"):  # of several ranks none waits
         check(0.6, world=2, offload="always")
-    with pytest.raises(ConfigError, match=r"does not fit for generating: .* 5% of .* \(the learner leaves 50%\)"):
+    with pytest.raises(ConfigError, match=r"does not fit for sampling: .* 5% of .* \(the trainer leaves 50%\)"):
         check(0.05)  # the weights are an eighth or a sixteenth of all, in float32 or bfloat16
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, needed.least))
     with pytest.raises(ConfigError, match=r"while vLLM samples: train adapters"):

@@ -341,7 +341,7 @@ def test_a_generator_on_a_device_that_is_too_small_is_refused(
         check_memory(settings.model_copy(update={"evaluation": suites}), "x") == ""
     )  # the learner's device samples them
     memory[1] -= 1
-    with pytest.raises(ModelError, match=r"not fit for generating on schedule.generator_device = cuda:1: .* or lower"):
+    with pytest.raises(ModelError, match=r"not fit for sampling on schedule.generator_device = cuda:1: .* or lower"):
         check_memory(settings, "x")
     memory[1] = 10**6
     with pytest.raises(ModelError, match=r"the device has 0.00 GiB: choose another device or a smaller model$"):
@@ -505,7 +505,7 @@ def test_a_run_that_fits_only_in_turns(shape: ModelShape, monkeypatch: pytest.Mo
     # One response of 12,428 tokens takes 7.457 MB, one of 12,528 takes 7.517; 7.5 are left by the sampler's weights.
     said = check_memory(settings("auto", 12_300), "x")
     assert said.startswith("memory may run out: ") and "(sampler's weights 0.00, keys and values 0.04; while" in said
-    with pytest.raises(ModelError, match=r"not for generating: .*\(at most sampler.max_new_tokens = 12372 would fit"):
+    with pytest.raises(ModelError, match=r"not for sampling: .*\(at most sampler.max_new_tokens = 12372 would fit"):
         check_memory(settings("auto", 12_400), "x")
     suite = SuiteSection(name="long", max_new_tokens=12_400)
     of_suite = {"evaluation": settings("auto").evaluation.model_copy(update={"suite": [suite]})}
@@ -681,7 +681,7 @@ def test_a_run_that_fits_for_learning_or_for_generating_alone(
     monkeypatch.setattr("stalewise.planning.memory.free_bytes", lambda device: free[0])
     long = config(sampler={"max_new_tokens": 9872, "rollouts_per_shard": 8})  # with a prompt of 128: 10,000 tokens
     free[0] = 26_000_000
-    with pytest.raises(ModelError, match="x fits for learning and not for generating: one response of") as refusal:
+    with pytest.raises(ModelError, match="x fits for training but not for sampling: one response of") as refusal:
         check_memory(long, "x")
     # 6 MB are left: 5,000 tokens, 128 of them the prompt's.
     assert "takes 0.01 GiB of keys and values, and 0.01 are there for them (at most" in str(refusal.value)

@@ -218,7 +218,8 @@ def test_a_rate_that_is_merely_known_to_be_safe_does_not_take_the_place_of_a_lar
     config = calibrated(runs, sweep=whole)(**given, **if_calibrated)
     assert law_learning_rate(config) < 0.1
     assert resolve_settings(config, said.append).optimizer.learning_rate == 0.1
-    assert "stays 0.1, as given: up to" in said[0] and "no run of the sweep says that more is not" in said[0]
+    assert "stays 0.1: the sweep shows that rates up to" in said[0]
+    assert "so higher rates are untested or unresolved" in said[0]
     asked_for = calibrated(runs, sweep=whole)(**given, plan={"learning_rate": "planned"})
     assert resolve_settings(asked_for).optimizer.learning_rate == law_learning_rate(asked_for)
     fallen = calibrated(runs, sweep=SWEEP)(**given, **if_calibrated)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from calibrations import config_at
@@ -16,9 +18,10 @@ from stalewise.planning.calibration import (
     UpdateNormPhase,
     read_calibration,
 )
-from stalewise.planning.probe import generation_costs, measure, phases, switching_costs, uneven_stage
-from stalewise.store import batch_directories, read_batch_manifest
+from stalewise.planning.probe import generation_costs, measure, phases, rewards, switching_costs, uneven_stage
+from stalewise.store import batch_directories, batch_directory, commit_batch, read_batch_manifest, write_shard
 from stalewise.store.json_lines import read_jsonl
+from stored_rollouts import make_rollouts
 from tiny import call, called_json, refused, tiny_record, write_config
 
 
@@ -65,6 +68,18 @@ def test_a_run_is_measured_whoever_made_it(tiny_run: RunConfig) -> None:
     found = measure(tiny_run.directory)
     assert (found.updates, found.peak_memory_bytes, found.generation_sizes) == (4, None, (32, 32))
     assert found.seconds_per_generation == 0.0  # one size tells nothing of it
+
+
+def test_equal_rewards_teach_nothing_though_their_mean_is_rounded(tmp_path: Path) -> None:
+    directory = batch_directory(tmp_path / "rollouts", version=0, generation_batch=0)
+    rollouts = make_rollouts(0, 8)  # two groups of four
+    assert np.var([0.1, 0.1, 0.1]) > 0  # by rounding alone
+    given = [0.1, 0.1, 0.1, math.nan, 0.0, 1.0, 0.0, 1.0]
+    write_shard(
+        directory, 0, [replace(one, reward=reward) for one, reward in zip(rollouts, given, strict=True)], seconds=1.5
+    )
+    commit_batch(directory, shards=1, task="arithmetic")
+    assert rewards(tmp_path)["teaching_share"] == 0.5
 
 
 def test_phases_grow_fourfold() -> None:

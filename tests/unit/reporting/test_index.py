@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -177,6 +178,14 @@ def test_a_group_number_tells_batches_apart(tmp_path: Path) -> None:
     add_batch(run, 0, [make_rollout(i) for i in range(8)])
     add_batch(run, 1, [replace(make_rollout(i), rollout_id=100 + i) for i in range(8)])
     assert len(QueryResult(index_of(run), parse_filters({})).groups) == 4
+
+
+def test_a_group_without_a_reward_is_degenerate(tmp_path: Path) -> None:
+    run = start_run(tmp_path)
+    unscored = [replace(make_rollout(i), reward=math.nan, reward_error="it failed") for i in range(GROUP_SIZE)]
+    differing = [replace(make_rollout(GROUP_SIZE + i), reward=float(i), reward_error="") for i in range(GROUP_SIZE)]
+    add_batch(run, 0, [*unscored, *differing])
+    assert index_of(run).column("degenerate").tolist() == [True] * GROUP_SIZE + [False] * GROUP_SIZE
 
 
 def test_a_damaged_index_is_made_anew(own: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from rundirs import add_evaluation
 from stalewise.config import make_config
 from stalewise.errors import ConfigError
 from stalewise.reporting.trackers import Trackers, check_installed
@@ -38,21 +37,24 @@ class Recorder:
         self.calls.append(("finish",))
 
 
-def test_numbers_and_new_evaluations_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_and_evaluations_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.tracking.LOGGER_TYPE_TO_CLASS", {"wandb": Recorder})
     monkeypatch.setattr("stalewise.reporting.trackers.check_installed", lambda names: None)
     config = make_config(tiny_record(tmp_path) | {"trackers": ["wandb"]})
-    add_evaluation(config.directory, 0, 0.25)  # by an earlier process
     trackers = Trackers(config)
     trackers.metrics(3, {"update": 3, "reward": 0.5, "taken": True, "note": "text"})
-    trackers.log("nothing new")
-    add_evaluation(config.directory, 4, 0.5)
-    trackers.log("evaluated")
+    accuracy = {"value": 0.5, "low": 0.25, "high": 0.75}
+    record = {"version": 4, "samples": 1, "accuracy": accuracy, "pass_at": {1: accuracy}, "suite": ""}
+    trackers.evaluation(record)
+    by_task = {"sums": {"accuracy": {**accuracy, "value": 0.75}}}
+    trackers.evaluation(record | {"suite": "hard", "majority": {**accuracy, "value": 1.0}, "by_task": by_task})
     trackers.close()
     (recorder,) = trackers._trackers
     evaluation = (4, {"evaluation/accuracy": 0.5, "evaluation/pass@1": 0.5})
+    suite = {"avg@1": 0.5, "pass@1": 0.5, "majority@1": 1.0, "sums/accuracy": 0.75}
+    of_suite = (4, {f"suites/hard/{name}": value for name, value in suite.items()})
     start = [("made", "stalewise", "tiny"), ("start",), ("settings", config.optimizer.learning_rate)]
-    assert recorder.calls == [*start, (3, {"reward": 0.5}), evaluation, ("finish",)]
+    assert recorder.calls == [*start, (3, {"reward": 0.5}), evaluation, of_suite, ("finish",)]
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,9 @@ from stalewise.store.atomic import (
     commit_directory,
     make_directory,
     read_json,
+    remove_if_failed,
     remove_temporaries,
     sha256_file,
-    taking_back,
     temporary_name,
     write_atomic,
     write_json_atomic,
@@ -365,7 +365,7 @@ def test_a_lock_that_is_taken_back_leaves_no_two_holders(tmp_path: Path, monkeyp
     def opened(path: Any, *given: Any, **named: Any) -> int:  # the first one leaves once the second one has its file
         descriptor = really(path, *given, **named)
         if Path(path) == first.path:
-            first.take_back()
+            first.release_and_remove()
         return descriptor
 
     monkeypatch.setattr(os, "open", opened)
@@ -374,13 +374,13 @@ def test_a_lock_that_is_taken_back_leaves_no_two_holders(tmp_path: Path, monkeyp
         with pytest.raises(StoreError, match="in use by process"):
             RunLock(tmp_path).acquire()
     second.acquire()
-    second.take_back()  # it has not made the file
+    second.release_and_remove()  # it has not made the file
     assert first.path.exists()
 
 
 def test_what_was_made_for_a_block_that_fails_is_removed_unless_it_is_used(tmp_path: Path) -> None:
     def left(used: str) -> list[str]:
-        with pytest.raises(KeyboardInterrupt), taking_back(tmp_path / "a" / "b"):
+        with pytest.raises(KeyboardInterrupt), remove_if_failed(tmp_path / "a" / "b"):
             make_directory(tmp_path / "a" / "b")
             (tmp_path / used).touch()
             raise KeyboardInterrupt

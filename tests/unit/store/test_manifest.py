@@ -35,9 +35,7 @@ def test_other_formats_and_broken_manifests_are_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({**record, "a later key": 1}))
     store.open_batch(directory)
     path.write_text(json.dumps({**record, "format": "stalewise.rollouts/3"}))
-    with pytest.raises(
-        StoreError, match=r"has format stalewise\.rollouts/3, this stalewise reads stalewise\.rollouts/1"
-    ):
+    with pytest.raises(StoreError, match=r"has format stalewise\.rollouts/3; this release reads stalewise\.rollouts/1"):
         store.open_batch(directory)
     path.write_text(json.dumps({k: v for k, v in record.items() if k != "rows"}))
     with pytest.raises(StoreError, match=r"manifest\.json is corrupt: rows missing"):

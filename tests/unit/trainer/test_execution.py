@@ -218,7 +218,7 @@ def test_memory_of_kept_logits_is_dropped_when_the_policy_rests_or_sleeps_and_wh
         trainer.sleep()
         assert kept.memory is None and kept.most_bytes == 1 << 30
     trainer.update(rollouts())
-    trainer.rest()
+    trainer.release_logits()
     assert kept.memory is None and not trainer.execution.offload.away
     trainer.sleep()
     assert trainer.execution.offload.away

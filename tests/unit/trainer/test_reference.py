@@ -184,7 +184,7 @@ def test_weights_of_parts_are_the_reward(runs: Path) -> None:
     run(config)
     batch = open_batch(batch_directories(config.directory / "rollouts")[0])
     plain = batch.column("reward")
-    batch.weights = config.objective.reward_weights
+    batch = batch.with_columns(reward_weights=config.objective.reward_weights)
     parts = [{p["name"]: p["value"] for p in row["reward_parts"]} for row in batch.iter_records(["reward_parts"])]
     expected = np.array([0.25 * one["correct"] + 0.5 * one["format"] for one in parts])
     assert batch.column("reward").tolist() == expected.tolist() != plain.tolist()

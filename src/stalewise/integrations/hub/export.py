@@ -22,7 +22,7 @@ from stalewise.reporting.read import read_run
 from stalewise.reporting.verification import check_run
 from stalewise.store import batch_directories, is_committed, open_batch
 from stalewise.store.atomic import read_json
-from stalewise.store.checkpoints import checkpoint_directory, read_state, versions
+from stalewise.store.checkpoints import checkpoint_directory, pick_version, read_state
 from stalewise.tasks.sandbox import scratch_folder
 
 CARD, CONFIG = "README.md", EXPORT_CONFIG
@@ -50,7 +50,7 @@ def export_policy(
     run, directory = Path(run), Path(directory).expanduser()
     config = read_config(run)
     check_run(run)  # no figure of the card is of a damaged record
-    version = _version(run, version)
+    version = pick_version(run, version, "export")
     checkpoint = checkpoint_directory(run, version)
     if adapter and not config.model.trains_adapters:
         raise StoreError(f"{run} trained all weights and has no adapter: leave out --adapter")
@@ -102,15 +102,6 @@ def _without_workers(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_workers(item) for key, item in value.items() if key != "worker"}
     return [_without_workers(item) for item in value] if isinstance(value, list) else value
-
-
-def _version(run: Path, version: int | None) -> int:
-    found = versions(run)
-    if not found:
-        raise StoreError(f"{run} has no checkpoint yet: there is nothing to export")
-    if version is not None and version not in found:
-        raise StoreError(f"{run} has no checkpoint of version {version}; it has {', '.join(map(str, found))}")
-    return found[-1] if version is None else version
 
 
 def _place_policy(checkpoint: Path, folder: Path, *, link: bool) -> None:

@@ -23,12 +23,13 @@ from stalewise.reporting.browser.locations import BatchLocation, check_shard, fi
 from stalewise.store import ShardManifest, read_batch_manifest, read_ledger, shard_path, token_files
 from stalewise.store.atomic import write_atomic
 from stalewise.store.columns import part_columns
+from stalewise.store.reader import has_variance
 from stalewise.store.reward_versions import FIRST, find_version
 from stalewise.store.token_log import read_light
 from stalewise.types import MOST_PARTS, FinishReason
 
 CACHE = "rollouts.index.arrow"
-FORMAT = "stalewise.index/3"
+FORMAT = "stalewise.index/4"
 _SEAL = 32  # bytes of the SHA-256 before the table
 REFRESH_S = 2.0  # a run directory is checked at most this often
 CHECKED_BYTES = 2**28  # of shards hashed while the index is built; others are hashed when they are opened
@@ -285,7 +286,7 @@ def _fill(logged: dict[str, Column], log: pa.Table, rows: Column, update: Column
 
 
 def _groups(table: pa.Table) -> tuple[Column, Column]:
-    """A number for each group of each batch, and whether its rewards are all equal."""
+    """A number for each group of each batch, and whether it is degenerate: no two of its rewards differ."""
     batch, group, reward = (table.column(name).to_numpy() for name in ("place", "group", "reward"))
     if not len(batch):
         return np.empty(0, np.int64), np.empty(0, np.bool_)
@@ -293,10 +294,7 @@ def _groups(table: pa.Table) -> tuple[Column, Column]:
     is_new = np.r_[True, (np.diff(batch[order]) != 0) | (np.diff(group[order]) != 0)]
     number = np.empty(len(order), dtype=np.int64)
     number[order] = np.cumsum(is_new) - 1
-    starts = np.flatnonzero(is_new)
-    low = np.fmin.reduceat(reward[order], starts)  # fmin ignores NaN
-    high = np.fmax.reduceat(reward[order], starts)
-    return number, (low == high)[number]
+    return number, ~has_variance(reward, number)
 
 
 def _index(

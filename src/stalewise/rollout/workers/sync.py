@@ -16,8 +16,8 @@ from typing import Any
 
 from stalewise.errors import StoreError
 from stalewise.store import atomic, committed_shards, shard_path
-from stalewise.store.atomic import parse_json, read_json, sealed_json, sha256_file
-from stalewise.store.checkpoints import SHA256, check_format, checkpoint_directory, versions
+from stalewise.store.atomic import check_format, parse_json, read_json, sealed_json, sha256_file
+from stalewise.store.checkpoints import SHA256, checkpoint_directory, versions
 from stalewise.store.manifest import BATCH_MANIFEST, read_shard_manifest, shard_manifest_path
 from stalewise.store.object_store import ObjectStore
 
@@ -191,7 +191,7 @@ def _checkpoint_files(content: bytes, where: str) -> tuple[Callable[[Path], str]
         written, files = record["format"], dict(record["files"])
     except (StoreError, ValueError, KeyError, TypeError):
         raise StoreError(f"{where} is half written or no manifest: run the trainer again, it uploads it") from None
-    check_format(written, where)
+    check_format(where, written, *sorted(SHA256))
     if bad := [name for name in files if name.startswith("/") or ".." in Path(name).parts]:
         raise StoreError(f"{where} names {bad[0]}, which is outside of the checkpoint: it is not from stalewise")
     return SHA256[written], files

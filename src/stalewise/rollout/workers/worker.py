@@ -28,7 +28,7 @@ from stalewise.rollout.workers.shard_queue import OrderWithdrawn, ShardQueue, Wo
 from stalewise.rollout.workers.sync import PolicySync, policy_digest
 from stalewise.rollout.workers.work_order import WorkOrder
 from stalewise.store import batch_directory
-from stalewise.store.atomic import parse_json
+from stalewise.store.atomic import check_format, parse_json
 from stalewise.store.checkpoints import checkpoint_directory, read_state
 from stalewise.store.object_store import DirectoryStore, ObjectStore, open_object_store
 from stalewise.tasks import Task, close_task
@@ -167,8 +167,7 @@ def _read_config(object_store: ObjectStore, wait: bool, log: Callable[[str], obj
         format_there = record.get("format")
     except StoreError:
         raise StoreError(f"{where}/{CONFIG} is half written or no config: start the trainer again") from None
-    if format_there != FORMAT:
-        raise StoreError(f"{where} has format {format_there}; this release reads {FORMAT}: use the trainer's release")
+    check_format(where, format_there, FORMAT, advice="use the trainer's release")
     return record
 
 

@@ -207,7 +207,8 @@ async function open(batch, group) {
     const rewards = found.responses.map((response) => response.reward).filter((reward) => reward !== null);
     const notes = [`${found.responses.length} responses`];
     if (found.rewards_used !== "first") notes.push(`rewards: ${found.rewards_used}`);
-    if (found.degenerate) notes.push(`degenerate: all rewards are ${digits(rewards[0])}, so it gives no gradient`);
+    const equal = rewards.length ? `all rewards are ${digits(rewards[0])}` : "no response has a reward";
+    if (found.degenerate) notes.push(`degenerate: ${equal}, so it gives no gradient`);
     if (found.rollback) notes.push(found.stands ? `as seen by updates that rollback ${found.rollback} removed; the batch itself is kept` : `removed by rollback ${found.rollback}: the run continued without it`);
     content.replaceChildren(
       element("h2", {}, `Group ${found.group}`, element("span", { className: "faint" }, ` in ${found.directory}`)),
