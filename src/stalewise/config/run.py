@@ -26,7 +26,6 @@ from stalewise.config.sections import (
     SamplerSection,
     ScheduleSection,
     Section,
-    with_recipe,
 )
 from stalewise.errors import ConfigError, nearest
 from stalewise.store.atomic import read_json, write_json_atomic
@@ -45,6 +44,30 @@ _PATTERNS = {
     NAME: "it may have letters, digits, _, - and ., and begins with a letter, a digit or _",
     sections.URL: "it should be the address of a server, as in http://127.0.0.1:8000",
 }
+
+# The settings that docs/control.md recommends. They replace the defaults; a config's own settings win.
+RECIPES: dict[str, dict[str, dict[str, Any]]] = {
+    "none": {},
+    "auto": {
+        "objective": {"name": "mu_grpo"},
+        "schedule": {"end": "spent"},
+        "guard": {"action": "halve"},
+        "plan": {"learning_rate": "planned-if-calibrated"},
+    },
+}
+
+
+def with_recipe(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Fill in the settings of the config's recipe; a schedule that sets its own kind or stages is kept."""
+    filled = dict(record)
+    for table, settings in RECIPES.get(str(record.get("recipe", "none")), {}).items():
+        given = filled.get(table, {})
+        if not isinstance(given, Mapping):
+            continue
+        has_stages = given.get("kind", "staged") != "staged" or given.get("stages") is not None
+        if not (table == "schedule" and has_stages):
+            filled[table] = {**settings, **given}
+    return filled
 
 
 class RunConfig(Section):

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from stalewise.config.sections import RECIPES, ScheduleSection, with_recipe
+from stalewise.config.run import RECIPES, with_recipe
+from stalewise.config.sections import ScheduleSection
 
 
 @pytest.mark.parametrize(
