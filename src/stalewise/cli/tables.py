@@ -16,8 +16,8 @@ from rich.text import Text
 from stalewise.cli.app import print_json
 from stalewise.config import RunConfig
 from stalewise.config.run_directory import RunResult
+from stalewise.errors import visible
 from stalewise.reporting.compare import RunComparison
-from stalewise.reporting.inspection import visible
 from stalewise.reporting.status import RunPhase, RunStatus
 from stalewise.reporting.summary import (
     count_noun,
@@ -131,7 +131,7 @@ def print_evaluation(result: Any) -> None:
         f"{result.seconds:.1f} s",
     )
     if result.majority is None and result.samples > 1:
-        print_lines('majority@k is unavailable: the reward names no answers (a dict with "answer" would)')
+        print_lines("majority@k is unavailable: the reward function returns no 'answer'")
     for label, one in result.by_task.items():
         print_lines(visible(f"{label}: accuracy {format_interval(one['accuracy'])} on {one['prompts']} prompts"))
     if result.excluded:
@@ -142,7 +142,7 @@ def print_evaluation(result: Any) -> None:
     if result.unmatched:
         names = ", ".join(map(visible, result.unmatched_prompts))
         print_lines(
-            f"{result.unmatched} gold answer(s) are not accepted as an answer, since only a part is read: {names}"
+            f"{result.unmatched} gold answers are scored as wrong, since the verifier parses only part of them: {names}"
         )
     print_lines(*_unparsed(result.unparsed, result.unparsed_examples))
 

@@ -138,7 +138,7 @@ def read_resolved(directory: str | Path) -> dict[str, Any]:
 
 
 def not_a_run(directory: str | Path) -> str:
-    """The message about what is not a run directory, with the one that was probably meant."""
+    """Error message for a path that is not a run directory, with a suggestion."""
     what = f"has no {RESOLVED}" if os.path.isdir(directory) else "does not exist"
     if os.path.isfile(directory):
         what = "is a file"
@@ -146,7 +146,7 @@ def not_a_run(directory: str | Path) -> str:
 
 
 def run_nearby(path: str | Path) -> str:
-    """What to name instead of a directory that is a level above or below that of a run, or of another name."""
+    """Suggest the run directory that was probably meant."""
     path = Path(path)
     if os.path.isfile(path) and (run := _run_of_config(path)) is not None:
         begun = "name its run" if os.path.isfile(run / RESOLVED) else "`stalewise train` makes its run"
@@ -230,7 +230,7 @@ def changed_settings(
 ) -> dict[str, tuple[Any, Any]]:
     """Settings that identify a run and differ between two resolved configs of it: before and after."""
     # A setting that is newer than the run had its default; an option that was removed is a difference, too.
-    old, new = flat(RunConfig().identity()) | flat(identity_of(recorded)), flat(identity_of(record))
+    old, new = flatten(RunConfig().identity()) | flatten(identity_of(recorded)), flatten(identity_of(record))
     return {
         key: (old.get(key), new.get(key))
         for key in {**new, **old}
@@ -256,8 +256,8 @@ def _changed_in_program(differences: list[str]) -> str:
 
 def all_changes(record: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str, list[Any]]:
     """All settings that differ between two resolved configs of a run, except its name and place: before and after."""
-    before, after = (flat(with_moved_files(one, HERE)) for one in (recorded, record))
-    before = flat(RunConfig().model_dump(mode="json")) | before
+    before, after = (flatten(with_moved_files(one, HERE)) for one in (recorded, record))
+    before = flatten(RunConfig().model_dump(mode="json")) | before
     named = ("format", "name", "runs")
     return {
         key: [before.get(key), after.get(key)]
@@ -290,11 +290,14 @@ def schedule_of(section: ScheduleSection, directory: Path) -> Schedule:
     )
 
 
-def flat(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as one, with dotted keys."""
+def flatten(record: Mapping[str, Any], prefix: str = "", *, keep_empty: bool = False) -> dict[str, Any]:
+    """Nested tables as one table with dotted keys; empty tables are left out, or with `keep_empty` are values."""
     merged: dict[str, Any] = {}
     for key, value in record.items():
-        merged |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        if isinstance(value, dict) and (value or not keep_empty):
+            merged |= flatten(value, f"{prefix}{key}.", keep_empty=keep_empty)
+        else:
+            merged[f"{prefix}{key}"] = value
     return merged
 
 

@@ -38,11 +38,9 @@ from stalewise.types import SamplerSettings
 PREFIX = "stalewise/"  # before the names of docs/metrics.md: TRL has an `entropy` of its own
 
 # Settings of TRL's own losses and advantages that are not used here: changing one is an error.
-UNREAD = (
-    *("beta", "delta", "entropy_coef", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type"),
-    *("multi_objective_aggregation", "off_policy_mask_threshold", "scale_rewards", "top_entropy_quantile"),
-    "use_adaptive_entropy",
-)
+UNREAD = ("beta", "delta", "entropy_coef", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type")
+UNREAD += ("multi_objective_aggregation", "off_policy_mask_threshold", "scale_rewards", "top_entropy_quantile")
+UNREAD += ("use_adaptive_entropy",)
 # Settings of `generate` for which a forward pass gives the sampling distribution.
 UNTRUNCATED: Mapping[str, tuple[Any, ...]] = {
     "do_sample": (True,),
@@ -50,10 +48,8 @@ UNTRUNCATED: Mapping[str, tuple[Any, ...]] = {
     **{name: (None, least) for name, least in (("top_k", 0), ("min_p", 0.0), ("num_beams", 1))},
 }
 # Further inputs of the model's forward, by their names in TRL's micro-batches.
-EXTRA_INPUTS = (
-    *("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles"),
-    *("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids"),
-)
+EXTRA_INPUTS = ("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles")
+EXTRA_INPUTS += ("image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids")
 
 
 log = logging.getLogger(__name__)

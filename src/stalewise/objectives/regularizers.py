@@ -1,4 +1,4 @@
-"""What is added to any objective: a divergence from a reference policy, an entropy bonus, and shaped rewards.
+"""Terms that are added to any objective: a divergence from a reference policy, an entropy bonus, and shaped rewards.
 
 ℓ is the policy's log-probability of a token, f that of the reference, H the entropy of the policy's distribution at the
 token. All are pure functions; a coefficient of 0 adds nothing, and leaves the objective as it is to the last bit.
@@ -20,19 +20,14 @@ KLEstimator = Literal["k1", "k2", "k3"]
 
 @dataclass(frozen=True, slots=True)
 class Regularizers:
-    """Coefficients of the terms that every token's loss gets."""
+    """Coefficients of the terms that are added to every token's loss."""
 
     kl: float = 0.0  # of the divergence from the reference
     estimator: KLEstimator = "k3"
     entropy: float = 0.0  # of the entropy, which is subtracted
 
-    @property
-    def are_on(self) -> bool:
-        """Whether the loss has any of these terms."""
-        return bool(self.kl or self.entropy)
-
     def add_to(self, loss_BT: Tensor, tokens: Tokens, entropy_BT: Tensor | None) -> Tensor:
-        """loss + kl · KL(ℓ, f) − entropy · H, token by token; reduced with the loss, so no split changes a gradient."""
+        """loss + kl · KL(ℓ, f) − entropy · H per token. The terms are reduced with the loss, so no split changes it."""
         if self.kl:
             if tokens.reference_logp_BT is None:
                 raise ValueError("reference_logp is None; a KL divergence from a reference expects a tensor [B, T]")

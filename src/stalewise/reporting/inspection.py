@@ -12,7 +12,6 @@ from typing import Any
 from stalewise import store
 from stalewise.config.run_directory import read_config, read_fork, read_result
 from stalewise.errors import StoreError
-from stalewise.errors import visible as visible  # where the other modules of this room look for it
 from stalewise.store.checkpoints import checkpoint_directory, versions
 from stalewise.store.records import EVALUATION, JOURNAL, SOURCES, read_record, read_records
 from stalewise.store.reward_versions import FIRST, BatchRewards, reward_versions

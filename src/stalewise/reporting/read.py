@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stalewise.config import ScheduleSection
-from stalewise.config.run_directory import FORK, NOTES, RESOLVED, read_fork, read_resolved, schedule_of
+from stalewise.config.run_directory import FORK, NOTES, RESOLVED, flatten, read_fork, read_resolved, schedule_of
 from stalewise.errors import StoreError
 from stalewise.staleness.schedule import Schedule
 from stalewise.store import BatchManifest, batch_directories, committed_shards, read_batch_manifest
@@ -300,8 +300,8 @@ def read_run(directory: Path, label: str | None = None) -> Run:
     return Run(
         directory=directory,
         label=label or directory.resolve().name,
-        config=_without_place(flatten(config)),
-        environment=flatten(_json_or_empty(directory / "environment.json", notes)),
+        config=_without_place(flatten(config, keep_empty=True)),
+        environment=flatten(_json_or_empty(directory / "environment.json", notes), keep_empty=True),
         schedule=schedule,
         planned_updates=sum(batch["updates"] for batch in sources) or schedule.updates,
         metrics=metrics,
@@ -438,14 +438,6 @@ def verifier_errors(run: Run) -> Counter[str]:
         kinds.update(named)
         kinds["of no recorded kind"] += count - sum(named.values())
     return +kinds
-
-
-def flatten(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested tables as dotted keys; an empty table is a value."""
-    flat: dict[str, Any] = {}
-    for key, value in record.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
-    return flat
 
 
 def _without_place(config: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from plotly.offline import get_plotlyjs, get_plotlyjs_version
 
 from stalewise import __version__
 from stalewise.config import RunConfig
+from stalewise.config.run_directory import flatten
 from stalewise.errors import StoreError
 from stalewise.reporting.compare import flips_of
 from stalewise.reporting.figures import (
@@ -34,7 +35,7 @@ from stalewise.reporting.figures import (
     series_of,
     style_of,
 )
-from stalewise.reporting.read import ACTIVITIES, IDLE, UNIMPORTANT, Run, differing_keys, flatten, read_runs
+from stalewise.reporting.read import ACTIVITIES, IDLE, UNIMPORTANT, Run, differing_keys, read_runs
 from stalewise.reporting.summary import (
     CHART_SECTIONS,
     Chart,
@@ -207,7 +208,7 @@ def _rows(tables: Sequence[Mapping[str, Any]], keys: Sequence[str] | None = None
 def config_table(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """All settings: key, description, one value per run, and whether any differs from the default."""
     described = descriptions(RunConfig)
-    defaults = flatten(RunConfig().model_dump(mode="json"))
+    defaults = flatten(RunConfig().model_dump(mode="json"), keep_empty=True)
     rows: list[dict[str, Any]] = []
     for key, values in _rows([run.config for run in runs]):
         is_set = key not in UNIMPORTANT and any(value != defaults.get(key) for value in values)

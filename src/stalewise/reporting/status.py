@@ -17,8 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import psutil
 
-from stalewise.errors import StalewiseError
-from stalewise.reporting.inspection import visible
+from stalewise.errors import StalewiseError, visible
 from stalewise.reporting.read import IDLE, Run, read_run, total_seconds
 from stalewise.reporting.summary import accuracy_of, findings
 from stalewise.statistics import format_duration

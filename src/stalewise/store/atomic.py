@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,17 @@ def sha256_file(path: str | Path) -> str:
     """Hexadecimal SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def cached_sha256(path: Path) -> str:
+    """`sha256_file`, computed once for each state (size and time of change) of a file."""
+    state = path.stat()
+    return _sha256_of_state(path, state.st_size, state.st_mtime_ns)
+
+
+@lru_cache(maxsize=65536)
+def _sha256_of_state(path: Path, size: int, mtime_ns: int) -> str:
+    return sha256_file(path)
 
 
 def sha256_of_pieces(path: str | Path) -> str:

@@ -198,7 +198,7 @@ def _committed(path: Path) -> tuple[int, str] | None:
 
 
 def _uncommit(path: Path, size: int) -> None:
-    """Before a file is cut: a process that is killed in between must not leave more committed than there is."""
+    """Lower the committed length before truncating, so that a kill in between never leaves it beyond the file's end."""
     run = _run_of(path)
     if run is not None:
         name, ends = path.relative_to(run).as_posix(), committed_ends(run)
@@ -278,7 +278,7 @@ def _seal_before(content: bytes, end: int) -> bytes:
 
 
 def _seal_before_in(descriptor: int, end: int) -> bytes:
-    """`_link` of an open file, of which only the last bytes are read if it has checksums."""
+    """`_seal_before` for an open file; reads only its tail if lines have checksums."""
     tail = os.pread(descriptor, _SEAL_BYTES, max(0, end - _SEAL_BYTES)) if end >= _SEAL_BYTES else b""
     seal = _SEALED_LINE.fullmatch(tail[: min(end, _SEAL_BYTES)])
     return seal[1] if seal else _seal_before(os.pread(descriptor, end, 0), end)

@@ -59,12 +59,13 @@ def open_batch(directory: str | Path, verify: bool = True) -> Batch:
 
 
 def open_shards(directory: str | Path, count: int) -> Batch:
-    """The first shards of a generation batch that is being made."""
-    shards, name = tuple(committed_shards(directory)[:count]), parse_batch_name(directory)
-    counts = {key: sum(getattr(one, key) for one in shards) for key in ("rows", "tokens", "prompt_tokens", "truncated")}
-    known: dict[str, Any] = {"task": "", "reward_mean": None, "samplers": (), "shards": shards}
-    known |= {"verifier_errors": sum(one.verifier_errors for one in shards), "seconds": sum(s.seconds for s in shards)}
-    return Batch(Path(directory), BatchManifest(name.generation_batch, name.version, **counts, **known))
+    """The first shards of a generation batch that is being generated."""
+    shards = tuple(committed_shards(directory)[:count])
+    name = parse_batch_name(directory)
+    summed = ("rows", "tokens", "prompt_tokens", "truncated", "verifier_errors", "seconds")
+    totals: dict[str, Any] = {key: sum(getattr(shard, key) for shard in shards) for key in summed}
+    others: dict[str, Any] = {"task": "", "reward_mean": None, "samplers": (), "shards": shards}
+    return Batch(Path(directory), BatchManifest(name.generation_batch, name.version, **totals, **others))
 
 
 def verify_shard(directory: str | Path, shard: ShardManifest, checksum: bool = True) -> None:
@@ -78,9 +79,10 @@ def verify_shard(directory: str | Path, shard: ShardManifest, checksum: bool = T
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Informative groups are dealt to this many updates; `penalty` is added to rewards, given response lengths."""
+    """How groups with variance are divided among updates."""
 
-    updates: int
+    updates: int  # among which the groups with variance are divided
+    # Added to rewards, as a function of response lengths.
     penalty: Callable[[npt.NDArray[Any]], npt.NDArray[Any] | float] = lambda lengths: 0.0
 
 
@@ -95,11 +97,11 @@ class Batch:
         self.directory = directory
         self.manifest = manifest
         self.rollouts_by_update: dict[int, list[npt.NDArray[np.int64]]] = {}  # a cache of `rollouts_of_updates`
-        self.reference: TokenColumn | None = (
-            None  # log-probabilities under a reference policy, where they were computed
-        )
-        self.weights: Mapping[str, float] = {}  # of the parts of rewards; the reward is then their weighted sum
-        self.selection: Selection | None = None  # None: all groups are dealt alike
+        # Log-probabilities under a reference policy, where they were computed.
+        self.reference: TokenColumn | None = None
+        # Weights of reward parts; if there are any, the reward is their weighted sum.
+        self.weights: Mapping[str, float] = {}
+        self.selection: Selection | None = None  # None: all groups are treated alike
         self._footers: dict[int, pq.FileMetaData] = {}
         self._first = np.array([shard.rollout_first for shard in manifest.shards], np.int64)  # increasing
 
@@ -151,7 +153,7 @@ class Batch:
         return parts_of(self.iter_tables(["rollout_id", "reward_parts"]))
 
     def informative(self) -> npt.NDArray[np.bool_]:
-        """Whether each rollout is of a group whose rewards differ, with the penalty of the selection."""
+        """Whether each rollout belongs to a group whose rewards differ, with the penalty of the selection."""
         reward = self.column("reward")
         if self.selection is not None:
             reward = reward + self.selection.penalty(self.column("response_length"))
@@ -159,17 +161,17 @@ class Batch:
 
     def take(self, rollout_ids: npt.ArrayLike) -> RolloutColumns:
         """The given rollouts in the given order; only row groups that hold one of them are decoded."""
-        asked = np.asarray(rollout_ids, dtype=np.int64).reshape(-1)
-        wanted = np.unique(asked)
+        requested = np.asarray(rollout_ids, dtype=np.int64).reshape(-1)
+        wanted = np.unique(requested)
         parts = list(self._parts(wanted))
-        found = np.concatenate([part.rollout_id for part in parts]) if parts else np.empty(0, np.int64)
-        if len(found) != len(wanted):
-            missing = np.setdiff1d(wanted, found)
+        present = np.concatenate([part.rollout_id for part in parts]) if parts else np.empty(0, np.int64)
+        if len(present) != len(wanted):
+            missing = np.setdiff1d(wanted, present)
             more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
             raise StoreError(f"{self.directory} has no rollout {', '.join(map(str, missing[:5]))}{more}")
         if not parts:
             return rows_from_table(SCHEMA.empty_table())
-        return concatenate(parts).take(np.searchsorted(found, asked))
+        return concatenate(parts).take(np.searchsorted(present, requested))
 
     def _parts(self, wanted: npt.NDArray[np.int64]) -> Iterator[RolloutColumns]:
         """The rows of `wanted` (sorted), row group by row group, so that only one is in memory."""
@@ -186,14 +188,14 @@ class Batch:
                         yield rows.take(np.flatnonzero(np.isin(rows.rollout_id, here, assume_unique=True)))
 
     def _read_rows(self, file: pq.ParquetFile, row_group: int, shard: ShardManifest) -> RolloutColumns:
-        """The rows of a row group, with the columns that this batch has besides its shards'."""
+        """The rows of a row group, with weighted rewards and reference log-probabilities if this batch has them."""
         table = _decode(file, row_group, [*EPISODE_COLUMNS, *(_OF_REWARDS if self.weights else ())])
         rows = rows_from_table(table)
         if self.weights:
             rows = replace(rows, reward=self._weighted(table))
         if self.reference is not None:
             before = (_decode(file, group, ["response_length"]) for group in range(row_group))
-            first = sum(int(numbers(one["response_length"], np.int64).sum()) for one in before)
+            first = sum(int(numbers(table["response_length"], np.int64).sum()) for table in before)
             rows = replace(rows, reference_logp=self.reference.read(shard, first, len(rows.response_ids)).copy())
         return rows
 
@@ -252,12 +254,12 @@ def _known(columns: Sequence[str] | None) -> list[str] | None:
     return None if columns is None else list(columns)
 
 
-def deal(group_column: npt.ArrayLike, per_update: int) -> list[npt.NDArray[np.int64]]:
-    """Positions of the rows of each update: `per_update` whole groups by group id, the last update gets the rest.
+def split_into_updates(group_column: npt.ArrayLike, per_update: int) -> list[npt.NDArray[np.int64]]:
+    """Positions of the rows of each update: `per_update` whole groups by group id; the last update gets the rest.
 
     Rows of one group need not be adjacent in `group_column`.
 
-    >>> [rows.tolist() for rows in deal([7, 7, 5, 5, 9, 7], per_update=2)]
+    >>> [rows.tolist() for rows in split_into_updates([7, 7, 5, 5, 9, 7], per_update=2)]
     [[2, 3, 0, 1, 5], [4]]
     """
     if per_update < 1:
@@ -268,16 +270,16 @@ def deal(group_column: npt.ArrayLike, per_update: int) -> list[npt.NDArray[np.in
     return np.split(order, firsts[per_update::per_update]) if len(order) else []
 
 
-def deal_informative(
+def split_informative(
     group_column: npt.ArrayLike, informative: npt.NDArray[np.bool_], per_update: int, updates: int
 ) -> list[npt.NDArray[np.int64]]:
     """Positions of the rows of each update: equally many informative groups each, and equally many of the others.
 
-    An update gets `per_update` informative groups, the rest stay unused; where there are too few, they are divided. All
-    other groups are divided, too, so that what an update reports is of a fair sample.
+    An update gets `per_update` informative groups; further ones stay unused. If there are too few, they are divided
+    evenly. All other groups are divided, too, so that an update reports metrics of a fair sample.
 
-    >>> rows = deal_informative([0, 1, 2, 3, 4, 5], np.array([1, 0, 0, 1, 1, 0], bool), per_update=1, updates=2)
-    >>> [one.tolist() for one in rows]
+    >>> rows = split_informative([0, 1, 2, 3, 4, 5], np.array([1, 0, 0, 1, 1, 0], bool), per_update=1, updates=2)
+    >>> [positions.tolist() for positions in rows]
     [[0, 1, 2], [3, 5]]
     """
     groups = np.asarray(group_column, dtype=np.int64)
@@ -310,8 +312,8 @@ def positions_of_updates(batch: Batch, per_update: int) -> list[npt.NDArray[np.i
     """Positions of the rows of each update on a generation batch."""
     group = batch.column("group")
     if batch.selection is None:
-        return deal(group, per_update)
-    return deal_informative(group, batch.informative(), per_update, batch.selection.updates)
+        return split_into_updates(group, per_update)
+    return split_informative(group, batch.informative(), per_update, batch.selection.updates)
 
 
 def rollouts_of_updates(batch: Batch, per_update: int) -> list[npt.NDArray[np.int64]]:

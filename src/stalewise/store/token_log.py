@@ -15,7 +15,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from stalewise.errors import StoreError
-from stalewise.store.atomic import fsync_directory, make_directory, sha256_file, write_atomic, write_json_atomic
+from stalewise.store.atomic import cached_sha256, fsync_directory, make_directory, write_atomic, write_json_atomic
 from stalewise.store.columns import ROW_GROUP_ROWS, RolloutColumns, column_range, concatenate
 from stalewise.store.records import RecordSchema, is_text, is_whole, read_record
 from stalewise.types import TokenFlag
@@ -132,19 +131,12 @@ def check_token_file(path: Path, checksum: bool = True) -> None:
         return
     manifest = read_record(token_manifest_path(path), MANIFEST)
     try:
-        stat = path.stat()
-        is_whole = stat.st_size == manifest["bytes"]
-        is_whole = is_whole and (not checksum or _sha256(path, stat.st_size, stat.st_mtime_ns) == manifest["sha256"])
+        is_whole = path.stat().st_size == manifest["bytes"]
+        is_whole = is_whole and (not checksum or cached_sha256(path) == manifest["sha256"])
     except OSError as error:
         raise _damaged(path, error) from error
     if not is_whole or manifest["file"] != path.name:
         raise _damaged(path, f"its content differs from {token_manifest_path(path).name}")
-
-
-@lru_cache(maxsize=65536)
-def _sha256(path: Path, size: int, mtime_ns: int) -> str:
-    """Size and time are arguments so that a changed file is hashed again."""
-    return sha256_file(path)
 
 
 def read_light(path: str | Path) -> pa.Table:

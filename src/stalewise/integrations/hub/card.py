@@ -18,12 +18,11 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from stalewise import __version__
 from stalewise.config import RunConfig
-from stalewise.config.run_directory import EXPORT_FORMAT, EXPORT_RECORD, flat, read_config
+from stalewise.config.run_directory import EXPORT_FORMAT, EXPORT_RECORD, flatten, read_config
 from stalewise.config.template import toml
-from stalewise.errors import StoreError
+from stalewise.errors import StoreError, visible
 from stalewise.models import embedded_policies
 from stalewise.models.gguf import SMOLLM2, is_gguf
-from stalewise.reporting.inspection import visible
 from stalewise.reporting.read import Run
 from stalewise.reporting.render import describe_stage_end
 from stalewise.reporting.summary import (
@@ -171,7 +170,7 @@ def config_file(config: RunConfig) -> str:
 
 def explicit_settings(config: RunConfig) -> dict[str, Any]:
     """Settings that differ from the defaults, with dotted keys."""
-    defaults, settings = flat(shareable(RunConfig())), flat(shareable(config))
+    defaults, settings = flatten(shareable(RunConfig())), flatten(shareable(config))
     return {key: value for key, value in settings.items() if key not in defaults or defaults[key] != value}
 
 

@@ -11,10 +11,9 @@ import numpy as np
 import pyarrow.compute as pc
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from stalewise.errors import ConfigError, StalewiseError
+from stalewise.errors import ConfigError, StalewiseError, visible
 from stalewise.reporting.browser.index import PART, Column, RolloutIndex
 from stalewise.reporting.browser.locations import read_shard
-from stalewise.reporting.inspection import visible
 
 SEARCH_S = 20.0  # for a search in texts
 MOST_GROUPS = 500  # in one answer

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stalewise.errors import TaskError
-from stalewise.tasks.base import load, stream
+from stalewise.tasks.base import stream
 from stalewise.tasks.environments import ChatMessage, Episode, first_messages
 from stalewise.tasks.environments.play import TaskScore
 from stalewise.types import Prompt
@@ -147,9 +147,12 @@ class PythonTool(_Tool):
         unsafe_without_sandbox: bool = False,
     ) -> None:
         super().__init__(role, instructions)
-        self._run, limits = load("stalewise.tasks.sandbox:run_python"), load("stalewise.tasks.sandbox:Limits")
-        load("stalewise.tasks.sandbox:isolation")(unsafe_without_sandbox=unsafe_without_sandbox)  # or it says why not
-        self._limits, self._most = limits(seconds=seconds, memory_mb=memory_mb), most_characters
+        from stalewise.tasks.sandbox import Limits, isolation, run_python  # here: other environments need no sandbox
+
+        isolation(unsafe_without_sandbox=unsafe_without_sandbox)  # raises if there is none
+        self._run = run_python
+        self._limits = Limits(seconds=seconds, memory_mb=memory_mb)
+        self._most = most_characters
         self._unsafe = unsafe_without_sandbox
 
     def call(self, response: str) -> str | None:
@@ -256,13 +259,17 @@ _JUDGES: dict[str, Any] = {}  # of this process: making one takes seconds
 def _judge(dataset: str, parameters: dict[str, Any]) -> Any:
     key = f"{dataset} {sorted(parameters.items())}"
     if key not in _JUDGES:
-        _JUDGES[key] = load("stalewise.tasks.gym:load_judge")(dataset=dataset, parameters=parameters)
+        from stalewise.tasks.gym import load_judge
+
+        _JUDGES[key] = load_judge(dataset=dataset, parameters=parameters)
     return _JUDGES[key]
 
 
 def _verifier(name: str, options: dict[str, Any]) -> Any:
     key = f"verifier {name} {sorted(options.items())}"
     if key not in _JUDGES:
-        verifier = load("stalewise.tasks.verifiers:make_verifier")(name, **options)
+        from stalewise.tasks.verifiers import make_verifier
+
+        verifier = make_verifier(name, **options)
         _JUDGES[key] = lambda row, response: verifier.score([row], [response])[0]
     return _JUDGES[key]

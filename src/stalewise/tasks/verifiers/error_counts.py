@@ -31,7 +31,7 @@ class ErrorCounts:
     unparsed: int = 0
     unparsed_examples: tuple[tuple[str, str], ...] = ()  # prompt id and response, or the end of it
     traceback: str = ""  # of the first error that has one; not recorded
-    timed_out: int = 0  # programs that a limit of time ended: worth 0
+    timed_out: int = 0  # programs that hit the time limit; they score 0
 
     @property
     def failed(self) -> int:
